@@ -1,0 +1,45 @@
+"""The few things that can go wrong before a kernel is even asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "AttncheckError",
+    "InterpreterUnavailable",
+    "ProblemError",
+    "TraceError",
+    "UnknownName",
+    "UsageError",
+]
+
+
+class AttncheckError(Exception):
+    """Base of every error that attncheck raises on purpose; its text is one line."""
+
+
+class UsageError(AttncheckError):
+    """The caller asked for something that cannot be; the command line exits with 2."""
+
+
+class UnknownName(UsageError):
+    """A name that is not in a closed list; the message lists the valid ones."""
+
+    def __init__(self, kind: str, name: object, valid: Iterable[object]) -> None:
+        names = sorted(str(v) for v in valid)
+        super().__init__(f"{kind} {name!r} is not known: choose from {', '.join(names)}.")
+
+
+class ProblemError(UsageError):
+    """A Problem that cannot exist: a shape, a number or a mod that does not fit."""
+
+
+class TraceError(UsageError):
+    """A mask or score mod that cannot be turned into an expression."""
+
+
+class InterpreterUnavailable(AttncheckError):
+    """Triton's CPU interpreter, or one of its repairs, cannot be switched on here."""
