@@ -1,0 +1,75 @@
+"""Checks of the numbers in a Spec: each raises ProblemError with the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from attncheck.errors import ProblemError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.mods.spec import Argument, Dimensions
+
+__all__ = ["Check", "document_lengths", "padding_lengths", "positive", "whole"]
+
+Check: TypeAlias = "Callable[[str, Argument, Dimensions], None]"
+"""``check(label, value, dimensions)``; the label is ``mod.argument``."""
+
+
+def whole(low: int, high: int) -> Check:
+    """The argument is a whole number from ``low`` to ``high``."""
+
+    def check(label: str, value: Argument, _: Dimensions) -> None:
+        if not _is_whole(value, low, high):
+            raise ProblemError(f"{label}={value!r} must be a whole number from {low} to {high}.")
+
+    return check
+
+
+def positive(label: str, value: Argument, _: Dimensions) -> None:
+    """The argument is a positive number that fp32 can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not _FP32_SMALLEST <= cast("float", value) <= _FP32_LARGEST:
+        raise ProblemError(f"{label}={value!r} must be a positive number in the range of fp32.")
+
+
+def document_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:
+    """The argument has lengths that cover every position of the longer of query and kv."""
+    total = sum(_lengths(label, value))
+    needed = max(dimensions.query, dimensions.kv)
+    if total < needed:
+        raise ProblemError(
+            f"{label} cover {total} positions: they must cover max(query, kv)={needed}."
+        )
+
+
+def padding_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:
+    """The argument has one length for each sequence of the batch, none longer than kv."""
+    lengths = _lengths(label, value)
+    batch, kv = dimensions.batch, dimensions.kv
+    if len(lengths) != batch:
+        raise ProblemError(
+            f"{label} has {len(lengths)} lengths: it needs one for each of the batch={batch}."
+        )
+    if max(lengths) > kv:
+        raise ProblemError(f"{label} has a length {max(lengths)}: none may exceed kv={kv}.")
+
+
+_FP32_SMALLEST = 2.0**-149
+_FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
+_INT32_LARGEST = 2**31 - 1
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _lengths(label: str, value: Argument) -> tuple[int, ...]:
+    if isinstance(value, tuple) and value and all(_is_whole(v, 0, _INT32_LARGEST) for v in value):
+        return value
+    shown = list(value) if isinstance(value, tuple) else value
+    raise ProblemError(
+        f"{label}={shown!r} must be a list of whole numbers from 0 to {_INT32_LARGEST}."
+    )

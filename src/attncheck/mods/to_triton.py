@@ -1,0 +1,243 @@
+"""Expressions as ``@triton.jit`` functions that a kernel takes as ``tl.constexpr`` arguments.
+
+The function is printed from the structure alone and compiled once; numbers and tensors are
+passed at run time in a tuple. Triton specialises whole numbers in a tuple (equal to 1, multiple
+of 16, any other), also where the kernel says ``do_not_specialize``: at most three variants each.
+
+Arithmetic is fp32 and int32. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE
+(read from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a
+multiplication and an addition into one rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from attncheck.errors import UsageError
+from attncheck.formats import fp32
+from attncheck.mods.expression import INFIX, LEAVES
+
+if TYPE_CHECKING:
+    from attncheck.mods.expression import Captured, Expression, Node, Structure
+
+__all__ = ["TritonMod", "to_triton"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonMod:
+    """A mod as a kernel takes it.
+
+    Attributes:
+        function: ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx,
+            kv_idx, captured)``, a ``@triton.jit`` function; the same object for every expression
+            of one structure. It may be called at indices beyond query and kv: what it reads
+            there is inside the captured tensors. The result broadcasts to the indices.
+        captured: What to pass as ``captured``: for each slot a number, or a tensor's pointer
+            followed by its sizes.
+        source: The text of the function.
+    """
+
+    function: Any
+    captured: tuple[Captured, ...]
+    source: str
+
+
+def to_triton(expression: Expression, device: str | torch.device | None = None) -> TritonMod:
+    """The expression as a Triton function and its captured values.
+
+    Args:
+        expression: A traced mask or score mod.
+        device: Where the captured tensors are to be (default: where they are).
+
+    Raises:
+        UsageError: if a captured tensor is too large for 32-bit offsets.
+    """
+    function, source = _function(expression.structure)
+    captured: list[Captured] = []
+    for value in expression.captured:
+        captured += _arguments(value, device)
+    return TritonMod(function, tuple(captured), source)
+
+
+def _arguments(value: Captured, device: str | torch.device | None) -> list[Captured]:
+    if isinstance(value, int):
+        return [value]
+    if isinstance(value, float):
+        return [fp32(value)]
+    if value.numel() > _INT32_LARGEST:
+        raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
+    flat = value.detach().to(device or value.device).reshape(-1).contiguous()
+    if flat.dtype is torch.bool:
+        flat = flat.to(torch.int8)
+    if flat.dtype is torch.int64 and _fits_int32(flat):
+        flat = flat.to(torch.int32)
+    return [flat, *value.shape]
+
+
+_INT32_LARGEST = 2**31 - 1
+
+
+def _fits_int32(values: torch.Tensor) -> bool:
+    low, high = (int(limit) for limit in torch.aminmax(values))
+    return max(-1 - low, high) <= _INT32_LARGEST
+
+
+@cache
+def _function(structure: Structure) -> tuple[Any, str]:
+    source = _source(structure)
+    name = _name(structure)
+    # Triton and inspect read a function's text through linecache; no file is needed.
+    file = f"<attncheck {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = {f.__name__: f for f in (_floor_divide, _inside, _remainder, _tanh, _wrapped)}
+    scope: dict[str, Any] = {"tl": tl, "__name__": __name__, **namespace}
+    exec(compile(source, file, "exec"), scope)  # noqa: S102  (our own printed text)
+    return triton.jit(scope[name]), source
+
+
+def _name(structure: Structure) -> str:
+    return "score_mod" if structure.inputs[0] == "score" else "mask_mod"
+
+
+def _source(structure: Structure) -> str:
+    first = _first_arguments(structure)
+    lines = [f"def {_name(structure)}({', '.join(structure.inputs)}, captured):"]
+    texts: list[str] = []
+    for position, node in enumerate(structure.nodes):
+        if node.op in LEAVES:
+            texts.append(_leaf(node, first))
+            continue
+        operands = [(structure.nodes[i], texts[i]) for i in node.operands]
+        if node.op == "cast" and node.kind == operands[0][0].kind:
+            texts.append(operands[0][1])  # one width a kind: nothing to do
+            continue
+        lines.append(f"    v{position} = {_text(node, operands, first)}")
+        texts.append(f"v{position}")
+    return "\n".join([*lines, f"    return {texts[-1]}", ""])
+
+
+def _first_arguments(structure: Structure) -> dict[int, int]:
+    """Where each slot begins in the tuple: a tensor is followed by its sizes."""
+    ranks = {n.slot: n.rank if n.op == "tensor" else 0 for n in structure.nodes if n.slot >= 0}
+    first, position = {}, 0
+    for slot in sorted(ranks):
+        first[slot] = position
+        position += 1 + ranks[slot]
+    return first
+
+
+def _leaf(node: Node, first: dict[int, int]) -> str:
+    if node.op == "input":
+        return node.name
+    if node.op in {"true", "false"}:
+        return f"tl.full((), {node.op == 'true'}, tl.int1)"
+    return f"captured[{first[node.slot]}]"
+
+
+def _text(node: Node, operands: list[tuple[Node, str]], first: dict[int, int]) -> str:
+    if node.op == "index":
+        return _load(node, operands, first)
+    if node.op == "cast":
+        return _cast(node, operands[0][1])
+    texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if node.kind == "float" else ""
+    return _TEMPLATES[node.op].format(*texts, nan=nan)
+
+
+def _converted(node: Node, position: int, operand: Node, text: str) -> str:
+    """The operand with the type that the operation works on: truth values count as 0 and 1."""
+    if node.op in {"tanh", "exp"} and operand.kind != "float":
+        return f"{text}.to(tl.float32)"
+    condition = node.op == "where" and position == 0
+    truth = node.kind == "bool" and node.op in {"and", "or", "xor", "not", "where"}
+    return f"{text}.to(tl.int32)" if operand.kind == "bool" and not condition | truth else text
+
+
+_TEMPLATES = {op: f"{{0}} {sign} {{1}}" for op, sign in INFIX.items()} | {
+    "not": "~{0}",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "exp": "tl.exp({0})",
+    "tanh": "_tanh({0})",
+    "where": "tl.where({0}, {1}, {2})",
+    "minimum": "tl.minimum({0}, {1}{nan})",
+    "maximum": "tl.maximum({0}, {1}{nan})",
+    "floor_divide": "_floor_divide({0}, {1})",
+    "remainder": "_remainder({0}, {1})",
+}
+
+
+def _cast(node: Node, text: str) -> str:
+    if node.kind == "bool":
+        return f"{text} != 0"
+    return f"{text}.to({'tl.float32' if node.kind == 'float' else 'tl.int32'})"
+
+
+def _load(node: Node, operands: list[tuple[Node, str]], first: dict[int, int]) -> str:
+    (table, pointer), *indices = operands
+    offset = ""
+    for axis, (index, text) in enumerate(indices):
+        size = f"captured[{first[table.slot] + 1 + axis}]"
+        # Only b, h, q_idx and kv_idx are known to be no negative (from the end) index.
+        place = f"{'_inside' if index.op == 'input' else '_wrapped'}({text}, {size})"
+        offset = f"({offset}) * {size} + {place}" if axis else place
+    loaded = f"tl.load({pointer} + {offset})"
+    return f"{loaded} != 0" if node.kind == "bool" else loaded
+
+
+@triton.jit
+def _inside(index, size):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
+    """``index`` ≥ 0 moved to the nearest one below ``size``: tails of tiles read nothing else."""
+    return tl.minimum(index, size - 1)
+
+
+@triton.jit
+def _wrapped(index, size):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
+    """A negative ``index`` counts from the end; what is still outside moves to the nearest."""
+    return tl.minimum(tl.maximum(tl.where(index < 0, index + size, index), 0), size - 1)
+
+
+@triton.jit
+def _floor_divide(a, b):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
+    """⌊a / b⌋ on whole numbers: Triton's own quotient is cut towards zero."""
+    quotient = a // b
+    left = a - quotient * b
+    return tl.where((left != 0) & ((left < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def _remainder(a, b):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
+    """What ``_floor_divide`` leaves: it has the sign of b, as in Python and torch."""
+    left = a - (a // b) * b
+    return tl.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
+    """The hyperbolic tangent in fp32.
+
+    Below 5/8: x + x³·P(x²), P the minimax polynomial of degree 4 (our Remez fit in 40 digits;
+    relative error of the form 0.074·2^-24), where a quotient of exponentials would cancel.
+    From there on 1 − 2e/(1 + e) with e = exp(−2|x|): nothing overflows, ±∞ gives ±1.
+    Error against float64: at most 0.75 ulp below 5/8 and 1.73 ulp above with IEEE division and
+    a good exp2 (10^6 arguments in the interpreter); ``div.full`` and ``ex2.approx``, 2 ulp each
+    by the PTX manual, can add 2.5 ulp next to 5/8 and ever less from there on.
+    """
+    a = tl.abs(x)
+    small = tl.minimum(a, 0.625)
+    z = small * small
+    p = 0.020639078691601753 + z * -0.005704977549612522
+    p = -0.05373971164226532 + z * p
+    p = 0.13331441581249237 + z * p
+    p = -0.3333328068256378 + z * p
+    e = tl.exp2(a * -2.8853900817779268)  # −2·log2(e)
+    value = tl.where(a < 0.625, small + small * (z * p), 1.0 - 2.0 * e / (1.0 + e))
+    return tl.where(x < 0, -value, value)

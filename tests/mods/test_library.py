@@ -1,0 +1,173 @@
+"""What the library refuses, and how it says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.mods import library
+from attncheck.mods.library import MASKS, SCORES
+from attncheck.mods.spec import Dimensions, Spec
+
+DIMENSIONS = Dimensions(batch=2, heads=4, query=5, kv=7)
+CAUSAL = Spec.of("causal")
+ALL_MASKS = (
+    "and, causal, causal_bottom_right, document, full, not, or, padding, prefix_lm, sliding_window"
+)
+ALL_SCORES = "alibi, chain, none, relative_bias, softcap, temperature"
+
+MASK_ERRORS = [
+    (
+        Spec.of("casual"),
+        f"mask 'casual' is not known: choose from {ALL_MASKS}.",
+    ),
+    (Spec.of("sliding_window"), "sliding_window needs its argument 'window'."),
+    (
+        Spec.of("sliding_window", window=3, size=4),
+        "sliding_window has no argument 'size': its arguments: window.",
+    ),
+    (Spec.of("causal", window=3), "causal has no argument 'window': its arguments: none."),
+    (
+        Spec.of("sliding_window", window=-1),
+        "sliding_window.window=-1 must be a whole number from 0 to 2147483647.",
+    ),
+    (
+        Spec.of("sliding_window", window=2**31),
+        "sliding_window.window=2147483648 must be a whole number from 0 to 2147483647.",
+    ),
+    (
+        Spec.of("prefix_lm", prefix=2.0),
+        "prefix_lm.prefix=2.0 must be a whole number from 0 to 2147483647.",
+    ),
+    (
+        Spec.of("prefix_lm", prefix=True),
+        "prefix_lm.prefix=True must be a whole number from 0 to 2147483647.",
+    ),
+    (
+        Spec.of("document", lengths=[3, 3]),
+        "document.lengths cover 6 positions: they must cover max(query, kv)=7.",
+    ),
+    (
+        Spec.of("document", lengths=[]),
+        "document.lengths=[] must be a list of whole numbers from 0 to 2147483647.",
+    ),
+    (
+        Spec.of("document", lengths=[8, -1]),
+        "document.lengths=[8, -1] must be a list of whole numbers from 0 to 2147483647.",
+    ),
+    (
+        Spec.of("document", lengths=7),
+        "document.lengths=7 must be a list of whole numbers from 0 to 2147483647.",
+    ),
+    (
+        Spec.of("padding", lengths=[3]),
+        "padding.lengths has 1 lengths: it needs one for each of the batch=2.",
+    ),
+    (
+        Spec.of("padding", lengths=[3, 8]),
+        "padding.lengths has a length 8: none may exceed kv=7.",
+    ),
+    (Spec.of("causal", CAUSAL), "causal takes no parts: only a composition does."),
+    (Spec.of("not"), "not has 0 parts: it takes exactly one part."),
+    (Spec.of("not", CAUSAL, CAUSAL), "not has 2 parts: it takes exactly one part."),
+    (Spec.of("and"), "and has 0 parts: it takes at least one part."),
+    (Spec.of("or"), "or has 0 parts: it takes at least one part."),
+    (
+        Spec.of("or", CAUSAL, Spec.of("not", Spec.of("sliding_window"))),
+        "sliding_window needs its argument 'window'.",
+    ),
+    (
+        Spec.of("and", Spec.of("alibi")),
+        f"mask 'alibi' is not known: choose from {ALL_MASKS}.",
+    ),
+]
+
+SCORE_ERRORS = [
+    (
+        Spec.of("causal"),
+        f"score mod 'causal' is not known: choose from {ALL_SCORES}.",
+    ),
+    (Spec.of("softcap"), "softcap needs its argument 'cap'."),
+    (
+        Spec.of("softcap", cap=0.0),
+        "softcap.cap=0.0 must be a positive number in the range of fp32.",
+    ),
+    (
+        Spec.of("softcap", cap=float("inf")),
+        "softcap.cap=inf must be a positive number in the range of fp32.",
+    ),
+    (
+        Spec.of("softcap", cap=float("nan")),
+        "softcap.cap=nan must be a positive number in the range of fp32.",
+    ),
+    (
+        Spec.of("temperature", temperature=10**40),
+        f"temperature.temperature={10**40} must be a positive number in the range of fp32.",
+    ),
+    (
+        Spec.of("temperature", temperature=-2),
+        "temperature.temperature=-2 must be a positive number in the range of fp32.",
+    ),
+    (
+        Spec.of("temperature", temperature=[2]),
+        "temperature.temperature=(2,) must be a positive number in the range of fp32.",
+    ),
+    (
+        Spec.of("relative_bias", distance=-1, seed=0),
+        "relative_bias.distance=-1 must be a whole number from 0 to 1048576.",
+    ),
+    (
+        Spec.of("relative_bias", distance=1, seed=2**63),
+        f"relative_bias.seed={2**63} must be a whole number from 0 to {2**63 - 1}.",
+    ),
+    (Spec.of("relative_bias", distance=1), "relative_bias needs its argument 'seed'."),
+    (Spec.of("chain"), "chain has 0 parts: it takes at least one part."),
+    (Spec.of("none", Spec.of("none")), "none takes no parts: only a composition does."),
+]
+
+
+@pytest.mark.parametrize(("spec", "message"), MASK_ERRORS, ids=lambda v: str(v)[:40])
+def test_mask_errors(spec: Spec, message: str) -> None:
+    for refuse in (library.check_mask, library.build_mask):
+        with pytest.raises(UsageError) as caught:
+            refuse(spec, DIMENSIONS)
+        assert str(caught.value) == message
+        assert isinstance(caught.value, UnknownName if "not known" in message else ProblemError)
+
+
+@pytest.mark.parametrize(("spec", "message"), SCORE_ERRORS, ids=lambda v: str(v)[:40])
+def test_score_errors(spec: Spec, message: str) -> None:
+    for refuse in (library.check_score, library.build_score):
+        with pytest.raises(UsageError) as caught:
+            refuse(spec, DIMENSIONS)
+        assert str(caught.value) == message
+        assert isinstance(caught.value, UnknownName if "not known" in message else ProblemError)
+
+
+def test_defaults_pass() -> None:
+    library.check_mask(library.FULL, DIMENSIONS)
+    library.check_score(library.NONE, DIMENSIONS)
+
+
+def test_an_integer_is_a_real_number_rounded_to_fp32() -> None:
+    mod = library.build_score(Spec.of("temperature", temperature=2**24 + 1), DIMENSIONS)
+    index = torch.tensor(0)
+    assert mod(torch.tensor(2.0**24), index, index, index, index).item() == 1.0
+
+
+def test_every_entry_is_built_or_composed_and_says_what_it_does() -> None:
+    for entry in (*MASKS.values(), *SCORES.values()):
+        assert (entry.build is None) != (entry.compose is None)
+        assert entry.summary
+
+
+def test_the_library_imports_neither_torch_nor_triton() -> None:
+    code = (
+        "import sys, attncheck.mods.library; "
+        "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

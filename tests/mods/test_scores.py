@@ -1,0 +1,141 @@
+"""Every library score mod against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from attncheck.draws import Draws
+from attncheck.formats import fp32
+from attncheck.mods import compose, scores
+from attncheck.mods.library import SCORES, alibi_slopes, build_score, is_additive
+from attncheck.mods.spec import Dimensions, Spec
+
+DIMENSIONS = Dimensions(batch=1, heads=2, query=2, kv=3)
+# (heads, query, kv) scores that every score mod below starts from.
+START = [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[-1.0, 0.0, 1.0], [8.0, -8.0, 0.5]]]
+
+
+def applied(mod: object, start: list[list[list[float]]] = START) -> torch.Tensor:
+    assert callable(mod)
+    return mod(
+        torch.tensor(start, dtype=torch.float64),
+        torch.tensor(0),
+        torch.arange(2)[:, None, None],
+        torch.arange(2)[:, None],
+        torch.arange(3),
+    )
+
+
+def test_none_is_the_score() -> None:
+    assert applied(build_score(Spec.of("none"), DIMENSIONS)).tolist() == START
+
+
+def test_alibi_adds_slope_times_distance() -> None:
+    # 2 heads: slopes 2^-4 and 2^-8; kv − q = [[0, 1, 2], [-1, 0, 1]].
+    assert applied(build_score(Spec.of("alibi"), DIMENSIONS)).tolist() == [
+        [[1.0, 2.0625, 3.125], [3.9375, 5.0, 6.0625]],
+        [[-1.0, 0.00390625, 1.0078125], [7.99609375, -8.0, 0.50390625]],
+    ]
+
+
+def test_temperature_divides() -> None:
+    result = applied(build_score(Spec.of("temperature", temperature=2), DIMENSIONS))
+    assert result.tolist() == [[[0.5, 1.0, 1.5], [2.0, 2.5, 3.0]], [[-0.5, 0, 0.5], [4, -4, 0.25]]]
+
+
+def test_relative_bias_reads_its_table_at_the_clamped_distance() -> None:
+    table = torch.tensor([[10.0, 20.0, 30.0], [100.0, 200.0, 300.0]])
+    # kv − q + 1 clamped to 0..2 = [[1, 2, 2], [0, 1, 2]].
+    assert applied(scores.relative_bias(table)).tolist() == [
+        [[21.0, 32.0, 33.0], [14.0, 25.0, 36.0]],
+        [[199.0, 300.0, 301.0], [108.0, 192.0, 300.5]],
+    ]
+
+
+def test_relative_bias_of_distance_0_adds_one_number_a_head() -> None:
+    assert applied(scores.relative_bias(torch.tensor([[1.0], [2.0]]))).tolist() == [
+        [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]],
+        [[1.0, 2.0, 3.0], [10.0, -6.0, 2.5]],
+    ]
+
+
+def test_relative_bias_draws_its_table_from_its_seed() -> None:
+    built = build_score(Spec.of("relative_bias", distance=1, seed=7), DIMENSIONS)
+    drawn = Draws(7).normal("relative_bias", (2, 3)).astype(np.float32)
+    assert torch.equal(applied(built), applied(scores.relative_bias(torch.from_numpy(drawn))))
+    other = build_score(Spec.of("relative_bias", distance=1, seed=8), DIMENSIONS)
+    assert not torch.equal(applied(built), applied(other))
+
+
+def test_softcap_is_cap_tanh_of_the_quotient() -> None:
+    result = applied(build_score(Spec.of("softcap", cap=2.0), DIMENSIONS)).flatten().tolist()
+    flat = [number for head in START for row in head for number in row]
+    for score, capped in zip(flat, result, strict=True):
+        # tanh twice over (torch's and math's), each within an ulp, then an exact doubling.
+        assert abs(capped - 2 * math.tanh(score / 2)) <= 2 * math.ulp(capped)
+    assert abs(max(result)) < 2.0
+
+
+def test_chain_applies_left_to_right() -> None:
+    divide, add = scores.temperature(2.0), scores.relative_bias(torch.tensor([[1.0], [1.0]]))
+    assert applied(compose.chain(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
+    assert applied(compose.chain(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
+    spec = Spec.of("chain", Spec.of("temperature", temperature=2.0), Spec.of("alibi"))
+    assert applied(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 40])
+def test_slopes_are_the_fp32_numbers_nearest_to_the_powers(heads: int) -> None:
+    for h, slope in enumerate(alibi_slopes(heads)):
+        assert fp32(slope) == slope
+        # slope^heads against 2^(-8(h+1)), exactly, at the two borders of the rounding interval.
+        spacing = Fraction(math.ulp(slope)) * 2**29
+        low, high = Fraction(slope) - spacing / 2, Fraction(slope) + spacing / 2
+        assert low**heads <= Fraction(1, 2 ** (8 * (h + 1))) <= high**heads
+
+
+def test_captured_fp32_numbers_are_promoted_before_arithmetic() -> None:
+    slope, distance = alibi_slopes(12)[0], 100_003
+    mod = scores.alibi(torch.tensor([slope]))
+    zero = torch.zeros(1, dtype=torch.float64)
+    index = torch.zeros(1, dtype=torch.int64)
+    exact = mod(zero, index, index, index, index + distance).item()
+    assert Fraction(exact) == Fraction(slope) * distance
+    assert fp32(exact) != exact  # a product in fp32 would have been rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted(SCORES))
+def test_score_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
+    numbers = {
+        "softcap": {"cap": 3.0},
+        "temperature": {"temperature": 3.0},
+        "relative_bias": {"distance": 2, "seed": 0},
+    }
+    parts = [Spec.of("alibi")] if name == "chain" else []
+    mod = build_score(Spec.of(name, *parts, **numbers.get(name, {})), DIMENSIONS)
+    index = torch.tensor(1)
+    assert mod(torch.tensor(1.0, dtype=dtype), index, index, index, index).dtype is dtype
+    column = torch.ones(3, dtype=dtype)
+    assert mod(column, index, index, index, torch.arange(3)).dtype is dtype
+
+
+def test_additive_means_independent_of_the_score() -> None:
+    cap = Spec.of("softcap", cap=2.0)
+    assert is_additive(Spec.of("chain", Spec.of("alibi"), Spec.of("none")))
+    assert not is_additive(Spec.of("chain", Spec.of("alibi"), cap))
+    for name, entry in SCORES.items():
+        if name == "chain":
+            continue
+        numbers = {k: 1 if k == "seed" else 2 for k in entry.arguments}
+        mod = build_score(Spec.of(name, **numbers), DIMENSIONS)
+        added = applied(mod) - torch.tensor(START)
+        more = [[[x + 1 for x in row] for row in head] for head in START]
+        added_to_more = applied(mod, more) - torch.tensor(more)
+        # Exact in float64: fp32 numbers below 16 added to small dyadic scores.
+        assert torch.equal(added, added_to_more) == entry.additive

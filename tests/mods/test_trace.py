@@ -1,0 +1,256 @@
+"""The trace of a mod says what the mod says; what cannot be traced says why."""
+
+# every mod has FlexAttention's whole signature
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncheck.errors import TraceError
+from attncheck.mods import masks, scores
+from attncheck.mods.expression import Expression, Structure
+from attncheck.mods.library import MASKS, SCORES, build_mask, build_score
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.trace import disagreements, trace_mask, trace_score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
+
+PLAIN_MASKS = [
+    Spec.of("full"),
+    Spec.of("causal"),
+    Spec.of("causal_bottom_right"),
+    Spec.of("sliding_window", window=20),
+    Spec.of("prefix_lm", prefix=3),
+    Spec.of("document", lengths=[3, 0, 40, 40]),
+    Spec.of("padding", lengths=[3, 50]),
+]
+PLAIN_SCORES = [
+    Spec.of("none"),
+    Spec.of("alibi"),
+    Spec.of("softcap", cap=30.0),
+    Spec.of("relative_bias", distance=4, seed=1),
+    Spec.of("temperature", temperature=2.5),
+]
+any_mask = st.recursive(
+    st.sampled_from(PLAIN_MASKS),
+    lambda parts: st.one_of(
+        st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("and", *of)),
+        st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("or", *of)),
+        parts.map(lambda of: Spec.of("not", of)),
+    ),
+    max_leaves=6,
+)
+any_score = st.recursive(
+    st.sampled_from(PLAIN_SCORES),
+    lambda parts: st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("chain", *of)),
+    max_leaves=6,
+)
+
+
+@given(spec=any_mask)
+@settings(max_examples=25, deadline=None)
+def test_trace_of_any_mask_agrees_with_its_callable(spec: Spec) -> None:
+    mod = build_mask(spec, DIMENSIONS)
+    assert disagreements(trace_mask(mod), mod, DIMENSIONS, samples=256) == 0
+
+
+@given(spec=any_score)
+@settings(max_examples=25, deadline=None)
+def test_trace_of_any_score_agrees_with_its_callable(spec: Spec) -> None:
+    mod = build_score(spec, DIMENSIONS)
+    assert disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
+
+
+def test_every_library_mod_is_drawn() -> None:
+    assert {spec.name for spec in PLAIN_MASKS} | {"and", "or", "not"} == set(MASKS)
+    assert {spec.name for spec in PLAIN_SCORES} | {"chain"} == set(SCORES)
+
+
+READABLE = {
+    "full": "true",
+    "causal": "q_idx >= kv_idx",
+    "causal_bottom_right": "(q_idx + 13) >= kv_idx",
+    "sliding_window": "((q_idx - kv_idx) < 20) & (q_idx >= kv_idx)",
+    "prefix_lm": "(kv_idx < 3) | (q_idx >= kv_idx)",
+    "document": "tensor0[q_idx] == tensor0[kv_idx]",
+    "padding": "kv_idx < tensor0[b]",
+    "none": "score",
+    "alibi": "score + (float64(tensor0[h]) * (kv_idx - q_idx))",
+    "softcap": "tanh(score / 30.0) * 30.0",
+    "relative_bias": ("score + float64(tensor3[h, minimum(maximum(kv_idx - q_idx, -4), 4) + 4])"),
+    "temperature": "score / 2.5",
+}
+
+
+@pytest.mark.parametrize("spec", PLAIN_MASKS + PLAIN_SCORES, ids=str)
+def test_an_expression_can_be_read(spec: Spec) -> None:
+    if spec.name in MASKS:
+        expression = trace_mask(build_mask(spec, DIMENSIONS))
+    else:
+        expression = trace_score(build_score(spec, DIMENSIONS))
+    assert str(expression) == READABLE[spec.name]
+
+
+def with_op(expression: Expression, op: str, other: str) -> Expression:
+    """``expression`` with one operation planted in place of another."""
+    structure = expression.structure
+    nodes = tuple(dataclasses.replace(n, op=other) if n.op == op else n for n in structure.nodes)
+    assert nodes != structure.nodes
+    return Expression(Structure(structure.inputs, nodes), expression.captured)
+
+
+@pytest.mark.parametrize(
+    ("spec", "op", "other"),
+    [
+        (Spec.of("causal"), "ge", "gt"),
+        (Spec.of("causal"), "ge", "eq"),
+        (Spec.of("sliding_window", window=17), "lt", "le"),
+        (Spec.of("prefix_lm", prefix=31), "lt", "le"),
+        (Spec.of("causal_bottom_right"), "ge", "gt"),
+        (Spec.of("padding", lengths=[50, 49]), "lt", "le"),
+        (Spec.of("full"), "true", "false"),
+    ],
+    ids=str,
+)
+def test_a_planted_operation_in_a_mask_is_noticed(spec: Spec, op: str, other: str) -> None:
+    dimensions = dataclasses.replace(DIMENSIONS, query=1000, kv=1013)
+    mod = build_mask(spec, dimensions)
+    assert disagreements(trace_mask(mod), mod, dimensions) == 0
+    assert disagreements(with_op(trace_mask(mod), op, other), mod, dimensions) > 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_number_off_by_one_is_noticed(number: int) -> None:
+    """The three places of a relative bias: lower and upper clamp, and the shift."""
+    mod = build_score(Spec.of("relative_bias", distance=4, seed=1), DIMENSIONS)
+    expression = trace_score(mod)
+    captured = list(expression.captured)
+    wrong = captured[number]
+    assert isinstance(wrong, int)
+    captured[number] = wrong - 1 if number else wrong + 1
+    planted = Expression(expression.structure, tuple(captured))
+    assert disagreements(planted, mod, DIMENSIONS) > 0
+
+
+def test_a_score_in_fp32_is_noticed() -> None:
+    mod = scores.softcap(30.0)
+    expression = trace_score(lambda s, *i: mod(s.to(torch.float32), *i).to(torch.float64))
+    assert disagreements(expression, mod, DIMENSIONS) > 0
+
+
+def test_structure_is_shared_by_mods_that_differ_in_numbers_only() -> None:
+    short, long = (trace_mask(masks.sliding_window(w)) for w in (0, 64))
+    assert short.structure == long.structure
+    assert hash(short.structure) == hash(long.structure)
+    assert (short.captured, long.captured) == ((0,), (64,))
+    # Equal numbers in two places stay two places.
+    both = trace_mask(lambda *i: masks.sliding_window(5)(*i) | masks.prefix_lm(5)(*i))
+    other = trace_mask(lambda *i: masks.sliding_window(5)(*i) | masks.prefix_lm(6)(*i))
+    assert both.structure == other.structure
+    assert trace_mask(masks.causal).structure != short.structure
+
+
+def test_a_tensor_captured_once_is_one_slot() -> None:
+    expression = trace_mask(masks.document(torch.tensor([0, 0, 1])))
+    assert len(expression.captured) == 1
+
+
+BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+FLAGS = torch.tensor([True, False, True])
+POWER = torch.tensor(3.0)
+
+SUPPORTED: dict[str, Callable[..., Tensor]] = {
+    "floor division": lambda s, b, h, q, k: s + (q - k) // 3,
+    "remainder": lambda s, b, h, q, k: s + (q - k) % 5,
+    "div floor": lambda s, b, h, q, k: s + torch.div(q - k, 3, rounding_mode="floor"),
+    "negative divisor": lambda s, b, h, q, k: s + (q - k) // -3 + (k - q) % -4,
+    "where with a number": lambda s, b, h, q, k: torch.where(q > k, s, -float("inf")),
+    "where of numbers": lambda s, b, h, q, k: s * torch.where(q > k, 1.0, 2.0),
+    "0-d tensor": lambda s, b, h, q, k: s * POWER,
+    "tensor in the mod": lambda s, b, h, q, k: s + torch.tensor([0.5, 0.25, 4.0])[h],
+    "a row of a table": lambda s, b, h, q, k: s + BIAS[1][h],
+    "a fixed column": lambda s, b, h, q, k: s + BIAS[h, 2],
+    "negative index": lambda s, b, h, q, k: s + BIAS[h, -1 - h],
+    "flags": lambda s, b, h, q, k: torch.where(FLAGS[h], s, -s),
+    "logical": lambda s, b, h, q, k: torch.where(torch.logical_xor(q, h) & (k > 1), s, s.abs()),
+    "rsub": lambda s, b, h, q, k: s + (1 - q) - (2.5 - s),
+    "minimum": lambda s, b, h, q, k: torch.minimum(s, q) + torch.maximum(s, k * 0.5),
+    "one-sided clamps": lambda s, b, h, q, k: s.clamp(min=-1) + s.clamp(max=2) + s.clamp_min(0),
+    "exp": lambda s, b, h, q, k: torch.exp(-(s * s)) + torch.tanh(s),
+    "views": lambda s, b, h, q, k: s.unsqueeze(-1).squeeze(-1) + torch.ones_like(s) * BIAS[h, b],
+    "bool as number": lambda s, b, h, q, k: s + (q > k) - (h == 1) * 2,
+    "xor of whole numbers": lambda s, b, h, q, k: s + ((q ^ k) & 3),
+    "nan": lambda s, b, h, q, k: torch.where(q == k, float("nan"), s),
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_neighbouring_operations_are_traced(name: str) -> None:
+    mod = SUPPORTED[name]
+    assert disagreements(trace_score(mod), mod, DIMENSIONS) == 0
+
+
+REFUSED: dict[str, tuple[Callable[..., object], str]] = {
+    "operation": (
+        lambda s, b, h, q, k: s.cumsum(0),
+        "operation aten.cumsum is not supported at test_trace.py:",
+    ),
+    "branch": (lambda s, b, h, q, k: s if q > k else -s, "it decides on a tensor's value at "),
+    "item": (lambda s, b, h, q, k: s + int(q), "it decides on a tensor's value at "),
+    "random": (lambda s, b, h, q, k: s + torch.rand(3)[h], "it draws random numbers at "),
+    "part of an index": (lambda s, b, h, q, k: s + BIAS[h].sum(), "1 of the 2 dimensions"),
+    "whole tensor": (lambda s, b, h, q, k: s + BIAS, "a whole tensor of shape (3, 4) at "),
+    "float64": (lambda s, b, h, q, k: s + BIAS.double()[h, q], "a torch.float64 tensor at "),
+    "real remainder": (lambda s, b, h, q, k: s % 2.0, "remainder on numbers that are not whole"),
+    "half": (lambda s, b, h, q, k: s.half(), "it casts to torch.float16"),
+    "alpha": (lambda s, b, h, q, k: torch.add(s, q, alpha=3), "it uses add with alpha"),
+    "trunc": (
+        lambda s, b, h, q, k: s + torch.div(q, k + 1, rounding_mode="trunc"),
+        "it divides with rounding_mode='trunc' at ",
+    ),
+    "number": (lambda s, b, h, q, k: 1.0, "it gives 1.0: it must give a tensor."),
+    "exception": (
+        lambda s, b, h, q, k: s + BIAS[h, 99],
+        "it raised IndexError: index 99 is out of bounds for dimension 1 with size 4 at ",
+    ),
+    "computed table": (lambda s, b, h, q, k: s[q], "it indexes a computed tensor at "),
+    "whole score": (lambda s, b, h, q, k: q, "gives a value of kind int: a score mod gives float."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_what_and_where(name: str) -> None:
+    mod, message = REFUSED[name]
+    with pytest.raises(TraceError) as caught:
+        trace_score(mod)  # type: ignore[arg-type]  # some give no tensor, on purpose
+    text = str(caught.value)
+    assert text.startswith("score mod '<lambda>' ")
+    assert message in text
+    assert "\n" not in text
+    if " at " in message:
+        assert f"at test_trace.py:{mod.__code__.co_firstlineno}" in text
+
+
+def test_a_mask_must_give_truth_values() -> None:
+    with pytest.raises(TraceError, match="kind int: a mask gives bool"):
+        trace_mask(lambda b, h, q, k: q - k)
+
+
+def test_the_line_is_that_of_the_call_not_of_another_one() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        score = score + 1.0
+        return score.cumsum(0)
+
+    with pytest.raises(TraceError, match=r"`return score\.cumsum\(0\)`"):
+        trace_score(mod)
