@@ -1,0 +1,255 @@
+"""What to compute (Problem) and what is asked of it (Case): data, JSON both ways, short ids."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from attncheck import draws
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.errors import ProblemError, UnknownName
+from attncheck.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
+from attncheck.mods import library
+from attncheck.mods.spec import Dimensions, Spec
+
+if TYPE_CHECKING:
+    from attncheck.mods.library import MaskMod, ScoreMod
+
+__all__ = ["LARGEST_HEAD_DIM", "Case", "Problem"]
+
+LARGEST_HEAD_DIM = 256
+_SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
+_LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One attention call, without its numbers drawn.
+
+    ``out[b, h, i] = Σ_j softmax_j(score(scale · q[b, h, i] · k[b, g, j])) v[b, g, j]`` over the
+    keys j that the mask lets row i see, with g = h // (heads / kv_heads).
+
+    Attributes:
+        batch: Sequences.
+        heads: Query heads.
+        kv_heads: Key and value heads, a divisor of ``heads`` (default: ``heads``).
+        query: Query length.
+        kv: Key and value length (default: ``query``); the two may differ.
+        head_dim: Columns of q and k, 1–256.
+        value_dim: Columns of v and out, 1–256 (default: ``head_dim``).
+        dtype: A name of ``formats.DTYPES``.
+        mask: Which keys a row sees.
+        score: What is done to a score before the softmax.
+        scale: Factor of q·k, rounded to fp32 (default: 1/√head_dim).
+        distribution: A name of ``distributions.DISTRIBUTIONS``.
+        seed: Which draw of it.
+
+    Raises:
+        ProblemError: for a size, number or mod that cannot be.
+        UnknownName: for a dtype, distribution or mod that is not known.
+    """
+
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 0
+    query: int
+    kv: int = 0
+    head_dim: int = 64
+    value_dim: int = 0
+    dtype: str = "bf16"
+    mask: Spec = library.FULL
+    score: Spec = library.NONE
+    scale: float = 0.0
+    distribution: str = "normal"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._default("kv_heads", self.heads)
+        self._default("kv", self.query)
+        self._default("value_dim", self.head_dim)
+        self._check_sizes()
+        self._check_names()
+        self._check_scale()
+        self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
+        library.check_mask(self.mask, self.dimensions)
+        library.check_score(self.score, self.dimensions)
+        self._set("score", library.in_fp32(self.score))  # masks have whole numbers only
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen for everybody else
+
+    def _default(self, name: str, value: int) -> None:
+        if getattr(self, name) == 0:
+            self._set(name, value)
+
+    def _check_sizes(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ProblemError(f"{name}={value!r} must be a whole number of at least 1.")
+        if self.heads % self.kv_heads:
+            raise ProblemError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}: "
+                "each key head serves the same number of query heads."
+            )
+        for name in ("head_dim", "value_dim"):
+            if getattr(self, name) > LARGEST_HEAD_DIM:
+                raise ProblemError(f"{name}={getattr(self, name)} must be 1–{LARGEST_HEAD_DIM}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ProblemError(f"seed={self.seed!r} must be a whole number.")
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            raise ProblemError(f"seed={self.seed} must be from 0 to 2**63 − 1.")
+
+    def _check_scale(self) -> None:
+        fmt = FORMATS["fp32"]
+        # One that fp32 rounds to 0 would come back from JSON as the default.
+        if not _is_number(self.scale) or not (
+            self.scale == 0 or fmt.subnormal_spacing <= self.scale <= fmt.max
+        ):
+            raise ProblemError(
+                f"scale={self.scale!r} must be a positive number in the range of fp32."
+            )
+
+    def _check_names(self) -> None:
+        if not dtype_named(self.dtype).measured:
+            able = ", ".join(d.name for d in DTYPES.values() if d.measured)
+            raise ProblemError(f"dtype {self.dtype!r} cannot be drawn yet: choose from {able}.")
+        if not isinstance(self.distribution, str) or self.distribution not in DISTRIBUTIONS:
+            raise UnknownName("distribution", self.distribution, DISTRIBUTIONS)
+
+    @property
+    def formats(self) -> Dtype:
+        """The number formats that ``dtype`` stands for."""
+        return DTYPES[self.dtype]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Index ranges of the mask and the score mod."""
+        return Dimensions(batch=self.batch, heads=self.heads, query=self.query, kv=self.kv)
+
+    def mask_mod(self, device: str = "cpu") -> MaskMod:
+        """The mask as a FlexAttention callable with its captured tensors on ``device``."""
+        return library.build_mask(self.mask, self.dimensions, device)
+
+    def score_mod(self, device: str = "cpu") -> ScoreMod:
+        """The score mod as a FlexAttention callable with its captured tensors on ``device``."""
+        return library.build_score(self.score, self.dimensions, device)
+
+    def replace(self, **changes: Any) -> Problem:
+        """This Problem with other fields; the new one is checked like any."""
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; ``from_json`` gives the same Problem back."""
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return data | {"mask": self.mask.to_json(), "score": self.score.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Problem:
+        """The Problem that ``to_json`` wrote; raises ProblemError on anything else."""
+        if not isinstance(data, Mapping):
+            raise ProblemError(f"a problem is a JSON object, not {data!r}.")
+        names = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - names)
+        if unknown:
+            raise ProblemError(f"a problem has no field {unknown[0]!r}.")
+        if "query" not in data:
+            raise ProblemError("a problem needs its query length.")
+        fields = dict(data)
+        for name in ("mask", "score"):
+            if name in fields:
+                fields[name] = Spec.from_json(fields[name])
+        return cls(**fields)
+
+    @property
+    def id(self) -> str:
+        """Ten letters and digits that stand for this Problem on every machine."""
+        return _short_id(self.to_json())
+
+    @property
+    def shape(self) -> str:
+        """Sizes in one word: ``B1 H4/2 Q128 K96 D64`` (``D64/32`` with another value_dim)."""
+        heads = str(self.heads) if self.group == 1 else f"{self.heads}/{self.kv_heads}"
+        dims = str(self.head_dim)
+        if self.value_dim != self.head_dim:
+            dims += f"/{self.value_dim}"
+        return f"B{self.batch} H{heads} Q{self.query} K{self.kv} D{dims}"
+
+    def __str__(self) -> str:
+        mods = [str(self.mask)] + ([str(self.score)] if self.score != library.NONE else [])
+        return f"{self.dtype} {' '.join(mods)} {self.shape} {self.distribution} seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is asked of a Problem: the whole reproducer.
+
+    Attributes:
+        problem: What to compute.
+        question: ``compare`` (against exact attention) or a relation's name.
+        parameters: The relation's numbers.
+        generator: Version of the generator that draws the inputs; part of the id, since another
+            version may draw other bits.
+    """
+
+    problem: Problem
+    question: str = "compare"
+    parameters: Mapping[str, int | float] = field(default_factory=dict)
+    generator: int = draws.VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; ``from_json`` gives the same Case back."""
+        return {
+            "problem": self.problem.to_json(),
+            "question": self.question,
+            "parameters": dict(self.parameters),
+            "generator": self.generator,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        """The Case that ``to_json`` wrote.
+
+        Raises ProblemError on anything else, and on a Case of another generator version: its
+        inputs cannot be drawn again here.
+        """
+        if not isinstance(data, Mapping) or "problem" not in data:
+            raise ProblemError("a case is a JSON object with a problem.")
+        generator = data.get("generator", draws.VERSION)
+        if generator != draws.VERSION:
+            raise ProblemError(
+                f"the case was drawn by generator {generator}; this version draws {draws.VERSION}."
+            )
+        question, parameters = data.get("question", "compare"), data.get("parameters", {})
+        if not isinstance(question, str):
+            raise ProblemError(f"a case's question is a name, not {question!r}.")
+        if not isinstance(parameters, Mapping) or not all(map(_is_number, parameters.values())):
+            raise ProblemError(f"a case's parameters are numbers by name, not {parameters!r}.")
+        problem = Problem.from_json(data["problem"])
+        return cls(problem=problem, question=question, parameters=dict(parameters))
+
+    @property
+    def id(self) -> str:
+        """Ten letters and digits that stand for this Case on every machine."""
+        return _short_id(self.to_json())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short_id(data: dict[str, Any]) -> str:
+    """Base-32 digits of the SHA-256 of the canonical JSON; 50 bits are plenty for a report."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return base64.b32encode(hashlib.sha256(text.encode()).digest())[:10].decode().lower()

@@ -1,0 +1,153 @@
+"""Inputs: drawn once, rounded once, and checked at the door."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from attncheck import distributions, inputs
+from attncheck.distributions import DISTRIBUTIONS, Sizes
+from attncheck.errors import ProblemError
+from attncheck.formats import DTYPES, FORMATS, round_to
+from attncheck.problem import Problem
+
+MEASURED = [name for name, dtype in DTYPES.items() if dtype.measured]
+SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 5, "kv": 7, "head_dim": 24}
+
+
+def exact(problem: Problem) -> list[torch.Tensor]:
+    sizes = Sizes(**{n: getattr(problem, n) for n in Sizes.__dataclass_fields__})
+    drawn = distributions.draw(problem.distribution, sizes, problem.seed)
+    return [torch.from_numpy(tensor) for tensor in drawn]
+
+
+def tensors(drawn: inputs.Inputs) -> tuple[torch.Tensor, ...]:
+    return drawn.q, drawn.k, drawn.v
+
+
+def equal(a: inputs.Inputs, b: inputs.Inputs) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_shapes_and_storage(dtype):
+    problem = Problem(**SMALL, value_dim=40, dtype=dtype)
+    drawn = inputs.draw(problem)
+    assert drawn.q.shape == (2, 4, 5, 24)
+    assert drawn.k.shape == (2, 2, 7, 24)
+    assert drawn.v.shape == (2, 2, 7, 40)
+    stored = torch.float32 if dtype == "tf32" else FORMATS[dtype].torch_dtype
+    assert {tensor.dtype for tensor in tensors(drawn)} == {stored}
+    assert all(tensor.is_contiguous() for tensor in tensors(drawn))
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_each_number_is_the_drawn_one_rounded_once(dtype, name):
+    problem = Problem(**SMALL, dtype=dtype, distribution=name, seed=3)
+    fmt = problem.formats.storage
+    for stored, drawn in zip(tensors(inputs.draw(problem)), exact(problem), strict=True):
+        assert torch.equal(stored.double(), round_to(drawn, fmt))
+
+
+def test_a_plain_cast_rounds_twice_somewhere_and_inputs_do_not():
+    # Chunks: the draw is longer than several of them.
+    problem = Problem(query=2**12, kv=1, head_dim=256, dtype="bf16")
+    assert problem.query * problem.head_dim > 3 * inputs._CHUNK
+    (q, *_), stored = exact(problem), inputs.draw(problem).q
+    assert torch.equal(stored.double(), round_to(q, FORMATS["bf16"]))
+    assert not torch.equal(stored, q.float().to(torch.bfloat16))
+
+
+def test_golden_bits():
+    drawn = inputs.draw(Problem(**SMALL, dtype="bf16", seed=2026))
+    digest = hashlib.sha256()
+    for tensor in tensors(drawn):
+        digest.update(tensor.view(torch.int16).numpy().astype("<i2").tobytes())
+    assert digest.hexdigest()[:16] == "7461bcd3177afa36"
+
+
+def test_same_problem_same_bits_and_other_seeds_other_bits():
+    problem = Problem(**SMALL)
+    assert equal(inputs.draw(problem), inputs.draw(problem))
+    assert not equal(inputs.draw(problem), inputs.draw(problem.replace(seed=1)))
+
+
+def test_fp32_and_tf32_problems_store_the_same_numbers():
+    fp32, tf32 = (inputs.draw(Problem(**SMALL, dtype=dtype)) for dtype in ("fp32", "tf32"))
+    assert equal(fp32, tf32)
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_promotion_loses_nothing(dtype):
+    drawn = inputs.draw(Problem(**SMALL, dtype=dtype, distribution="outliers"))
+    for stored, promoted in zip(tensors(drawn), drawn.promoted(), strict=True):
+        assert promoted.dtype == torch.float64
+        assert torch.equal(promoted.to(stored.dtype), stored)
+
+
+def largest(name: str, **sizes: int) -> float:
+    """The largest magnitude of a distribution's numbers, as fp16 stores them."""
+    problem = Problem(**sizes, dtype="fp16", distribution=name)
+    fp16 = FORMATS["fp16"]
+    return max(float(round_to(tensor.abs().max(), fp16)) for tensor in exact(problem))
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_fp16_never_overflows_at_any_head_dim(name):
+    for head_dim in range(1, 257):
+        assert math.isfinite(largest(name, query=5, kv=20, head_dim=head_dim)), head_dim
+
+
+@pytest.mark.parametrize("name", ["one_hot", "sink"])  # their sizes grow with kv
+def test_fp16_never_overflows_with_many_keys(name):
+    for head_dim in (1, 15, 16, 31):
+        assert math.isfinite(largest(name, query=1, kv=2**16, head_dim=head_dim, value_dim=1))
+
+
+def test_the_overflow_test_notices_a_number_too_large(monkeypatch):
+    huge = distributions.Distribution(
+        name="normal",
+        summary="too large for fp16",
+        draw=lambda _draws, sizes: tuple(
+            np.full(shape, 65521.0) for shape in (sizes.q, sizes.k, sizes.v)
+        ),
+    )
+    monkeypatch.setitem(DISTRIBUTIONS, "normal", huge)
+    with pytest.raises(AssertionError):
+        test_fp16_never_overflows_at_any_head_dim("normal")
+
+
+def test_replace_and_to():
+    drawn = inputs.draw(Problem(**SMALL))
+    zero = torch.zeros_like(drawn.v)
+    other = drawn.replace(v=zero)
+    assert other.v is zero
+    assert other.q is drawn.q
+    assert other.problem is drawn.problem
+    half = Problem(**SMALL | {"query": 4})
+    assert drawn.replace(problem=half, q=drawn.q[:, :, :4]).q.shape[2] == 4
+    assert drawn.to("meta").k.device.type == "meta"
+    assert equal(drawn.to("cpu"), drawn)
+
+
+def test_tensors_that_do_not_fit_the_problem_are_refused():
+    drawn = inputs.draw(Problem(**SMALL))
+    with pytest.raises(ProblemError) as error:
+        drawn.replace(k=drawn.k[:, :1])
+    assert str(error.value) == "k.shape=(2, 1, 7, 24), but should be (2, 2, 7, 24)."
+    with pytest.raises(ProblemError) as error:
+        drawn.replace(v=drawn.v.float())
+    assert str(error.value) == "v.dtype=torch.float32, but should be torch.bfloat16."
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_same_bits_on_a_gpu():
+    problem = Problem(**SMALL)
+    drawn = inputs.draw(problem, "cuda")
+    assert drawn.q.is_cuda
+    assert equal(drawn.to("cpu"), inputs.draw(problem))

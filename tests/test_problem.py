@@ -1,0 +1,325 @@
+"""Problem and Case: JSON both ways, stable ids, and one line for every bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncheck import draws
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.formats import DTYPES, fp32
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+
+RICH = Problem(
+    batch=2,
+    heads=6,
+    kv_heads=3,
+    query=128,
+    kv=96,
+    head_dim=40,
+    value_dim=72,
+    dtype="fp16",
+    mask=Spec.of("and", Spec.of("causal"), Spec.of("not", Spec.of("padding", lengths=[96, 17]))),
+    score=Spec.of("chain", Spec.of("alibi"), Spec.of("softcap", cap=30.1)),
+    scale=0.3,
+    distribution="outliers",
+    seed=7,
+)
+
+
+@st.composite
+def masks(draw, batch: int, query: int, kv: int) -> Spec:
+    leaves = st.one_of(
+        st.sampled_from(["full", "causal", "causal_bottom_right"]).map(Spec.of),
+        st.builds(lambda n: Spec.of("sliding_window", window=n), st.integers(0, 300)),
+        st.builds(lambda n: Spec.of("prefix_lm", prefix=n), st.integers(0, 300)),
+        st.builds(
+            lambda cut: Spec.of("document", lengths=[cut, max(query, kv)]), st.integers(0, 9)
+        ),
+        st.builds(
+            lambda n: Spec.of("padding", lengths=n),
+            st.lists(st.integers(0, kv), min_size=batch, max_size=batch),
+        ),
+    )
+    return draw(
+        st.recursive(
+            leaves,
+            lambda parts: st.one_of(
+                st.lists(parts, min_size=1, max_size=3).map(lambda p: Spec.of("and", *p)),
+                st.lists(parts, min_size=1, max_size=3).map(lambda p: Spec.of("or", *p)),
+                parts.map(lambda p: Spec.of("not", p)),
+            ),
+            max_leaves=4,
+        )
+    )
+
+
+positive = st.floats(2.0**-149, 3e38)
+scores = st.one_of(
+    st.sampled_from(["none", "alibi"]).map(Spec.of),
+    positive.map(lambda cap: Spec.of("softcap", cap=cap)),
+    positive.map(lambda t: Spec.of("chain", Spec.of("temperature", temperature=t))),
+)
+
+
+@st.composite
+def problems(draw) -> Problem:
+    batch, query, kv = draw(st.integers(1, 3)), draw(st.integers(1, 200)), draw(st.integers(1, 200))
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return Problem(
+        batch=batch,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        query=query,
+        kv=kv,
+        head_dim=draw(st.integers(1, 256)),
+        value_dim=draw(st.integers(1, 256)),
+        dtype=draw(st.sampled_from([d.name for d in DTYPES.values() if d.measured])),
+        mask=draw(masks(batch, query, kv)),
+        score=draw(scores),
+        scale=draw(positive),
+        distribution=draw(st.sampled_from(sorted(DISTRIBUTIONS))),
+        seed=draw(st.integers(0, 2**63 - 1)),
+    )
+
+
+@given(problems())
+def test_json_round_trip(problem):
+    again = Problem.from_json(json.loads(json.dumps(problem.to_json())))
+    assert again == problem
+    assert again.id == problem.id
+
+
+@given(problems(), st.dictionaries(st.text(max_size=5), st.integers() | st.floats(-1e9, 1e9)))
+def test_case_json_round_trip(problem, parameters):
+    case = Case(problem=problem, question="permute_keys", parameters=parameters)
+    again = Case.from_json(json.loads(json.dumps(case.to_json())))
+    assert again == case
+    assert again.id == case.id
+
+
+def test_ids_are_the_same_in_every_version():
+    assert Problem(query=128).id == "rrowmsnjou"
+    assert RICH.id == "5wwzn3fpss"
+    assert Case(problem=RICH, question="scale_v", parameters={"power": 3}).id == "5zwwdrxlpk"
+
+
+def test_ids_differ_between_problems():
+    changes = [
+        {"batch": 3, "mask": Spec.of("full")},
+        {"mask": Spec.of("full")},
+        {"heads": 12},
+        {"kv_heads": 6},
+        {"query": 129},
+        {"kv": 97},
+        {"head_dim": 41},
+        {"value_dim": 71},
+        {"dtype": "bf16"},
+        {"score": Spec.of("none")},
+        {"scale": 0.25},
+        {"distribution": "normal"},
+        {"seed": 8},
+    ]
+    fields = {field for change in changes for field in change}
+    assert fields == {field.name for field in dataclasses.fields(Problem)}
+    assert len({RICH.id, *(RICH.replace(**change).id for change in changes)}) == len(changes) + 1
+
+
+def test_ids_of_cases_differ():
+    cases = [
+        Case(problem=RICH),
+        Case(problem=RICH, question="scale_v"),
+        Case(problem=RICH, parameters={"power": 1}),
+        Case(problem=RICH, generator=draws.VERSION + 1),
+        Case(problem=RICH.replace(seed=0)),
+    ]
+    assert len({case.id for case in cases} | {RICH.id}) == len(cases) + 1
+
+
+def test_defaults():
+    problem = Problem(query=100, heads=4, head_dim=40)
+    assert (problem.kv_heads, problem.kv, problem.value_dim) == (4, 100, 40)
+    assert problem.scale == fp32(1 / math.sqrt(40))
+    assert problem == Problem(query=100, heads=4, head_dim=40, scale=1 / math.sqrt(40))
+    assert problem.replace(head_dim=64).value_dim == 40  # a default is taken once
+
+
+def test_json_may_leave_defaults_out():
+    assert Problem.from_json({"query": 9}) == Problem(query=9)
+    assert Case.from_json({"problem": {"query": 9}}) == Case(problem=Problem(query=9))
+
+
+def test_numbers_are_rounded_to_fp32():
+    problem = Problem(query=8, scale=0.1, score=Spec.of("softcap", cap=0.1))
+    assert problem.scale == fp32(0.1) != 0.1
+    assert problem.score.values["cap"] == fp32(0.1)
+    assert problem == Problem(query=8, scale=fp32(0.1), score=Spec.of("softcap", cap=fp32(0.1)))
+
+
+def test_words():
+    assert RICH.shape == "B2 H6/3 Q128 K96 D40/72"
+    assert str(RICH) == (
+        "fp16 and(causal, not(padding(lengths=(96,17)))) "
+        f"chain(alibi, softcap(cap={fp32(30.1)})) B2 H6/3 Q128 K96 D40/72 outliers seed 7"
+    )
+    assert str(Problem(query=8)) == "bf16 full B1 H1 Q8 K8 D64 normal seed 0"
+    assert RICH.group == 2
+
+
+SIZE = "must be a whole number of at least 1."
+SCALE = "must be a positive number in the range of fp32."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"query": 0}, f"query=0 {SIZE}"),
+        ({"query": 2.0}, f"query=2.0 {SIZE}"),
+        ({"query": True}, f"query=True {SIZE}"),
+        ({"query": None}, f"query=None {SIZE}"),
+        ({"batch": -1}, f"batch=-1 {SIZE}"),
+        ({"heads": "4"}, f"heads='4' {SIZE}"),
+        (
+            {"heads": 4, "kv_heads": 3},
+            (
+                "kv_heads=3 does not divide heads=4: "
+                "each key head serves the same number of query heads."
+            ),
+        ),
+        ({"head_dim": 257}, "head_dim=257 must be 1–256."),
+        ({"value_dim": 300}, "value_dim=300 must be 1–256."),
+        ({"seed": -1}, "seed=-1 must be from 0 to 2**63 − 1."),
+        ({"seed": 2**63}, f"seed={2**63} must be from 0 to 2**63 − 1."),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number."),
+        (
+            {"dtype": "e4m3"},
+            "dtype 'e4m3' cannot be drawn yet: choose from fp32, tf32, fp16, bf16.",
+        ),
+        ({"scale": -0.5}, f"scale=-0.5 {SCALE}"),
+        ({"scale": math.nan}, f"scale=nan {SCALE}"),
+        ({"scale": math.inf}, f"scale=inf {SCALE}"),
+        ({"scale": 1e39}, f"scale=1e+39 {SCALE}"),
+        ({"scale": 1e-46}, f"scale=1e-46 {SCALE}"),
+        ({"scale": "1"}, f"scale='1' {SCALE}"),
+        ({"scale": None}, f"scale=None {SCALE}"),
+        ({"scale": [1]}, f"scale=[1] {SCALE}"),
+        ({"scale": True}, f"scale=True {SCALE}"),
+        ({"mask": 5}, "a mod is an object with a name, not 5."),
+        ({"mask": {"window": 5}}, "a mod is an object with a name, not {'window': 5}."),
+        (
+            {"mask": {"name": "sliding_window", "window": "a"}},
+            "sliding_window.window must be numbers, not 'a'.",
+        ),
+        ({"mask": {"name": "and", "of": 3}}, "and.of must be a list of mods, not 3."),
+        ({"mask": {"name": "sliding_window"}}, "sliding_window needs its argument 'window'."),
+        (
+            {"mask": {"name": "causal", "window": 5}},
+            "causal has no argument 'window': its arguments: none.",
+        ),
+        ({"keys": 5}, "a problem has no field 'keys'."),
+    ],
+)
+def test_bad_input_is_one_line(fields, message):
+    with pytest.raises(ProblemError) as error:
+        Problem.from_json({"query": 8} | fields)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("data", [None, 5, "causal", [1]])
+def test_what_is_no_object_is_refused(data):
+    with pytest.raises(ProblemError) as error:
+        Problem.from_json(data)
+    assert str(error.value) == f"a problem is a JSON object, not {data!r}."
+    with pytest.raises(ProblemError) as error:
+        Case.from_json(data)
+    assert str(error.value) == "a case is a JSON object with a problem."
+
+
+def test_a_problem_needs_its_query_length():
+    with pytest.raises(ProblemError) as error:
+        Problem.from_json({})
+    assert str(error.value) == "a problem needs its query length."
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "lists"),
+    [
+        ({"dtype": "fp12"}, "dtype 'fp12'", "bf16, e4m3, e5m2, fp16, fp32, tf32"),
+        ({"dtype": []}, "dtype []", "bf16, e4m3, e5m2, fp16, fp32, tf32"),
+        ({"distribution": "gauss"}, "distribution 'gauss'", ", ".join(sorted(DISTRIBUTIONS))),
+        ({"distribution": {}}, "distribution {}", ", ".join(sorted(DISTRIBUTIONS))),
+        ({"mask": {"name": "triangle"}}, "mask 'triangle'", None),
+        ({"mask": {"name": "not", "of": [{"name": "alibi"}]}}, "mask 'alibi'", None),
+        ({"score": {"name": "causal"}}, "score mod 'causal'", None),
+    ],
+)
+def test_unknown_names_list_the_valid_ones(fields, kind, lists):
+    with pytest.raises(UnknownName) as error:
+        Problem.from_json({"query": 8} | fields)
+    message = str(error.value)
+    assert message.startswith(f"{kind} is not known: choose from ")
+    assert "\n" not in message
+    assert lists is None or message.endswith(f"{lists}.")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+json_mods = st.fixed_dictionaries(
+    {"name": st.sampled_from(["causal", "padding", "and", "softcap", "document"])},
+    optional={"lengths": json_values, "of": json_values, "cap": json_values},
+)
+
+
+@given(
+    st.sampled_from([field.name for field in dataclasses.fields(Problem)]),
+    json_values | json_mods,
+)
+def test_any_json_gives_a_problem_or_one_line(field, value):
+    try:
+        problem = Problem.from_json({"query": 8} | {field: value})
+    except UsageError as error:
+        lines = str(error).splitlines()
+    else:
+        lines = [str(problem)]
+        assert Problem.from_json(problem.to_json()) == problem
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"generator": draws.VERSION + 1},
+            (
+                f"the case was drawn by generator {draws.VERSION + 1}; "
+                f"this version draws {draws.VERSION}."
+            ),
+        ),
+        ({"question": 5}, "a case's question is a name, not 5."),
+        ({"parameters": [1]}, "a case's parameters are numbers by name, not [1]."),
+        (
+            {"parameters": {"power": "a"}},
+            "a case's parameters are numbers by name, not {'power': 'a'}.",
+        ),
+    ],
+)
+def test_cases_that_cannot_be_drawn_are_refused(fields, message):
+    with pytest.raises(ProblemError) as error:
+        Case.from_json({"problem": {"query": 8}} | fields)
+    assert str(error.value) == message
+
+
+def test_a_problem_is_frozen_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RICH.seed = 1
+    assert len({RICH, RICH.replace()}) == 1
