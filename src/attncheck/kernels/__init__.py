@@ -1,0 +1,1 @@
+"""Our Triton kernels, and the interpreter that runs them without a GPU."""

@@ -1,0 +1,26 @@
+"""Whether this process compiles Triton kernels or interprets them: decided once."""
+
+from __future__ import annotations
+
+from attncheck.errors import InterpreterUnavailable
+
+__all__ = ["prepare_triton"]
+
+
+def prepare_triton(device: str) -> None:
+    """Make Triton ready for kernels on ``device`` (``cpu`` or ``cuda``).
+
+    Triton decides when a function is decorated whether it is compiled or interpreted, so one
+    process does one of the two. Call this before anything imports triton.
+
+    Raises:
+        InterpreterUnavailable: when this process already does the other one.
+    """
+    from attncheck.kernels import interpreter
+
+    if device == "cpu":
+        interpreter.enable()
+    elif interpreter.enabled():
+        raise InterpreterUnavailable(
+            "Triton kernels are interpreted in this process: start another one for the GPU."
+        )

@@ -1,0 +1,200 @@
+"""Triton's CPU interpreter, repaired so that it computes what a GPU computes.
+
+Stock, it computes with bf16 and fp8 bit patterns as if they were integers, rounds casts wrongly and
+knows no tf32. ``enable()`` puts that right for this process, and nothing else does: importing this
+module changes nothing.
+
+What stays different from a GPU: exp, log, sin, division and their like are correctly rounded or
+nearly so, where a GPU approximates; ``a*b + c`` is not fused; sums run in another order; fp8
+products accumulate in full fp32; zeros have no order under min and max; programs run one after
+the other; nothing checks bounds. Two casts of Triton 3.6 on an H200 are not followed: e5m2 to
+bf16 reads inf and NaN as 2**16 and more, and fp32 to e5m2 toward zero overflows to infinity. The
+older fp8 formats (e4b15, e4b8, e5b16) and ``tl.dot_scaled`` are not repaired.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from attncheck.errors import InterpreterUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["enable", "enabled", "repairs", "stock"]
+
+_PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+_STOCK: dict[str, Any] = {}
+_INSTALLED: list[str] = []
+_ABSENT = object()
+# Methods that some of these versions do not have at all.
+_ADDED = {"InterpreterBuilder.get_bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repair:
+    """One repair: what it says of itself, and which names of the interpreter it replaces.
+
+    Attributes:
+        description: For a report.
+        methods: (interpreter module, stock) → dotted name → replacement.
+        uses: Further names of the interpreter that it cannot do without.
+    """
+
+    description: str
+    methods: Callable[[Any, Callable[[str], Any]], dict[str, Any]]
+    uses: tuple[str, ...] = ()
+
+
+def _repairs() -> tuple[_Repair, ...]:
+    # numpy and ml_dtypes are needed only by a process that asks for the interpreter.
+    from attncheck.kernels.interpreter import (  # as above
+        arithmetic,
+        language,
+        reductions,
+    )
+
+    return (
+        _Repair(
+            description="casts",
+            methods=arithmetic.cast_methods,
+            uses=("TensorHandle", "_get_np_dtype", "_ir.ROUNDING_MODE.RTZ", "tl.bfloat16"),
+        ),
+        _Repair(
+            description="bf16/fp8 arithmetic",
+            methods=arithmetic.value_methods,
+            uses=(
+                "TensorHandle",
+                "tl.int1",
+                "_ir.PROPAGATE_NAN.NONE",
+                "_ir.ATOMIC_OP.FADD",
+                "_interpreter.load",
+                "_interpreter.store",
+            ),
+        ),
+        _Repair(
+            description="dot products in fp32 and tf32",
+            methods=arithmetic.dot_methods,
+            uses=("TensorHandle", "_ir.INPUT_PRECISION.TF32", "interpreter_builder.options"),
+        ),
+        _Repair(
+            description="reductions and scans",
+            methods=reductions.reduction_methods,
+            uses=("ReduceOps.to_tensor", "ScanOps.to_tensor", "tl.int32"),
+        ),
+        _Repair(
+            description="faster launches without overflow checks",
+            methods=language.language_methods,
+            uses=(
+                "InterpreterError",
+                "InterpretedFunction.rewrite",
+                "_LangPatchScope.set_attr",
+                "_MISSING",
+                "interpreter_semantic",
+                "tl.core.builtin",
+                "interpreter_builder.options.sanitize_overflow",
+            ),
+        ),
+    )
+
+
+def _lookup(interp: Any, name: str) -> Any:
+    found = interp
+    for part in name.split("."):
+        found = getattr(found, part, _ABSENT)
+    return found
+
+
+def _replacements(interp: Any, repair: _Repair) -> dict[str, Any]:
+    """What ``repair`` puts where; raises InterpreterUnavailable if this triton lacks a name."""
+
+    def stock_of(name: str) -> Any:
+        found = _lookup(interp, name)
+        if found is _ABSENT:
+            version = sys.modules["triton"].__version__
+            raise InterpreterUnavailable(
+                f"the interpreter of triton {version} has no '{name}', which the repair "
+                f"'{repair.description}' needs: use a triton from 3.6 to 3.9, or a GPU."
+            )
+        return found
+
+    for name in repair.uses:
+        stock_of(name)
+    methods = repair.methods(interp, stock_of)
+    for name in methods.keys() - _ADDED:
+        stock_of(name)
+    return methods
+
+
+def _import_interpreter() -> Any:
+    """The interpreter's module, in interpreter mode; raises InterpreterUnavailable."""
+    imported = sys.modules.get("triton.language")
+    if imported is not None and isinstance(
+        imported.sum, importlib.import_module("triton.runtime.jit").JITFunction
+    ):
+        raise InterpreterUnavailable(
+            "triton was imported in compiled mode before the interpreter was asked for: set "
+            "TRITON_INTERPRET=1 in the environment, or call enable() before triton is imported."
+        )
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        interp = importlib.import_module("triton.runtime.interpreter")
+    except ImportError as error:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        raise InterpreterUnavailable(
+            f"triton's interpreter cannot be imported ({error}): pip install 'triton>=3.6'."
+        ) from error
+    knobs = getattr(sys.modules["triton"], "knobs", None)
+    if knobs is not None:
+        knobs.runtime.interpret = True
+    return interp
+
+
+def enable() -> None:
+    """Switch this process to Triton's CPU interpreter and repair it; a second call does nothing.
+
+    Sets TRITON_INTERPRET=1 and imports triton. All repairs go in or, if one cannot, none.
+
+    Raises:
+        InterpreterUnavailable: triton is missing, was imported in compiled mode before, or lacks
+            a name that a repair needs.
+    """
+    if _INSTALLED:
+        return
+    interp = _import_interpreter()
+    planned = {repair.description: _replacements(interp, repair) for repair in _repairs()}
+    for methods in planned.values():
+        for name, replacement in methods.items():
+            owner, _, attribute = name.rpartition(".")
+            _STOCK[name] = _lookup(interp, name)
+            setattr(_lookup(interp, owner) if owner else interp, attribute, replacement)
+    builder = interp.interpreter_builder
+    builder.options = replace(
+        builder.options, sanitize_overflow=False, allowed_dot_input_precisions=_PRECISIONS
+    )
+    _INSTALLED.extend(planned)
+
+
+def enabled() -> bool:
+    """Whether this process runs Triton kernels in the repaired interpreter."""
+    return bool(_INSTALLED)
+
+
+def repairs() -> tuple[str, ...]:
+    """What is repaired in this process, for a report; empty if ``enable`` was not called."""
+    return tuple(_INSTALLED)
+
+
+def stock(name: str) -> Any:
+    """The interpreter's own ``name`` from before the repair, such as ``"_convert_float"``.
+
+    It is here to show that a check of the repair can fail. Raises KeyError for a name that no
+    repair replaced.
+    """
+    return _STOCK[name]

@@ -1,0 +1,117 @@
+"""Putting the interpreter's builtins into ``triton.language`` once a launch, and taking them out.
+
+The stock interpreter looks through the whole language again at every call of a jit function inside
+a kernel, and does not take back what it finds there. Here the changes are found once a process and
+are set and unset around a launch, whatever happens in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["language_methods"]
+
+
+class _Language:
+    """``triton.language`` with the interpreter's builtins, while a launch runs."""
+
+    def __init__(self, interp: Any, record: Callable[[Any], Any]) -> None:
+        self._interp = interp
+        self._record = record
+        self._changes: list[tuple[Any, str, Any, Any]] | None = None
+        self.active = False
+
+    def _find_changes(self) -> list[tuple[Any, str, Any, Any]]:
+        tl = self._interp.tl
+        scope = self._record(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        changes = [(o, name, old, getattr(o, name)) for o, name, old in scope._changes]
+        scope.restore()
+        # 3.6 asks int() of an array of one element for a loop bound; numpy 2.4 refuses that.
+        return [(o, n, old, _index if n == "__index__" else new) for o, n, old, new in changes]
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        if self._changes is None:
+            self._changes = self._find_changes()
+        self.active = True
+        try:
+            for owner, name, _, new in self._changes:
+                setattr(owner, name, new)
+            # inf - inf and the like are what kernels do; they make NaN here as on a GPU.
+            with np.errstate(all="ignore"):
+                yield
+        finally:
+            self.active = False
+            for owner, name, old, _ in reversed(self._changes):
+                if old is self._interp._MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, old)
+
+
+def _index(tensor: Any) -> int:
+    return int(tensor.handle.data.item())
+
+
+def language_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any]:
+    """What patches the language: the launch, calls of jit functions, and their machinery."""
+    language = _Language(interp, stock("_patch_lang"))
+    stock_launch = stock("GridExecutor.__call__")
+    builtin_code = interp.tl.core.builtin(_index).__code__
+
+    stock_np_dtype, np_dtypes = stock("_get_np_dtype"), dict[str, Any]()
+
+    def _get_np_dtype(dtype: Any) -> Any:
+        # The stock one makes its table anew at every call.
+        name = dtype.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = stock_np_dtype(dtype)
+        return np_dtypes[name]
+
+    def _patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        # The wrapper of a builtin only asks whether _semantic is given, and here it is.
+        known = getattr(member, "__code__", None) is builtin_code
+        target = member.__wrapped__ if known else member
+        semantic = interp.interpreter_semantic
+
+        def builtin(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return target(*args, **kwargs)
+
+        scope.set_attr(owner, name, builtin)
+
+    def _patch_lang(_fn: Any) -> Any:
+        # The launch has done it already, for everything that a kernel can reach.
+        return SimpleNamespace(restore=lambda: None)
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if language.active:  # a pre-run hook launched a kernel
+            return stock_launch(self, *args, **kwargs)
+        with language.patched():
+            return stock_launch(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not language.active:  # a host called it outside a launch
+            with language.patched():
+                return call(self, *args, **kwargs)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except interp.InterpreterError:
+            raise
+        except Exception as error:
+            raise interp.InterpreterError(repr(error)) from error
+
+    return {
+        "_get_np_dtype": _get_np_dtype,
+        "_patch_attr": _patch_attr,
+        "_patch_lang": _patch_lang,
+        "GridExecutor.__call__": launch,
+        "InterpretedFunction.__call__": call,
+    }
