@@ -1,0 +1,149 @@
+"""The Record: one kernel on one Case, as measured. Everything a user sees is rendered from it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = [
+    "SCHEMA",
+    "Environment",
+    "LseErrors",
+    "OutErrors",
+    "Place",
+    "Record",
+    "Report",
+    "Status",
+]
+
+SCHEMA = 1
+
+Status = Literal["measured", "unsupported", "error"]
+"""``measured``: numbers below; ``unsupported``: said beforehand; ``error``: raised or broke its
+contract. Verdicts join this list with the judge's bounds."""
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the numbers depend on besides the Case.
+
+    Attributes:
+        device: ``cpu`` or the GPU's own name.
+        capability: CUDA compute capability such as ``9.0``; empty on a CPU.
+        machine: Processor architecture.
+        python, torch, triton, numpy, attncheck: Versions; triton is empty where it is missing.
+        cuda: The CUDA version torch was built for; empty without.
+        interpreter: Repairs of Triton's interpreter that were on; empty when kernels were compiled.
+    """
+
+    device: str
+    capability: str = ""
+    machine: str
+    python: str
+    torch: str
+    triton: str = ""
+    numpy: str
+    attncheck: str
+    cuda: str = ""
+    interpreter: tuple[str, ...] = ()
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An element of out; ``dim`` is −1 for a row of LSE."""
+
+    batch: int
+    head: int
+    query: int
+    dim: int = -1
+
+
+class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Errors of out against the fp64 truth, over rows that see a key.
+
+    Attributes:
+        rmse: Root mean square error.
+        floor_rmse: The same for the truth correctly rounded to the output format.
+        ideal_rmse: The same for the ideal kernel at the kernel's own tiling, or the default one.
+        max_error: Largest absolute error; infinite when an element is not finite.
+        max_at: Where; None when there is no element.
+        bias: Mean signed error.
+        elements: Elements compared.
+        nonfinite: Elements that are NaN or infinite while the truth is finite.
+        dead_rows: Rows that see no key.
+        dead_rows_wrong: Those whose out is not exactly 0.
+    """
+
+    rmse: float
+    floor_rmse: float
+    ideal_rmse: float
+    max_error: float
+    max_at: Place | None
+    bias: float
+    elements: int
+    nonfinite: int = 0
+    dead_rows: int = 0
+    dead_rows_wrong: int = 0
+
+
+class LseErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Errors of LSE (natural log) against the fp64 truth, over rows that see a key.
+
+    ``dead_rows_wrong`` counts rows that see no key and whose LSE is not −inf.
+    """
+
+    rmse: float
+    max_error: float
+    max_at: Place | None
+    nonfinite: int = 0
+    dead_rows_wrong: int = 0
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kernel on one Case.
+
+    Attributes:
+        case_id, case: The Case and its short id.
+        kernel: The subject's name.
+        variant: The plan's name for the mask and score mod (``causal``, ``alibi``).
+        heads: ``MHA``, ``GQA`` or ``MQA``.
+        status: See ``Status``.
+        reason: Why unsupported, or what was raised, in one line.
+        out, lse: Errors; None where there is nothing to compare.
+        seconds: Median time of one call, ended by a device synchronisation; None when not run.
+        interpreted: Whether the kernel ran in Triton's interpreter: its time says nothing of a GPU.
+        tiling: Tile sizes the ideal kernel was given, as ``128×64``.
+        environment: Key into the Report's environments.
+    """
+
+    case_id: str
+    case: dict[str, Any]
+    kernel: str
+    variant: str
+    heads: str
+    status: Status
+    reason: str = ""
+    out: OutErrors | None = None
+    lse: LseErrors | None = None
+    seconds: float | None = None
+    interpreted: bool = False
+    tiling: str = ""
+    environment: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        environments: By short id.
+        kernels: Name of each kernel asked for → its one-line summary.
+        absent: Kernels that can run nothing here → why (one line each).
+    """
+
+    schema: int = SCHEMA
+    command: str
+    environments: dict[str, Environment]
+    kernels: dict[str, str]
+    absent: dict[str, str]
+    records: tuple[Record, ...]

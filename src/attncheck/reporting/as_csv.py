@@ -1,0 +1,100 @@
+"""The report as CSV: one row for each Record, every number in full."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from attncheck.record import Environment, LseErrors, OutErrors
+from attncheck.reporting.asked import Asked, asked
+from attncheck.reporting.figures import quotient
+from attncheck.reporting.inert import for_spreadsheet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from attncheck.record import Place, Record, Report
+
+__all__ = ["as_csv"]
+
+_OWN = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
+_PLACE = ("batch", "head", "query", "dim")
+
+
+def as_csv(report: Report) -> str:
+    """``report`` as CSV; numbers as Python's repr, text so that no spreadsheet runs it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_header())
+    for record in report.records:
+        writer.writerow(map(_field, _values(record, report.environments[record.environment])))
+    return text.getvalue()
+
+
+def _header() -> list[str]:
+    return [
+        *_OWN,
+        *Asked.__struct_fields__,
+        *_error_names("out", OutErrors.__struct_fields__),
+        "out_over_floor",
+        "out_over_ideal",
+        *_error_names("lse", LseErrors.__struct_fields__),
+        "seconds",
+        "interpreted",
+        "tiling",
+        "environment",
+        *Environment.__struct_fields__,
+    ]
+
+
+def _error_names(prefix: str, fields: Iterable[str]) -> list[str]:
+    names: list[str] = []
+    for name in fields:
+        names += (
+            [f"{prefix}_at_{axis}" for axis in _PLACE] if name == "max_at" else [f"{prefix}_{name}"]
+        )
+    return names
+
+
+def _values(record: Record, environment: Environment) -> list[Any]:
+    out = record.out
+    over_floor = quotient(out.rmse, out.floor_rmse) if out else None
+    over_ideal = quotient(out.rmse, out.ideal_rmse) if out else None
+    return [
+        *(record.case_id, record.kernel, record.variant, record.heads),
+        *(record.status, record.reason),
+        *msgspec.structs.astuple(asked(record)),
+        *_error_values(out, OutErrors.__struct_fields__),
+        *(over_floor, over_ideal),
+        *_error_values(record.lse, LseErrors.__struct_fields__),
+        *(record.seconds, record.interpreted, record.tiling, record.environment),
+        *msgspec.structs.astuple(environment),
+    ]
+
+
+def _error_values(errors: OutErrors | LseErrors | None, fields: Iterable[str]) -> list[Any]:
+    values: list[Any] = []
+    for name in fields:
+        value = getattr(errors, name, None)
+        values += _indices(value) if name == "max_at" else [value]
+    return values
+
+
+def _indices(at: Place | None) -> list[int | None]:
+    return [None] * len(_PLACE) if at is None else [getattr(at, axis) for axis in _PLACE]
+
+
+def _field(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, dict):
+        return for_spreadsheet(json.dumps(value, separators=(",", ":")))
+    if isinstance(value, tuple):
+        return for_spreadsheet(", ".join(map(str, value)))
+    return for_spreadsheet(str(value))

@@ -1,0 +1,151 @@
+"""The table that a terminal shows."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from attncheck.reporting.content import content
+from attncheck.reporting.figures import superscript
+from attncheck.reporting.inert import one_line, shortened
+from attncheck.reporting.rows import COLUMNS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.record import Report
+    from attncheck.reporting.content import Content, Section
+    from attncheck.reporting.rows import Row
+
+__all__ = ["PLAIN_WIDTH", "as_table", "print_table"]
+
+PLAIN_WIDTH = 120
+"""Columns where there is no terminal to ask."""
+
+_STYLES = {"plain": "", "dim": "dim", "notable": "yellow", "bad": "red"}
+_LONGEST_KERNEL = 28
+_GAP = "  "
+_INDENT = "  "
+# What a narrow terminal does without, the first to go first.
+_SPARED = ("at", "bias", "time", "lse", "floor", "max", "environment")
+
+
+def as_table(report: Report, *, width: int = PLAIN_WIDTH) -> str:
+    """``report`` as plain text of at most ``width`` columns."""
+    console = Console(file=io.StringIO(), color_system=None, force_terminal=False, width=width)
+    return print_table(report, console)
+
+
+def print_table(report: Report, console: Console) -> str:
+    """``report`` as ``console`` would show it: its width, its colours if it has any."""
+    with console.capture() as capture:
+        text = Text("\n").join(_lines(content(report), console.width))
+        console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    return capture.get()
+
+
+class _Grid:
+    """Widths of the columns that fit."""
+
+    def __init__(self, page: Content, width: int) -> None:
+        rows = [r for s in page.sections for b in s.blocks for r in b.rows]
+        names = [cell_len(one_line(r.kernel)) for r in rows]
+        self.kernel = min(max([len("kernel"), *names]), _LONGEST_KERNEL) + len(_INDENT)
+        self.columns = {key: _column_width(key, rows) for key in page.columns}
+        self.left_out = []
+        for key in _SPARED:
+            if self.width > width and key in self.columns:
+                del self.columns[key]
+                self.left_out.append(COLUMNS[key])
+
+    @property
+    def width(self) -> int:
+        return self.kernel + sum(len(_GAP) + w for w in self.columns.values())
+
+
+def _column_width(key: str, rows: list[Row]) -> int:
+    texts = [r.cells[key].text for r in rows if r.cells]
+    return max(map(len, [COLUMNS[key], *texts]))
+
+
+def _lines(page: Content, width: int) -> Iterator[Text]:
+    yield from _wrapped(page.command, width, style="bold")
+    for line in page.environments:
+        yield from _wrapped(line, width, style="dim")
+    grid = _Grid(page, width)
+    for section in page.sections:
+        yield Text("")
+        yield from _section_lines(section, grid, width)
+    yield Text("")
+    yield from _below(page, grid, width)
+
+
+def _section_lines(section: Section, grid: _Grid, width: int) -> Iterator[Text]:
+    yield Text(_elided(" · ".join(section.title), width), style="bold cyan")
+    heading = "kernel".ljust(grid.kernel)
+    for key, size in grid.columns.items():
+        heading += _GAP + COLUMNS[key].rjust(size)
+    yield Text(heading.rstrip(), style="dim")
+    for block in section.blocks:
+        yield Text(_elided(f"{block.variant} · {block.heads}", width), style="bold")
+        for row in block.rows:
+            yield _row_line(row, grid)
+            for remark in row.remarks:
+                yield Text(f"{_INDENT * 2}└ {remark}", style="red")
+
+
+def _row_line(row: Row, grid: _Grid) -> Text:
+    line = Text(_INDENT)
+    line.append(
+        _padded(_elided(row.kernel, grid.kernel - len(_INDENT)), grid.kernel - len(_INDENT))
+    )
+    if row.mark:
+        line.append(_GAP)
+        line.append(row.mark.text, style=_STYLES[row.mark.look])
+        return line
+    for key, size in grid.columns.items():
+        cell = row.cells[key]
+        line.append(_GAP)
+        line.append(cell.text.rjust(size), style=_STYLES[cell.look])
+    line.rstrip()
+    return line
+
+
+def _below(page: Content, grid: _Grid, width: int) -> Iterator[Text]:
+    for note in page.notes:
+        mark = superscript(note.number)
+        style = "red" if note.status == "error" else "dim"
+        yield from _wrapped(f"{mark} {note.status}: {shortened(note.reason)}", width, style=style)
+    for kernel, reason in page.absent:
+        line = f"{one_line(kernel)} is absent: {shortened(reason)}"
+        yield from _wrapped(line, width, style="dim")
+    if page.notes or page.absent:
+        yield Text("")
+    for line in page.reading if page.sections else ():
+        yield from _wrapped(line, width, style="dim")
+    if grid.left_out:
+        columns = ", ".join(grid.left_out)
+        yield from _wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
+    yield Text(page.counts)
+
+
+def _wrapped(text: str, width: int, *, style: str) -> list[Text]:
+    line = one_line(text)
+    # textwrap counts characters, and an East Asian one may take two columns.
+    size = width if cell_len(line) == len(line) else width // 2
+    lines = textwrap.wrap(line, max(size, 20), subsequent_indent=_INDENT)
+    return [Text(part, style=style) for part in lines]
+
+
+def _elided(text: str, size: int) -> str:
+    line = one_line(text)
+    return line if cell_len(line) <= size else set_cell_size(line, size - 1) + "…"
+
+
+def _padded(text: str, size: int) -> str:
+    return text + " " * (size - cell_len(text))

@@ -1,0 +1,56 @@
+"""What a Record says about its Problem, read from the Case it carries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from attncheck.errors import UsageError
+from attncheck.reporting.inert import one_line
+
+if TYPE_CHECKING:
+    from attncheck.record import Record
+
+__all__ = ["Asked", "asked"]
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a Problem that a reader sorts by; a Problem may have more."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    query: int
+    kv: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    mask: dict[str, Any]
+    score: dict[str, Any]
+    scale: float
+    distribution: str
+    seed: int
+
+    @property
+    def shape(self) -> str:
+        """Sizes but the heads, which differ between MHA and GQA: ``B1 Q128 K96 D64``."""
+        dims = str(self.head_dim)
+        if self.value_dim != self.head_dim:
+            dims += f"/{self.value_dim}"
+        return f"B{self.batch} Q{self.query} K{self.kv} D{dims}"
+
+    @property
+    def head_counts(self) -> str:
+        """``4``, or ``4/2`` where query heads share key heads."""
+        return str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+
+
+def asked(record: Record) -> Asked:
+    """The Problem of ``record``; raises UsageError when its Case holds none."""
+    try:
+        return msgspec.convert(record.case.get("problem"), Asked)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"record {one_line(record.case_id)!r} holds no problem: {one_line(str(error))}."
+        ) from None

@@ -1,0 +1,179 @@
+"""A Report in the order it is read, for the table and the Markdown alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from attncheck.reporting.asked import Asked, asked
+from attncheck.reporting.rows import COLUMNS, DAGGER, Row, row
+
+if TYPE_CHECKING:
+    from attncheck.record import Environment, Record, Report
+
+__all__ = ["HOW_TO_READ", "Block", "Content", "Note", "Section", "content"]
+
+HOW_TO_READ = (
+    "RMSE, max error, bias (mean error): of out against exact fp64. LSE error: max.",
+    "×floor: RMSE ÷ that of the exact result rounded to the output format; least 1.",
+    "×ideal: RMSE ÷ that of a perfect kernel with its dtypes and tiles; 1: no worse.",
+)
+_INTERPRETED = f"{DAGGER} interpreted on the CPU: says nothing about a GPU."
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A reason, said once however many rows it holds for."""
+
+    number: int
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of one variant and head arrangement."""
+
+    variant: str
+    heads: str
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Blocks of one dtype, shape, distribution and seed, which its title names."""
+
+    title: tuple[str, ...]
+    blocks: list[Block] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What every page says; all strings may hold foreign text.
+
+    Attributes:
+        command: The command line.
+        environments: One line each.
+        columns: Keys of the columns that have something to show.
+        sections: Rows, grouped.
+        notes: Reasons by number.
+        absent: Kernels that can run nothing here, with the reason.
+        counts: How many cells ended how.
+        reading: How to read the columns.
+    """
+
+    command: str
+    environments: tuple[str, ...]
+    columns: tuple[str, ...]
+    sections: tuple[Section, ...]
+    notes: tuple[Note, ...]
+    absent: tuple[tuple[str, str], ...]
+    counts: str
+    reading: tuple[str, ...]
+
+
+def content(report: Report) -> Content:
+    """``report`` in reading order: sections and blocks as planned, kernels as asked for."""
+    letters = _letters(report)
+    notes: dict[tuple[str, str], Note] = {}
+    sections = _sections(report, letters, notes)
+    columns = tuple(k for k in COLUMNS if k != "environment" or len(letters) > 1)
+    interpreted = any(record.interpreted for record in report.records)
+    return Content(
+        command=report.command,
+        environments=tuple(_environment_lines(report, letters)),
+        columns=columns,
+        sections=sections,
+        notes=tuple(notes.values()),
+        absent=tuple(report.absent.items()),
+        counts=_counts(report),
+        reading=HOW_TO_READ + ((_INTERPRETED,) if interpreted else ()),
+    )
+
+
+def _sections(
+    report: Report, letters: dict[str, str], notes: dict[tuple[str, str], Note]
+) -> tuple[Section, ...]:
+    order = {name: i for i, name in enumerate(report.kernels)}
+    sections = []
+    for title, blocks in _grouped(report).items():
+        section = Section(title)
+        for (variant, heads), records in blocks.items():
+            records.sort(key=lambda record: order.get(record.kernel, len(order)))
+            rows = [_row(record, letters, notes) for record in records]
+            section.blocks.append(Block(variant, heads, rows))
+        sections.append(section)
+    return tuple(sections)
+
+
+def _grouped(report: Report) -> dict[tuple[str, ...], dict[tuple[str, str], list[Record]]]:
+    """Records by section and block, each opened by its first record: the plan's order."""
+    groups: dict[tuple[str, ...], dict[tuple[str, str], list[Record]]] = {}
+    for record in report.records:
+        problem = asked(record)
+        blocks = groups.setdefault(_title(problem), {})
+        heads = f"{record.heads} {problem.head_counts}"
+        blocks.setdefault((record.variant, heads), []).append(record)
+    return groups
+
+
+def _row(record: Record, letters: dict[str, str], notes: dict[tuple[str, str], Note]) -> Row:
+    return row(
+        record,
+        note=_note(record, notes),
+        environment=letters[record.environment],
+    )
+
+
+def _title(problem: Asked) -> tuple[str, ...]:
+    return (problem.dtype, problem.shape, problem.distribution, f"seed {problem.seed}")
+
+
+def _note(record: Record, notes: dict[tuple[str, str], Note]) -> int:
+    """Number of the footnote with the record's reason; 0 for a measured one."""
+    if record.status == "measured":
+        return 0
+    reason = record.reason or "no reason given"
+    note = Note(len(notes) + 1, record.status, reason)
+    return notes.setdefault((record.status, reason), note).number
+
+
+def _letters(report: Report) -> dict[str, str]:
+    return {
+        key: chr(ord("A") + i % 26) * (i // 26 + 1) for i, key in enumerate(report.environments)
+    }
+
+
+def _environment_lines(report: Report, letters: dict[str, str]) -> list[str]:
+    lines = []
+    for key, environment in report.environments.items():
+        letter = f"{letters[key]}: " if len(letters) > 1 else ""
+        lines.append(letter + " · ".join(_facts(environment)))
+        if environment.interpreter:
+            repairs = ", ".join(environment.interpreter)
+            lines.append(f"{letter}kernels interpreted on the CPU, repaired: {repairs}")
+    return lines
+
+
+def _facts(environment: Environment) -> list[str]:
+    capability = f" ({environment.capability})" if environment.capability else ""
+    facts = [f"{environment.device}{capability}", environment.machine]
+    versions = {
+        "torch": environment.torch,
+        "triton": environment.triton or "missing",
+        "CUDA": environment.cuda,
+        "Python": environment.python,
+        "attncheck": environment.attncheck,
+    }
+    return facts + [f"{name} {version}" for name, version in versions.items() if version]
+
+
+def _counts(report: Report) -> str:
+    count = Counter(record.status for record in report.records)
+    total = len(report.records)
+    return (
+        f"{total} {'cell' if total == 1 else 'cells'}: {count['measured']} measured, "
+        f"{count['unsupported']} unsupported, {count['error']} "
+        f"{'error' if count['error'] == 1 else 'errors'}."
+    )

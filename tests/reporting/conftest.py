@@ -1,0 +1,209 @@
+"""Reports made by hand, and text snapshots.
+
+``ATTNCHECK_UPDATE_SNAPSHOTS=1 pytest tests/reporting`` writes the snapshots anew; read the
+difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attncheck.record import Environment, LseErrors, OutErrors, Place, Record, Report
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+class Factory:
+    """Reports and their parts, plausible where nothing else is asked for."""
+
+    def environment(self, **changes):
+        return msgspec.structs.replace(
+            Environment(
+                device="cpu",
+                machine="x86_64",
+                python="3.11.9",
+                torch="2.13.0+cpu",
+                triton="3.9.0",
+                numpy="2.3.0",
+                attncheck="0.1.0",
+                interpreter=("bf16 arithmetic", "bf16 casts", "fp8 casts"),
+            ),
+            **changes,
+        )
+
+    def case(self, **changes):
+        problem = {
+            "batch": 1,
+            "heads": 4,
+            "kv_heads": 4,
+            "query": 128,
+            "kv": 96,
+            "head_dim": 64,
+            "value_dim": 64,
+            "dtype": "bf16",
+            "mask": {"name": "full"},
+            "score": {"name": "none"},
+            "scale": 0.125,
+            "distribution": "normal",
+            "seed": 0,
+        }
+        return {
+            "problem": problem | changes,
+            "question": "compare",
+            "parameters": {},
+            "generator": 1,
+        }
+
+    def out(self, **changes):
+        return msgspec.structs.replace(
+            OutErrors(
+                rmse=1.5312e-03,
+                floor_rmse=1.5006e-03,
+                ideal_rmse=1.5294e-03,
+                max_error=1.17e-02,
+                max_at=Place(batch=0, head=1, query=127, dim=63),
+                bias=-1.237e-06,
+                elements=32768,
+            ),
+            **changes,
+        )
+
+    def lse(self, **changes):
+        at = Place(batch=0, head=0, query=3)
+        return msgspec.structs.replace(
+            LseErrors(rmse=1.1e-07, max_error=4.77e-07, max_at=at), **changes
+        )
+
+    def record(self, kernel="flash2_forward", *, asked=None, **changes):
+        fields = {
+            "case_id": "abcdefghij",
+            "case": self.case(**(asked or {})),
+            "kernel": kernel,
+            "variant": "full",
+            "heads": "MHA",
+            "status": "measured",
+            "out": self.out(),
+            "lse": self.lse(),
+            "seconds": 0.123,
+            "interpreted": True,
+            "tiling": "128×64",
+            "environment": "here",
+        }
+        return Record(**(fields | changes))
+
+    def refused(self, kernel, status, reason, **changes):
+        nothing = {"out": None, "lse": None, "seconds": None, "interpreted": False, "tiling": ""}
+        return self.record(kernel, status=status, reason=reason, **(nothing | changes))
+
+    def report(self, *records, **changes):
+        fields = {
+            "command": "attncheck rmse --dtype bf16",
+            "environments": {"here": self.environment()},
+            "kernels": {},
+            "absent": {},
+            "records": records,
+        }
+        return Report(**(fields | changes))
+
+    def sample(self):
+        """A bit of everything."""
+        blocks = [
+            ("full", "MHA", {}),
+            ("causal", "GQA", {"kv_heads": 2, "mask": {"name": "causal"}}),
+            ("document", "MHA", {"mask": {"name": "document", "lengths": [40, 56]}}),
+        ]
+        records = []
+        for dtype in ("bf16", "fp32"):
+            for variant, heads, changes in blocks:
+                common = {"variant": variant, "heads": heads, "asked": changes | {"dtype": dtype}}
+                records += self._kernels(variant, dtype, common)
+        return self.report(
+            *records,
+            kernels={
+                "ideal": "A perfect kernel.",
+                "flash2_forward": "FlashAttention-2.",
+                "sdpa_math": "torch.",
+                "sdpa_flash": "torch.",
+                "flex": "torch.",
+                "sdpa_cudnn": "torch.",
+            },
+            absent={"sdpa_cudnn": "needs a CUDA device; there is none."},
+        )
+
+    def _kernels(self, variant, dtype, common):
+        scale = 1.0 if dtype == "bf16" else 2.0**-16
+        ideal = 1.5294e-03 * scale
+        numbers = {"floor_rmse": 1.5006e-03 * scale, "ideal_rmse": ideal}
+        yield self.record(
+            "flash2_forward",
+            out=self.out(rmse=1.0012 * ideal, max_error=7.6 * ideal, **numbers),
+            seconds=0.732,
+            **common,
+        )
+        yield self.record(
+            "ideal",
+            out=self.out(rmse=ideal, max_error=7.6 * ideal, bias=3.4e-6, **numbers),
+            seconds=0.00184,
+            **common,
+        )
+        yield self.record(
+            "sdpa_math",
+            out=self.out(rmse=3.21 * ideal, max_error=20 * ideal, **numbers),
+            lse=None,
+            seconds=0.000313,
+            **common,
+        )
+        if variant == "document":
+            reason = "sdpa_flash takes no mask but causal."
+            yield self.refused("sdpa_flash", "unsupported", reason, **common)
+            reason = "RuntimeError: expected a power of two, got 96 [flex_attention.py:211]"
+            yield self.refused("flex", "error", reason, **common)
+            return
+        yield self.record(
+            "sdpa_flash",
+            out=self.out(rmse=41.0 * ideal, max_error=0.84, bias=-7.7e-3, **numbers),
+            lse=None,
+            seconds=0.0000813,
+            **common,
+        )
+        yield self.record(
+            "flex",
+            out=self.out(
+                rmse=float("nan"),
+                max_error=float("inf"),
+                bias=float("nan"),
+                nonfinite=128,
+                dead_rows=5,
+                dead_rows_wrong=3,
+                **numbers,
+            ),
+            lse=self.lse(max_error=float("inf"), nonfinite=2, dead_rows_wrong=3),
+            seconds=12.9,
+            **common,
+        )
+
+
+@pytest.fixture
+def make():
+    return Factory()
+
+
+@pytest.fixture
+def sample(make):
+    return make.sample()
+
+
+@pytest.fixture
+def matches_snapshot():
+    def compare(name, text):
+        path = SNAPSHOTS / name
+        if os.environ.get("ATTNCHECK_UPDATE_SNAPSHOTS") == "1":
+            path.write_text(text, encoding="utf-8", newline="")
+        assert path.is_file(), f"{name} is missing: run with ATTNCHECK_UPDATE_SNAPSHOTS=1"
+        assert text == path.read_bytes().decode(), f"{name} differs: read it, then update it"
+
+    return compare

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+
+import pytest
+
+from attncheck.errors import UsageError
+from attncheck.reporting import check_writable, files, load, render, write
+from attncheck.reporting.as_json import LARGEST
+
+
+def edited(sample, change):
+    data = json.loads(render(sample, "json"))
+    change(data)
+    return json.dumps(data)
+
+
+def assert_one_line(excinfo):
+    text = str(excinfo.value)
+    assert "\n" not in text
+    assert len(text) < 500
+
+
+def tree(path):
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*"))
+
+
+def test_json_reads_back_what_was_written(sample):
+    text = render(sample, "json")
+    again = load(text)
+    assert render(again, "json") == text
+    for fmt in ("table", "md", "csv"):
+        assert render(again, fmt) == render(sample, fmt)
+
+
+def test_round_trip_is_exact(make):
+    numbers = {"rmse": 0.1 + 0.2, "bias": -1 / 3, "ideal_rmse": 5e-324, "max_error": 1.7e308}
+    report = make.report(
+        make.record("é \x1b[31m <b> |\n", out=make.out(**numbers), seconds=0.0),
+        make.refused("k", "error", "nan"),
+        make.record(out=None, lse=None, case=make.case(seed=2**63 - 1)),
+        absent={"inf": "-inf"},
+    )
+    assert load(render(report, "json")) == report
+
+
+def test_nan_and_infinities_survive_as_valid_json(make):
+    out = make.out(rmse=math.nan, max_error=math.inf, bias=-math.inf)
+    text = render(make.report(make.record(out=out, seconds=math.inf)), "json")
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    json.loads(text, parse_constant=refuse)
+    record = load(text).records[0]
+    assert math.isnan(record.out.rmse)
+    assert (record.out.max_error, record.out.bias) == (math.inf, -math.inf)
+    assert record.seconds == math.inf
+
+
+def test_same_report_same_bytes(make):
+    assert render(make.sample(), "json") == render(make.sample(), "json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(schema=2), "schema is 2, this version reads 1"),
+        (lambda d: d.update(schema=True), "schema is True"),
+        (lambda d: d.pop("schema"), "schema is None"),
+        (lambda d: d.update(extra=1), "unknown field `extra`"),
+        (lambda d: d.update({"two\nlines": 1}), "two"),
+        (lambda d: d.pop("command"), "missing required field `command`"),
+        (lambda d: d["records"][0].update(status="fine"), "Invalid enum value"),
+        (lambda d: d["records"][0].update(verdict="ok"), "unknown field `verdict`"),
+        (lambda d: d["records"][0]["out"].update(rmse="0.1"), "Expected `float`, got `str`"),
+        (lambda d: d["records"][0]["out"].update(rmse=None), "Expected `float`, got `null`"),
+        (lambda d: d["records"][0]["out"].update(elements="nan"), "Expected `int`"),
+        (lambda d: d["records"][0].update(environment="x"), "no environment 'x'"),
+        (lambda d: d["records"][0].update(case={}), "holds no problem"),
+        (lambda d: d["records"][0]["case"]["problem"].pop("seed"), "holds no problem"),
+        (lambda d: d.update(records={}), "Expected `array`"),
+        (lambda d: d.update(records=[1]), "Expected `object`"),
+    ],
+)
+def test_load_refuses_anything_else(change, words, sample):
+    with pytest.raises(UsageError) as excinfo:
+        load(edited(sample, change))
+    assert words in str(excinfo.value)
+    assert_one_line(excinfo)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "nul", "{", "1e999", "[" * 100_000, '{"a":' * 100_000, '"\ud800"', "\x00"],
+)
+def test_load_refuses_what_is_no_report(text):
+    with pytest.raises(UsageError) as excinfo:
+        load(text)
+    assert_one_line(excinfo)
+
+
+def test_load_reads_a_file_and_names_it_when_it_cannot(tmp_path, sample):
+    path = tmp_path / "rmse.json"
+    path.write_text(render(sample, "json"), encoding="utf-8")
+    assert render(load(path), "json") == render(sample, "json")
+    path.write_bytes(b"\xff{")
+    with pytest.raises(UsageError, match=r"rmse\.json is no report"):
+        load(path)
+    with pytest.raises(UsageError, match=r"absent\.json cannot be read: No such file"):
+        load(tmp_path / "absent.json")
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+def test_load_refuses_a_file_that_is_too_large(tmp_path):
+    path = tmp_path / "large.json"
+    with path.open("wb") as file:
+        file.truncate(LARGEST + 1)
+    with pytest.raises(UsageError, match=f"larger than {LARGEST} bytes"):
+        load(path)
+
+
+def test_write_makes_three_files_and_nothing_else(tmp_path, sample):
+    there = tmp_path / "new" / "reports"
+    paths = write(sample, there)
+    assert tree(there) == ["rmse.csv", "rmse.json", "rmse.md"]
+    assert [p.read_bytes().decode() for p in paths] == [
+        render(sample, fmt) for fmt in ("json", "md", "csv")
+    ]
+    assert load(paths[0]).command == sample.command
+
+
+def test_written_files_have_ordinary_permissions(tmp_path, sample):
+    ordinary = tmp_path / "ordinary"
+    ordinary.touch()
+    for path in write(sample, tmp_path / "reports"):
+        assert path.stat().st_mode == ordinary.stat().st_mode
+
+
+def test_failed_rendering_leaves_the_old_files(tmp_path, sample, monkeypatch):
+    write(sample, tmp_path)
+    old = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def fail(report):
+        raise RuntimeError("no")
+
+    monkeypatch.setitem(files._WRITERS, "csv", fail)
+    with pytest.raises(RuntimeError):
+        write(load(tmp_path / "rmse.json"), tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
+
+
+def test_full_disk_leaves_the_old_files(tmp_path, make, sample, monkeypatch):
+    write(make.report(), tmp_path)
+    old = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError, match="No space left on device") as excinfo:
+        write(sample, tmp_path)
+    assert_one_line(excinfo)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_check_writable_leaves_nothing(tmp_path, exists):
+    place = tmp_path / "a" / "b"
+    if exists:
+        place.mkdir(parents=True)
+    before = tree(tmp_path)
+    check_writable(place)
+    assert tree(tmp_path) == before
+
+
+def unwritable(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "taken" / "rmse.md").mkdir(parents=True)
+    return {
+        "under a file": tmp_path / "file" / "reports",
+        "a file": tmp_path / "file",
+        "a dangling link": tmp_path / "dangling",
+        "a name too long": tmp_path / ("x" * 300),
+        "no name at all": tmp_path / "a\0b",
+        "a directory in the way": tmp_path / "taken",
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "under a file",
+        "a file",
+        "a dangling link",
+        "a name too long",
+        "no name at all",
+        "a directory in the way",
+    ],
+)
+def test_unwritable_place_is_one_line_and_nothing_written(kind, tmp_path, sample):
+    place = unwritable(tmp_path)[kind]
+    before = tree(tmp_path)
+    for attempt in (lambda: check_writable(place), lambda: write(sample, place)):
+        with pytest.raises(UsageError, match="reports cannot be written to") as excinfo:
+            attempt()
+        assert_one_line(excinfo)
+        if kind != "a directory in the way":
+            assert tree(tmp_path) == before
+    assert not [p for p in tree(tmp_path) if "/." in p or p.startswith(".")]
+
+
+def test_shipped_check_sees_a_place_that_may_not_be_written(tmp_path, monkeypatch):
+    def denied(**_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", denied)
+    with pytest.raises(UsageError, match="Permission denied; choose another --out"):
+        check_writable(tmp_path)

@@ -1,0 +1,436 @@
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import time
+
+import msgspec
+import pytest
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+
+from attncheck.errors import UsageError
+from attncheck.record import Environment, Place
+from attncheck.reporting import FORMATS, figures, render, show
+from attncheck.reporting.as_table import as_table
+from attncheck.reporting.content import HOW_TO_READ
+from attncheck.reporting.inert import for_markdown, one_line
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "=cmd()|' /C calc'!A0",
+    "+1+1",
+    "@SUM(A1)",
+    "\t=1+1",
+    "a|b\\|c",
+    "`tick` **bold** _under_ ~~gone~~ [x](http://evil.example) ![i](x)",
+    "\x1b[31mred\x1b[0m\x1b]8;;http://evil.example\x07link\x1b]8;;\x07",
+    "\x1b]0;title never ends",
+    "two\nlines\r\nand\u2028more\x85still",
+    "\u202eflip\u202c \u2066iso\u2069 \u200bzero\ufeff",
+    "bell\x07 nul\x00 c1\x9b31m back\b",
+    "lone \ud800 surrogate",
+    "&lt;b&gt; &amp; &#124;",
+    "www.evil.example mailto:a@b.example https://evil.example",
+    "[bold]rich[/bold] :smile:",
+    "# heading",
+    "- item",
+    "1. item",
+    "===",
+    "$x$",
+    "全角文字 が広い",
+]
+FORBIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+
+def hostile_report(make, text):
+    return make.report(
+        make.record(text, variant=text, heads=text),
+        make.refused(text + "u", "unsupported", text),
+        make.refused(text + "e", "error", text, asked={"distribution": text}),
+        command=text,
+        kernels={text: text},
+        absent={text: text},
+        environments={"here": make.environment(device=text, interpreter=(text,))},
+    )
+
+
+def csv_rows(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def markdown_html(text):
+    return MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_sample_looks_as_it_did(fmt, sample, matches_snapshot):
+    suffix = {"table": "txt"}.get(fmt, fmt)
+    matches_snapshot(f"sample.{suffix}", render(sample, fmt))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_narrow_table_looks_as_it_did(width, sample, matches_snapshot):
+    matches_snapshot(f"sample-{width}.txt", as_table(sample, width=width))
+
+
+@pytest.mark.parametrize("width", [80, 90, 100, 120, 200])
+def test_table_keeps_to_its_width(width, sample):
+    assert max(map(cell_len, as_table(sample, width=width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_keeps_to_the_width(width, text, make):
+    page = as_table(hostile_report(make, text * 40), width=width)
+    assert max(map(cell_len, page.splitlines())) <= width
+
+
+def test_nothing_is_left_out_at_100(sample):
+    page = as_table(sample, width=100)
+    assert "Left out" not in page
+    assert "at b,h,q,d" in page
+
+
+def test_what_a_narrow_table_leaves_out_is_said(sample):
+    assert "Left out at 80 columns: at b,h,q,d, bias." in as_table(sample, width=80)
+
+
+def test_reading_takes_three_lines_at_80():
+    assert len(HOW_TO_READ) <= 3
+    assert max(map(len, HOW_TO_READ)) <= 80
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_empty_report_renders(fmt, make):
+    page = render(make.report(), fmt)
+    assert page.endswith("\n")
+    if fmt in {"table", "md"}:
+        assert "0 cells: 0 measured, 0 unsupported, 0 errors." in page
+
+
+def test_unknown_format_lists_the_known():
+    with pytest.raises(UsageError, match="choose from csv, json, md, table"):
+        render(None, "xml")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("fmt", ["table", "md", "csv"])
+def test_no_control_character_reaches_a_page(fmt, text, make):
+    page = render(hostile_report(make, text), fmt)
+    assert not FORBIDDEN.search(page)
+    page.encode()
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_json_of_hostile_text_is_ascii_safe_json(text, make):
+    page = render(hostile_report(make, text), "json")
+    msgspec.json.decode(page.encode())
+    assert not re.search("[\x00-\x09\x0b-\x1f]", page)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_takes_no_line_of_its_own(text, make):
+    tame = as_table(hostile_report(make, "tame"), width=1000).count("\n")
+    assert as_table(hostile_report(make, text), width=1000).count("\n") == tame
+    assert render(hostile_report(make, text), "csv").count("\n") == 4
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_markdown_shows_hostile_text_as_text(text, make):
+    html = markdown_html(render(hostile_report(make, text), "md"))
+    tame = markdown_html(render(hostile_report(make, "tame"), "md"))
+    # The same tags in the same order, but for what a code span or a plain word is set in.
+    tags = [t for t in re.findall(r"<[^>]*>", html) if "code" not in t]
+    assert tags == [t for t in re.findall(r"<[^>]*>", tame) if "code" not in t]
+
+
+def test_markdown_says_the_text_itself(make):
+    html = markdown_html(render(hostile_report(make, "a|b <i> `x` \\| *y* &amp; _z_"), "md"))
+    assert "<td>a|b &lt;i&gt; `x` \\| *y* &amp;amp; _z_</td>" in html
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_in_csv_is_a_formula(text, make):
+    page = render(hostile_report(make, text), "csv")
+    for row in csv.reader(io.StringIO(page)):
+        for cell in row:
+            assert not cell.startswith(("=", "+", "@", "\t", "\r"))
+            if cell.startswith("-"):
+                float(cell)
+
+
+def test_csv_numbers_are_in_full(make):
+    out = make.out(rmse=0.1 + 0.2, bias=-1 / 3, max_error=math.inf, floor_rmse=0.0)
+    (row,) = csv_rows(render(make.report(make.record(out=out)), "csv"))
+    assert float(row["out_rmse"]) == 0.1 + 0.2
+    assert row["out_bias"] == repr(-1 / 3)
+    assert row["out_max_error"] == "inf"
+    assert row["out_over_floor"] == ""
+    assert float(row["out_over_ideal"]) == out.rmse / out.ideal_rmse
+    assert (row["out_at_query"], row["torch"], row["dtype"]) == ("127", "2.13.0+cpu", "bf16")
+
+
+def test_csv_carries_every_version(make):
+    (row,) = csv_rows(render(make.report(make.record()), "csv"))
+    assert set(Environment.__struct_fields__) <= set(row)
+    assert None not in row
+    assert None not in row.values()
+
+
+def test_csv_of_an_unmeasured_cell_has_its_reason(make):
+    refused = make.refused("k", "unsupported", "why not")
+    (row,) = csv_rows(render(make.report(refused), "csv"))
+    assert (row["status"], row["reason"], row["out_rmse"]) == ("unsupported", "why not", "")
+
+
+def test_reason_is_said_once(make):
+    report = make.report(*(make.refused(k, "unsupported", "no mask") for k in "abc"))
+    for page in (render(report, "table"), render(report, "md")):
+        assert page.count("no mask") == 1
+        assert page.count("unsupported ¹") == 3
+
+
+def test_same_words_of_error_and_unsupported_are_two_notes(make):
+    report = make.report(make.refused("a", "unsupported", "x"), make.refused("b", "error", "x"))
+    page = render(report, "table")
+    assert "¹ unsupported: x" in page
+    assert "² error: x" in page
+
+
+def test_long_reason_is_cut_on_pages_only(make):
+    report = make.report(make.refused("a", "error", "y" * 3000))
+    assert "1000 more characters in the JSON" in render(report, "md")
+    assert "y" * 3000 in render(report, "json")
+    assert "y" * 3000 in render(report, "csv")
+
+
+def test_broken_numbers_are_said(make):
+    out = make.out(rmse=math.nan, max_error=math.inf, nonfinite=7, dead_rows=5, dead_rows_wrong=3)
+    page = render(make.report(make.record(out=out)), "table")
+    assert "NaN or infinite: 7 of 32768 elements of out" in page
+    assert "rows that see no key: out is not 0 in 3 of 5" in page
+    assert re.search(r"flash2_forward +nan +nan +nan +inf ", page)
+
+
+def test_nothing_to_compare_is_said(make):
+    out = make.out(rmse=math.nan, elements=0, max_at=None)
+    page = render(make.report(make.record(out=out)), "table")
+    assert "nothing to compare: no row sees a key" in page
+    assert "nan" not in page
+
+
+def test_kernels_come_in_the_order_asked_for(make):
+    report = make.report(
+        *(make.record(k) for k in ("z", "b", "a")), kernels={"a": "", "b": "", "z": ""}
+    )
+    names = re.findall(r"^  ([abz]) ", render(report, "table"), re.MULTILINE)
+    assert names == ["a", "b", "z"]
+
+
+def test_sections_part_dtype_shape_distribution_and_seed(make):
+    changes = [{}, {"dtype": "fp16"}, {"kv": 64}, {"distribution": "uniform"}, {"seed": 1}]
+    report = make.report(*(make.record(asked=c) for c in changes), make.record("again"))
+    page = render(report, "md")
+    assert page.count("## ") == 5
+    assert "## bf16 · B1 Q128 K64 D64 · normal · seed 0" in page
+
+
+def test_heads_part_blocks_of_one_section(make):
+    report = make.report(
+        make.record(), make.record(heads="GQA", asked={"kv_heads": 2}), make.record("second")
+    )
+    page = render(report, "table")
+    assert page.count("seed 0") == 1
+    assert "full · MHA 4\n" in page
+    assert "full · GQA 4/2\n" in page
+
+
+def test_time_of_an_interpreted_kernel_is_marked(make):
+    page = render(make.report(make.record()), "table")
+    assert "123 ms†" in page
+    assert "says nothing about a GPU" in page
+    assert "kernels interpreted on the CPU, repaired: bf16 arithmetic" in page
+
+
+def test_time_of_a_compiled_kernel_is_not(make):
+    gpu = make.environment(
+        device="NVIDIA H200", capability="9.0", interpreter=(), cuda="13.0", triton="3.6.0"
+    )
+    page = render(make.report(make.record(interpreted=False), environments={"here": gpu}), "table")
+    assert "†" not in page
+    assert "interpreted" not in page
+    assert "NVIDIA H200 (9.0) · x86_64 · torch 2.13.0+cpu · triton 3.6.0 · CUDA 13.0" in page
+
+
+def test_two_environments_get_letters(make):
+    environments = {"here": make.environment(), "there": make.environment(device="GPU")}
+    report = make.report(make.record(), make.record(environment="there"), environments=environments)
+    page = render(report, "table")
+    assert "B: GPU · x86_64" in page
+    assert re.search(r" B$", page, re.MULTILINE)
+
+
+def test_absent_kernel_is_one_line(sample):
+    assert "sdpa_cudnn is absent: needs a CUDA device; there is none.\n" in render(sample, "table")
+
+
+def test_record_without_a_problem_is_refused(make):
+    report = make.report(make.record(case={}))
+    with pytest.raises(UsageError, match="'abcdefghij' holds no problem"):
+        render(report, "table")
+
+
+def test_a_thousand_records_are_instant(make):
+    sample = make.sample()
+    report = msgspec.structs.replace(sample, records=sample.records * 34)
+    start = time.perf_counter()
+    for fmt in FORMATS:
+        assert render(report, fmt)
+    # Generous for a loaded machine: a hang or a square, not a slow day, is what fails here.
+    assert time.perf_counter() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x9b31mred", "red"),
+        ("\x1b]8;;http://evil.example\x07link\x1b]8;;\x1b\\ here", "link here"),
+        ("\x1b]0;never ends", "0;never ends"),
+        ("\x1bcreset \x1b(B", "reset"),
+        ("  two\n\n lines\t", "two lines"),
+        ("cut\x1b[", "cut"),
+    ],
+)
+def test_escape_sequences_leave_nothing(text, line):
+    assert one_line(text) == line
+
+
+@pytest.mark.parametrize("mark", ["\x1b]", "\x90", "\x1b[0;", "a\x1b", "\n ", "<", "_", ":"])
+def test_long_foreign_text_takes_no_square_of_its_length(mark):
+    start = time.perf_counter()
+    for_markdown(mark * 100_000)
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("<b> & |", "&lt;b&gt; &amp; &#124;"),
+        ("flash2_forward _x_", "flash2_forward \\_x\\_"),
+        ("see https://x.example, www.x.example", "see https&#58;//x.example, www&#46;x.example"),
+        ("a@b \\|", "a&#64;b &#92;&#124;"),
+        ("12. x", "12\\. x"),
+        ("-1", "\\-1"),
+    ],
+)
+def test_markdown_escapes(text, escaped):
+    assert for_markdown(text) == escaped
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return monkeypatch
+
+
+def shown(report, stream):
+    show(report, "table", stream)
+    return stream.getvalue()
+
+
+def test_terminal_gets_its_colours_and_width(screen, sample, matches_snapshot):
+    screen.setenv("COLUMNS", "100")
+    screen.setenv("COLORTERM", "")
+    page = shown(sample, Terminal())
+    assert "\x1b[31m" in page
+    matches_snapshot("sample-colour.txt", page)
+
+
+def test_colours_change_no_letter(screen, sample):
+    screen.setenv("COLUMNS", "100")
+    page = re.sub(r"\x1b\[[0-9;]*m", "", shown(sample, Terminal()))
+    assert page == as_table(sample, width=100)
+
+
+def test_no_color_is_heeded(screen, sample):
+    screen.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown(sample, Terminal()))
+
+
+def test_a_file_gets_plain_text(screen, sample):
+    stream = io.StringIO()
+    assert shown(sample, stream) == render(sample, "table")
+
+
+def test_force_color_is_heeded(screen, sample):
+    screen.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" in shown(sample, io.StringIO())
+
+
+def test_stream_without_the_signs_gets_question_marks(screen, sample):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    show(sample, "table", stream)
+    stream.flush()
+    assert b"1.00?" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "reference", "text"),
+    [
+        (1.0, 1.0, "1.00×"),
+        (0.98, 1.0, "0.980×"),
+        (123.4, 1.0, "123×"),
+        (0.0, 0.0, "exact"),
+        (1.0, 0.0, "—"),
+        (1.0, math.nan, "—"),
+        (0.0, math.nan, "—"),
+        (math.nan, 1.0, "nan"),
+        (math.inf, 1.0, "inf"),
+        (math.nan, 0.0, "—"),
+        (0.0, 1.0, "0.00×"),
+        (4e5, 1.0, "4.00e+05×"),
+        (1e300, 1e-300, "inf"),
+    ],
+)
+def test_ratio(error, reference, text):
+    assert figures.ratio(error, reference) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "—"),
+        (math.nan, "—"),
+        (0.0, "0.00 ns"),
+        (81.34e-6, "81.3 µs"),
+        (999.9e-6, "1.00 ms"),
+        (0.0123, "12.3 ms"),
+        (2.5, "2.50 s "),
+        (4321.0, "4321 s "),
+    ],
+)
+def test_duration(seconds, text):
+    assert figures.duration(seconds) == text
+
+
+def test_scientific_and_place():
+    assert figures.scientific(0.0015312) == "1.53e-03"
+    assert figures.scientific(1e-6, signed=True) == "+1.00e-06"
+    assert [figures.scientific(x) for x in (-0.0, math.nan, -math.inf)] == ["0", "nan", "-inf"]
+    assert figures.place(Place(batch=0, head=1, query=2, dim=3)) == "0,1,2,3"
+    assert figures.place(Place(batch=0, head=1, query=2)) == "0,1,2"
+    assert figures.place(None) == "—"
