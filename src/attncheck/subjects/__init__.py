@@ -1,0 +1,1 @@
+"""How to call a kernel: the contract, ours, torch's, and the ideal kernel."""

@@ -1,0 +1,46 @@
+"""The subjects that attncheck brings, by name; importing this imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from attncheck.errors import UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["SUBJECTS", "names", "subject_named"]
+
+
+def _made_when_asked(module: str, name: str, *arguments: str) -> Callable[[], Subject]:
+    def make() -> Subject:
+        subject: Subject = getattr(importlib.import_module(module), name)(*arguments)
+        return subject
+
+    return make
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "triton-flash2": _made_when_asked("attncheck.subjects.flash2", "Flash2"),
+    "ideal": _made_when_asked("attncheck.subjects.ideal", "Ideal"),
+    "sdpa-math": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "math"),
+    "sdpa-flash": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "flash"),
+    "sdpa-efficient": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "efficient"),
+    "sdpa-cudnn": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "cudnn"),
+    "flex": _made_when_asked("attncheck.subjects.flex", "Flex"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Names of the subjects, in the order in which they are listed."""
+    return tuple(SUBJECTS)
+
+
+def subject_named(name: str) -> Subject:
+    """A new subject called ``name``; raises UnknownName with the valid names."""
+    if name not in SUBJECTS:
+        raise UnknownName("kernel", name, SUBJECTS)
+    return SUBJECTS[name]()

@@ -1,0 +1,83 @@
+"""What attncheck asks of a kernel that it examines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
+    from attncheck.problem import Problem
+
+__all__ = ["Call", "Subject", "Tiling"]
+
+Call = Callable[[], "Outputs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a FlashAttention-2 kernel walks over the keys.
+
+    Attributes:
+        block_query: Query rows per program.
+        block_kv: Keys per step.
+        reverse: Whether the last key block comes first.
+        lazy_rescale: The running maximum moves only when it grows by more than this, in log2
+            units; 0 moves it always.
+    """
+
+    block_query: int
+    block_kv: int
+    reverse: bool = False
+    lazy_rescale: float = 0.0
+
+    def __str__(self) -> str:
+        order = " reverse" if self.reverse else ""
+        lazy = f" lazy {self.lazy_rescale:g}" if self.lazy_rescale else ""
+        return f"{self.block_query}×{self.block_kv}{order}{lazy}"
+
+
+class Subject(ABC):
+    """A kernel under examination, and how to call it.
+
+    Attributes:
+        name: What it is called on the command line and in every report.
+        summary: One line for ``attncheck list``.
+        triton: Whether it is written in Triton, and so interpreted on a CPU.
+    """
+
+    name: str
+    summary: str
+    triton: bool = False
+
+    def absent(self, device: str) -> str | None:
+        """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""
+        del device
+        return None
+
+    @abstractmethod
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Why it does not take ``problem`` on ``device``, in one line; None if it does.
+
+        A convention that could pass the Problem only by rounding a number of it again says so
+        here.
+        """
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs) -> Call:
+        """Bring ``inputs`` into the kernel's own form; the returned call is the kernel alone.
+
+        Only that call is timed. Every call computes anew and may be repeated.
+        """
+
+    def run(self, inputs: Inputs) -> Outputs:
+        """Outputs on ``inputs``: ``out (batch, heads, query, value_dim)`` and LSE if exposed."""
+        return self.prepare(inputs)()
+
+    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+        """The tiling it uses on ``problem``, where it is known and declared."""
+        del problem, device
+        return None

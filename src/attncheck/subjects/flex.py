@@ -1,0 +1,132 @@
+"""torch's FlexAttention, given the original mask and score mod."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from attncheck.mods import library
+from attncheck.outputs import Outputs
+from attncheck.subjects.contract import Call, Subject
+from attncheck.subjects.matmul_precision import Products, fp32_products
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from attncheck.inputs import Inputs
+    from attncheck.mods.signatures import ScoreMod
+    from attncheck.problem import Problem
+
+__all__ = ["Flex", "block_mask"]
+
+_SMALLEST_GPU_DIM = 16  # tl.dot's smallest
+_COMPILED_AT_A_TIME = 64
+
+
+class Flex(Subject):
+    """``flex_attention`` with a block mask made outside the call; LSE is the natural logarithm.
+
+    Compiled on CUDA; eager on the CPU, where a compiled one would need a C++ compiler. Rows that
+    see no key give 0 and −∞.
+    """
+
+    name = "flex"
+    summary = "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU"
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Takes every mask and score mod; wants head dimensions of at least 16 on CUDA."""
+        if device == "cpu":
+            return "the CPU has no tf32 products" if problem.dtype == "tf32" else None
+        if min(problem.head_dim, problem.value_dim) < _SMALLEST_GPU_DIM:
+            return (
+                f"head_dim={problem.head_dim} value_dim={problem.value_dim}: "
+                f"compiled flex_attention needs at least {_SMALLEST_GPU_DIM}"
+            )
+        return None
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """Make the block mask, and compile on CUDA, which takes seconds."""
+        problem, device = inputs.problem, inputs.q.device
+        score = None if problem.score == library.NONE else problem.score_mod(str(device))
+        blocks = None if problem.mask == library.FULL else block_mask(problem, str(device))
+        structure = problem.replace(seed=0, distribution="normal")
+        function = _eager if device.type == "cpu" else _compiled(structure)
+        products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
+
+        def call() -> Outputs:
+            with torch.no_grad(), fp32_products(products):
+                out, lse = function(inputs.q, inputs.k, inputs.v, score, blocks, problem.scale)
+            return Outputs(out, lse)
+
+        if device.type != "cpu":
+            _compile_now(call)
+        return call
+
+
+def block_mask(problem: Problem, device: str) -> BlockMask:
+    """The Problem's mask as a BlockMask, for one sequence or head where all see the same keys."""
+    mask = problem.mask_mod(device)
+    b = torch.arange(problem.batch, device=device).view(-1, 1)
+    h = torch.arange(problem.heads, device=device).view(1, -1)
+    first = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    # Broadcasting tells whether the mask reads b or h: only then does that length come out.
+    sequences, heads = (mask(b, h, first, first) & torch.ones_like(first, dtype=torch.bool)).shape
+    return flex.create_block_mask(mask, sequences, heads, problem.query, problem.kv, device=device)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    score: ScoreMod | None,
+    blocks: BlockMask | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out, aux = flex.flex_attention(
+        q,
+        k,
+        v,
+        score_mod=score,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=flex.AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+def _eager(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """flex_attention's own dense formula, without the tracing that it does and warns about."""
+    with mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True):
+        return _attention(*arguments)
+
+
+@functools.lru_cache(maxsize=_COMPILED_AT_A_TIME)
+def _compiled(structure: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """A compiled function for Problems that differ from ``structure`` in their numbers only.
+
+    Each has a code object of its own: torch counts recompilations for a code object, and a ninth
+    structure would exceed its limit. ``fullgraph`` makes anything that cannot be compiled an
+    error, where torch would otherwise run the eager formula in silence.
+    """
+    code = _attention.__code__.replace(co_name=f"flex_attention_{structure.id}")
+    function = types.FunctionType(code, _attention.__globals__)
+    compiled: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.compile(
+        function, fullgraph=True, dynamic=False
+    )
+    return compiled
+
+
+def _compile_now(call: Call) -> None:
+    """One call, so that compiling is no part of a timed one; its advice on speed is not for us."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call()

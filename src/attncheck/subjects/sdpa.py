@@ -1,0 +1,199 @@
+"""torch's ``F.scaled_dot_product_attention``, one subject for each of its backends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attncheck.formats import FORMATS, Format
+from attncheck.mods import library
+from attncheck.mods.spec import Spec
+from attncheck.outputs import Outputs
+from attncheck.subjects.contract import Call, Subject
+from attncheck.subjects.matmul_precision import Products, fp32_products
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from attncheck.inputs import Inputs
+    from attncheck.problem import Problem
+
+__all__ = ["Sdpa", "attention_bias", "attention_mask"]
+
+_CAUSAL = Spec.of("causal")
+_CAUSAL_BOTTOM_RIGHT = Spec.of("causal_bottom_right")
+
+_BACKENDS = {
+    "math": (SDPBackend.MATH, "unfused: scores and weights in memory"),
+    "flash": (SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention (CUTLASS)"),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN"),
+}
+_ON_THE_CPU = ("math", "flash")
+
+
+class Sdpa(Subject):
+    """``F.scaled_dot_product_attention`` held to one backend; it exposes no LSE.
+
+    The mask is ``is_causal`` where that is the Problem's mask (torch aligns it top-left), nothing
+    where every key is seen, else a boolean ``attn_mask``. A score mod that only adds becomes a
+    floating-point ``attn_mask``, if every number of it survives the cast.
+
+    Args:
+        backend: ``math``, ``flash``, ``efficient`` or ``cudnn``.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._kernel, description = _BACKENDS[backend]
+        self.name = f"sdpa-{backend}"
+        self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
+
+    def absent(self, device: str) -> str | None:
+        """The CPU has torch's unfused formula and its own flash kernel."""
+        if device == "cpu" and self._backend not in _ON_THE_CPU:
+            return "needs a CUDA GPU"
+        return None
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """No score mods but added numbers; for the rest, what torch says of these tensors."""
+        return (
+            self.absent(device)
+            or self._unsupported_products(problem, device)
+            or self._unsupported_score(problem, device)
+            or self._refused(problem, device)
+        )
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """Write the mask and the bias out as one ``attn_mask``, where they need one."""
+        problem, device = inputs.problem, str(inputs.q.device)
+        mask = self._mask(problem, device)
+        arguments = _arguments(problem)
+
+        def call() -> Outputs:
+            with self._settings(problem):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    inputs.q, inputs.k, inputs.v, attn_mask=mask, **arguments
+                )
+            return Outputs(out)
+
+        return call
+
+    @contextlib.contextmanager
+    def _settings(self, problem: Problem) -> Iterator[None]:
+        products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
+        with torch.no_grad(), fp32_products(products), sdpa_kernel(self._kernel):
+            yield
+
+    def _unsupported_products(self, problem: Problem, device: str) -> str | None:
+        if problem.dtype != "tf32":
+            return None
+        if device == "cpu":
+            return "the CPU has no tf32 products"
+        if self._backend == "efficient":
+            return "its fp32 products never become tf32 (each is three tf32 products)"
+        return None
+
+    def _unsupported_score(self, problem: Problem, device: str) -> str | None:
+        if not library.is_additive(problem.score):
+            return f"SDPA takes no score mod, and {problem.score} is more than an added number"
+        if problem.score == library.NONE:
+            return None
+        bias = attention_bias(problem, device)
+        fmt = self._bias_format(problem, device)
+        exact = (bias.to(fmt.torch_dtype).double() == bias) | ~attention_mask(problem, device)
+        return None if bool(exact.all()) else f"would round the bias to {fmt.name}"
+
+    def _bias_format(self, problem: Problem, device: str) -> Format:
+        """Of a floating-point attn_mask: fp32 where the backend takes it beside any q.
+
+        Beside a 16-bit q, efficient refuses an fp32 mask and cudnn reads it wrongly without a
+        word (torch 2.11, cuDNN 9.19).
+        """
+        fp32_beside_any = device == "cpu" or self._backend == "math"
+        return FORMATS["fp32"] if fp32_beside_any else problem.formats.storage
+
+    def _mask(self, problem: Problem, device: str) -> torch.Tensor | None:
+        """attn_mask ``(batch or 1, heads or 1, query, kv)``."""
+        if problem.score != library.NONE:
+            bias = attention_bias(problem, device)
+            if problem.mask != library.FULL:
+                bias = torch.where(attention_mask(problem, device), bias, -math.inf)
+            return bias.to(self._bias_format(problem, device).torch_dtype)
+        if problem.mask == library.FULL or _is_causal(problem):
+            return None
+        return attention_mask(problem, device)
+
+    def _refused(self, problem: Problem, device: str) -> str | None:
+        """What torch itself says against this backend for tensors of these shapes.
+
+        torch's dispatcher gives its reasons as Python warnings; ``torch.backends.cuda``'s
+        ``can_use_*`` write them to stderr, past any filter (torch 2.11).
+        """
+        dtype = problem.formats.storage.torch_dtype
+        q, k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
+        mask = self._mask(problem, device)
+        with warnings.catch_warnings(record=True) as caught, self._settings(problem):
+            warnings.simplefilter("always")
+            try:
+                chosen = torch._fused_sdp_choice(q, k, v, mask, **_arguments(problem))
+            except RuntimeError:
+                chosen = None
+        if chosen == self._kernel.value:
+            return None
+        return _reason(str(w.message) for w in caught)
+
+
+def attention_mask(problem: Problem, device: str = "cpu") -> torch.Tensor:
+    """The mask as a bool tensor ``(batch or 1, heads or 1, query, kv)``, True where it is seen."""
+    seen = problem.mask_mod(device)(*_indices(problem, device))
+    return seen & torch.ones((1, 1, problem.query, problem.kv), dtype=torch.bool, device=device)
+
+
+def attention_bias(problem: Problem, device: str = "cpu") -> torch.Tensor:
+    """What an additive score mod adds, in float64: ``(batch or 1, heads or 1, query, kv)``."""
+    zeros = torch.zeros((1, 1, problem.query, problem.kv), dtype=torch.float64, device=device)
+    return problem.score_mod(device)(zeros, *_indices(problem, device))
+
+
+def _indices(problem: Problem, device: str) -> tuple[torch.Tensor, ...]:
+    return (
+        torch.arange(problem.batch, device=device).view(-1, 1, 1, 1),
+        torch.arange(problem.heads, device=device).view(1, -1, 1, 1),
+        torch.arange(problem.query, device=device).view(1, 1, -1, 1),
+        torch.arange(problem.kv, device=device).view(1, 1, 1, -1),
+    )
+
+
+def _is_causal(problem: Problem) -> bool:
+    """Whether the mask is torch's ``is_causal``, which is aligned top-left."""
+    square = problem.query == problem.kv
+    return problem.mask == _CAUSAL or (square and problem.mask == _CAUSAL_BOTTOM_RIGHT)
+
+
+def _arguments(problem: Problem) -> dict[str, Any]:
+    return {
+        "is_causal": problem.score == library.NONE and _is_causal(problem),
+        "scale": problem.scale,
+        "enable_gqa": problem.group > 1,
+    }
+
+
+def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    q = (problem.batch, problem.heads, problem.query, problem.head_dim)
+    k = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim)
+    return q, k, (*k[:3], problem.value_dim)
+
+
+def _reason(messages: Iterable[str]) -> str:
+    """The first of torch's warnings that says something about this backend, in one line."""
+    for message in messages:
+        text = " ".join(message.split("(Triggered internally")[0].split())
+        if text and not text.endswith("because:") and "runtime disabled" not in text:
+            return f"torch: {text}"
+    return "torch has no such kernel for these tensors"

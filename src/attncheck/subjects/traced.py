@@ -1,0 +1,40 @@
+"""A Problem's mods as expressions, for kernels that cannot take a callable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.errors import TraceError
+from attncheck.mods import trace
+
+if TYPE_CHECKING:
+    from attncheck.mods.expression import Expression
+    from attncheck.mods.library import MaskMod, ScoreMod
+    from attncheck.problem import Problem
+
+__all__ = ["traced_mask", "traced_score"]
+
+
+def traced_mask(problem: Problem, device: str) -> Expression:
+    """The mask as traced, its captured tensors on ``device``, checked on sampled indices.
+
+    Raises TraceError where the trace and the callable disagree: then neither the kernel nor the
+    mask is wrong, but the trace.
+    """
+    mod = problem.mask_mod(device)
+    return _checked(trace.trace_mask(mod, device), mod, problem, device)
+
+
+def traced_score(problem: Problem, device: str) -> Expression:
+    """The score mod as traced, checked like the mask."""
+    mod = problem.score_mod(device)
+    return _checked(trace.trace_score(mod, device), mod, problem, device)
+
+
+def _checked(
+    expression: Expression, mod: MaskMod | ScoreMod, problem: Problem, device: str
+) -> Expression:
+    wrong = trace.disagreements(expression, mod, problem.dimensions, device=device)
+    if wrong:
+        raise TraceError(f"the trace of {problem} differs from it at {wrong} sampled indices.")
+    return expression

@@ -1,0 +1,105 @@
+"""The plain formula in float64, and how far a right kernel may be from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from attncheck.formats import FORMATS
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
+
+U32 = FORMATS["fp32"].unit_roundoff
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The problems are tiny, and threads that wait for each other are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """Exact attention in float64 and the largest rounding error that a right kernel can make.
+
+    Operations counted, u the unit roundoff of fp32, x the logits, every count rounded up:
+
+    * a logit: two operands rounded to the products' format (``products`` each), D products and
+      sums, and at most 8 more roundings on the way to the exponent (scale split over q and k, an
+      added bias, log2 e and its rounding, m·c, the multiply-add): ``logit``;
+    * a weight: twice the logit's error, since the maximum and the row sum carry it too; exp2,
+      rescaling (3 for each tile, never more tiles than keys), the row sum's n additions;
+    * P rounded to the weights' format, or by its smallest spacing where it is tiny (the row sum
+      is at least 1); V rounded to the products' format; P·V: n products and sums; two roundings
+      for the division; the output's format.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    seen: torch.Tensor
+    out_allowance: torch.Tensor
+    lse_allowance: torch.Tensor
+
+    def excess(self, outputs: Outputs) -> float:
+        """Largest |error| / allowance over all elements; above 1 it is more than rounding."""
+        worst = _ratio(outputs.out, self.out, self.out_allowance)
+        if outputs.lse is not None:
+            worst = max(worst, _ratio(outputs.lse, self.lse, self.lse_allowance))
+        return worst
+
+
+def _ratio(got: torch.Tensor, exact: torch.Tensor, allowance: torch.Tensor) -> float:
+    assert got.shape == exact.shape
+    error = (got.cpu().double() - exact).abs()
+    error = torch.where(got.cpu() == exact, 0.0, error)  # −∞ where it should be
+    ratio = torch.where(error == 0, 0.0, error / allowance)
+    return torch.where(ratio.isnan(), torch.inf, ratio).max().item()
+
+
+def plain_formula(inputs: Inputs, *, truncated: bool = False) -> Exact:
+    problem = inputs.problem
+    q, k, v = (x.cpu() for x in inputs.promoted())
+    k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
+    at = [torch.arange(n) for n in (problem.batch, problem.heads, problem.query, problem.kv)]
+    at = torch.meshgrid(*at, indexing="ij")
+    logits = q @ k.mT * problem.scale
+    magnitude = q.abs() @ k.abs().mT * problem.scale
+    x = problem.score_mod()(logits, *at)
+    seen = problem.mask_mod()(*at).expand_as(x)
+    x = torch.where(seen, x, -torch.inf)
+    lse = torch.logsumexp(x, dim=-1)
+    p = torch.where(seen, torch.exp(x - lse[..., None]), 0.0)
+    out = p @ v
+
+    n = problem.kv
+    formats = problem.formats
+    products = formats.products.unit_roundoff if formats.products != formats.storage else 0.0
+    weights = formats.weights.unit_roundoff
+    if truncated:
+        products, weights = 2 * products, 2 * weights
+    largest = torch.where(seen, x.abs(), 0.0).amax(-1)
+    sizes = torch.where(seen, magnitude, 0.0).amax(-1) + largest
+    logit = sizes * (2 * products + products**2 + (problem.head_dim + 8) * U32)
+    # Second-order terms of these small numbers: exp(a) − 1 holds those of the logits, and
+    # 1 + the first-order sum those of the rest.
+    relative = weights + products + (6 * n + 8) * U32
+    relative = torch.expm1(2 * logit) + relative * (1 + relative) * torch.exp(2 * logit)
+    tiny = formats.weights.subnormal_spacing * torch.where(seen[..., None], v.abs()[:, :, None], 0)
+    spread = relative[..., None] * (p @ v.abs()) + tiny.sum(-2)
+    last = formats.output.unit_roundoff * (out.abs() + spread) + formats.output.subnormal_spacing
+    lse_allowance = logit + (4 * n + 8) * U32 * (1 + largest + lse.abs())
+    return Exact(out, lse, seen, spread + last, lse_allowance)
+
+
+@pytest.fixture
+def exact():
+    """``exact(inputs, truncated=False) -> Exact``."""
+    return plain_formula

@@ -1,0 +1,44 @@
+"""The registry of built-in subjects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from attncheck.errors import UnknownName
+from attncheck.subjects import builtin
+
+
+def test_the_names_and_their_order():
+    assert builtin.names() == (
+        "triton-flash2",
+        "ideal",
+        "sdpa-math",
+        "sdpa-flash",
+        "sdpa-efficient",
+        "sdpa-cudnn",
+        "flex",
+    )
+
+
+@pytest.mark.parametrize("name", builtin.names())
+def test_a_subject_knows_its_name(name):
+    subject = builtin.subject_named(name)
+    assert subject.name == name
+    assert subject.summary
+    assert "\n" not in subject.summary
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(UnknownName, match=r"kernel 'sdpa' is not known: choose from .*sdpa-math"):
+        builtin.subject_named("sdpa")
+
+
+def test_listing_them_imports_neither_torch_nor_triton():
+    code = (
+        "import sys; from attncheck.subjects import builtin; builtin.names();"
+        "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

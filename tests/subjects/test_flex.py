@@ -1,0 +1,128 @@
+"""torch's flex_attention: the original mods, a natural-log LSE, no torch warning, no limit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+from attncheck.formats import fp32
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects import flex
+from attncheck.subjects.flex import Flex
+
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=7),
+    "prefix_lm": Spec.of("prefix_lm", prefix=5),
+    "document": Spec.of("document", lengths=[20, 21, 60]),
+    "padding": Spec.of("padding", lengths=[0, 33]),
+    "and": Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[9, 40])),
+    "or": Spec.of("or", Spec.of("causal"), Spec.of("document", lengths=[20, 21, 60])),
+    "not": Spec.of("not", Spec.of("causal")),
+}
+SCORES = {
+    "alibi": Spec.of("alibi"),
+    "softcap": Spec.of("softcap", cap=5.0),
+    "relative_bias": Spec.of("relative_bias", distance=9, seed=1),
+    "temperature": Spec.of("temperature", temperature=0.7),
+    "chain": Spec.of("chain", Spec.of("softcap", cap=5.0), Spec.of("alibi")),
+}
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16, "value_dim": 8}
+    return Problem(**(sizes | changes))
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 150), (150, 40)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_a_mask_reaches_the_kernel(dtype, mask, lengths, exact):
+    query, kv = lengths
+    spec = Spec.of("document", lengths=[20, 21, 160]) if mask == "document" else MASKS[mask]
+    if mask == "or":
+        spec = Spec.of("or", Spec.of("causal"), Spec.of("document", lengths=[20, 21, 160]))
+    inputs = draw(small(query=query, kv=kv, dtype=dtype, mask=spec))
+    assert Flex().unsupported(inputs.problem, "cpu") is None
+    outputs = Flex().run(inputs)
+    assert outputs.lse.dtype == torch.float32
+    assert exact(inputs).excess(outputs) <= 1
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_a_score_mod_reaches_the_kernel(dtype, score, exact):
+    inputs = draw(small(kv=57, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))
+    assert exact(inputs).excess(Flex().run(inputs)) <= 1
+
+
+def test_one_key_too_many_is_more_than_rounding(exact):
+    inputs = draw(small(dtype="bf16", mask=MASKS["window"]))
+    wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=8))
+    assert exact(inputs).excess(Flex().run(inputs.replace(problem=wider))) > 1
+
+
+def test_lse_is_the_natural_logarithm():
+    """q = 0: LSE = log n. torch computes it in base 2 and converts: two more roundings."""
+    inputs = draw(small(kv=64, dtype="fp32"))
+    lse = Flex().run(inputs.replace(q=torch.zeros_like(inputs.q))).lse
+    log_n = fp32(math.log(64))
+    ulp = math.ulp(log_n) * 2**29  # of fp32
+    assert (lse.double() - log_n).abs().max() <= 2 * ulp
+
+
+@pytest.mark.parametrize("spec", [MASKS["padding"], Spec.of("sliding_window", window=0)], ids=str)
+def test_rows_that_see_nothing_are_zero_and_minus_infinity(spec):
+    outputs = Flex().run(draw(small(mask=spec)))
+    assert not outputs.out[0].any()
+    assert torch.isneginf(outputs.lse[0]).all()
+
+
+def test_more_structures_than_torch_recompiles():
+    """torch stops compiling one function at the ninth structure, or fails."""
+    for window in range(1, 20):
+        Flex().run(draw(small(query=8 + window, mask=Spec.of("sliding_window", window=window))))
+
+
+def test_each_structure_is_compiled_as_a_function_of_its_own():
+    codes = set()
+    for query in range(1, 20):
+        compiled = flex._compiled(small(query=query))
+        codes.add(compiled._torchdynamo_orig_callable.__code__)
+    assert len(codes) == 19
+    assert flex._compiled(small(query=3)) is flex._compiled(small(query=3))
+
+
+def test_a_block_mask_is_no_larger_than_what_it_depends_on():
+    assert flex.block_mask(small(mask=MASKS["causal"]), "cpu").shape == (1, 1, 40, 40)
+    assert flex.block_mask(small(mask=MASKS["padding"]), "cpu").shape == (2, 1, 40, 40)
+    assert flex.block_mask(small(mask=MASKS["full"]), "cpu").shape == (1, 1, 40, 40)
+
+
+def test_reasons():
+    assert Flex().unsupported(small(dtype="tf32"), "cpu") == "the CPU has no tf32 products"
+    reason = "head_dim=16 value_dim=8: compiled flex_attention needs at least 16"
+    assert Flex().unsupported(small(), "cuda") == reason
+    assert Flex().unsupported(small(value_dim=16, dtype="tf32"), "cuda") is None
+
+
+def test_torchs_settings_are_as_before():
+    def settings():
+        return (
+            flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG,
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.get_float32_matmul_precision(),
+            torch.is_grad_enabled(),
+        )
+
+    before = settings()
+    call = Flex().prepare(draw(small(mask=MASKS["causal"], score=SCORES["softcap"])))
+    assert torch.equal(call().out, call().out)
+    assert settings() == before

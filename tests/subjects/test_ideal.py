@@ -1,0 +1,250 @@
+"""The ideal kernel: right within the roundings it declares, and making each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from attncheck.formats import DTYPES, FORMATS, fp32, round_to
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects import ideal
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+
+MEASURED = [d.name for d in DTYPES.values() if d.measured]
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=7),
+    "prefix_lm": Spec.of("prefix_lm", prefix=5),
+    "document": Spec.of("document", lengths=[20, 21, 60]),
+    "padding": Spec.of("padding", lengths=[0, 33]),
+    "not": Spec.of("not", Spec.of("causal")),
+}
+SCORES = {
+    "alibi": Spec.of("alibi"),
+    "softcap": Spec.of("softcap", cap=5.0),
+    "relative_bias": Spec.of("relative_bias", distance=9, seed=1),
+    "temperature": Spec.of("temperature", temperature=0.7),
+    "chain": Spec.of("chain", Spec.of("softcap", cap=5.0), Spec.of("alibi")),
+}
+TILINGS = {
+    "wide": Tiling(block_query=128, block_kv=128),
+    "narrow": Tiling(block_query=16, block_kv=16),
+    "reverse": Tiling(block_query=64, block_kv=32, reverse=True),
+    "lazy": Tiling(block_query=64, block_kv=16, lazy_rescale=8.0),
+    "reverse-lazy": Tiling(block_query=32, block_kv=16, reverse=True, lazy_rescale=2.0),
+}
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
+    return Problem(**(sizes | changes))
+
+
+def rms(error: torch.Tensor) -> float:
+    return error.double().square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 101), (101, 40)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_only_rounds(dtype, mask, lengths, exact):
+    query, kv = lengths
+    inputs = draw(small(query=query, kv=kv, dtype=dtype, mask=MASKS[mask], value_dim=8))
+    outputs = Ideal().run(inputs)
+    assert outputs.out.dtype == DTYPES[dtype].output.torch_dtype
+    assert outputs.lse.dtype == torch.float32
+    assert exact(inputs).excess(outputs) <= 1
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_only_rounds_after_a_score_mod(dtype, score, exact):
+    inputs = draw(small(kv=101, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))
+    assert exact(inputs).excess(Ideal().run(inputs)) <= 1
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
+    inputs = draw(small(kv=150, dtype=dtype))
+    kernel = Ideal(TILINGS[tiling])
+    outputs = kernel.run(inputs)
+    assert kernel.tiling(inputs.problem, "cpu") == TILINGS[tiling]
+    assert exact(inputs).excess(outputs) <= 1
+    assert not torch.equal(outputs.lse, Ideal().run(inputs).lse)
+
+
+def test_a_lazy_maximum_stays_behind_on_rising_scores(exact):
+    """Scores that rise by less than the threshold never move it: P exceeds 1, and out is right."""
+    inputs = draw(small(kv=64, batch=1, heads=1, kv_heads=1, dtype="fp32"))
+    rising = torch.linspace(0, 4, 64).view(1, 1, 64, 1).expand_as(inputs.k)
+    inputs = inputs.replace(q=torch.full_like(inputs.q, 0.25), k=rising.contiguous())
+    largest = []
+
+    class Watched(Ideal):
+        def operand(self, values, fmt):
+            largest.append(values.max().item())
+            return super().operand(values, fmt)
+
+    lazy = Tiling(block_query=64, block_kv=16, lazy_rescale=8.0)
+    assert exact(inputs).excess(Watched(lazy).run(inputs)) <= 1
+    weights = largest[3:]  # after q, k and v: a tile's weights each
+    assert max(weights) > 2
+    largest.clear()
+    Watched(dataclasses.replace(lazy, lazy_rescale=0.0)).run(inputs)
+    assert max(largest[3:]) < 2
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", "fp16", "bf16"])
+def test_operands_are_rounded_once_to_nearest(name):
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(1)).double()
+    values = torch.cat([values, values * 2.0**-20, torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11])])
+    values = values.float()
+    expected = round_to(values.double(), FORMATS[name])
+    assert torch.equal(Ideal().operand(values, FORMATS[name]).double(), expected)
+
+
+def test_truncated_operands_lose_their_last_bits():
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    values = torch.cat([values, torch.tensor([torch.inf, -torch.inf, 0.0])])
+    got = Ideal(tf32="truncate").operand(values, FORMATS["tf32"])
+    significand, exponent = torch.frexp(values.double())
+    bits = 2.0 ** FORMATS["tf32"].significand
+    kept = torch.ldexp(torch.trunc(significand * bits) / bits, exponent)
+    assert torch.equal(got.double(), torch.where(values.isinf(), values.double(), kept))
+    assert Ideal(tf32="truncate").operand(torch.tensor([math.nan]), FORMATS["tf32"]).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["tf32", "fp16", "bf16"])
+def test_every_rounding_costs_accuracy(dtype, exact):
+    class Unrounded(Ideal):
+        def operand(self, values, fmt):
+            del fmt
+            return values
+
+    inputs = draw(small(kv=101, dtype=dtype))
+    true = exact(inputs).out
+    assert rms(Ideal().run(inputs).out - true) > rms(Unrounded().run(inputs).out - true)
+
+
+def test_truncation_costs_more_than_rounding(exact):
+    inputs = draw(small(kv=101, dtype="tf32"))
+    true = exact(inputs, truncated=True)
+    nearest, truncated = Ideal().run(inputs), Ideal(tf32="truncate").run(inputs)
+    assert true.excess(truncated) <= 1
+    assert rms(truncated.out - true.out) > rms(nearest.out - true.out)
+
+
+@pytest.mark.parametrize("mask", ["padding", "window-0"])
+def test_rows_that_see_nothing_are_zero_and_minus_infinity(mask):
+    spec = MASKS.get(mask, Spec.of("sliding_window", window=0))
+    outputs = Ideal().run(draw(small(mask=spec)))
+    assert torch.equal(outputs.out[0], torch.zeros_like(outputs.out[0]))
+    assert torch.isneginf(outputs.lse[0]).all()
+
+
+@pytest.mark.parametrize("tiling", [None, *TILINGS.values()], ids=str)
+@pytest.mark.parametrize("filling", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_what_lies_in_the_future_moves_not_one_bit(dtype, filling, tiling):
+    inputs = draw(small(query=90, dtype=dtype, mask=MASKS["causal"]))
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, 70:], v[:, :, 70:] = filling, filling
+    before, after = Ideal(tiling).run(inputs), Ideal(tiling).run(inputs.replace(k=k, v=v))
+    assert torch.equal(before.out[:, :, :70], after.out[:, :, :70])
+    assert torch.equal(before.lse[:, :, :70], after.lse[:, :, :70])
+    assert not after.out[:, :, 70:].isfinite().any()
+
+
+def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
+    inputs = draw(small(mask=MASKS["window"], dtype="bf16"))
+    v = inputs.v.clone()
+    v[1, 0, 9, 3] = math.nan
+    out = Ideal().run(inputs.replace(v=v)).out
+    reached = torch.zeros_like(out, dtype=torch.bool)
+    reached[1, :2, 9:16, 3] = True  # the heads of key head 0, the rows of key 9's window
+    assert torch.equal(out.isnan(), reached)
+    assert torch.equal(out[~reached], Ideal().run(inputs).out[~reached])
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_shared_key_heads_are_repeated_ones(dtype):
+    inputs = draw(small(kv=101, dtype=dtype))
+    k, v = (x.repeat_interleave(2, dim=1) for x in (inputs.k, inputs.v))
+    alone = inputs.replace(problem=inputs.problem.replace(kv_heads=4), k=k, v=v)
+    shared, repeated = Ideal().run(inputs), Ideal().run(alone)
+    assert torch.equal(shared.out, repeated.out)
+    assert torch.equal(shared.lse, repeated.lse)
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_a_row_does_not_depend_on_its_neighbours(dtype):
+    inputs = draw(small(query=140, kv=33, dtype=dtype))
+    few = inputs.problem.replace(query=5, batch=1)
+    some = inputs.replace(problem=few, q=inputs.q[:1, :, :5], k=inputs.k[:1], v=inputs.v[:1])
+    assert torch.equal(Ideal().run(inputs).out[:1, :, :5], Ideal().run(some).out)
+
+
+def test_rows_may_be_computed_in_parts(monkeypatch):
+    inputs = draw(small(query=300, kv=101, mask=MASKS["causal"], dtype="fp32"))
+    whole = Ideal().run(inputs)
+    monkeypatch.setattr(ideal, "_SCORES_AT_A_TIME", 1)
+    parts = Ideal().run(inputs)
+    assert torch.equal(whole.out, parts.out)
+    assert torch.equal(whole.lse, parts.lse)
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("n", [1, 2, 64, 128])
+def test_the_mean_of_equal_scores_is_exact(dtype, n):
+    """q = 0: every weight is 1, and powers of two are numbers of every format."""
+    inputs = draw(small(kv=n, dtype=dtype))
+    ones = torch.zeros_like(inputs.v)
+    ones[:, :, 0] = 4.0
+    outputs = Ideal().run(inputs.replace(q=torch.zeros_like(inputs.q), v=ones))
+    assert torch.equal(outputs.out.double(), torch.full_like(outputs.out, 4.0 / n).double())
+    assert torch.equal(outputs.lse, torch.full_like(outputs.lse, fp32(math.log(n))))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_row_that_sees_one_key_gives_its_value(dtype):
+    """Its weight is 1 but for the rounding of m·c, in fp32, which the output's format absorbs."""
+    inputs = draw(small(dtype=dtype, mask=Spec.of("sliding_window", window=1)))
+    assert torch.equal(Ideal().run(inputs).out, inputs.v.repeat_interleave(2, dim=1))
+
+
+def test_it_gives_the_same_bits_whatever_torch_was_told_about_products():
+    inputs = draw(small(dtype="fp32"))
+    before = Ideal().run(inputs).out
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(Ideal().run(inputs).out, before)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+class OneKeyTooWide(Ideal):
+    def visible(self, mask, at):
+        return super().visible(mask, dataclasses.replace(at, kv_idx=at.kv_idx - 1))
+
+
+class NotRescaled(Ideal):
+    def rescaled(self, running, alpha):
+        del alpha
+        return running
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("fault", [OneKeyTooWide, NotRescaled])
+def test_a_planted_fault_is_more_than_rounding(fault, dtype, exact):
+    inputs = draw(small(dtype=dtype, mask=MASKS["causal"]))
+    assert exact(inputs).excess(fault(Tiling(block_query=32, block_kv=16)).run(inputs)) > 1

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.subjects.load import load
+
+PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
+
+
+@pytest.mark.parametrize("name", ["Right", "right"])
+def test_a_class_and_an_instance_of_a_file(name: str) -> None:
+    assert load(f"{PLANTED}::{name}").name == "planted-nothing"
+
+
+def test_a_function_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("from attncheck.subjects.ideal import Ideal\ndef make():\n    return Ideal()\n")
+    assert load(f"{path}::make").name == "ideal"
+
+
+def test_a_name_of_the_library() -> None:
+    assert load("ideal").name == "ideal"
+    with pytest.raises(UnknownName, match="choose from"):
+        load("flash9")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("x = 1", "y", "has no 'y'"),
+        ("x = 1", "x", "is int: it must be a Subject"),
+        ("import no_such_module", "x", "ModuleNotFoundError: No module named"),
+        ("def x(:", "x", "SyntaxError"),
+        ("def x():\n    raise ValueError('no licence\\nat all')", "x", "ValueError: no licence"),
+        ("def x():\n    return 3", "x", "is int: it must be a Subject"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_one_line(
+    tmp_path: Path, text: str, name: str, message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message) as error:
+        load(f"{path}::{name}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kernel", ["nowhere.py::x", "::x"])
+def test_a_file_that_is_not_there(kernel: str) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        load(kernel)

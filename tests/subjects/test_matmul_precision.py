@@ -1,0 +1,66 @@
+"""torch's setting of fp32 products: as asked inside, as before outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attncheck.subjects.matmul_precision import fp32_products
+
+cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+def settings() -> tuple[str, str]:
+    return cuda.fp32_precision, mkldnn.fp32_precision
+
+
+@pytest.fixture(autouse=True)
+def _put_back():
+    before, legacy = settings(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(legacy)
+    cuda.fp32_precision, mkldnn.fp32_precision = before
+
+
+@pytest.mark.parametrize("products", ["ieee", "tf32"])
+def test_inside_it_is_as_asked(products):
+    with fp32_products(products):
+        assert cuda.fp32_precision == products
+        assert mkldnn.fp32_precision == products
+        # torch raises where the older setting and the newer ones disagree.
+        assert torch.get_float32_matmul_precision() == {"ieee": "highest", "tf32": "high"}[products]
+
+
+@pytest.mark.parametrize("products", ["ieee", "tf32"])
+@pytest.mark.parametrize("legacy", ["highest", "high", "medium"])
+def test_an_older_setting_comes_back(legacy, products):
+    torch.set_float32_matmul_precision(legacy)
+    before = settings()
+    with fp32_products(products):
+        assert cuda.fp32_precision == products
+    assert settings() == before
+    assert torch.get_float32_matmul_precision() == legacy
+
+
+@pytest.mark.parametrize("products", ["ieee", "tf32"])
+@pytest.mark.parametrize("newer", ["none", "ieee", "tf32"])
+def test_a_newer_setting_comes_back(newer, products):
+    cuda.fp32_precision = newer
+    before = settings()
+    with fp32_products(products):
+        assert cuda.fp32_precision == products
+    assert settings() == before
+
+
+def test_they_come_back_after_an_error():
+    before = settings()
+    with pytest.raises(ZeroDivisionError), fp32_products("tf32"):
+        1 / 0  # noqa: B018  (the error is the point)
+    assert settings() == before
+
+
+def test_calls_may_be_nested():
+    with fp32_products("tf32"):
+        with fp32_products("ieee"):
+            assert cuda.fp32_precision == "ieee"
+        assert cuda.fp32_precision == "tf32"

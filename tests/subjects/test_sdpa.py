@@ -1,0 +1,169 @@
+"""torch's scaled_dot_product_attention: the right mask, bias and backend, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects.sdpa import Sdpa, attention_bias, attention_mask
+
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=7),
+    "prefix_lm": Spec.of("prefix_lm", prefix=5),
+    "document": Spec.of("document", lengths=[20, 21, 60]),
+    "padding": Spec.of("padding", lengths=[0, 33]),
+    "and": Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[9, 40])),
+    "or": Spec.of("or", Spec.of("causal"), Spec.of("document", lengths=[20, 21, 60])),
+    "not": Spec.of("not", Spec.of("causal")),
+}
+SOFTCAP = Spec.of("softcap", cap=5.0)
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
+    return Problem(**(sizes | changes))
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operations that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 57), (57, 40)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_a_mask_reaches_the_kernel(backend, dtype, mask, lengths, exact):
+    query, kv = lengths
+    problem = small(query=query, kv=kv, dtype=dtype, mask=MASKS[mask])
+    kernel = Sdpa(backend)
+    assert kernel.unsupported(problem, "cpu") is None
+    inputs = draw(problem)
+    outputs = kernel.run(inputs)
+    assert outputs.lse is None
+    assert exact(inputs).excess(outputs) <= 1
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "padding"])
+@pytest.mark.parametrize("score", ["alibi", "relative_bias", "chain"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_an_added_score_reaches_the_kernel(backend, dtype, score, mask, exact):
+    relative = Spec.of("relative_bias", distance=9, seed=1)
+    spec = {"alibi": Spec.of("alibi"), "relative_bias": relative}.get(score)
+    spec = spec or Spec.of("chain", Spec.of("none"), Spec.of("alibi"))
+    problem = small(kv=57, dtype=dtype, mask=MASKS[mask], score=spec)
+    kernel = Sdpa(backend)
+    assert kernel.unsupported(problem, "cpu") is None
+    inputs = draw(problem)
+    assert exact(inputs).excess(kernel.run(inputs)) <= 1
+
+
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_one_key_too_many_is_more_than_rounding(backend, exact):
+    inputs = draw(small(dtype="bf16", mask=MASKS["window"]))
+    wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=8))
+    assert exact(inputs).excess(Sdpa(backend).run(inputs.replace(problem=wider))) > 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_it_is_the_backend_that_runs(mask, dtype):
+    inputs = draw(small(dtype=dtype, mask=MASKS[mask]))
+    for backend in ("math", "flash"):
+        call = Sdpa(backend).prepare(inputs)
+        with Calls() as calls:
+            call()
+        flash = any("flash_attention_for_cpu" in name for name in calls.names)
+        assert flash == (backend == "flash"), calls.names
+
+
+def test_rows_that_see_nothing_are_zero():
+    inputs = draw(small(mask=MASKS["padding"]))
+    for backend in ("math", "flash"):
+        assert not Sdpa(backend).run(inputs).out[0].any()
+
+
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_some_backends_need_a_gpu(backend):
+    assert Sdpa(backend).absent("cpu") == "needs a CUDA GPU"
+    assert Sdpa(backend).absent("cuda") is None
+    assert Sdpa(backend).unsupported(small(), "cpu") == "needs a CUDA GPU"
+
+
+def test_reasons():
+    math, flash = Sdpa("math"), Sdpa("flash")
+    assert math.unsupported(small(dtype="tf32"), "cpu") == "the CPU has no tf32 products"
+    assert math.unsupported(small(score=SOFTCAP), "cpu") == (
+        "SDPA takes no score mod, and softcap(cap=5.0) is more than an added number"
+    )
+    assert math.unsupported(small(value_dim=8), "cpu") is None
+    reason = flash.unsupported(small(value_dim=8), "cpu")
+    assert reason.startswith("torch: Flash attention requires q,k,v to have the same last")
+    assert "\n" not in reason
+
+
+def test_a_bias_that_would_be_rounded_is_refused():
+    """Three heads: the slopes are 24-bit numbers, and their multiples are longer."""
+    odd = small(heads=3, kv_heads=3, score=Spec.of("alibi"))
+    assert Sdpa("math").unsupported(odd, "cpu") == "would round the bias to fp32"
+    assert Sdpa("math").unsupported(small(score=Spec.of("alibi")), "cpu") is None
+    own_key = odd.replace(mask=Spec.of("sliding_window", window=1))  # where every bias is 0
+    assert Sdpa("math").unsupported(own_key, "cpu") is None
+
+
+def test_a_mask_is_no_larger_than_what_it_depends_on():
+    assert attention_mask(small(mask=MASKS["causal"])).shape == (1, 1, 40, 40)
+    assert attention_mask(small(mask=MASKS["padding"])).shape == (2, 1, 40, 40)
+    assert attention_mask(small(mask=Spec.of("not", Spec.of("full")))).shape == (1, 1, 40, 40)
+    bias = attention_bias(small(score=Spec.of("alibi")))
+    assert bias.shape == (1, 4, 40, 40)
+    assert bias.dtype == torch.float64
+
+
+def test_torchs_settings_are_as_before():
+    def settings():
+        return (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.get_float32_matmul_precision(),
+            torch.is_grad_enabled(),
+        )
+
+    before = settings()
+    inputs = draw(small())
+    Sdpa("flash").run(inputs)
+    assert settings() == before
+    assert Sdpa("flash").unsupported(small(value_dim=8), "cpu")
+    assert settings() == before
+    call = Sdpa("flash").prepare(draw(small(value_dim=8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says why before it raises
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            call()
+    assert settings() == before
+
+
+def test_a_call_may_be_repeated():
+    inputs = draw(small(mask=MASKS["causal"]))
+    call = Sdpa("flash").prepare(inputs)
+    assert torch.equal(call().out, call().out)
