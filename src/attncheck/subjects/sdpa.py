@@ -195,5 +195,6 @@ def _reason(messages: Iterable[str]) -> str:
     for message in messages:
         text = " ".join(message.split("(Triggered internally")[0].split())
         if text and not text.endswith("because:") and "runtime disabled" not in text:
-            return f"torch: {text}"
+            # Further sentences repeat the tensors' sizes and dtypes, other ones in every cell.
+            return f"torch: {text.split('. ')[0].rstrip('.')}."
     return "torch has no such kernel for these tensors"

@@ -1,0 +1,8 @@
+"""Number systems: the recurrences are written once and run in any of them."""
+
+from __future__ import annotations
+
+from attncheck.oracles.numbers.float64 import Float64
+from attncheck.oracles.numbers.protocol import Array, Numbers
+
+__all__ = ["Array", "Float64", "Numbers"]

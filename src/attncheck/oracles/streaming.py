@@ -1,0 +1,216 @@
+"""Exact attention for everything large: float64, O(N) memory, CPU or GPU, by plain torch.
+
+Speed is passes over memory. A tile costs two products and, between them,
+
+* one exponential, in place, where scores are known to be small (``_Bounded``);
+* otherwise the running maximum of the online softmax (``_Online``).
+
+Masks are evaluated once and applied only to tiles that are partly visible; tiles that see nothing
+are never computed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.oracles.indices import Indices, is_identity, scored
+from attncheck.oracles.nonfinite import Nonfinite, poison
+from attncheck.oracles.tiles import Visibility, blocks_for, head_ranges, query_blocks
+from attncheck.outputs import Outputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncheck.inputs import Inputs
+    from attncheck.oracles.tiles import Blocks, Heads, Run
+
+__all__ = ["LARGEST_BOUNDED_SCORE", "streaming"]
+
+# |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
+# values up to fp32's 2^128. Downwards exp(−score)·2^−149 (the smallest value) is ≥ 2^−1011: normal.
+LARGEST_BOUNDED_SCORE = (1022 - 32 - 128) * math.log(2)
+
+
+def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
+    """Attention of ``inputs`` on their device, in float64 and O(query + kv) memory.
+
+    Args:
+        inputs: q ``(batch, heads, query, head_dim)``; k and v with kv_heads.
+        blocks: Tile sizes; the result depends on them only by rounding.
+
+    Returns:
+        Float64 out ``(batch, heads, query, value_dim)`` and natural-log LSE
+        ``(batch, heads, query)``. Rows that attend to no key are 0 and −∞.
+    """
+    problem, device = inputs.problem, inputs.q.device
+    blocks = blocks or blocks_for(device)
+    visibility = Visibility(problem, blocks, device)
+    tiles = _Tiles(inputs, visibility)
+    recurrence = _Bounded if tiles.bounded else _Online
+    shape = (problem.batch, problem.kv_heads, problem.group, problem.query)
+    out = torch.empty(*shape, problem.value_dim, dtype=torch.float64, device=device)
+    lse = torch.empty(*shape, 1, dtype=torch.float64, device=device)
+    for block, rows in enumerate(query_blocks(problem, blocks)):
+        for heads in head_ranges(problem, blocks, len(rows)):
+            sums = recurrence(tiles, heads, rows)
+            for run in visibility.runs(heads, block):
+                sums.add(run)
+            for whole, part in zip((out, lse), sums.finish(), strict=True):
+                place = heads.of(whole)[:, :, :, rows.start : rows.stop]
+                place.copy_(part.view(place.shape))
+    return Outputs(out.flatten(1, 2), lse.flatten(1, 2).squeeze(-1))
+
+
+class _Tiles:
+    """What all tiles of one call share: promoted tensors, mods and the score buffer."""
+
+    def __init__(self, inputs: Inputs, visibility: Visibility) -> None:
+        problem = self.problem = inputs.problem
+        self.device = inputs.q.device
+        self.visibility = visibility
+        q, self.k, self.v = (tensor.contiguous() for tensor in inputs.promoted())
+        self.q = q.view(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
+        self.score_mod = problem.score_mod(str(self.device))
+        self.plain = is_identity(self.score_mod, self.device)
+        self.nonfinite = Nonfinite.among(self.v)
+        if self.nonfinite:
+            self.v = self.nonfinite.finite
+        # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
+        small = self._largest_score() <= LARGEST_BOUNDED_SCORE
+        self.bounded = self.plain and self.nonfinite is None and small
+        self._buffer = q.new_empty(0)
+
+    def _largest_score(self) -> float:
+        """Bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz."""
+        norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (self.q, self.k)]
+        return self.problem.scale * float(norms[0] * norms[1])
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """``scale · q·kᵀ`` of one tile, ``(heads, rows, keys)``, in the buffer.
+
+        The product's own factor: q·k of 16-bit inputs stays exact and is rounded once.
+        """
+        shape = (q.shape[0], q.shape[1], k.shape[1])
+        if self._buffer.numel() < math.prod(shape):
+            self._buffer = q.new_empty(math.prod(shape))
+        tile = self._buffer[: math.prod(shape)].view(shape)
+        return torch.baddbmm(tile, q, k.mT, beta=0, alpha=self.problem.scale, out=tile)
+
+
+class _Rows:
+    """Sums over the keys for the rows of one query block and range of heads.
+
+    Attributes:
+        out: Σ weight · v, ``(kv heads, group · rows, value_dim)``.
+        total: Σ weight, ``(kv heads, group · rows, 1)``.
+    """
+
+    def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
+        self.tiles, self.heads, self.rows = tiles, heads, rows
+        q = heads.of(tiles.q)[:, :, :, rows.start : rows.stop]
+        # Query heads that share a key head are rows of one product: K is not repeated.
+        self.q = q.flatten(0, 1).flatten(1, 2)
+        self.out = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
+        self.total = q.new_zeros(*self.q.shape[:2], 1)
+
+    def add(self, run: Run) -> None:
+        """Add the keys of one tile."""
+        raise NotImplementedError
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Out and LSE of the rows."""
+        raise NotImplementedError
+
+    def keys(self, tensor: Tensor, run: Run) -> Tensor:
+        """A tile's keys of a tensor ``(batch, kv_heads, kv, …)``: ``(kv heads, keys, …)``."""
+        return self.heads.of(tensor)[:, :, run.keys.start : run.keys.stop].flatten(0, 1)
+
+    def by_index(self, tile: Tensor) -> Tensor:
+        """A view of a tile as ``(batch, heads, rows, keys)``, the axes of a mask."""
+        return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
+
+    def visible(self, run: Run) -> Tensor:
+        """What a partial tile sees."""
+        return self.tiles.visibility.tile(self.heads, self.rows, run.keys)
+
+    def _quotient(self) -> Tensor:
+        """Rows that attended to nothing have a total of 0 and stay 0."""
+        return self.out.div_(self.total.masked_fill(self.total == 0, 1.0))
+
+
+class _Bounded(_Rows):
+    """Softmax without a maximum, for |score| ≤ LARGEST_BOUNDED_SCORE and finite values.
+
+    Nothing overflows or underflows, and nothing is lost: s − m would be one rounding more.
+    """
+
+    def add(self, run: Run) -> None:
+        weights = self.tiles.scores(self.q, self.keys(self.tiles.k, run)).exp_()
+        if run.partial:
+            self.by_index(weights).mul_(self.visible(run))  # weights are finite: 0·weight = 0
+        self.total += weights.sum(dim=-1, keepdim=True)
+        self.out.baddbmm_(weights, self.keys(self.tiles.v, run))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        return self._quotient(), self.total.log()
+
+
+class _Online(_Rows):
+    """Milakov and Gimelshein's online softmax (2018): weights relative to the running maximum.
+
+    Attributes:
+        largest: Maximum so far, ``(kv heads, group · rows, 1)``.
+        counts: How many attended values are NaN, +∞ and −∞, where V is not finite.
+    """
+
+    def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
+        super().__init__(tiles, heads, rows)
+        self.largest = torch.full_like(self.total, -math.inf)
+        self.counts: Tensor | float = 0.0
+
+    def add(self, run: Run) -> None:
+        tile = self._scores(run)
+        if self.tiles.nonfinite:
+            attended = (tile != -math.inf).to(tile.dtype)
+            self.counts = self.counts + attended @ self.keys(self.tiles.nonfinite.marks, run)
+        raised = torch.maximum(self.largest, tile.amax(dim=-1, keepdim=True))
+        # A row that has not attended to a key has no maximum yet: −∞ − (−∞) would be NaN.
+        reference = raised.masked_fill(raised == -math.inf, 0.0)
+        rescale = (self.largest - reference).exp_()
+        weights = _exponential(tile.sub_(reference))
+        self.total.mul_(rescale).add_(weights.sum(dim=-1, keepdim=True))
+        self.out.mul_(rescale).baddbmm_(weights, self.keys(self.tiles.v, run))
+        self.largest = raised
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        # log 0 = −∞ for a row without keys, whose maximum must not turn that into NaN.
+        lse = self.largest.masked_fill(self.largest == -math.inf, 0.0) + self.total.log()
+        out = self._quotient()
+        return (out if isinstance(self.counts, float) else out + poison(self.counts)), lse
+
+    def _scores(self, run: Run) -> Tensor:
+        """Scores of a tile after score mod and mask."""
+        tile = self.tiles.scores(self.q, self.keys(self.tiles.k, run))
+        by_index = self.by_index(tile)
+        if not self.tiles.plain:
+            heads = self.heads
+            indices = Indices.of(heads.batch, heads.query, self.rows, run.keys, self.tiles.device)
+            # Copied: a score mod may hand back a view of its own table, and a mask is next.
+            by_index.copy_(scored(self.tiles.score_mod, by_index, indices))
+        if run.partial:
+            by_index.masked_fill_(~self.visible(run), -math.inf)
+        return tile
+
+
+def _exponential(shifted: Tensor) -> Tensor:
+    """Exponential in place, of numbers ≤ 0.
+
+    MKL's float64 exp takes a slow path (7×) for −∞ and underflow, of which there are many here;
+    exp2 does not. The factor's two roundings cost 2·|x|·2^-53·exp(x) ≤ 0.74 units of 2^-53.
+    """
+    if shifted.device.type == "cpu":
+        return shifted.mul_(math.log2(math.e)).exp2_()
+    return shifted.exp_()

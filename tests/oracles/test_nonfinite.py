@@ -1,0 +1,114 @@
+"""NaN and infinity in K and V reach the rows that attend to them, and no other row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.oracles.flash2 import flash2_forward
+from attncheck.oracles.nonfinite import Nonfinite, poison
+from attncheck.oracles.numbers import Float64
+from attncheck.oracles.tiles import Blocks
+from attncheck.problem import Problem
+
+N, FIRST = 24, 13  # keys from FIRST on are spoilt
+ORACLES = {
+    "dense": oracles.dense,
+    "flash2": lambda inputs: oracles.flash2(inputs, block_query=5, block_kv=4),
+    "streaming": lambda inputs: oracles.streaming(
+        inputs, blocks=Blocks(rows=64, query=8, query_most=8, kv=8, cell=4)
+    ),
+}
+every_oracle = pytest.mark.parametrize("oracle", ORACLES.values(), ids=ORACLES.keys())
+
+
+def _causal():
+    return draw(Problem(heads=4, kv_heads=2, query=N, head_dim=8, mask=Spec.of("causal")))
+
+
+def _spoilt(inputs, name, value, column=slice(None)):
+    tensor = getattr(inputs, name).clone()
+    tensor[:, :, FIRST:, column] = value
+    return inputs.replace(**{name: tensor})
+
+
+@every_oracle
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_rows_before_the_spoilt_keys_are_clean(oracle, name, value, allowance):
+    inputs = _causal()
+    spoilt, clean = oracle(_spoilt(inputs, name, value)), oracle(inputs)
+    bound = allowance(inputs)
+    for part in (spoilt, clean):
+        part.out[:, :, FIRST:], part.lse[:, :, FIRST:] = 0, 0
+    assert not bound.misses(clean, spoilt)
+
+
+@every_oracle
+def test_rows_that_see_a_nan_key_are_nan(oracle):
+    outputs = oracle(_spoilt(_causal(), "k", math.nan))
+    assert outputs.out[:, :, FIRST:].isnan().all()
+    assert outputs.lse[:, :, FIRST:].isnan().all()
+
+
+@every_oracle
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_spoilt_value_stays_in_its_column(oracle, value):
+    outputs = oracle(_spoilt(_causal(), "v", value, column=2))
+    column = outputs.out[:, :, FIRST:, 2]
+    assert (column.isnan() if math.isnan(value) else column == value).all()
+    others = outputs.out[..., [0, 1, 3, 4, 5, 6, 7]]
+    assert others.isfinite().all()
+    assert outputs.lse.isfinite().all()
+
+
+@every_oracle
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_rows_that_see_nothing_stay_zero(oracle, name):
+    problem = Problem(batch=2, query=N, head_dim=8, mask=Spec.of("padding", lengths=[0, FIRST]))
+    inputs = _spoilt(draw(problem), name, math.nan)
+    outputs = oracle(
+        inputs.replace(**{name: getattr(inputs, name).index_fill(0, torch.tensor(0), math.nan)})
+    )
+    assert (outputs.out[0] == 0).all()
+    assert (outputs.lse[0] == -math.inf).all()
+    if name != "q":
+        assert outputs.out[1].isfinite().all()
+
+
+@every_oracle
+def test_opposite_infinities_are_nan(oracle):
+    inputs = _causal()
+    v = inputs.v.clone()
+    v[:, :, 3], v[:, :, 9] = math.inf, -math.inf
+    outputs = oracle(inputs.replace(v=v))
+    assert (outputs.out[:, :, 3:9] == math.inf).all()
+    assert outputs.out[:, :, 9:].isnan().all()
+
+
+def test_finite_values_need_no_second_product():
+    assert Nonfinite.among(torch.zeros(1, 1, 2, 2, dtype=torch.float64)) is None
+
+
+def test_poison_counts():
+    counts = torch.tensor([[0.0, 0, 0], [2, 1, 0], [0, 1, 0], [0, 0, 3], [0, 1, 1]])
+    assert poison(counts).flatten().tolist()[0] == 0
+    assert poison(counts)[[1, 4]].isnan().all()
+    assert poison(counts)[[2, 3]].flatten().tolist() == [math.inf, -math.inf]
+
+
+class _PlainProduct(Float64):
+    def weigh(self, weights, values, attended):
+        return weights @ values
+
+
+def test_a_weight_of_zero_is_not_enough():
+    """The planted fault: 0·NaN in a plain product spoils the rows that do not see the key."""
+    inputs = _spoilt(_causal(), "v", math.nan)
+    outputs = flash2_forward(_PlainProduct(), inputs, block_query=5, block_kv=4)
+    assert outputs.out[:, :, :FIRST].isnan().any()
