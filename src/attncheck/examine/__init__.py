@@ -1,0 +1,1 @@
+"""One kernel, one Case, one Record: the only place where oracle, kernel and judge meet."""

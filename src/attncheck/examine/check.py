@@ -1,0 +1,112 @@
+"""One kernel on one Case gives one Record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from attncheck.examine.executor import Execution, Executor, InProcess
+from attncheck.judge.metrics import errors
+from attncheck.record import LseErrors, OutErrors, Place, Record
+from attncheck.subjects.ideal import Ideal
+
+if TYPE_CHECKING:
+    from attncheck.examine.evidence import Evidence
+    from attncheck.outputs import Outputs
+    from attncheck.subjects.contract import Subject, Tiling
+
+__all__ = ["compare"]
+
+
+def compare(
+    subject: Subject,
+    evidence: Evidence,
+    *,
+    variant: str,
+    environment: str,
+    executor: Executor | None = None,
+) -> Record:
+    """Run ``subject`` on the Case of ``evidence`` and compare it with exact attention.
+
+    Args:
+        subject: The kernel.
+        evidence: The Case with its inputs, truth and yardsticks.
+        variant: The plan's name for the mask and score mod.
+        environment: Fingerprint of this process.
+        executor: How to call the kernel; in this process by default.
+
+    Never raises for what the kernel does: an exception or a broken contract becomes a Record with
+    status ``error``.
+    """
+    problem, device = evidence.case.problem, evidence.device
+    record = Record(
+        case_id=evidence.case.id,
+        case=evidence.case.to_json(),
+        kernel=subject.name,
+        variant=variant,
+        heads=_heads(problem.heads, problem.kv_heads),
+        status="measured",
+        interpreted=subject.triton and device == "cpu",
+        environment=environment,
+    )
+    reason = subject.absent(device) or subject.unsupported(problem, device)
+    if reason:
+        return replace(record, status="unsupported", reason=reason)
+    result = (executor or InProcess()).run(subject, evidence.inputs, timed=True)
+    if not isinstance(result, Execution):
+        return replace(record, status="error", reason=result.message)
+    tiling = subject.tiling(problem, device) or Ideal().tiling(problem, device)
+    return replace(
+        record,
+        out=_out(result.outputs, evidence, tiling),
+        lse=_lse(result.outputs, evidence),
+        seconds=result.seconds,
+        tiling=str(tiling),
+    )
+
+
+def _out(outputs: Outputs, evidence: Evidence, tiling: Tiling) -> OutErrors:
+    alive = evidence.alive
+    found = errors(outputs.out, evidence.truth.out, alive[..., None])
+    wrong = ~alive & (outputs.out != 0).any(-1)  # NaN != 0 holds: a NaN row is wrong too
+    return OutErrors(
+        rmse=found.rmse,
+        floor_rmse=evidence.floor_rmse,
+        ideal_rmse=evidence.ideal_rmse(tiling),
+        max_error=found.max_error,
+        max_at=_place(found.max_at),
+        bias=found.bias,
+        elements=found.elements,
+        nonfinite=found.nonfinite,
+        dead_rows=int((~alive).sum()),
+        dead_rows_wrong=int(wrong.sum()),
+    )
+
+
+def _lse(outputs: Outputs, evidence: Evidence) -> LseErrors | None:
+    truth = evidence.truth.lse
+    if outputs.lse is None or truth is None:
+        return None
+    found = errors(outputs.lse, truth, evidence.alive)
+    wrong = ~evidence.alive & ~outputs.lse.isneginf()
+    return LseErrors(
+        rmse=found.rmse,
+        max_error=found.max_error,
+        max_at=_place(found.max_at),
+        nonfinite=found.nonfinite,
+        dead_rows_wrong=int(wrong.sum()),
+    )
+
+
+def _place(index: tuple[int, ...] | None) -> Place | None:
+    if index is None:
+        return None
+    batch, head, query, *dim = index
+    return Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+
+
+def _heads(heads: int, kv_heads: int) -> str:
+    if kv_heads == heads:
+        return "MHA"
+    return "MQA" if kv_heads == 1 else "GQA"

@@ -1,0 +1,1 @@
+"""Many cases: which ones (``plan``), and one after the other (``measure``)."""

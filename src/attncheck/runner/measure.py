@@ -1,0 +1,58 @@
+"""A plan's cells one after the other, each with every kernel asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.examine.check import compare
+from attncheck.examine.environment import environment, fingerprint, prepare
+from attncheck.examine.evidence import Evidence
+from attncheck.problem import Case
+from attncheck.record import Record, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from attncheck.runner.plan import Cell
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["measure"]
+
+
+def measure(
+    cells: Sequence[Cell],
+    subjects: Sequence[Subject],
+    *,
+    device: str,
+    command: str,
+    done: Callable[[Record], None] = lambda _: None,
+) -> Report:
+    """Compare every subject with exact attention on every cell.
+
+    Args:
+        cells: What to compute.
+        subjects: The kernels. Those that can run nothing on ``device`` are named once in the
+            Report, not in every cell.
+        device: ``cpu`` or ``cuda``.
+        command: The command line, for the Report.
+        done: Called with each Record as it is made.
+    """
+    prepare(device)
+    absent = {s.name: why for s in subjects if (why := s.absent(device))}
+    present = [s for s in subjects if s.name not in absent]
+    env = environment(device)
+    key = fingerprint(env)
+    records = []
+    for cell in cells:
+        evidence = Evidence(Case(problem=cell.problem), device)
+        for subject in present:
+            record = compare(subject, evidence, variant=cell.variant, environment=key)
+            records.append(record)
+            done(record)
+    return Report(
+        command=command,
+        environments={key: env},
+        kernels={s.name: s.summary for s in subjects},
+        absent=absent,
+        records=tuple(records),
+    )
