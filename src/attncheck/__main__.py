@@ -1,0 +1,7 @@
+"""``python -m attncheck``."""
+
+from __future__ import annotations
+
+from attncheck.cli import main
+
+main()

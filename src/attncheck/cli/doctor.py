@@ -1,0 +1,38 @@
+"""``attncheck doctor``: what machine this is, and whether attncheck can work on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+__all__ = ["doctor"]
+
+INFRASTRUCTURE = 3
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
+def doctor(*, as_json: bool) -> None:
+    """Versions, devices, and a small self-test of what runs here. Exit code 3 if one fails."""
+    from attncheck.examine.doctor import checkup
+
+    found = checkup()
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _echo(found)
+    sys.exit(0 if all(test["ok"] for test in found["self_tests"]) else INFRASTRUCTURE)
+
+
+def _echo(found: dict[str, object]) -> None:
+    environment, tests = found["environment"], found["self_tests"]
+    assert isinstance(environment, dict)
+    assert isinstance(tests, list)
+    for name, value in environment.items():
+        text = ", ".join(value) if isinstance(value, list | tuple) else value
+        click.echo(f"{name:<12} {text or '—'}")
+    click.echo()
+    for test in tests:
+        click.echo(f"{'ok    ' if test['ok'] else 'FAILED'}  {test['name']}: {test['finding']}")

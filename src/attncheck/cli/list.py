@@ -1,0 +1,116 @@
+"""``attncheck list``: what there is, and what supports what."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+__all__ = ["list_"]
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is a GPU."
+)
+def list_(*, as_json: bool, device: str | None) -> None:
+    """Kernels, variants, dtypes, distributions, masks and score mods, and what supports what."""
+    from attncheck.examine.environment import default_device, require_device
+
+    device = device or default_device()
+    require_device(device)
+    catalogue = _catalogue(device)
+    if as_json:
+        click.echo(json.dumps(catalogue, indent=2))
+        return
+    for title, entries in catalogue.items():
+        if title not in {"support", "device"}:
+            click.echo(f"{title}:")
+            _echo_entries(entries)
+    click.echo(f"what supports what on {device} (variants at the default shape):")
+    _echo_support(catalogue["support"])
+
+
+def _catalogue(device: str) -> dict[str, Any]:
+    from attncheck.distributions import DISTRIBUTIONS
+    from attncheck.formats import DTYPES
+    from attncheck.mods.library import MASKS, SCORES
+    from attncheck.runner.plan import VARIANTS
+    from attncheck.subjects import builtin
+
+    subjects = [builtin.subject_named(name) for name in builtin.names()]
+    dtypes = {
+        d.name: f"{d.storage.name} stored, {d.products.name} products, {d.output.name} out"
+        + ("" if d.measured else " (known, not measured yet)")
+        for d in DTYPES.values()
+    }
+    return {
+        "device": device,
+        "kernels": {s.name: s.summary for s in subjects},
+        "variants": {name: v.summary for name, v in VARIANTS.items()},
+        "dtypes": dtypes,
+        "distributions": {name: d.summary for name, d in DISTRIBUTIONS.items()},
+        "masks": {name: e.summary for name, e in MASKS.items()},
+        "score mods": {name: e.summary for name, e in SCORES.items()},
+        "support": {s.name: _support(s, device) for s in subjects},
+    }
+
+
+def _support(subject: Any, device: str) -> dict[str, Any]:
+    """Per dtype, the variants taken and for each other one the reason."""
+    from attncheck.formats import DTYPES
+    from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, plan
+
+    why = subject.absent(device)
+    if why:
+        return {"absent": why}
+    support: dict[str, Any] = {}
+    for dtype in (d.name for d in DTYPES.values() if d.measured):
+        cells = plan(
+            dtypes=[dtype],
+            variants=list(VARIANTS),
+            shapes=[DEFAULT_SHAPES[device]],
+            distributions=["normal"],
+            seed=0,
+        )
+        support[dtype] = {}
+        for cell in cells:
+            heads = "MHA" if cell.problem.group == 1 else "GQA"
+            reason = subject.unsupported(cell.problem, device)
+            support[dtype][f"{cell.variant} {heads}"] = reason or True
+    return support
+
+
+def _echo_entries(entries: dict[str, str]) -> None:
+    width = max(map(len, entries))
+    for name, summary in entries.items():
+        click.echo(f"  {name:<{width}}  {summary}")
+    click.echo()
+
+
+def _echo_support(support: dict[str, dict[str, Any]]) -> None:
+    width = max(map(len, support))
+    for name, dtypes in support.items():
+        if "absent" in dtypes:
+            click.echo(f"  {name:<{width}}  nothing: {dtypes['absent']}")
+            continue
+        for dtype, cells in dtypes.items():
+            click.echo(f"  {name:<{width}}  {dtype}: {_taken(cells)}")
+
+
+def _taken(cells: dict[str, Any]) -> str:
+    taken = [cell for cell, answer in cells.items() if answer is True]
+    if len(taken) == len(cells):
+        return "all"
+    if not taken:
+        return f"nothing: {next(iter(cells.values()))}"
+    whole = dict.fromkeys(cell.split()[0] for cell in cells)
+    words = []
+    for variant in whole:
+        heads = [c.split()[1] for c in taken if c.split()[0] == variant]
+        all_heads = [c.split()[1] for c in cells if c.split()[0] == variant]
+        if heads:
+            words.append(variant if heads == all_heads else f"{variant} ({', '.join(heads)})")
+    return ", ".join(words)

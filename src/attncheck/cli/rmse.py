@@ -1,0 +1,163 @@
+"""``attncheck rmse``: how far is each kernel from exact attention?"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from attncheck.record import Report
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["rmse"]
+
+FAILED, NOTHING_TESTED = 1, 5
+
+
+@click.command()
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME",
+    help="A kernel (repeatable; default: all).",
+)
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="NAME",
+    help="A mask and score mod (repeatable; default: all).",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    metavar="NAME",
+    help="fp32, tf32, fp16 or bf16 (repeatable; default: bf16).",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="BxHxLxD",
+    help="Such as 1x4x256x64; 2x16/4x1024/4096x128/64 also sets kv heads, kv length and "
+    "value dim (repeatable).",
+)
+@click.option(
+    "--distribution",
+    "distributions",
+    multiple=True,
+    metavar="NAME",
+    help="Of the inputs (repeatable; default: normal).",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Which draw of the inputs.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+    "interpreted).",
+)
+@click.option(
+    "--format",
+    "fmt",
+    default="table",
+    show_default=True,
+    metavar="FORMAT",
+    help="Of standard output: table, json, md or csv.",
+)
+@click.option(
+    "--out",
+    "directory",
+    default="reports",
+    show_default=True,
+    metavar="DIR",
+    help="Folder for rmse.json, rmse.md and rmse.csv.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def rmse(  # noqa: PLR0913  # one parameter per option
+    *,
+    kernels: tuple[str, ...],
+    variants: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    shapes: tuple[str, ...],
+    distributions: tuple[str, ...],
+    seed: int,
+    device: str | None,
+    fmt: str,
+    directory: str,
+    quiet: bool,
+) -> None:
+    """Measure each kernel's RMSE against exact attention in fp64.
+
+    Every error also stands beside the two that bound what can be asked: the rounding floor (the
+    exact result correctly rounded) and the ideal kernel (a perfect tiled kernel at these dtypes).
+
+    Exit code 1 when a kernel raised, 5 when no cell could be measured.
+    """
+    from attncheck import reporting
+    from attncheck.cli.progress import progress
+    from attncheck.errors import UnknownName
+    from attncheck.examine.environment import default_device, require_device
+    from attncheck.runner.measure import measure
+    from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, plan
+
+    if fmt not in reporting.FORMATS:
+        raise UnknownName("format", fmt, reporting.FORMATS)
+    subjects = _subjects(kernels)
+    device = device or default_device()
+    require_device(device)
+    cells = plan(
+        dtypes=dtypes or ("bf16",),
+        variants=variants or tuple(VARIANTS),
+        shapes=shapes or (DEFAULT_SHAPES[device],),
+        distributions=distributions or ("normal",),
+        seed=seed,
+    )
+    reporting.check_writable(directory)
+    total = len(cells) * sum(s.absent(device) is None for s in subjects)
+    with progress(total, quiet=quiet) as advance:
+        report = measure(
+            cells,
+            subjects,
+            device=device,
+            command=_command(),
+            done=lambda r: advance(f"{r.kernel} {r.variant} {r.heads}"),
+        )
+    reporting.show(report, fmt)
+    reporting.write(report, directory)
+    sys.exit(_exit_code(report))
+
+
+def _subjects(names: tuple[str, ...]) -> list[Subject]:
+    from attncheck.subjects import builtin
+
+    return [builtin.subject_named(name) for name in dict.fromkeys(names or builtin.names())]
+
+
+def _command() -> str:
+    """The command line as typed, without the folder: a report may be read elsewhere."""
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return shlex.join(["attncheck", *kept])
+
+
+def _exit_code(report: Report) -> int:
+    statuses = {record.status for record in report.records}
+    if "error" in statuses:
+        return FAILED
+    return 0 if "measured" in statuses else NOTHING_TESTED

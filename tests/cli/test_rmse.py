@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+QUICK = ("--kernel", "ideal", "--variant", "causal", "--shape", "1x2x16x8")
+
+
+def attncheck(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "attncheck", *arguments], cwd=cwd, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quick")
+    return attncheck("rmse", *QUICK, "--dtype", "fp16", "--format", "json", cwd=folder), folder
+
+
+def test_standard_output_is_the_report_alone(quick):
+    run, folder = quick
+    assert (run.returncode, run.stderr) == (0, "")
+    report = json.loads(run.stdout)
+    assert report == json.loads((folder / "reports" / "rmse.json").read_text())
+    assert [r["heads"] for r in report["records"]] == ["MHA", "MQA"]
+    assert report["command"] == f"attncheck rmse {' '.join(QUICK)} --dtype fp16 --format json"
+
+
+def test_every_file_tells_the_same(quick):
+    _, folder = quick
+    reports = folder / "reports"
+    assert sorted(p.name for p in reports.iterdir()) == ["rmse.csv", "rmse.json", "rmse.md"]
+    with (reports / "rmse.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kernel"] for row in rows] == ["ideal", "ideal"]
+    assert "ideal" in (reports / "rmse.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--kernel", "flash9"), "kernel 'flash9' is not known: choose from"),
+        (("--variant", "casual"), "variant 'casual' is not known: choose from alibi"),
+        (("--dtype", "fp12"), "dtype 'fp12' is not known: choose from"),
+        (("--dtype", "e4m3"), "dtype 'e4m3' cannot be drawn yet: choose from"),
+        (("--distribution", "cauchy"), "distribution 'cauchy' is not known: choose from"),
+        (("--shape", "4x64"), "shape '4x64' is not BATCHx"),
+        (("--shape", "1x4/3x64x16"), "kv_heads=3 does not divide heads=4"),
+        (("--shape", "1x4x64x257"), "head_dim=257 must be 1–256"),
+        (("--format", "pdf"), "format 'pdf' is not known: choose from"),
+        (("--seed", "-1"), "-1"),
+        (("--device", "cuda"), "device 'cuda' is not here"),
+        (("--out", "taken/reports"), "taken/reports"),
+        (("--nonsense",), "--nonsense"),
+        (("surplus",), "surplus"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says):
+    if arguments == ("--device", "cuda"):
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU: asking for it is no mistake")
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    run = attncheck("rmse", *QUICK, *arguments, cwd=tmp_path)
+    assert run.returncode == 2
+    assert says in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert run.stdout == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_nothing_measured_is_exit_code_5(tmp_path):
+    run = attncheck(
+        "rmse",
+        "--kernel",
+        "sdpa-flash",
+        "--variant",
+        "softcap",
+        "--shape",
+        "1x2x16x8",
+        "-q",
+        cwd=tmp_path,
+    )
+    assert run.returncode == 5
+    assert "unsupported" in run.stdout
+
+
+def test_a_kernel_that_raises_in_one_cell_leaves_the_rest(tmp_path):
+    program = """
+import sys
+from attncheck.cli import main
+from attncheck.subjects.sdpa import Sdpa
+run = Sdpa.prepare
+def prepare(self, inputs):
+    if inputs.problem.mask.name == "causal":
+        raise RuntimeError("planted\\nmore")
+    return run(self, inputs)
+Sdpa.prepare = prepare
+sys.argv = ["attncheck", "rmse", "--kernel", "ideal", "--kernel", "sdpa-math", "--variant",
+            "causal", "--variant", "full", "--shape", "1x1x16x8", "-q"]
+main()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 1, run.stderr
+    assert "RuntimeError: planted" in run.stdout
+    records = json.loads((tmp_path / "reports" / "rmse.json").read_text())["records"]
+    assert sorted(r["status"] for r in records) == ["error", "measured", "measured", "measured"]
+
+
+def test_help_does_not_import_torch_or_triton(tmp_path):
+    program = """
+import sys
+sys.argv = ["attncheck", *sys.argv[1:]]
+from attncheck.cli import main
+try:
+    main()
+finally:
+    print(sorted({"torch", "triton", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
+"""
+    for arguments in (["--help"], ["rmse", "--help"], ["list", "--help"], ["--version"]):
+        run = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0
+        assert run.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", [("doctor", "--json"), ("list", "--json")])
+def test_json_is_json_alone(tmp_path, command):
+    run = attncheck(*command, cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert isinstance(json.loads(run.stdout), dict)
+
+
+def test_the_doctor_finds_every_kernel_well(tmp_path):
+    tests = json.loads(attncheck("doctor", "--json", cwd=tmp_path).stdout)["self_tests"]
+    assert [t for t in tests if not t["ok"]] == []
+    assert {"triton", "triton-flash2", "ideal", "flex"} <= {t["name"] for t in tests}
+
+
+def test_the_list_says_what_supports_what(tmp_path):
+    run = attncheck("list", cwd=tmp_path)
+    assert run.returncode == 0
+    for word in ("triton-flash2", "sliding_window", "bf16", "one_hot", "document", "softcap"):
+        assert word in run.stdout
