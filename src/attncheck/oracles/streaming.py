@@ -5,6 +5,7 @@ Speed is passes over memory. A tile costs two products and, between them,
 * one exponential, in place, where scores are known to be small (``_Bounded``);
 * otherwise the running maximum of the online softmax (``_Online``).
 
+Values carry a column of ones, so that P·V gives the row sum too and no pass is spent on it.
 Masks are evaluated once and applied only to tiles that are partly visible; tiles that see nothing
 are never computed.
 """
@@ -78,6 +79,7 @@ class _Tiles:
         self.nonfinite = Nonfinite.among(self.v)
         if self.nonfinite:
             self.v = self.nonfinite.finite
+        self.v = _with_ones(self.v)
         # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
         self.bounded = self.plain and self.nonfinite is None and small
@@ -104,8 +106,8 @@ class _Rows:
     """Sums over the keys for the rows of one query block and range of heads.
 
     Attributes:
-        out: Σ weight · v, ``(kv heads, group · rows, value_dim)``.
-        total: Σ weight, ``(kv heads, group · rows, 1)``.
+        sums: Σ weight · v and, behind it, Σ weight: ``(kv heads, group · rows, columns)``, with
+            the columns of ``_with_ones``.
     """
 
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
@@ -113,8 +115,7 @@ class _Rows:
         q = heads.of(tiles.q)[:, :, :, rows.start : rows.stop]
         # Query heads that share a key head are rows of one product: K is not repeated.
         self.q = q.flatten(0, 1).flatten(1, 2)
-        self.out = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
-        self.total = q.new_zeros(*self.q.shape[:2], 1)
+        self.sums = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
 
     def add(self, run: Run) -> None:
         """Add the keys of one tile."""
@@ -136,9 +137,16 @@ class _Rows:
         """What a partial tile sees."""
         return self.tiles.visibility.tile(self.heads, self.rows, run.keys)
 
+    @property
+    def total(self) -> Tensor:
+        """Σ weight, ``(kv heads, group · rows, 1)``."""
+        column = self.tiles.problem.value_dim
+        return self.sums[:, :, column : column + 1]
+
     def _quotient(self) -> Tensor:
         """Rows that attended to nothing have a total of 0 and stay 0."""
-        return self.out.div_(self.total.masked_fill(self.total == 0, 1.0))
+        values = self.sums[:, :, : self.tiles.problem.value_dim]
+        return values / self.total.masked_fill(self.total == 0, 1.0)
 
 
 class _Bounded(_Rows):
@@ -151,8 +159,7 @@ class _Bounded(_Rows):
         weights = self.tiles.scores(self.q, self.keys(self.tiles.k, run)).exp_()
         if run.partial:
             self.by_index(weights).mul_(self.visible(run))  # weights are finite: 0·weight = 0
-        self.total += weights.sum(dim=-1, keepdim=True)
-        self.out.baddbmm_(weights, self.keys(self.tiles.v, run))
+        self.sums.baddbmm_(weights, self.keys(self.tiles.v, run))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         return self._quotient(), self.total.log()
@@ -181,8 +188,7 @@ class _Online(_Rows):
         reference = raised.masked_fill(raised == -math.inf, 0.0)
         rescale = (self.largest - reference).exp_()
         weights = _exponential(tile.sub_(reference))
-        self.total.mul_(rescale).add_(weights.sum(dim=-1, keepdim=True))
-        self.out.mul_(rescale).baddbmm_(weights, self.keys(self.tiles.v, run))
+        self.sums.mul_(rescale).baddbmm_(weights, self.keys(self.tiles.v, run))
         self.largest = raised
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -203,6 +209,15 @@ class _Online(_Rows):
         if run.partial:
             by_index.masked_fill_(~self.visible(run), -math.inf)
         return tile
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    """``v`` with a column of ones behind it, and zeros up to a multiple of 8 (64-byte rows)."""
+    columns = v.shape[-1]
+    wide = v.new_zeros(*v.shape[:-1], (columns // 8 + 1) * 8)
+    wide[..., :columns] = v
+    wide[..., columns] = 1.0
+    return wide
 
 
 def _exponential(shifted: Tensor) -> Tensor:

@@ -43,11 +43,11 @@ class Blocks:
 
 
 _CPU = Blocks(rows=1024, query=256, query_most=512, kv=512, cell=64)
-_GPU = Blocks(rows=16384, query=512, query_most=2048, kv=1024, cell=128)
+_GPU = Blocks(rows=32768, query=512, query_most=2048, kv=2048, cell=128)
 
 
 def blocks_for(device: torch.device) -> Blocks:
-    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (128 MB)."""
+    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB)."""
     return _CPU if device.type == "cpu" else _GPU
 
 
