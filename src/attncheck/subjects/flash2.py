@@ -94,12 +94,21 @@ def _interpreted(problem: Problem) -> dict[str, int]:
     return {"block_query": block, "block_kv": block}
 
 
+# (block_query, block_kv, warps, stages) for head dims up to 64, 128 and 256 on Hopper: the largest
+# whose registers spill at most 80 bytes for any mask (ptxas on Triton 3.6's code for sm_90). In fp32
+# ieee products hold their operands in registers: 64×32 with 4 warps spilled 18 KB at 256.
+_HOPPER = {
+    "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
+    "tf32": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1)},
+    "fp16": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
+    "bf16": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
+}
+
+
 def _compiled(dtype: str, widest: int) -> dict[str, int]:
-    if dtype in {"fp32", "tf32"}:  # twice the bytes, and no tensor core for ieee products
-        block_kv = 32 if widest > 64 else 64
-        return {"block_query": 64, "block_kv": block_kv, "warps": 4, "stages": 1 + (widest <= 128)}
-    stages = 3 if widest <= 64 else 2
-    return {"block_query": 128, "block_kv": 64, "warps": 8, "stages": stages}
+    tiles = _HOPPER[dtype]
+    chosen = tiles[min(dim for dim in tiles if dim >= widest)]
+    return dict(zip(("block_query", "block_kv", "warps", "stages"), chosen, strict=True))
 
 
 def _hides_future(mask: Spec) -> bool:
