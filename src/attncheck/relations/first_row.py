@@ -1,0 +1,86 @@
+"""A row that sees one key returns its value: causal's first row is V's first row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from attncheck.formats import round_to
+from attncheck.relations.finding import Finding, wrong
+from attncheck.relations.relation import Parameters, Relation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.inputs import Inputs
+    from attncheck.mods.spec import Spec
+    from attncheck.outputs import Outputs
+    from attncheck.problem import Problem
+
+__all__ = ["FIRST_ROW"]
+
+# Score mods that leave a score of 0 at (row 0, key 0) at 0.
+_KEEP_ZERO = {"none", "alibi", "softcap", "temperature", "chain"}
+
+
+def _sees_key_0_alone(mask: Spec, problem: Problem) -> bool:
+    """Whether row 0 sees key 0 and no other, as far as the mask's name tells."""
+    if mask.name == "causal":
+        return True
+    if mask.name == "causal_bottom_right":
+        return problem.query == problem.kv
+    if mask.name == "sliding_window":
+        return cast("int", mask.values["window"]) >= 1
+    if mask.name == "prefix_lm":
+        return cast("int", mask.values["prefix"]) <= 1
+    return False
+
+
+def _weight_is_rounded(problem: Problem) -> bool:
+    """Whether the weight of a single key is exactly 1 in P and its inverse is lost in out.
+
+    A kernel that fuses exp2(s·c − m·c) gets exp2 of m·c's rounding error, which is at most
+    |m·c|·2**-24: that vanishes in a format of p bits for |m| < 2**(23 − p), 4096 in fp16.
+    In fp32 it shows.
+    """
+    return problem.formats.output.significand <= 11
+
+
+def _unfit(problem: Problem) -> str | None:
+    if not _sees_key_0_alone(problem.mask, problem):
+        return "its mask does not show row 0 key 0 alone, as far as its name tells"
+    if not _weight_is_rounded(problem) and any(
+        part.name not in _KEEP_ZERO for part in problem.score.walk()
+    ):
+        return "its score mod moves a score of 0, so that in fp32 the weight may not be exactly 1"
+    return None
+
+
+def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
+    """V as the product reads it, and in fp32 a first score of 0, whose exponential is 1 at once."""
+    v = round_to(inputs.v.double(), inputs.problem.formats.products).to(inputs.v.dtype)
+    q = inputs.q
+    if not _weight_is_rounded(inputs.problem):
+        q = q.clone()
+        q[:, :, 0] = 0.0
+    return (inputs.replace(q=q, v=v),)
+
+
+def _holds(runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters) -> Finding | None:
+    (inputs,), (given,) = runs, outputs
+    values = inputs.v[:, :, :1].repeat_interleave(inputs.problem.group, dim=1)
+    return wrong("out", given.out[:, :, :1], values.to(given.out.dtype))
+
+
+FIRST_ROW = Relation(
+    name="first_row",
+    summary="row 0, which sees key 0 alone, returns V's row 0 of its kv head, h // group",
+    runs=_runs,
+    holds=_holds,
+    unfit=_unfit,
+    deterministic=False,
+)
+"""Holds for every right kernel: the weight is 1, in P's format exactly, and 1 · v = v.
+
+V is first rounded to the format in which P·V reads it (tf32). See ``_weight_is_rounded`` for
+fp32, where q's row 0 is made 0. The sign of a zero is left open.
+"""

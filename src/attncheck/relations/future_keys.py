@@ -1,0 +1,129 @@
+"""What lies in the future does not matter: other keys and values after a row, same row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from attncheck import inputs as inputs_room
+from attncheck.inputs import Inputs
+from attncheck.relations.finding import Finding, moved
+from attncheck.relations.relation import Parameters, Relation
+
+if TYPE_CHECKING:
+    from attncheck.mods.spec import Spec
+    from attncheck.outputs import Outputs
+    from attncheck.problem import Problem
+
+__all__ = ["FUTURE_KEYS", "FUTURE_KEYS_HUGE", "FUTURE_KEYS_NAN", "first_hidden"]
+
+Fill = Callable[[Inputs], tuple[torch.Tensor, torch.Tensor]]
+
+_HUGE = 1e30
+
+
+def first_hidden(problem: Problem, row: int) -> int:
+    """The key from which on all are hidden to rows 0 to ``row``, by the mask's definition.
+
+    Written down here for each mask by name, and not asked of its callable. kv where a mask's
+    name says nothing: too many keys, never too few.
+    """
+    return max(0, min(problem.kv, _first_hidden(problem.mask, problem, row)))
+
+
+def _first_hidden(mask: Spec, problem: Problem, row: int) -> int:
+    if mask.name in {"causal", "sliding_window"}:
+        return row + 1
+    if mask.name == "causal_bottom_right":
+        return row + 1 + problem.kv - problem.query
+    if mask.name == "prefix_lm":
+        return max(cast("int", mask.values["prefix"]), row + 1)
+    if mask.name == "padding":
+        return max(cast("tuple[int, ...]", mask.values["lengths"]))
+    if mask.name in {"and", "or"}:
+        parts = (_first_hidden(part, problem, row) for part in mask.parts)
+        return min(parts) if mask.name == "and" else max(parts)
+    return problem.kv
+
+
+def _rows(problem: Problem) -> Mapping[str, Sequence[int]]:
+    """Rows that have a future: at least one key is hidden to it and to all rows before it."""
+    return {"row": [i for i in range(problem.query) if first_hidden(problem, i) < problem.kv]}
+
+
+def _unfit(problem: Problem) -> str | None:
+    if _rows(problem)["row"]:
+        return None
+    return "no key is hidden to a row and to all rows before it, as far as its mask's name tells"
+
+
+def _runs(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+    first = first_hidden(inputs.problem, int(parameters["row"]))
+    k, v = inputs.k.clone(), inputs.v.clone()
+    other_k, other_v = fill(inputs)
+    k[:, :, first:], v[:, :, first:] = other_k[:, :, first:], other_v[:, :, first:]
+    return inputs, inputs.replace(k=k, v=v)
+
+
+def _holds(
+    _: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters
+) -> Finding | None:
+    before, after = outputs
+    past = slice(int(parameters["row"]) + 1)
+    found = moved("out", after.out[:, :, past], before.out[:, :, past])
+    if found or before.lse is None or after.lse is None:
+        return found
+    return moved("lse", after.lse[:, :, past], before.lse[:, :, past])
+
+
+def _others(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Another draw, normal whatever the first: constant values would change nothing."""
+    seed = (inputs.problem.seed + 1) % 2**63
+    other = inputs_room.draw(
+        inputs.problem.replace(distribution="normal", seed=seed), inputs.q.device
+    )
+    return other.k, other.v
+
+
+def _nan(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full_like(inputs.k, torch.nan), torch.full_like(inputs.v, torch.nan)
+
+
+def _huge(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """1e30, in every other key the largest finite number: q·k may overflow, to inf − inf even."""
+    largest = inputs.problem.formats.storage.max
+
+    def filled(like: torch.Tensor) -> torch.Tensor:
+        huge = torch.full_like(like, min(_HUGE, largest))
+        huge[:, :, ::2] = largest
+        return huge
+
+    return filled(inputs.k), filled(inputs.v)
+
+
+def _relation(name: str, what: str, fill: Fill) -> Relation:
+    """Rows up to ``row`` keep every bit of out and LSE when later keys and values are ``what``.
+
+    A hidden key has weight 0 and its value is multiplied by it or left out, so nothing of it may
+    arrive: not a NaN (0 · NaN), not an overflowed score. To the last bit this holds for a kernel
+    that gives the same bits twice and whose tiling, order and number of splits depend on shapes
+    and mask alone, not on what K and V hold. All the kernels that we know are like that; lazy
+    rescaling is too, as its maximum is that of visible scores.
+    """
+    return Relation(
+        name=name,
+        summary=f"rows up to `row` keep every bit when the keys and values after it are {what}",
+        runs=partial(_runs, fill),
+        holds=_holds,
+        unfit=_unfit,
+        allowed=_rows,
+        deterministic=True,
+    )
+
+
+FUTURE_KEYS = _relation("future_keys", "others", _others)
+FUTURE_KEYS_NAN = _relation("future_keys_nan", "NaN", _nan)
+FUTURE_KEYS_HUGE = _relation("future_keys_huge", "huge", _huge)

@@ -1,0 +1,67 @@
+"""The nearest Problem that a kernel takes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from attncheck.errors import ProblemError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from attncheck.problem import Problem
+
+__all__ = ["supported"]
+
+Changes = dict[str, Any]
+
+_COMMON_HEAD_DIMS = (64, 128, 32, 256)
+_LARGEST_TILE = 128
+
+
+def supported(
+    problem: Problem, supports: Callable[[Problem], bool], dtypes: Sequence[str]
+) -> Problem | None:
+    """``problem`` itself, or as few of its fields changed as make ``supports`` true; else None.
+
+    kv, mask, score mod and values stay, except that kv may grow to whole tiles, so that what was
+    chosen for them (a key to hide, say) stays possible.
+    """
+    for changes in _fewest_first(problem, dtypes):
+        try:
+            moved = problem.replace(**changes)
+        except ProblemError:  # documents do not cover a length that has grown
+            continue
+        if supports(moved):
+            return moved
+    return None
+
+
+def _fewest_first(problem: Problem, dtypes: Sequence[str]) -> Iterator[Changes]:
+    combinations = itertools.product(
+        _dims(problem), _lengths(problem), _heads(problem), _others(problem, dtypes)
+    )
+    for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
+        yield {name: value for axis in changed for name, value in axis.items()}
+
+
+def _dims(problem: Problem) -> list[Changes]:
+    # A scale of 0 asks for the default, 1/√head_dim, which the old head_dim's is not.
+    common: list[Changes] = [
+        {"head_dim": dim, "value_dim": dim, "scale": 0.0} for dim in _COMMON_HEAD_DIMS
+    ]
+    return [{}, {"value_dim": problem.head_dim}, *common]
+
+
+def _lengths(problem: Problem) -> list[Changes]:
+    whole = -(-problem.kv // _LARGEST_TILE) * _LARGEST_TILE
+    return [{}, {"query": problem.kv}, {"query": whole, "kv": whole}]
+
+
+def _heads(problem: Problem) -> list[Changes]:
+    return [{}, {"kv_heads": problem.heads}]
+
+
+def _others(problem: Problem, dtypes: Sequence[str]) -> list[Changes]:
+    return [{}, *({"dtype": dtype} for dtype in dtypes if dtype != problem.dtype)]

@@ -1,0 +1,118 @@
+"""Sizes of a Problem, drawn where kernels break: at tile edges, unequal, with shared heads."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from attncheck.distributions import Sizes
+from attncheck.errors import UsageError
+from attncheck.problem import LARGEST_HEAD_DIM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = ["HEAD_DIMS", "TILES", "lengths", "shapes"]
+
+TILES = (16, 32, 64, 128)
+"""Tile sizes of kernels: a length is interesting at one, one below and one above."""
+
+HEAD_DIMS = (1, 3, 16, 17, 40, 64, 80, 96, 128)
+"""Powers of two and what lies between them, where kernels pad or refuse."""
+
+_MOST_KV_HEADS, _LARGEST_GROUP = 4, 4
+
+
+def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
+    """Lengths from ``shortest`` to ``longest``, half of them 1–3 or within one of a tile's edge.
+
+    One choice among the lengths in order, edges repeated: that shrinks to the shortest length
+    that fails, whether it is an edge or not.
+
+    Raises:
+        UsageError: unless 1 ≤ shortest ≤ longest.
+    """
+    if not 1 <= shortest <= longest:
+        raise UsageError(
+            f"shortest={shortest} and longest={longest} must be 1 ≤ shortest ≤ longest."
+        )
+    edges = [n for n in sorted(_edges()) if shortest <= n <= longest]
+    rest = [n for n in range(shortest, longest + 1) if n not in edges]
+    repeats = math.ceil(max(1, len(rest)) / max(1, len(edges)))
+    return st.sampled_from(tuple(sorted(edges * repeats + rest)))
+
+
+@st.composite
+def _sizes(
+    draw: st.DrawFn,
+    heads: tuple[tuple[int, int], ...],
+    most_heads: int,
+    query: SearchStrategy[int],
+    kv: SearchStrategy[int],
+    dims: SearchStrategy[int],
+) -> Sizes:
+    """Always the same choices in the same order, so that none is won by dropping another."""
+    query_heads, kv_heads = draw(st.sampled_from(heads))
+    batch = draw(st.integers(1, most_heads // query_heads))
+    rows, keys, head_dim, value_dim = draw(query), draw(kv), draw(dims), draw(dims)
+    # Kernels take other paths where the two agree, and chance alone would seldom make them.
+    square, same_dim = (draw(st.sampled_from((False, False, True))) for _ in range(2))
+    return Sizes(
+        batch=batch,
+        heads=query_heads,
+        kv_heads=kv_heads,
+        query=keys if square else rows,
+        kv=keys,
+        head_dim=head_dim,
+        value_dim=head_dim if same_dim else value_dim,
+    )
+
+
+def shapes(
+    *,
+    longest: int = 130,
+    shortest_kv: int = 1,
+    most_heads: int = 6,
+    head_dims: Iterable[int] = HEAD_DIMS,
+) -> SearchStrategy[Sizes]:
+    """Sizes with query and kv unequal both ways or equal, MHA, GQA and MQA, value_dim free.
+
+    Args:
+        longest: Largest query and kv length.
+        shortest_kv: Smallest kv length.
+        most_heads: Largest batch · heads: what an interpreted kernel's time is made of.
+        head_dims: What head_dim and value_dim are drawn from; they shrink to the first.
+
+    Raises:
+        UsageError: for numbers that leave nothing to draw.
+    """
+    if most_heads < 1:
+        raise UsageError(f"most_heads={most_heads} must be at least 1.")
+    dims = tuple(head_dims)
+    if not dims or not all(1 <= dim <= LARGEST_HEAD_DIM for dim in dims):
+        raise UsageError(f"head_dims={dims} must be one or more of 1–{LARGEST_HEAD_DIM}.")
+    return _sizes(
+        _head_counts(most_heads),
+        most_heads,
+        lengths(longest=longest),
+        lengths(shortest=shortest_kv, longest=longest),
+        st.sampled_from(dims),
+    )
+
+
+def _head_counts(most: int) -> tuple[tuple[int, int], ...]:
+    """(heads, kv_heads), few first; with 6/2 and 6/3, h // group and h % kv_heads differ."""
+    counts = (
+        (kv_heads * group, kv_heads)
+        for kv_heads in range(1, _MOST_KV_HEADS + 1)
+        for group in range(1, _LARGEST_GROUP + 1)
+    )
+    return tuple(sorted(pair for pair in counts if pair[0] <= most))
+
+
+def _edges() -> set[int]:
+    return {1, 2, 3} | {tile + step for tile in TILES for step in (-1, 0, 1)}
