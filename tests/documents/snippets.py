@@ -1,0 +1,233 @@
+"""Runs the snippets of one Markdown document: ``python snippets.py DOCUMENT``, in an empty folder.
+
+A process of its own, since one process either compiles Triton kernels or interprets them.
+
+What a fenced block says after its fence decides what is done with it:
+
+* ``python``: executed, or checked as a doctest where it begins with ``>>>``. The blocks of one
+  document share their names, as in one session.
+* ``python NAME.py``: written to that file, which a later command must name.
+* ``console``: each ``$`` line is executed. The lines below it are what it prints (standard error
+  too where it fails), ``...`` standing for anything; a last line ``(exit code N)`` says how it
+  ends. Without one it must end with 0, and without lines it may print what it likes.
+* ``console figures``: the same, but numbers, and units of time, are compared as such and not with
+  their values: for measurements.
+* ``json KIND``: read by the code that reads such JSON, and what is shown must come back.
+* Anything else fails, but for what ``EXEMPT`` lists.
+"""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sybil import Document
+from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sybil import Example, Region
+
+ROOT = Path(__file__).parents[2]
+
+# Blocks that are not run here, by document and kind, and how many. The README's set-up commands
+# end in these very tests: test_references compares them with tox.ini and .ci/run instead. The
+# design's diagram is a picture.
+EXEMPT = {("README.md", "sh"): 2, ("docs/design.md", "text"): 1}
+
+_JSON = ("mask", "score", "problem", "case")
+_PROGRAMS = {
+    "attncheck": (sys.executable, "-m", "attncheck"),
+    "pytest": (sys.executable, "-m", "pytest"),
+    "python": (sys.executable,),
+}
+_SECONDS = 300
+_EXIT_CODE = re.compile(r"\(exit code (\d+)\)")
+_FIGURE = re.compile(r"(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?")
+_UNIT = re.compile(r"# (?:ns|µs|ms|s)\b")
+_BLOCKS = RawFencedCodeBlockLexer(
+    info_pattern=re.compile(r"(?P<info>[^\n]*)$\n", re.MULTILINE),
+    mapping={"info": "info", "source": "source"},
+)
+# Properties in a document are there to be seen running, not to judge a kernel once more.
+_FEW_EXAMPLES = """
+from hypothesis import Phase, settings
+settings.register_profile(
+    "few", max_examples=2, deadline=None, derandomize=True, database=None,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+)
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One ``$`` line of a console block."""
+
+    words: list[str]
+    shown: str
+    exit_code: int
+
+    @classmethod
+    def all_of(cls, block: str) -> list[Command]:
+        parts = re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)
+        assert len(parts) > 1, "a console block has a line that begins with '$ '"
+        assert not parts[0].strip(), f"a console block begins with a command, not {parts[0]!r}"
+        return [cls._of(part) for part in parts[1:]]
+
+    @classmethod
+    def _of(cls, part: str) -> Command:
+        line, _, shown = part.partition("\n")
+        lines = shown.rstrip().splitlines()
+        ends = _EXIT_CODE.fullmatch(lines[-1]) if lines else None
+        shown = "\n".join(lines[:-1] if ends else lines)
+        return cls(shlex.split(line), shown, int(ends[1]) if ends else 0)
+
+
+def _read(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """``data`` read as a ``kind`` and written back."""
+    from attncheck.mods.spec import Spec
+    from attncheck.problem import Case, Problem
+
+    if kind == "mask":
+        return Problem(query=128, mask=Spec.from_json(data)).mask.to_json()
+    if kind == "score":
+        return Problem(query=128, score=Spec.from_json(data)).score.to_json()
+    return {"problem": Problem, "case": Case}[kind].from_json(data).to_json()
+
+
+class Snippets:
+    """The snippets of one document, run in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: set[str] = set()
+        for name in ("properties", "pyproject.toml"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "few_examples.py").write_text(_FEW_EXAMPLES)
+
+    def run(self, path: Path) -> int:
+        """Evaluate every block of ``path``; returns how many were executed or read."""
+        parsers = (PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS), self._blocks)
+        document = Document.parse(str(path), *parsers)
+        # Sybil takes a module's name for granted; classes ask for it.
+        document.namespace["__name__"] = "document"
+        warnings.simplefilter("error")  # as in every test
+        count = 0
+        for example in document:
+            example.evaluate()
+            count += 1
+        assert not self._files, f"no command uses the files {sorted(self._files)}"
+        return count
+
+    def _blocks(self, document: Document) -> Iterator[Region]:
+        for region in _BLOCKS(document):
+            info = region.lexemes["info"]
+            if info == "python" or (_name(document.path), info) in EXEMPT:
+                continue
+            region.parsed = region.lexemes["source"]
+            region.evaluator = self._evaluator(info)
+            yield region
+
+    def _evaluator(self, info: str) -> Callable[[Example], str]:
+        kind, _, rest = info.partition(" ")
+        if kind == "python" and re.fullmatch(r"\w+\.py", rest):
+            return lambda example: self._file(rest, example.parsed)
+        if info in {"console", "console figures"}:
+            return lambda example: self._console(example.parsed, figures=rest == "figures")
+        if kind == "json" and rest in _JSON:
+            return lambda example: _json(rest, example.parsed)
+        return lambda _: f"nothing runs a block of kind {info!r}"
+
+    def _file(self, name: str, source: str) -> str:
+        (self.folder / name).write_text(source)
+        self._files.add(name)
+        return ""
+
+    def _console(self, block: str, *, figures: bool) -> str:
+        for command in Command.all_of(block):
+            self._files -= {word.partition("::")[0] for word in command.words}
+            wrong = self._wrong(command, figures=figures)
+            if wrong:
+                return f"$ {shlex.join(command.words)}\n{wrong}"
+        return ""
+
+    def _wrong(self, command: Command, *, figures: bool) -> str:
+        program, *arguments = command.words
+        if program not in _PROGRAMS:
+            return f"{program!r} is none of {', '.join(_PROGRAMS)}"
+        done = subprocess.run(
+            [*_PROGRAMS[program], *arguments],
+            cwd=self.folder,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+        said = done.stdout + (done.stderr if done.returncode else "")
+        if done.returncode != command.exit_code:
+            return f"exit code {done.returncode}, not {command.exit_code}:\n{said}{done.stderr}"
+        return _difference(command.shown, said, figures=figures) if command.shown else ""
+
+    def _environment(self) -> dict[str, str]:
+        """As in a user's shell without a GPU: nothing of this pytest, no width, no colours."""
+        own = ("PYTEST_", "TRITON_INTERPRET", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "HYPOTHESIS_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        few = "-p few_examples --hypothesis-profile few -p no:cacheprovider"
+        return kept | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",  # documents run side by side, and waiting threads spin
+            "PYTHONPATH": str(self.folder),
+            "PYTHONIOENCODING": "utf-8",
+            "PYTEST_ADDOPTS": few,
+        }
+
+
+def _json(kind: str, source: str) -> str:
+    shown = json.loads(source)
+    written = _read(kind, shown)
+    other = {name for name in shown if shown[name] != written[name]}
+    return f"read back otherwise: {sorted(other)}" if other else ""
+
+
+def _difference(shown: str, said: str, *, figures: bool) -> str:
+    if figures:
+        shown, said = _without_figures(shown), _without_figures(said)
+    want, got = (
+        "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
+        for text in (shown, said)
+    )
+    if doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS):
+        return ""
+    return f"shown:\n{want}\nprinted:\n{got}"
+
+
+def _without_figures(text: str) -> str:
+    text = _UNIT.sub("# time", _FIGURE.sub("#", text))
+    return re.sub(r" +", " ", text)
+
+
+def _name(path: str) -> str:
+    """``path`` as in EXEMPT; a document elsewhere has no exemptions."""
+    resolved = Path(path).resolve()
+    return resolved.relative_to(ROOT).as_posix() if resolved.is_relative_to(ROOT) else path
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """Every fenced block of a document: what stands after its fence, and its text."""
+    document = Document(path.read_text(encoding="utf-8"), str(path))
+    return [(r.lexemes["info"], str(r.lexemes["source"])) for r in _BLOCKS(document)]
+
+
+if __name__ == "__main__":
+    print(Snippets(Path.cwd()).run(Path(sys.argv[1])), "snippets")  # noqa: T201  # a program's output

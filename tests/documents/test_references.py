@@ -1,0 +1,249 @@
+"""What README and docs name is there, and what is there they name."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+)
+VERBS = ("rmse", "list", "doctor")
+
+# Everything before the tox environment; the two commands differ in nothing else.
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install --quiet tox && .venv/bin/tox -q -e "
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def prose(name):
+    """A document without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", read(name), flags=re.MULTILINE | re.DOTALL)
+
+
+def rows(name, heading):
+    """Cells of the rows of the tables of a document whose first column is ``heading``."""
+    table = re.compile(rf"^\| {re.escape(heading)} \|.*\n\|[-| ]+\n((?:\|.*\n?)+)", re.MULTILINE)
+    lines = "".join(table.findall(read(name))).splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def code_in(cell):
+    return [text.replace("\\|", "|") for text in re.findall(r"`([^`]+)`", cell)]
+
+
+# The two commands cannot be run in here: the second one runs this.
+
+
+@pytest.fixture(scope="module")
+def tox():
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(ROOT / "tox.ini")
+    return parser
+
+
+def set_up_commands(reader):
+    return [source.strip() for info, source in reader.blocks(ROOT / "README.md") if info == "sh"]
+
+
+def test_the_set_up_commands_are_tox_environments(reader, tox):
+    commands = set_up_commands(reader)
+    assert commands == [SET_UP + "rmse", SET_UP + "tests"]
+    assert tox["testenv:rmse"]["commands"] == "attncheck rmse {posargs:--dtype bf16}"
+    assert tox["testenv:tests"]["commands"].startswith("pytest -n ")
+    for environment in ("rmse", "tests"):
+        assert "skip_install" not in tox[f"testenv:{environment}"]
+
+
+def test_ci_runs_the_second_command_to_the_letter(reader):
+    lines = read(".ci/run").splitlines()
+    assert set_up_commands(reader)[1] in lines
+    assert "set -euo pipefail" in lines[: lines.index(SET_UP + "tests")]
+
+
+def test_the_contributing_guide_names_what_ci_runs(tox):
+    (others,) = re.findall(r"^\.venv/bin/tox -q -e (\S+)$", read(".ci/run"), re.MULTILINE)
+    for environment in others.split(","):
+        for command in tox[f"testenv:{environment}"]["commands"].strip().splitlines():
+            assert f".venv/bin/{command}" in read("CONTRIBUTING.md")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_options_of_a_verb_are_those_of_its_help(verb):
+    from attncheck.cli import attncheck
+
+    command = attncheck.commands[verb]
+    with click.Context(
+        command, parent=click.Context(attncheck), **attncheck.context_settings
+    ) as context:
+        records = [p.get_help_record(context) for p in command.get_params(context)]
+    documented = [code_in(row[0])[0] for row in rows(f"docs/{verb}.md", "option")]
+    assert documented == [record[0] for record in records if record]
+
+
+def test_options_of_the_properties_are_those_of_the_plugin():
+    documented = {code_in(row[0])[0] for row in rows("docs/properties.md", "option")}
+    plugin = read("src/attncheck/pytest_plugin.py")
+    options = re.findall(r'"(--[\w-]+)"', plugin)
+    profiles = re.findall(r'register_profile\("([\w-]+)"', plugin)
+    assert options
+    assert profiles
+    expected = {f"{option} NAME" for option in options}
+    expected |= {f"--hypothesis-profile {profile}" for profile in profiles}
+    assert documented - {"--hypothesis-seed N"} == expected  # that one is Hypothesis's
+
+
+def test_tables_name_everything_there_is():
+    from attncheck.distributions import DISTRIBUTIONS
+    from attncheck.formats import DTYPES
+    from attncheck.mods.library import MASKS, SCORES
+    from attncheck.relations import RELATIONS
+    from attncheck.reporting.rows import COLUMNS
+
+    def names(document, heading):
+        return [name for row in rows(document, heading) for name in code_in(row[0])]
+
+    assert names("docs/concepts.md", "name") == list(DISTRIBUTIONS)
+    assert names("docs/masks.md", "mask") == list(MASKS)
+    assert names("docs/masks.md", "score mod") == list(SCORES)
+    assert names("docs/properties.md", "question") == list(RELATIONS)
+    dtypes = [row[0] for row in rows("docs/concepts.md", "dtype")]
+    assert dtypes == [d.name for d in DTYPES.values() if d.measured]
+    columns = ", ".join(row[0] for row in rows("README.md", "column"))
+    assert columns == "RMSE, ×floor, ×ideal, max error, at, bias, LSE error, time"
+    shown = [name.removesuffix(" b,h,q,d") for key, name in COLUMNS.items() if key != "environment"]
+    assert columns == ", ".join(shown)
+
+
+def test_arguments_of_the_library_are_documented():
+    from attncheck.mods.library import MASKS, SCORES
+
+    for heading, entries in (("mask", MASKS), ("score mod", SCORES)):
+        for first, arguments, *_ in rows("docs/masks.md", heading):
+            for name in code_in(first):
+                composed = ["of"] if entries[name].compose else []
+                assert code_in(arguments) == [*entries[name].arguments, *composed]
+
+
+def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
+    from attncheck.examine.check import compare
+    from attncheck.examine.evidence import Evidence
+    from attncheck.mods.spec import Spec
+    from attncheck.problem import Case, Problem
+    from attncheck.reporting.figures import ratio
+    from attncheck.subjects.builtin import subject_named
+
+    evidence = Evidence(Case(problem=Problem(heads=4, query=256, mask=Spec.of("causal"))), "cpu")
+    out = compare(subject_named("sdpa-math"), evidence, variant="causal", environment="").out
+    assert ratio(out.rmse, out.floor_rmse) == "1.00×"
+    assert out.rmse < out.ideal_rmse
+
+
+def test_the_floors_of_the_design_are_those_that_are_checked():
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    checked = [set(layer.split(" | ")) for layer in contracts[0]["layers"]]
+    floors = {}
+    for number, names, _ in rows("docs/design.md", "floor"):
+        rooms = {name.rstrip("/").removesuffix(".py") for name in code_in(names)}
+        floors.setdefault(int(number), set()).update(rooms)
+    assert list(floors) == sorted(floors, reverse=True)
+    assert [{"__main__"}, *floors.values()] == checked
+
+
+# Links.
+
+
+def anchors(name):
+    """GitHub's anchors of the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", prose(name), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(text, folder):
+    """Relative links of ``text`` that lead nowhere."""
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (ROOT / folder / path).resolve()
+        inside = file.is_file() and file.is_relative_to(ROOT)
+        if not inside or (anchor and anchor not in anchors(file.relative_to(ROOT))):
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    assert dead_links(prose(name), Path(name).parent) == []
+
+
+def test_a_dead_link_is_found():
+    text = "[a](rmse.md#exit-codes) [b](rmse.md#gone) [c](gone.md) [d](../../beside.md)"
+    assert dead_links(text, "docs") == ["rmse.md#gone", "gone.md", "../../beside.md"]
+
+
+def test_the_index_lists_every_page():
+    pages = {f"{Path(name).name}" for name in DOCUMENTS if name.startswith("docs/")}
+    assert set(re.findall(r"\]\((\w+\.md)\)", read("docs/index.md"))) == pages - {"index.md"}
+
+
+# Public names.
+
+EXPORTS = """
+import importlib, inspect, json, pkgutil
+import attncheck
+
+exports, faults = {}, []
+for found in pkgutil.walk_packages(attncheck.__path__, "attncheck."):
+    if found.name.rpartition(".")[2].startswith("_"):
+        continue
+    module = importlib.import_module(found.name)
+    names = getattr(module, "__all__", None)
+    own = [n for n, v in vars(module).items() if not n.startswith("_")
+           and (inspect.isclass(v) or inspect.isfunction(v)) and v.__module__ == found.name]
+    if names is None:
+        faults += [f"{found.name} has no __all__ but {n}" for n in own[:1]]
+        continue
+    faults += [f"{found.name}.{n} does not exist" for n in names if not hasattr(module, n)]
+    if len(set(names)) != len(names):
+        faults.append(f"{found.name}.__all__ names one thing twice")
+    exports[found.name] = list(names)
+print(json.dumps([exports, faults]))
+"""
+
+
+@pytest.fixture(scope="module")
+def exports():
+    """Names of ``__all__`` by module, and what is wrong with them; in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTS], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_every_public_name_exists(exports):
+    found, faults = exports
+    assert faults == []
+    assert {"attncheck.problem", "attncheck.cli.rmse", "attncheck.judge.floor"} <= set(found)
+
+
+def test_the_python_page_names_all_of_its_modules(exports):
+    table = rows("docs/python.md", "module")
+    assert len(table) > 10
+    for module, names in table:
+        (name,) = code_in(module)
+        assert sorted(code_in(names)) == sorted(exports[0][name]), name
