@@ -23,7 +23,7 @@ FAILED, NOTHING_TESTED = 1, 5
     "kernels",
     multiple=True,
     metavar="NAME",
-    help="A kernel (repeatable; default: all).",
+    help="A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in).",
 )
 @click.option(
     "--variant",
@@ -113,9 +113,9 @@ def rmse(  # noqa: PLR0913  # one parameter per option
 
     if fmt not in reporting.FORMATS:
         raise UnknownName("format", fmt, reporting.FORMATS)
-    subjects = _subjects(kernels)
     device = device or default_device()
     require_device(device)
+    subjects = _subjects(kernels, device)
     cells = plan(
         dtypes=dtypes or ("bf16",),
         variants=variants or tuple(VARIANTS),
@@ -138,10 +138,21 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     sys.exit(_exit_code(report))
 
 
-def _subjects(names: tuple[str, ...]) -> list[Subject]:
+def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
+    from attncheck.errors import UsageError
+    from attncheck.examine.environment import prepare
     from attncheck.subjects import builtin
+    from attncheck.subjects.load import load
 
-    return [builtin.subject_named(name) for name in dict.fromkeys(names or builtin.names())]
+    if any("::" in kernel for kernel in kernels):
+        prepare(device)  # before the file's own Triton functions are decorated
+    by_name: dict[str, Subject] = {}
+    for kernel in dict.fromkeys(kernels or builtin.names()):
+        subject = load(kernel)
+        if subject.name in by_name:
+            raise UsageError(f"kernel {kernel!r} is called {subject.name!r} like another one asked for.")
+        by_name[subject.name] = subject
+    return list(by_name.values())
 
 
 def _command() -> str:

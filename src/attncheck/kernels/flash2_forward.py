@@ -67,7 +67,7 @@ def flash2_forward(
     Returns:
         out ``(batch, heads, query, value_dim)`` in q's dtype and LSE ``(batch, heads, query)`` in
         fp32, natural log. Rows that see no key: 0 and −inf. What hidden keys and values hold, NaN
-        included, does not reach a row; a row that sees a value that is not finite is NaN.
+        included, does not reach a row; a row that sees a value that is not finite is not either.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2]
