@@ -150,7 +150,7 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
     for kernel in dict.fromkeys(kernels or builtin.names()):
         subject = load(kernel)
         if subject.name in by_name:
-            raise UsageError(f"kernel {kernel!r} is called {subject.name!r} like another one asked for.")
+            raise UsageError(f"kernel {kernel!r}: another one is called {subject.name!r} too.")
         by_name[subject.name] = subject
     return list(by_name.values())
 

@@ -95,8 +95,8 @@ def _interpreted(problem: Problem) -> dict[str, int]:
 
 
 # (block_query, block_kv, warps, stages) for head dims up to 64, 128 and 256 on Hopper: the largest
-# whose registers spill at most 80 bytes for any mask (ptxas on Triton 3.6's code for sm_90). In fp32
-# ieee products hold their operands in registers: 64×32 with 4 warps spilled 18 KB at 256.
+# whose registers spill at most 80 bytes for any mask (ptxas on Triton 3.6's code for sm_90). Ieee
+# products in fp32 hold their operands in registers: 64×32 with 4 warps spilled 18 KB at 256.
 _HOPPER = {
     "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
     "tf32": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1)},
