@@ -10,6 +10,7 @@ import torch
 from attncheck.examine.check import compare
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Failure, InProcess
+from attncheck.formats import FORMATS, round_to
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.problem import Case, Problem
@@ -31,8 +32,9 @@ class Exact(Subject):
     def prepare(self, inputs):
         from attncheck import oracles
 
-        truth = oracles.dense(inputs)
-        return lambda: self.spoil(Outputs(truth.out.half(), truth.lse.float()))
+        truth = oracles.streaming(inputs)
+        out = round_to(truth.out, FORMATS["fp16"]).half()
+        return lambda: self.spoil(Outputs(out.clone(), truth.lse.float()))
 
     def spoil(self, outputs):
         return outputs
@@ -52,8 +54,7 @@ def spoiled(change, problem=PROBLEM):
 def test_the_truth_rounded_is_at_the_floor():
     record = measured()
     assert record.status == "measured"
-    # Half-precision casts round float64 twice; at the floor means not above the ideal kernel.
-    assert record.out.floor_rmse <= record.out.rmse <= record.out.ideal_rmse
+    assert record.out.rmse == record.out.floor_rmse <= record.out.ideal_rmse
     assert (record.heads, record.kernel, record.case_id) == (
         "MQA",
         "exact",
@@ -74,14 +75,15 @@ def test_the_ideal_kernel_is_compared_at_the_kernels_own_tiling():
 
 def test_a_place_is_named():
     def change(outputs):
-        outputs.out[0, 1, 4, 3] += 100
+        outputs.out[0, 1, 4, 3] = 100
         outputs.lse[0, 0, 2] -= 50
         return outputs
 
     record = spoiled(change)
     at = record.out.max_at
     assert (at.batch, at.head, at.query, at.dim) == (0, 1, 4, 3)
-    assert record.out.max_error == pytest.approx(100, abs=1)
+    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    assert record.out.max_error == abs(100 - float(evidence.truth.out[0, 1, 4, 3]))
     assert (record.lse.max_at.query, record.lse.max_at.dim) == (2, -1)
     assert record.out.bias > 0
 
@@ -115,6 +117,10 @@ def test_what_a_kernel_raises_is_one_line():
             "lse.shape=(1, 2, 9, 1), but should be (1, 2, 9).",
         ),
         (lambda o: Outputs(o.out.to("meta"), o.lse), "out.device=meta, but should be cpu."),
+        (
+            lambda o: Outputs(o.out, o.lse.half()),
+            "lse.dtype=torch.float16, but should be torch.float32.",
+        ),
         (lambda o: Outputs([1.0], o.lse), "out is list, but should be a tensor."),
         (lambda o: (o.out, o.lse), "returned tuple, but should return Outputs."),
     ],
@@ -188,3 +194,83 @@ def test_evidence_is_computed_once():
     assert evidence.inputs is evidence.inputs
     assert evidence.truth is evidence.truth
     assert torch.equal(evidence.alive, torch.ones(1, 2, 9, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_kernel_that_writes_to_its_inputs_is_told_and_changes_nothing(name):
+    class Scribble(Exact):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            return lambda: getattr(inputs, name).zero_() is not None and call()
+
+    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    scribbled = compare(Scribble(), evidence, variant="full", environment="env")
+    assert (scribbled.status, scribbled.reason) == ("error", f"wrote to its input {name}.")
+    assert compare(Exact(), evidence, variant="full", environment="env").out == measured().out
+
+
+@pytest.mark.parametrize("question", ["absent", "unsupported", "tiling"])
+@pytest.mark.parametrize("raised", [ValueError("planted"), SystemExit(3)])
+def test_a_kernel_that_raises_when_asked_is_an_error_of_its_cell(question, raised):
+    def ask(*_):
+        raise raised
+
+    subject = Exact()
+    setattr(subject, question, ask)
+    record = measured(subject)
+    assert (record.status, record.reason) == ("error", f"{type(raised).__name__}: {raised}")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_no_memory_for_the_truth_is_said_in_the_cell(failure, monkeypatch):
+    from attncheck.examine import evidence
+
+    def streaming(_):
+        raise failure
+
+    monkeypatch.setattr(evidence.oracles, "streaming", streaming)
+    record = measured(Ideal())
+    assert (record.status, record.reason) == ("error", "out of memory for the exact result")
+
+
+def test_any_other_failure_of_the_oracle_is_not_hidden(monkeypatch):
+    from attncheck.examine import evidence
+
+    def streaming(_):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(evidence.oracles, "streaming", streaming)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        measured(Ideal())
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(heads=2, query=33, kv=40, head_dim=24, dtype="fp16", distribution="one_hot"),
+        Problem(query=20, dtype="bf16", mask=Spec.of("sliding_window", window=1)),
+    ],
+    ids=["one_hot", "window 1"],
+)
+def test_one_key_a_row_is_exact(problem):
+    record = measured(Ideal(), problem)
+    assert (record.out.rmse, record.out.floor_rmse, record.out.ideal_rmse) == (0.0, 0.0, 0.0)
+
+
+def test_the_first_call_is_not_timed(monkeypatch):
+    import time
+
+    calls = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    subject = Exact()
+    subject.spoil = lambda o: calls.append(1) or o
+    assert measured(subject).seconds == 1.0  # by the clock that moves by one each time
+    assert len(calls) == 2

@@ -69,3 +69,11 @@ def test_no_rounding_beats_the_floor():
     truncated = (truth.float().view(torch.int32) & ~0xFFFF).view(torch.float32)
     assert floor <= errors(nearest, truth, counted).rmse
     assert floor < errors(truncated, truth, counted).rmse
+
+
+def test_an_error_within_the_truths_own_roundings_is_none():
+    truth = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    counted = torch.tensor([True, True])
+    assert errors(truth * (1 + 2.0**-52), truth, counted).rmse == 0.0
+    assert errors(truth * (1 + 2.0**-51), truth, counted).rmse > 0.0
+    assert errors(truth * 0 + 2.0**-60, truth * 0, counted).rmse == 2.0**-60

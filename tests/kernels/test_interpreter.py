@@ -516,3 +516,22 @@ def test_a_missing_name_is_named_and_nothing_is_patched():
 def test_formats_are_known_under_tritons_names():
     assert casts.FORMATS.keys() == TORCH.keys()
     assert all(getattr(TRITON[name], "name", None) == name for name in TORCH)
+
+
+def test_the_stock_interpreter_is_never_taken_for_a_gpu():
+    from attncheck.kernels.compilation import prepare_triton
+
+    with pytest.raises(InterpreterUnavailable, match="without TRITON_INTERPRET"):
+        prepare_triton("cuda")
+    code = (
+        "from attncheck.kernels.compilation import prepare_triton\n"
+        "try: prepare_triton('cuda')\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.strip() == "InterpreterUnavailable", run.stderr

@@ -37,7 +37,17 @@ def test_open_heads_are_measured_both_ways(heads, counts):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4x64", "1x4x64", "ax4x64x16", "1x4/0x64x16", "1x4x64x16x2", "1 x4x64x16"]
+    "text",
+    [
+        "",
+        "4x64",
+        "1x4x64",
+        "ax4x64x16",
+        "1x4/0x64x16",
+        "1x4x64x16x2",
+        "1 x4x64x16",
+        "1x1x" + "9" * 5000 + "x1",
+    ],
 )
 def test_a_shape_that_is_none(text):
     with pytest.raises(ProblemError, match="BATCHxHEADSxLENGTHxDIM"):

@@ -167,3 +167,18 @@ def test_a_call_may_be_repeated():
     inputs = draw(small(mask=MASKS["causal"]))
     call = Sdpa("flash").prepare(inputs)
     assert torch.equal(call().out, call().out)
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "what"),
+    [
+        ("math", {}, "scores and weights in fp32"),
+        ("flash", {"mask": Spec.of("prefix_lm", prefix=3)}, "attn_mask"),
+        ("flash", {"score": Spec.of("alibi"), "dtype": "fp32"}, "bias in fp32"),
+    ],
+)
+def test_what_cannot_be_written_out_is_refused_before_it_is(backend, changes, what):
+    problem = Problem(heads=8, query=2_000_000, head_dim=1, **changes)
+    reason = Sdpa(backend).unsupported(problem, "cpu")
+    assert reason.startswith(f"its {what} would take ")
+    assert Sdpa(backend).unsupported(problem.replace(query=64, kv=64), "cpu") is None

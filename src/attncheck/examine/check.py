@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.examine.executor import Execution, Executor, InProcess
+from attncheck.examine.executor import Execution, Executor, Failure, InProcess, out_of_memory
 from attncheck.judge.metrics import errors
 from attncheck.record import LseErrors, OutErrors, Place, Record
 from attncheck.subjects.ideal import Ideal
@@ -36,8 +36,9 @@ def compare(
         environment: Fingerprint of this process.
         executor: How to call the kernel; in this process by default.
 
-    Never raises for what the kernel does: an exception or a broken contract becomes a Record with
-    status ``error``.
+    Never raises for what the kernel does: an exception, a broken contract or an input written to
+    becomes a Record with status ``error``; so does a Case whose exact result does not fit into
+    memory.
     """
     problem, device = evidence.case.problem, evidence.device
     record = Record(
@@ -50,13 +51,27 @@ def compare(
         interpreted=subject.triton and device == "cpu",
         environment=environment,
     )
-    reason = subject.absent(device) or subject.unsupported(problem, device)
-    if reason:
-        return replace(record, status="unsupported", reason=reason)
-    result = (executor or InProcess()).run(subject, evidence.inputs, timed=True)
-    if not isinstance(result, Execution):
-        return replace(record, status="error", reason=result.message)
-    tiling = subject.tiling(problem, device) or Ideal().tiling(problem, device)
+    executor = executor or InProcess()
+    refusal = executor.refusal(subject, problem, device)
+    if isinstance(refusal, Failure):
+        return replace(record, status="error", reason=refusal.message)
+    if refusal:
+        return replace(record, status="unsupported", reason=refusal)
+    try:
+        evidence.establish()  # before any kernel has run
+        result = executor.run(subject, evidence.inputs, timed=True)
+        if isinstance(result, Failure):
+            return replace(record, status="error", reason=result.message)
+        return _compared(record, result, evidence)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return replace(record, status="error", reason="out of memory for the exact result")
+
+
+def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
+    problem = evidence.case.problem
+    tiling = result.tiling or Ideal().tiling(problem, evidence.device)
     return replace(
         record,
         out=_out(result.outputs, evidence, tiling),

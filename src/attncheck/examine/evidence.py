@@ -35,6 +35,10 @@ class Evidence:
         self.device = device
         self._ideal_rmse: dict[Tiling, float] = {}
 
+    def establish(self) -> None:
+        """Compute inputs, truth and floor now, so that nothing a kernel does can change them."""
+        _ = self.inputs, self.truth, self.floor_rmse
+
     @cached_property
     def inputs(self) -> Inputs:
         """The tensors that the kernel and the oracle read."""

@@ -18,9 +18,10 @@ from attncheck.outputs import Outputs
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
-    from attncheck.subjects.contract import Call, Subject
+    from attncheck.problem import Problem
+    from attncheck.subjects.contract import Call, Subject, Tiling
 
-__all__ = ["Execution", "Executor", "Failure", "InProcess"]
+__all__ = ["Execution", "Executor", "Failure", "InProcess", "out_of_memory"]
 
 _TIMING_BUDGET = 0.25  # seconds a kernel is called again to find its median time
 _MOST_REPEATS = 20
@@ -28,10 +29,17 @@ _MOST_REPEATS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What a kernel gave, and the median seconds of one call (None when it was not timed)."""
+    """What a kernel gave.
+
+    Attributes:
+        outputs: Of its first call.
+        seconds: Median time of one call; None when it was not timed.
+        tiling: What it declares of its tiles.
+    """
 
     outputs: Outputs
     seconds: float | None
+    tiling: Tiling | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,7 @@ class Failure:
 
     Attributes:
         kind: ``error`` when the kernel raised, ``contract`` when what it returned is not what
-            was asked for.
+            was asked for, or it wrote to its inputs.
         message: One line.
         trace: The traceback, for who asks for it.
     """
@@ -51,7 +59,11 @@ class Failure:
 
 
 class Executor(Protocol):
-    """How a kernel is called."""
+    """How a kernel is asked and called."""
+
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        """Why ``subject`` does not take ``problem``; None if it does."""
+        ...
 
     def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
         """``subject`` on ``inputs``; never raises what the kernel raised."""
@@ -61,36 +73,50 @@ class Executor(Protocol):
 class InProcess:
     """Calls the kernel in this very process: quick, and only as safe as the kernel."""
 
-    def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
-        """``subject`` on ``inputs``; with ``timed``, again until the median is known."""
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        """Why ``subject`` does not take ``problem``; a Failure when even asking raises."""
         try:
-            call = subject.prepare(inputs)
-            outputs, first = _once(call, inputs.q.device)
+            return subject.absent(device) or subject.unsupported(problem, device)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code may raise anything
+            return _failure(error)
+
+    def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
+        """``subject`` on a copy of ``inputs``; with ``timed``, until the median is known."""
+        device = inputs.q.device
+        given = inputs.replace(q=inputs.q.clone(), k=inputs.k.clone(), v=inputs.v.clone())
+        try:
+            call = subject.prepare(given)
+            outputs = call()
+            _synchronize(device)
             broken = _contract(outputs, inputs)
-            if broken:
-                return Failure(kind="contract", message=broken)
-            seconds = _median(call, first, inputs.q.device) if timed else None
-        except Exception as error:  # noqa: BLE001  # a foreign kernel may raise anything
-            return Failure(kind="error", message=_one_line(error), trace=traceback.format_exc())
-        return Execution(outputs=outputs, seconds=seconds)
+            seconds = _median_seconds(call, device) if timed and not broken else None
+            tiling = subject.tiling(inputs.problem, device.type)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code may raise anything
+            return _failure(error)
+        broken = broken or _written_to(given, inputs)
+        if broken:
+            return Failure(kind="contract", message=broken)
+        return Execution(outputs=outputs, seconds=seconds, tiling=tiling)
 
 
-def _once(call: Call, device: torch.device) -> tuple[Outputs, float]:
-    """One call and its seconds, the device's work included."""
-    _synchronize(device)
-    start = time.perf_counter()
-    outputs = call()
-    _synchronize(device)
-    return outputs, time.perf_counter() - start
+def out_of_memory(error: Exception) -> bool:
+    """Whether ``error`` says that an allocation failed, on the host or on a GPU."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    # torch has no class of its own for a failed allocation on the CPU.
+    return known or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
-def _median(call: Call, first: float, device: torch.device) -> float:
-    """Median seconds; the first call counts only where it compiled nothing and was long."""
-    if device.type == "cpu" and first > _TIMING_BUDGET:
-        return first
+def _median_seconds(call: Call, device: torch.device) -> float:
+    """Median seconds of further calls, the device's work included.
+
+    The call before them, which may have compiled and imported, does not count.
+    """
     seconds: list[float] = []
     while len(seconds) < _MOST_REPEATS and sum(seconds) < _TIMING_BUDGET:
-        seconds.append(_once(call, device)[1])
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
 
@@ -111,6 +137,8 @@ def _contract(outputs: object, inputs: Inputs) -> str:
         wrong = f"out.dtype={outputs.out.dtype}, but should be {dtype}."
     if not wrong and outputs.lse is not None:
         wrong = _tensor("lse", outputs.lse, rows, inputs)
+        if not wrong and outputs.lse.dtype != torch.float32:
+            wrong = f"lse.dtype={outputs.lse.dtype}, but should be torch.float32."
     return wrong
 
 
@@ -124,6 +152,18 @@ def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) ->
     return ""
 
 
-def _one_line(error: BaseException) -> str:
+def _written_to(given: Inputs, inputs: Inputs) -> str:
+    """Which of its inputs a kernel changed; empty when none."""
+    for name in ("q", "k", "v"):
+        mine, its = (getattr(of, name).contiguous().view(torch.uint8) for of in (inputs, given))
+        if not torch.equal(mine, its):
+            return f"wrote to its input {name}."
+    return ""
+
+
+def _failure(error: BaseException) -> Failure:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    name = type(error).__name__
+    message = f"{name}: {lines[0]}" if lines else name
+    trace = "".join(traceback.format_exception(error))
+    return Failure(kind="error", message=message, trace=trace)

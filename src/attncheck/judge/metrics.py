@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Errors", "errors"]
+__all__ = ["RESOLUTION", "Errors", "errors"]
+
+# Where one key takes all the weight, the float64 truth is (w · v) / w: a product, a sum with what
+# is negligible, and a quotient, each rounded once. What is nearer to it than that may be exact.
+RESOLUTION = 3 * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +44,16 @@ def errors(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) -> 
         truth: float64, same shape.
         counted: bool, broadcastable to that shape; rows that see no key are left out by it.
 
-    A value that is not finite makes every statistic say so: an error that is NaN would compare as
-    "not larger" with anything.
+    An error within the truth's own ``RESOLUTION``, relative to the element, is 0: a kernel that
+    returns the one value a row sees is exact. A value that is not finite makes every statistic say
+    so: an error that is NaN would compare as "not larger" with anything.
     """
     counted = counted.expand_as(truth)
     elements = int(counted.sum())
     if elements == 0:
         return Errors(rmse=0.0, max_error=0.0, max_at=None, bias=0.0, elements=0, nonfinite=0)
     error = values.to(torch.float64) - truth
-    error = torch.where(counted, error, torch.zeros_like(error))
+    error = torch.where(counted & ~(error.abs() <= RESOLUTION * truth.abs()), error, 0.0)
     broken = ~torch.isfinite(error)
     nonfinite = int(broken.sum())
     if nonfinite:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from attncheck.errors import InterpreterUnavailable
 
 __all__ = ["prepare_triton"]
@@ -20,7 +22,11 @@ def prepare_triton(device: str) -> None:
 
     if device == "cpu":
         interpreter.enable()
-    elif interpreter.enabled():
+    elif interpreter.enabled() or os.environ.get("TRITON_INTERPRET", "0").lower() in _ON:
         raise InterpreterUnavailable(
-            "Triton kernels are interpreted in this process: start another one for the GPU."
+            "Triton kernels are interpreted in this process: for the GPU start another one, "
+            "without TRITON_INTERPRET."
         )
+
+
+_ON = {"1", "true", "on", "yes", "y"}  # as Triton reads its switches

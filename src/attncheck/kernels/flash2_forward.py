@@ -67,7 +67,8 @@ def flash2_forward(
     Returns:
         out ``(batch, heads, query, value_dim)`` in q's dtype and LSE ``(batch, heads, query)`` in
         fp32, natural log. Rows that see no key: 0 and −inf. What hidden keys and values hold, NaN
-        included, does not reach a row; a row that sees a value that is not finite is not either.
+        included, does not reach a row. A value that is not finite makes the rows that see it NaN or
+        infinite.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2]
@@ -204,8 +205,8 @@ def _step(
     )
     weights = p.to(v_block.dtype)
     if MASKED:
-        # A hidden value has weight 0, but 0 · NaN is NaN: such values leave the product, and the
-        # rows that do see one become NaN by themselves.
+        # A hidden value has weight 0, but 0 · NaN is NaN: values that are not finite leave the
+        # product, and the rows that do see one become NaN by themselves.
         finite = tl.abs(v_block.to(tl.float32)) < float("inf")
         if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
             seen = tl.dot(visible.to(tl.float16), tl.where(finite, 0.0, 1.0).to(tl.float16))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_SHAPES", "VARIANTS", "Cell", "Shape", "Variant", "plan"]
 
-_SHAPE = re.compile(r"(\d+)x(\d+)(?:/([1-9]\d*))?x(\d+)(?:/([1-9]\d*))?x(\d+)(?:/([1-9]\d*))?")
+_SIZE, _OTHER = r"(\d{1,9})", r"(?:/([1-9]\d{0,8}))?"
+_SHAPE = re.compile(f"{_SIZE}x{_SIZE}{_OTHER}x{_SIZE}{_OTHER}x{_SIZE}{_OTHER}")
 SHAPE_FORM = "BATCHxHEADSxLENGTHxDIM, with /KV after HEADS or LENGTH and /VALUE after DIM"
 
 

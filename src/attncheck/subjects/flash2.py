@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Flash2"]
 
+_MOST_TOGETHER = 65_535
+
 
 class Flash2(Subject):
     """FlashAttention-2 forward for any mask and score mod; interpreted where there is no GPU."""
@@ -31,8 +33,10 @@ class Flash2(Subject):
         return None if find_spec("triton") else "triton is not installed"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes every Problem."""
-        del problem, device
+        """Takes every Problem, up to CUDA's limit of programs on the grid's second axis."""
+        together = problem.batch * problem.heads
+        if device == "cuda" and together > _MOST_TOGETHER:
+            return f"batch · heads = {together}: at most {_MOST_TOGETHER} on a GPU"
         return None
 
     def tiling(self, problem: Problem, device: str) -> Tiling:

@@ -15,6 +15,7 @@ from attncheck.mods import library
 from attncheck.outputs import Outputs
 from attncheck.subjects.contract import Call, Subject
 from attncheck.subjects.matmul_precision import Products, fp32_products
+from attncheck.subjects.memory import too_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,10 @@ class Flex(Subject):
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Takes every mask and score mod; wants head dimensions of at least 16 on CUDA."""
         if device == "cpu":
-            return "the CPU has no tf32 products" if problem.dtype == "tf32" else None
+            if problem.dtype == "tf32":
+                return "the CPU has no tf32 products"
+            pairs = problem.batch * problem.heads * problem.query * problem.kv
+            return too_large("scores and weights in fp32", pairs * 8, device)
         if min(problem.head_dim, problem.value_dim) < _SMALLEST_GPU_DIM:
             return (
                 f"head_dim={problem.head_dim} value_dim={problem.value_dim}: "

@@ -16,6 +16,7 @@ from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.subjects.contract import Call, Subject
 from attncheck.subjects.matmul_precision import Products, fp32_products
+from attncheck.subjects.memory import too_large
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -65,6 +66,7 @@ class Sdpa(Subject):
         return (
             self.absent(device)
             or self._unsupported_products(problem, device)
+            or self._unsupported_size(problem, device)
             or self._unsupported_score(problem, device)
             or self._refused(problem, device)
         )
@@ -99,15 +101,30 @@ class Sdpa(Subject):
             return "its fp32 products never become tf32 (each is three tf32 products)"
         return None
 
+    def _unsupported_size(self, problem: Problem, device: str) -> str | None:
+        """Scores of the unfused formula, or a mask and a bias that are written out."""
+        pairs = problem.query * problem.kv
+        every_head = problem.batch * problem.heads * pairs
+        if self._backend == "math":
+            return too_large("scores and weights in fp32", every_head * 8, device)
+        if problem.score != library.NONE:
+            return too_large("bias in fp32", every_head * 4, device)
+        if problem.mask != library.FULL and not _is_causal(problem):
+            return too_large("attn_mask", pairs, device)
+        return None
+
     def _unsupported_score(self, problem: Problem, device: str) -> str | None:
         if not library.is_additive(problem.score):
             return f"SDPA takes no score mod, and {problem.score} is more than an added number"
         if problem.score == library.NONE:
             return None
-        bias = attention_bias(problem, device)
         fmt = self._bias_format(problem, device)
-        exact = (bias.to(fmt.torch_dtype).double() == bias) | ~attention_mask(problem, device)
-        return None if bool(exact.all()) else f"would round the bias to {fmt.name}"
+        for rows in _row_blocks(problem):
+            bias = attention_bias(problem, device, rows)
+            exact = bias.to(fmt.torch_dtype).double() == bias
+            if not bool((exact | ~attention_mask(problem, device, rows)).all()):
+                return f"would round the bias to {fmt.name}"
+        return None
 
     def _bias_format(self, problem: Problem, device: str) -> Format:
         """Of a floating-point attn_mask: fp32 where the backend takes it beside any q.
@@ -120,14 +137,17 @@ class Sdpa(Subject):
 
     def _mask(self, problem: Problem, device: str) -> torch.Tensor | None:
         """attn_mask ``(batch or 1, heads or 1, query, kv)``."""
-        if problem.score != library.NONE:
-            bias = attention_bias(problem, device)
-            if problem.mask != library.FULL:
-                bias = torch.where(attention_mask(problem, device), bias, -math.inf)
-            return bias.to(self._bias_format(problem, device).torch_dtype)
-        if problem.mask == library.FULL or _is_causal(problem):
+        dtype = self._bias_format(problem, device).torch_dtype
+
+        def written_out(rows: range) -> torch.Tensor:
+            seen = attention_mask(problem, device, rows)
+            if problem.score == library.NONE:
+                return seen
+            return torch.where(seen, attention_bias(problem, device, rows), -math.inf).to(dtype)
+
+        if problem.score == library.NONE and (problem.mask == library.FULL or _is_causal(problem)):
             return None
-        return attention_mask(problem, device)
+        return torch.cat([written_out(rows) for rows in _row_blocks(problem)], dim=2)
 
     def _refused(self, problem: Problem, device: str) -> str | None:
         """What torch itself says against this backend for tensors of these shapes.
@@ -149,23 +169,39 @@ class Sdpa(Subject):
         return _reason(str(w.message) for w in caught)
 
 
-def attention_mask(problem: Problem, device: str = "cpu") -> torch.Tensor:
-    """The mask as a bool tensor ``(batch or 1, heads or 1, query, kv)``, True where it is seen."""
-    seen = problem.mask_mod(device)(*_indices(problem, device))
-    return seen & torch.ones((1, 1, problem.query, problem.kv), dtype=torch.bool, device=device)
+def attention_mask(
+    problem: Problem, device: str = "cpu", rows: range | None = None
+) -> torch.Tensor:
+    """What ``rows`` (default: all) see, bool ``(batch or 1, heads or 1, rows, kv)``."""
+    rows = rows or range(problem.query)
+    seen = problem.mask_mod(device)(*_indices(problem, device, rows))
+    return seen & torch.ones((1, 1, len(rows), problem.kv), dtype=torch.bool, device=device)
 
 
-def attention_bias(problem: Problem, device: str = "cpu") -> torch.Tensor:
-    """What an additive score mod adds, in float64: ``(batch or 1, heads or 1, query, kv)``."""
-    zeros = torch.zeros((1, 1, problem.query, problem.kv), dtype=torch.float64, device=device)
-    return problem.score_mod(device)(zeros, *_indices(problem, device))
+def attention_bias(
+    problem: Problem, device: str = "cpu", rows: range | None = None
+) -> torch.Tensor:
+    """What an additive score mod adds, in float64: ``(batch or 1, heads or 1, rows, kv)``."""
+    rows = rows or range(problem.query)
+    zeros = torch.zeros((1, 1, len(rows), problem.kv), dtype=torch.float64, device=device)
+    return problem.score_mod(device)(zeros, *_indices(problem, device, rows))
 
 
-def _indices(problem: Problem, device: str) -> tuple[torch.Tensor, ...]:
+# Float64 numbers of a bias held at a time: 32 MiB, where the whole may be a hundred GiB.
+_AT_A_TIME = 2**22
+
+
+def _row_blocks(problem: Problem) -> list[range]:
+    size = max(1, _AT_A_TIME // (problem.batch * problem.heads * problem.kv))
+    starts = range(0, problem.query, size)
+    return [range(start, min(start + size, problem.query)) for start in starts]
+
+
+def _indices(problem: Problem, device: str, rows: range) -> tuple[torch.Tensor, ...]:
     return (
         torch.arange(problem.batch, device=device).view(-1, 1, 1, 1),
         torch.arange(problem.heads, device=device).view(1, -1, 1, 1),
-        torch.arange(problem.query, device=device).view(1, 1, -1, 1),
+        torch.arange(rows.start, rows.stop, device=device).view(1, 1, -1, 1),
         torch.arange(problem.kv, device=device).view(1, 1, 1, -1),
     )
 
