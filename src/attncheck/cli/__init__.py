@@ -11,24 +11,36 @@ import click
 
 from attncheck import __version__
 from attncheck.cli.doctor import doctor
+from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.list import list_
 from attncheck.cli.rmse import rmse
+from attncheck.cli.standard_output import Group, discard, standard_output
 from attncheck.errors import AttncheckError, UsageError
 
 __all__ = ["main"]
 
-USAGE, INFRASTRUCTURE = 2, 3
+USAGE, INFRASTRUCTURE, INTERRUPTED = 2, 3, 130
+
+# \b: click leaves the lines below it as they are.
+_EXIT_CODES = """\b
+Exit codes:
+  0    pass
+  1    a check failed or a kernel raised
+  2    usage
+  3    infrastructure: Triton's interpreter, or standard output that is full
+  5    nothing was tested
+  130  interrupted
+"""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_EXIT_CODES,
+)
 @click.version_option(__version__, prog_name="attncheck")
 def attncheck() -> None:
-    r"""Is the difference between your attention kernel and exact attention only rounding?
-
-    \b
-    Exit codes: 0 pass · 1 a check failed or a kernel raised · 2 usage · 3 infrastructure ·
-    5 nothing was tested.
-    """
+    """Is the difference between your attention kernel and exact attention only rounding?"""
 
 
 attncheck.add_command(rmse)
@@ -37,23 +49,62 @@ attncheck.add_command(doctor)
 
 
 def main() -> None:
-    """Run the command line; every expected error is one line on standard error."""
+    """Run the command line; every expected error is one line on standard error.
+
+    Not click's own ``main``, which ends interrupts and broken pipes in its own way.
+    """
+    interrupts = Interrupts()
     try:
-        code = attncheck.main(standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as help_:
-        click.echo(help_.format_message())
-        code = USAGE
-    except click.ClickException as error:
-        code = _say(error.format_message(), USAGE)
-    except UsageError as error:
-        code = _say(str(error), USAGE)
-    except AttncheckError as error:
-        code = _say(str(error), INFRASTRUCTURE)
-    except (click.Abort, KeyboardInterrupt):
-        code = _say("interrupted; nothing was written.", 130)
-    sys.exit(code if isinstance(code, int) else 0)
+        try:
+            interrupts.listen()
+            code = _code(interrupts)
+        finally:
+            interrupts.stop_listening()
+    except BaseException as error:
+        if not interrupts.raised and not isinstance(error, KeyboardInterrupt):
+            raise
+        discard(sys.stdout)  # which may be what was waited for
+        code = _say(interrupts.message, INTERRUPTED)
+    _flush()
+    sys.exit(code)
+
+
+def _code(interrupts: Interrupts) -> int | str | None:
+    """The exit code that the arguments give."""
+    try:
+        with attncheck.make_context("attncheck", sys.argv[1:], obj=interrupts) as context:
+            attncheck.invoke(context)
+    except (click.exceptions.Exit, SystemExit) as end:
+        interrupts.check()
+        return end.exit_code if isinstance(end, click.exceptions.Exit) else end.code
+    except (click.ClickException, AttncheckError) as error:
+        interrupts.check()  # after one, an error is its consequence
+        return _refused(error)
+    return 0
+
+
+def _refused(error: click.ClickException | AttncheckError) -> int:
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        with standard_output():
+            click.echo(error.format_message())
+        return USAGE
+    if isinstance(error, click.ClickException):
+        return _say(error.format_message(), USAGE)
+    return _say(str(error), USAGE if isinstance(error, UsageError) else INFRASTRUCTURE)
 
 
 def _say(message: str, code: int) -> int:
-    click.echo(f"attncheck: {' '.join(message.split())}", err=True)
+    try:
+        click.echo(f"attncheck: {' '.join(message.split())}", err=True)
+    except OSError:  # nobody hears: the exit code remains
+        discard(sys.stderr)
     return code
+
+
+def _flush() -> None:
+    """What foreign code has printed; lost where nobody reads it, and without noise."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # none, broken, closed by foreign code
+            discard(stream)

@@ -7,22 +7,25 @@ import sys
 
 import click
 
+from attncheck.cli.standard_output import Verb, standard_output
+
 __all__ = ["doctor"]
 
 INFRASTRUCTURE = 3
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
 def doctor(*, as_json: bool) -> None:
     """Versions, devices, and a small self-test of what runs here. Exit code 3 if one fails."""
     from attncheck.examine.doctor import checkup
 
     found = checkup()
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        _echo(found)
+    with standard_output():
+        if as_json:
+            click.echo(json.dumps(found, indent=2))
+        else:
+            _echo(found)
     sys.exit(0 if all(test["ok"] for test in found["self_tests"]) else INFRASTRUCTURE)
 
 

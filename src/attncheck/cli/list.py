@@ -7,10 +7,12 @@ from typing import Any
 
 import click
 
+from attncheck.cli.standard_output import Verb, standard_output
+
 __all__ = ["list_"]
 
 
-@click.command("list")
+@click.command("list", cls=Verb)
 @click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is a GPU."
@@ -22,14 +24,19 @@ def list_(*, as_json: bool, device: str | None) -> None:
     device = device or default_device()
     require_device(device)
     catalogue = _catalogue(device)
-    if as_json:
-        click.echo(json.dumps(catalogue, indent=2))
-        return
+    with standard_output():
+        if as_json:
+            click.echo(json.dumps(catalogue, indent=2))
+        else:
+            _echo(catalogue)
+
+
+def _echo(catalogue: dict[str, Any]) -> None:
     for title, entries in catalogue.items():
         if title not in {"support", "device"}:
             click.echo(f"{title}:")
             _echo_entries(entries)
-    click.echo(f"what supports what on {device} (variants at the default shape):")
+    click.echo(f"what supports what on {catalogue['device']} (variants at the default shape):")
     _echo_support(catalogue["support"])
 
 

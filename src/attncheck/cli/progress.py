@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+import click
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +34,7 @@ def progress(total: int, *, quiet: bool) -> Iterator[Advance]:
         with _bar(total, console) as advance:
             yield advance
     else:
-        yield _lines(total, console)
+        yield _lines(total)
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def _bar(total: int, console: Console) -> Iterator[Advance]:
         yield advance
 
 
-def _lines(total: int, console: Console) -> Advance:
+def _lines(total: int) -> Advance:
     start = last = time.monotonic()
     count = 0
 
@@ -71,8 +73,7 @@ def _lines(total: int, console: Console) -> Advance:
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
             left = (now - start) / count * (total - count)
-            console.print(
-                f"{count}/{total} cells, about {left:.0f} s left ({what})", highlight=False
-            )
+            with suppress(OSError):  # nobody follows: no reason to end the run
+                click.echo(f"{count}/{total} cells, about {left:.0f} s left ({what})", err=True)
 
     return advance

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.standard_output import Verb, standard_output
+
 if TYPE_CHECKING:
-    from attncheck.record import Report
+    from attncheck.record import Record, Report
     from attncheck.subjects.contract import Subject
 
 __all__ = ["rmse"]
@@ -17,7 +21,7 @@ __all__ = ["rmse"]
 FAILED, NOTHING_TESTED = 1, 5
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.option(
     "--kernel",
     "kernels",
@@ -84,7 +88,10 @@ FAILED, NOTHING_TESTED = 1, 5
     help="Folder for rmse.json, rmse.md and rmse.csv.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.make_pass_decorator(Interrupts, ensure=True)
 def rmse(  # noqa: PLR0913  # one parameter per option
+    interrupts: Interrupts,
+    /,
     *,
     kernels: tuple[str, ...],
     variants: tuple[str, ...],
@@ -111,6 +118,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     from attncheck.runner.measure import measure
     from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, plan
 
+    interrupts.check()  # the imports above take a while, and may have swallowed one
     if fmt not in reporting.FORMATS:
         raise UnknownName("format", fmt, reporting.FORMATS)
     device = device or default_device()
@@ -126,15 +134,16 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     reporting.check_writable(directory)
     total = len(cells) * sum(s.absent(device) is None for s in subjects)
     with progress(total, quiet=quiet) as advance:
-        report = measure(
-            cells,
-            subjects,
-            device=device,
-            command=_command(),
-            done=lambda r: advance(f"{r.kernel} {r.variant} {r.heads}"),
-        )
-    reporting.show(report, fmt)
-    reporting.write(report, directory)
+
+        def done(record: Record) -> None:
+            interrupts.check()
+            advance(f"{record.kernel} {record.variant} {record.heads}")
+
+        report = measure(cells, subjects, device=device, command=_command(), done=done)
+    with interrupts.writing(directory):
+        reporting.write(report, directory)
+    with standard_output():
+        reporting.show(report, fmt)
     sys.exit(_exit_code(report))
 
 
@@ -156,15 +165,24 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
 
 
 def _command() -> str:
-    """The command line as typed, without the folder: a report may be read elsewhere."""
+    """The command line as typed, without any folder: a report may be read elsewhere."""
     words = iter(sys.argv[1:])
     kept = []
     for word in words:
-        if word == "--out":
-            next(words, None)
-        elif not word.startswith("--out="):
+        option, equals, value = word.partition("=")
+        if option not in {"--out", "--kernel"}:
             kept.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if option == "--kernel":
+            kept += [f"--kernel={_named(value)}"] if equals else [word, _named(value)]
     return shlex.join(["attncheck", *kept])
+
+
+def _named(kernel: str) -> str:
+    """``file.py::name`` of ``some/folder/file.py::name``."""
+    path, separator, name = kernel.rpartition("::")
+    return Path(path).name + separator + name
 
 
 def _exit_code(report: Report) -> int:

@@ -40,19 +40,9 @@ def compare(
     becomes a Record with status ``error``; so does a Case whose exact result does not fit into
     memory.
     """
-    problem, device = evidence.case.problem, evidence.device
-    record = Record(
-        case_id=evidence.case.id,
-        case=evidence.case.to_json(),
-        kernel=subject.name,
-        variant=variant,
-        heads=_heads(problem.heads, problem.kv_heads),
-        status="measured",
-        interpreted=subject.triton and device == "cpu",
-        environment=environment,
-    )
+    record = _record(subject, evidence, variant, environment)
     executor = executor or InProcess()
-    refusal = executor.refusal(subject, problem, device)
+    refusal = executor.refusal(subject, evidence.case.problem, evidence.device)
     if isinstance(refusal, Failure):
         return replace(record, status="error", reason=refusal.message)
     if refusal:
@@ -67,6 +57,21 @@ def compare(
         if not out_of_memory(error):
             raise
         return replace(record, status="error", reason="out of memory for the exact result")
+
+
+def _record(subject: Subject, evidence: Evidence, variant: str, environment: str) -> Record:
+    """What is known before the kernel is asked."""
+    problem = evidence.case.problem
+    return Record(
+        case_id=evidence.case.id,
+        case=evidence.case.to_json(),
+        kernel=subject.name,
+        variant=variant,
+        heads=_heads(problem.heads, problem.kv_heads),
+        status="measured",
+        interpreted=subject.triton and evidence.device == "cpu",
+        environment=environment,
+    )
 
 
 def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from attncheck.distributions import Sizes
 from attncheck.errors import ProblemError, UnknownName
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
@@ -23,19 +24,11 @@ SHAPE_FORM = "BATCHxHEADSxLENGTHxDIM, with /KV after HEADS or LENGTH and /VALUE 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(Sizes):
     """Sizes of a Problem as typed: ``2x16/4x1024/4096x128/64``.
 
     ``kv_heads`` is 0 when the text leaves it open: the plan then measures both MHA and GQA.
     """
-
-    batch: int
-    heads: int
-    kv_heads: int
-    query: int
-    kv: int
-    head_dim: int
-    value_dim: int
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -139,13 +132,7 @@ def plan(
                 for variant, shape, kv_heads in _variants(variants, Shape.parse(text)):
                     mask, score = VARIANTS[variant].mods(shape)
                     problem = Problem(
-                        batch=shape.batch,
-                        heads=shape.heads,
-                        kv_heads=kv_heads,
-                        query=shape.query,
-                        kv=shape.kv,
-                        head_dim=shape.head_dim,
-                        value_dim=shape.value_dim,
+                        **(asdict(shape) | {"kv_heads": kv_heads}),
                         dtype=dtype,
                         mask=mask,
                         score=score,
