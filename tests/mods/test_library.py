@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.formats import fp32
 from attncheck.mods import library
 from attncheck.mods.library import MASKS, SCORES
 from attncheck.mods.spec import Dimensions, Spec
@@ -157,6 +158,34 @@ def test_an_integer_is_a_real_number_rounded_to_fp32() -> None:
     mod = library.build_score(Spec.of("temperature", temperature=2**24 + 1), DIMENSIONS)
     index = torch.tensor(0)
     assert mod(torch.tensor(2.0**24), index, index, index, index).item() == 1.0
+
+
+def test_the_order_of_arguments_is_no_difference() -> None:
+    one, other = (
+        Spec.of("relative_bias", distance=4, seed=1),
+        Spec.of("relative_bias", seed=1, distance=4),
+    )
+    assert one == other
+    assert hash(one) == hash(other)
+    assert str(one) == str(other)
+
+
+def test_documents_cover_the_longer_of_the_two_lengths() -> None:
+    tall = Dimensions(batch=1, heads=1, query=9, kv=7)
+    library.check_mask(Spec.of("document", lengths=[4, 5]), tall)
+    with pytest.raises(ProblemError, match=r"they must cover max\(query, kv\)=9\.$"):
+        library.check_mask(Spec.of("document", lengths=[4, 4]), tall)
+
+
+@pytest.mark.parametrize("name", ["softcap", "temperature"])
+def test_a_real_number_is_that_of_a_kernel_in_float64_too(name: str) -> None:
+    argument = {"softcap": "cap", "temperature": "temperature"}[name]
+    rounded, exact = (
+        library.build_score(Spec.of(name, **{argument: number}), DIMENSIONS)
+        for number in (0.1, fp32(0.1))
+    )
+    index, score = torch.tensor(0), torch.tensor(0.05, dtype=torch.float64)
+    assert rounded(score, *(index,) * 4).item() == exact(score, *(index,) * 4).item()
 
 
 def test_every_entry_is_built_or_composed_and_says_what_it_does() -> None:

@@ -17,117 +17,33 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attncheck.errors import InterpreterUnavailable
+from attncheck.kernels.interpreter.repair import lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from attncheck.kernels.interpreter.repair import Repair
 
 __all__ = ["enable", "enabled", "repairs", "stock"]
 
 _PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
 _STOCK: dict[str, Any] = {}
 _INSTALLED: list[str] = []
-_ABSENT = object()
-# Methods that some of these versions do not have at all.
-_ADDED = {"InterpreterBuilder.get_bf16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Repair:
-    """One repair: what it says of itself, and which names of the interpreter it replaces.
-
-    Attributes:
-        description: For a report.
-        methods: (interpreter module, stock) → dotted name → replacement.
-        uses: Further names of the interpreter that it cannot do without.
-    """
-
-    description: str
-    methods: Callable[[Any, Callable[[str], Any]], dict[str, Any]]
-    uses: tuple[str, ...] = ()
-
-
-def _repairs() -> tuple[_Repair, ...]:
+def _repairs() -> tuple[Repair, ...]:
     # numpy and ml_dtypes are needed only by a process that asks for the interpreter.
-    from attncheck.kernels.interpreter import (  # as above
-        arithmetic,
-        language,
-        reductions,
-    )
+    from attncheck.kernels.interpreter import arithmetic, language, products, reductions
 
     return (
-        _Repair(
-            description="casts",
-            methods=arithmetic.cast_methods,
-            uses=("TensorHandle", "_get_np_dtype", "_ir.ROUNDING_MODE.RTZ", "tl.bfloat16"),
-        ),
-        _Repair(
-            description="bf16/fp8 arithmetic",
-            methods=arithmetic.value_methods,
-            uses=(
-                "TensorHandle",
-                "tl.int1",
-                "_ir.PROPAGATE_NAN.NONE",
-                "_ir.ATOMIC_OP.FADD",
-                "_interpreter.load",
-                "_interpreter.store",
-            ),
-        ),
-        _Repair(
-            description="dot products in fp32 and tf32",
-            methods=arithmetic.dot_methods,
-            uses=("TensorHandle", "_ir.INPUT_PRECISION.TF32", "interpreter_builder.options"),
-        ),
-        _Repair(
-            description="reductions and scans",
-            methods=reductions.reduction_methods,
-            uses=("ReduceOps.to_tensor", "ScanOps.to_tensor", "tl.int32"),
-        ),
-        _Repair(
-            description="faster launches without overflow checks",
-            methods=language.language_methods,
-            uses=(
-                "InterpreterError",
-                "InterpretedFunction.rewrite",
-                "_LangPatchScope.set_attr",
-                "_MISSING",
-                "interpreter_semantic",
-                "tl.core.builtin",
-                "interpreter_builder.options.sanitize_overflow",
-            ),
-        ),
+        arithmetic.CASTS,
+        arithmetic.VALUES,
+        products.PRODUCTS,
+        reductions.REDUCTIONS,
+        language.LAUNCHES,
     )
-
-
-def _lookup(interp: Any, name: str) -> Any:
-    found = interp
-    for part in name.split("."):
-        found = getattr(found, part, _ABSENT)
-    return found
-
-
-def _replacements(interp: Any, repair: _Repair) -> dict[str, Any]:
-    """What ``repair`` puts where; raises InterpreterUnavailable if this triton lacks a name."""
-
-    def stock_of(name: str) -> Any:
-        found = _lookup(interp, name)
-        if found is _ABSENT:
-            version = sys.modules["triton"].__version__
-            raise InterpreterUnavailable(
-                f"the interpreter of triton {version} has no '{name}', which the repair "
-                f"'{repair.description}' needs: use a triton from 3.6 to 3.9, or a GPU."
-            )
-        return found
-
-    for name in repair.uses:
-        stock_of(name)
-    methods = repair.methods(interp, stock_of)
-    for name in methods.keys() - _ADDED:
-        stock_of(name)
-    return methods
 
 
 def _import_interpreter() -> Any:
@@ -168,12 +84,12 @@ def enable() -> None:
     if _INSTALLED:
         return
     interp = _import_interpreter()
-    planned = {repair.description: _replacements(interp, repair) for repair in _repairs()}
+    planned = {repair.description: repair.replacements(interp) for repair in _repairs()}
     for methods in planned.values():
         for name, replacement in methods.items():
             owner, _, attribute = name.rpartition(".")
-            _STOCK[name] = _lookup(interp, name)
-            setattr(_lookup(interp, owner) if owner else interp, attribute, replacement)
+            _STOCK[name] = lookup(interp, name)
+            setattr(lookup(interp, owner) if owner else interp, attribute, replacement)
     builder = interp.interpreter_builder
     builder.options = replace(
         builder.options, sanitize_overflow=False, allowed_dot_input_precisions=_PRECISIONS

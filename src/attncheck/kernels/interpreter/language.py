@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attncheck.kernels.interpreter.repair import Repair
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["language_methods"]
+    from attncheck.kernels.interpreter.repair import Stock
+
+__all__ = ["LAUNCHES"]
 
 
 class _Language:
@@ -60,12 +64,7 @@ def _index(tensor: Any) -> int:
     return int(tensor.handle.data.item())
 
 
-def language_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any]:
-    """What patches the language: the launch, calls of jit functions, and their machinery."""
-    language = _Language(interp, stock("_patch_lang"))
-    stock_launch = stock("GridExecutor.__call__")
-    builtin_code = interp.tl.core.builtin(_index).__code__
-
+def _dtype_function(_interp: Any, stock: Stock) -> dict[str, Any]:
     stock_np_dtype, np_dtypes = stock("_get_np_dtype"), dict[str, Any]()
 
     def _get_np_dtype(dtype: Any) -> Any:
@@ -74,6 +73,12 @@ def language_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any]
         if name not in np_dtypes:
             np_dtypes[name] = stock_np_dtype(dtype)
         return np_dtypes[name]
+
+    return {"_get_np_dtype": _get_np_dtype}
+
+
+def _patch_functions(interp: Any, _stock: Stock) -> dict[str, Any]:
+    builtin_code = interp.tl.core.builtin(_index).__code__
 
     def _patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
         # The wrapper of a builtin only asks whether _semantic is given, and here it is.
@@ -90,6 +95,13 @@ def language_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any]
     def _patch_lang(_fn: Any) -> Any:
         # The launch has done it already, for everything that a kernel can reach.
         return SimpleNamespace(restore=lambda: None)
+
+    return {"_patch_attr": _patch_attr, "_patch_lang": _patch_lang}
+
+
+def _launch_methods(interp: Any, stock: Stock) -> dict[str, Any]:
+    language = _Language(interp, stock("_patch_lang"))
+    stock_launch = stock("GridExecutor.__call__")
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if language.active:  # a pre-run hook launched a kernel
@@ -108,10 +120,19 @@ def language_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any]
         except Exception as error:
             raise interp.InterpreterError(repr(error)) from error
 
-    return {
-        "_get_np_dtype": _get_np_dtype,
-        "_patch_attr": _patch_attr,
-        "_patch_lang": _patch_lang,
-        "GridExecutor.__call__": launch,
-        "InterpretedFunction.__call__": call,
-    }
+    return {"GridExecutor.__call__": launch, "InterpretedFunction.__call__": call}
+
+
+LAUNCHES = Repair(
+    description="faster launches without overflow checks",
+    methods=(_dtype_function, _patch_functions, _launch_methods),
+    uses=(
+        "InterpreterError",
+        "InterpretedFunction.rewrite",
+        "_LangPatchScope.set_attr",
+        "_MISSING",
+        "interpreter_semantic",
+        "tl.core.builtin",
+        "interpreter_builder.options.sanitize_overflow",
+    ),
+)

@@ -1,6 +1,6 @@
 """Reductions and scans of the interpreter, on values, and with the GPU's rule for NaN.
 
-Every function here replaces the method of the same name of ``ReduceOps`` or ``ScanOps``.
+The inner functions replace methods of ``ReduceOps`` and ``ScanOps``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncheck.kernels.interpreter.casts import NARROW, encode, values
+from attncheck.kernels.interpreter.repair import Repair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.kernels.interpreter.casts import Array
+    from attncheck.kernels.interpreter.repair import Stock
 
-__all__ = ["reduction_methods"]
+__all__ = ["REDUCTIONS"]
 
 # Sums of these are rounded after every addition on a GPU; numpy sums fp16 in fp32.
 _ROUNDED = (*NARROW, "fp16")
@@ -53,14 +55,11 @@ def _rounded_scan(data: Array, name: str, axis: int, combine: np.ufunc) -> Array
     return np.ascontiguousarray(np.moveaxis(part, 0, axis))
 
 
-def reduction_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any]:
-    """``tl.sum``, ``tl.max``, ``tl.min``, ``tl.argmax``, ``tl.argmin``, ``tl.cumsum``, ``cumprod``.
+def _extremum_method(interp: Any, _stock: Stock) -> dict[str, Any]:
+    """``tl.max``, ``tl.min``, ``tl.argmax``, ``tl.argmin``.
 
-    NaN is dropped by max and min, which is what a GPU does too (PropagateNan.NONE), unless there is
-    nothing else.
+    NaN is dropped, which is what a GPU does too (PropagateNan.NONE), unless there is nothing else.
     """
-    stock_sum = stock("ReduceOps.sum")
-    stock_scans = {"cumsum": stock("ScanOps.cumsum"), "cumprod": stock("ScanOps.cumprod")}
 
     def min_max(self: Any, tensor: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
         tensor = tensor[0] if isinstance(tensor, tuple) else tensor
@@ -78,6 +77,12 @@ def reduction_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any
             found.append(self.to_tensor(index, interp.tl.int32))
         return tuple(found) if len(found) > 1 else found[0]
 
+    return {"ReduceOps.min_max": min_max}
+
+
+def _sum_method(_interp: Any, stock: Stock) -> dict[str, Any]:
+    stock_sum = stock("ReduceOps.sum")
+
     def sum_(self: Any, tensor: Any) -> Any:
         name = tensor.dtype.name
         if name not in _ROUNDED:
@@ -85,19 +90,26 @@ def reduction_methods(interp: Any, stock: Callable[[str], Any]) -> dict[str, Any
         total = _rounded_sum(tensor.handle.data, name, self.axis, keepdims=self.keep_dims)
         return self.to_tensor(total, tensor.dtype)
 
-    def scan(which: str, combine: np.ufunc) -> Callable[[Any, Any], Any]:
+    return {"ReduceOps.sum": sum_}
+
+
+def _scan_methods(_interp: Any, stock: Stock) -> dict[str, Any]:
+    def scan(stock_scan: Any, combine: np.ufunc) -> Callable[[Any, Any], Any]:
         def method(self: Any, tensor: Any) -> Any:
             name = tensor.dtype.name
             if name not in NARROW:
-                return stock_scans[which](self, tensor)
+                return stock_scan(self, tensor)
             data = _rounded_scan(tensor.handle.data, name, self.axis, combine)
             return [self.to_tensor(data, dtype=tensor.dtype)]
 
         return method
 
-    return {
-        "ReduceOps.min_max": min_max,
-        "ReduceOps.sum": sum_,
-        "ScanOps.cumsum": scan("cumsum", np.add),
-        "ScanOps.cumprod": scan("cumprod", np.multiply),
-    }
+    combining = {"ScanOps.cumsum": np.add, "ScanOps.cumprod": np.multiply}
+    return {name: scan(stock(name), combine) for name, combine in combining.items()}
+
+
+REDUCTIONS = Repair(
+    description="reductions and scans",
+    methods=(_extremum_method, _sum_method, _scan_methods),
+    uses=("ReduceOps.to_tensor", "ScanOps.to_tensor", "tl.int32"),
+)

@@ -1,0 +1,107 @@
+"""Casts in the repaired interpreter have the bits of torch's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+
+from attncheck.kernels import interpreter
+from attncheck.kernels.interpreter import casts
+
+NARROW = ("fp16", "bf16", "fp8e4nv", "fp8e5")
+LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
+
+
+def in_range(source: torch.Tensor, target: str) -> torch.Tensor:
+    """torch's fp8 casts do not saturate in every version: its inputs are clamped as a GPU would."""
+    if target not in LARGEST:
+        return source
+    limit = LARGEST[target]
+    return source.double().clamp(-limit, limit).to(source.dtype)
+
+
+@pytest.mark.parametrize("target", ["fp64", "fp32"])
+@pytest.mark.parametrize("source", NARROW)
+def test_every_pattern_goes_up_as_in_torch(source, target, patterns, mismatches, cast, torch_dtype):
+    numbers = patterns(source)
+    if (source, target) in {("fp8e4nv", "fp64"), ("fp8e5", "fp64")}:
+        # Triton compiles no such cast for an H200; through fp32 it is exact.
+        assert mismatches(cast(cast(numbers, "fp32"), "fp64"), numbers.double()) == 0
+    assert mismatches(cast(numbers, target), numbers.to(torch_dtype[target])) == 0
+
+
+@pytest.mark.parametrize("target", NARROW)
+@pytest.mark.parametrize("source", NARROW)
+def test_every_pattern_goes_across_as_in_torch(
+    source, target, patterns, mismatches, cast, torch_dtype
+):
+    if source == target:
+        return
+    numbers = patterns(source)
+    expected = in_range(numbers.float(), target).to(torch_dtype[target])
+    assert mismatches(cast(numbers, target), expected) == 0
+
+
+@pytest.mark.parametrize("target", NARROW)
+def test_fp32_goes_down_as_in_torch(target, around, mismatches, cast, torch_dtype):
+    numbers = around(target, "fp32")
+    assert mismatches(cast(numbers, target), in_range(numbers, target).to(torch_dtype[target])) == 0
+
+
+@pytest.mark.parametrize("target", [*NARROW, "fp32"])
+def test_fp64_rounds_once(target, around, double_to, mismatches, cast):
+    numbers = around(target if target in NARROW else "bf16", "fp64")
+    if target == "fp32":
+        assert mismatches(cast(numbers, target), numbers.float()) == 0
+    else:
+        expected = double_to(in_range(numbers, target), target)
+        assert mismatches(cast(numbers, target), expected) == 0
+
+
+def test_casting_twice_would_be_noticed(around, mismatches, cast):
+    numbers = around("bf16", "fp64")
+    assert mismatches(cast(numbers, "bf16"), numbers.float().bfloat16()) > 0
+
+
+@pytest.mark.parametrize("target", ["bf16", "fp16"])
+def test_rounding_toward_zero(target, around, mismatches, cast, torch_dtype):
+    numbers = around(target, "fp32")
+    got = cast(numbers, target, "rtz").double()
+    exact = numbers.double()
+    above = torch.nextafter(
+        got.to(torch_dtype[target]), torch.full_like(got, np.inf).to(torch_dtype[target])
+    )
+    finite = exact.isfinite()
+    assert (got.abs() <= exact.abs())[finite].all()
+    assert (above.double() > exact)[finite & (exact > 0)].all()
+    assert got[finite].isfinite().all()
+    assert mismatches(got[~finite], exact[~finite]) == 0
+
+
+@pytest.mark.parametrize("target", ["bf16", "fp8e4nv", "fp8e5"])
+def test_the_stock_cast_fails_this_check(target, around, mismatches, torch_dtype, triton_dtype):
+    numbers = around(target, "fp32")
+    with np.errstate(all="ignore"):
+        bits = interpreter.stock("_convert_float")(
+            numbers.numpy(), tl.float32, triton_dtype[target], _rtne() if target != "bf16" else None
+        )
+    got = torch.from_numpy(bits).view(torch_dtype[target])
+    assert mismatches(got, in_range(numbers, target).to(torch_dtype[target])) > 0
+
+
+def _rtne():
+    from triton._C.libtriton import ir  # private, and only this check needs it
+
+    return ir.ROUNDING_MODE.RTNE
+
+
+def test_integers_become_bf16(mismatches, cast):
+    numbers = torch.tensor([0, 1, -1, 255, 257, 2**24 + 1, -(2**31), 2**31 - 1], dtype=torch.int32)
+    assert mismatches(cast(numbers, "bf16"), numbers.float().bfloat16()) == 0
+
+
+def test_formats_are_known_under_tritons_names(torch_dtype, triton_dtype):
+    assert casts.FORMATS.keys() == torch_dtype.keys()
+    assert all(getattr(triton_dtype[name], "name", None) == name for name in torch_dtype)

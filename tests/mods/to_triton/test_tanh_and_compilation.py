@@ -1,0 +1,167 @@
+"""The printed tanh keeps a bound of its operations; printed functions compile without a GPU."""
+
+# ruff: noqa: N803  # Triton: constexprs in capitals
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from attncheck.mods import scores
+from attncheck.mods import to_triton as printed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+UNIT = 2.0**-24  # unit roundoff of fp32
+
+
+@triton.jit
+def tanh_kernel(x, out, TANH: tl.constexpr, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    tl.store(out + place, TANH(tl.load(x + place)))
+
+
+def tanh_of(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    tanh_kernel[(1,)](x, out, printed._tanh, x.numel())
+    return out
+
+
+def tanh_bound(x: Tensor) -> Tensor:
+    """Relative error of the printed tanh, in units of 2^-24, from its operations.
+
+    Below 5/8 it is s + s·t, t = z·p(z) = tanh(s)/s − 1: z, eight operations of Horner's rule on
+    terms whose absolute sum is below 4/3 of p, five rounded coefficients, z·p and s·(z·p) err on
+    t; the sum and the fit (0.074) on the whole. Above, with q = 2e/(1+e) = 1 − tanh: the argument
+    of exp2 has two roundings and |ln e| = 2|x|, exp2 is taken as good to 2 units, the sum and the
+    quotient have one each, the last difference one.
+    """
+    a = x.double().abs()
+    y = torch.tanh(a)
+    t = (y / a - 1).abs()
+    small = 1 + 0.074 + (1 + 4 / 3 * (8 + 5) + 2) * t / (1 - t)
+    e = torch.exp(-2 * a)
+    large = 1 + (1 - y) / y * ((4 * a + 2) / (1 + e) + 2)
+    return torch.where(a < 0.625, small, large)
+
+
+def test_tanh_keeps_the_bound_of_its_operations() -> None:
+    parts = [
+        np.linspace(1e-3, 1.5, 2**14),
+        np.logspace(-37, 38, 2**13),
+        np.linspace(0.5, 20, 2**13),
+    ]
+    x = torch.from_numpy(np.concatenate(parts).astype(np.float32))
+    for sign in (1, -1):
+        result, exact = tanh_of(sign * x).double(), torch.tanh(sign * x.double())
+        # (1 + 2^-20) covers second-order terms and the float64 reference.
+        assert ((result - exact).abs() <= tanh_bound(x) * UNIT * exact.abs() * (1 + 2**-20)).all()
+
+
+def test_the_bound_rejects_the_quotient_of_exponentials() -> None:
+    x = torch.linspace(1e-4, 0.5, 2**10)
+    e = torch.exp(-2 * x)
+    wrong, exact = ((1 - e) / (1 + e)).double(), torch.tanh(x.double())
+    assert ((wrong - exact).abs() > tanh_bound(x) * UNIT * exact * (1 + 2**-20)).any()
+
+
+def test_tanh_at_the_ends() -> None:
+    ends = torch.tensor([0.0, float("inf"), -float("inf"), float("nan")])
+    assert tanh_of(ends)[:3].tolist() == [0.0, 1.0, -1.0]
+    assert tanh_of(ends)[3].isnan()
+
+
+def test_softcap_keeps_the_bound_of_its_operations(grid: Any) -> None:
+    mod = scores.softcap(20.0)
+    result, exact = (
+        grid.scored(mod, grid.start()).double(),
+        mod(grid.start().double(), *grid.indices()),
+    )
+    # The quotient's rounding moves tanh by at most as much relatively; one more for the product.
+    bound = (tanh_bound(grid.start() / 20.0) + 2) * UNIT * exact.abs() * (1 + 2**-20)
+    assert ((result - exact).abs() <= bound).all()
+
+
+COMPILE = """
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attncheck.mods.library import build_mask, build_score
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.to_triton import to_triton
+from attncheck.mods.trace import trace_mask, trace_score
+from compiled_kernel import kernel
+
+TYPES = {torch.int32: "*i32", torch.float32: "*fp32"}
+
+def argument(value):
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "constexpr" if value == 1 else "i32"
+
+def compiled(mask, score):
+    sizes = Dimensions(batch=2, heads=4, query=64, kv=64)
+    mods = [to_triton(trace_mask(build_mask(mask, sizes)))]
+    mods.append(to_triton(trace_score(build_score(score, sizes))))
+    captured = [tuple(argument(v) for v in mod.captured) for mod in mods]
+    signature = dict(x="*fp32", out="*fp32", MASK="constexpr", SCORE="constexpr",
+                     mask_captured=captured[0], score_captured=captured[1])
+    constants = {(2,): mods[0].function, (3,): mods[1].function}
+    for place, mod in enumerate(mods):
+        ones = [i for i, v in enumerate(mod.captured) if isinstance(v, int) and v == 1]
+        constants |= {(4 + place, i): 1 for i in ones}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+of = Spec.of
+document = of("document", lengths=[30, 34])
+window = of("sliding_window", window=1)
+everything = of("or", of("not", window), of("and", document, of("padding", lengths=[64, 3])))
+bias = of("relative_bias", distance=3, seed=0)
+assert "div.full.f32" in compiled(of("full"), of("softcap", cap=5.0))
+compiled(everything, of("chain", of("alibi"), bias, of("temperature", temperature=2.0)))
+print("compiled")
+"""
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x, out, MASK: tl.constexpr, SCORE: tl.constexpr, mask_captured, score_captured):
+    q_idx = tl.arange(0, 64)[:, None]
+    kv_idx = tl.arange(0, 64)[None, :]
+    b, h = tl.program_id(0), tl.program_id(1)
+    score = SCORE(tl.load(x + q_idx * 64 + kv_idx), b, h, q_idx, kv_idx, score_captured)
+    seen = MASK(b, h, q_idx, kv_idx, mask_captured)
+    tl.static_assert(seen.dtype == tl.int1)
+    tl.static_assert(score.dtype == tl.float32)
+    tl.store(out + q_idx * 64 + kv_idx, tl.where(seen, score, -float("inf")))
+"""
+
+
+def test_functions_compile_for_hopper(tmp_path: Path) -> None:
+    (tmp_path / "compiled_kernel.py").write_text(KERNEL)
+    environment: dict[str, Any] = {
+        **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "compiled", done.stderr
