@@ -184,6 +184,22 @@ def test_dtypes():
     assert [d.name for d in DTYPES.values() if d.measured] == ["fp32", "tf32", "fp16", "bf16"]
 
 
+def test_what_a_dtype_means_place_by_place():
+    """Storage, products, weights, output."""
+    places = {
+        name: (d.storage.name, d.products.name, d.weights.name, d.output.name)
+        for name, d in DTYPES.items()
+    }
+    assert places == {
+        "fp32": ("fp32", "fp32", "fp32", "fp32"),
+        "tf32": ("fp32", "tf32", "tf32", "fp32"),
+        "fp16": ("fp16", "fp16", "fp16", "fp16"),
+        "bf16": ("bf16", "bf16", "bf16", "bf16"),
+        "e4m3": ("e4m3", "e4m3", "e4m3", "bf16"),
+        "e5m2": ("e5m2", "e5m2", "e5m2", "bf16"),
+    }
+
+
 @pytest.mark.parametrize("name", ["fp12", "", None, []])
 def test_unknown_dtype_lists_the_valid_ones(name):
     with pytest.raises(UnknownName) as error:

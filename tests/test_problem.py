@@ -148,6 +148,8 @@ def test_defaults():
     assert (problem.kv_heads, problem.kv, problem.value_dim) == (4, 100, 40)
     assert problem.scale == fp32(1 / math.sqrt(40))
     assert problem == Problem(query=100, heads=4, head_dim=40, scale=1 / math.sqrt(40))
+    assert problem.replace(value_dim=8).scale == problem.scale
+    assert Problem(query=1, head_dim=40, value_dim=8).scale == problem.scale
     assert problem.replace(head_dim=64).value_dim == 40  # a default is taken once
 
 

@@ -11,9 +11,12 @@ from attncheck.examine.check import compare
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Failure, InProcess
 from attncheck.formats import FORMATS, round_to
+from attncheck.judge.floor import rounding_floor
+from attncheck.judge.metrics import errors
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.problem import Case, Problem
+from attncheck.record import LseErrors, OutErrors, Place
 from attncheck.subjects.contract import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 
@@ -71,6 +74,60 @@ def test_the_ideal_kernel_is_compared_at_the_kernels_own_tiling():
 
     record = measured(Tiled())
     assert record.tiling == "16×2 reverse"
+
+
+def test_each_number_stands_under_its_name():
+    tiling = Tiling(block_query=16, block_kv=2, reverse=True)
+
+    class Tiled(Exact):
+        def tiling(self, problem, device):
+            return tiling
+
+        def spoil(self, outputs):
+            outputs.out[1, 0, 4, 3] -= 2
+            outputs.lse[1, 0, 2] += 3
+            outputs.lse[1, 1, 3] -= 1
+            return outputs
+
+    problem = PROBLEM.replace(batch=2, kv=200)
+    subject, evidence = Tiled(), Evidence(Case(problem=problem), "cpu")
+    record = compare(subject, evidence, variant="causal", environment="env")
+    given, truth = subject.run(evidence.inputs), evidence.truth
+    out, lse = (
+        errors(values, exact, torch.tensor(True))
+        for values, exact in ((given.out, truth.out), (given.lse, truth.lse))
+    )
+    best = errors(Ideal(tiling).run(evidence.inputs).out, truth.out, torch.tensor(True)).rmse
+    assert best not in {evidence.floor_rmse, evidence.ideal_rmse(Ideal().tiling(problem, "cpu"))}
+    assert out.bias < 0
+    assert record.out == OutErrors(
+        rmse=out.rmse,
+        floor_rmse=rounding_floor(truth.out, torch.tensor(True), FORMATS["fp16"]),
+        ideal_rmse=best,
+        max_error=out.max_error,
+        max_at=Place(batch=1, head=0, query=4, dim=3),
+        bias=out.bias,
+        elements=2 * 2 * 9 * 8,
+    )
+    assert record.lse == LseErrors(
+        rmse=lse.rmse, max_error=lse.max_error, max_at=Place(batch=1, head=0, query=2)
+    )
+    assert (record.variant, record.environment) == ("causal", "env")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "said"),
+    [(1, 1, "MHA"), (4, 4, "MHA"), (4, 2, "GQA"), (4, 1, "MQA")],
+)
+def test_how_heads_are_shared_has_a_name(heads, kv_heads, said):
+    assert measured(problem=PROBLEM.replace(heads=heads, kv_heads=kv_heads)).heads == said
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_only_triton_is_interpreted_on_a_cpu(triton):
+    subject = Exact()
+    subject.triton = triton
+    assert measured(subject).interpreted is triton
 
 
 def test_a_place_is_named():
@@ -150,6 +207,9 @@ def test_dead_rows_are_exact_and_outside_the_statistics():
     assert record.out.dead_rows == 2 * 3  # rows 6, 7 and 8 of 9 see keys 0–6: nothing is left
     assert (record.out.dead_rows_wrong, record.lse.dead_rows_wrong) == (0, 0)
     assert record.out.elements == 2 * 6 * 8
+    assert record.out.rmse == record.out.floor_rmse > 0  # dead rows dilute neither
+    ideal = measured(Ideal(), DEAD)
+    assert ideal.out.rmse == ideal.out.ideal_rmse > 0
 
 
 @pytest.mark.parametrize("value", [1e-7, math.nan])
@@ -161,6 +221,16 @@ def test_dead_rows_that_are_not_zero(value):
 
     record = spoiled(change, DEAD)
     assert (record.out.dead_rows_wrong, record.lse.dead_rows_wrong) == (1, 1)
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+def test_dead_rows_whose_lse_is_not_minus_infinity(value):
+    def change(outputs):
+        outputs.lse[0, 0, 8] = value
+        return outputs
+
+    record = spoiled(change, DEAD)
+    assert (record.out.dead_rows_wrong, record.lse.dead_rows_wrong) == (0, 1)
 
 
 def test_no_lse_is_no_error():
@@ -194,6 +264,27 @@ def test_evidence_is_computed_once():
     assert evidence.inputs is evidence.inputs
     assert evidence.truth is evidence.truth
     assert torch.equal(evidence.alive, torch.ones(1, 2, 9, dtype=torch.bool))
+
+
+def test_truth_and_floor_are_known_before_a_kernel_runs(monkeypatch):
+    from attncheck.examine import evidence
+
+    events = []
+
+    def told(place, name, event):
+        original = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a: events.append(event) or original(*a))
+
+    told(evidence.oracles, "streaming", "truth")
+    told(evidence, "rounding_floor", "floor")
+
+    class Kernel(Ideal):
+        def prepare(self, inputs):
+            events.append("kernel")
+            return super().prepare(inputs)
+
+    measured(Kernel())
+    assert events[:3] == ["truth", "floor", "kernel"]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -274,3 +365,25 @@ def test_the_first_call_is_not_timed(monkeypatch):
     subject.spoil = lambda o: calls.append(1) or o
     assert measured(subject).seconds == 1.0  # by the clock that moves by one each time
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("ticks", "seconds", "times"),
+    [([1, 2, 6], 2 / 64, 6), ([16], 16 / 64, 1), ([0], 0.0, 20)],  # until a quarter of a second
+    ids=["uneven", "slow", "quick"],
+)
+def test_the_time_is_the_median_of_the_calls_after_the_first(ticks, seconds, times, monkeypatch):
+    import itertools
+    import time
+
+    lasting, now, calls = itertools.cycle(ticks), [0.0], []
+
+    def kernel(outputs):
+        if calls:  # the first may compile, and is not timed
+            now[0] += next(lasting) / 64
+        calls.append(1)
+        return outputs
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert spoiled(kernel).seconds == seconds
+    assert len(calls) == 1 + times

@@ -35,6 +35,15 @@ def test_only_what_is_counted():
     assert (found.rmse, found.elements, found.nonfinite) == (0.0, 3, 0)
 
 
+def test_what_is_not_counted_dilutes_nothing():
+    values = TRUTH.clone()
+    values[1, 2] -= 4.0
+    found = errors(values, TRUTH, torch.tensor([[False], [True]]))
+    assert (found.rmse, found.bias) == (math.sqrt(16.0 / 3), -4.0 / 3)
+    exact = errors(TRUTH, TRUTH, torch.tensor([[False], [True]]))
+    assert exact.max_at == (1, 0)  # the first element that is counted
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_close(poison):
     values = TRUTH.clone()
@@ -59,6 +68,14 @@ def test_squares_neither_vanish_nor_overflow(size):
 def test_the_floor_is_half_an_ulp_at_a_tie():
     truth = torch.tensor([1.0 + 2.0**-8], dtype=torch.float64)  # halfway between bf16 neighbours
     assert rounding_floor(truth, torch.tensor([True]), FORMATS["bf16"]) == 2.0**-8
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_the_floor_is_rounded_once(name):
+    """Just above a tie, by less than fp32 can tell: a cast through fp32 would go down."""
+    step = 2.0 * FORMATS[name].unit_roundoff
+    truth = torch.tensor([1.0 + step / 2 + 2.0**-40], dtype=torch.float64)
+    assert rounding_floor(truth, torch.tensor([True]), FORMATS[name]) == step / 2 - 2.0**-40
 
 
 def test_no_rounding_beats_the_floor():

@@ -18,6 +18,8 @@ from attncheck.mods.expression import Expression, Structure
 from attncheck.mods.library import MASKS, SCORES, build_mask, build_score
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import disagreements, trace_mask, trace_score
+from attncheck.problem import Problem
+from attncheck.subjects.traced import traced_mask, traced_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +132,58 @@ def test_a_planted_operation_in_a_mask_is_noticed(spec: Spec, op: str, other: st
     assert disagreements(with_op(trace_mask(mod), op, other), mod, dimensions) > 0
 
 
+@pytest.mark.parametrize("number", [17, -17, 123_456, -123_456])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_planted_operation_is_noticed_where_no_draw_would_hit(
+    *, number: int, ahead: bool
+) -> None:
+    """One diagonal or one column of a million: only looking next to the number finds it."""
+    dimensions = Dimensions(batch=1, heads=1, query=1_000_003, kv=1_000_033)
+
+    def distance(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k - q if ahead else q - k) < number
+
+    def column(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k if ahead else -k) < number
+
+    for mod in (distance, column):
+        if mod is column and ahead == (number < 0):
+            continue  # the same everywhere
+        expression = trace_mask(mod)
+        assert disagreements(expression, mod, dimensions) == 0
+        assert disagreements(with_op(expression, "lt", "le"), mod, dimensions) > 0
+
+
+@pytest.mark.parametrize("distance", [-4, -1, 0, 1, 4])
+def test_both_sides_of_the_diagonal_are_looked_at(distance: int) -> None:
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return masks.causal(b, h, q, k) ^ (k - q == distance)
+
+    dimensions = Dimensions(batch=1, heads=1, query=1_000_003, kv=1_000_033)
+    assert disagreements(trace_mask(masks.causal), mod, dimensions) > 0
+
+
+class _Shifty(Problem):
+    """Its mask and score are other ones for many indices than for the one they are traced with."""
+
+    def mask_mod(self, device: str = "cpu") -> Callable[..., Tensor]:
+        return lambda b, h, q, k: q >= k if k.numel() == 1 else q > k
+
+    def score_mod(self, device: str = "cpu") -> Callable[..., Tensor]:
+        return lambda s, b, h, q, k: s + 1.0 if k.numel() == 1 else s + 2.0
+
+
+@pytest.mark.parametrize("trace", [traced_mask, traced_score])
+def test_a_kernel_is_not_given_a_trace_that_disagrees(
+    trace: Callable[..., Expression], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TraceError, match=r"the trace of bf16 full .* at \d+ sampled indices"):
+        trace(_Shifty(query=9), "cpu")
+    monkeypatch.setattr("attncheck.mods.trace.disagreements", lambda *_, **__: 1)
+    with pytest.raises(TraceError, match="differs from it at 1 sampled"):
+        trace(Problem(query=9), "cpu")
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_number_off_by_one_is_noticed(number: int) -> None:
     """The three places of a relative bias: lower and upper clamp, and the shift."""
@@ -169,6 +223,7 @@ def test_a_tensor_captured_once_is_one_slot() -> None:
 BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 FLAGS = torch.tensor([True, False, True])
 POWER = torch.tensor(3.0)
+TENTH = torch.tensor([0.1], dtype=torch.float64)
 
 SUPPORTED: dict[str, Callable[..., Tensor]] = {
     "floor division": lambda s, b, h, q, k: s + (q - k) // 3,
@@ -178,6 +233,9 @@ SUPPORTED: dict[str, Callable[..., Tensor]] = {
     "where with a number": lambda s, b, h, q, k: torch.where(q > k, s, -float("inf")),
     "where of numbers": lambda s, b, h, q, k: s * torch.where(q > k, 1.0, 2.0),
     "0-d tensor": lambda s, b, h, q, k: s * POWER,
+    # A tensor of one element promotes fp32 to float64, one of no dimension does not.
+    "1-d number": lambda s, b, h, q, k: s + BIAS[h, b] * TENTH,
+    "0-d number": lambda s, b, h, q, k: s + BIAS[h, b] * TENTH[0],
     "tensor in the mod": lambda s, b, h, q, k: s + torch.tensor([0.5, 0.25, 4.0])[h],
     "a row of a table": lambda s, b, h, q, k: s + BIAS[1][h],
     "a fixed column": lambda s, b, h, q, k: s + BIAS[h, 2],

@@ -72,7 +72,10 @@ def test_tiles_that_see_nothing_are_skipped_and_whole_ones_not_masked():
     assert not list(_tiles(_problem(Spec.of("sliding_window", window=0)), BLOCKS))
 
 
-@pytest.mark.parametrize("sizes", [{"heads": 64, "kv_heads": 1}, {"batch": 16}, {"query": 1}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"heads": 64, "kv_heads": 1}, {"heads": 14, "kv_heads": 7}, {"batch": 16}, {"query": 1}],
+)
 def test_no_product_has_more_rows_than_asked_for(sizes):
     problem = _problem(Spec.of("full"), **sizes)
     for rows in query_blocks(problem, BLOCKS):
@@ -145,6 +148,25 @@ def test_a_score_of_minus_infinity_hides_a_key_as_a_mask_does(allowance):
         for part in (mine, truth):
             part.out[:, :, -1] = 0
         assert not allowance(causal).misses(mine, truth)
+
+
+class _OfItsHead(Problem):
+    """A mask that is another one in every head, though the same in every sequence."""
+
+    def mask_mod(self, device="cpu"):
+        return lambda b, h, i, j: j <= i + 3 * h
+
+
+def test_ranges_of_heads_are_asked_about_their_own_heads(allowance):
+    sizes = {"batch": 2, "heads": 14, "kv_heads": 7, "query": 40, "head_dim": 8}
+    problem = _OfItsHead(**sizes, score=Spec.of("alibi"))
+    rows = query_blocks(problem, BLOCKS)[0]
+    ranges = [part.kv for part in head_ranges(problem, BLOCKS, len(rows))]
+    assert any(kv.start > 0 for kv in ranges)  # the heads of one sequence are cut
+    drawn = draw(Problem(**sizes))
+    inputs = Inputs(problem=problem, q=drawn.q, k=drawn.k, v=drawn.v)
+    streamed = oracles.streaming(inputs, blocks=BLOCKS)
+    assert not allowance(inputs).misses(oracles.dense(inputs), streamed)
 
 
 class _Table(Problem):

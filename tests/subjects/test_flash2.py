@@ -19,7 +19,9 @@ from attncheck.inputs import draw
 from attncheck.judge.metrics import errors
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
-from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects import flash2
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.flash2 import Flash2, launch
 from attncheck.subjects.ideal import Ideal
 
 MASKS = {
@@ -90,6 +92,54 @@ def test_any_head_dim(dims, exact):
 def test_any_lengths(lengths, exact):
     problem = small(query=lengths[0], kv=lengths[1], dtype="fp16", mask=MASKS["causal"])
     assert excess(draw(problem), exact) <= 1
+
+
+@pytest.mark.parametrize("tiles", [(64, 16), (16, 64)], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "causal and padding"])
+def test_tiles_that_are_not_square(mask, tiles, exact, monkeypatch):
+    """As on a GPU; the interpreter's own choice is square."""
+    chosen = dict(zip(("block_query", "block_kv"), tiles, strict=True))
+    monkeypatch.setattr(flash2, "_interpreted", lambda problem: chosen)
+    for query, kv in ((150, 150), (70, 150), (150, 70)):
+        problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
+        assert Flash2().tiling(problem, "cpu") == Tiling(**chosen)
+        assert excess(draw(problem), exact) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_gpu_is_asked_for(dtype):
+    """Only tf32 multiplies in tf32; the wider of the two head dims chooses the tiles."""
+    for device in ("cuda", "cpu"):
+        problem = small(head_dim=64, value_dim=64, dtype=dtype)
+        assert launch(problem, device).precision == ("tf32" if dtype == "tf32" else "ieee")
+    chosen = {
+        dims: launch(small(head_dim=dims[0], value_dim=dims[1], dtype=dtype), "cuda")
+        for dims in ((64, 64), (65, 64), (64, 65), (128, 128), (128, 129), (256, 1), (256, 256))
+    }
+    assert chosen[64, 64] != chosen[65, 64] == chosen[64, 65] == chosen[128, 128]
+    assert chosen[128, 128] != chosen[128, 129] == chosen[256, 1] == chosen[256, 256]
+
+
+SKIPPED = {
+    "full": (False, True),
+    "causal": (True, True),
+    "bottom_right": (False, False),
+    "window": (True, False),
+    "prefix_lm": (False, False),
+    "document": (False, False),
+    "padding": (False, False),
+    "causal and padding": (True, False),
+    "not causal": (False, False),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_which_tiles_a_mask_lets_it_skip(mask):
+    """Whether keys after the row are hidden, and whether nothing else is."""
+    chosen = launch(small(mask=MASKS[mask]), "cuda")
+    assert (chosen.causal, chosen.free) == SKIPPED[mask]
+    causal_or = Spec.of("or", MASKS["causal"], MASKS["padding"])
+    assert not launch(small(mask=causal_or), "cuda").causal
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)], ids=str)

@@ -12,7 +12,7 @@ from attncheck.formats import fp32
 from attncheck.inputs import draw
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
-from attncheck.subjects import flex
+from attncheck.subjects import flex, memory
 from attncheck.subjects.flex import Flex
 
 MASKS = {
@@ -60,6 +60,14 @@ def test_a_mask_reaches_the_kernel(dtype, mask, lengths, exact):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_a_score_mod_reaches_the_kernel(dtype, score, exact):
     inputs = draw(small(kv=57, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))
+    assert exact(inputs).excess(Flex().run(inputs)) <= 1
+
+
+@pytest.mark.parametrize("score", ["none", "alibi"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_scale_and_heads_reach_the_kernel(kv_heads, score, exact):
+    """A scale that is not torch's own default, 1/√head_dim."""
+    inputs = draw(small(batch=3, kv_heads=kv_heads, scale=0.7, score=Spec.of(score)))
     assert exact(inputs).excess(Flex().run(inputs)) <= 1
 
 
@@ -111,6 +119,14 @@ def test_reasons():
     reason = "head_dim=16 value_dim=8: compiled flex_attention needs at least 16"
     assert Flex().unsupported(small(), "cuda") == reason
     assert Flex().unsupported(small(value_dim=16, dtype="tf32"), "cuda") is None
+
+
+def test_what_fits_to_the_byte_is_taken(monkeypatch):
+    size = 8 * 2 * 4 * 40 * 57  # scores and weights in fp32, of every head
+    monkeypatch.setattr(memory, "_memory", lambda device: size)
+    assert Flex().unsupported(small(kv=57), "cpu") is None
+    monkeypatch.setattr(memory, "_memory", lambda device: size - 1)
+    assert "would take" in Flex().unsupported(small(kv=57), "cpu")
 
 
 def test_torchs_settings_are_as_before():

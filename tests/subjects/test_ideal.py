@@ -232,6 +232,66 @@ def test_it_gives_the_same_bits_whatever_torch_was_told_about_products():
         torch.set_float32_matmul_precision(precision)
 
 
+def once(values: torch.Tensor) -> torch.Tensor:
+    """Float64 ``values`` rounded once to fp32."""
+    return values.float().double()
+
+
+def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Algorithm 1 again, two keys at a time, with each rounding that Ideal declares written out.
+
+    In float64, which holds q·k and P·V of these inputs exactly.
+    """
+    problem = inputs.problem
+    q, k, v = inputs.promoted()
+    log2_e = math.log2(math.e)
+    plain = problem.score == Spec.of("none")
+    c = fp32(problem.scale * log2_e) if plain else 1.0
+    m = torch.full_like(q, -math.inf)
+    total, out = torch.zeros_like(q), torch.zeros_like(q)
+    for start in sorted(range(0, problem.kv, 2), reverse=tiling.reverse):
+        s = q @ k[:, :, start : start + 2].mT
+        if not plain:
+            s = once(once(once(s * problem.scale) / fp32(0.7)) * fp32(log2_e))
+        raised = torch.maximum(m, s.amax(-1, keepdim=True))
+        if tiling.lazy_rescale:
+            stays = (once(once(raised - m) * c) <= tiling.lazy_rescale) & m.isfinite()
+            raised = torch.where(stays, m, raised)
+        p = once(torch.exp2(once(s * c - once(raised * c))))
+        alpha = once(torch.exp2(once(once(m - raised) * c)))
+        total = once(once(total * alpha) + once(p.sum(-1, keepdim=True)))
+        weights = round_to(p, problem.formats.weights)
+        out = once(once(out * alpha) + once(weights @ v[:, :, start : start + 2]))
+        m = raised
+    lse = once(once(m * (problem.scale if plain else fp32(math.log(2)))) + once(total.log()))
+    return round_to(once(out * once(1 / total)), problem.formats.output), lse[..., 0]
+
+
+@pytest.mark.parametrize("score", ["none", "temperature"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        Tiling(block_query=16, block_kv=2),
+        Tiling(block_query=16, block_kv=2, reverse=True),
+        Tiling(block_query=16, block_kv=2, lazy_rescale=2.0),
+    ],
+    ids=str,
+)
+def test_every_bit_is_that_of_the_roundings_it_declares(tiling, dtype, score):
+    spec = SCORES.get(score, Spec.of(score))
+    problem = Problem(query=2048, kv=12, head_dim=1, scale=1.3, dtype=dtype, score=spec)
+    inputs = draw(problem)
+    if dtype == "fp32":  # short enough for exact products, whatever adds them
+        q, k = inputs.q.half().float(), inputs.k.half().float()
+        v = torch.copysign(torch.exp2(inputs.v.round()), inputs.v)
+        inputs = inputs.replace(q=q, k=k, v=v)
+    outputs = Ideal(tiling).run(inputs)
+    out, lse = as_declared(inputs, tiling)
+    assert torch.equal(outputs.out.double(), out)
+    assert torch.equal(outputs.lse.double(), lse)
+
+
 class OneKeyTooWide(Ideal):
     def visible(self, mask, at):
         return super().visible(mask, dataclasses.replace(at, kv_idx=at.kv_idx - 1))

@@ -8,6 +8,13 @@ from attncheck.errors import UnknownName, UsageError
 from attncheck.subjects.load import load
 
 PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
+MINE = """
+from attncheck.subjects.contract import Subject
+from attncheck.subjects.ideal import Ideal
+class Mine(Ideal):
+    {body}
+"""
+BARE = MINE.replace("(Ideal)", "(Subject)") + "    unsupported = prepare = None\n"
 
 
 @pytest.mark.parametrize("name", ["Right", "right"])
@@ -17,8 +24,8 @@ def test_a_class_and_an_instance_of_a_file(name: str) -> None:
 
 def test_a_function_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text("from attncheck.subjects.ideal import Ideal\ndef make():\n    return Ideal()\n")
-    assert load(f"{path}::make").name == "ideal"
+    path.write_text(MINE.format(body='name = "mine"') + "def make():\n    return Mine()\n")
+    assert load(f"{path}::make").name == "mine"
 
 
 def test_a_name_of_the_library() -> None:
@@ -36,6 +43,17 @@ def test_a_name_of_the_library() -> None:
         ("def x(:", "x", "SyntaxError"),
         ("def x():\n    raise ValueError('no licence\\nat all')", "x", "ValueError: no licence"),
         ("def x():\n    return 3", "x", "is int: it must be a Subject"),
+        ("raise SystemExit(3)", "x", "importing .* raised SystemExit: 3"),
+        (
+            "import sys\ndef x():\n    sys.exit('no GPU')",
+            "x",
+            "making it raised SystemExit: no GPU",
+        ),
+        (BARE.format(body="pass"), "Mine", 'has no name: add name = "…" .* to Mine'),
+        (BARE.format(body='name = " "'), "Mine", "has no name"),
+        (BARE.format(body='name = "mine"'), "Mine", 'has no summary: add summary = "…" .* to Mine'),
+        (BARE.format(body='name, summary = "mine", 3'), "Mine", "has no summary"),
+        (MINE.format(body="pass"), "Mine", "is called 'ideal'.* give it a name of its own"),
     ],
 )
 def test_what_cannot_be_loaded_is_said_in_one_line(
@@ -52,3 +70,10 @@ def test_what_cannot_be_loaded_is_said_in_one_line(
 def test_a_file_that_is_not_there(kernel: str) -> None:
     with pytest.raises(UsageError, match="there is no file"):
         load(kernel)
+
+
+def test_an_interrupt_is_nobodys_fault(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load(f"{path}::x")

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attncheck.inputs import draw
+from attncheck.problem import Problem
+from attncheck.subjects import flex
+from attncheck.subjects.flex import Flex
+from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.matmul_precision import fp32_products
+from attncheck.subjects.sdpa import Sdpa
 
 cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
@@ -64,3 +70,27 @@ def test_calls_may_be_nested():
         with fp32_products("ieee"):
             assert cuda.fp32_precision == "ieee"
         assert cuda.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("kernel", [Ideal(), Sdpa("math"), Flex()], ids=lambda k: k.name)
+def test_each_kernel_multiplies_as_its_problem_says(kernel, dtype, monkeypatch):
+    """The ideal kernel rounds to tf32 itself: its products are fp32's own always."""
+    seen = []
+
+    def watched(place, name):
+        original = getattr(place, name)
+
+        def call(*arguments, **named):
+            seen.append(settings())
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(place, name, call)
+
+    watched(torch, "bmm")
+    watched(torch.nn.functional, "scaled_dot_product_attention")
+    watched(flex, "_attention")
+    torch.set_float32_matmul_precision("medium")
+    kernel.run(draw(Problem(query=9, head_dim=16, dtype=dtype)))
+    products = "tf32" if dtype == "tf32" and kernel.name != "ideal" else "ieee"
+    assert set(seen) == {(products, products)}

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attncheck.inputs import draw
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
+from attncheck.subjects import memory
 from attncheck.subjects.sdpa import Sdpa, attention_bias, attention_mask
 
 MASKS = {
@@ -73,6 +74,17 @@ def test_an_added_score_reaches_the_kernel(backend, dtype, score, mask, exact):
     assert kernel.unsupported(problem, "cpu") is None
     inputs = draw(problem)
     assert exact(inputs).excess(kernel.run(inputs)) <= 1
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("score", ["none", "alibi"])
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_scale_and_heads_reach_the_kernel(backend, score, kv_heads, exact):
+    """A scale that is not torch's own default, 1/√head_dim."""
+    problem = small(batch=3, kv_heads=kv_heads, scale=0.7, score=Spec.of(score))
+    assert Sdpa(backend).unsupported(problem, "cpu") is None
+    inputs = draw(problem)
+    assert exact(inputs).excess(Sdpa(backend).run(inputs)) <= 1
 
 
 @pytest.mark.parametrize("backend", ["math", "flash"])
@@ -182,3 +194,19 @@ def test_what_cannot_be_written_out_is_refused_before_it_is(backend, changes, wh
     reason = Sdpa(backend).unsupported(problem, "cpu")
     assert reason.startswith(f"its {what} would take ")
     assert Sdpa(backend).unsupported(problem.replace(query=64, kv=64), "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "size"),
+    [
+        ("math", {}, 8 * 2 * 4 * 40 * 57),  # scores and weights, of every head
+        ("flash", {"mask": MASKS["window"]}, 40 * 57),  # a byte a pair, where all see the same
+        ("flash", {"score": Spec.of("alibi")}, 4 * 2 * 4 * 40 * 57),
+    ],
+)
+def test_what_fits_to_the_byte_is_taken(backend, changes, size, monkeypatch):
+    problem = small(kv=57, **changes)
+    monkeypatch.setattr(memory, "_memory", lambda device: size)
+    assert Sdpa(backend).unsupported(problem, "cpu") is None
+    monkeypatch.setattr(memory, "_memory", lambda device: size - 1)
+    assert "would take" in Sdpa(backend).unsupported(problem, "cpu")
