@@ -135,6 +135,39 @@ finally:
         assert run.stderr.strip() == "[]"
 
 
+def test_the_help_lists_the_exit_codes_one_below_the_other(tmp_path):
+    run = attncheck("--help", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "\\b" not in run.stdout
+    assert "\b" not in run.stdout
+    codes = [line.split()[0] for line in run.stdout.partition("Exit codes:\n")[2].splitlines()]
+    assert codes == ["0", "1", "2", "3", "5", "130"]
+    for verb in ("rmse", "list", "doctor"):
+        assert "\\b" not in attncheck(verb, "--help", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize("form", ["{option} {value}", "{option}={value}"])
+def test_the_command_of_a_report_holds_no_folder(tmp_path, form):
+    folder = tmp_path / "some where"
+    folder.mkdir()
+    (folder / "mine.py").write_text(
+        "from attncheck.subjects.ideal import Ideal\n"
+        "class Mine(Ideal):\n    name, summary = 'mine', 'one of mine'\n"
+    )
+    options = {"--kernel": f"{folder}/mine.py::Mine", "--out": str(tmp_path / "out")}
+    given = []
+    for option, value in options.items():
+        given += form.format(option=option, value="\0").split(" ")
+        given[-1] = given[-1].replace("\0", value)
+    run = attncheck("rmse", *QUICK[2:], *given, "-q", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    command = json.loads((tmp_path / "out" / "rmse.json").read_text())["command"]
+    kernel = form.format(option="--kernel", value="mine.py::Mine")
+    assert command == f"attncheck rmse {' '.join(QUICK[2:])} {kernel} -q"
+    for path in (tmp_path / "out").iterdir():
+        assert "some where" not in path.read_text()
+
+
 @pytest.mark.parametrize("command", [("doctor", "--json"), ("list", "--json")])
 def test_json_is_json_alone(tmp_path, command):
     run = attncheck(*command, cwd=tmp_path)

@@ -106,6 +106,17 @@ def test_options_of_the_properties_are_those_of_the_plugin():
     assert documented - {"--hypothesis-seed N"} == expected  # that one is Hypothesis's
 
 
+def test_the_profiles_have_the_examples_that_the_page_names():
+    plugin = read("src/attncheck/pytest_plugin.py")
+    profile = r'register_profile\("([\w-]+)", .*\bmax_examples=(\d+)'
+    documented = {}
+    for option, meaning in rows("docs/properties.md", "option"):
+        if "--hypothesis-profile" in option:
+            documented[code_in(option)[0].split()[1]] = re.match(r"\d+", meaning)[0]
+    assert documented
+    assert documented == dict(re.findall(profile, plugin))
+
+
 def test_tables_name_everything_there_is():
     from attncheck.distributions import DISTRIBUTIONS
     from attncheck.formats import DTYPES

@@ -25,12 +25,16 @@ class Right(Ideal):
 class Wide(Ideal):
     """One key too many."""
 
+    name = "planted-wide"
+
     def visible(self, mask: MaskMod, at) -> torch.Tensor:
         return at.q_idx + 1 >= at.kv_idx
 
 
 class Strict(Ideal):
     """Drops the diagonal."""
+
+    name = "planted-strict"
 
     def visible(self, mask: MaskMod, at) -> torch.Tensor:
         return mask(at.b, at.h, at.q_idx, at.kv_idx) & (at.q_idx != at.kv_idx)
@@ -45,6 +49,8 @@ class _OneKeyMore(Problem):
 
 class WideFlash2(Flash2):
     """One key too many in the mask that the Triton kernel gets."""
+
+    name = "planted-wide-flash2"
 
     def prepare(self, inputs: Inputs) -> Call:
         fields = {f.name: getattr(inputs.problem, f.name) for f in dataclasses.fields(Problem)}
@@ -65,6 +71,8 @@ class _After(Ideal):
 class Leaky(_After):
     """Hidden values arrive as 0 · value: nothing, unless it is not finite."""
 
+    name = "planted-leaky"
+
     def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
         leak = (inputs.v * 0.0).sum(2, keepdim=True)
         leak = leak.repeat_interleave(inputs.problem.group, 1)
@@ -74,6 +82,8 @@ class Leaky(_After):
 class LeakyLse(_After):
     """The largest key of all, hidden or not, moves the LSE and nothing else."""
 
+    name = "planted-leaky-lse"
+
     def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
         assert right.lse is not None
         return Outputs(right.out, right.lse + 1e-3 * inputs.k.float().abs().amax())
@@ -81,6 +91,8 @@ class LeakyLse(_After):
 
 class WrongHead(_After):
     """Row 0 from kv head h % kv_heads instead of h // group."""
+
+    name = "planted-wrong-head"
 
     def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
         problem, out = inputs.problem, right.out.clone()
@@ -92,12 +104,16 @@ class WrongHead(_After):
 class Biased(_After):
     """Adds a little."""
 
+    name = "planted-biased"
+
     def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
         return Outputs(right.out + 2.0**-20, right.lse)
 
 
 class Restless(_After):
     """Another last bit in every second call."""
+
+    name = "planted-restless"
 
     calls = 0
 
@@ -110,6 +126,8 @@ class Restless(_After):
 
 class Reusing(_After):
     """Writes every result to the same buffer, and another one each time."""
+
+    name = "planted-reusing"
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,6 +144,8 @@ class Reusing(_After):
 class Raising(_After):
     """Fails on two or more keys."""
 
+    name = "planted-raising"
+
     def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
         if inputs.problem.kv > 1:
             raise RuntimeError("illegal memory access")
@@ -135,16 +155,22 @@ class Raising(_After):
 class Picky(Ideal):
     """Takes nothing."""
 
+    name = "planted-picky"
+
     def unsupported(self, problem: Problem, device: str) -> str | None:
         return "head_dim must be 512"
 
 
 class Absent(Ideal):
+    name = "planted-absent"
+
     def absent(self, device: str) -> str | None:
         return "it needs a quantum computer"
 
 
 class Unmakeable(Ideal):
+    name = "planted-unmakeable"
+
     def __init__(self) -> None:
         raise ValueError("no licence")
 

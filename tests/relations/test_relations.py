@@ -9,7 +9,7 @@ import torch
 from attncheck import inputs as inputs_room
 from attncheck.errors import ProblemError, UnknownName
 from attncheck.examine.executor import Failure
-from attncheck.examine.relate import relate
+from attncheck.examine.relate import Broken, relate
 from attncheck.mods.spec import Spec
 from attncheck.problem import Case, Problem
 from attncheck.relations import RELATIONS, Finding, relation_named
@@ -79,6 +79,20 @@ def test_a_kernel_that_raises_fails_with_its_message() -> None:
     found = ask(planted("Raising"), "repeat")
     assert isinstance(found, Failure)
     assert found.message == "RuntimeError: illegal memory access"
+
+
+@pytest.mark.parametrize(
+    ("fault", "question", "says"),
+    [
+        *(("Wide", question, "in a kernel that gives the same bits twice") for question in FUTURES),
+        ("Restless", "repeat", "in a deterministic kernel"),
+    ],
+)
+def test_a_failure_says_what_the_relation_presupposes(fault: str, question: str, says: str) -> None:
+    found = ask(planted(fault), question)
+    assert found is not None
+    case = Case(problem=problem(), question=question)
+    assert says in str(Broken(kernel=fault, case=case, found=found))
 
 
 def test_the_finding_says_where_what_and_how_many() -> None:

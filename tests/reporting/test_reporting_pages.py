@@ -15,7 +15,7 @@ from attncheck.errors import UsageError
 from attncheck.record import Environment, Place
 from attncheck.reporting import FORMATS, figures, render, show
 from attncheck.reporting.as_table import as_table
-from attncheck.reporting.content import HOW_TO_READ
+from attncheck.reporting.content import _TF32, HOW_TO_READ
 from attncheck.reporting.inert import for_markdown, one_line
 
 HOSTILE = [
@@ -100,7 +100,7 @@ def test_what_a_narrow_table_leaves_out_is_said(sample):
 
 def test_reading_takes_three_lines_at_80():
     assert len(HOW_TO_READ) <= 3
-    assert max(map(len, HOW_TO_READ)) <= 80
+    assert max(map(len, (*HOW_TO_READ, _TF32))) <= 80
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -217,9 +217,11 @@ def test_broken_numbers_are_said(make):
 
 def test_nothing_to_compare_is_said(make):
     out = make.out(rmse=math.nan, elements=0, max_at=None)
-    page = render(make.report(make.record(out=out)), "table")
+    lse = make.lse(rmse=0.0, max_error=0.0, max_at=None)
+    page = render(make.report(make.record(out=out, lse=lse)), "table")
     assert "nothing to compare: no row sees a key" in page
     assert "nan" not in page
+    assert re.search(r"^  flash2_forward +(— +){7}123 ms†$", page, re.MULTILINE)
 
 
 def test_kernels_come_in_the_order_asked_for(make):
@@ -263,6 +265,22 @@ def test_time_of_a_compiled_kernel_is_not(make):
     assert "†" not in page
     assert "interpreted" not in page
     assert "NVIDIA H200 (9.0) · x86_64 · torch 2.13.0+cpu · triton 3.6.0 · CUDA 13.0" in page
+
+
+def test_repairs_are_named_only_where_something_was_interpreted(make):
+    environments = {"here": make.environment(), "there": make.environment()}
+    records = (make.record(interpreted=False), make.record(environment="there"))
+    page = render(make.report(*records, environments=environments), "table")
+    assert "B: kernels interpreted on the CPU, repaired" in page
+    assert "A: kernels" not in page
+
+
+def test_tf32_is_explained_only_where_it_was_measured(make):
+    tf32 = {"dtype": "tf32"}
+    assert "tf32: tensor cores truncate" in render(make.report(make.record(asked=tf32)), "table")
+    refused = make.refused("k", "unsupported", "no", asked=tf32)
+    for page in (render(make.report(make.record(), refused), fmt) for fmt in ("table", "md")):
+        assert "tensor cores" not in page
 
 
 def test_two_environments_get_letters(make):

@@ -5,7 +5,9 @@ One file a verb. Nothing heavy is imported until a verb runs, so that ``--help``
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -14,7 +16,7 @@ from attncheck.cli.doctor import doctor
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.list import list_
 from attncheck.cli.rmse import rmse
-from attncheck.cli.standard_output import Group, discard, standard_output
+from attncheck.cli.standard_output import Group, discard
 from attncheck.errors import AttncheckError, UsageError
 
 __all__ = ["main"]
@@ -53,6 +55,8 @@ def main() -> None:
 
     Not click's own ``main``, which ends interrupts and broken pipes in its own way.
     """
+    if sys.stdout is None:  # the shell's >&-: nobody wants to read
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # stays open
     interrupts = Interrupts()
     try:
         try:
@@ -77,20 +81,12 @@ def _code(interrupts: Interrupts) -> int | str | None:
     except (click.exceptions.Exit, SystemExit) as end:
         interrupts.check()
         return end.exit_code if isinstance(end, click.exceptions.Exit) else end.code
-    except (click.ClickException, AttncheckError) as error:
-        interrupts.check()  # after one, an error is its consequence
-        return _refused(error)
-    return 0
-
-
-def _refused(error: click.ClickException | AttncheckError) -> int:
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        with standard_output():
-            click.echo(error.format_message())
-        return USAGE
-    if isinstance(error, click.ClickException):
+    except click.ClickException as error:
         return _say(error.format_message(), USAGE)
-    return _say(str(error), USAGE if isinstance(error, UsageError) else INFRASTRUCTURE)
+    except AttncheckError as error:
+        interrupts.check()  # after one, an error is its consequence
+        return _say(str(error), USAGE if isinstance(error, UsageError) else INFRASTRUCTURE)
+    return 0
 
 
 def _say(message: str, code: int) -> int:

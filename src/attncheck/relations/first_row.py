@@ -77,7 +77,6 @@ FIRST_ROW = Relation(
     runs=_runs,
     holds=_holds,
     unfit=_unfit,
-    deterministic=False,
 )
 """Holds for every right kernel: the weight is 1, in P's format exactly, and 1 · v = v.
 

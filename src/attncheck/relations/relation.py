@@ -36,14 +36,13 @@ class Relation:
 
     Attributes:
         name: The question of a Case.
-        summary: What must hold, in one line.
+        summary: What must hold, and of which kernels if not of every right one, in one line: a
+            failure quotes it.
         runs: (inputs, parameters) → the inputs of each run of the kernel, in order. What is given
             is not changed; tensors may be shared between runs.
         holds: (inputs of each run, outputs of each run, parameters) → what is wrong, or None.
         unfit: Why the relation says nothing of a Problem, in one line; None if it does.
         allowed: The numbers that may be asked of a Problem, by name, smallest first.
-        deterministic: Whether it holds only for a kernel that gives the same bits twice; else
-            it holds for every right kernel.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Relation:
     holds: Callable[[Sequence[Inputs], Sequence[Outputs], Parameters], Finding | None]
     unfit: Callable[[Problem], str | None] = _always
     allowed: Callable[[Problem], Mapping[str, Sequence[int]]] = _none
-    deterministic: bool
 
     def check(self, problem: Problem, parameters: Parameters) -> None:
         """Raises ProblemError unless the relation can be asked of ``problem`` with these."""

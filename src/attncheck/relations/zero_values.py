@@ -32,7 +32,6 @@ ZERO_VALUES = Relation(
     summary="V = 0 gives exactly 0 in every row, seen keys or not",
     runs=_runs,
     holds=_holds,
-    deterministic=False,
 )
 """Holds for every right kernel: weights and row sums are finite, and 0 is also what a row that sees
 no key gives. The sign of a zero is left open."""

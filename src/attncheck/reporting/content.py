@@ -17,8 +17,9 @@ __all__ = ["HOW_TO_READ", "Block", "Content", "Note", "Section", "content"]
 HOW_TO_READ = (
     "RMSE, max error, bias (mean error): of out against exact fp64. LSE error: max.",
     "×floor: RMSE ÷ that of the exact result rounded to the output format; least 1.",
-    "×ideal: RMSE ÷ that of a perfect kernel with its dtypes and tiles; 1: no worse.",
+    "×ideal: RMSE ÷ that of the ideal kernel, at the row's tiles if known, or 128×64.",
 )
+_TF32 = "tf32: tensor cores truncate, the ideal kernel rounds to nearest: 3× is ordinary."
 _INTERPRETED = f"{DAGGER} interpreted on the CPU: says nothing about a GPU."
 
 
@@ -79,7 +80,6 @@ def content(report: Report) -> Content:
     notes: dict[tuple[str, str], Note] = {}
     sections = _sections(report, letters, notes)
     columns = tuple(k for k in COLUMNS if k != "environment" or len(letters) > 1)
-    interpreted = any(record.interpreted for record in report.records)
     return Content(
         command=report.command,
         environments=tuple(_environment_lines(report, letters)),
@@ -88,8 +88,18 @@ def content(report: Report) -> Content:
         notes=tuple(notes.values()),
         absent=tuple(report.absent.items()),
         counts=_counts(report),
-        reading=HOW_TO_READ + ((_INTERPRETED,) if interpreted else ()),
+        reading=_reading(report),
     )
+
+
+def _reading(report: Report) -> tuple[str, ...]:
+    measured = [record for record in report.records if record.status == "measured"]
+    lines: tuple[str, ...] = HOW_TO_READ
+    if any(asked(record).dtype == "tf32" for record in measured):
+        lines += (_TF32,)
+    if any(record.interpreted for record in measured):
+        lines += (_INTERPRETED,)
+    return lines
 
 
 def _sections(
@@ -147,10 +157,11 @@ def _letters(report: Report) -> dict[str, str]:
 
 def _environment_lines(report: Report, letters: dict[str, str]) -> list[str]:
     lines = []
+    interpreted = {record.environment for record in report.records if record.interpreted}
     for key, environment in report.environments.items():
         letter = f"{letters[key]}: " if len(letters) > 1 else ""
         lines.append(letter + " · ".join(_facts(environment)))
-        if environment.interpreter:
+        if environment.interpreter and key in interpreted:
             repairs = ", ".join(environment.interpreter)
             lines.append(f"{letter}kernels interpreted on the CPU, repaired: {repairs}")
     return lines

@@ -112,7 +112,10 @@ def _ideal_cell(out: OutErrors) -> Cell:
 
 
 def _lse_cell(lse: LseErrors | None) -> Cell:
-    return Cell(figures.NOTHING, "dim") if lse is None else _error_cell(lse.max_error)
+    # Without a place, as where no row sees a key, nothing was compared.
+    if lse is None or lse.max_at is None:
+        return Cell(figures.NOTHING, "dim")
+    return _error_cell(lse.max_error)
 
 
 def _time_cell(seconds: float | None, *, interpreted: bool) -> Cell:

@@ -41,7 +41,24 @@ def load(kernel: str) -> Subject:
         made = _made(made, kernel)
     if not isinstance(made, Subject):
         raise UsageError(f"kernel {kernel!r} is {type(made).__name__}: it must be a Subject.")
+    _check_names(made, kernel)
     return made
+
+
+def _check_names(subject: Subject, kernel: str) -> None:
+    """Reports call it by its name, and must not mistake it for a kernel of attncheck's."""
+    for attribute, what in (("name", "what reports call it"), ("summary", "one line on it")):
+        text = getattr(subject, attribute, None)
+        if not isinstance(text, str) or not text.strip():
+            kind = type(subject).__name__
+            raise UsageError(
+                f'kernel {kernel!r} has no {attribute}: add {attribute} = "…" ({what}) to {kind}.'
+            )
+    if subject.name in builtin.SUBJECTS:
+        raise UsageError(
+            f"kernel {kernel!r} is called {subject.name!r}, as a kernel of attncheck's is: "
+            "give it a name of its own."
+        )
 
 
 def _module(path: Path, kernel: str) -> ModuleType:
@@ -55,7 +72,9 @@ def _module(path: Path, kernel: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # somebody's file: it may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's file: it may raise anything, SystemExit too
         raise UsageError(f"kernel {kernel!r}: importing {path} raised {_brief(error)}.") from error
     return module
 
@@ -64,9 +83,11 @@ def _made(make: object, kernel: str) -> object:
     assert callable(make)
     try:
         return make()
-    except Exception as error:  # somebody's constructor
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's constructor
         raise UsageError(f"kernel {kernel!r}: making it raised {_brief(error)}.") from error
 
 
-def _brief(error: Exception) -> str:
+def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

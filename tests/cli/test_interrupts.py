@@ -1,0 +1,175 @@
+"""SIGINT at every stage: exit code 130, one line, and the line is true."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+RMSE = ("rmse", "--shape", "1x2x16x8", "--device", "cpu", "-q")
+QUICK = (*RMSE, "--variant", "causal")
+NOTHING = "attncheck: interrupted; nothing was written.\n"
+PATIENCE = 120.0
+
+# Python's own SIGINT handler, as in an interactive shell, whatever started this pytest.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from attncheck.cli import main
+sys.argv[0] = "attncheck"
+{before}
+main()
+"""
+
+# Raises the signal the moment that a module is looked for, and once more may swallow what comes.
+AT_IMPORT = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            {what}
+sys.meta_path.insert(0, Finder())
+"""
+INTERRUPTED = "signal.raise_signal(signal.SIGINT)"
+AS_ANOTHER_ERROR = f"""
+            try:
+                {INTERRUPTED}
+            except KeyboardInterrupt:
+                raise RecursionError("planted") from None
+"""
+SWALLOWED = f"""
+            try:
+                {INTERRUPTED}
+            except KeyboardInterrupt:
+                pass
+"""
+SLOW = """
+import sys, time
+from attncheck.subjects.ideal import Ideal
+
+class Slow(Ideal):
+    name, summary = "slow", "never ends"
+
+    def prepare(self, inputs):
+        print("measuring", file=sys.stderr, flush=True)
+        time.sleep(600)
+
+class Deaf(Ideal):
+    name, summary = "deaf", "does not hear"
+
+    def prepare(self, inputs):
+        try:
+            print("measuring", file=sys.stderr, flush=True)
+            time.sleep(600)
+        except:
+            pass
+        return super().prepare(inputs)
+"""
+
+
+def started(*arguments, cwd, before="", **streams):
+    command = [sys.executable, "-c", PROGRAM.format(before=before), *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen(command, cwd=cwd, text=True, **streams)
+
+
+def until(holds):
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        ("attncheck.reporting", INTERRUPTED),
+        ("numpy.linalg", INTERRUPTED),
+        ("torch", AS_ANOTHER_ERROR),
+        ("torch.nn", SWALLOWED),
+        ("rich", SWALLOWED),
+    ],
+)
+def test_an_interrupt_while_something_is_imported(tmp_path, module, what):
+    before = AT_IMPORT.format(module=module, what=what)
+    run = started(*QUICK, "--kernel", "ideal", cwd=tmp_path, before=before)
+    out, err = run.communicate(timeout=PATIENCE)
+    assert (run.returncode, err, out) == (130, NOTHING, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kernel", ["Slow", "Deaf"])
+def test_an_interrupt_while_a_kernel_runs(tmp_path, kernel):
+    (tmp_path / "mine.py").write_text(SLOW)
+    run = started(*QUICK, "--kernel", f"mine.py::{kernel}", cwd=tmp_path)
+    assert run.stderr.readline() == "measuring\n"
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=PATIENCE)
+    assert (run.returncode, err, out) == (130, NOTHING, "")
+    assert not (tmp_path / "reports").exists()
+
+
+def test_a_second_interrupt_ends_the_process_at_once(tmp_path):
+    stubborn = SLOW.replace("pass", "print('deaf', file=sys.stderr, flush=True); time.sleep(600)")
+    (tmp_path / "mine.py").write_text(stubborn)
+    run = started(*QUICK, "--kernel", "mine.py::Deaf", cwd=tmp_path)
+    try:
+        for said in ("measuring\n", "deaf\n"):
+            assert run.stderr.readline() == said
+            run.send_signal(signal.SIGINT)
+    finally:
+        timer = threading.Timer(10.0, run.kill)
+        timer.start()
+        _, err = run.communicate(timeout=PATIENCE)
+        timer.cancel()
+    assert (run.returncode, err) == (-signal.SIGINT, "")
+
+
+HELD = """
+from attncheck import reporting
+write = reporting.write
+def interrupted(report, directory):
+    signal.raise_signal(signal.SIGINT)
+    return write(report, directory)
+reporting.write = interrupted
+"""
+
+
+def test_an_interrupt_while_files_are_written_comes_after_them(tmp_path):
+    run = started(*QUICK, "--kernel", "ideal", "--out", "here", cwd=tmp_path, before=HELD)
+    _, err = run.communicate(timeout=PATIENCE)
+    assert (run.returncode, err) == (
+        130,
+        "attncheck: interrupted; the report is written, in 'here'.\n",
+    )
+    assert len(list((tmp_path / "here").iterdir())) == 3
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="pipes are made small on Linux only")
+def test_an_interrupt_while_nobody_reads_says_that_the_report_is_written(tmp_path):
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # far less than the report
+    run = started(*RMSE, "--kernel", "ideal", "--format", "json", cwd=tmp_path, stdout=writer)
+    os.close(writer)
+    until((tmp_path / "reports" / "rmse.csv").exists)
+    time.sleep(0.2)  # most likely it now waits for the reader; it is right either way
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=PATIENCE)
+    os.close(reader)
+    says = "attncheck: interrupted; the report is written, in 'reports'.\n"
+    assert (run.returncode, err) == (130, says)
+
+
+def test_an_ignored_interrupt_stays_ignored(tmp_path):
+    before = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_IMPORT.format(
+        module="torch", what=INTERRUPTED
+    )
+    run = started(*QUICK, "--kernel", "ideal", cwd=tmp_path, before=before)
+    _, err = run.communicate(timeout=PATIENCE)
+    assert (run.returncode, err) == (0, "")
