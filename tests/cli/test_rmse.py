@@ -186,3 +186,21 @@ def test_the_list_says_what_supports_what(tmp_path):
     assert run.returncode == 0
     for word in ("triton-flash2", "sliding_window", "bf16", "one_hot", "document", "softcap"):
         assert word in run.stdout
+
+
+@pytest.mark.parametrize("question", ["absent", "unsupported", "tiling", "prepare"])
+def test_a_kernel_that_raises_when_asked_costs_its_own_cells_only(tmp_path, question):
+    (tmp_path / "moody.py").write_text(
+        "from attncheck.subjects.ideal import Ideal\n"
+        "class Moody(Ideal):\n"
+        "    name, summary = 'moody', 'raises'\n"
+        f"    def {question}(self, *_):\n"
+        "        raise ValueError('planted')\n"
+    )
+    kernels = ("--kernel", "moody.py::Moody", "--kernel", "sdpa-math")
+    asked = ("--variant", "causal", "--shape", "1x1x16x8", "--quiet")
+    run = attncheck("rmse", *kernels, *asked, cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (1, "")
+    assert "ValueError: planted" in run.stdout
+    records = json.loads((tmp_path / "reports" / "rmse.json").read_text())["records"]
+    assert [r["status"] for r in records] == ["error", "measured"]

@@ -96,8 +96,9 @@ def test_problems_reach_what_kernels_get_wrong() -> None:
     assert {"less", "equal", "more"} == {
         "less" if p.query < p.kv else "more" if p.query > p.kv else "equal" for p in found
     }
-    assert {(6, 3), (4, 2), (3, 1), (2, 2), (1, 1)} <= {(p.heads, p.kv_heads) for p in found}
-    assert any(p.group > p.kv_heads > 1 for p in found)
+    assert {(6, 2), (6, 3), (4, 2), (3, 1), (2, 2), (1, 1)} <= {
+        (p.heads, p.kv_heads) for p in found
+    }
     assert any(p.head_dim != p.value_dim for p in found)
     assert {p.dtype for p in found} == {"fp32", "tf32", "fp16", "bf16"}
     assert {p.mask.name for p in found} == set(library.MASKS) - {"and", "or", "not"}
@@ -130,8 +131,8 @@ def test_a_narrow_kernel_gets_problems_that_it_takes() -> None:
         same = p.head_dim == p.value_dim and p.query == p.kv and p.group == 1
         return same and p.head_dim in {64, 128} and p.dtype == "bf16"
 
-    found = drawn(strategies.problems(masks=strategies.causal_masks, supports=supports), 200)
-    assert len(found) > 180  # hardly any is dropped
+    found = drawn(strategies.problems(masks=strategies.causal_masks, supports=supports), 100)
+    assert len(found) > 90  # hardly any is dropped
     assert all(map(supports, found))
     assert len({p.kv for p in found}) > 20
     assert all(p.scale == p.replace(scale=0.0).scale for p in found)

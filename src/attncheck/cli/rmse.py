@@ -115,7 +115,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     from attncheck.cli.progress import progress
     from attncheck.errors import UnknownName
     from attncheck.examine.environment import default_device, require_device
-    from attncheck.runner.measure import measure
+    from attncheck.runner.measure import absences, measure
     from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, plan
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -132,7 +132,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         seed=seed,
     )
     reporting.check_writable(directory)
-    total = len(cells) * sum(s.absent(device) is None for s in subjects)
+    total = len(cells) * (len(subjects) - len(absences(subjects, device)))
     with progress(total, quiet=quiet) as advance:
 
         def done(record: Record) -> None:

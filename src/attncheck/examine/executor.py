@@ -61,6 +61,10 @@ class Failure:
 class Executor(Protocol):
     """How a kernel is asked and called."""
 
+    def absence(self, subject: Subject, device: str) -> str | None:
+        """Why ``subject`` can run nothing on ``device``; None if it can, or raises when asked."""
+        ...
+
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Why ``subject`` does not take ``problem``; None if it does."""
         ...
@@ -72,6 +76,13 @@ class Executor(Protocol):
 
 class InProcess:
     """Calls the kernel in this very process: quick, and only as safe as the kernel."""
+
+    def absence(self, subject: Subject, device: str) -> str | None:
+        """Why ``subject`` can run nothing here; what asking raises, ``refusal`` says in a cell."""
+        try:
+            return subject.absent(device)
+        except (Exception, SystemExit):  # noqa: BLE001  # foreign code may raise anything
+            return None
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Why ``subject`` does not take ``problem``; a Failure when even asking raises."""

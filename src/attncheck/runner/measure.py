@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attncheck.examine.check import compare
 from attncheck.examine.environment import environment, fingerprint, prepare
 from attncheck.examine.evidence import Evidence
+from attncheck.examine.executor import InProcess
 from attncheck.problem import Case
 from attncheck.record import Record, Report
 
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
     from attncheck.runner.plan import Cell
     from attncheck.subjects.contract import Subject
 
-__all__ = ["measure"]
+__all__ = ["absences", "measure"]
+
+
+def absences(subjects: Sequence[Subject], device: str) -> dict[str, str]:
+    """Subjects that can run nothing on ``device``, by name, each with the reason."""
+    executor = InProcess()
+    return {s.name: why for s in subjects if (why := executor.absence(s, device))}
 
 
 def measure(
@@ -38,7 +45,8 @@ def measure(
         done: Called with each Record as it is made.
     """
     prepare(device)
-    absent = {s.name: why for s in subjects if (why := s.absent(device))}
+    executor = InProcess()
+    absent = absences(subjects, device)
     present = [s for s in subjects if s.name not in absent]
     env = environment(device)
     key = fingerprint(env)
@@ -46,7 +54,9 @@ def measure(
     for cell in cells:
         evidence = Evidence(Case(problem=cell.problem), device)
         for subject in present:
-            record = compare(subject, evidence, variant=cell.variant, environment=key)
+            record = compare(
+                subject, evidence, variant=cell.variant, environment=key, executor=executor
+            )
             records.append(record)
             done(record)
     return Report(

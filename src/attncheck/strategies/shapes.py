@@ -24,7 +24,7 @@ TILES = (16, 32, 64, 128)
 HEAD_DIMS = (1, 3, 16, 17, 40, 64, 80, 96, 128)
 """Powers of two and what lies between them, where kernels pad or refuse."""
 
-_LARGEST_BATCH, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 4, 4
+_LARGEST_BATCH, _MOST_QUERY_HEADS, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 6, 4, 4
 
 
 def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
@@ -55,16 +55,14 @@ def _sizes(
     dims: SearchStrategy[int],
 ) -> Sizes:
     """Always the same choices in the same order, so that none is won by dropping another."""
-    batch = draw(st.integers(1, min(_LARGEST_BATCH, most_heads)))
-    kv_heads = draw(st.integers(1, min(_MOST_KV_HEADS, most_heads // batch)))
-    # With 4/2, 6/2 and 6/3 heads, h // group and h % kv_heads differ.
-    group = draw(st.integers(1, min(_LARGEST_GROUP, most_heads // (batch * kv_heads))))
+    heads, kv_heads = draw(st.sampled_from(_head_counts(most_heads)))
+    batch = draw(st.integers(1, min(_LARGEST_BATCH, most_heads // heads)))
     rows, keys, head_dim, value_dim = draw(query), draw(kv), draw(dims), draw(dims)
     # Kernels take other paths where the two agree, and chance alone would seldom make them.
     square, same_dim = (draw(st.sampled_from((False, False, True))) for _ in range(2))
     return Sizes(
         batch=batch,
-        heads=kv_heads * group,
+        heads=heads,
         kv_heads=kv_heads,
         query=keys if square else rows,
         kv=keys,
@@ -104,6 +102,19 @@ def shapes(
         lengths(shortest=shortest_kv, longest=longest),
         st.sampled_from(dims),
     )
+
+
+def _head_counts(most: int) -> tuple[tuple[int, int], ...]:
+    """(heads, kv_heads), few first; with 6/2 and 6/3, h // group and h % kv_heads differ.
+
+    Each pair as likely as another: drawn one number after the other, those would be rare.
+    """
+    counts = (
+        (kv_heads * group, kv_heads)
+        for kv_heads in range(1, _MOST_KV_HEADS + 1)
+        for group in range(1, _LARGEST_GROUP + 1)
+    )
+    return tuple(sorted(pair for pair in counts if pair[0] <= min(most, _MOST_QUERY_HEADS)))
 
 
 def _edges() -> set[int]:
