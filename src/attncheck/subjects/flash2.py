@@ -98,9 +98,9 @@ def _interpreted(problem: Problem) -> dict[str, int]:
     return {"block_query": block, "block_kv": block}
 
 
-# (block_query, block_kv, warps, stages) for head dims up to 64, 128 and 256 on Hopper: the largest
-# whose registers spill at most 80 bytes for any mask (ptxas on Triton 3.6's code for sm_90). Ieee
-# products in fp32 hold their operands in registers: 64×32 with 4 warps spilled 18 KB at 256.
+# (block_query, block_kv, warps, stages) for head dims up to 64, 128 and 256 on Hopper: tiles whose
+# registers hardly spill (at most 80 bytes a thread in benchmarks/spills.py on Triton 3.6). Ieee
+# products in fp32 hold their operands in registers: larger tiles spill kilobytes.
 _HOPPER = {
     "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
     "tf32": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1)},
