@@ -1,4 +1,4 @@
-"""Named distributions of q, k and v: each provokes something else in a kernel.
+"""Named distributions of q, k and v, and of a softmax's scores: each provokes something else.
 
 Numbers are drawn in float64 and elementwise (no matrix product is the same bits everywhere);
 ``inputs`` rounds them once. What is said of logits holds at the default scale, 1/√head_dim, and
@@ -8,6 +8,7 @@ without a score mod.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attncheck.draws import Draws
-from attncheck.errors import UnknownName
+from attncheck.errors import ProblemError, UnknownName, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DISTRIBUTIONS", "Distribution", "Sizes", "draw"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "Distribution",
+    "Sizes",
+    "distribution_named",
+    "draw",
+    "draw_scores",
+]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -29,6 +37,9 @@ Drawn = tuple[Floats, Floats, Floats]
 # How far the chosen key's logit stands above every other in one_hot: kv·exp(−64) is below half a
 # unit of float64's 1 for up to 2**38 keys.
 _ONE_HOT_GAP = 64.0
+
+# ``recordings`` adds distributions whose names say which file, call and bytes they are.
+_RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +69,28 @@ class Sizes:
         """Shape of v, ``(batch, kv_heads, kv, value_dim)``."""
         return (self.batch, self.kv_heads, self.kv, self.value_dim)
 
+    @property
+    def x(self) -> tuple[int, int, int, int]:
+        """Shape of a softmax's scores, ``(batch, heads, query, kv)``."""
+        return (self.batch, self.heads, self.query, self.kv)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A way to draw q, k and v.
+    """A way to draw q, k and v, or scores.
 
     Attributes:
         name: Its name on the command line.
         summary: What it provokes, in one line.
         draw: The drawing itself: (Draws, Sizes) → q, k, v.
+        scores: (Draws, Sizes) → the scores of a softmax, of the same character as the logits of
+            q and k; None where only q, k and v make sense.
     """
 
     name: str
     summary: str
     draw: Callable[[Draws, Sizes], Drawn]
+    scores: Callable[[Draws, Sizes], Floats] | None = None
 
 
 def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
@@ -86,9 +105,36 @@ def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
         q ``(batch, heads, query, head_dim)``, k ``(batch, kv_heads, kv, head_dim)`` and
         v ``(batch, kv_heads, kv, value_dim)``.
     """
-    if name not in DISTRIBUTIONS:
-        raise UnknownName("distribution", name, DISTRIBUTIONS)
-    return DISTRIBUTIONS[name].draw(Draws(seed), sizes)
+    return distribution_named(name).draw(Draws(seed), sizes)
+
+
+def draw_scores(name: str, sizes: Sizes, seed: int) -> Floats:
+    """Draw the float64 scores of a softmax, ``(batch, heads, query, kv)``.
+
+    Arguments as for ``draw``; raises ProblemError for a distribution that has none.
+    """
+    scores = distribution_named(name).scores
+    if scores is None:
+        able = ", ".join(d.name for d in DISTRIBUTIONS.values() if d.scores)
+        raise ProblemError(f"distribution {name!r} has no scores for softmax: choose from {able}.")
+    return scores(Draws(seed), sizes)
+
+
+def distribution_named(name: str) -> Distribution:
+    """The distribution called ``name``.
+
+    Raises UnknownName with the valid names; UsageError for one of a recording that is not loaded.
+    """
+    if isinstance(name, str) and name in DISTRIBUTIONS:
+        return DISTRIBUTIONS[name]
+    recorded = _RECORDED.fullmatch(name) if isinstance(name, str) else None
+    if recorded:
+        raise UsageError(
+            f"distribution {name!r} is of a recording: give its file {recorded[1]} with --inputs."
+        )
+    raise UnknownName(
+        "distribution", name, [n for n in DISTRIBUTIONS if not _RECORDED.fullmatch(n)]
+    )
 
 
 def _normal(draws: Draws, sizes: Sizes) -> Drawn:
@@ -97,15 +143,16 @@ def _normal(draws: Draws, sizes: Sizes) -> Drawn:
 
 def _outliers(draws: Draws, sizes: Sizes) -> Drawn:
     """N(0, 1) + N(0, 100)·Bernoulli(0.001): FlashAttention-3 (arXiv:2407.08608), section 4.3."""
+    q, k, v = (_with_outliers(draws, stream, getattr(sizes, stream)) for stream in ("q", "k", "v"))
+    return q, k, v
 
-    def tensor(stream: str, shape: tuple[int, ...]) -> Floats:
-        large = draws.normal(f"{stream} outliers", shape)
-        large *= 10.0
-        large *= draws.uniform(f"{stream} is an outlier", shape) < 0.001
-        large += draws.normal(stream, shape)
-        return large
 
-    return tensor("q", sizes.q), tensor("k", sizes.k), tensor("v", sizes.v)
+def _with_outliers(draws: Draws, stream: str, shape: tuple[int, ...]) -> Floats:
+    large = draws.normal(f"{stream} outliers", shape)
+    large *= 10.0
+    large *= draws.uniform(f"{stream} is an outlier", shape) < 0.001
+    large += draws.normal(stream, shape)
+    return large
 
 
 def _uniform(draws: Draws, sizes: Sizes) -> Drawn:
@@ -179,14 +226,17 @@ def _sink(draws: Draws, sizes: Sizes) -> Drawn:
     kv·√e; L = 4 + ln(kv, rounded up to a power of two) gives the sink about e⁴/(e⁴ + √e) = 0.97.
     """
     q, k, v = _normal(draws, sizes)
-    logit = 4.0 + 0.6931471805599453 * (sizes.kv - 1).bit_length()  # ln 2 a bit
-    column = math.sqrt(logit * math.sqrt(sizes.head_dim))
+    column = math.sqrt(_sink_logit(sizes) * math.sqrt(sizes.head_dim))
     q[..., 0] = column
     k[..., 0] = 0.0
     k[..., 0, :] = 0.0
     k[..., 0, 0] = column
     v[..., 0, :] /= 64.0
     return q, k, v
+
+
+def _sink_logit(sizes: Sizes) -> float:
+    return 4.0 + 0.6931471805599453 * (sizes.kv - 1).bit_length()  # ln 2 a bit
 
 
 def _ones_v(draws: Draws, sizes: Sizes) -> Drawn:
@@ -197,50 +247,96 @@ def _zero_q(draws: Draws, sizes: Sizes) -> Drawn:
     return np.zeros(sizes.q), draws.normal("k", sizes.k), draws.normal("v", sizes.v)
 
 
+def _negative_scores(draws: Draws, sizes: Sizes) -> Floats:
+    """−128 ± 17 (|normal| < 8.3): exp of every one is below half of fp32's smallest number."""
+    return -2.0 * (64.0 + draws.normal("x", sizes.x))
+
+
+def _one_hot_scores(draws: Draws, sizes: Sizes) -> Floats:
+    """0, and in each row one score that stands ``_ONE_HOT_GAP`` above."""
+    scores = np.zeros(sizes.x)
+    chosen = draws.integers("chosen key", sizes.x[:3], sizes.kv)
+    np.put_along_axis(scores, chosen[..., None], _ONE_HOT_GAP, axis=-1)
+    return scores
+
+
+def _constant_scores(draws: Draws, sizes: Sizes) -> Floats:
+    return np.broadcast_to(draws.normal("x", (*sizes.x[:3], 1)), sizes.x).copy()
+
+
+def _sink_scores(draws: Draws, sizes: Sizes) -> Floats:
+    """Normal but for column 0, which has the logit of ``_sink``."""
+    scores = draws.normal("x", sizes.x)
+    scores[..., 0] = _sink_logit(sizes)
+    return scores
+
+
 def _distribution(
-    name: str, summary: str, function: Callable[[Draws, Sizes], Drawn]
+    name: str,
+    summary: str,
+    function: Callable[[Draws, Sizes], Drawn],
+    scores: Callable[[Draws, Sizes], Floats] | None = None,
 ) -> Distribution:
-    return Distribution(name=name, summary=summary, draw=function)
+    return Distribution(name=name, summary=summary, draw=function, scores=scores)
 
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     d.name: d
     for d in (
-        _distribution("normal", "standard normal q, k and v: the ordinary case", _normal),
+        _distribution(
+            "normal",
+            "standard normal q, k and v: the ordinary case",
+            _normal,
+            lambda draws, sizes: draws.normal("x", sizes.x),
+        ),
         _distribution(
             "outliers",
             "N(0,1) + N(0,100)·Bernoulli(0.001), FlashAttention-3's: low-precision products",
             _outliers,
+            lambda draws, sizes: _with_outliers(draws, "x", sizes.x),
         ),
         _distribution(
-            "uniform", "uniform on [0, 1): all signs equal, so errors add up as a bias", _uniform
+            "uniform",
+            "uniform on [0, 1): all signs equal, so errors add up as a bias",
+            _uniform,
+            lambda draws, sizes: draws.uniform("x", sizes.x),
         ),
         _distribution(
             "large_logits",
             "logits of standard deviation 32: exp without the maximum subtracted overflows fp32",
             _large_logits,
+            lambda draws, sizes: 32.0 * draws.normal("x", sizes.x),
         ),
         _distribution(
             "negative_logits",
             "every logit near −128: a running maximum that starts at 0 divides 0 by 0",
             _negative_logits,
+            _negative_scores,
         ),
         _distribution(
             "one_hot",
             "each row gives one key the weight 1 (if kv ≤ 2**head_dim): the key's index and head",
             _one_hot,
+            _one_hot_scores,
         ),
         _distribution(
             "constant_rows",
             "all q rows equal, all k rows equal: even weights, from logits that are not 0",
             _constant_rows,
+            _constant_scores,
         ),
         _distribution(
             "sink",
             "key 0 takes over 9/10 of the weight and its v is small: the rest must not be lost",
             _sink,
+            _sink_scores,
         ),
         _distribution("ones_v", "V = 1: out is exactly 1, so only normalisation is left", _ones_v),
-        _distribution("zero_q", "q = 0: even weights over the visible keys, by counting", _zero_q),
+        _distribution(
+            "zero_q",
+            "q = 0: even weights over the visible keys, by counting",
+            _zero_q,
+            lambda _draws, sizes: np.zeros(sizes.x),
+        ),
     )
 }

@@ -93,24 +93,35 @@ class Dtype:
         storage: Format of q, k and v as stored.
         products: Format in which a matrix product reads its operands.
         weights: Format of the softmax weights P as the product P·V reads them.
+        weights_scale: What P is multiplied by before it is rounded to the weights' format. P is at
+            most 1, so in fp8 the largest power of two within range wastes the fewest small weights
+            (256 for e4m3: FlashAttention-3's 2^8); a power of two, so that no other bit moves.
         output: Format of out. LSE is fp32 throughout.
-        measured: Whether this version can draw inputs of it.
+        measured: Whether kernels are measured in it; fp64 is for the exact side alone.
     """
 
     name: str
     storage: Format
     products: Format
     weights: Format
+    weights_scale: float = 1.0
     output: Format
     measured: bool = True
 
+    @property
+    def scaled(self) -> bool:
+        """Whether stored numbers are to be multiplied by a descale per batch and key head."""
+        return self.storage.saturates
+
 
 def _dtype(name: str, storage: str, output: str, *, measured: bool = True) -> Dtype:
+    weights = FORMATS[name]
     return Dtype(
         name=name,
         storage=FORMATS[storage],
         products=FORMATS[name],
-        weights=FORMATS[name],
+        weights=weights,
+        weights_scale=2.0 ** math.floor(math.log2(weights.max)) if weights.saturates else 1.0,
         output=FORMATS[output],
         measured=measured,
     )
@@ -123,8 +134,9 @@ DTYPES: dict[str, Dtype] = {
         _dtype("tf32", "fp32", "fp32"),
         _dtype("fp16", "fp16", "fp16"),
         _dtype("bf16", "bf16", "bf16"),
-        _dtype("e4m3", "e4m3", "bf16", measured=False),
-        _dtype("e5m2", "e5m2", "bf16", measured=False),
+        _dtype("e4m3", "e4m3", "bf16"),
+        _dtype("e5m2", "e5m2", "bf16"),
+        _dtype("fp64", "fp64", "fp64", measured=False),
     )
 }
 

@@ -1,13 +1,14 @@
 """Problem → tensors: drawn once, quantised once, here and nowhere else.
 
-What a kernel reads is bit for bit what an oracle reads, promoted without loss.
+What a kernel reads is bit for bit what an oracle reads, promoted without loss. In fp8 that is the
+stored number times its descale.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,12 +18,26 @@ from attncheck.errors import ProblemError
 from attncheck.formats import Format, round_to
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncheck.problem import Problem
 
-__all__ = ["Inputs", "draw"]
+__all__ = ["Descale", "Inputs", "draw", "originals", "rounded"]
 
 # Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB.
 _CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Descale:
+    """What stored fp8 numbers are to be multiplied by: fp32, ``(batch, kv_heads)`` each.
+
+    A head of q takes that of the key head it reads.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -34,6 +49,9 @@ class Inputs:
         q: ``(batch, heads, query, head_dim)``.
         k: ``(batch, kv_heads, kv, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``.
+        descale: Of fp8 alone: the number meant is the stored one times its descale.
+        x: Of a softmax alone: its scores ``(batch, heads, query, kv)``; q, k and v are empty then,
+            their last axis is 0.
 
     Raises:
         ProblemError: for a tensor whose shape or dtype is not the Problem's.
@@ -43,20 +61,49 @@ class Inputs:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    descale: Descale | None = None
+    x: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        sizes, dtype = _sizes(self.problem), self.problem.formats.storage.torch_dtype
-        for name in ("q", "k", "v"):
-            tensor: torch.Tensor = getattr(self, name)
-            shape = getattr(sizes, name)
+        problem, sizes = self.problem, _sizes(self.problem)
+        for name, given in (("descale", problem.formats.scaled), ("x", _is_softmax(problem))):
+            if (getattr(self, name) is not None) != given:
+                wanted = "needs its" if given else "has no"
+                raise ProblemError(f"{problem.operation} in {problem.dtype} {wanted} {name}.")
+        for name, tensor in self.tensors().items():
+            scales = name.endswith("_descale")
+            shape = (problem.batch, problem.kv_heads) if scales else getattr(sizes, name)
+            dtype = torch.float32 if scales else problem.formats.storage.torch_dtype
             if tuple(tensor.shape) != shape:
                 raise ProblemError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
             if tensor.dtype != dtype:
                 raise ProblemError(f"{name}.dtype={tensor.dtype}, but should be {dtype}.")
 
+    @property
+    def device(self) -> torch.device:
+        """Where all the tensors are."""
+        return self.q.device
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name: q, k, v and, where there are any, q_descale … and x."""
+        named = {"q": self.q, "k": self.k, "v": self.v}
+        if self.descale is not None:
+            named |= {f"{name}_descale": getattr(self.descale, name) for name in named}
+        return named if self.x is None else named | {"x": self.x}
+
     def to(self, device: str | torch.device) -> Inputs:
         """The same numbers on another device."""
-        return self.replace(q=self.q.to(device), k=self.k.to(device), v=self.v.to(device))
+        return self._with(lambda tensor: tensor.to(device))
+
+    def clone(self) -> Inputs:
+        """The same numbers in memory of their own."""
+        return self._with(torch.Tensor.clone)
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        changed: dict[str, Any] = {n: change(tensor) for n, tensor in self.tensors().items()}
+        scales = {name[0]: changed.pop(name) for name in list(changed) if name.endswith("_descale")}
+        changed["descale"] = Descale(**scales) if scales else None
+        return dataclasses.replace(self, **changed)
 
     def replace(
         self,
@@ -65,6 +112,8 @@ class Inputs:
         q: torch.Tensor | None = None,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        descale: Descale | None = None,
+        x: torch.Tensor | None = None,
     ) -> Inputs:
         """These Inputs with other tensors, or of another Problem; checked like any."""
         return Inputs(
@@ -72,23 +121,76 @@ class Inputs:
             q=self.q if q is None else q,
             k=self.k if k is None else k,
             v=self.v if v is None else v,
+            descale=descale or self.descale,
+            x=self.x if x is None else x,
         )
 
     def promoted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The float64 q, k and v; every number is the same, since float64 holds all formats."""
-        return self.q.double(), self.k.double(), self.v.double()
+        """The float64 q, k and v that are meant: every stored number, times its descale in fp8.
+
+        Nothing is rounded: float64 holds all formats, and a descale's 24 bits times fp8's 4.
+        """
+        q, k, v = self.q.double(), self.k.double(), self.v.double()
+        if self.descale is None:
+            return q, k, v
+        scales = (self.descale.q.repeat_interleave(self.problem.group, dim=1), self.descale.k)
+        q, k = (
+            values * scale[..., None, None] for values, scale in zip((q, k), scales, strict=True)
+        )
+        return q, k, v * self.descale.v[..., None, None]
+
+    def scores(self) -> torch.Tensor:
+        """The float64 scores of a softmax; raises ProblemError for attention."""
+        if self.x is None:
+            raise ProblemError(f"{self.problem.operation} has no scores as inputs.")
+        return self.x.double()
 
 
 def draw(problem: Problem, device: str | torch.device = "cpu") -> Inputs:
     """Draw the Inputs of ``problem``, with the same bits on every machine and device.
 
-    Each float64 number of its distribution is rounded once, to nearest, ties to even.
+    Each float64 number of its distribution is rounded once, to nearest, ties to even; in fp8 after
+    it is divided by its descale, the fp32 number that brings the largest of its batch and key head
+    to the format's largest.
     """
+    return rounded(originals(problem), problem).to(device)
+
+
+def originals(problem: Problem) -> Inputs:
+    """The float64 numbers of the Problem's distribution, before any rounding: its fp64 Inputs."""
+    exact, sizes = problem.replace(dtype="fp64"), _sizes(problem)
+    if not _is_softmax(problem):
+        drawn = distributions.draw(problem.distribution, sizes, problem.seed)
+        q, k, v = map(torch.from_numpy, drawn)
+        return Inputs(problem=exact, q=q, k=k, v=v)
+    scores = distributions.draw_scores(problem.distribution, sizes, problem.seed)
+    q, k, v = (torch.empty(getattr(sizes, name), dtype=torch.float64) for name in ("q", "k", "v"))
+    return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores))
+
+
+def rounded(exact: Inputs, problem: Problem) -> Inputs:
+    """fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
     fmt = problem.formats.storage
-    drawn = list(distributions.draw(problem.distribution, _sizes(problem), problem.seed))
-    # Popped one at a time, so that the float64 of one tensor is freed before the next is rounded.
-    q, k, v = (_stored(torch.from_numpy(drawn.pop(0)), fmt).to(device) for _ in range(3))
-    return Inputs(problem=problem, q=q, k=k, v=v)
+    stored, scales = {}, {}
+    for name, values in exact.tensors().items():
+        if problem.formats.scaled:
+            scales[name] = scale = _descale(values, problem.kv_heads, fmt)
+            each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
+            stored[name] = _stored(values / each[..., None, None], fmt)
+        else:
+            stored[name] = _stored(values, fmt)
+    return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
+
+
+def _is_softmax(problem: Problem) -> bool:
+    return problem.operation == "softmax"
+
+
+def _descale(values: torch.Tensor, kv_heads: int, fmt: Format) -> torch.Tensor:
+    """fp32 ``(batch, kv_heads)``: what brings the largest to ``fmt.max``; 1 where all are 0."""
+    largest = values.reshape(values.shape[0], kv_heads, -1).abs().amax(-1)
+    scale = (largest / fmt.max).float()
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def _sizes(problem: Problem) -> Sizes:
@@ -98,7 +200,7 @@ def _sizes(problem: Problem) -> Sizes:
 
 def _stored(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Float64 ``values`` rounded once to ``fmt``, in its storage dtype."""
-    out = torch.empty(values.shape, dtype=fmt.torch_dtype)
+    out = torch.empty(values.shape, dtype=fmt.torch_dtype, device=values.device)
     stored, exact = out.view(-1), values.view(-1)
     for start in range(0, exact.numel(), _CHUNK):
         part = slice(start, start + _CHUNK)

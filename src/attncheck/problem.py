@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attncheck import draws
-from attncheck.distributions import DISTRIBUTIONS
+from attncheck.distributions import DISTRIBUTIONS, distribution_named
 from attncheck.errors import ProblemError, UnknownName
 from attncheck.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
 from attncheck.mods import library
@@ -21,29 +21,44 @@ from attncheck.mods.spec import Dimensions, Spec
 if TYPE_CHECKING:
     from attncheck.mods.library import MaskMod, ScoreMod
 
-__all__ = ["LARGEST_HEAD_DIM", "Case", "Problem"]
+__all__ = ["LARGEST_HEAD_DIM", "OPERATIONS", "SOFTMAX_DTYPES", "Case", "Problem"]
 
 LARGEST_HEAD_DIM = 256
+OPERATIONS = ("attention", "softmax")
+SOFTMAX_DTYPES = ("fp32", "fp16", "bf16", "fp64")
 _SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
 _LARGEST_SEED = 2**63 - 1
+# What an attention call has and a softmax has not, with what stands in its place.
+_ATTENTION_ONLY: dict[str, Any] = {
+    "head_dim": 0,
+    "value_dim": 0,
+    "scale": 1.0,
+    "mask": library.FULL,
+    "score": library.NONE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One attention call, without its numbers drawn.
+    """One call of a kernel, without its numbers drawn.
 
-    ``out[b, h, i] = Σ_j softmax_j(score(scale · q[b, h, i] · k[b, g, j])) v[b, g, j]`` over the
-    keys j that the mask lets row i see, with g = h // (heads / kv_heads).
+    Attention: ``out[b, h, i] = Σ_j softmax_j(score(scale · q[b, h, i] · k[b, g, j])) v[b, g, j]``
+    over the keys j that the mask lets row i see, with g = h // (heads / kv_heads).
+
+    Softmax: ``out[b, h, i, j] = softmax_j(x[b, h, i, j])`` of scores ``(batch, heads, query, kv)``.
+    It has no head_dim, value_dim (both 0), scale (1), mask or score mod, and no fp8.
 
     Attributes:
+        operation: ``attention`` or ``softmax``.
         batch: Sequences.
         heads: Query heads.
         kv_heads: Key and value heads, a divisor of ``heads`` (default: ``heads``).
         query: Query length.
         kv: Key and value length (default: ``query``); the two may differ.
-        head_dim: Columns of q and k, 1–256.
+        head_dim: Columns of q and k, 1–256 (default: 64).
         value_dim: Columns of v and out, 1–256 (default: ``head_dim``).
-        dtype: A name of ``formats.DTYPES``.
+        dtype: A name of ``formats.DTYPES``; fp64 is what the numbers were before they were
+            rounded to any other, for the exact side alone.
         mask: Which keys a row sees.
         score: What is done to a score before the softmax.
         scale: Factor of q·k, rounded to fp32 (default: 1/√head_dim).
@@ -55,12 +70,13 @@ class Problem:
         UnknownName: for a dtype, distribution or mod that is not known.
     """
 
+    operation: str = "attention"
     batch: int = 1
     heads: int = 1
     kv_heads: int = 0
     query: int
     kv: int = 0
-    head_dim: int = 64
+    head_dim: int = 0
     value_dim: int = 0
     dtype: str = "bf16"
     mask: Spec = library.FULL
@@ -70,11 +86,15 @@ class Problem:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_names()
         self._default("kv_heads", self.heads)
         self._default("kv", self.query)
+        if self.operation == "softmax":
+            self._check_softmax()
+            return
+        self._default("head_dim", 64)
         self._default("value_dim", self.head_dim)
-        self._check_sizes()
-        self._check_names()
+        self._check_sizes(_SIZES)
         self._check_scale()
         self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
         library.check_mask(self.mask, self.dimensions)
@@ -84,12 +104,30 @@ class Problem:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen for everybody else
 
-    def _default(self, name: str, value: int) -> None:
+    def _default(self, name: str, value: float) -> None:
         if getattr(self, name) == 0:
             self._set(name, value)
 
-    def _check_sizes(self) -> None:
-        for name in _SIZES:
+    def _check_softmax(self) -> None:
+        self._default("scale", 1.0)
+        for name, only in (_ATTENTION_ONLY | {"kv_heads": self.heads}).items():
+            value = getattr(self, name)
+            if value != only:
+                said = str(value) if isinstance(value, Spec) else repr(value)
+                raise ProblemError(f"{name}={said} has no meaning for softmax.")
+            self._set(name, only)  # 0.0 and False are 0 too, and would be another id
+        self._check_sizes(tuple(name for name in _SIZES if name not in _ATTENTION_ONLY))
+        if self.dtype not in SOFTMAX_DTYPES:
+            able = ", ".join(name for name in SOFTMAX_DTYPES if DTYPES[name].measured)
+            raise ProblemError(f"softmax has no dtype {self.dtype!r}: choose from {able}.")
+        if DISTRIBUTIONS[self.distribution].scores is None:
+            able = ", ".join(name for name, d in DISTRIBUTIONS.items() if d.scores)
+            raise ProblemError(
+                f"distribution {self.distribution!r} has no scores for softmax: choose from {able}."
+            )
+
+    def _check_sizes(self, names: tuple[str, ...]) -> None:
+        for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ProblemError(f"{name}={value!r} must be a whole number of at least 1.")
@@ -117,11 +155,10 @@ class Problem:
             )
 
     def _check_names(self) -> None:
-        if not dtype_named(self.dtype).measured:
-            able = ", ".join(d.name for d in DTYPES.values() if d.measured)
-            raise ProblemError(f"dtype {self.dtype!r} cannot be drawn yet: choose from {able}.")
-        if not isinstance(self.distribution, str) or self.distribution not in DISTRIBUTIONS:
-            raise UnknownName("distribution", self.distribution, DISTRIBUTIONS)
+        if self.operation not in OPERATIONS:
+            raise UnknownName("operation", self.operation, OPERATIONS)
+        dtype_named(self.dtype)
+        distribution_named(self.distribution)
 
     @property
     def formats(self) -> Dtype:
@@ -151,8 +188,13 @@ class Problem:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; ``from_json`` gives the same Problem back."""
+        """A JSON object; ``from_json`` gives the same Problem back.
+
+        An attention's operation is not named: ids are those of the time before there was another.
+        """
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.operation == "attention":
+            del data["operation"]
         return data | {"mask": self.mask.to_json(), "score": self.score.to_json()}
 
     @classmethod
@@ -179,7 +221,12 @@ class Problem:
 
     @property
     def shape(self) -> str:
-        """Sizes in one word: ``B1 H4/2 Q128 K96 D64`` (``D64/32`` with another value_dim)."""
+        """Sizes in a line: ``B1 H4/2 Q128 K96 D64`` (``D64/32`` with another value_dim).
+
+        Of a softmax the rows and columns: ``B1 H4 R128 C96``.
+        """
+        if self.operation == "softmax":
+            return f"B{self.batch} H{self.heads} R{self.query} C{self.kv}"
         heads = str(self.heads) if self.group == 1 else f"{self.heads}/{self.kv_heads}"
         dims = str(self.head_dim)
         if self.value_dim != self.head_dim:
@@ -187,7 +234,8 @@ class Problem:
         return f"B{self.batch} H{heads} Q{self.query} K{self.kv} D{dims}"
 
     def __str__(self) -> str:
-        mods = [str(self.mask)] + ([str(self.score)] if self.score != library.NONE else [])
+        mods = [str(self.mask) if self.operation == "attention" else self.operation]
+        mods += [str(self.score)] if self.score != library.NONE else []
         return f"{self.dtype} {' '.join(mods)} {self.shape} {self.distribution} seed {self.seed}"
 
 

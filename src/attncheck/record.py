@@ -17,7 +17,7 @@ __all__ = [
     "Status",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 
 Status = Literal["measured", "unsupported", "error"]
 """``measured``: numbers below; ``unsupported``: said beforehand; ``error``: raised or broke its
@@ -67,6 +67,8 @@ class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         max_error: Largest absolute error; infinite when an element is not finite.
         max_at: Where; None when there is no element.
         bias: Mean signed error.
+        input_rmse: RMSE between the exact results on the inputs as stored and as drawn: what
+            rounding the inputs costs, whatever the kernel. Not part of any error above.
         elements: Elements compared.
         nonfinite: Elements that are NaN or infinite while the truth is finite.
         dead_rows: Rows that see no key.
@@ -79,6 +81,7 @@ class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_error: float
     max_at: Place | None
     bias: float
+    input_rmse: float
     elements: int
     nonfinite: int = 0
     dead_rows: int = 0
@@ -105,7 +108,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         case_id, case: The Case and its short id.
         kernel: The subject's name.
         variant: The plan's name for the mask and score mod (``causal``, ``alibi``).
-        heads: ``MHA``, ``GQA`` or ``MQA``.
+        heads: ``MHA``, ``GQA`` or ``MQA``; empty for softmax.
         status: See ``Status``.
         reason: Why unsupported, or what was raised, in one line.
         out, lse: Errors; None where there is nothing to compare.

@@ -14,6 +14,7 @@ from attncheck.subjects.ideal import Ideal
 if TYPE_CHECKING:
     from attncheck.examine.evidence import Evidence
     from attncheck.outputs import Outputs
+    from attncheck.problem import Problem
     from attncheck.subjects.contract import Subject, Tiling
 
 __all__ = ["compare"]
@@ -27,7 +28,7 @@ def compare(
     environment: str,
     executor: Executor | None = None,
 ) -> Record:
-    """Run ``subject`` on the Case of ``evidence`` and compare it with exact attention.
+    """Run ``subject`` on the Case of ``evidence`` and compare it with the exact result.
 
     Args:
         subject: The kernel.
@@ -67,7 +68,7 @@ def _record(subject: Subject, evidence: Evidence, variant: str, environment: str
         case=evidence.case.to_json(),
         kernel=subject.name,
         variant=variant,
-        heads=_heads(problem.heads, problem.kv_heads),
+        heads=_heads(problem),
         status="measured",
         interpreted=subject.triton and evidence.device == "cpu",
         environment=environment,
@@ -82,7 +83,7 @@ def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
         out=_out(result.outputs, evidence, tiling),
         lse=_lse(result.outputs, evidence),
         seconds=result.seconds,
-        tiling=str(tiling),
+        tiling=str(tiling) if problem.operation == "attention" else "",
     )
 
 
@@ -94,6 +95,7 @@ def _out(outputs: Outputs, evidence: Evidence, tiling: Tiling) -> OutErrors:
         rmse=found.rmse,
         floor_rmse=evidence.floor_rmse,
         ideal_rmse=evidence.ideal_rmse(tiling),
+        input_rmse=evidence.input_rmse,
         max_error=found.max_error,
         max_at=_place(found.max_at),
         bias=found.bias,
@@ -126,7 +128,9 @@ def _place(index: tuple[int, ...] | None) -> Place | None:
     return Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
 
 
-def _heads(heads: int, kv_heads: int) -> str:
-    if kv_heads == heads:
+def _heads(problem: Problem) -> str:
+    if problem.operation == "softmax":
+        return ""
+    if problem.kv_heads == problem.heads:
         return "MHA"
-    return "MQA" if kv_heads == 1 else "GQA"
+    return "MQA" if problem.kv_heads == 1 else "GQA"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from attncheck import inputs as inputs_room
 from attncheck.errors import AttncheckError
@@ -14,13 +16,20 @@ from attncheck.problem import Problem
 from attncheck.subjects import builtin
 
 if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
     from attncheck.subjects.contract import Subject
 
 __all__ = ["checkup"]
 
 # With q = 0 and V = 1 every weight is 1 and a power of two of them is summed: out is exactly 1 in
-# every format, whatever the order of the sum.
-_PROBLEM = Problem(heads=2, kv_heads=1, query=32, head_dim=16, distribution="zero_q")
+# every format, whatever the order of the sum; of a softmax it is exactly 1/32. A kernel is asked
+# the first of these that concerns it.
+_UNIFORM = Problem(heads=2, kv_heads=1, query=32, head_dim=16, distribution="zero_q")
+_PROBLEMS = (
+    _UNIFORM,
+    _UNIFORM.replace(dtype="e4m3"),
+    Problem(operation="softmax", query=32, distribution="zero_q"),
+)
 
 
 def checkup() -> dict[str, Any]:
@@ -42,15 +51,24 @@ def checkup() -> dict[str, Any]:
 
 
 def _self_test(subject: Subject, device: str) -> dict[str, Any]:
-    reason = subject.absent(device) or subject.unsupported(_PROBLEM, device)
+    problem = next(problem for problem in _PROBLEMS if subject.concerns(problem))
+    reason = subject.absent(device) or subject.unsupported(problem, device)
     if reason:
         return {"name": subject.name, "ok": True, "finding": f"not here: {reason}"}
-    drawn = inputs_room.draw(_PROBLEM, device)
-    result = InProcess().run(subject, drawn.replace(v=drawn.v.new_ones(drawn.v.shape)))
+    result = InProcess().run(subject, _with_ones(inputs_room.draw(problem, device)))
     if not isinstance(result, Execution):
         return {"name": subject.name, "ok": False, "finding": result.message}
-    wrong = int((result.outputs.out != 1).sum())
-    finding = (
-        f"{wrong} elements are not 1" if wrong else "uniform weights over V = 1 give exactly 1"
-    )
+    softmax = problem.operation == "softmax"
+    expected, said = (1 / problem.kv, "1/32") if softmax else (1.0, "1")
+    wrong = int((result.outputs.out != expected).sum())
+    right = "equal scores give" if softmax else "uniform weights over V = 1 give"
+    finding = f"{wrong} elements are not {said}" if wrong else f"{right} exactly {said}"
     return {"name": subject.name, "ok": wrong == 0, "finding": finding}
+
+
+def _with_ones(drawn: Inputs) -> Inputs:
+    """V = 1, in fp8 with a descale of 1."""
+    descale = drawn.descale
+    if descale is not None:
+        descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))
+    return drawn.replace(v=torch.ones_like(drawn.v), descale=descale)

@@ -36,18 +36,33 @@ class Evidence:
         self._ideal_rmse: dict[Tiling, float] = {}
 
     def establish(self) -> None:
-        """Compute inputs, truth and floor now, so that nothing a kernel does can change them."""
-        _ = self.inputs, self.truth, self.floor_rmse
+        """Compute all that kernels share now, so that nothing a kernel does can change it."""
+        _ = self.inputs, self.truth, self.floor_rmse, self.input_rmse
+        self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
+
+    @cached_property
+    def _originals(self) -> Inputs:
+        return inputs_room.originals(self.case.problem).to(self.device)
 
     @cached_property
     def inputs(self) -> Inputs:
         """The tensors that the kernel and the oracle read."""
-        return inputs_room.draw(self.case.problem, self.device)
+        return inputs_room.rounded(self._originals, self.case.problem)
 
     @cached_property
     def truth(self) -> Outputs:
-        """Exact attention in float64: out and LSE."""
-        return oracles.streaming(self.inputs)
+        """The exact result in float64: out and LSE."""
+        return oracles.truth(self.inputs)
+
+    @cached_property
+    def input_rmse(self) -> float:
+        """RMSE between the exact results on the inputs as stored and as drawn.
+
+        What rounding the inputs costs, whatever the kernel. The mask is the same in both, so the
+        same rows see a key.
+        """
+        drawn = oracles.truth(self._originals).out
+        return errors(self.truth.out, drawn, self.alive[..., None]).rmse
 
     @cached_property
     def alive(self) -> torch.Tensor:

@@ -65,6 +65,10 @@ class Executor(Protocol):
         """Why ``subject`` can run nothing on ``device``; None if it can, or raises when asked."""
         ...
 
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        """Whether ``problem`` is a question for ``subject`` at all."""
+        ...
+
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Why ``subject`` does not take ``problem``; None if it does."""
         ...
@@ -84,6 +88,13 @@ class InProcess:
         except (Exception, SystemExit):  # noqa: BLE001  # foreign code may raise anything
             return None
 
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        """Whether to ask ``subject``; also where it cannot even say so, and ``refusal`` tells."""
+        try:
+            return subject.concerns(problem)
+        except (Exception, SystemExit):  # noqa: BLE001  # foreign code may raise anything
+            return True
+
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Why ``subject`` does not take ``problem``; a Failure when even asking raises."""
         try:
@@ -93,8 +104,7 @@ class InProcess:
 
     def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
         """``subject`` on a copy of ``inputs``; with ``timed``, until the median is known."""
-        device = inputs.q.device
-        given = inputs.replace(q=inputs.q.clone(), k=inputs.k.clone(), v=inputs.v.clone())
+        device, given = inputs.device, inputs.clone()
         try:
             call = subject.prepare(given)
             outputs = call()
@@ -142,7 +152,8 @@ def _contract(outputs: object, inputs: Inputs) -> str:
         return f"returned {type(outputs).__name__}, but should return Outputs."
     problem = inputs.problem
     rows = (problem.batch, problem.heads, problem.query)
-    wrong = _tensor("out", outputs.out, (*rows, problem.value_dim), inputs)
+    columns = problem.kv if problem.operation == "softmax" else problem.value_dim
+    wrong = _tensor("out", outputs.out, (*rows, columns), inputs)
     dtype = problem.formats.output.torch_dtype
     if not wrong and outputs.out.dtype != dtype:
         wrong = f"out.dtype={outputs.out.dtype}, but should be {dtype}."
@@ -158,16 +169,16 @@ def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) ->
         return f"{name} is {type(value).__name__}, but should be a tensor."
     if tuple(value.shape) != shape:
         return f"{name}.shape={tuple(value.shape)}, but should be {shape}."
-    if value.device != inputs.q.device:
-        return f"{name}.device={value.device}, but should be {inputs.q.device}."
+    if value.device != inputs.device:
+        return f"{name}.device={value.device}, but should be {inputs.device}."
     return ""
 
 
 def _written_to(given: Inputs, inputs: Inputs) -> str:
     """Which of its inputs a kernel changed; empty when none."""
-    for name in ("q", "k", "v"):
-        mine, its = (getattr(of, name).contiguous().view(torch.uint8) for of in (inputs, given))
-        if not torch.equal(mine, its):
+    for name, mine in inputs.tensors().items():
+        its = given.tensors()[name]
+        if not torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine, its))):
             return f"wrote to its input {name}."
     return ""
 

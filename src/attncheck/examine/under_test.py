@@ -38,7 +38,9 @@ class UnderTest:
 
     def supports(self, problem: Problem) -> bool:
         """Whether the kernel takes ``problem``: for ``strategies.problems(supports=…)``."""
-        reason = self.subject.unsupported(problem, self.device)
+        reason: str | None = "such problems do not concern it"
+        if self.subject.concerns(problem):
+            reason = self.subject.unsupported(problem, self.device)
         self.refused = reason or self.refused
         return reason is None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, cast
+
+import torch
 
 from attncheck.formats import round_to
 from attncheck.relations.finding import Finding, wrong
@@ -56,13 +59,20 @@ def _unfit(problem: Problem) -> str | None:
 
 
 def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    """V as the product reads it, and in fp32 a first score of 0, whose exponential is 1 at once."""
+    """V as the product reads it, and in fp32 a first score of 0, whose exponential is 1 at once.
+
+    In fp8 V's descale becomes 1, for the product with another would be rounded twice: to fp32, and
+    to out.
+    """
+    descale = inputs.descale
+    if descale is not None:
+        descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))
     v = round_to(inputs.v.double(), inputs.problem.formats.products).to(inputs.v.dtype)
     q = inputs.q
     if not _weight_is_rounded(inputs.problem):
         q = q.clone()
         q[:, :, 0] = 0.0
-    return (inputs.replace(q=q, v=v),)
+    return (inputs.replace(q=q, v=v, descale=descale),)
 
 
 def _holds(runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters) -> Finding | None:

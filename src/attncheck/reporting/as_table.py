@@ -32,7 +32,7 @@ _LONGEST_KERNEL = 28
 _GAP = "  "
 _INDENT = "  "
 # What a narrow terminal does without, the first to go first.
-_SPARED = ("at", "bias", "time", "lse", "floor", "max", "environment")
+_SPARED = ("at", "bias", "inputs", "time", "lse", "floor", "max", "environment")
 
 
 def as_table(report: Report, *, width: int = PLAIN_WIDTH) -> str:
@@ -92,7 +92,8 @@ def _section_lines(section: Section, grid: _Grid, width: int) -> Iterator[Text]:
         heading += _GAP + COLUMNS[key].rjust(size)
     yield Text(heading.rstrip(), style="dim")
     for block in section.blocks:
-        yield Text(_elided(f"{block.variant} · {block.heads}", width), style="bold")
+        title = " · ".join(part for part in (block.variant, block.heads) if part)
+        yield Text(_elided(title, width), style="bold")
         for row in block.rows:
             yield _row_line(row, grid)
             for remark in row.remarks:

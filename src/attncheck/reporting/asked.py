@@ -10,6 +10,7 @@ from attncheck.errors import UsageError
 from attncheck.reporting.inert import one_line
 
 if TYPE_CHECKING:
+    from attncheck.oracle_record import OracleRecord
     from attncheck.record import Record
 
 __all__ = ["Asked", "asked"]
@@ -31,10 +32,16 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     scale: float
     distribution: str
     seed: int
+    operation: str = "attention"
 
     @property
     def shape(self) -> str:
-        """Sizes but the heads, which differ between MHA and GQA: ``B1 Q128 K96 D64``."""
+        """Sizes but the heads, which differ between MHA and GQA: ``B1 Q128 K96 D64``.
+
+        Of a softmax all of them: ``B1 H1 R128 C96``, rows and columns.
+        """
+        if self.operation == "softmax":
+            return f"B{self.batch} H{self.heads} R{self.query} C{self.kv}"
         dims = str(self.head_dim)
         if self.value_dim != self.head_dim:
             dims += f"/{self.value_dim}"
@@ -46,7 +53,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
 
 
-def asked(record: Record) -> Asked:
+def asked(record: Record | OracleRecord) -> Asked:
     """The Problem of ``record``; raises UsageError when its Case holds none."""
     try:
         return msgspec.convert(record.case.get("problem"), Asked)

@@ -18,6 +18,7 @@ HOW_TO_READ = (
     "RMSE, max error, bias (mean error): of out against exact fp64. LSE error: max.",
     "×floor: RMSE ÷ that of the exact result rounded to the output format; least 1.",
     "×ideal: RMSE ÷ that of the ideal kernel, at the row's tiles if known, or 128×64.",
+    "inputs: RMSE that rounding the inputs alone causes; part of no other column.",
 )
 _TF32 = "tf32: tensor cores truncate, the ideal kernel rounds to nearest: 3× is ordinary."
 _INTERPRETED = f"{DAGGER} interpreted on the CPU: says nothing about a GPU."
@@ -34,7 +35,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one variant and head arrangement."""
+    """Rows of one variant and head arrangement (empty for softmax)."""
 
     variant: str
     heads: str
@@ -123,7 +124,7 @@ def _grouped(report: Report) -> dict[tuple[str, ...], dict[tuple[str, str], list
     for record in report.records:
         problem = asked(record)
         blocks = groups.setdefault(_title(problem), {})
-        heads = f"{record.heads} {problem.head_counts}"
+        heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
         blocks.setdefault((record.variant, heads), []).append(record)
     return groups
 

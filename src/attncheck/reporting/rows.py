@@ -19,6 +19,7 @@ COLUMNS = {
     "rmse": "RMSE",
     "floor": "×floor",
     "ideal": "×ideal",
+    "inputs": "inputs",
     "max": "max error",
     "at": "at b,h,q,d",
     "bias": "bias",
@@ -79,13 +80,14 @@ def row(record: Record, *, note: int, environment: str) -> Row:
 
 
 def _out_cells(out: OutErrors | None) -> dict[str, Cell]:
-    names = ("rmse", "floor", "ideal", "max", "at", "bias")
+    names = ("rmse", "floor", "ideal", "inputs", "max", "at", "bias")
     if out is None or out.elements == 0:
         return dict.fromkeys(names, Cell(figures.NOTHING, "dim"))
     return {
         "rmse": _error_cell(out.rmse),
         "floor": Cell(figures.ratio(out.rmse, out.floor_rmse), _soundness(out.rmse)),
         "ideal": _ideal_cell(out),
+        "inputs": Cell(figures.scientific(out.input_rmse), "dim"),
         "max": _error_cell(out.max_error),
         "at": Cell(figures.place(out.max_at), "dim"),
         "bias": _error_cell(out.bias, signed=True),

@@ -17,13 +17,28 @@ if TYPE_CHECKING:
     from attncheck.runner.plan import Cell
     from attncheck.subjects.contract import Subject
 
-__all__ = ["absences", "measure"]
+__all__ = ["absences", "concerned", "measure", "pairs"]
 
 
 def absences(subjects: Sequence[Subject], device: str) -> dict[str, str]:
     """Subjects that can run nothing on ``device``, by name, each with the reason."""
     executor = InProcess()
     return {s.name: why for s in subjects if (why := executor.absence(s, device))}
+
+
+def concerned(cells: Sequence[Cell], subjects: Sequence[Subject]) -> list[Subject]:
+    """Those of ``subjects`` for which at least one cell is a question."""
+    executor = InProcess()
+    return [s for s in subjects if any(executor.concerns(s, c.problem) for c in cells)]
+
+
+def pairs(
+    cells: Sequence[Cell], subjects: Sequence[Subject], device: str
+) -> list[tuple[Cell, list[Subject]]]:
+    """Each cell with the subjects that it concerns, of those that can run something here."""
+    absent = absences(subjects, device)
+    present = [subject for subject in subjects if subject.name not in absent]
+    return [(cell, concerned([cell], present)) for cell in cells]
 
 
 def measure(
@@ -34,26 +49,24 @@ def measure(
     command: str,
     done: Callable[[Record], None] = lambda _: None,
 ) -> Report:
-    """Compare every subject with exact attention on every cell.
+    """Compare every subject with the exact result on every cell that concerns it.
 
     Args:
         cells: What to compute.
         subjects: The kernels. Those that can run nothing on ``device`` are named once in the
-            Report, not in every cell.
+            Report, not in every cell; those that no cell concerns, not at all.
         device: ``cpu`` or ``cuda``.
         command: The command line, for the Report.
         done: Called with each Record as it is made.
     """
     prepare(device)
-    executor = InProcess()
-    absent = absences(subjects, device)
-    present = [s for s in subjects if s.name not in absent]
+    executor, subjects = InProcess(), concerned(cells, subjects)
     env = environment(device)
     key = fingerprint(env)
     records = []
-    for cell in cells:
+    for cell, asked in pairs(cells, subjects, device):
         evidence = Evidence(Case(problem=cell.problem), device)
-        for subject in present:
+        for subject in asked:
             record = compare(
                 subject, evidence, variant=cell.variant, environment=key, executor=executor
             )
@@ -63,6 +76,6 @@ def measure(
         command=command,
         environments={key: env},
         kernels={s.name: s.summary for s in subjects},
-        absent=absent,
+        absent=absences(subjects, device),
         records=tuple(records),
     )

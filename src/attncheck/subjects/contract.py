@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
@@ -19,25 +19,29 @@ Call = Callable[[], "Outputs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How a FlashAttention-2 kernel walks over the keys.
+    """How a FlashAttention kernel walks over the keys.
 
     Attributes:
         block_query: Query rows per program.
         block_kv: Keys per step.
         reverse: Whether the last key block comes first.
         lazy_rescale: The running maximum moves only when it grows by more than this, in log2
-            units; 0 moves it always.
+            units; 0 moves it always. Of FlashAttention-2 alone.
+        recurrence: What a step's weights are relative to: the running maximum (``flash2``), or the
+            step's own, with O normalised after each step (``flash1``).
     """
 
     block_query: int
     block_kv: int
     reverse: bool = False
     lazy_rescale: float = 0.0
+    recurrence: Literal["flash2", "flash1"] = "flash2"
 
     def __str__(self) -> str:
         order = " reverse" if self.reverse else ""
         lazy = f" lazy {self.lazy_rescale:g}" if self.lazy_rescale else ""
-        return f"{self.block_query}×{self.block_kv}{order}{lazy}"
+        other = f" {self.recurrence}" if self.recurrence != "flash2" else ""
+        return f"{self.block_query}×{self.block_kv}{order}{lazy}{other}"
 
 
 class Subject(ABC):
@@ -57,6 +61,14 @@ class Subject(ABC):
         """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""
         del device
         return None
+
+    def concerns(self, problem: Problem) -> bool:
+        """Whether ``problem`` is a question for this kernel at all.
+
+        A kernel for attention is not asked about softmax: no cell, no row, no reason. What a
+        reader would expect it to take, and it does not, is for ``unsupported``.
+        """
+        return problem.operation == "attention"
 
     @abstractmethod
     def unsupported(self, problem: Problem, device: str) -> str | None:

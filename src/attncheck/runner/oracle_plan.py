@@ -1,0 +1,65 @@
+"""On which Problems the oracles are compared with the exact result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.errors import UnknownName
+from attncheck.mods.library import FULL
+from attncheck.mods.spec import Spec
+from attncheck.runner.plan import VARIANTS, Variant, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.runner.plan import Cell
+
+__all__ = ["DEFAULT_VARIANTS", "SHARP", "oracle_plan"]
+
+SHARP = Variant(
+    name="sharp",
+    summary="every key, every score times 16: beyond the exponents of fp64",
+    mods=lambda _: (FULL, Spec.of("temperature", temperature=2.0**-4)),
+)
+"""No kernel is measured on it: what it shows is where the naive softmax ends."""
+
+DEFAULT_VARIANTS = ("full", "causal", SHARP.name, "softmax")
+
+
+def oracle_plan(
+    *,
+    variants: Sequence[str],
+    distributions: Sequence[str],
+    dtype: str,
+    shape: str,
+    seed: int,
+) -> list[Cell]:
+    """Each variant on each distribution, in the order in which a report shows them.
+
+    Args:
+        variants: Names of ``runner.plan.VARIANTS``, or ``sharp``; none: the default ones.
+        distributions: Names; none: all. Of softmax those that it has.
+        dtype: Of the inputs.
+        shape: As typed.
+        seed: Which draw.
+
+    Raises UnknownName or ProblemError for what cannot be, before anything is computed.
+    """
+    known = VARIANTS | {SHARP.name: SHARP}
+    cells: list[Cell] = []
+    for name in variants or DEFAULT_VARIANTS:
+        if name not in known:
+            raise UnknownName("variant", name, known)
+        for distribution in distributions or DISTRIBUTIONS:
+            asked = bool(variants and distributions)  # by name: it must exist
+            if asked or known[name].exists(dtype, distribution):
+                cells += plan(
+                    dtypes=(dtype,),
+                    variants=() if name == SHARP.name else (name,),
+                    own=SHARP if name == SHARP.name else None,
+                    shapes=(shape,),
+                    distributions=(distribution,),
+                    seed=seed,
+                )
+    return list(dict.fromkeys(cells))
