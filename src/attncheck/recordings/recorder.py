@@ -1,0 +1,243 @@
+"""``attncheck.capture``: what a running model passes to ``scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from attncheck.errors import ProblemError, UsageError
+from attncheck.recordings.reduction import Given, Unfit, reduced
+from attncheck.recordings.schema import METADATA, VERSION, Call, Header, tensor_name
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+__all__ = ["capture"]
+
+# torch's own, also where torch.nn.functional has got another one meanwhile that calls it.
+_SDPA = torch._C._nn.scaled_dot_product_attention
+_NAME = "scaled_dot_product_attention"
+
+
+@contextlib.contextmanager
+def capture(
+    file: str | os.PathLike[str], *, model: nn.Module | None = None, calls: int | None = None
+) -> Iterator[None]:
+    """Record every call of ``scaled_dot_product_attention`` inside the ``with`` to a file.
+
+    >>> with attncheck.capture("trained.safetensors", model=model):  # doctest: +SKIP
+    ...     model(batch)
+
+    Kept of each call are q, k, v, the mask (bool, added, or is_causal), the scale and what
+    enable_gqa means, as ``recordings.schema`` says: copies on the CPU in the dtype that the kernel
+    reads (under autocast the one cast to), brought to (batch, heads, length, dim). ``attncheck
+    rmse --inputs FILE`` and ``recordings.load`` read the file.
+
+    However a module imported the function, its calls are seen, also those of
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. In eval mode those two have a
+    fast path of their own that calls no scaled_dot_product_attention: it is switched off inside
+    (``torch.backends.mha.set_fastpath_enabled``), so their results are those of the ordinary path.
+    ``nn.MultiheadAttention`` with need_weights (its default) computes its scores itself and calls
+    it never. All else computes what it computes without. Not seen are calls in another thread and
+    in TorchScript, and FlexAttention. Capture a model before torch.compile: inside, torch would
+    compile it anew.
+
+    A call that attncheck cannot hold (float64, nested or fake tensors, head_dim beyond 256, a
+    scale that is not positive …) is left out with a warning, one a reason. Dropout is noted, and
+    ignored when a kernel is judged.
+
+    The file is written at the end, in one step, and replaces an old one. It is also written when
+    the ``with`` ends with an exception, with the calls made until then.
+
+    Args:
+        file: Where to, usually ``NAME.safetensors``.
+        model: Names the calls by the module that makes them, ``blocks.0.attention/0`` for its
+            first; else they are ``call-0``, ``call-1``, ….
+        calls: How many are kept, the first ones (default: all; they stay in memory until the end).
+
+    Raises:
+        UsageError: at the beginning, if the file cannot be written; at the end, if there was no
+            call to keep.
+    """
+    path = _writable(Path(file))
+    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
+        raise UsageError(f"calls={calls!r} must be a whole number of at least 1.")
+    modules = _Modules(model)
+    recorder = _Recorder(modules, calls)
+    try:
+        with _no_fast_path(), modules, recorder:
+            yield
+    except BaseException as error:
+        if recorder.kept:
+            try:
+                _write(path, recorder)
+            except UsageError as unwritten:
+                error.add_note(str(unwritten))
+        raise
+    if not recorder.kept:
+        raise UsageError(
+            f"capture saw no call of {_NAME} that it could keep: {str(path)!r} is not written."
+        )
+    _write(path, recorder)
+
+
+class _Modules:
+    """Which module of a model is running, by hooks while in its ``with``."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise UsageError(f"model is {type(model).__name__}: it must be a torch.nn.Module.")
+        self._model = model
+        self._running: list[str] = []
+        self._calls: Counter[str] = Counter()
+        self._handles = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if self._model is not None:
+            for path, module in self._model.named_modules():
+                self._watch(path or type(module).__name__, module)
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.close()
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def enter(*_: object) -> None:
+            self._running.append(path)
+
+        def leave(*_: object) -> None:
+            self._running.pop()
+
+        for handle in (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ):
+            self._handles.callback(handle.remove)
+
+    def name(self) -> str:
+        """The name of the call that is made now."""
+        if not self._running:
+            return f"call-{self._next('')}"
+        return f"{self._running[-1]}/{self._next(self._running[-1])}"
+
+    def _next(self, module: str) -> int:
+        self._calls[module] += 1
+        return self._calls[module] - 1
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every function of torch that is called from Python."""
+
+    def __init__(self, modules: _Modules, most: int | None) -> None:
+        super().__init__()
+        self.kept: list[tuple[Call, dict[str, Tensor]]] = []
+        self._modules = modules
+        self._most = most
+        self._warned: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not _SDPA:
+            return self._listening(func)(*args, **kwargs)
+        out = func(*args, **kwargs)
+        name = self._modules.name()
+        if self._most is None or len(self.kept) < self._most:
+            self._keep(name, out, args, kwargs)
+        return out
+
+    def _keep(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self.kept.append(reduced(name, Given(*args, **kwargs), out))
+        except (Unfit, ProblemError) as error:
+            reason = str(error).rstrip(".")
+            if reason not in self._warned:
+                self._warned.add(reason)
+                warnings.warn(f"capture leaves out {name}: {reason}.", stacklevel=2)
+
+    def _listening(self, func: Any) -> Any:
+        """``func``, or a copy of it whose own calls of the function come back to this mode.
+
+        A Python function of torch that lets modes override it, multi_head_attention_forward, runs
+        with the mode taken off. Other modes that see it call the copy too, as it names itself.
+        """
+        if not isinstance(func, FunctionType) or _NAME not in func.__code__.co_names:
+            return func
+        found: Callable[..., Tensor] = func.__globals__.get(_NAME, _SDPA)
+
+        def seen(*args: Any, **kwargs: Any) -> Tensor:
+            with self:
+                return found(*args, **kwargs)
+
+        listening = FunctionType(
+            func.__code__,
+            func.__globals__ | {_NAME: seen},
+            func.__name__,
+            func.__defaults__,
+            func.__closure__,
+        )
+        listening.__kwdefaults__ = func.__kwdefaults__
+        listening.__globals__[func.__name__] = listening
+        return listening
+
+
+@contextlib.contextmanager
+def _no_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _writable(path: Path) -> Path:
+    """``path``, if a file could be put there now: a model may run for long before the end."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except (OSError, ValueError) as error:
+        raise _unwritten(path, error) from None
+
+
+def _write(path: Path, recorder: _Recorder) -> None:
+    header = Header(version=VERSION, calls=[call for call, _ in recorder.kept])
+    tensors = {
+        tensor_name(i, name): tensor
+        for i, (_, named) in enumerate(recorder.kept)
+        for name, tensor in named.items()
+    }
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.touch(exist_ok=False)
+        mode = (
+            draft.stat().st_mode
+        )  # as any new file here; safetensors makes one for the owner alone
+        save_file(tensors, draft, {METADATA: msgspec.json.encode(header).decode()})
+        draft.chmod(mode)
+        draft.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(path, error) from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _unwritten(path: Path, error: Exception) -> UsageError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return UsageError(f"recording {str(path)!r} cannot be written: {reason}.")

@@ -1,0 +1,64 @@
+"""Recordings made in a test are forgotten after it; small ones to make them from."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import attncheck
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.mods.library import MASKS, SCORES
+from attncheck.recordings import Recording, load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Other tests go through all distributions and masks there are."""
+    before = [(registry, dict(registry)) for registry in (DISTRIBUTIONS, MASKS, SCORES)]
+    yield
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def allowance() -> Callable[..., Any]:
+    """How far two float64 evaluations of Inputs may lie apart: that of the oracles' tests."""
+    path = Path(__file__).parents[1] / "oracles" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("allowance_of_the_oracles", path)
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up by name.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+    return module.Allowance.of
+
+
+@pytest.fixture
+def recorded(tmp_path) -> Callable[..., Recording]:
+    """Record one call of the function with these arguments, and read it back."""
+
+    def record(*args: Any, **kwargs: Any) -> Recording:
+        file = tmp_path / "recorded.safetensors"
+        with attncheck.capture(file):
+            torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+        (recording,) = load(file)
+        return recording
+
+    return record

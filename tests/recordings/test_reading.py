@@ -1,0 +1,228 @@
+"""Whatever is wrong with a file is one line that names the file, the call and the fact."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.errors import UsageError
+from attncheck.recordings import load
+
+CALL = {
+    "name": "layer/0",
+    "batch": 1,
+    "heads": 4,
+    "kv_heads": 2,
+    "query": 3,
+    "kv": 5,
+    "head_dim": 8,
+    "value_dim": 6,
+    "dtype": "fp32",
+    "mask": "none",
+    "scale": None,
+    "dropout": 0.0,
+}
+
+
+def tensors(call=CALL, **others):
+    keys = (call["batch"], call["kv_heads"], call["kv"])
+    q = torch.ones(call["batch"], call["heads"], call["query"], call["head_dim"])
+    k, v = torch.ones(*keys, call["head_dim"]), torch.ones(*keys, call["value_dim"])
+    named = {"0.q": q, "0.k": k, "0.v": v} | {f"0.{n}": t for n, t in others.items()}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "made.safetensors"
+
+
+def write(file, *, call=None, stored=None, calls=None, **header):
+    """A file with these metadata; only the tensors differ from what the metadata say."""
+    header = {"version": 1, "calls": calls or [CALL | (call or {})]} | header
+    stored = tensors(header["calls"][0]) if stored is None else stored
+    save_file(stored, file, {"attncheck": json.dumps(header)})
+
+
+def refusal(file):
+    before = set(DISTRIBUTIONS)
+    with pytest.raises(UsageError) as error:
+        load(file)
+    text = str(error.value)
+    assert "\n" not in text
+    assert text.startswith(f"recording {str(file)!r} ")
+    assert set(DISTRIBUTIONS) == before  # nothing of it is known
+    return text.removeprefix(f"recording {str(file)!r} ")
+
+
+def test_the_file_of_these_tests_is_a_good_one(file):
+    write(file)
+    (recording,) = load(file)
+    assert recording.problem().shape == "B1 H4/2 Q3 K5 D8/6"
+
+
+def test_missing(file):
+    assert refusal(file) == "is not there: attncheck.capture writes one."
+
+
+def test_a_folder(tmp_path):
+    assert refusal(tmp_path) == "is not a file."
+
+
+def test_no_permission(file, monkeypatch):
+    write(file)
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("attncheck.recordings.reading.safe_open", denied)
+    assert refusal(file) == "cannot be read: Permission denied."
+
+
+@pytest.mark.parametrize("content", [b"", b"q,k,v\n1,2,3\n", b"\xff" * 64, b"\x08" + b"\0" * 7])
+def test_not_safetensors(content, file):
+    file.write_bytes(content)
+    assert refusal(file).startswith("is not a safetensors file, or is cut short (")
+
+
+@pytest.mark.parametrize("kept", [4, 60, -1])
+def test_cut_short(kept, file):
+    write(file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept])
+    assert refusal(file).startswith("is not a safetensors file, or is cut short (")
+
+
+def test_safetensors_of_something_else(file):
+    save_file(tensors(), file)
+    missing = "is no recording of attncheck.capture: its metadata has no 'attncheck'."
+    assert refusal(file) == missing
+    save_file(tensors(), file, {"format": "pt"})
+    assert refusal(file) == missing
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"calls": []}', '{"version": "1"}', '{"version": 1}']
+)
+def test_metadata_of_another_form(text, file):
+    save_file(tensors(), file, {"attncheck": text})
+    assert refusal(file).startswith("has metadata that are none of version 1: ")
+
+
+def test_another_version(file):
+    write(file, version=2, more={"of": "it"})
+    assert refusal(file) == "is of version 2: this attncheck reads version 1."
+
+
+def test_no_call(file):
+    save_file({}, file, {"attncheck": '{"version": 1, "calls": []}'})
+    assert refusal(file) == "holds no call."
+
+
+@pytest.mark.parametrize(
+    ("call", "fact"),
+    [
+        ({"heads": "4"}, "Expected `int`, got `str` - at `$.calls[0].heads`"),
+        ({"query": 0}, "Expected `int` >= 1 - at `$.calls[0].query`"),
+        ({"dtype": "fp64"}, "Invalid enum value 'fp64' - at `$.calls[0].dtype`"),
+        ({"mask": "alibi"}, "Invalid enum value 'alibi' - at `$.calls[0].mask`"),
+        ({"softcap": 3.0}, "Object contains unknown field `softcap` - at `$.calls[0]`"),
+    ],
+)
+def test_a_call_of_another_form(call, fact, file):
+    write(file, call=call, stored=tensors())
+    assert refusal(file) == f"has metadata that are none of version 1: {fact}."
+
+
+@pytest.mark.parametrize(
+    ("call", "fact"),
+    [
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+        ({"head_dim": 257}, "head_dim=257 must be 1–256"),
+        ({"value_dim": 300}, "value_dim=300 must be 1–256"),
+        ({"scale": 0.0}, "scale=0.0 must be a positive number"),
+        ({"scale": -1.0}, "scale=-1.0 must be a positive number"),
+        ({"scale": 1e300}, "scale=1e+300 must be a positive number"),
+    ],
+)
+def test_a_call_that_is_no_problem(call, fact, file):
+    write(file, call=call)
+    assert refusal(file).startswith(f"call 'layer/0': {fact}")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_missing_tensor(name, file):
+    write(file, stored=tensors(**{name: None}))
+    assert refusal(file) == f"call 'layer/0' has no tensor '0.{name}'."
+
+
+def test_a_missing_mask(file):
+    write(file, call={"mask": "bool"})
+    assert refusal(file) == "call 'layer/0' has no tensor '0.mask'."
+
+
+def test_a_tensor_too_many(file):
+    write(file, stored=tensors(mask=torch.ones(1, 1, 3, 5)))
+    assert refusal(file) == "has a tensor '0.mask' that belongs to no call."
+
+
+def test_two_calls_of_one_name(file):
+    more = {name.replace("0.", "1."): tensor.clone() for name, tensor in tensors().items()}
+    write(file, calls=[CALL, CALL], stored=tensors() | more)
+    assert refusal(file) == "has two calls 'layer/0'."
+
+
+@pytest.mark.parametrize(
+    ("stored", "fact"),
+    [
+        ({"k": torch.ones(1, 4, 5, 8)}, "k has shape (1, 4, 5, 8), but should have (1, 2, 5, 8)"),
+        ({"v": torch.ones(2, 5, 6)}, "v has shape (2, 5, 6), but should have (1, 2, 5, 6)"),
+        ({"q": torch.ones(1, 4, 3, 8).half()}, "q is torch.float16, but should be torch.float32"),
+        ({"q": torch.ones(1, 4, 3, 8).int()}, "q is torch.int32, but should be torch.float32"),
+    ],
+)
+def test_wrong_shapes_and_dtypes(stored, fact, file):
+    write(file, stored=tensors(**stored))
+    assert refusal(file) == f"call 'layer/0': {fact}."
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite(name, odd, file):
+    stored = tensors()
+    stored[f"0.{name}"][0, 0, 1, 2:4] = odd
+    write(file, stored=stored)
+    assert refusal(file).startswith(f"call 'layer/0': {name} holds 2 NaN or infinite numbers: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask", "fact"),
+    [
+        ("bool", torch.ones(3, 5).bool(), "its mask has shape (3, 5), which does not broadcast"),
+        ("bool", torch.ones(1, 3, 3, 5).bool(), "its mask has shape (1, 3, 3, 5), which does not"),
+        ("bool", torch.ones(1, 1, 3, 5), "its mask is torch.float32, but should be torch.bool"),
+        ("additive", torch.ones(1, 1, 3, 5).bool(), "its mask is torch.bool, but should be torch"),
+        ("additive", torch.full((1, 1, 3, 5), math.nan), "its mask adds NaN or +infinity"),
+        ("additive", torch.full((1, 1, 3, 5), math.inf), "its mask adds NaN or +infinity"),
+    ],
+)
+def test_wrong_masks(kind, mask, fact, file):
+    write(file, call={"mask": kind}, stored=tensors(mask=mask))
+    assert refusal(file).startswith(f"call 'layer/0': {fact}")
+
+
+def test_a_path_with_a_line_break_stays_one_line(tmp_path):
+    assert re.search(r"\\n", refusal_of(tmp_path / "two\nlines.safetensors"))
+
+
+def refusal_of(file):
+    with pytest.raises(UsageError) as error:
+        load(file)
+    assert "\n" not in str(error.value)
+    return str(error.value)
