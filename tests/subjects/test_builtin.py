@@ -14,12 +14,20 @@ from attncheck.subjects import builtin
 def test_the_names_and_their_order():
     assert builtin.names() == (
         "triton-flash2",
+        "triton-flash2-vt",
+        "triton-flash2-fastacc",
+        "triton-flash1",
         "ideal",
         "sdpa-math",
         "sdpa-flash",
         "sdpa-efficient",
         "sdpa-cudnn",
         "flex",
+        "triton-softmax-naive",
+        "triton-softmax-safe",
+        "triton-softmax-online",
+        "triton-softmax-blocked",
+        "torch-softmax",
     )
 
 

@@ -25,12 +25,22 @@ def _made_when_asked(module: str, name: str, *arguments: str) -> Callable[[], Su
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "triton-flash2": _made_when_asked("attncheck.subjects.flash2", "Flash2"),
+    "triton-flash2-vt": _made_when_asked("attncheck.subjects.flash2", "Flash2TransposedValues"),
+    "triton-flash2-fastacc": _made_when_asked(
+        "attncheck.subjects.flash2", "Flash2FastAccumulation"
+    ),
+    "triton-flash1": _made_when_asked("attncheck.subjects.flash1", "Flash1"),
     "ideal": _made_when_asked("attncheck.subjects.ideal", "Ideal"),
     "sdpa-math": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "math"),
     "sdpa-flash": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "flash"),
     "sdpa-efficient": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "efficient"),
     "sdpa-cudnn": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "cudnn"),
     "flex": _made_when_asked("attncheck.subjects.flex", "Flex"),
+    "triton-softmax-naive": _made_when_asked("attncheck.subjects.softmax", "Softmax", "naive"),
+    "triton-softmax-safe": _made_when_asked("attncheck.subjects.softmax", "Softmax", "safe"),
+    "triton-softmax-online": _made_when_asked("attncheck.subjects.softmax", "Softmax", "online"),
+    "triton-softmax-blocked": _made_when_asked("attncheck.subjects.softmax", "Softmax", "blocked"),
+    "torch-softmax": _made_when_asked("attncheck.subjects.torch_softmax", "TorchSoftmax"),
 }
 
 
