@@ -1,12 +1,15 @@
-"""How far two float64 evaluations of one problem may lie apart, and an oracle that is only slow."""
+"""How far two evaluations of one problem may lie apart, an oracle that is only slow, and faults."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from attncheck.inputs import Inputs
+    from attncheck.oracles.numbers import ManyDigits, Mp
+    from attncheck.oracles.result import Result
     from attncheck.outputs import Outputs
 
 UNIT = 2.0**-53
@@ -32,31 +37,31 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def _finest_bit(values: torch.Tensor) -> int:
-    """A g with every value a multiple of 2^g, by the format's precision."""
+def _finest_bit(values: torch.Tensor, bits: int) -> int:
+    """A g with every one of these numbers of so many significant bits a multiple of 2^g."""
     magnitudes = values[values.isfinite() & (values != 0)].abs()
-    if not magnitudes.numel():
-        return 0
-    significand = round(1 - math.log2(torch.finfo(values.dtype).eps))
-    return math.frexp(magnitudes.min().item())[1] - significand
+    return math.frexp(magnitudes.min().item())[1] - bits if magnitudes.numel() else 0
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """First-order error bounds of any of the oracles, in units of 2^-53.
+    """First-order error bounds of any of the oracles, in units of roundoff (2^-53 in float64).
 
     A score: D + 1 roundings of Σ|q·k| unless the products are provably exact (the finest bit of
     any product against the largest sum), one for the scale, three for a score mod (its operations
     on numbers of the score's size). A weight: the score's error, one rounding of score − maximum
     (≤ 2·size), three of the change of base (idem), 3|score − maximum| for the telescoped chain of
-    rescales, 2 for each of at most ``kv`` rescales' own exponentials and products, 2 for its own.
-    Out: the weights' error and ``kv`` additions, above and below the line, and a division; relative
-    to Σ p|v|. LSE: the weights' error and ``kv`` additions, the logarithm and one addition.
+    rescales, 4 for each of at most ``kv`` rescales, 4 for its own. FlashAttention-1 has the most
+    for each: an exponential, products with l and with it, and a division by l; what l itself is
+    off by cancels, as the next block multiplies by the l that this one divided by. Out: the
+    weights' error and ``kv`` additions, above and below the line, and a division; relative to
+    Σ p|v|, in softmax to p. LSE: the weights' error and ``kv`` additions, the logarithm and one
+    addition.
 
     Attributes:
         weight: Units of a weight's relative error.
         out: Units relative to Σ p|v|.
-        spread: Σ p|v|, ``(batch, heads, query, value_dim)``.
+        spread: Σ p|v|, ``(batch, heads, query, value_dim)``; of softmax p.
         kv: Additions of a row.
     """
 
@@ -68,20 +73,17 @@ class Allowance:
     @classmethod
     def of(cls, inputs: Inputs, rescales: int | None = None) -> Allowance:
         problem = inputs.problem
-        everything = range(problem.query), range(problem.kv)
-        scores = Scores.of(Float64(), inputs)
-        q, k, _ = inputs.promoted()
-        k = k.repeat_interleave(problem.group, dim=1)
-        after, _ = scores(q, k, *everything)
-        before = problem.scale * (q @ k.mT)
-        size = torch.cat([before.flatten(), after[after.isfinite()]]).abs().max().item()
-        mass = (q.abs() @ k.abs().mT).max().item()
-        finest = _finest_bit(inputs.q) + _finest_bit(inputs.k)
-        products = 0.0 if mass < 2.0 ** (53 + finest) else (problem.head_dim + 1) * mass
+        if problem.operation == "softmax":
+            scores, products = inputs.scores(), 0.0
+            size = scores[scores.isfinite()].abs().max().item()
+            spread = oracles.truth(inputs).out
+        else:
+            size, products = _scores(inputs)
+            spread = oracles.dense(inputs.replace(v=inputs.v.abs())).out
         blocks = problem.kv if rescales is None else rescales
-        weight = problem.scale * products + (1 + 3 + 2 + 3 * 2 + 3 * 2) * size + 2 * blocks + 2
-        spread = oracles.dense(inputs.replace(v=inputs.v.abs())).out
-        return cls(weight, 2 * (weight + problem.kv) + 1, spread, problem.kv)
+        weight = problem.scale * products + (1 + 3 + 2 + 3 * 2 + 3 * 2) * size + 4 * blocks + 4
+        # A weight below the normal numbers is rounded to their spacing.
+        return cls(weight, 2 * (weight + problem.kv) + 1, spread.clamp(min=2.0**-1022), problem.kv)
 
     def misses(self, one: Outputs, other: Outputs, sides: int = 2) -> list[str]:
         """What differs by more than ``sides`` evaluations may; exact −∞ and 0 must be equal."""
@@ -97,6 +99,76 @@ class Allowance:
         if not bool((same | ((one.lse - other.lse).abs() <= allowed)).all()):
             found.append(f"lse: {(one.lse - other.lse).abs().max().item() / UNIT:.1f} units")
         return found
+
+    def misses_in_many_digits(
+        self, mp: Mp, one: Result[ManyDigits], other: Result[ManyDigits]
+    ) -> list[str]:
+        """The same for two evaluations at the digits of ``mp``, whose unit is 2^-precision."""
+        unit = 2 * mp.context.ldexp(1, -mp.context.prec)
+        of_lse = [self.weight + self.kv + 2 + 2 * abs(lse) for lse in other.lse.flat]
+        parts = {
+            "out": (one.out, other.out, (self.out * self.spread).flatten().tolist()),
+            "lse": (one.lse, other.lse, of_lse),
+        }
+        return [
+            f"{name}: {mp.context.nstr(abs(x - y), 5)}, allowed {mp.context.nstr(unit * units, 5)}"
+            for name, (mine, yours, allowed) in parts.items()
+            for x, y, units in zip(mine.flat, yours.flat, allowed, strict=True)
+            if x != y and not abs(x - y) <= unit * units
+        ]
+
+
+def _scores(inputs: Inputs) -> tuple[float, float]:
+    """The largest score, and how many units of it the products cost."""
+    problem = inputs.problem
+    scores = Scores.of(Float64(), inputs)
+    q, k, _ = inputs.promoted()
+    k = k.repeat_interleave(problem.group, dim=1)
+    after, _ = scores(q, k, range(problem.query), range(problem.kv))
+    before = problem.scale * (q @ k.mT)
+    size = torch.cat([before.flatten(), after[after.isfinite()]]).abs().max().item()
+    mass = (q.abs() @ k.abs().mT).max().item()
+    formats = problem.formats
+    bits = formats.storage.significand + (24 if formats.scaled else 0)  # a descale is fp32
+    finest = sum(_finest_bit(tensor, bits) for tensor in inputs.promoted()[:2])
+    return size, 0.0 if mass < 2.0 ** (53 + finest) else (problem.head_dim + 1) * mass
+
+
+def _relative_distance(
+    mp: Mp, inputs: Inputs, one: Result[ManyDigits], other: Result[ManyDigits]
+) -> float:
+    """log10 of the largest difference: of out relative to Σ p|v|, of LSE to max(1, |LSE|)."""
+    spread = mp.exact(Allowance.of(inputs).spread)
+    sizes = np.array([max(1, abs(lse)) for lse in other.lse.flat], dtype=object)
+    differences = [
+        abs(x - y) / size
+        for mine, yours, unit in ((one.out, other.out, spread), (one.lse, other.lse, sizes))
+        for x, y, size in zip(mine.flat, yours.flat, unit.flat, strict=True)
+        if x != y
+    ]
+    largest = max(differences, default=0)
+    return float(mp.context.log10(largest)) if largest else -math.inf
+
+
+@pytest.fixture
+def relative_distance() -> Callable[..., float]:
+    """Of two Results in many digits."""
+    return _relative_distance
+
+
+def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert source.count(right) == 1, right
+    copy = ModuleType(module.__name__)
+    exec(compile(source.replace(right, wrong), module.__file__, "exec"), copy.__dict__)  # noqa: S102  # our own source
+    return copy
+
+
+@pytest.fixture
+def planted() -> Callable[[ModuleType, str, str], ModuleType]:
+    """A copy of a module in which one passage, there once, is another."""
+    return _planted
 
 
 @pytest.fixture

@@ -12,13 +12,18 @@ from attncheck.inputs import draw
 from attncheck.mods.spec import Spec
 from attncheck.oracles.flash2 import flash2_forward
 from attncheck.oracles.nonfinite import Nonfinite, poison
-from attncheck.oracles.numbers import Float64
+from attncheck.oracles.numbers import Float64, Mp
 from attncheck.oracles.tiles import Blocks
 from attncheck.problem import Problem
 
 N, FIRST = 24, 13  # keys from FIRST on are spoilt
+MP = Mp(20)
 ORACLES = {
+    "naive": oracles.ORACLES["naive"],
     "dense": oracles.dense,
+    "online": oracles.ORACLES["online"],
+    "flash1": lambda inputs: oracles.flash1(inputs, block_query=5, block_kv=4),
+    "flash1 in 20 digits": lambda inputs: oracles.RECURRENCES["flash1"](MP, inputs).rounded(MP),
     "flash2": lambda inputs: oracles.flash2(inputs, block_query=5, block_kv=4),
     "streaming": lambda inputs: oracles.streaming(
         inputs, blocks=Blocks(rows=64, query=8, query_most=8, kv=8, cell=4)

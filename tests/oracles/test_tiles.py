@@ -140,6 +140,7 @@ def test_a_score_of_minus_infinity_hides_a_key_as_a_mask_does(allowance):
     custom = Inputs(problem=_Custom(query=40, head_dim=8), q=causal.q, k=causal.k, v=v)
     for oracle in (
         oracles.dense,
+        lambda inputs: oracles.flash1(inputs, block_query=7, block_kv=6),
         lambda inputs: oracles.flash2(inputs, block_query=7, block_kv=6),
         lambda inputs: oracles.streaming(inputs, blocks=BLOCKS),
     ):

@@ -1,31 +1,133 @@
-"""The truth: three float64 oracles that agree. Strangers to every kernel.
+"""The truth: float64 oracles that agree. Strangers to every kernel.
 
-Each takes Inputs and gives Outputs in float64: out ``(batch, heads, query, value_dim)`` and the
-natural-log LSE ``(batch, heads, query)``; rows that attend to no key are 0 and −∞.
+Each takes Inputs and gives Outputs in float64: out ``(batch, heads, query, value_dim)`` (of softmax
+``(batch, heads, query, kv)``) and the natural-log LSE ``(batch, heads, query)``; rows that attend
+to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``numbers.Float64``; over
+``numbers.Mp`` the same recurrences give as many digits as are asked for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from attncheck.oracles.dense import dense_attention
+from attncheck.oracles.dense import dense_attention, dense_softmax
+from attncheck.oracles.flash1 import flash1_forward
 from attncheck.oracles.flash2 import flash2_forward
 from attncheck.oracles.numbers import Float64
+from attncheck.oracles.softmax import SOFTMAXES as _SOFTMAXES
+from attncheck.oracles.softmax_rows import softmax_by_rows
 from attncheck.oracles.streaming import streaming
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncheck.inputs import Inputs
+    from attncheck.oracles.numbers.protocol import Array, Numbers
+    from attncheck.oracles.result import Recurrence, Result
+    from attncheck.oracles.softmax import Softmax
     from attncheck.outputs import Outputs
 
-__all__ = ["dense", "flash2", "streaming"]
+__all__ = [
+    "MAY_OVERFLOW",
+    "ORACLES",
+    "RECURRENCES",
+    "REFERENCE",
+    "SOFTMAXES",
+    "SOFTMAX_RECURRENCES",
+    "dense",
+    "flash1",
+    "flash2",
+    "streaming",
+    "truth",
+]
+
+A = TypeVar("A", bound="Array")
+
+REFERENCE = "safe"
+"""The recurrence that is the exact result where digits are many: the definition, safely."""
+
+MAY_OVERFLOW = frozenset({"naive"})
+"""What cannot be finite everywhere in float64, by its definition."""
+
+_BLOCK = 16  # of the registered recurrences: a small problem has several blocks
+
+
+def _flash1(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
+    return flash1_forward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK)
+
+
+def _flash2(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
+    return flash2_forward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK)
+
+
+def _attention_by(softmax: Softmax) -> Recurrence:
+    def attention(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
+        return dense_attention(numbers, inputs, softmax)
+
+    return attention
+
+
+def _softmax_by(softmax: Softmax) -> Recurrence:
+    def rows(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
+        return dense_softmax(numbers, inputs, softmax)
+
+    return rows
+
+
+def _in_float64(recurrence: Recurrence) -> Callable[[Inputs], Outputs]:
+    def oracle(inputs: Inputs) -> Outputs:
+        numbers = Float64(inputs.device)
+        return recurrence(numbers, inputs).rounded(numbers)
+
+    return oracle
+
+
+RECURRENCES: dict[str, Recurrence] = {
+    **{name: _attention_by(softmax) for name, softmax in _SOFTMAXES.items()},
+    "flash1": _flash1,
+    "flash2": _flash2,
+}
+"""Attention in any number system, by name."""
+
+SOFTMAX_RECURRENCES: dict[str, Recurrence] = {
+    name: _softmax_by(softmax) for name, softmax in _SOFTMAXES.items()
+}
+"""The operation softmax in any number system, by name."""
+
+ORACLES: dict[str, Callable[[Inputs], Outputs]] = {
+    **{name: _in_float64(recurrence) for name, recurrence in RECURRENCES.items()},
+    "streaming": streaming,
+}
+"""Attention in float64, by name."""
+
+SOFTMAXES: dict[str, Callable[[Inputs], Outputs]] = {
+    name: _in_float64(recurrence) for name, recurrence in SOFTMAX_RECURRENCES.items()
+}
+"""The operation softmax in float64, by name."""
 
 
 def dense(inputs: Inputs) -> Outputs:
-    """Attention by definition in float64; memory grows with query · kv."""
-    return dense_attention(Float64(inputs.q.device), inputs)
+    """Attention by definition in float64, with the safe softmax; memory grows with query · kv."""
+    return ORACLES[REFERENCE](inputs)
+
+
+def flash1(inputs: Inputs, *, block_query: int, block_kv: int) -> Outputs:
+    """FlashAttention-1's forward recurrence in float64; raises UsageError for blocks below 1."""
+    numbers = Float64(inputs.device)
+    result = flash1_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
+    return result.rounded(numbers)
 
 
 def flash2(inputs: Inputs, *, block_query: int, block_kv: int) -> Outputs:
     """FlashAttention-2's forward recurrence in float64; raises UsageError for blocks below 1."""
-    numbers = Float64(inputs.q.device)
-    return flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
+    numbers = Float64(inputs.device)
+    result = flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
+    return result.rounded(numbers)
+
+
+def truth(inputs: Inputs) -> Outputs:
+    """What a kernel is compared with, for either operation, at any size, on the inputs' device.
+
+    Attention: ``streaming``, in O(query + kv) memory. Softmax: the safe one, some rows at a time.
+    """
+    return softmax_by_rows(inputs) if inputs.problem.operation == "softmax" else streaming(inputs)

@@ -1,45 +1,57 @@
-"""Attention by its definition, over a number system."""
+"""Attention and softmax by their definition, over a number system, with any of three softmaxes."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, TypeVar
 
+from attncheck.oracles.result import Result
 from attncheck.oracles.scores import Scores
-from attncheck.outputs import Outputs
+from attncheck.oracles.softmax import safe
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.oracles.numbers.protocol import Array, Numbers
+    from attncheck.oracles.softmax import Softmax
 
-__all__ = ["dense_attention"]
+__all__ = ["dense_attention", "dense_softmax"]
 
 A = TypeVar("A", bound="Array")
 
 
-def dense_attention(numbers: Numbers[A], inputs: Inputs) -> Outputs:
+def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
     """``softmax(score) · v`` with the whole score matrix at once.
 
-    The softmax is the safe one: each row's maximum is subtracted first, so that no exponential
-    overflows. A row that attends to no key gives 0 and an LSE of −∞.
+    A row that attends to no key gives 0 and an LSE of −∞.
 
     Args:
         numbers: The number system.
         inputs: q ``(batch, heads, query, head_dim)``; k and v with kv_heads, head h reads head
             h // (heads / kv_heads).
+        softmax: One of ``softmax.SOFTMAXES``.
 
     Returns:
-        Float64 out ``(batch, heads, query, value_dim)`` and natural-log LSE
-        ``(batch, heads, query)``.
+        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
     """
     problem = inputs.problem
     q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
     k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
     scores, attended = Scores.of(numbers, inputs)(q, k, range(problem.query), range(problem.kv))
-    alive = attended.any(dim=-1, keepdim=True)
-    largest = numbers.select(alive, numbers.rowmax(scores), 0.0)
-    weights = numbers.exp(scores - largest)
-    total = numbers.rowsum(weights)
-    out = numbers.weigh(weights, v, attended) / numbers.select(alive, total, 1.0)
-    lse = numbers.select(alive, largest + numbers.log(total), -math.inf)
-    return Outputs(numbers.rounded(out), numbers.rounded(lse).squeeze(-1))
+    weights, lse = softmax(numbers, scores, attended)
+    return Result(numbers.weigh(weights, v, attended), lse)
+
+
+def dense_softmax(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
+    """The softmax of ``inputs.scores()`` over their last axis; a score of −∞ has weight 0.
+
+    Args:
+        numbers: The number system.
+        inputs: Of a Problem whose operation is softmax; raises ProblemError for attention.
+        softmax: One of ``softmax.SOFTMAXES``.
+
+    Returns:
+        Out ``(batch, heads, query, kv)`` and natural-log LSE ``(batch, heads, query, 1)``: 0 and
+        −∞ for a row that is −∞ throughout.
+    """
+    scores = numbers.exact(inputs.scores())
+    out, lse = softmax(numbers, scores, ~numbers.is_minus_infinity(scores))
+    return Result(out, lse)

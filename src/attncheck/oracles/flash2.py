@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeVar
 
-from attncheck.errors import UsageError
+from attncheck.oracles.blocks import query_and_key_blocks
+from attncheck.oracles.result import Result
 from attncheck.oracles.scores import Scores
-from attncheck.outputs import Outputs
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
@@ -20,7 +20,7 @@ A = TypeVar("A", bound="Array")
 
 def flash2_forward(
     numbers: Numbers[A], inputs: Inputs, *, block_query: int, block_kv: int
-) -> Outputs:
+) -> Result[A]:
     """Dao, "FlashAttention-2" (2023), Algorithm 1: query blocks outside, key blocks inside.
 
     Blocks may have any size; the last of either kind is as short as it must be. No block is
@@ -33,29 +33,26 @@ def flash2_forward(
         block_kv: Keys of a key block (the paper's B_c).
 
     Returns:
-        Float64 out ``(batch, heads, query, value_dim)`` and natural-log LSE
-        ``(batch, heads, query)``.
+        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
 
     Raises:
         UsageError: for a block size below 1.
     """
-    for name, size in (("block_query", block_query), ("block_kv", block_kv)):
-        if size < 1:
-            raise UsageError(f"{name}={size} must be at least 1.")
     problem = inputs.problem
+    queries, keys = query_and_key_blocks(problem, block_query, block_kv)
     q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
     k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
     scores = Scores.of(numbers, inputs)
     blocks = [
-        _query_block(scores, numbers.rows(q, rows.start, rows.stop), (k, v), rows, block_kv)
-        for rows in _blocks(problem.query, block_query)
+        _query_block(scores, numbers.rows(q, rows.start, rows.stop), (k, v), rows, keys)
+        for rows in queries
     ]
     out, lse = (numbers.join_rows(part) for part in zip(*blocks, strict=True))
-    return Outputs(numbers.rounded(out), numbers.rounded(lse).squeeze(-1))
+    return Result(out, lse)
 
 
 def _query_block(
-    scores: Scores[A], q: A, kv: tuple[A, A], rows: range, block_kv: int
+    scores: Scores[A], q: A, kv: tuple[A, A], rows: range, key_blocks: list[range]
 ) -> tuple[A, A]:
     """Out and LSE of the rows ``rows``: lines 4 to 15 of the algorithm."""
     numbers, problem = scores.numbers, scores.inputs.problem
@@ -63,7 +60,7 @@ def _query_block(
     out = numbers.full((*shape, problem.value_dim), 0.0)  # O, not yet divided by l
     total = numbers.full((*shape, 1), 0.0)  # l
     largest = numbers.full((*shape, 1), -math.inf)  # m
-    for keys in _blocks(problem.kv, block_kv):
+    for keys in key_blocks:
         k, v = (numbers.rows(array, keys.start, keys.stop) for array in kv)
         block, attended = scores(q, k, rows, keys)
         raised = numbers.maximum(largest, numbers.rowmax(block))
@@ -77,7 +74,3 @@ def _query_block(
     alive = ~numbers.is_minus_infinity(largest)
     lse = numbers.select(alive, largest + numbers.log(total), -math.inf)
     return out / numbers.select(alive, total, 1.0), lse
-
-
-def _blocks(length: int, size: int) -> list[range]:
-    return [range(start, min(start + size, length)) for start in range(0, length, size)]

@@ -30,9 +30,10 @@ class Nonfinite:
 
     @classmethod
     def among(cls, values: Tensor) -> Self | None:
-        """The parts of float64 ``values`` of at most fp32's range, or None when all are finite.
+        """The parts of float64 ``values``, or None when all are finite.
 
-        Such numbers cannot overflow a float64 sum: it is finite exactly when all of them are.
+        Numbers of fp32's range cannot overflow a float64 sum: it is finite exactly when all are.
+        Larger ones may, and then cost a product of zeros, no more.
         """
         if math.isfinite(values.sum().item()):
             return None

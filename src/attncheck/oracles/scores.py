@@ -1,4 +1,4 @@
-"""The score of a row for a key, by definition; dense attention and FlashAttention-2 share it."""
+"""The score of a row for a key, by definition; all recurrences share it."""
 
 from __future__ import annotations
 

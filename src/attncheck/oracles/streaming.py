@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST_BOUNDED_SCORE", "streaming"]
 
 # |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
-# values up to fp32's 2^128. Downwards exp(−score)·2^−149 (the smallest value) is ≥ 2^−1011: normal.
+# values up to fp32's 2^128. Downwards exp(−score)·2^−149 (its smallest value) is ≥ 2^−1011: normal.
 LARGEST_BOUNDED_SCORE = (1022 - 32 - 128) * math.log(2)
+# Float64 values, and those of fp8 times their descale, may lie outside: they are looked at.
+_SMALLEST_BOUNDED_VALUE, _LARGEST_BOUNDED_VALUE = 2.0**-149, 2.0**128
 
 
 def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
@@ -79,10 +81,10 @@ class _Tiles:
         self.nonfinite = Nonfinite.among(self.v)
         if self.nonfinite:
             self.v = self.nonfinite.finite
-        self.v = _with_ones(self.v)
         # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
-        self.bounded = self.plain and self.nonfinite is None and small
+        self.bounded = self.plain and self.nonfinite is None and small and _moderate(self.v)
+        self.v = _with_ones(self.v)
         self._buffer = q.new_empty(0)
 
     def _largest_score(self) -> float:
@@ -209,6 +211,14 @@ class _Online(_Rows):
         if run.partial:
             by_index.masked_fill_(~self.visible(run), -math.inf)
         return tile
+
+
+def _moderate(v: Tensor) -> bool:
+    """Whether every value is 0 or in the range that LARGEST_BOUNDED_SCORE assumes."""
+    sizes = v.abs()
+    largest = float(sizes.amax())
+    smallest = float(sizes.masked_fill_(sizes == 0, 1.0).amin())
+    return smallest >= _SMALLEST_BOUNDED_VALUE and largest <= _LARGEST_BOUNDED_VALUE
 
 
 def _with_ones(v: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attncheck.oracles.numbers.float64 import Float64
+from attncheck.oracles.numbers.mp import Evaluate, ManyDigits, Mp
 from attncheck.oracles.numbers.protocol import Array, Numbers
 
-__all__ = ["Array", "Float64", "Numbers"]
+__all__ = ["Array", "Evaluate", "Float64", "ManyDigits", "Mp", "Numbers"]

@@ -47,6 +47,10 @@ class Float64:
         """A view."""
         return array[:, :, start:stop]
 
+    def columns(self, array: Tensor, start: int, stop: int) -> Tensor:
+        """A view."""
+        return array[..., start:stop]
+
     def join_rows(self, blocks: Sequence[Tensor]) -> Tensor:
         """Concatenation along the third axis."""
         return torch.cat(list(blocks), dim=2)

@@ -32,7 +32,7 @@ A = TypeVar("A", bound=Array)
 
 
 class Numbers(Protocol[A]):
-    """A number system: what dense attention and FlashAttention-2 need of one, and no more."""
+    """A number system: what the softmaxes and recurrences need of one, and no more."""
 
     def exact(self, values: Tensor) -> A:
         """Float64 ``values`` as numbers of the system, without rounding."""
@@ -48,6 +48,10 @@ class Numbers(Protocol[A]):
 
     def rows(self, array: A, start: int, stop: int) -> A:
         """Rows ``start`` to ``stop`` of the third axis."""
+        ...
+
+    def columns(self, array: A, start: int, stop: int) -> A:
+        """Columns ``start`` to ``stop`` of the last axis."""
         ...
 
     def join_rows(self, blocks: Sequence[A]) -> A:

@@ -1,0 +1,234 @@
+"""The recurrences in many digits: equal to 1e-40 at 50, and to mpmath written out."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from fractions import Fraction
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.errors import UsageError
+from attncheck.inputs import Inputs, draw
+from attncheck.mods.spec import Spec
+from attncheck.mods.to_mpmath import evaluator
+from attncheck.oracles.flash1 import flash1_forward
+from attncheck.oracles.flash2 import flash2_forward
+from attncheck.oracles.numbers import Mp
+from attncheck.problem import Problem
+from attncheck.runner.plan import VARIANTS, Shape
+
+PROMISED = -40  # log10 of the distance at 50 digits, in the manual
+
+# query × kv, heads, value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
+SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
+ODD = {
+    "flash1, odd blocks": lambda mp, i: flash1_forward(mp, i, block_query=2, block_kv=3),
+    "flash2, odd blocks": lambda mp, i: flash2_forward(mp, i, block_query=3, block_kv=2),
+}
+
+
+def _by_hand(spec: Spec):
+    """Three score mods again, on mpmath's numbers, from their papers' formulas."""
+
+    def evaluate(score_mod, context):
+        del score_mod
+        if spec.name == "softcap":
+            cap = dict(spec.arguments)["cap"]
+            capped = np.frompyfunc(lambda s: cap * context.tanh(s / cap), 1, 1)
+            return lambda s, b, h, i, j: capped(s)
+        if spec.name == "temperature":
+            return lambda s, b, h, i, j: s / dict(spec.arguments)["temperature"]
+        assert spec.name == "alibi"
+
+        def biased(s, b, h, i, j):
+            slopes = np.array(
+                [context.mpf(2) ** (-8 * (n + 1) // s.shape[1]) for n in range(s.shape[1])]
+            )
+            return s + slopes[h] * (j - i)
+
+        return biased
+
+    return evaluate
+
+
+def _of_variant(name: str, shape: str) -> Inputs:
+    parsed = Shape.parse(shape)
+    return draw(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads)))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_agree_to_1e_40_at_50_digits(name, shape, allowance, relative_distance):
+    inputs, mp = _of_variant(name, shape), Mp(50, evaluator)
+    softmax = inputs.problem.operation == "softmax"
+    every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES | ODD
+    bound, truth = allowance(inputs), every[oracles.REFERENCE](mp, inputs)
+    for other, recurrence in every.items():
+        found = recurrence(mp, inputs)
+        assert not bound.misses_in_many_digits(mp, found, truth), other
+        assert relative_distance(mp, inputs, found, truth) <= PROMISED, other
+    # And the float64 ones are where they should be, seen from there.
+    exact = truth.rounded(mp)
+    for other, oracle in (oracles.SOFTMAXES if softmax else oracles.ORACLES).items():
+        assert not bound.misses(oracle(inputs), exact, sides=1), other
+    assert not bound.misses(oracles.truth(inputs), exact, sides=1)
+
+
+def test_a_window_beyond_the_keys_leaves_dead_rows():
+    inputs, mp = _of_variant("sliding_window", SHAPES[1]), Mp(30)
+    for recurrence in oracles.RECURRENCES.values():
+        outputs = recurrence(mp, inputs).rounded(mp)
+        assert (outputs.out[:, :, 4:] == 0).all()
+        assert (outputs.lse[:, :, 4:] == -math.inf).all()
+        assert outputs.lse[:, :, :4].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "score",
+    [Spec.of("alibi"), Spec.of("softcap", cap=1.5), Spec.of("temperature", temperature=3.0)],
+    ids=str,
+)
+def test_score_mods_mean_what_is_written_by_hand(score, allowance):
+    inputs = draw(Problem(batch=2, heads=4, query=5, kv=6, head_dim=3, score=score))
+    mp = Mp(50, evaluator)
+    by_hand = oracles.RECURRENCES["safe"](Mp(50, _by_hand(score)), inputs)
+    for name in ("safe", "flash1"):
+        found = oracles.RECURRENCES[name](mp, inputs)
+        assert not allowance(inputs).misses_in_many_digits(mp, found, by_hand)
+
+
+def _written_out(context):
+    """Three queries, four keys, causal from the bottom right: out and LSE, nothing shared."""
+    f = context.mpf
+    q = [[f(3) / 4, f(-5) / 8], [f(1) / 2, f(7) / 4], [f(-2), f(1) / 8]]
+    k = [[f(1), f(1) / 4], [f(-3) / 2, f(1) / 2], [f(5) / 8, f(-1)], [f(9) / 4, f(3) / 8]]
+    v = [[f(1), f(-2), f(1) / 4], [f(3) / 2, f(5), f(-7) / 8]]
+    v += [[f(-1) / 16, f(0), f(2)], [f(6), f(-3) / 32, f(1)]]
+    rows, lses = [], []
+    for i in range(3):
+        weights = []
+        for j in range(i + 2):
+            dot = q[i][0] * k[j][0] + q[i][1] * k[j][1]
+            weights.append(context.exp(dot / 2))
+        total = context.fsum(weights)
+        lses.append(context.log(total))
+        rows.append([sum(w * v[j][d] for j, w in enumerate(weights)) / total for d in range(3)])
+    return (q, k, v), rows, lses
+
+
+@pytest.mark.parametrize("name", [*oracles.RECURRENCES, *ODD])
+def test_equals_mpmath_written_out(name, allowance):
+    context = mpmath.MPContext()
+    context.dps = 70
+    tensors, rows, lses = _written_out(context)
+    problem = Problem(
+        query=3,
+        kv=4,
+        head_dim=2,
+        value_dim=3,
+        scale=0.5,
+        dtype="fp64",
+        mask=Spec.of("causal_bottom_right"),
+    )
+    q, k, v = (
+        torch.tensor([[float(x) for x in row] for row in tensor], dtype=torch.float64)[None, None]
+        for tensor in tensors
+    )
+    inputs, mp = Inputs(problem=problem, q=q, k=k, v=v), Mp(50)
+    found = (oracles.RECURRENCES | ODD)[name](mp, inputs)
+    bound = allowance(inputs)
+    unit = context.mpf(2) ** -mp.context.prec
+    for i in range(3):
+        apart = abs(context.convert(found.lse[0, 0, i, 0]) - lses[i])
+        assert apart <= unit * (bound.weight + bound.kv + 2 + 2 * abs(lses[i]))
+        for d in range(3):
+            apart = abs(context.convert(found.out[0, 0, i, d]) - rows[i][d])
+            assert apart <= unit * bound.out * bound.spread[0, 0, i, d].item()
+    # It is not float64 that has been compared.
+    assert float(abs(found.lse[0, 0, 0, 0] - float(lses[0]))) > 0
+
+
+def test_many_digits_overflow_nowhere(allowance):
+    problem = Problem(query=2, kv=3, head_dim=1, value_dim=1, scale=1.0, dtype="fp64")
+    q = torch.tensor([1.0, -1.0], dtype=torch.float64).view(1, 1, 2, 1)
+    k = torch.tensor([1e30, -1e30, 1.0], dtype=torch.float64).view(1, 1, 3, 1)
+    inputs, mp = Inputs(problem=problem, q=q, k=k, v=k / k.abs() / 4), Mp(50)
+    for recurrence in oracles.RECURRENCES.values():
+        result = recurrence(mp, inputs)
+        assert [float(x) for x in result.lse.flat] == [1e30, 1e30]
+        assert [float(x) for x in result.out.flat] == [0.25, -0.25]
+        assert all(number > 0 for number in result.out[0, 0, 0])
+
+
+@pytest.mark.parametrize("digits", [16, 0, -3, 50.0, "50", True, None])
+def test_digits_that_do_not_hold_a_float64(digits):
+    with pytest.raises(UsageError, match=r"must be a whole number of at least 17"):
+        Mp(digits)
+
+
+@pytest.mark.parametrize("digits", [17, 50])
+def test_every_float64_is_held_exactly(digits):
+    mp = Mp(digits)
+    floats = [1 / 3, -5e-324, 2.0**-1022, sys.float_info.max, math.pi * 1e-200, 0.0, -math.inf]
+    array = mp.exact(torch.tensor(floats, dtype=torch.float64).view(1, 1, 1, -1))
+    assert mp.rounded(array).flatten().tolist() == floats
+    for number, held in zip(floats[:-1], array.flat, strict=False):
+        sign, man, exponent, _ = held._mpf_
+        assert (-1) ** sign * Fraction(int(man)) * Fraction(2) ** exponent == Fraction(number)
+
+
+def test_results_are_rounded_once_below_the_normal_numbers():
+    mp = Mp(50)
+    # Just above half of the smallest step, by less than 2^-53 of it: two roundings give an even 0.
+    above = mp.context.ldexp(1, -1075) * (1 + mp.context.ldexp(1, -60))
+    numbers = [above, mp.context.ldexp(1, -1075), mp.context.ldexp(3, -1075), -above]
+    numbers += [mp.context.mpf(10) ** 400, mp.context.ldexp(1, -(10**9)), mp.context.nan]
+    array = np.array(numbers, dtype=object).reshape(1, 1, 1, -1)
+    found = mp.rounded(array).flatten().tolist()
+    assert found[:6] == [5e-324, 0.0, 1e-323, -5e-324, math.inf, 0.0]
+    assert math.isnan(found[6])
+
+
+def test_an_evaluator_is_needed_for_what_changes_the_score_only():
+    inputs = draw(Problem(query=3, head_dim=2))
+    oracles.RECURRENCES["safe"](Mp(20), inputs)
+    inputs = draw(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
+    with pytest.raises(UsageError, match="needs Mp's `evaluate`"):
+        oracles.RECURRENCES["safe"](Mp(20), inputs)
+
+
+def test_one_call_of_a_recurrence_evaluates_its_score_mod_once():
+    asked = []
+
+    def evaluate(score_mod, context):
+        asked.append(score_mod)
+        return evaluator(score_mod, context)
+
+    inputs = draw(Problem(query=9, head_dim=2, score=Spec.of("softcap", cap=2.0)))
+    flash1_forward(Mp(20, evaluate), inputs, block_query=2, block_kv=2)
+    assert len(asked) == 1
+
+
+def test_nothing_is_done_to_mpmath_s_own_precision():
+    """In a process of its own: another test may have set it."""
+    code = """
+import mpmath
+from attncheck import oracles
+from attncheck.inputs import draw
+from attncheck.oracles.numbers import Mp
+from attncheck.problem import Problem
+
+inputs = draw(Problem(query=3, head_dim=2))
+first = oracles.RECURRENCES["flash1"](Mp(50), inputs)
+assert mpmath.mp.prec == 53
+mpmath.mp.dps = 5
+second = oracles.RECURRENCES["flash1"](Mp(50), inputs)
+assert [x._mpf_ for x in first.out.flat] == [x._mpf_ for x in second.out.flat]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

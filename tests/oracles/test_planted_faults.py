@@ -1,0 +1,84 @@
+"""A fault in each recurrence, planted in a copy of its source, is noticed in either numbers."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from attncheck import oracles
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.oracles.dense import dense_attention
+from attncheck.oracles.numbers import Float64, Mp
+from attncheck.problem import Problem
+
+FAULTS = {
+    # what is wrong: module, right, wrong
+    "naive: not divided": (
+        "naive",
+        "return exponentials / numbers.select(alive, total, 1.0), lse\n\n\ndef safe",
+        "return exponentials, lse\n\n\ndef safe",
+    ),
+    "safe: LSE without the maximum": (
+        "safe",
+        "largest + numbers.log(total), -math.inf",
+        "numbers.log(total), -math.inf",
+    ),
+    "online: d is not rescaled": (
+        "online",
+        "total * numbers.exp(largest - reference) + numbers",
+        "total + numbers",
+    ),
+    "online: the last column is left out": (
+        "online",
+        "range(attended.shape[-1])",
+        "range(attended.shape[-1] - 1)",
+    ),
+    "flash1: O is not rescaled": ("flash1", "self.total * rescale * self.out", "self.out"),
+    "flash1: O without l": ("flash1", "self.total * rescale * self.out", "rescale * self.out"),
+    "flash1: l is not rescaled": ("flash1", "total = rescale * self.total", "total = self.total"),
+    "flash1: the block's O is not": ("flash1", "rescale_block * weighed", "weighed"),
+    "flash1: the block's l is not": ("flash1", "rescale_block * numbers.rowsum", "numbers.rowsum"),
+    "flash1: O is not divided": ("flash1", "rescale_block * weighed) / divisor", "weighed)"),
+    "flash2: O is not rescaled": ("flash2", "out = rescale * out", "out = out"),
+    "flash2: l is not rescaled": ("flash2", "total = rescale * total", "total = total"),
+    "flash2: O is not divided": ("flash2", "out / numbers.select(alive, total, 1.0)", "out"),
+}
+
+
+def _recurrence(name, module):
+    """The one called ``name``, from ``module``; blocks of 4 and 3."""
+    if name.startswith("flash"):
+        forward = getattr(module, f"{name}_forward")
+        return lambda numbers, inputs: forward(numbers, inputs, block_query=4, block_kv=3)
+    softmax = getattr(module, name)
+    return lambda numbers, inputs: dense_attention(numbers, inputs, softmax)
+
+
+def _inputs():
+    problem = Problem(heads=2, kv_heads=1, query=8, kv=8, head_dim=4, mask=Spec.of("causal"))
+    return draw(problem)
+
+
+def _module(name):
+    room = name if name.startswith("flash") else "softmax"
+    return importlib.import_module(f"attncheck.oracles.{room}")
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("digits", [None, 30])
+def test_a_planted_fault_is_noticed(name, right, wrong, digits, allowance, planted):
+    inputs = _inputs()
+    numbers = Mp(digits) if digits else Float64()
+    bound, truth = allowance(inputs), oracles.RECURRENCES[oracles.REFERENCE](numbers, inputs)
+
+    def misses(module):
+        found = _recurrence(name, module)(numbers, inputs)
+        if digits:
+            return bound.misses_in_many_digits(numbers, found, truth)
+        return bound.misses(found.rounded(numbers), truth.rounded(numbers))
+
+    if name != oracles.REFERENCE:
+        assert not misses(_module(name))
+    assert misses(planted(_module(name), right, wrong))
