@@ -1,18 +1,23 @@
-"""Registers, spilled bytes and shared memory of our forward, compiled for Hopper without a GPU.
+"""Registers, spilled bytes and shared memory of our forwards, compiled for Hopper without a GPU.
 
-    python benchmarks/spills.py [--dtype bf16 ...] [--head-dim 128 ...]
+    python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
-One line for each dtype, head dim and kind of mask, at the tiles of ``subjects/flash2.py``, which
-were chosen by it. Spilled bytes are ptxas's stack a thread, with this triton's ptxas.
+One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/flash.py``,
+which were chosen by it. Spilled bytes are ptxas's stack a thread, with this triton's ptxas. In fp8
+there are two more kinds: V stored transposed, and the tensor core's own accumulator. The last
+columns count tensor-core instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32
+additions, by which fp8 products get out of the tensor core's accumulator.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import subprocess
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +28,39 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attncheck.kernels.flash2_forward import _forward
+from attncheck.formats import DTYPES
+from attncheck.kernels import flash1_forward, flash2_forward
+from attncheck.kernels.launch import block_dim
 from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import TritonMod, to_triton
 from attncheck.problem import Problem
-from attncheck.subjects.flash2 import launch
 from attncheck.subjects.traced import traced_mask, traced_score
 
 STORED = {"fp32": "*fp32", "tf32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
+STORED |= {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 CAPTURED = {torch.int32: "*i32", torch.float32: "*fp32"}
+KERNELS = {
+    "flash2": (flash2_forward._forward, "Flash2"),
+    "flash1": (flash1_forward._step, "Flash1"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One way to call a kernel."""
+
+    mods: dict[str, Spec] = field(default_factory=dict)
+    transposed: bool = False
+    fast: bool = False
+
+
 KINDS = {
-    "full": {},
-    "causal": {"mask": Spec.of("causal")},
-    "document": {"mask": Spec.of("document", lengths=[2048, 2048])},
-    "softcap": {"score": Spec.of("softcap", cap=20.0)},
+    "full": Kind(),
+    "causal": Kind(mods={"mask": Spec.of("causal")}),
+    "document": Kind(mods={"mask": Spec.of("document", lengths=[2048, 2048])}),
+    "softcap": Kind(mods={"score": Spec.of("softcap", cap=20.0)}),
+    "vt": Kind(transposed=True),
+    "fastacc": Kind(fast=True),
 }
 
 
@@ -52,29 +76,48 @@ def types_of(mod: TritonMod) -> tuple[str, ...]:
     )
 
 
-def source_of(problem: Problem, *, identity: bool) -> tuple[ASTSource, dict[str, int]]:
+def launch_of(name: str, problem: Problem, kind: Kind) -> Any:
+    """How the subject launches it on a GPU."""
+    module, subject = importlib.import_module(f"attncheck.subjects.{name}"), KERNELS[name][1]
+    made = getattr(module, "Flash2FastAccumulation" if kind.fast else subject)()
+    return made.launch(problem, "cuda")
+
+
+def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[str, int]]:
     """The kernel as it is launched for contiguous tensors, and its launch options."""
-    chosen = launch(problem, "cuda")
+    kernel = KERNELS[name][0]
+    chosen = launch_of(name, problem, kind)
+    identity = "score" not in kind.mods
     mask = to_triton(traced_mask(problem, "cpu"))
     score = mask if identity else to_triton(traced_score(problem, "cpu"))
+    scaled = problem.formats.scaled
+    dim = block_dim(problem.head_dim, problem.formats.storage.torch_dtype)
     constants: dict[str, Any] = {
         "MASK": mask.function, "SCORE": score.function, "IDENTITY": identity,
         "CAUSAL": chosen.causal, "FREE": chosen.free, "BLOCK_Q": chosen.block_query,
-        "BLOCK_K": chosen.block_kv, "BLOCK_D": problem.head_dim, "BLOCK_V": problem.head_dim,
-        "PRECISION": chosen.precision, "group": 1,
+        "BLOCK_K": chosen.block_kv, "BLOCK_D": dim, "BLOCK_V": dim, "SCALED": scaled,
+        "WEIGHTS_SCALE": chosen.weights_scale, "PRECISION": chosen.precision,
+        "IMPRECISE": chosen.max_num_imprecise_acc, "group": 1,
     }  # fmt: skip
-    names = _forward.arg_names
+    names = kernel.arg_names
     constants |= {name: 1 for name in names if name.endswith("_col")}
+    if kind.transposed:
+        del constants["v_col"]
+        constants["v_row"] = 1
+    constants = {name: value for name, value in constants.items() if name in names}
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), STORED[problem.dtype])
-    types |= {"lse_ptr": "*fp32", "factor": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types["out_ptr"] = STORED[problem.formats.output.name]
+    types |= dict.fromkeys(("lse_ptr", "state_ptr", "total_ptr", "m_ptr"), "*fp32")
+    types |= {"factor": "fp32"} | dict.fromkeys(constants, "constexpr")
     types |= {
+        "descale": ("*fp32",) * 3 if scaled else (),
         "mask_captured": types_of(mask),
         "score_captured": () if identity else types_of(score),
     }
     signature = {name: types.get(name, "i32") for name in names}
     divisible = [i for i, kind in enumerate(signature.values()) if kind == "i32" or "*" in kind]
     source = ASTSource(
-        _forward,
+        kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
@@ -82,36 +125,55 @@ def source_of(problem: Problem, *, identity: bool) -> tuple[ASTSource, dict[str,
     return source, {"num_warps": chosen.warps, "num_stages": chosen.stages}
 
 
-def usage(problem: Problem) -> str:
-    """Tile, registers, spilled bytes and shared memory, in one line."""
-    source, options = source_of(problem, identity=str(problem.score) == "none")
+def tool(name: str, *arguments: str | Path) -> str:
+    """What one of triton's own CUDA tools prints."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def usage(name: str, problem: Problem, kind: Kind) -> str:
+    """Tile, registers, spilled bytes, shared memory and instructions, in one line."""
+    source, options = source_of(name, problem, kind)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        said = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack = (re.search(rf"{name}:(\d+)", said)[1] for name in ("REG", "STACK"))
-    chosen = launch(problem, "cuda")
+        said = tool("cuobjdump", "-res-usage", file.name)
+        sass = tool("cuobjdump", "-sass", file.name)
+    registers, stack = (re.search(rf"{what}:(\d+)", said)[1] for what in ("REG", "STACK"))
+    counts = [len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "QGMMA", "FADD")]
+    chosen = launch_of(name, problem, kind)
     tile = f"{chosen.block_query}×{chosen.block_kv} w{chosen.warps} s{chosen.stages}"
-    return f"{tile:>14} {registers:>9} {stack:>8} {kernel.metadata.shared:>8}"
+    shared = kernel.metadata.shared
+    return f"{tile:>14} {registers:>9} {stack:>8} {shared:>8}" + "".join(f" {n:>6}" for n in counts)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kernel", nargs="*", default=list(KERNELS), choices=list(KERNELS))
     parser.add_argument("--dtype", nargs="*", default=list(STORED), choices=list(STORED))
     parser.add_argument("--head-dim", nargs="*", type=int, default=[64, 128, 256])
+    parser.add_argument("--kind", nargs="*", default=list(KINDS), choices=list(KINDS))
     asked = parser.parse_args()
     print(f"triton {triton.__version__}, sm_90")
-    print("dtype head_dim mask               tile registers  spilled   shared")
-    for dtype in asked.dtype:
-        for dim in asked.head_dim:
-            for name, mods in KINDS.items():
-                problem = Problem(heads=16, query=4096, head_dim=dim, dtype=dtype, **mods)
-                print(f"{dtype:<5} {dim:>8} {name:<8} {usage(problem)}", flush=True)
+    print("kernel dtype head_dim kind               tile registers  spilled   shared", end="")
+    print("  HGMMA  QGMMA   FADD")
+    for name in asked.kernel:
+        for dtype in asked.dtype:
+            kinds = [k for k in asked.kind if concerned(KINDS[k], name, dtype)]
+            for dim in asked.head_dim:
+                for k in kinds:
+                    problem = Problem(
+                        heads=16, query=4096, head_dim=dim, dtype=dtype, **KINDS[k].mods
+                    )
+                    line = usage(name, problem, KINDS[k])
+                    print(f"{name:<6} {dtype:<5} {dim:>8} {k:<8} {line}", flush=True)
+
+
+def concerned(kind: Kind, name: str, dtype: str) -> bool:
+    """Whether there is such a call: two kinds are FlashAttention-2's in fp8 alone."""
+    return not (kind.transposed or kind.fast) or (name == "flash2" and DTYPES[dtype].scaled)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -97,6 +100,29 @@ def plain_formula(inputs: Inputs, *, truncated: bool = False) -> Exact:
     last = formats.output.unit_roundoff * (out.abs() + spread) + formats.output.subnormal_spacing
     lse_allowance = logit + (4 * n + 8) * U32 * (1 + largest + lse.abs())
     return Exact(out, lse, seen, spread + last, lse_allowance)
+
+
+def forward_with_a_fault(folder: Path, kernel: str, right: str, wrong: str):
+    """A forward from copies of its source and its tiles', one of which has a fault."""
+    forward, tile = (
+        Path(importlib.util.find_spec(f"attncheck.kernels.{name}").origin).read_text()
+        for name in (kernel, "tile")
+    )
+    assert forward.count(right) + tile.count(right) == 1, right
+    forward = forward.replace("attncheck.kernels.tile import", "planted_tile import")
+    for name, source in (("planted_tile", tile), (f"planted_{kernel}", forward)):
+        copy = folder / f"{name}.py"
+        copy.write_text(source.replace(right, wrong))
+        spec = importlib.util.spec_from_file_location(name, copy)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return getattr(module, kernel)
+
+
+@pytest.fixture
+def planted():
+    """``planted(folder, "flash2_forward", right, wrong)``: the forward with one fault."""
+    return forward_with_a_fault
 
 
 @pytest.fixture

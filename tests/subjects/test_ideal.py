@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from attncheck.formats import DTYPES, FORMATS, fp32, round_to
-from attncheck.inputs import draw
+from attncheck.inputs import Descale, draw
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
-from attncheck.subjects import ideal
+from attncheck.subjects import ideal_attention
 from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.ideal_softmax import ideal_softmax
 
 MEASURED = [d.name for d in DTYPES.values() if d.measured]
 MASKS = {
@@ -34,7 +35,9 @@ SCORES = {
     "temperature": Spec.of("temperature", temperature=0.7),
     "chain": Spec.of("chain", Spec.of("softcap", cap=5.0), Spec.of("alibi")),
 }
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 TILINGS = {
+    "flash1": Tiling(block_query=64, block_kv=32, recurrence="flash1"),
     "wide": Tiling(block_query=128, block_kv=128),
     "narrow": Tiling(block_query=16, block_kv=16),
     "reverse": Tiling(block_query=64, block_kv=32, reverse=True),
@@ -46,6 +49,12 @@ TILINGS = {
 def small(**changes) -> Problem:
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
     return Problem(**(sizes | changes))
+
+
+def descales(inputs, change):
+    """The descales changed, or None where there are none."""
+    given = inputs.descale
+    return given and Descale(q=change(given.q), k=change(given.k), v=change(given.v))
 
 
 def rms(error: torch.Tensor) -> float:
@@ -152,8 +161,11 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(mask):
 
 
 @pytest.mark.parametrize("tiling", [None, *TILINGS.values()], ids=str)
-@pytest.mark.parametrize("filling", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize(
+    ("dtype", "filling"),
+    # e4m3 has no infinity: torch makes it 448 or NaN.
+    [(d, x) for d in MEASURED for x in NOT_FINITE if d != "e4m3" or math.isnan(x)],
+)
 def test_what_lies_in_the_future_moves_not_one_bit(dtype, filling, tiling):
     inputs = draw(small(query=90, dtype=dtype, mask=MASKS["causal"]))
     k, v = inputs.k.clone(), inputs.v.clone()
@@ -179,7 +191,9 @@ def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
 def test_shared_key_heads_are_repeated_ones(dtype):
     inputs = draw(small(kv=101, dtype=dtype))
     k, v = (x.repeat_interleave(2, dim=1) for x in (inputs.k, inputs.v))
-    alone = inputs.replace(problem=inputs.problem.replace(kv_heads=4), k=k, v=v)
+    descale = descales(inputs, lambda scale: scale.repeat_interleave(2, dim=1))
+    four = inputs.problem.replace(kv_heads=4)
+    alone = inputs.replace(problem=four, k=k, v=v, descale=descale)
     shared, repeated = Ideal().run(inputs), Ideal().run(alone)
     assert torch.equal(shared.out, repeated.out)
     assert torch.equal(shared.lse, repeated.lse)
@@ -189,14 +203,16 @@ def test_shared_key_heads_are_repeated_ones(dtype):
 def test_a_row_does_not_depend_on_its_neighbours(dtype):
     inputs = draw(small(query=140, kv=33, dtype=dtype))
     few = inputs.problem.replace(query=5, batch=1)
-    some = inputs.replace(problem=few, q=inputs.q[:1, :, :5], k=inputs.k[:1], v=inputs.v[:1])
+    first = {"q": inputs.q[:1, :, :5], "k": inputs.k[:1], "v": inputs.v[:1]}
+    descale = descales(inputs, lambda scale: scale[:1])
+    some = inputs.replace(problem=few, **first, descale=descale)
     assert torch.equal(Ideal().run(inputs).out[:1, :, :5], Ideal().run(some).out)
 
 
 def test_rows_may_be_computed_in_parts(monkeypatch):
     inputs = draw(small(query=300, kv=101, mask=MASKS["causal"], dtype="fp32"))
     whole = Ideal().run(inputs)
-    monkeypatch.setattr(ideal, "_SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr(ideal_attention, "_SCORES_AT_A_TIME", 1)
     parts = Ideal().run(inputs)
     assert torch.equal(whole.out, parts.out)
     assert torch.equal(whole.lse, parts.lse)
@@ -209,7 +225,8 @@ def test_the_mean_of_equal_scores_is_exact(dtype, n):
     inputs = draw(small(kv=n, dtype=dtype))
     ones = torch.zeros_like(inputs.v)
     ones[:, :, 0] = 4.0
-    outputs = Ideal().run(inputs.replace(q=torch.zeros_like(inputs.q), v=ones))
+    given = inputs.replace(q=torch.zeros_like(inputs.q), v=ones)
+    outputs = Ideal().run(given.replace(descale=descales(given, torch.ones_like)))
     assert torch.equal(outputs.out.double(), torch.full_like(outputs.out, 4.0 / n).double())
     assert torch.equal(outputs.lse, torch.full_like(outputs.lse, fp32(math.log(n))))
 
@@ -237,44 +254,73 @@ def once(values: torch.Tensor) -> torch.Tensor:
     return values.float().double()
 
 
+def fp8_scales(inputs, tiling):
+    """What stands for q·k's, v's and P's scale: 1 where there are none."""
+    if not inputs.descale:
+        one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+        return one, one, 1.0
+    q, k, v = (getattr(inputs.descale, name).double()[..., None, None] for name in "qkv")
+    return once(q * k), v, inputs.problem.formats.weights_scale / 2.0**tiling.lazy_rescale
+
+
 def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 1 again, two keys at a time, with each rounding that Ideal declares written out.
 
     In float64, which holds q·k and P·V of these inputs exactly.
     """
     problem = inputs.problem
-    q, k, v = inputs.promoted()
-    log2_e = math.log2(math.e)
+    q, k, v = inputs.q.double(), inputs.k.double(), inputs.v.double()
+    qk, of_v, p_scale = fp8_scales(inputs, tiling)
     plain = problem.score == Spec.of("none")
-    c = fp32(problem.scale * log2_e) if plain else 1.0
+    scale = once(problem.scale * qk)
+    c = once(fp32(problem.scale * math.log2(math.e)) * qk) if plain else torch.ones_like(qk)
     m = torch.full_like(q, -math.inf)
     total, out = torch.zeros_like(q), torch.zeros_like(q)
+
+    def weights(s, maximum):
+        return once(torch.exp2(once(s * c - once(maximum * c))))
+
+    def power(old, new):
+        return once(torch.exp2(once(once(old - new) * c)))
+
+    def product(p, start):
+        return once(round_to(p * p_scale, problem.formats.weights) @ v[:, :, start : start + 2])
+
     for start in sorted(range(0, problem.kv, 2), reverse=tiling.reverse):
         s = q @ k[:, :, start : start + 2].mT
         if not plain:
-            s = once(once(once(s * problem.scale) / fp32(0.7)) * fp32(log2_e))
-        raised = torch.maximum(m, s.amax(-1, keepdim=True))
+            s = once(once(once(s * scale) / fp32(0.7)) * fp32(math.log2(math.e)))
+        own = s.amax(-1, keepdim=True)
+        raised = torch.maximum(m, own)
         if tiling.lazy_rescale:
             stays = (once(once(raised - m) * c) <= tiling.lazy_rescale) & m.isfinite()
             raised = torch.where(stays, m, raised)
-        p = once(torch.exp2(once(s * c - once(raised * c))))
-        alpha = once(torch.exp2(once(once(m - raised) * c)))
-        total = once(once(total * alpha) + once(p.sum(-1, keepdim=True)))
-        weights = round_to(p, problem.formats.weights)
-        out = once(once(out * alpha) + once(weights @ v[:, :, start : start + 2]))
+        alpha = power(m, raised)
+        if tiling.recurrence == "flash1":
+            p, beta, before = weights(s, own), power(own, raised), once(total * alpha)
+            total = once(before + once(beta * once(p.sum(-1, keepdim=True))))
+            sums = once(once(out * before) + once(beta * product(p, start)))
+            out = once(sums / total)
+        else:
+            p = weights(s, raised)
+            total = once(once(total * alpha) + once(p.sum(-1, keepdim=True)))
+            out = once(once(out * alpha) + product(p, start))
         m = raised
-    lse = once(once(m * (problem.scale if plain else fp32(math.log(2)))) + once(total.log()))
-    return round_to(once(out * once(1 / total)), problem.formats.output), lse[..., 0]
+    lse = once(once(m * (scale if plain else fp32(math.log(2)))) + once(total.log()))
+    if tiling.recurrence == "flash2":
+        out = once(out * once(1 / total))
+    return round_to(once(out * once(of_v / p_scale)), problem.formats.output), lse[..., 0]
 
 
 @pytest.mark.parametrize("score", ["none", "temperature"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3", "e5m2"])
 @pytest.mark.parametrize(
     "tiling",
     [
         Tiling(block_query=16, block_kv=2),
         Tiling(block_query=16, block_kv=2, reverse=True),
         Tiling(block_query=16, block_kv=2, lazy_rescale=2.0),
+        Tiling(block_query=16, block_kv=2, recurrence="flash1"),
     ],
     ids=str,
 )
@@ -290,6 +336,14 @@ def test_every_bit_is_that_of_the_roundings_it_declares(tiling, dtype, score):
     out, lse = as_declared(inputs, tiling)
     assert torch.equal(outputs.out.double(), out)
     assert torch.equal(outputs.lse.double(), lse)
+
+
+def test_a_softmax_is_the_ideal_softmax():
+    inputs = draw(Problem(operation="softmax", heads=2, query=5, kv=33))
+    assert Ideal().concerns(inputs.problem)
+    outputs, same = Ideal().run(inputs), ideal_softmax(inputs)
+    assert torch.equal(outputs.out, same.out)
+    assert torch.equal(outputs.lse, same.lse)
 
 
 class OneKeyTooWide(Ideal):

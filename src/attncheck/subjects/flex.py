@@ -44,6 +44,8 @@ class Flex(Subject):
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Takes every mask and score mod; wants head dimensions of at least 16 on CUDA."""
+        if problem.formats.scaled:
+            return "takes no fp8 inputs with descales"
         if device == "cpu":
             if problem.dtype == "tf32":
                 return "the CPU has no tf32 products"

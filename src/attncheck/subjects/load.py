@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attncheck.errors import UsageError
+from attncheck.source_files import brief, member
 from attncheck.subjects import builtin
 from attncheck.subjects.contract import Subject
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["load"]
 
@@ -30,13 +24,9 @@ def load(kernel: str) -> Subject:
     Raises:
         UsageError: when there is no such subject, in one line that says why.
     """
-    path, separator, name = kernel.rpartition("::")
-    if not separator:
+    if "::" not in kernel:
         return builtin.subject_named(kernel)
-    module = _module(Path(path), kernel)
-    if not hasattr(module, name):
-        raise UsageError(f"kernel {kernel!r}: {path} has no {name!r}.")
-    made = getattr(module, name)
+    made = member(kernel, f"kernel {kernel!r}")
     if inspect.isclass(made) or (callable(made) and not isinstance(made, Subject)):
         made = _made(made, kernel)
     if not isinstance(made, Subject):
@@ -61,24 +51,6 @@ def _check_names(subject: Subject, kernel: str) -> None:
         )
 
 
-def _module(path: Path, kernel: str) -> ModuleType:
-    if not path.is_file():
-        raise UsageError(f"kernel {kernel!r}: there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(f"attncheck_kernel_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"kernel {kernel!r}: {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and Triton look their module up by name.
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # somebody's file: it may raise anything, SystemExit too
-        raise UsageError(f"kernel {kernel!r}: importing {path} raised {_brief(error)}.") from error
-    return module
-
-
 def _made(make: object, kernel: str) -> object:
     assert callable(make)
     try:
@@ -86,8 +58,4 @@ def _made(make: object, kernel: str) -> object:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # somebody's constructor
-        raise UsageError(f"kernel {kernel!r}: making it raised {_brief(error)}.") from error
-
-
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UsageError(f"kernel {kernel!r}: making it raised {brief(error)}.") from error

@@ -65,6 +65,7 @@ class Sdpa(Subject):
         """No score mods but added numbers; for the rest, what torch says of these tensors."""
         return (
             self.absent(device)
+            or ("takes no fp8 inputs with descales" if problem.formats.scaled else None)
             or self._unsupported_products(problem, device)
             or self._unsupported_size(problem, device)
             or self._unsupported_score(problem, device)

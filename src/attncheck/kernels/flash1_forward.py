@@ -1,0 +1,169 @@
+"""FlashAttention-1 forward in Triton, for any mask and score mod.
+
+The recurrence is Dao et al. 2022 (arXiv:2205.14135), Algorithm 1: key blocks outermost. One launch
+a key block; one program of it owns a block of query rows, reads their O, l and m from memory,
+brings them forward by that block of keys, and writes them back. O is normalised after each step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from attncheck.kernels.launch import block_dim, scales
+from attncheck.kernels.tile import factor_of, loaded, scores, visible, with_values
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Descale
+    from attncheck.kernels.launch import Launch
+    from attncheck.mods.to_triton import TritonMod
+
+__all__ = ["flash1_forward"]
+
+_LOG2E = 1.4426950408889634
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+def flash1_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    mask: TritonMod,
+    score: TritonMod | None,
+    launch: Launch,
+    descale: Descale | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
+
+    Between its launches O ``(batch, heads, query, value_dim)``, l and m ``(batch, heads, query)``
+    are in memory, in fp32; m in log2 units, and O in units of weights_scale / v's descale.
+
+    Args:
+        q: ``(batch, heads, query, head_dim)``, any strides.
+        k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
+        v: ``(batch, kv_heads, kv, value_dim)``.
+        scale: Factor of q·k, an fp32 number.
+        mask: The traced mask.
+        score: The traced score mod; None leaves scores as they are.
+        launch: Tile sizes and the like; ``free`` has no effect.
+        descale: In fp8, what the stored numbers are to be multiplied by.
+        out_dtype: Of out (default: q's dtype).
+
+    Returns:
+        out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
+        log. Rows that see no key: 0 and −inf. What hidden keys and values hold, NaN included, does
+        not reach a row. A row that sees an infinite value gets it; or NaN where it sees both
+        signs, and where a much larger score of another block makes its block's weight 0.
+    """
+    batch, heads, query, head_dim = q.shape
+    kv_heads, kv = k.shape[1], k.shape[2]
+    value_dim = v.shape[3]
+    shape = (batch, heads, query, value_dim)
+    out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
+    lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    state = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    total = torch.zeros(shape[:3], dtype=torch.float32, device=q.device)
+    m = torch.full(shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    identity = score is None
+    grid = (triton.cdiv(query, launch.block_query), batch * heads)
+    for start in range(0, kv, launch.block_kv):
+        # fmt: off
+        _step[grid](
+            start, q, k, v, out, lse, state, total, m, *q.stride(), *k.stride(), *v.stride(),
+            heads, heads // kv_heads, query, kv, head_dim, value_dim,
+            scale * _LOG2E if identity else scale, scales(descale), mask.captured,
+            () if score is None else score.captured, MASK=mask.function,
+            SCORE=mask.function if score is None else score.function, IDENTITY=identity,
+            CAUSAL=launch.causal, SCALED=descale is not None,
+            WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query,
+            BLOCK_K=launch.block_kv, BLOCK_D=block_dim(head_dim, q.dtype),
+            BLOCK_V=block_dim(value_dim, v.dtype), PRECISION=launch.precision,
+            IMPRECISE=launch.max_num_imprecise_acc, num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
+        # fmt: on
+    return out, lse
+
+
+# A column of forty names says less than five lines of them.
+# fmt: off
+@triton.jit
+def _step(
+    start, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr, total_ptr, m_ptr, q_batch, q_head,
+    q_row, q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col, heads, group,
+    query, kv, head_dim, value_dim, factor, descale, mask_captured, score_captured,
+    MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr, CAUSAL: tl.constexpr,
+    SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+):
+    first_row = tl.program_id(0) * BLOCK_Q
+    b = tl.program_id(1) // heads
+    h = tl.program_id(1) % heads
+    rows = first_row + tl.arange(0, BLOCK_Q)
+    value_cols = tl.arange(0, BLOCK_V)
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    row_at = (b64 * heads + h64) * query + rows
+    at = row_at[:, None] * value_dim + value_cols[None, :]
+    here = rows < query
+    inside = here[:, None] & (value_cols[None, :] < value_dim)
+    kv_head = tl.program_id(1) // group  # group divides heads
+
+    m = tl.load(m_ptr + row_at, mask=here, other=float("-inf"))
+    total = tl.load(total_ptr + row_at, mask=here, other=0.0)
+    end = kv
+    if CAUSAL:
+        end = tl.minimum(kv, first_row + BLOCK_Q)
+    if start < end:
+        q_ptr += b64 * q_batch + h64 * q_head
+        q_block = loaded(q_ptr, rows, tl.arange(0, BLOCK_D), q_row, q_col, query, head_dim)
+        k_ptr += b64 * k_batch + (h64 // group) * k_head
+        v_ptr += b64 * v_batch + (h64 // group) * v_head
+        keys = start + tl.arange(0, BLOCK_K)
+        seen = visible(b, h, rows, keys, kv, mask_captured, MASK, True, BLOCK_Q, BLOCK_K)
+        s = scores(
+            q_block, k_ptr, k_row, k_col, head_dim, b, h, rows, keys, kv, seen,
+            factor_of(factor, descale, kv_head, SCALED), score_captured, SCORE, IDENTITY, True,
+            BLOCK_D, PRECISION, IMPRECISE,
+        )
+        # Line 10: this block's own maximum, weights and sum. 0 stands in for a maximum of −inf.
+        m_block = tl.max(s, 1)
+        p = tl.exp2(s - tl.where(m_block == float("-inf"), 0.0, m_block)[:, None])
+        product = with_values(
+            p, v_ptr, v_row, v_col, value_dim, keys, kv, seen,
+            tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), True, BLOCK_V, WEIGHTS_SCALE, PRECISION,
+            IMPRECISE,
+        )
+        # Line 11: the new maximum and sum; line 12: O, normalised.
+        m_new = tl.maximum(m, m_block)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        before = total * tl.exp2(m - shift)
+        beta = tl.exp2(m_block - shift)
+        total = before + beta * tl.sum(p, 1)
+        divisor = tl.where(total == 0.0, 1.0, total)[:, None]
+        state = tl.load(state_ptr + at, mask=inside, other=0.0)
+        state = (before[:, None] * state + beta[:, None] * product) / divisor
+        m = m_new
+        tl.store(m_ptr + row_at, m, mask=here)
+        tl.store(total_ptr + row_at, total, mask=here)
+        tl.store(state_ptr + at, state, mask=inside)
+    else:
+        state = tl.load(state_ptr + at, mask=inside, other=0.0)
+    if start + BLOCK_K >= kv:
+        if SCALED:
+            state = state * (tl.load(descale[2] + kv_head) / WEIGHTS_SCALE)
+        tl.store(out_ptr + at, state.to(out_ptr.dtype.element_ty), mask=inside)
+        empty = total == 0.0
+        lse = (m + tl.log2(tl.where(empty, 1.0, total))) * _LN2
+        tl.store(lse_ptr + row_at, tl.where(empty, float("-inf"), lse), mask=here)
+
+
+# fmt: on

@@ -1,0 +1,123 @@
+"""One tile of attention on the device: what both FlashAttention forwards do with it.
+
+Rows are a block of queries, columns a block of keys. Scores are in log2 units: the natural ones
+times log2 e. Every offset is 64-bit: batch · heads · length · dim passes 2^31 in ordinary use, and
+a stride alone may.
+"""
+
+# Each argument's meaning is the same throughout. A column of names says less than a line of them.
+# fmt: off
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["factor_of", "loaded", "scores", "visible", "with_values"]
+
+
+@triton.jit
+def loaded(pointer, i, j, i_stride, j_stride, i_size, j_size):
+    """The elements (i, j) of a matrix, 0 beyond its sizes."""
+    return tl.load(
+        pointer + i[:, None].to(tl.int64) * i_stride + j[None, :].to(tl.int64) * j_stride,
+        mask=(i[:, None] < i_size) & (j[None, :] < j_size),
+        other=0.0,
+    )
+
+
+@triton.jit
+def factor_of(factor, descale, kv_head, SCALED: tl.constexpr):
+    """The factor of q·k: ``factor``, in fp8 times what q's and k's stored numbers stand for."""
+    if SCALED:
+        factor = factor * (tl.load(descale[0] + kv_head) * tl.load(descale[1] + kv_head))
+    return factor
+
+
+@triton.jit
+def visible(
+    b, h, rows, keys, kv, captured, MASK: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """Which keys each row sees, (BLOCK_Q, BLOCK_K) whatever the mask reads; all if not MASKED."""
+    if MASKED:
+        seen = MASK(b, h, rows[:, None], keys[None, :], captured) & (keys < kv)[None, :]
+        seen = tl.broadcast_to(seen, [BLOCK_Q, BLOCK_K])
+    else:
+        seen = tl.full([BLOCK_Q, BLOCK_K], True, tl.int1)
+    return seen
+
+
+@triton.jit
+def scores(
+    q_block, k_ptr, k_row, k_col, head_dim, b, h, rows, keys, kv, seen, factor, captured,
+    SCORE: tl.constexpr, IDENTITY: tl.constexpr, MASKED: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+):
+    """Scores of a tile in log2 units, −inf where not ``seen``.
+
+    ``factor`` holds log2 e already where there is no score mod (IDENTITY).
+    """
+    k_block = loaded(k_ptr, tl.arange(0, BLOCK_D), keys, k_col, k_row, head_dim, kv)
+    product = tl.dot(
+        q_block, k_block, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
+    )
+    s = product * factor
+    if not IDENTITY:
+        s = SCORE(s, b, h, rows[:, None], keys[None, :], captured) * 1.4426950408889634
+    if MASKED:
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def with_values(
+    p, v_ptr, v_row, v_col, value_dim, keys, kv, seen, acc, MASKED: tl.constexpr,
+    BLOCK_V: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+):
+    """``acc`` plus WEIGHTS_SCALE · P·V, P rounded to v's format.
+
+    A hidden value has weight 0, but 0 · NaN is NaN: where some row may not see a value, those that
+    are not finite leave the product and are added to the rows that see them.
+    """
+    v_block = loaded(v_ptr, keys, tl.arange(0, BLOCK_V), v_row, v_col, kv, value_dim)
+    weights = (p * WEIGHTS_SCALE).to(v_block.dtype)
+    if MASKED:
+        wide = v_block.to(tl.float32)
+        finite = tl.abs(wide) < float("inf")
+        if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+            acc += _not_finite(wide, finite, seen)
+            v_block = _where(finite, v_block)
+    return tl.dot(
+        weights, v_block, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
+    )
+
+
+@triton.jit
+def _not_finite(wide, finite, seen):
+    """What a row's ``seen`` infinities and NaN add up to; 0 where it sees none.
+
+    One product counts them: an infinity is 1, a negative one 256 and a NaN both, which fp16 holds,
+    and no sum of up to 128 of them carries over.
+    """
+    infinity = tl.where(wide > 0.0, 1.0, tl.where(wide < 0.0, 256.0, 257.0))
+    marks = tl.where(finite, 0.0, infinity).to(tl.float16)
+    counts = tl.dot(seen.to(tl.float16), marks).to(tl.int32)
+    positive, negative = (counts & 255) != 0, counts >= 256
+    one_sign = tl.where(positive, float("inf"), tl.where(negative, float("-inf"), 0.0))
+    return tl.where(positive & negative, float("nan"), one_sign)
+
+
+@triton.jit
+def _where(kept, values):
+    """``values`` where ``kept``, else 0. Triton 3.6 selects no fp8 on an H200: its bits instead."""
+    if values.dtype.primitive_bitwidth == 8:
+        bits = values.to(tl.int8, bitcast=True)
+        values = tl.where(kept, bits, tl.zeros_like(bits)).to(values.dtype, bitcast=True)
+    else:
+        values = tl.where(kept, values, tl.zeros_like(values))
+    return values
+
+
+# fmt: on

@@ -1,0 +1,388 @@
+"""Our Triton forwards in the interpreter: within rounding, as good as the ideal kernel, inside
+their tensors; and each of these notices a planted fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.examine.environment import prepare
+from attncheck.inputs import draw
+from attncheck.judge.metrics import errors
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects import flash
+from attncheck.subjects.flash import launch
+from attncheck.subjects.flash1 import Flash1
+from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects.ideal import Ideal
+
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "bottom_right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=7),
+    "prefix_lm": Spec.of("prefix_lm", prefix=5),
+    "document": Spec.of("document", lengths=[20, 0, 50, 80]),
+    "padding": Spec.of("padding", lengths=[0, 33]),
+    "causal and padding": Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[9, 40])),
+    "not causal": Spec.of("not", Spec.of("causal")),
+}
+SCORES = {
+    "none": Spec.of("none"),
+    "alibi": Spec.of("alibi"),
+    "softcap": Spec.of("softcap", cap=5.0),
+    "relative_bias": Spec.of("relative_bias", distance=9, seed=1),
+    "temperature": Spec.of("temperature", temperature=0.7),
+    "chain": Spec.of("chain", Spec.of("softcap", cap=5.0), Spec.of("alibi")),
+}
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
+
+
+@pytest.fixture(params=[Flash2, Flash1], ids=["flash2", "flash1"])
+def subject(request):
+    return request.param()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted():
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: the properties judge them on the GPU")
+    prepare("cpu")
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "query": 40, "head_dim": 16, "value_dim": 8}
+    return Problem(**(sizes | changes))
+
+
+def excess(inputs, exact, subject):
+    truncated = inputs.problem.dtype == "tf32"
+    return exact(inputs, truncated=truncated).excess(subject.run(inputs))
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (70, 150), (150, 70)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, lengths, exact, subject):
+    query, kv = lengths
+    problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
+    assert excess(draw(problem), exact, subject) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_in_every_dtype(score, dtype, exact, subject):
+    problem = small(kv=70, dtype=dtype, mask=MASKS["causal"], score=SCORES[score])
+    assert excess(draw(problem), exact, subject) <= 1
+
+
+@pytest.mark.parametrize(
+    "dims", [(1, 1), (3, 5), (17, 64), (64, 17), (80, 80), (256, 256)], ids=str
+)
+def test_any_head_dim(dims, exact, subject):
+    problem = small(head_dim=dims[0], value_dim=dims[1], kv=33, dtype="bf16")
+    assert excess(draw(problem), exact, subject) <= 1
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 65), (65, 1), (31, 32), (33, 33), (64, 129)], ids=str
+)
+def test_any_lengths(lengths, exact, subject):
+    problem = small(query=lengths[0], kv=lengths[1], dtype="fp16", mask=MASKS["causal"])
+    assert excess(draw(problem), exact, subject) <= 1
+
+
+@pytest.mark.parametrize("tiles", [(64, 16), (16, 64)], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "causal and padding"])
+def test_tiles_that_are_not_square(mask, tiles, exact, subject, monkeypatch):
+    """As on a GPU; the interpreter's own choice is square."""
+    chosen = dict(zip(("block_query", "block_kv"), tiles, strict=True))
+    monkeypatch.setattr(flash, "_interpreted", lambda problem: chosen)
+    for query, kv in ((150, 150), (70, 150), (150, 70)):
+        problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
+        assert dataclasses.asdict(subject.tiling(problem, "cpu")).items() >= chosen.items()
+        assert excess(draw(problem), exact, subject) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_gpu_is_asked_for(dtype):
+    """Only tf32 multiplies in tf32; the wider of the two head dims chooses the tiles."""
+    for device in ("cuda", "cpu"):
+        problem = small(head_dim=64, value_dim=64, dtype=dtype)
+        assert launch(problem, device).precision == ("tf32" if dtype == "tf32" else "ieee")
+    chosen = {
+        dims: launch(small(head_dim=dims[0], value_dim=dims[1], dtype=dtype), "cuda")
+        for dims in ((64, 64), (65, 64), (64, 65), (128, 128), (128, 129), (256, 1), (256, 256))
+    }
+    assert chosen[64, 64] != chosen[65, 64] == chosen[64, 65] == chosen[128, 128]
+    assert chosen[128, 128] != chosen[128, 129] == chosen[256, 1] == chosen[256, 256]
+
+
+SKIPPED = {
+    "full": (False, True),
+    "causal": (True, True),
+    "bottom_right": (False, False),
+    "window": (True, False),
+    "prefix_lm": (False, False),
+    "document": (False, False),
+    "padding": (False, False),
+    "causal and padding": (True, False),
+    "not causal": (False, False),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_which_tiles_a_mask_lets_it_skip(mask):
+    """Whether keys after the row are hidden, and whether nothing else is."""
+    chosen = launch(small(mask=MASKS[mask]), "cuda")
+    assert (chosen.causal, chosen.free) == SKIPPED[mask]
+    causal_or = Spec.of("or", MASKS["causal"], MASKS["padding"])
+    assert not launch(small(mask=causal_or), "cuda").causal
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)], ids=str)
+def test_any_group(heads, exact, subject):
+    problem = small(heads=heads[0], kv_heads=heads[1], dtype="fp16")
+    assert excess(draw(problem), exact, subject) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3", "e5m2"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_as_good_as_the_ideal_kernel(mask, dtype, subject):
+    """Within 3 % of the ideal kernel's RMSE at the same tiles and order, on 2^16 outputs."""
+    problem = Problem(heads=4, query=256, head_dim=64, dtype=dtype, mask=MASKS[mask])
+    inputs = draw(problem)
+    ideal = Ideal(subject.tiling(problem, "cpu"))
+    found, best = (rmse(s, inputs) for s in (subject, ideal))
+    assert abs(found / best - 1) <= 0.03
+
+
+def rmse(subject, inputs):
+    truth, everything = oracles.dense(inputs).out, torch.tensor(True)
+    return errors(subject.run(inputs).out, truth, everything).rmse
+
+
+def test_flash1_is_not_measured_against_flash2():
+    """A block's largest weight is 1 in FlashAttention-1, and not rounded: more is exact."""
+    problem = Problem(heads=4, query=64, kv=512, head_dim=64, dtype="e5m2")
+    inputs = draw(problem)
+    own = Flash1().tiling(problem, "cpu")
+    assert own.recurrence == "flash1"
+    best, other = (rmse(Ideal(t), inputs) for t in (own, Flash2().tiling(problem, "cpu")))
+    assert abs(rmse(Flash1(), inputs) / best - 1) <= 0.03 < 1 - best / other
+
+
+def test_any_strides(subject):
+    inputs = draw(small(dtype="bf16", mask=MASKS["causal"]))
+    turned = {n: getattr(inputs, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"}
+    gapped = {n: torch.stack([t, t * 2], -1)[..., 0] for n, t in turned.items()}
+    plain = subject.run(inputs)
+    for views in (turned, gapped):
+        outputs = subject.run(inputs.replace(**views))
+        assert torch.equal(outputs.out, plain.out)
+        assert torch.equal(outputs.lse, plain.lse)
+
+
+@pytest.mark.parametrize("poison", [[math.nan], [math.inf], [-math.inf], [math.inf, -math.inf]])
+@pytest.mark.parametrize("mask", ["causal", "document", "not causal", "bottom_right"])
+def test_a_visible_value_that_is_not_finite_reaches_its_rows_and_no_other(mask, poison, subject):
+    """As it is, and NaN where a row sees both signs; the mask is one that no row broadcasts."""
+    inputs = draw(small(batch=1, heads=1, query=70, dtype="bf16", mask=MASKS[mask]))
+    v = inputs.v.clone()
+    for at, value in zip((30, 40), poison, strict=False):
+        v[0, 0, at, 3] = value
+    before = subject.run(inputs).out
+    after = subject.run(inputs.replace(v=v))
+    truth = oracles.dense(inputs.replace(v=v)).out
+    assert torch.equal(after.out.isfinite(), truth.isfinite())
+    assert torch.equal(after.out.isnan(), truth.isnan())
+    assert torch.equal(after.out[truth.isinf()].double(), truth[truth.isinf()])
+    assert torch.equal(after.out[truth.isfinite()], before[truth.isfinite()])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_mask_that_reads_no_row_hides_values_too(poison, subject):
+    inputs = draw(small(query=70, dtype="bf16", mask=MASKS["padding"]))
+    v = inputs.v.clone()
+    v[1, :, 33:], v[0] = poison, poison
+    before, after = subject.run(inputs), subject.run(inputs.replace(v=v))
+    assert torch.equal(before.out, after.out)
+    assert torch.equal(before.lse, after.lse)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_stride_beyond_32_bits(name, subject):
+    """A column's stride times 255 columns passes 2^31: untouched pages of memory cost nothing."""
+    inputs = draw(small(batch=1, heads=1, query=3, head_dim=256, value_dim=256, dtype="e5m2"))
+    given = getattr(inputs, name)
+    stride = 2**31 // 255 + 1
+    wide = torch.empty(256 * stride, dtype=given.dtype)
+    view = wide.as_strided(given.shape, (0, 0, 1, stride))
+    view.copy_(given)
+    plain, far = subject.run(inputs), subject.run(inputs.replace(**{name: view}))
+    assert torch.equal(plain.out, far.out)
+
+
+TILE_FAULTS = {
+    "keys beyond the last are seen": (" & (keys < kv)[None, :]", ""),
+    "hidden scores count": ('s = tl.where(seen, s, float("-inf"))', "s = s"),
+    "hidden values reach the product": ("v_block = _where(finite, v_block)", "v_block = v_block"),
+    "an infinity is forgotten": ("acc += _not_finite(wide, finite, seen)", "acc += 0.0"),
+    "negative infinities are positive": ('tl.where(negative, float("-inf"), 0.0)', "float('inf')"),
+    "a score mod without log2 e": (" * 1.4426950408889634", ""),
+}
+FAULTS = {
+    "flash2": TILE_FAULTS
+    | {
+        "output is not rescaled": ("acc * alpha[:, None]", "acc"),
+        "row sum is not rescaled": ("total * alpha + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
+        "last partial tile is lost": (
+            "range(whole, end, BLOCK_K)",
+            "range(whole, end // BLOCK_K * BLOCK_K, BLOCK_K)",
+        ),
+        "kv head is h, not h // group": (
+            "(h64 // group) * k_head",
+            "(h64 % (heads // group)) * k_head",
+        ),
+        "LSE in base 2": (") * _LN2", ")"),
+        "maximum starts at 0": (
+            'tl.full([BLOCK_Q], float("-inf"), tl.float32)',
+            "tl.zeros([BLOCK_Q], tl.float32)",
+        ),
+    },
+    "flash1": TILE_FAULTS
+    | {
+        "output is not rescaled": ("before[:, None] * state", "total[:, None] * state"),
+        "row sum is not rescaled": ("before + beta * tl.sum(p, 1)", "before + tl.sum(p, 1)"),
+        "block is not rescaled": ("beta[:, None] * product", "product"),
+        "first block is lost": ("range(0, kv, launch", "range(launch.block_kv, kv, launch"),
+        "kv head is h, not h // group": (
+            "(h64 // group) * v_head",
+            "(h64 % (heads // group)) * v_head",
+        ),
+        "LSE in base 2": (") * _LN2", ")"),
+        "maximum starts at 0": ("torch.full(shape[:3], -math.inf", "torch.full(shape[:3], 0.0"),
+        "sum is not written back": ("tl.store(total_ptr + row_at, total, mask=here)", "pass"),
+        "hidden blocks overwrite": ("if start < end:", "if start < end - BLOCK_K:"),
+    },
+}
+
+
+def infinities(outputs):
+    """0 where the rows of ``asked_for``'s infinite value hold it, and no other."""
+    truth = torch.where(torch.arange(70) >= 30, -math.inf, 0.0)
+    return 2.0 * (not torch.equal(outputs.out[:, :, :, 3].clamp(max=0.0).isinf()[0, 0], truth < 0))
+
+
+def asked_for(fault: str, problem: Problem):
+    """Inputs on which ``fault`` shows, and the inputs whose truth is to be met."""
+    if "infinit" in fault:
+        inputs = draw(problem.replace(mask=MASKS["causal"]))
+        inputs.v[:, :, 30, 3] = -math.inf
+        return inputs, inputs
+    if "hidden values" in fault:
+        inputs = draw(problem.replace(mask=MASKS["causal"]))
+        inputs.v[:, :, 70:] = math.nan
+        return inputs, inputs.replace(v=inputs.v.nan_to_num())
+    if "score mod" in fault:
+        problem = problem.replace(score=SCORES["softcap"])
+    if "hidden" in fault:
+        problem = problem.replace(mask=MASKS["causal"])
+    return (draw(problem),) * 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"), [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults]
+)
+def test_planted_faults_are_noticed(kernel, fault, exact, planted, tmp_path, monkeypatch):
+    subject = {"flash2": Flash2, "flash1": Flash1}[kernel]()
+    inputs, shown = asked_for(
+        fault,
+        small(heads=6, kv_heads=3, query=70, kv=101, dtype="bf16", distribution="negative_logits"),
+    )
+    check = infinities if "infinit" in fault else exact(shown).excess
+    assert check(subject.run(inputs)) <= 1
+    wrong = planted(tmp_path, f"{kernel}_forward", *FAULTS[kernel][fault])
+    monkeypatch.setattr(type(subject), "forward", lambda self: wrong)
+    assert not check(subject.run(inputs)) <= 1
+
+
+class Bounds:
+    """Watches what the interpreter loads and stores: it would copy from anywhere."""
+
+    def __init__(self, monkeypatch, tensors):
+        from triton.runtime import interpreter
+
+        self.tensors, self.outside = tensors, 0
+        builder = interpreter.InterpreterBuilder
+        for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
+            monkeypatch.setattr(builder, name, self._watched(getattr(builder, name), place))
+
+    def _watched(self, call, place):
+        def watched(builder, pointers, *rest, **named):
+            addresses = torch.from_numpy(pointers.data.astype("int64"))
+            asked = addresses[torch.from_numpy(rest[place].data.astype("bool"))]
+            inside = torch.zeros_like(asked, dtype=torch.bool)
+            for tensor in self.tensors:
+                start = tensor.data_ptr()
+                inside |= (asked >= start) & (
+                    asked < start + tensor.numel() * tensor.element_size()
+                )
+            self.outside += int((~inside).sum())
+            return call(builder, pointers, *rest, **named)
+
+        return watched
+
+
+def remembered(make, tensors):
+    def made(*arguments, **named):
+        tensors.append(make(*arguments, **named))
+        return tensors[-1]
+
+    return made
+
+
+@pytest.mark.parametrize("missing", [None, "q", "k", "v"])
+def test_reads_and_writes_its_own_tensors_only(missing, subject, monkeypatch):
+    inputs = draw(small(query=70, kv=101, head_dim=17, dtype="bf16", mask=MASKS["causal"]))
+    tensors = [getattr(inputs, name) for name in "qkv" if name != missing]
+    for name in ("empty", "zeros", "full"):
+        monkeypatch.setattr(torch, name, remembered(getattr(torch, name), tensors))
+    bounds = Bounds(monkeypatch, tensors)
+    subject.run(inputs)
+    assert (bounds.outside > 0) == (missing is not None)  # it notices a tensor it does not know
+
+
+SHARED_MEMORY = 232448  # bytes a block may use on Hopper
+SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
+COMPILED = {
+    "flash2": (["bf16", "tf32", "e4m3"], "--head-dim 128 --kind document vt fastacc"),
+    "flash1": (["fp32", "e5m2"], "--head-dim 64 --kind document"),
+}
+
+
+@pytest.mark.parametrize("kernel", COMPILED)
+def test_compiles_for_hopper_without_a_gpu(kernel, tmp_path):
+    """Within shared memory; fp8's tensor-core accumulator is used where it is asked for alone."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    dtypes, rest = COMPILED[kernel]
+    run = subprocess.run(
+        [sys.executable, SPILLS, "--kernel", kernel, "--dtype", *dtypes, *rest.split()],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()[2:]]
+    assert {line[1] for line in lines} == set(dtypes)
+    for _, _, _, kind, *_, shared, _, qgmma, _ in lines:
+        assert int(shared) <= SHARED_MEMORY
+        assert (int(qgmma) > 0) == (kind == "fastacc")

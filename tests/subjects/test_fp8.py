@@ -1,0 +1,280 @@
+"""fp8: descales, P's own scale, V transposed, and numbers of fp8 that are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.examine.environment import prepare
+from attncheck.formats import DTYPES, FORMATS
+from attncheck.inputs import Descale, draw
+from attncheck.judge.metrics import errors
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects.builtin import SUBJECTS
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.flash1 import Flash1
+from attncheck.subjects.flash2 import Flash2, Flash2FastAccumulation, Flash2TransposedValues
+from attncheck.subjects.ideal import Ideal
+
+KERNELS = (Flash2, Flash2TransposedValues, Flash2FastAccumulation, Flash1)
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "bottom_right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=90),
+    "prefix_lm": Spec.of("prefix_lm", prefix=40),
+    "document": Spec.of("document", lengths=[100, 0, 90, 66]),
+    "padding": Spec.of("padding", lengths=[200]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted():
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: the properties judge them on the GPU")
+    prepare("cpu")
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.name)
+def kernel(request):
+    return request.param()
+
+
+@pytest.fixture(params=[*KERNELS[:2], Flash1, Ideal], ids=lambda kernel: kernel.name)
+def any_kernel(request):
+    return request.param()
+
+
+@pytest.fixture(params=["e4m3", "e5m2"])
+def dtype(request):
+    return request.param
+
+
+def small(dtype: str, **changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "kv": 70, "head_dim": 16}
+    return Problem(**(sizes | {"dtype": dtype} | changes))
+
+
+def rmse(subject, inputs) -> float:
+    truth = oracles.dense(inputs).out
+    return errors(subject.run(inputs).out, truth, torch.tensor(True)).rmse
+
+
+def same(a, b) -> bool:
+    return torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_as_good_as_the_ideal_kernel(mask, heads, dtype):
+    """Within 3 % of its RMSE at the same tiles and order, on 2^15 or more outputs."""
+    problem = Problem(
+        heads=heads[0], kv_heads=heads[1], query=256, head_dim=64, dtype=dtype, mask=MASKS[mask]
+    )
+    inputs = draw(problem)
+    for subject in (Flash2(), Flash1()):
+        best = rmse(Ideal(subject.tiling(problem, "cpu")), inputs)
+        assert abs(rmse(subject, inputs) / best - 1) <= 0.03
+
+
+def test_only_rounds(any_kernel, dtype, exact):
+    for score in ("none", "alibi"):
+        inputs = draw(small(dtype, score=Spec.of(score), distribution="outliers"))
+        assert exact(inputs).excess(any_kernel.run(inputs)) <= 1
+
+
+def test_out_is_bf16_and_lse_fp32(any_kernel, dtype):
+    outputs = any_kernel.run(draw(small(dtype)))
+    assert (outputs.out.dtype, outputs.lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_power_of_two_moves_between_numbers_and_descale(any_kernel, dtype):
+    """Twice the number and half its descale: no bit of anything else moves."""
+    inputs = draw(small(dtype))
+    limit = FORMATS[dtype].max / 2
+    whole = {n: t.float().clamp(-limit, limit).round() for n, t in inputs.tensors().items()}
+    stored = {n: whole[n].to(inputs.q.dtype) for n in "qkv"}  # no subnormal number, which rounds
+    before = any_kernel.run(inputs.replace(**stored))
+    for name in "qkv":
+        twice = (stored[name].float() * 2).to(inputs.q.dtype)
+        half = dataclasses.replace(inputs.descale, **{name: getattr(inputs.descale, name) / 2})
+        moved = inputs.replace(**(stored | {name: twice}), descale=half)
+        assert same(any_kernel.run(moved), before)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_every_descale_is_read_at_its_own_sequence_and_key_head(name, any_kernel, dtype, exact):
+    inputs = draw(small(dtype))
+    scales = getattr(inputs.descale, name) * torch.tensor([[1.0, 0.7], [0.3, 1.9]])
+    given = inputs.replace(descale=dataclasses.replace(inputs.descale, **{name: scales}))
+    outputs = any_kernel.run(given)
+    assert exact(given).excess(outputs) <= 1
+    swapped = dataclasses.replace(given.descale, **{name: scales.flip(1)})
+    assert exact(given.replace(descale=swapped)).excess(outputs) > 1
+
+
+def test_descales_of_any_strides(any_kernel, dtype):
+    inputs = draw(small(dtype))
+    given = {n: getattr(inputs.descale, n) for n in "qkv"}
+    turned = Descale(**{n: scale.T.contiguous().T for n, scale in given.items()})
+    assert not turned.q.is_contiguous()
+    assert same(any_kernel.run(inputs.replace(descale=turned)), any_kernel.run(inputs))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_transposed_values_give_the_same_bits(mask, dtype):
+    inputs = draw(small(dtype, batch=1, query=256, kv=256, mask=MASKS[mask], value_dim=24))
+    assert same(Flash2TransposedValues().run(inputs), Flash2().run(inputs))
+
+
+def test_transposed_values_are_stored_transposed(dtype):
+    v = draw(small(dtype)).v
+    stored = Flash2TransposedValues().values(v)
+    assert torch.equal(stored.float(), v.float())
+    assert stored.stride()[-2:] == (1, v.shape[2])
+    assert Flash2().values(v) is v
+
+
+def peaked(dtype: str, lead: float):
+    """The first key, whose value is 0, leads all others, which are alike, in log2 units."""
+    problem = small(dtype, batch=1, heads=1, kv_heads=1, kv=1024)
+    inputs = draw(problem)
+    q, k = torch.zeros(inputs.q.shape), torch.zeros(inputs.k.shape)
+    q[..., 0], k[:, :, 0, 0] = 1.0, 1.0
+    v = inputs.v.float()
+    v[:, :, 0] = 0.0
+    scale = torch.full((1, 1), lead * math.log(2) / problem.scale)
+    return inputs.replace(
+        q=q.to(inputs.q.dtype),
+        k=k.to(inputs.k.dtype),
+        v=v.to(inputs.v.dtype),
+        descale=dataclasses.replace(inputs.descale, q=torch.ones(1, 1), k=scale),
+    )
+
+
+@pytest.mark.parametrize("subject", [Flash2, Ideal])
+def test_weights_are_scaled_before_they_are_rounded(subject, dtype, monkeypatch):
+    """1,023 weights that fp8 alone would round to 0 are all that out is made of."""
+    inputs = peaked(dtype, 2 - math.log2(FORMATS[dtype].subnormal_spacing))
+    best = rmse(subject(), inputs)
+    unscaled = dataclasses.replace(inputs.problem.formats, weights_scale=1.0)
+    monkeypatch.setitem(DTYPES, dtype, unscaled)
+    assert rmse(subject(), inputs) > 1.03 * best
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("the scale of P is not undone", (" / WEIGHTS_SCALE", "")),
+        ("v's descale is forgotten", ("tl.load(descale[2] + kv_head)", "1.0")),
+        ("descales of another key head", ("kv_head = tl.program_id(1) // group", "kv_head = 0")),
+        ("the scale is in the row sum too", ("tl.sum(p, 1)", "tl.sum(p * WEIGHTS_SCALE, 1)")),
+        ("k's descale is forgotten", (" * tl.load(descale[1] + kv_head)", "")),
+        ("P is not scaled", ("(p * WEIGHTS_SCALE)", "(p * 1.0)")),
+    ],
+)
+@pytest.mark.parametrize("subject", [Flash2, Flash1])
+def test_planted_faults_are_noticed(
+    subject, name, fault, dtype, exact, planted, tmp_path, monkeypatch
+):
+    del name
+    inputs = draw(small(dtype))
+    assert exact(inputs).excess(subject().run(inputs)) <= 1
+    module = subject().forward().__name__
+    wrong = planted(tmp_path, module, *fault)
+    monkeypatch.setattr(subject, "forward", lambda self: wrong)
+    assert exact(inputs).excess(subject().run(inputs)) > 1
+
+
+def test_a_lazy_maximum_leaves_the_weights_room(dtype, exact):
+    """P reaches 2^τ: at the full scale it would be cut off at fp8's largest number."""
+    problem = small(dtype, batch=1, heads=1, kv_heads=1, kv=128)
+    rising = torch.linspace(0.0, 1.0, 128).view(1, 1, 128, 1) * FORMATS[dtype].max
+    fp8 = problem.formats.storage.torch_dtype
+    inputs = draw(problem)
+    inputs = inputs.replace(
+        q=torch.ones_like(inputs.q, dtype=torch.float32).to(fp8),
+        k=rising.expand(inputs.k.shape).to(fp8),
+        descale=dataclasses.replace(inputs.descale, q=torch.ones(1, 1), k=torch.full((1, 1), 2e-3)),
+    )
+    lazy = Tiling(block_query=64, block_kv=16, lazy_rescale=8.0)
+    assert exact(inputs).excess(Ideal(lazy).run(inputs)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "filling"), [("e4m3", math.nan), ("e5m2", math.nan), ("e5m2", math.inf)]
+)
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+def test_what_hidden_keys_and_values_hold_moves_not_one_bit(mask, name, filling, any_kernel):
+    spec = {"causal": Spec.of("causal"), "padding": Spec.of("padding", lengths=[70, 70])}[mask]
+    inputs = draw(small(name, query=90, kv=90, mask=spec))
+    k, v = inputs.k.float(), inputs.v.float()
+    k[:, :, 70:], v[:, :, 70:] = filling, filling
+    filled = inputs.replace(k=k.to(inputs.k.dtype), v=v.to(inputs.v.dtype))
+    assert not filled.v.float().isfinite().all()
+    before, after = any_kernel.run(inputs), any_kernel.run(filled)
+    rows = slice(70) if mask == "causal" else slice(None)
+    assert torch.equal(before.out[:, :, rows], after.out[:, :, rows])
+    assert torch.equal(before.lse[:, :, rows], after.lse[:, :, rows])
+
+
+@pytest.mark.parametrize(
+    ("name", "filling"), [("e4m3", math.nan), ("e5m2", math.nan), ("e5m2", -math.inf)]
+)
+def test_a_visible_value_that_is_not_finite_reaches_its_rows_alone(name, filling, any_kernel):
+    inputs = draw(small(name, query=70, mask=Spec.of("causal")))
+    v = inputs.v.float()
+    v[0, 0, 30, 3] = filling
+    filled = inputs.replace(v=v.to(inputs.v.dtype))
+    before, after = any_kernel.run(inputs).out, any_kernel.run(filled).out
+    truth = oracles.dense(filled).out
+    assert torch.equal(after.isnan(), truth.isnan())
+    assert torch.equal(after.isinf(), truth.isinf())
+    assert torch.equal(after[truth.isfinite()], before[truth.isfinite()])
+
+
+def test_rows_that_see_nothing(any_kernel, dtype):
+    outputs = any_kernel.run(draw(small(dtype, mask=Spec.of("padding", lengths=[0, 33]))))
+    assert torch.equal(outputs.out[0], torch.zeros_like(outputs.out[0]))
+    assert torch.isneginf(outputs.lse[0]).all()
+    assert outputs.lse[1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_who_is_asked_about_fp8_and_what_they_say(name, dtype):
+    subject, problem = SUBJECTS[name](), small(dtype)
+    only_fp8 = name in {"triton-flash2-vt", "triton-flash2-fastacc"}
+    assert subject.concerns(small("bf16")) == (
+        not only_fp8 and subject.concerns(Problem(query=8, dtype="bf16"))
+    )
+    assert not (only_fp8 and subject.concerns(Problem(operation="softmax", query=8, dtype="bf16")))
+    if not subject.concerns(problem):
+        return
+    reason = subject.unsupported(problem, "cpu")
+    if name == "ideal" or name.startswith("triton"):
+        assert reason is None
+    elif subject.absent("cpu") is None:
+        assert reason == "takes no fp8 inputs with descales"
+
+
+def test_the_accumulator_asked_for_is_explicit(dtype):
+    asked = {s.name: s().launch(small(dtype), "cuda").max_num_imprecise_acc for s in KERNELS}
+    assert asked.pop("triton-flash2-fastacc") is None
+    assert set(asked.values()) == {0}
+    assert Flash2FastAccumulation().absent("cpu")
+
+
+@pytest.mark.parametrize("dim", [1, 16, 33, 64, 100, 256])
+def test_a_tensor_core_contracts_32_numbers_at_least(dim, dtype):
+    from attncheck.kernels.launch import block_dim
+
+    storage = FORMATS[dtype].torch_dtype
+    assert block_dim(dim, storage) >= max(32, dim)
+    assert block_dim(dim, torch.bfloat16) >= max(16, dim)
+    problem = small(dtype, head_dim=dim)
+    assert all(Flash2().launch(problem, d).block_kv >= 32 for d in ("cpu", "cuda"))
