@@ -9,13 +9,16 @@ import numpy as np
 import torch
 
 from attncheck.draws import Draws
+from attncheck.errors import TraceError
+from attncheck.mods.expression import Expression
+from attncheck.mods.places import described, failed_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attncheck.mods.expression import Captured, Expression
+    from attncheck.mods.expression import Captured
     from attncheck.mods.spec import Dimensions
 
 __all__ = ["disagreements"]
@@ -44,17 +47,49 @@ def disagreements(
         samples: How many tuples to draw.
         seed: Which draw.
         device: Where the tensors are that both capture.
+
+    Raises:
+        TraceError: if one of them fails at these indices, as when a captured tensor is too short,
+            or if the callable does not give one value an index.
     """
     whole = [number for value in expression.captured for number in _whole(value)]
     indices = _indices(dimensions, whole, samples, Draws(seed))
-    inputs = [torch.from_numpy(column).to(device) for column in indices.T.copy()]
-    if expression.structure.inputs[0] == "score":
+    inputs = [torch.from_numpy(column) for column in indices.T.copy()]
+    is_score = expression.structure.inputs[0] == "score"
+    if is_score:
         scores = 8.0 * Draws(seed).normal("agreement/score", (len(indices),))
-        inputs.insert(0, torch.from_numpy(scores).to(device))
-    said, meant = expression.evaluate(*inputs), mod(*inputs)
+        inputs.insert(0, torch.from_numpy(scores))
+    name = described("score mod" if is_score else "mask", mod)
+    if torch.device(device).type != "cpu":
+        # A GPU that reads beyond a tensor is lost to this process: fail here, where it is caught.
+        _values(name, _on_cpu(expression).evaluate, inputs)
+        inputs = [values.to(device) for values in inputs]
+    meant = _values(name, mod, inputs)
+    said = _values(name, expression.evaluate, inputs)
     both_nan = torch.isnan(said) & torch.isnan(meant)
-    same = ((said == meant) | both_nan).expand(len(indices))
-    return int((~same).sum())
+    return int((~((said == meant) | both_nan)).sum())
+
+
+def _values(name: str, mod: Callable[..., Tensor], inputs: list[Tensor]) -> Tensor:
+    """What ``mod`` gives at ``inputs``, one value each."""
+    try:
+        values = mod(*inputs)
+    except Exception as error:  # noqa: BLE001  (somebody's code: it may raise anything)
+        text = str(error).strip().partition("\n")[0]
+        raise TraceError(
+            f"{name} raised {type(error).__name__} at an index of its Problem: "
+            f"{text}{failed_at(error)}."
+        ) from None
+    count = len(inputs[0])
+    if not isinstance(values, torch.Tensor) or values.shape not in {(), (1,), (count,)}:
+        given = tuple(values.shape) if isinstance(values, torch.Tensor) else repr(values)
+        raise TraceError(f"{name} gives {given} for {count} indices: it must give one value each.")
+    return values.expand(count)
+
+
+def _on_cpu(expression: Expression) -> Expression:
+    captured = tuple(v.cpu() if isinstance(v, torch.Tensor) else v for v in expression.captured)
+    return Expression(expression.structure, captured)
 
 
 def _whole(value: Captured) -> list[int]:
@@ -74,7 +109,8 @@ def _indices(
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Index tuples (b, h, q_idx, kv_idx), one a row."""
     sizes = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
-    corners = list(itertools.product(*({0, size - 1} for size in sizes)))
+    # The last corner first: index 0, the trace's example, is what a mod may have read wrongly.
+    corners = list(itertools.product(*(sorted({0, size - 1}, reverse=True) for size in sizes)))
     columns = [
         draws.integers(f"agreement/{name}", (samples,), size)
         for name, size in zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True)

@@ -36,6 +36,8 @@ INFIX = {
     "div": "/",
     "floor_divide": "//",
     "remainder": "%",
+    "left_shift": "<<",
+    "right_shift": ">>",
 }
 
 
@@ -189,8 +191,21 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "minimum": _plain(lambda a, b: torch.clamp(a, max=b)),
     "maximum": _plain(lambda a, b: torch.clamp(a, min=b)),
     "where": _plain(torch.where),
+    "sign": _plain(torch.sign),
+    "floor": _plain(torch.floor),
+    "ceil": _plain(torch.ceil),
+    "left_shift": _plain(operator.lshift),
+    "right_shift": _plain(operator.rshift),
     "tanh": _plain(torch.tanh),
+    "sigmoid": _plain(torch.sigmoid),
     "exp": _plain(torch.exp),
+    "exp2": _plain(torch.exp2),
+    "log": _plain(torch.log),
+    "log2": _plain(torch.log2),
+    "sqrt": _plain(torch.sqrt),
+    "rsqrt": _plain(torch.rsqrt),
+    "sin": _plain(torch.sin),
+    "cos": _plain(torch.cos),
     "index": _read,
     "cast": _cast,
 }

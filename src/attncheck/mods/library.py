@@ -116,6 +116,9 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 def _check(kind: str, entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions) -> None:
     if spec.name not in entries:
+        if "::" in spec.name:  # a Case from elsewhere
+            option = "--mask" if entries is MASKS else "--score"
+            raise ProblemError(f"{kind} {spec.name!r} is of a file: give that file with {option}.")
         raise UnknownName(kind, spec.name, entries)
     entry = entries[spec.name]
     _check_arguments(spec, entry.arguments, dims)

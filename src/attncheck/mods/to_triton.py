@@ -4,9 +4,11 @@ The function is printed from the structure alone and compiled once; numbers and 
 passed at run time in a tuple. Triton specialises whole numbers in a tuple (equal to 1, multiple
 of 16, any other), also where the kernel says ``do_not_specialize``: at most three variants each.
 
-Arithmetic is fp32 and int32. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE
-(read from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a
-multiplication and an addition into one rounding.
+Arithmetic is fp32 and int32, whatever torch computes the callable in: a whole number beyond 32 bits
+wraps, and one beyond 2^24 is rounded where it meets a real one. ``triton_ulp`` states the error of
+each operation. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE (read from the
+PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a multiplication and an
+addition into one rounding. ``floor`` and ``ceil`` take subnormal numbers for 0 (``cvt.ftz``).
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import triton.language as tl
 from attncheck.errors import UsageError
 from attncheck.formats import fp32
 from attncheck.mods.expression import INFIX, LEAVES
+from attncheck.mods.triton_functions import FUNCTIONS
+from attncheck.mods.triton_ulp import TRITON_FLUSHED, TRITON_ULP
 
 if TYPE_CHECKING:
     from attncheck.mods.expression import Captured, Expression, Node, Structure
 
-__all__ = ["TritonMod", "to_triton"]
+__all__ = ["TRITON_FLUSHED", "TRITON_ULP", "TritonMod", "to_triton"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +79,17 @@ def _arguments(value: Captured, device: str | torch.device | None) -> list[Captu
     if value.numel() > _INT32_LARGEST:
         raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
     flat = value.detach().to(device or value.device).reshape(-1).contiguous()
+    return [flat.to(_read_as(flat)), *value.shape]
+
+
+def _read_as(flat: torch.Tensor) -> torch.dtype:
+    """The dtype that a kernel reads the elements in, exactly: the mod may not compute in fewer."""
+    if flat.is_floating_point():
+        return torch.float32
     if flat.dtype is torch.bool:
-        flat = flat.to(torch.int8)
-    if flat.dtype is torch.int64 and _fits_int32(flat):
-        flat = flat.to(torch.int32)
-    return [flat, *value.shape]
+        return torch.int8
+    wide = flat.dtype is torch.int64 and not _fits_int32(flat)
+    return torch.int64 if wide else torch.int32
 
 
 _INT32_LARGEST = 2**31 - 1
@@ -97,8 +107,7 @@ def _function(structure: Structure) -> tuple[Any, str]:
     # Triton and inspect read a function's text through linecache; no file is needed.
     file = f"<attncheck {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace = {f.__name__: f for f in (_floor_divide, _inside, _remainder, _tanh, _wrapped)}
-    scope: dict[str, Any] = {"tl": tl, "__name__": __name__, **namespace}
+    scope: dict[str, Any] = {"tl": tl, "__name__": __name__, **FUNCTIONS}
     exec(compile(source, file, "exec"), scope)  # noqa: S102  (our own printed text)
     return triton.jit(scope[name]), source
 
@@ -148,30 +157,45 @@ def _text(node: Node, operands: list[tuple[Node, str]], first: dict[int, int]) -
     if node.op == "cast":
         return _cast(node, operands[0][1])
     texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
-    nan = ", propagate_nan=tl.PropagateNan.ALL" if node.kind == "float" else ""
-    return _TEMPLATES[node.op].format(*texts, nan=nan)
+    real = node.kind == "float"
+    template = _REAL_TEMPLATES.get(node.op, "") if real else ""
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
+    return (template or _TEMPLATES[node.op]).format(*texts, nan=nan)
 
 
 def _converted(node: Node, position: int, operand: Node, text: str) -> str:
     """The operand with the type that the operation works on: truth values count as 0 and 1."""
-    if node.op in {"tanh", "exp"} and operand.kind != "float":
-        return f"{text}.to(tl.float32)"
+    if node.op in _FUNCTIONS_OF_REALS:
+        return text if operand.kind == "float" else f"{text}.to(tl.float32)"
     condition = node.op == "where" and position == 0
     truth = node.kind == "bool" and node.op in {"and", "or", "xor", "not", "where"}
     return f"{text}.to(tl.int32)" if operand.kind == "bool" and not condition | truth else text
 
 
-_TEMPLATES = {op: f"{{0}} {sign} {{1}}" for op, sign in INFIX.items()} | {
+_FUNCTIONS_OF_REALS = {
+    **{op: f"tl.{op}({{0}})" for op in ("floor", "ceil", "log", "log2", "sin", "cos")},
+    **{op: f"_{op}({{0}})" for op in ("exp", "exp2", "rsqrt", "sigmoid", "tanh")},
+    "sqrt": "tl.sqrt_rn({0})",
+}
+
+_TEMPLATES = {
+    **{op: f"{{0}} {sign} {{1}}" for op, sign in INFIX.items()},
+    **{op: f"_{op}({{0}}, {{1}})" for op in ("floor_divide", "remainder")},
+    **{op: f"_{op}({{0}}, {{1}})" for op in ("left_shift", "right_shift")},
+    **_FUNCTIONS_OF_REALS,
     "not": "~{0}",
     "neg": "-{0}",
     "abs": "tl.abs({0})",
-    "exp": "tl.exp({0})",
-    "tanh": "_tanh({0})",
+    "sign": "_sign({0})",
     "where": "tl.where({0}, {1}, {2})",
     "minimum": "tl.minimum({0}, {1}{nan})",
     "maximum": "tl.maximum({0}, {1}{nan})",
-    "floor_divide": "_floor_divide({0}, {1})",
-    "remainder": "_remainder({0}, {1})",
+}
+
+_REAL_TEMPLATES = {
+    "floor_divide": "_floor_divide_real({0}, {1})",
+    "remainder": "_remainder_real({0}, {1})",
+    "sign": "_sign({0}).to(tl.float32)",
 }
 
 
@@ -191,53 +215,3 @@ def _load(node: Node, operands: list[tuple[Node, str]], first: dict[int, int]) -
         offset = f"({offset}) * {size} + {place}" if axis else place
     loaded = f"tl.load({pointer} + {offset})"
     return f"{loaded} != 0" if node.kind == "bool" else loaded
-
-
-@triton.jit
-def _inside(index, size):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
-    """``index`` ≥ 0 moved to the nearest one below ``size``: tails of tiles read nothing else."""
-    return tl.minimum(index, size - 1)
-
-
-@triton.jit
-def _wrapped(index, size):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
-    """A negative ``index`` counts from the end; what is still outside moves to the nearest."""
-    return tl.minimum(tl.maximum(tl.where(index < 0, index + size, index), 0), size - 1)
-
-
-@triton.jit
-def _floor_divide(a, b):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
-    """⌊a / b⌋ on whole numbers: Triton's own quotient is cut towards zero."""
-    quotient = a // b
-    left = a - quotient * b
-    return tl.where((left != 0) & ((left < 0) != (b < 0)), quotient - 1, quotient)
-
-
-@triton.jit
-def _remainder(a, b):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
-    """What ``_floor_divide`` leaves: it has the sign of b, as in Python and torch."""
-    left = a - (a // b) * b
-    return tl.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)
-
-
-@triton.jit
-def _tanh(x):  # type: ignore[no-untyped-def]  # Triton reads it, not Python
-    """The hyperbolic tangent in fp32.
-
-    Below 5/8: x + x³·P(x²), P the minimax polynomial of degree 4 (our Remez fit in 40 digits;
-    relative error of the form 0.074·2^-24), where a quotient of exponentials would cancel.
-    From there on 1 − 2e/(1 + e) with e = exp(−2|x|): nothing overflows, ±∞ gives ±1.
-    Error against float64: at most 0.75 ulp below 5/8 and 1.73 ulp above with IEEE division and
-    a good exp2 (10^6 arguments in the interpreter); ``div.full`` and ``ex2.approx``, 2 ulp each
-    by the PTX manual, can add 2.5 ulp next to 5/8 and ever less from there on.
-    """
-    a = tl.abs(x)
-    small = tl.minimum(a, 0.625)
-    z = small * small
-    p = 0.020639078691601753 + z * -0.005704977549612522
-    p = -0.05373971164226532 + z * p
-    p = 0.13331441581249237 + z * p
-    p = -0.3333328068256378 + z * p
-    e = tl.exp2(a * -2.8853900817779268)  # −2·log2(e)
-    value = tl.where(a < 0.625, small + small * (z * p), 1.0 - 2.0 * e / (1.0 + e))
-    return tl.where(x < 0, -value, value)

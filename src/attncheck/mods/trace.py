@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.errors import TraceError
 from attncheck.mods.agreement import disagreements
-from attncheck.mods.aten import (
-    CREATIONS,
-    SAME_VALUE,
-    Graph,
-    Operand,
-    Traced,
-    kind_of,
-    translate,
-)
+from attncheck.mods.aten import CREATIONS, SAME_VALUE, translate
 from attncheck.mods.expression import OPERATIONS, Expression, Node, Structure
+from attncheck.mods.graph import Graph, Operand, Traced, kind_of
+from attncheck.mods.places import described
+from attncheck.mods.recording import PLACE, record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
 __all__ = ["disagreements", "trace_mask", "trace_score"]
 
 _INDICES = ("b", "h", "q_idx", "kv_idx")
-_NOT_THE_MOD = (str(Path(torch.__file__).parent), __file__)
 
 
 def trace_mask(mask_mod: MaskMod, device: str = "cpu") -> Expression:
@@ -62,18 +50,43 @@ def trace_score(score_mod: ScoreMod, device: str = "cpu") -> Expression:
 def _trace(
     what: str, mod: Callable[..., Tensor], inputs: tuple[str, ...], device: str
 ) -> Expression:
-    name = f"{what} {getattr(mod, '__name__', type(mod).__name__)!r}"
-    lines = _Lines()
     examples = [_example(argument, device) for argument in inputs]
     try:
-        recorded = _record(mod, examples, lines)
-        graph, result = _Conversion(recorded, lines).run(inputs, examples)
+        recorded = record(mod, inputs, examples)
+        graph, result = _Conversion(recorded).run(inputs, examples)
+        position = _one_value(what, graph, result)
     except TraceError as error:
-        raise TraceError(f"{name} cannot be traced: {error}.") from None
-    kind = "bool" if what == "mask" else "float"
-    if result.kind != kind:
-        raise TraceError(f"{name} gives a value of kind {result.kind}: a {what} gives {kind}.")
-    return _reachable(graph, inputs, graph.nodes.index(result))
+        raise TraceError(f"{described(what, mod)} cannot be traced: {error}.") from None
+    return _reachable(graph, inputs, position)
+
+
+def _one_value(what: str, graph: Graph, result: Any) -> int:
+    """Position of what the mod gives, which must be one value an index of the right kind."""
+    kind, must = _MUST[what]
+    if not isinstance(result, Traced | Tensor):
+        many = [t for t in (tuple, list, dict) if isinstance(result, t)]
+        text = f"a {many[0].__name__} of {len(result)}" if many else repr(result)
+        raise TraceError(f"it gives {text}: {must}")
+    value = result.example if isinstance(result, Traced) else result
+    if value.ndim > 1 or value.numel() != 1:
+        raise TraceError(f"it gives shape {tuple(value.shape)} for one index: {must}")
+    position = graph.operand(result)
+    if graph.nodes[position].kind != kind:
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise TraceError(f"it gives dtype {dtype}: {must}")
+    return position
+
+
+_MUST: dict[str, tuple[str, str]] = {
+    "mask": (
+        "bool",
+        "it must give one tensor of truth values, torch.bool, one value an index",
+    ),
+    "score mod": (
+        "float",
+        "it must give one tensor of real numbers, as score.dtype, one value an index",
+    ),
+}
 
 
 def _example(argument: str, device: str) -> Tensor:
@@ -86,70 +99,16 @@ def _example(argument: str, device: str) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def _record(mod: Callable[..., Tensor], examples: list[Tensor], lines: _Lines) -> fx.GraphModule:
-    def listened(*arguments: Tensor) -> Tensor:
-        with lines:
-            return mod(*arguments)
-
-    try:
-        with torch.no_grad():
-            return make_fx(listened)(*examples)
-    except TraceError:
-        raise
-    except Exception as error:  # noqa: BLE001  (somebody's code: it may raise anything)
-        where = _failed_at(error)
-        if "get value out of a tracing tensor" in str(error):
-            raise TraceError(f"it decides on a tensor's value{where}: use torch.where") from None
-        text = str(error).strip().partition("\n")[0]
-        raise TraceError(f"it raised {type(error).__name__}: {text}{where}") from None
-
-
-def _failed_at(error: BaseException) -> str:
-    place = ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        place = _place(traceback.tb_frame, traceback.tb_lineno) or place
-        traceback = traceback.tb_next
-    return place
-
-
-def _place(frame: FrameType, line: int) -> str:
-    """`` at file:line `text```, or nothing for a frame of torch or of this module."""
-    file = frame.f_code.co_filename
-    if file.startswith(_NOT_THE_MOD):
-        return ""
-    text = linecache.getline(file, line).strip()
-    return f" at {Path(file).name}:{line}" + (f" `{text}`" if text else "")
-
-
-class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Notes which line of the mod calls which operation."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.calls: dict[Any, list[str]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        place = ""
-        while frame is not None and not place:
-            place = _place(frame, frame.f_lineno)
-            frame = frame.f_back
-        self.calls.setdefault(func, []).append(place)
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(slots=True)
 class _Conversion:
     """Walks a recorded graph once, with every value on the example beside its node."""
 
     recorded: fx.GraphModule
-    lines: _Lines
     graph: Graph = field(default_factory=Graph)
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
-    def run(self, inputs: tuple[str, ...], examples: list[Tensor]) -> tuple[Graph, Node]:
-        """The graph, and its node that is the result."""
+    def run(self, inputs: tuple[str, ...], examples: list[Tensor]) -> tuple[Graph, Any]:
+        """The graph, and what the mod gives: a Traced, a constant tensor, or what it must not."""
         arguments = iter(zip(inputs, examples, strict=True))
         result: Any = None
         for node in self.recorded.graph.nodes:
@@ -163,43 +122,40 @@ class _Conversion:
                 self.values[node] = self._call(node)
             else:
                 result = self._operands(node.args[0])
-        if not isinstance(result, Traced | Tensor):
-            raise TraceError(f"it gives {result!r}: it must give a tensor")
-        return self.graph, self.graph.nodes[self.graph.operand(result)]
+        return self.graph, result
 
     def _call(self, node: fx.Node) -> Operand:
         target: Any = node.target
         args, kwargs = self._operands(node.args), self._operands(node.kwargs)
-        value = target(*_examples(args), **_examples(kwargs))
+        value: Tensor = target(*_examples(args), **_examples(kwargs))
         name = target.overloadpacket.__name__
         depends = any(isinstance(self.values[n], Traced) for n in node.all_input_nodes)
-        if not depends and torch.Tag.nondeterministic_seeded in target.tags:
-            raise TraceError(f"it draws random numbers{self._line(node)}: capture them instead")
         if not depends or name in CREATIONS:
-            constant: Tensor = value
-            return constant
+            return value
         position = self._position(node, name, args, kwargs, value)
         if value.numel() != 1:
             raise TraceError(
                 f"{target.overloadpacket} gives shape {tuple(value.shape)} for one index"
-                f"{self._line(node)}: a mod must work on each index by itself"
+                f"{_place(node)}: a mod must work on each index by itself"
             )
         return Traced(position, value)
 
     def _position(
-        self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
+        self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> int:
         if name in SAME_VALUE:
             return self.graph.operand(args[0])
-        try:
-            position = translate(self.graph, name, args, dict(kwargs), value.dtype)
-        except TraceError as error:
-            fact, colon, remedy = str(error).partition(":")
-            raise TraceError(f"{fact}{self._line(node)}{colon}{remedy}") from None
+        position = None
+        if isinstance(value, Tensor):
+            try:
+                position = translate(self.graph, name, args, dict(kwargs), value.dtype)
+            except TraceError as error:
+                fact, colon, remedy = str(error).partition(": ")
+                raise TraceError(f"{fact}{_place(node)}{colon}{remedy}") from None
         if position is None:
             target: Any = node.target
             raise TraceError(
-                f"operation {target.overloadpacket} is not supported{self._line(node)}: "
+                f"operation {target.overloadpacket} is not supported{_place(node)}: "
                 f"use {', '.join(sorted(OPERATIONS))}"
             )
         return position
@@ -207,11 +163,10 @@ class _Conversion:
     def _operands(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, lambda node: self.values[node])
 
-    def _line(self, node: fx.Node) -> str:
-        """Where the mod calls ``node``, if the tracer kept every call of that operation."""
-        same = [n for n in self.recorded.graph.nodes if n.target == node.target]
-        calls = self.lines.calls.get(node.target, [])
-        return calls[same.index(node)] if len(calls) == len(same) else ""
+
+def _place(node: fx.Node) -> str:
+    place: str = node.meta.get(PLACE, "")
+    return place
 
 
 def _examples(arguments: Any) -> Any:

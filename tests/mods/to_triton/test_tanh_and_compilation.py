@@ -10,12 +10,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
 
 from attncheck.mods import scores
-from attncheck.mods import to_triton as printed
+from attncheck.mods import triton_functions as printed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +103,7 @@ from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_mask, trace_score
 from compiled_kernel import kernel
 
-TYPES = {torch.int32: "*i32", torch.float32: "*fp32"}
+TYPES = {torch.int8: "*i8", torch.int32: "*i32", torch.float32: "*fp32"}
 
 def argument(value):
     if isinstance(value, torch.Tensor):
@@ -111,8 +112,10 @@ def argument(value):
 
 def compiled(mask, score):
     sizes = Dimensions(batch=2, heads=4, query=64, kv=64)
-    mods = [to_triton(trace_mask(build_mask(mask, sizes)))]
-    mods.append(to_triton(trace_score(build_score(score, sizes))))
+    return instructions(build_mask(mask, sizes), build_score(score, sizes))
+
+def instructions(mask_mod, score_mod):
+    mods = [to_triton(trace_mask(mask_mod)), to_triton(trace_score(score_mod))]
     captured = [tuple(argument(v) for v in mod.captured) for mod in mods]
     signature = dict(x="*fp32", out="*fp32", MASK="constexpr", SCORE="constexpr",
                      mask_captured=captured[0], score_captured=captured[1])
@@ -123,6 +126,9 @@ def compiled(mask, score):
     source = ASTSource(kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
+"""
+
+LIBRARY = """
 of = Spec.of
 document = of("document", lengths=[30, 34])
 window = of("sliding_window", window=1)
@@ -130,6 +136,43 @@ everything = of("or", of("not", window), of("and", document, of("padding", lengt
 bias = of("relative_bias", distance=3, seed=0)
 assert "div.full.f32" in compiled(of("full"), of("softcap", cap=5.0))
 compiled(everything, of("chain", of("alibi"), bias, of("temperature", temperature=2.0)))
+print("compiled")
+"""
+
+OPERATIONS_COMPILED = """
+bias = torch.linspace(-1, 1, 64 * 4).reshape(4, 64)
+narrow = torch.arange(64).to(torch.uint8)
+flags = torch.arange(64) > 7
+causal = lambda b, h, q, k: q >= k
+score = lambda s, b, h, q, k: s
+functions = "tanh sigmoid exp exp2 log log2 sqrt rsqrt sin cos floor ceil sign abs neg relu trunc"
+for name in functions.split():
+    function = getattr(torch, name)
+    ptx = instructions(causal, lambda s, b, h, q, k: function(s) + function(bias[h, k]))
+    must = {"sqrt": "sqrt.rn.f32", "rsqrt": "sqrt.rn.f32", "sigmoid": "div.rn.f32",
+            "exp": "ex2.approx", "exp2": "ex2.approx", "tanh": "div.full.f32"}.get(name, "")
+    assert must in ptx, (name, must)
+    assert not any(f"{op}.approx" in ptx for op in ("sqrt", "rsqrt", "lg2", "sin", "cos")), name
+pairs = [torch.add, torch.sub, torch.mul, torch.div]
+pairs += [torch.floor_divide, torch.remainder, torch.fmod]
+tensors = [*pairs, torch.minimum, torch.maximum]
+instructions(causal, lambda s, b, h, q, k: sum(f(s, bias[h, k]) + f(q, k + 1) for f in tensors))
+instructions(causal, lambda s, b, h, q, k: sum(f(s, h) + f(s, 1) + f(s, 3.5) for f in pairs))
+instructions(causal, lambda s, b, h, q, k: s + sum(f(k, 3) + f(k, 1) for f in pairs))
+whole = [lambda q, k: q << k, lambda q, k: 1 << k, lambda q, k: q >> 2, lambda q, k: q >> 1,
+         lambda q, k: 2 ** k, lambda q, k: q & k, lambda q, k: q | 1, lambda q, k: q ^ k,
+         lambda q, k: ~q, lambda q, k: torch.sign(q - k), lambda q, k: q % 7 + q // 1,
+         lambda q, k: torch.where(q > k, q, 1), lambda q, k: (q - k).clamp(-3, 5)]
+all_whole = lambda q, k: sum(function(q, k) for function in whole)
+instructions(lambda b, h, q, k: all_whole(q, k) > 3, lambda s, b, h, q, k: s + all_whole(q, k))
+truths = [lambda q, k: (q > k) & True, lambda q, k: (q > k) | (k > 3), lambda q, k: ~(q > k),
+          lambda q, k: (q > k) ^ (k == 1), lambda q, k: (q > 2) == (k > 2), lambda q, k: flags[k],
+          lambda q, k: (q > 2) + (k > 2), lambda q, k: torch.logical_xor(q, narrow[k]),
+          lambda q, k: torch.where(q > k, flags[k], flags[q]), lambda q, k: (q - k).bool(),
+          lambda q, k: bias[q % 4, k - 64] >= 0, lambda q, k: torch.isnan(q / k)]
+for function in truths:
+    instructions(lambda b, h, q, k: function(q, k), score)
+instructions(causal, lambda s, b, h, q, k: s.masked_fill(flags[q], 1))
 print("compiled")
 """
 
@@ -150,7 +193,8 @@ def kernel(x, out, MASK: tl.constexpr, SCORE: tl.constexpr, mask_captured, score
 """
 
 
-def test_functions_compile_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [LIBRARY, OPERATIONS_COMPILED], ids=["library", "operations"])
+def test_functions_compile_for_hopper(code: str, tmp_path: Path) -> None:
     (tmp_path / "compiled_kernel.py").write_text(KERNEL)
     environment: dict[str, Any] = {
         **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
@@ -158,7 +202,7 @@ def test_functions_compile_for_hopper(tmp_path: Path) -> None:
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
+        [sys.executable, "-c", COMPILE + code],
         env=environment,
         capture_output=True,
         text=True,

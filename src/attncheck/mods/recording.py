@@ -1,0 +1,143 @@
+"""One run of a mod under torch's own tracer, with the line of the mod beside each operation."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attncheck.errors import TraceError
+from attncheck.mods.places import calling_place, failed_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, fx
+
+__all__ = ["PLACE", "record"]
+
+PLACE = "attncheck_place"
+"""Key of a node's ``meta``: where in the mod it was recorded (`` at file:line `text```)."""
+
+
+def record(
+    mod: Callable[..., Tensor], arguments: tuple[str, ...], examples: list[Tensor]
+) -> fx.GraphModule:
+    """The ATen operations that ``mod`` applies to ``examples``; their lines are in ``PLACE``.
+
+    Raises:
+        TraceError: if the mod cannot be called with ``arguments``, raises, writes in place, draws
+            random numbers or asks for a tensor's value.
+    """
+    _require_signature(mod, arguments)
+
+    def watched(*tensors: Tensor) -> Tensor:
+        with _Watch(tensors) as watch, _NoEscape(watch):
+            return mod(*tensors)
+
+    try:
+        with torch.no_grad():
+            return make_fx(watched)(*examples)
+    except TraceError:
+        raise
+    except Exception as error:  # noqa: BLE001  (somebody's code: it may raise anything)
+        text = str(error).strip().partition("\n")[0]
+        raise TraceError(f"it raised {type(error).__name__}: {text}{failed_at(error)}") from None
+
+
+def _require_signature(mod: Callable[..., Tensor], arguments: tuple[str, ...]) -> None:
+    if not callable(mod):
+        raise TraceError(f"it is no callable of ({', '.join(arguments)})")
+    try:
+        signature = inspect.signature(mod)
+    except ValueError:
+        return  # a built-in function: it says so itself when it is called
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TraceError(f"it must take ({', '.join(arguments)}): {error}") from None
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Refuses what no expression can say, and notes where each operation is called.
+
+    It knows which tensors depend on the mod's arguments; all others are constants of the mod, and
+    their values may be asked for.
+    """
+
+    def __init__(self, arguments: tuple[Tensor, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._dependent = {id(argument): argument for argument in arguments}
+
+    def depends(self, values: Any) -> bool:
+        """Whether a tensor among ``values`` was computed from the mod's arguments."""
+        return any(id(leaf) in self._dependent for leaf in tree_leaves(values))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = calling_place()
+        depends = self.depends((args, kwargs))
+        _refuse(func, place, depends=depends)
+        if not _gives_tensors(func):
+            with disable_proxy_modes_tracing():
+                return func(*args, **kwargs)
+        result = _marked(func, args, kwargs, place)
+        if depends:
+            self._dependent |= {id(leaf): leaf for leaf in tree_leaves(result)}
+        return result
+
+
+class _NoEscape(TorchFunctionMode):
+    """Refuses what reads a tensor's memory past the dispatcher."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS_MEMORY and self._watch.depends((args, kwargs)):
+            raise TraceError(f"it decides on a tensor's value{calling_place()}: {_VALUE_REMEDY}")
+        return func(*args, **kwargs)
+
+
+_READS_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_VALUE_REMEDY = "use torch.where for a choice, torch's functions in place of Python's"
+
+
+def _refuse(func: Any, place: str, *, depends: bool) -> None:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise TraceError(f"it draws random numbers{place}: capture them instead")
+    if func._schema.is_mutable:
+        raise TraceError(
+            f"it writes in place with {func.overloadpacket}{place}: "
+            "give a new tensor (x = x + y, not x += y)"
+        )
+    if depends and not _gives_tensors(func):
+        raise TraceError(f"it decides on a tensor's value{place}: {_VALUE_REMEDY}")
+
+
+def _gives_tensors(func: Any) -> bool:
+    return all("Tensor" in str(value.type) for value in func._schema.returns)
+
+
+def _marked(func: Any, args: Any, kwargs: Any, place: str) -> Any:
+    """Calls ``func``; the nodes that the tracer records for it get ``place``."""
+    mode = get_proxy_mode()
+    nodes: Any = mode.tracer.graph.nodes if mode is not None else []
+    last = next(iter(reversed(nodes)), None)
+    result = func(*args, **kwargs)
+    for node in reversed(nodes):
+        if node is last:
+            break
+        node.meta[PLACE] = place
+    return result

@@ -1,0 +1,235 @@
+"""Callables drawn at random over the vocabulary: the trace gives their float64 values exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+from attncheck.mods.expression import Expression, Structure
+from attncheck.mods.spec import Dimensions
+from attncheck.mods.trace import disagreements, trace_mask, trace_score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+DIMENSIONS = Dimensions(batch=2, heads=3, query=13, kv=21)
+TABLE = torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64).cos()
+WHOLE_TABLE = torch.arange(64) * 7 % 11
+FLAGS = torch.arange(64) % 3 == 0
+
+# A drawn term is a pair of its text and what computes it from (score, b, h, q_idx, kv_idx).
+Term = tuple[str, "Callable[..., Tensor]"]
+
+
+def leaf(text: str, value: Callable[..., Any]) -> Term:
+    return text, value
+
+
+def applied(name: str, function: Callable[..., Tensor], *terms: Term) -> Term:
+    text = f"{name}({', '.join(term[0] for term in terms)})"
+    return text, lambda *inputs: function(*(term[1](*inputs) for term in terms))
+
+
+def safe(divisor: Tensor) -> Tensor:
+    """No zero: torch raises for whole numbers."""
+    return torch.where(divisor == 0, 3, divisor)
+
+
+def column(index: Tensor) -> Tensor:
+    return index % 64
+
+
+INDICES = [
+    leaf(name, lambda s, b, h, q, k, place=place: (b, h, q, k)[place])
+    for place, name in enumerate(("b", "h", "q", "k"))
+]
+WHOLE_OF_TWO: dict[str, Callable[..., Tensor]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a % 1000 * (b % 1000),
+    "floor_divide": lambda a, b: a // safe(b),
+    "remainder": lambda a, b: a % safe(b),
+    "fmod": lambda a, b: torch.fmod(a, safe(b)),
+    "cut": lambda a, b: torch.div(a, safe(b), rounding_mode="trunc"),
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "left_shift": lambda a, b: a % 1000 << b % 8,
+    "right_shift": lambda a, b: a >> b % 8,
+}
+WHOLE_OF_ONE: dict[str, Callable[..., Tensor]] = {
+    "neg": lambda a: -a,
+    "abs": torch.abs,
+    "not": lambda a: ~a,
+    "sign": torch.sign,
+    "square": lambda a: (a % 1000) ** 2,
+    "relu": torch.relu,
+    "add 5": lambda a: a + 5,
+    "from 9": lambda a: 9 - a,
+    "by 4": lambda a: a // 4,
+    "mod -3": lambda a: a % -3,
+    "read": lambda a: WHOLE_TABLE[column(a)],
+    "clamp": lambda a: a.clamp(-7, 9),
+}
+REAL_OF_TWO: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "floor_divide": torch.floor_divide,
+    "remainder": torch.remainder,
+    "fmod": torch.fmod,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+}
+REAL_OF_ONE: dict[str, Callable[..., Tensor]] = {
+    **{
+        name: getattr(torch, name)
+        for name in ("neg", "abs", "tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "rsqrt")
+    },
+    **{name: getattr(torch, name) for name in ("sin", "cos", "floor", "ceil", "sign", "trunc")},
+    **{name: getattr(torch, name) for name in ("relu", "square", "reciprocal", "frac")},
+    "scale": lambda a: a * 0.37,
+    "cube": lambda a: a**3,
+    "clamp": lambda a: torch.clamp(a, -3.5, 8),
+    "from 2.5": lambda a: 2.5 - a,
+}
+COMPARISONS: dict[str, Callable[..., Tensor]] = {
+    name: getattr(torch, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")
+}
+TRUTH_OF_TWO: dict[str, Callable[..., Tensor]] = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "eq": torch.eq,
+    "logical_and": torch.logical_and,
+    "sum": torch.add,
+    "product": torch.mul,
+}
+
+
+def operations(table: dict[str, Callable[..., Tensor]], *parts: Any) -> Any:
+    return st.tuples(st.sampled_from(sorted(table)), *parts).map(
+        lambda drawn: applied(drawn[0], table[drawn[0]], *drawn[1:])
+    )
+
+
+def choice(condition: Any, parts: Any) -> Any:
+    drawn = st.tuples(condition, parts, parts)
+    return drawn.map(lambda terms: applied("where", torch.where, *terms))
+
+
+@functools.cache
+def wholes(depth: int) -> Any:
+    """Whole numbers of at most ``depth`` operations on one another."""
+    if depth == 0:
+        return st.sampled_from(INDICES)
+    parts = wholes(depth - 1)
+    return st.one_of(
+        parts,
+        operations(WHOLE_OF_ONE, parts),
+        operations(WHOLE_OF_TWO, parts, parts),
+        choice(truths(depth - 1), parts),
+        truths(depth - 1).map(lambda of: applied("long", lambda a: a.long(), of)),
+    )
+
+
+@functools.cache
+def reals(depth: int) -> Any:
+    """Real numbers, likewise; all are float64."""
+    if depth == 0:
+        return st.just(leaf("score", lambda s, b, h, q, k: s))
+    parts = reals(depth - 1)
+    return st.one_of(
+        parts,
+        operations(REAL_OF_ONE, parts),
+        operations(REAL_OF_TWO, parts, parts),
+        choice(truths(depth - 1), parts),
+        wholes(depth - 1).map(lambda of: applied("double", lambda a: a.double(), of)),
+        st.tuples(st.sampled_from(INDICES[:2]), wholes(depth - 1)).map(
+            lambda of: applied("table", lambda h, a: TABLE[h, column(a)].double(), *of)
+        ),
+    )
+
+
+@functools.cache
+def truths(depth: int) -> Any:
+    """Truth values, likewise."""
+    if depth == 0:
+        return st.sampled_from(INDICES).map(
+            lambda of: applied("flag", lambda a: FLAGS[column(a)], of)
+        )
+    parts = truths(depth - 1)
+    return st.one_of(
+        parts,
+        operations(COMPARISONS, wholes(depth - 1), wholes(depth - 1)),
+        operations(COMPARISONS, reals(depth - 1), reals(depth - 1)),
+        operations(TRUTH_OF_TWO, parts, parts),
+        parts.map(lambda of: applied("not", lambda a: ~a, of)),
+        wholes(depth - 1).map(lambda of: applied("flag", lambda a: FLAGS[column(a)], of)),
+        wholes(depth - 1).map(lambda of: applied("bool", lambda a: a.bool(), of)),
+    )
+
+
+@given(term=reals(4))
+@settings(max_examples=60, deadline=None)
+def test_a_drawn_score_mod_is_traced_exactly(term: Term) -> None:
+    def mod(*inputs: Tensor) -> Tensor:
+        return term[1](*inputs).to(inputs[0].dtype)
+
+    assert disagreements(trace_score(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
+
+
+@given(term=truths(4))
+@settings(max_examples=60, deadline=None)
+def test_a_drawn_mask_is_traced_exactly(term: Term) -> None:
+    def mod(*indices: Tensor) -> Tensor:
+        return term[1](indices[0] * 0.25 - 1.0, *indices)
+
+    assert disagreements(trace_mask(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
+
+
+@given(term=wholes(3))
+@settings(max_examples=40, deadline=None)
+def test_drawn_whole_numbers_are_the_same_in_triton(term: Term, grid: Any) -> None:
+    """int32 holds all of depth 3, and fp32 what is left of them below 2^23."""
+
+    def mod(*inputs: Tensor) -> Tensor:
+        return inputs[0] + term[1](*inputs) % 2**23
+
+    zero = torch.zeros(grid.shape)
+    assert torch.equal(grid.scored(mod, zero)[grid.existing], grid.inside(mod, zero)), term[0]
+
+
+def exchanged(expression: Expression, one: str, other: str) -> Expression:
+    """``expression`` with ``other`` in place of the operation ``one``: a planted fault."""
+    nodes = tuple(
+        dataclasses.replace(node, op=other) if node.op == one else node
+        for node in expression.structure.nodes
+    )
+    return Expression(Structure(expression.structure.inputs, nodes), expression.captured)
+
+
+def test_a_planted_operation_is_found_and_shrinks_to_it() -> None:
+    """floor_divide for remainder, in drawn mods: the smallest that shows it is one remainder."""
+
+    def differs(term: Term) -> bool:
+        def mod(*inputs: Tensor) -> Tensor:
+            return term[1](*inputs).to(inputs[0].dtype)
+
+        planted = exchanged(trace_score(mod), "remainder", "floor_divide")
+        return disagreements(planted, mod, DIMENSIONS, samples=64) > 0
+
+    term = find(
+        reals(4), differs, settings=settings(max_examples=500, deadline=None, database=None)
+    )
+    assert term[0].count("(") <= 3, term[0]
