@@ -181,7 +181,10 @@ def test_fp32_is_numpys(x):
 def test_dtypes():
     assert dtype_named("tf32").storage.name == "fp32"
     assert dtype_named("tf32").products.name == "tf32"
-    assert [d.name for d in DTYPES.values() if d.measured] == ["fp32", "tf32", "fp16", "bf16"]
+    measured = [d.name for d in DTYPES.values() if d.measured]
+    assert measured == ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
+    assert set(DTYPES) - set(measured) == {"fp64"}
+    assert [d.name for d in DTYPES.values() if d.scaled] == ["e4m3", "e5m2"]
 
 
 def test_what_a_dtype_means_place_by_place():
@@ -197,7 +200,17 @@ def test_what_a_dtype_means_place_by_place():
         "bf16": ("bf16", "bf16", "bf16", "bf16"),
         "e4m3": ("e4m3", "e4m3", "e4m3", "bf16"),
         "e5m2": ("e5m2", "e5m2", "e5m2", "bf16"),
+        "fp64": ("fp64", "fp64", "fp64", "fp64"),
     }
+
+
+def test_weights_are_scaled_in_fp8_by_the_largest_power_of_two_in_range():
+    scales = {name: d.weights_scale for name, d in DTYPES.items() if d.weights_scale != 1}
+    assert scales == {"e4m3": 256.0, "e5m2": 32768.0}
+    for name, scale in scales.items():
+        weights = DTYPES[name].weights
+        assert math.frexp(scale)[0] == 0.5
+        assert scale <= weights.max < 2 * scale
 
 
 @pytest.mark.parametrize("name", ["fp12", "", None, []])
@@ -205,5 +218,5 @@ def test_unknown_dtype_lists_the_valid_ones(name):
     with pytest.raises(UnknownName) as error:
         dtype_named(name)
     assert str(error.value) == (
-        f"dtype {name!r} is not known: choose from bf16, e4m3, e5m2, fp16, fp32, tf32."
+        f"dtype {name!r} is not known: choose from bf16, e4m3, e5m2, fp16, fp32, fp64, tf32."
     )

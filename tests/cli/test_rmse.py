@@ -47,7 +47,15 @@ def test_every_file_tells_the_same(quick):
         (("--kernel", "flash9"), "kernel 'flash9' is not known: choose from"),
         (("--variant", "casual"), "variant 'casual' is not known: choose from alibi"),
         (("--dtype", "fp12"), "dtype 'fp12' is not known: choose from"),
-        (("--dtype", "e4m3"), "dtype 'e4m3' cannot be drawn yet: choose from"),
+        (("--dtype", "fp64"), "dtype 'fp64' is not known: choose from bf16, e4m3"),
+        (
+            ("--variant", "softmax", "--dtype", "e5m2"),
+            "softmax has no dtype 'e5m2': choose from fp32, fp16, bf16.",
+        ),
+        (
+            ("--variant", "softmax", "--distribution", "ones_v"),
+            "distribution 'ones_v' has no scores for softmax: choose from",
+        ),
         (("--distribution", "cauchy"), "distribution 'cauchy' is not known: choose from"),
         (("--shape", "4x64"), "shape '4x64' is not BATCHx"),
         (("--shape", "1x4/3x64x16"), "kv_heads=3 does not divide heads=4"),

@@ -68,7 +68,7 @@ def test_same_report_same_bytes(make):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(schema=2), "schema is 2, this version reads 1"),
+        (lambda d: d.update(schema=1), "schema is 1, this version reads 2"),
         (lambda d: d.update(schema=True), "schema is True"),
         (lambda d: d.pop("schema"), "schema is None"),
         (lambda d: d.update(extra=1), "unknown field `extra`"),
@@ -77,6 +77,10 @@ def test_same_report_same_bytes(make):
         (lambda d: d["records"][0].update(status="fine"), "Invalid enum value"),
         (lambda d: d["records"][0].update(verdict="ok"), "unknown field `verdict`"),
         (lambda d: d["records"][0]["out"].update(rmse="0.1"), "Expected `float`, got `str`"),
+        (
+            lambda d: d["records"][0]["out"].pop("input_rmse"),
+            "missing required field `input_rmse`",
+        ),
         (lambda d: d["records"][0]["out"].update(rmse=None), "Expected `float`, got `null`"),
         (lambda d: d["records"][0]["out"].update(elements="nan"), "Expected `int`"),
         (lambda d: d["records"][0].update(environment="x"), "no environment 'x'"),

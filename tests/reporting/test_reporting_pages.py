@@ -1,3 +1,5 @@
+"""What a page says of its records."""
+
 from __future__ import annotations
 
 import csv
@@ -8,99 +10,20 @@ import time
 
 import msgspec
 import pytest
-from markdown_it import MarkdownIt
-from rich.cells import cell_len
 
 from attncheck.errors import UsageError
 from attncheck.record import Environment, Place
-from attncheck.reporting import FORMATS, figures, render, show
-from attncheck.reporting.as_table import as_table
-from attncheck.reporting.content import _TF32, HOW_TO_READ
-from attncheck.reporting.inert import for_markdown, one_line
-
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "=cmd()|' /C calc'!A0",
-    "+1+1",
-    "@SUM(A1)",
-    "\t=1+1",
-    "a|b\\|c",
-    "`tick` **bold** _under_ ~~gone~~ [x](http://evil.example) ![i](x)",
-    "\x1b[31mred\x1b[0m\x1b]8;;http://evil.example\x07link\x1b]8;;\x07",
-    "\x1b]0;title never ends",
-    "two\nlines\r\nand\u2028more\x85still",
-    "\u202eflip\u202c \u2066iso\u2069 \u200bzero\ufeff",
-    "bell\x07 nul\x00 c1\x9b31m back\b",
-    "lone \ud800 surrogate",
-    "&lt;b&gt; &amp; &#124;",
-    "www.evil.example mailto:a@b.example https://evil.example",
-    "[bold]rich[/bold] :smile:",
-    "# heading",
-    "- item",
-    "1. item",
-    "===",
-    "$x$",
-    "全角文字 が広い",
-]
-FORBIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-
-
-def hostile_report(make, text):
-    return make.report(
-        make.record(text, variant=text, heads=text),
-        make.refused(text + "u", "unsupported", text),
-        make.refused(text + "e", "error", text, asked={"distribution": text}),
-        command=text,
-        kernels={text: text},
-        absent={text: text},
-        environments={"here": make.environment(device=text, interpreter=(text,))},
-    )
+from attncheck.reporting import FORMATS, figures, render
 
 
 def csv_rows(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def markdown_html(text):
-    return MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_sample_looks_as_it_did(fmt, sample, matches_snapshot):
     suffix = {"table": "txt"}.get(fmt, fmt)
     matches_snapshot(f"sample.{suffix}", render(sample, fmt))
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_narrow_table_looks_as_it_did(width, sample, matches_snapshot):
-    matches_snapshot(f"sample-{width}.txt", as_table(sample, width=width))
-
-
-@pytest.mark.parametrize("width", [80, 90, 100, 120, 200])
-def test_table_keeps_to_its_width(width, sample):
-    assert max(map(cell_len, as_table(sample, width=width).splitlines())) <= width
-
-
-@pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_keeps_to_the_width(width, text, make):
-    page = as_table(hostile_report(make, text * 40), width=width)
-    assert max(map(cell_len, page.splitlines())) <= width
-
-
-def test_nothing_is_left_out_at_100(sample):
-    page = as_table(sample, width=100)
-    assert "Left out" not in page
-    assert "at b,h,q,d" in page
-
-
-def test_what_a_narrow_table_leaves_out_is_said(sample):
-    assert "Left out at 80 columns: at b,h,q,d, bias." in as_table(sample, width=80)
-
-
-def test_reading_takes_three_lines_at_80():
-    assert len(HOW_TO_READ) <= 3
-    assert max(map(len, (*HOW_TO_READ, _TF32))) <= 80
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -114,52 +37,6 @@ def test_empty_report_renders(fmt, make):
 def test_unknown_format_lists_the_known():
     with pytest.raises(UsageError, match="choose from csv, json, md, table"):
         render(None, "xml")
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("fmt", ["table", "md", "csv"])
-def test_no_control_character_reaches_a_page(fmt, text, make):
-    page = render(hostile_report(make, text), fmt)
-    assert not FORBIDDEN.search(page)
-    page.encode()
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_json_of_hostile_text_is_ascii_safe_json(text, make):
-    page = render(hostile_report(make, text), "json")
-    msgspec.json.decode(page.encode())
-    assert not re.search("[\x00-\x09\x0b-\x1f]", page)
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_takes_no_line_of_its_own(text, make):
-    tame = as_table(hostile_report(make, "tame"), width=1000).count("\n")
-    assert as_table(hostile_report(make, text), width=1000).count("\n") == tame
-    assert render(hostile_report(make, text), "csv").count("\n") == 4
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_markdown_shows_hostile_text_as_text(text, make):
-    html = markdown_html(render(hostile_report(make, text), "md"))
-    tame = markdown_html(render(hostile_report(make, "tame"), "md"))
-    # The same tags in the same order, but for what a code span or a plain word is set in.
-    tags = [t for t in re.findall(r"<[^>]*>", html) if "code" not in t]
-    assert tags == [t for t in re.findall(r"<[^>]*>", tame) if "code" not in t]
-
-
-def test_markdown_says_the_text_itself(make):
-    html = markdown_html(render(hostile_report(make, "a|b <i> `x` \\| *y* &amp; _z_"), "md"))
-    assert "<td>a|b &lt;i&gt; `x` \\| *y* &amp;amp; _z_</td>" in html
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_in_csv_is_a_formula(text, make):
-    page = render(hostile_report(make, text), "csv")
-    for row in csv.reader(io.StringIO(page)):
-        for cell in row:
-            assert not cell.startswith(("=", "+", "@", "\t", "\r"))
-            if cell.startswith("-"):
-                float(cell)
 
 
 def test_csv_numbers_are_in_full(make):
@@ -212,7 +89,7 @@ def test_broken_numbers_are_said(make):
     page = render(make.report(make.record(out=out)), "table")
     assert "NaN or infinite: 7 of 32768 elements of out" in page
     assert "rows that see no key: out is not 0 in 3 of 5" in page
-    assert re.search(r"flash2_forward +nan +nan +nan +inf ", page)
+    assert re.search(r"flash2_forward +nan +nan +nan +2\.40e-03 +inf ", page)
 
 
 def test_nothing_to_compare_is_said(make):
@@ -221,7 +98,7 @@ def test_nothing_to_compare_is_said(make):
     page = render(make.report(make.record(out=out, lse=lse)), "table")
     assert "nothing to compare: no row sees a key" in page
     assert "nan" not in page
-    assert re.search(r"^  flash2_forward +(— +){7}123 ms†$", page, re.MULTILINE)
+    assert re.search(r"^  flash2_forward +(— +){8}123 ms†$", page, re.MULTILINE)
 
 
 def test_kernels_come_in_the_order_asked_for(make):
@@ -309,101 +186,6 @@ def test_a_thousand_records_are_instant(make):
         assert render(report, fmt)
     # Generous for a loaded machine: a hang or a square, not a slow day, is what fails here.
     assert time.perf_counter() - start < 5.0
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("\x1b[1;31mred\x1b[0m", "red"),
-        ("\x9b31mred", "red"),
-        ("\x1b]8;;http://evil.example\x07link\x1b]8;;\x1b\\ here", "link here"),
-        ("\x1b]0;never ends", "0;never ends"),
-        ("\x1bcreset \x1b(B", "reset"),
-        ("  two\n\n lines\t", "two lines"),
-        ("cut\x1b[", "cut"),
-    ],
-)
-def test_escape_sequences_leave_nothing(text, line):
-    assert one_line(text) == line
-
-
-@pytest.mark.parametrize("mark", ["\x1b]", "\x90", "\x1b[0;", "a\x1b", "\n ", "<", "_", ":"])
-def test_long_foreign_text_takes_no_square_of_its_length(mark):
-    start = time.perf_counter()
-    for_markdown(mark * 100_000)
-    assert time.perf_counter() - start < 2.0
-
-
-@pytest.mark.parametrize(
-    ("text", "escaped"),
-    [
-        ("<b> & |", "&lt;b&gt; &amp; &#124;"),
-        ("flash2_forward _x_", "flash2_forward \\_x\\_"),
-        ("see https://x.example, www.x.example", "see https&#58;//x.example, www&#46;x.example"),
-        ("a@b \\|", "a&#64;b &#92;&#124;"),
-        ("12. x", "12\\. x"),
-        ("-1", "\\-1"),
-    ],
-)
-def test_markdown_escapes(text, escaped):
-    assert for_markdown(text) == escaped
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
-
-
-@pytest.fixture
-def screen(monkeypatch):
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    return monkeypatch
-
-
-def shown(report, stream):
-    show(report, "table", stream)
-    return stream.getvalue()
-
-
-def test_terminal_gets_its_colours_and_width(screen, sample, matches_snapshot):
-    screen.setenv("COLUMNS", "100")
-    screen.setenv("COLORTERM", "")
-    page = shown(sample, Terminal())
-    assert "\x1b[31m" in page
-    matches_snapshot("sample-colour.txt", page)
-
-
-def test_colours_change_no_letter(screen, sample):
-    screen.setenv("COLUMNS", "100")
-    page = re.sub(r"\x1b\[[0-9;]*m", "", shown(sample, Terminal()))
-    assert page == as_table(sample, width=100)
-
-
-def test_no_color_is_heeded(screen, sample):
-    screen.setenv("NO_COLOR", "1")
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown(sample, Terminal()))
-
-
-def test_a_file_gets_plain_text(screen, sample):
-    stream = io.StringIO()
-    assert shown(sample, stream) == render(sample, "table")
-
-
-def test_force_color_is_heeded(screen, sample):
-    screen.setenv("FORCE_COLOR", "1")
-    assert "\x1b[" in shown(sample, io.StringIO())
-
-
-def test_stream_without_the_signs_gets_question_marks(screen, sample):
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    show(sample, "table", stream)
-    stream.flush()
-    assert b"1.00?" in raw.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,7 @@ from attncheck.errors import ProblemError, UnknownName
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
 from attncheck.runner import plan as plan_room
-from attncheck.runner.measure import measure
-from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, Shape, plan
-from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, Shape, Variant, plan
 
 
 def cells(**changes):
@@ -72,10 +69,12 @@ def test_impossible_shapes(text):
 
 def test_every_variant_fits_every_length():
     for length in ("1", "2", "3", "5/2", "2/5", "128"):
-        made = cells(variants=list(VARIANTS), shapes=[f"1x1x{length}x4"])
-        assert [c.variant for c in made] == list(VARIANTS)
+        for variants in ([], list(VARIANTS)):
+            made = cells(variants=variants, shapes=[f"1x1x{length}x4"])
+            assert [c.variant for c in made] == list(VARIANTS)
 
 
+ATTENTION = [name for name in VARIANTS if name != "softmax"]
 DOCUMENTS = Spec.of("document", lengths=[32, 16, 8, 8])
 NONE, FULL, CAUSAL = Spec.of("none"), Spec.of("full"), Spec.of("causal")
 
@@ -85,7 +84,7 @@ NONE, FULL, CAUSAL = Spec.of("none"), Spec.of("full"), Spec.of("causal")
 )
 def test_what_each_variant_is(lengths, window, prefix):
     """Parts of the keys; documents cover the longer of the two lengths."""
-    made = cells(variants=list(VARIANTS), shapes=[f"1x1x{lengths}x4"])
+    made = cells(variants=ATTENTION, shapes=[f"1x1x{lengths}x4"])
     assert {c.variant: (c.problem.mask, c.problem.score) for c in made} == {
         "full": (FULL, NONE),
         "causal": (CAUSAL, NONE),
@@ -117,11 +116,14 @@ def test_a_cell_is_what_was_asked_for():
 
 
 def test_the_default_is_every_variant_both_ways():
-    made = cells(variants=list(VARIANTS), shapes=[DEFAULT_SHAPES["cpu"]])
-    assert len(made) == 2 * len(VARIANTS)
-    assert {c.problem.group for c in made} == {1, 2}
+    made = cells(variants=[], shapes=[DEFAULT_SHAPES["cpu"]])
+    attention = [c.problem for c in made if c.variant != "softmax"]
+    (softmax,) = (c.problem for c in made if c.variant == "softmax")
+    assert len(attention) == 2 * len(ATTENTION)
+    assert {p.group for p in attention} == {1, 2}
     # three digits of RMSE want at least 2^16 outputs
-    assert all(c.problem.heads * c.problem.query * c.problem.value_dim >= 2**16 for c in made)
+    assert all(p.heads * p.query * p.value_dim >= 2**16 for p in attention)
+    assert softmax.query * softmax.kv >= 2**16
 
 
 def test_the_manual_names_the_default_shapes():
@@ -159,15 +161,56 @@ def test_what_fits_to_the_byte_is_planned(monkeypatch):
         cells(shapes=shapes)
 
 
-def test_a_kernel_that_is_absent_is_named_once_and_run_nowhere():
-    subjects, seen = [Ideal(), Sdpa("cudnn")], []
-    made = cells(shapes=["1x2x5x4"], variants=["full", "causal"])
-    report = measure(made, subjects, device="cpu", command="asked", done=seen.append)
-    assert report.command == "asked"
-    assert report.kernels == {s.name: s.summary for s in subjects}
-    assert report.absent == {"sdpa-cudnn": "needs a CUDA GPU"}
-    assert list(report.records) == seen
-    assert [(r.variant, r.heads, r.kernel) for r in seen] == [
-        (variant, heads, "ideal") for variant in ("full", "causal") for heads in ("MHA", "MQA")
+def test_softmax_is_query_rows_of_kv_columns_once_however_many_heads():
+    for shape in ("2x16/4x64/24x16/8", "2x16x64/24x16", "1x1x64/24x1"):
+        (cell,) = cells(variants=["softmax"], shapes=[shape], seed=3)
+        assert cell.problem == Problem(operation="softmax", query=64, kv=24, seed=3)
+
+
+@pytest.mark.parametrize("dtype", ["tf32", "e4m3", "e5m2"])
+def test_softmax_is_left_out_of_dtypes_without_it_and_an_error_when_asked_for(dtype):
+    assert [c.variant for c in cells(dtypes=[dtype], variants=[])] == [
+        name for name in ATTENTION for _ in ("MHA", "GQA")
     ]
-    assert {r.environment for r in seen} == set(report.environments)
+    with pytest.raises(ProblemError, match=f"softmax has no dtype '{dtype}': choose from fp32, "):
+        cells(dtypes=[dtype], variants=["full", "softmax"])
+
+
+def test_softmax_is_left_out_of_distributions_without_it_and_an_error_when_asked_for():
+    made = cells(distributions=["ones_v", "sink"], variants=[])
+    assert [c.problem.distribution for c in made if c.variant == "softmax"] == ["sink"]
+    assert {c.variant for c in made if c.problem.distribution == "ones_v"} == set(ATTENTION)
+    with pytest.raises(ProblemError, match="'ones_v' has no scores for softmax"):
+        cells(distributions=["ones_v"], variants=["softmax"])
+
+
+def test_an_unknown_distribution_is_told_whatever_the_variants():
+    for variants in ([], ["softmax"], ["full"]):
+        with pytest.raises(UnknownName, match="distribution 'cauchy' is not known"):
+            cells(distributions=["cauchy"], variants=variants)
+
+
+@pytest.mark.parametrize("variants", [[], ["full"], ["softmax"]])
+def test_kernels_are_not_measured_in_fp64(variants):
+    with pytest.raises(UnknownName) as error:
+        cells(dtypes=["fp64"], variants=variants)
+    assert str(error.value) == (
+        "dtype 'fp64' is not known: choose from bf16, e4m3, e5m2, fp16, fp32, tf32."
+    )
+
+
+def test_a_softmax_that_fits_to_the_byte_is_planned(monkeypatch):
+    size = 8 * 2 * 64 * 24  # x and out in float64
+    asked = {"variants": ["softmax"], "shapes": ["3x4/2x64/24x16/8"]}
+    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
+    assert cells(**asked)
+    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
+    with pytest.raises(ProblemError, match="B1 H1 R64 C24 needs"):
+        cells(**asked)
+
+
+def test_a_variant_of_ones_own_takes_the_place_of_all():
+    own = Variant(name="mine", summary="as typed", mods=lambda _: (CAUSAL, Spec.of("alibi")))
+    made = cells(variants=[], own=own)
+    assert [(c.variant, c.problem.group) for c in made] == [("mine", 1), ("mine", 2)]
+    assert {(c.problem.mask, c.problem.score) for c in made} == {(CAUSAL, Spec.of("alibi"))}

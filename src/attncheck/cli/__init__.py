@@ -15,6 +15,8 @@ from attncheck import __version__
 from attncheck.cli.doctor import doctor
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.list import list_
+from attncheck.cli.mods import mods
+from attncheck.cli.oracles import oracles
 from attncheck.cli.rmse import rmse
 from attncheck.cli.standard_output import Group, discard
 from attncheck.errors import AttncheckError, UsageError
@@ -48,6 +50,8 @@ def attncheck() -> None:
 attncheck.add_command(rmse)
 attncheck.add_command(list_)
 attncheck.add_command(doctor)
+attncheck.add_command(oracles)
+attncheck.add_command(mods)
 
 
 def main() -> None:

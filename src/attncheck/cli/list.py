@@ -50,8 +50,9 @@ def _catalogue(device: str) -> dict[str, Any]:
     subjects = [builtin.subject_named(name) for name in builtin.names()]
     dtypes = {
         d.name: f"{d.storage.name} stored, {d.products.name} products, {d.output.name} out"
-        + ("" if d.measured else " (known, not measured yet)")
+        + (", a descale per batch and key head" if d.scaled else "")
         for d in DTYPES.values()
+        if d.measured
     }
     return {
         "device": device,
@@ -68,7 +69,7 @@ def _catalogue(device: str) -> dict[str, Any]:
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
     from attncheck.formats import DTYPES
-    from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, plan
+    from attncheck.runner.plan import DEFAULT_SHAPES, plan
 
     why = subject.absent(device)
     if why:
@@ -77,17 +78,24 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
     for dtype in (d.name for d in DTYPES.values() if d.measured):
         cells = plan(
             dtypes=[dtype],
-            variants=list(VARIANTS),
+            variants=[],
             shapes=[DEFAULT_SHAPES[device]],
             distributions=["normal"],
             seed=0,
         )
         support[dtype] = {}
         for cell in cells:
-            heads = "MHA" if cell.problem.group == 1 else "GQA"
-            reason = subject.unsupported(cell.problem, device)
-            support[dtype][f"{cell.variant} {heads}"] = reason or True
-    return support
+            if subject.concerns(cell.problem):
+                reason = subject.unsupported(cell.problem, device)
+                support[dtype][f"{cell.variant} {_arrangement(cell.problem)}"] = reason or True
+    return {dtype: taken for dtype, taken in support.items() if taken}
+
+
+def _arrangement(problem: Any) -> str:
+    """MHA or GQA; a softmax has no heads to share."""
+    if problem.operation == "softmax":
+        return "rows"
+    return "MHA" if problem.group == 1 else "GQA"
 
 
 def _echo_entries(entries: dict[str, str]) -> None:

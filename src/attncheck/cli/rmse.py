@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from attncheck.cli.as_typed import as_typed
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.record import Record, Report
+    from attncheck.runner.plan import Cell
     from attncheck.subjects.contract import Subject
 
 __all__ = ["rmse"]
 
 FAILED, NOTHING_TESTED = 1, 5
+# Options that take a file: reports name it without its folder.
+_FILES = {"--kernel", "--mask", "--score", "--inputs"}
 
 
 @click.command(cls=Verb)
@@ -34,14 +36,32 @@ FAILED, NOTHING_TESTED = 1, 5
     "variants",
     multiple=True,
     metavar="NAME",
-    help="A mask and score mod (repeatable; default: all).",
+    help="A mask and score mod, or softmax (repeatable; default: all).",
+)
+@click.option(
+    "--mask",
+    metavar="MASK",
+    help="In place of the variants: a mask of your own, FILE.py::NAME, or one of the library that "
+    "needs no numbers.",
+)
+@click.option(
+    "--score",
+    metavar="SCORE",
+    help="In place of the variants: a score mod of your own, or of the library, likewise.",
+)
+@click.option(
+    "--inputs",
+    "recording",
+    metavar="FILE",
+    help="Inputs that attncheck.capture() recorded (safetensors), with their masks and scales, in "
+    "place of variants, shapes and distributions.",
 )
 @click.option(
     "--dtype",
     "dtypes",
     multiple=True,
     metavar="NAME",
-    help="fp32, tf32, fp16 or bf16 (repeatable; default: bf16).",
+    help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16, or as recorded).",
 )
 @click.option(
     "--shape",
@@ -95,6 +115,9 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     *,
     kernels: tuple[str, ...],
     variants: tuple[str, ...],
+    mask: str | None,
+    score: str | None,
+    recording: str | None,
     dtypes: tuple[str, ...],
     shapes: tuple[str, ...],
     distributions: tuple[str, ...],
@@ -115,8 +138,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     from attncheck.cli.progress import progress
     from attncheck.errors import UnknownName
     from attncheck.examine.environment import default_device, require_device
-    from attncheck.runner.measure import absences, measure
-    from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, plan
+    from attncheck.runner.measure import measure, pairs
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     if fmt not in reporting.FORMATS:
@@ -124,27 +146,88 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     device = device or default_device()
     require_device(device)
     subjects = _subjects(kernels, device)
-    cells = plan(
-        dtypes=dtypes or ("bf16",),
-        variants=variants or tuple(VARIANTS),
-        shapes=shapes or (DEFAULT_SHAPES[device],),
-        distributions=distributions or ("normal",),
+    cells = _cells(
+        variants=variants,
+        mask=mask,
+        score=score,
+        recording=recording,
+        dtypes=dtypes,
+        shapes=shapes,
+        distributions=distributions,
         seed=seed,
+        device=device,
     )
+    if kernels:
+        _refuse_unconcerned(cells, subjects)
+    total = sum(len(asked) for _, asked in pairs(cells, subjects, device))
     reporting.check_writable(directory)
-    total = len(cells) * (len(subjects) - len(absences(subjects, device)))
     with progress(total, quiet=quiet) as advance:
 
         def done(record: Record) -> None:
             interrupts.check()
             advance(f"{record.kernel} {record.variant} {record.heads}")
 
-        report = measure(cells, subjects, device=device, command=_command(), done=done)
+        report = measure(cells, subjects, device=device, command=as_typed(files=_FILES), done=done)
     with interrupts.writing(directory):
         reporting.write(report, directory)
     with standard_output():
         reporting.show(report, fmt)
     sys.exit(_exit_code(report))
+
+
+def _cells(  # noqa: PLR0913  # one parameter per option
+    *,
+    variants: tuple[str, ...],
+    mask: str | None,
+    score: str | None,
+    recording: str | None,
+    dtypes: tuple[str, ...],
+    shapes: tuple[str, ...],
+    distributions: tuple[str, ...],
+    seed: int,
+    device: str,
+) -> list[Cell]:
+    """What the options ask for: recorded inputs, own mods, or variants."""
+    from attncheck.examine.environment import prepare
+    from attncheck.runner.plan import DEFAULT_SHAPES, plan
+    from attncheck.runner.questions import own_variant, recorded
+
+    if recording is not None:
+        _refuse_beside("--inputs", variants, mask, score, shapes, distributions, seed)
+        return recorded(recording, dtypes)
+    own = mask is not None or score is not None
+    if own:
+        _refuse_beside("--mask or --score", variants)
+        prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
+    return plan(
+        dtypes=dtypes or ("bf16",),
+        variants=variants,
+        own=own_variant(mask, score) if own else None,
+        shapes=shapes or (DEFAULT_SHAPES[device],),
+        distributions=distributions or ("normal",),
+        seed=seed,
+    )
+
+
+def _refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
+    """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
+    from attncheck.errors import UsageError
+    from attncheck.runner.measure import concerned
+
+    for subject in subjects:
+        if not concerned(cells, [subject]):
+            raise UsageError(
+                f"kernel {subject.name!r} is for other operations or dtypes than are asked for: "
+                "see attncheck list."
+            )
+
+
+def _refuse_beside(option: str, *others: object) -> None:
+    """Raises UsageError when an option that ``option`` takes the place of is given too."""
+    from attncheck.errors import UsageError
+
+    if any(others):
+        raise UsageError(f"{option} already says what to compute: leave out what it replaces.")
 
 
 def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
@@ -162,27 +245,6 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
             raise UsageError(f"kernel {kernel!r}: another one is called {subject.name!r} too.")
         by_name[subject.name] = subject
     return list(by_name.values())
-
-
-def _command() -> str:
-    """The command line as typed, without any folder: a report may be read elsewhere."""
-    words = iter(sys.argv[1:])
-    kept = []
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option not in {"--out", "--kernel"}:
-            kept.append(word)
-            continue
-        value = value if equals else next(words, "")
-        if option == "--kernel":
-            kept += [f"--kernel={_named(value)}"] if equals else [word, _named(value)]
-    return shlex.join(["attncheck", *kept])
-
-
-def _named(kernel: str) -> str:
-    """``file.py::name`` of ``some/folder/file.py::name``."""
-    path, separator, name = kernel.rpartition("::")
-    return Path(path).name + separator + name
 
 
 def _exit_code(report: Report) -> int:

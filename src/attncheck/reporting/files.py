@@ -15,9 +15,11 @@ from attncheck.reporting.as_markdown import as_markdown
 from attncheck.reporting.inert import one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attncheck.record import Report
 
-__all__ = ["check_writable", "write"]
+__all__ = ["check_writable", "write", "write_texts"]
 
 _WRITERS = {"json": as_json, "md": as_markdown, "csv": as_csv}
 
@@ -52,12 +54,18 @@ def write(report: Report, directory: Path | str, stem: str = "rmse") -> tuple[Pa
     Raises:
         UsageError: where the directory cannot be written to.
     """
+    texts = {f"{stem}.{suffix}": make(report) for suffix, make in _WRITERS.items()}
+    return write_texts(texts, directory)
+
+
+def write_texts(texts: Mapping[str, str], directory: Path | str) -> tuple[Path, ...]:
+    """Write each text, by its file's name, into ``directory``: as ``write`` does it."""
     directory = Path(directory)
-    texts = {directory / f"{stem}.{suffix}": make(report) for suffix, make in _WRITERS.items()}
+    paths = {directory / name: text for name, text in texts.items()}
     drafts: dict[Path, Path] = {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
+        for path, text in paths.items():
             drafts[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             _write_through(drafts[path], text)
         for path, draft in drafts.items():
@@ -67,7 +75,7 @@ def write(report: Report, directory: Path | str, stem: str = "rmse") -> tuple[Pa
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)
-    return tuple(texts)
+    return tuple(paths)
 
 
 def _write_through(path: Path, text: str) -> None:

@@ -25,8 +25,8 @@ def own_variant(mask: str | None, score: str | None) -> Variant:
         ProblemError: for one of the library that needs numbers, which a command line cannot give.
     """
     specs = (
-        _spec(mask, "mask", MASKS, own_mask) if mask else FULL,
-        _spec(score, "score mod", SCORES, own_score) if score else NONE,
+        _spec(mask, "mask", MASKS, own_mask) if mask is not None else FULL,
+        _spec(score, "score mod", SCORES, own_score) if score is not None else NONE,
     )
     name = " ".join(spec.name for spec in specs if spec != NONE)
     return Variant(name=name, summary="as typed", mods=lambda _: specs)

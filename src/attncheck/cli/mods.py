@@ -1,0 +1,143 @@
+"""``attncheck mods``: does everybody read a file's masks and score mods alike?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attncheck.cli.as_typed import as_typed
+from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.standard_output import Verb, standard_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.mod_record import ModReport
+    from attncheck.mods.spec import Dimensions
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["mods"]
+
+FAILED = 1
+DEFAULT_SHAPE = "2x2x40/48"
+
+
+@click.command(cls=Verb)
+@click.argument("file", metavar="FILE.py[::NAME]")
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME",
+    help="A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in that "
+    "take score mods).",
+)
+@click.option(
+    "--shape",
+    default=DEFAULT_SHAPE,
+    show_default=True,
+    metavar="BxHxL",
+    help="Ranges of b, h, q_idx and kv_idx; 2x4x40/48 is 40 queries on 48 keys.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where kernels run and captured tensors are made (default: cuda where there is a GPU).",
+)
+@click.option(
+    "--format",
+    "fmt",
+    default="table",
+    show_default=True,
+    metavar="FORMAT",
+    help="Of standard output: table, json or md.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.make_pass_decorator(Interrupts, ensure=True)
+def mods(
+    interrupts: Interrupts,
+    /,
+    *,
+    file: str,
+    kernels: tuple[str, ...],
+    shape: str,
+    device: str | None,
+    fmt: str,
+    quiet: bool,
+) -> None:
+    """Compare what mpmath and each kernel make of a file's FlexAttention mods with the callables.
+
+    A mod is a public name of the file that is called with (b, h, q_idx, kv_idx), or with (score, b,
+    h, q_idx, kv_idx).
+
+    Exit code 1 when a world differs, 2 when a mod cannot be traced.
+    """
+    from attncheck.cli.progress import progress
+    from attncheck.errors import UnknownName
+    from attncheck.examine.environment import default_device, require_device
+    from attncheck.examine.mod_survey import dimensions_of, mods_of_file, survey
+    from attncheck.reporting import mod_pages
+
+    interrupts.check()  # the imports above take a while, and may have swallowed one
+    if fmt not in mod_pages.FORMATS:
+        raise UnknownName("format", fmt, mod_pages.FORMATS)
+    device = device or default_device()
+    require_device(device)
+    dimensions = dimensions_of(shape)
+    subjects = _subjects(kernels, device)
+    found = mods_of_file(file, device)
+    name = Path(file.partition("::")[0]).name
+    _refuse(found, name, dimensions, device)
+    with progress(len(found), quiet=quiet) as advance:
+
+        def done(mod: str) -> None:
+            interrupts.check()
+            advance(mod)
+
+        report = survey(
+            found,
+            subjects,
+            file=name,
+            dimensions=dimensions,
+            device=device,
+            command=as_typed(files={"--kernel"}, argument=file),
+            done=done,
+        )
+    with standard_output():
+        mod_pages.show(report, fmt)
+    sys.exit(_exit_code(report))
+
+
+def _refuse(
+    found: dict[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
+) -> None:
+    """A line on standard error for each mod that cannot be compared, and exit code 2."""
+    from attncheck.errors import UsageError
+    from attncheck.examine.mod_survey import refusals
+
+    *others, last = refusals(found, file, dimensions, device) or [""]
+    for reason in others:
+        click.echo(f"attncheck: {reason}", err=True)
+    if last:
+        raise UsageError(last)
+
+
+def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
+    from attncheck.examine.environment import prepare
+    from attncheck.examine.mod_survey import takes_any_mod
+    from attncheck.subjects import builtin
+    from attncheck.subjects.load import load
+
+    prepare(device)  # before anybody's Triton functions are decorated
+    if kernels:
+        return [load(kernel) for kernel in dict.fromkeys(kernels)]
+    subjects = [builtin.subject_named(name) for name in builtin.names()]
+    return [subject for subject in subjects if takes_any_mod(subject, device)]
+
+
+def _exit_code(report: ModReport) -> int:
+    answers = [answer for record in report.records for answer in record.answers.values()]
+    return FAILED if {a.status for a in answers} - {"equal", "unsupported"} else 0

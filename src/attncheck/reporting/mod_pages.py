@@ -1,0 +1,145 @@
+"""A ModReport → table, Markdown, JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, TextIO
+
+from rich.text import Text
+
+from attncheck.errors import UnknownName
+from attncheck.mod_record import SCHEMA, ModReport
+from attncheck.reporting import figures, screen, struct_json
+from attncheck.reporting.inert import for_markdown, shortened
+from attncheck.reporting.rows import Cell
+from attncheck.reporting.sheet import Line, Sheet, markdown_lines, terminal_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.mod_record import Answer, ModRecord
+
+__all__ = ["FORMATS", "load", "render", "show"]
+
+FORMATS = ("table", "json", "md")
+_LONGEST = 72  # characters of an expression that a page shows; the JSON has all
+_CELLS = {
+    "equal": Cell("equal"),
+    "different": Cell("different", "bad"),
+    "unknown": Cell("unknown", "notable"),
+    "error": Cell("error", "bad"),
+    "unsupported": Cell(figures.NOTHING, "dim"),
+}
+
+
+def render(report: ModReport, fmt: str) -> str:
+    """``report`` in ``fmt``, one of ``FORMATS``, the same on every machine (no colours).
+
+    Raises UnknownName for another format.
+    """
+    if fmt not in FORMATS:
+        raise UnknownName("format", fmt, FORMATS)
+    if fmt == "json":
+        return struct_json.written(report)
+    if fmt == "md":
+        return "\n".join(_markdown(report)) + "\n"
+    return screen.plain(lambda width: _table(report, width))
+
+
+def show(report: ModReport, fmt: str = "table", stream: TextIO | None = None) -> None:
+    """Write ``report`` to ``stream`` (default: standard output); a table takes its colours."""
+    stream = stream or sys.stdout
+    if fmt == "table":
+        text = screen.drawn(lambda width: _table(report, width), stream)
+    else:
+        text = render(report, fmt)
+    screen.put(text, stream)
+
+
+def load(text: str) -> ModReport:
+    """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
+    return struct_json.read(text, ModReport, SCHEMA)
+
+
+def _table(report: ModReport, width: int) -> Iterator[Text]:
+    for line in _above(report):
+        yield Text(line, style="dim")
+    yield Text("")
+    yield from terminal_lines(_sheet(report), width)
+    yield Text("")
+    for line in _below(report):
+        yield Text(line, style="dim")
+
+
+def _markdown(report: ModReport) -> Iterator[str]:
+    yield "# Masks and score mods in every world"
+    yield ""
+    command, *facts = _above(report)
+    yield f"`{command.replace('`', chr(39))}`"
+    yield ""
+    yield from (f"- {for_markdown(fact)}" for fact in facts)
+    yield ""
+    yield from markdown_lines(_sheet(report))
+    yield ""
+    yield from (f"- {for_markdown(line)}" for line in _below(report))
+
+
+def _above(report: ModReport) -> Iterator[str]:
+    yield shortened(report.command)
+    env = report.environment
+    facts = [env.device, f"torch {env.torch}", f"triton {env.triton or 'missing'}"]
+    yield " · ".join([*facts, f"mpmath {report.mpmath}", f"attncheck {env.attncheck}"])
+
+
+def _sheet(report: ModReport) -> Sheet:
+    columns = ("mod", "kind", "expression", *report.worlds)
+    lines = [_line(record, report) for record in report.records]
+    return Sheet(f"{report.file} · {report.shape}", columns, words=len(columns), lines=lines)
+
+
+def _line(record: ModRecord, report: ModReport) -> Line:
+    cells = [Cell(record.name), Cell(record.kind, "dim"), Cell(_head(record.expression))]
+    answers = [(world, record.answers[world]) for world in report.worlds]
+    cells += [_CELLS[answer.status] for _, answer in answers]
+    return Line(tuple(cells), tuple(_remark(*a) for a in answers if _speaks(a[1])))
+
+
+def _head(expression: str) -> str:
+    if len(expression) <= _LONGEST:
+        return expression
+    return expression[: _LONGEST - 1].rstrip() + "…"
+
+
+def _speaks(answer: Answer) -> bool:
+    return answer.status in {"different", "unknown", "error"}
+
+
+def _remark(world: str, answer: Answer) -> str:
+    return f"{world}: {shortened(answer.detail)}"
+
+
+def _below(report: ModReport) -> Iterator[str]:
+    for reason, where in _absences(report).items():
+        yield f"{figures.NOTHING} {where}: {shortened(reason)}"
+    yield "equal: as the callable says, at every place. Whole expressions: --format json."
+    count = Counter[str](a.status for record in report.records for a in record.answers.values())
+    said = ", ".join(f"{count[status]} {status}" for status in _CELLS if count[status])
+    total = len(report.records)
+    yield f"{total} {'mod' if total == 1 else 'mods'}: {said or 'nobody was asked'}."
+
+
+def _absences(report: ModReport) -> dict[str, str]:
+    """Reason → the worlds (and mods, where it is not for all) that it holds for."""
+    held: dict[str, dict[str, list[str]]] = {}
+    for record in report.records:
+        for world, answer in record.answers.items():
+            if answer.status == "unsupported":
+                held.setdefault(answer.detail, {}).setdefault(world, []).append(record.name)
+    return {
+        reason: "; ".join(
+            world if len(names) == len(report.records) else f"{world} of {', '.join(names)}"
+            for world, names in worlds.items()
+        )
+        for reason, worlds in held.items()
+    }

@@ -1,0 +1,200 @@
+"""An OracleReport → table, Markdown, JSON."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from typing import TYPE_CHECKING, TextIO
+
+from rich.text import Text
+
+from attncheck.errors import UnknownName
+from attncheck.oracle_record import SCHEMA, OracleReport
+from attncheck.reporting import figures, screen, struct_json
+from attncheck.reporting.asked import asked
+from attncheck.reporting.inert import for_markdown, shortened
+from attncheck.reporting.rows import Cell
+from attncheck.reporting.sheet import Line, Sheet, markdown_lines, terminal_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.oracle_record import Agreement, Distance, OracleRecord, Rows
+
+__all__ = ["FORMATS", "load", "render", "show"]
+
+FORMATS = ("table", "json", "md")
+
+_LEAST_SHOWN = 0.01
+_UNITS = {
+    "out": "out in units of 2^-53 Σ p|v|",
+    "lse": "LSE in units of 2^-53 max(1, |LSE|)",
+}
+_UNITS_OF_SOFTMAX = _UNITS | {"out": "out in units of 2^-53 p"}
+
+
+def render(report: OracleReport, fmt: str) -> str:
+    """``report`` in ``fmt``, one of ``FORMATS``, the same on every machine (no colours).
+
+    Raises UnknownName for another format.
+    """
+    if fmt not in FORMATS:
+        raise UnknownName("format", fmt, FORMATS)
+    if fmt == "json":
+        return struct_json.written(report)
+    if fmt == "md":
+        return "\n".join(_markdown(report)) + "\n"
+    return screen.plain(lambda width: _table(report, width))
+
+
+def show(report: OracleReport, fmt: str = "table", stream: TextIO | None = None) -> None:
+    """Write ``report`` to ``stream`` (default: standard output); a table takes its colours."""
+    stream = stream or sys.stdout
+    if fmt == "table":
+        text = screen.drawn(lambda width: _table(report, width), stream)
+    else:
+        text = render(report, fmt)
+    screen.put(text, stream)
+
+
+def load(text: str) -> OracleReport:
+    """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
+    report = struct_json.read(text, OracleReport, SCHEMA)
+    for record in report.records:
+        asked(record)
+    return report
+
+
+def _table(report: OracleReport, width: int) -> Iterator[Text]:
+    for line in _above(report):
+        yield from _wrapped(line, width)
+    for sheet in _sheets(report):
+        yield Text("")
+        yield from terminal_lines(sheet, width)
+    yield Text("")
+    for line in _below(report):
+        yield from _wrapped(line, width)
+
+
+def _wrapped(line: str, width: int) -> Iterator[Text]:
+    parts = textwrap.wrap(line, max(width, 20), subsequent_indent="  ")
+    return (Text(part, style="dim") for part in parts)
+
+
+def _markdown(report: OracleReport) -> Iterator[str]:
+    yield "# Distance of the fp64 oracles from the exact result"
+    yield ""
+    command, *facts = _above(report)
+    yield f"`{command.replace('`', chr(39))}`"
+    yield ""
+    yield from (f"- {for_markdown(fact)}" for fact in facts)
+    for sheet in _sheets(report):
+        yield ""
+        yield from markdown_lines(sheet)
+    yield ""
+    yield from (f"- {for_markdown(line)}" for line in _below(report))
+
+
+def _above(report: OracleReport) -> Iterator[str]:
+    yield shortened(report.command)
+    env = report.environment
+    facts = [env.device, env.machine, f"torch {env.torch}", f"Python {env.python}"]
+    backend = "Python's integers" if report.backend == "python" else report.backend
+    yield " · ".join([*facts, f"attncheck {env.attncheck}", f"mpmath {report.mpmath} on {backend}"])
+
+
+def _below(report: OracleReport) -> Iterator[str]:
+    yield (
+        f"Largest error of each fp64 oracle against the {report.reference} one in "
+        f"{report.digits} digits; 0: the very same numbers."
+    )
+    yield "2^-53 is half the distance from 1 to the next fp64 number: one rounding is at most 1."
+    yield (
+        f"{report.digits} digits: how far the recurrences themselves are apart when all are run "
+        "in that many digits."
+    )
+    broken = [record for record in report.records if record.rows.nonfinite]
+    if broken:
+        yield (
+            "overflow, 0/0: NaN or infinite where the exact result is finite, as it must be "
+            "without the row's maximum subtracted."
+        )
+
+
+def _sheets(report: OracleReport) -> Iterator[Sheet]:
+    agreements = {a.case_id: _agreement(a) for a in report.agreements}
+    nothing = Cell(figures.NOTHING, "dim")
+    for title, cases in _grouped(report).items():
+        units = _UNITS_OF_SOFTMAX if title.startswith("softmax ") else _UNITS
+        for what, unit in units.items():
+            names = [record.oracle for record in next(iter(cases.values()))]
+            last = [f"{report.digits} digits"] if what == "out" else []
+            sheet = Sheet(f"{title} · {unit}", ("distribution", *names, *last))
+            for case_id, records in cases.items():
+                agreement = [agreements.get(case_id, nothing)] if last else []
+                sheet.lines.append(_line(what, records, agreement))
+            yield sheet
+
+
+def _grouped(report: OracleReport) -> dict[str, dict[str, list[OracleRecord]]]:
+    """Records by variant and shape, and in each by Case, in the order of the plan."""
+    groups: dict[str, dict[str, list[OracleRecord]]] = {}
+    for record in report.records:
+        cases = groups.setdefault(f"{record.variant} · {_asked(record)}", {})
+        cases.setdefault(record.case_id, []).append(record)
+    return groups
+
+
+def _asked(record: OracleRecord) -> str:
+    """``bf16 · B1 Q24 K24 D8 · heads 2/1 · seed 0``, of the Case that the record carries."""
+    problem = asked(record)
+    heads = [] if problem.operation == "softmax" else [f"heads {problem.head_counts}"]
+    return " · ".join([problem.dtype, problem.shape, *heads, f"seed {problem.seed}"])
+
+
+def _line(what: str, records: list[OracleRecord], agreement: list[Cell]) -> Line:
+    cells = [Cell(records[0].distribution)]
+    cells += [_cell(r.out if what == "out" else r.lse, r.rows) for r in records]
+    remarks = [_remark(record) for record in records if agreement and _broken(record.rows)]
+    return Line((*cells, *agreement), tuple(remarks))
+
+
+def _broken(rows: Rows) -> bool:
+    return bool(rows.nonfinite or rows.dead_wrong)
+
+
+def _cell(distance: Distance, rows: Rows) -> Cell:
+    if not distance.nonfinite:
+        return Cell(figures.NOTHING if distance.units is None else _units(distance.units))
+    if rows.overflowed:
+        return Cell("overflow", "bad")
+    return Cell("0/0" if rows.vanished else "not finite", "bad")
+
+
+def _units(units: float) -> str:
+    """Two decimals; of what is not 0 never ``0.00``."""
+    if units == 0:
+        return "0"
+    if units < _LEAST_SHOWN:
+        return f"<{_LEAST_SHOWN}"
+    return f"{units:.2f}" if units < 1000 else f"{units:.2e}"
+
+
+def _agreement(agreement: Agreement) -> Cell:
+    if agreement.log10 is None:
+        return Cell("0", "dim")
+    return Cell(f"1e{math.ceil(agreement.log10):+03d}", "dim")
+
+
+def _remark(record: OracleRecord) -> str:
+    """``naive: overflows in 37 of 48 rows; at most 1.2 in the others``."""
+    rows, facts = record.rows, []
+    other = rows.nonfinite - rows.overflowed - rows.vanished
+    said = {"overflows in": rows.overflowed, "is 0/0 in": rows.vanished, "is not finite in": other}
+    facts += [f"{what} {count} of {rows.total} rows" for what, count in said.items() if count]
+    if rows.dead_wrong:
+        facts.append(f"is wrong in {rows.dead_wrong} rows that see no key")
+    rest = record.out.units
+    others = f"; at most {_units(rest)} units elsewhere" if rest is not None else ""
+    return f"{record.oracle} {', '.join(facts)}{others}"

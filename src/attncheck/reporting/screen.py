@@ -1,0 +1,41 @@
+"""A stream that somebody reads: its width, its colours, and the signs that it can say."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["PLAIN_WIDTH", "drawn", "plain", "put"]
+
+PLAIN_WIDTH = 120
+"""Columns where there is no terminal to ask."""
+
+
+def put(text: str, stream: TextIO) -> None:
+    """Write ``text``; a stream that cannot say a sign gets a question mark for it."""
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, errors="replace").decode(encoding))
+
+
+def drawn(lines: Callable[[int], Iterable[Text]], stream: TextIO) -> str:
+    """``lines(width)`` with the width and the colours of ``stream``.
+
+    NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
+    """
+    asked = stream.isatty() or "COLUMNS" in os.environ
+    console = Console(file=stream, width=None if asked else PLAIN_WIDTH)
+    with console.capture() as capture:
+        text = Text("\n").join(lines(console.width))
+        console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    return capture.get()
+
+
+def plain(lines: Callable[[int], Iterable[Text]]) -> str:
+    """``lines(PLAIN_WIDTH)``, the same on every machine, without colours."""
+    return "".join(f"{line.plain}\n" for line in lines(PLAIN_WIDTH))

@@ -1,0 +1,108 @@
+"""A small table of our own: on a terminal and in Markdown, from the same cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from attncheck.reporting.inert import for_markdown, one_line
+from attncheck.reporting.rows import Cell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Line", "Sheet", "markdown_lines", "terminal_lines"]
+
+_STYLES = {"plain": "", "dim": "dim", "notable": "yellow", "bad": "red"}
+_GAP = "  "
+_INDENT = "  "
+_LEAST = 20  # columns of words that are still read
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row: a cell for each column, and what they alone would hide."""
+
+    cells: tuple[Cell, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table under a title.
+
+    Attributes:
+        title: What all rows share; may hold foreign text, as every cell and remark may.
+        columns: Headings.
+        words: How many columns, from the left, hold words; the others hold numbers, which end in
+            line.
+        lines: The rows.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    words: int = 1
+    lines: list[Line] = field(default_factory=list)
+
+
+def terminal_lines(sheet: Sheet, width: int) -> Iterator[Text]:
+    """The title, the headings, the rows, each remark below its row.
+
+    Where the columns are wider than ``width``, the widest column of words is cut, as far as it can
+    be read.
+    """
+    yield Text(one_line(sheet.title), style="bold")
+    widths = _widths(sheet, width)
+    headings = tuple(Cell(heading, "dim") for heading in sheet.columns)
+    for line in (Line(headings), *sheet.lines):
+        yield _row(line, widths, sheet.words)
+        for remark in line.remarks:
+            yield Text(f"{_INDENT * 2}└ {one_line(remark)}", style="yellow")
+
+
+def markdown_lines(sheet: Sheet) -> Iterator[str]:
+    """A heading and a table; the remarks in a last column of their own."""
+    remarks = any(line.remarks for line in sheet.lines)
+    yield f"## {for_markdown(sheet.title)}"
+    yield ""
+    numbers = len(sheet.columns) - sheet.words
+    extra = 1 if remarks else 0
+    yield _joined([*map(for_markdown, sheet.columns), *["remark"] * extra])
+    yield _joined(["---"] * sheet.words + ["---:"] * numbers + ["---"] * extra)
+    for line in sheet.lines:
+        cells = [for_markdown(cell.text) for cell in line.cells]
+        yield _joined(cells + [for_markdown("; ".join(line.remarks))] * extra)
+
+
+def _widths(sheet: Sheet, most: int) -> list[int]:
+    widths = [
+        max(map(cell_len, [heading, *(one_line(line.cells[i].text) for line in sheet.lines)]))
+        for i, heading in enumerate(sheet.columns)
+    ]
+    over = len(_INDENT) + sum(widths) + len(_GAP) * (len(widths) - 1) - most
+    if over > 0:
+        widest = max(range(sheet.words), key=lambda i: widths[i])
+        widths[widest] = max(min(widths[widest], _LEAST), widths[widest] - over)
+    return widths
+
+
+def _row(line: Line, widths: list[int], words: int) -> Text:
+    row = Text(_INDENT)
+    for i, (cell, width) in enumerate(zip(line.cells, widths, strict=True)):
+        text = _cut(one_line(cell.text), width)
+        padding = " " * (width - cell_len(text))
+        row.append(_GAP if i else "")
+        row.append(text + padding if i < words else padding + text, style=_STYLES[cell.look])
+    row.rstrip()
+    return row
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+def _joined(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from attncheck.reporting import oracle_pages
+
+PROMISED = 1e-13 * 2.0**53  # units; what the manual says of ordinary inputs
+TINY = ("--shape", "1x2/1x5x4", "--distribution", "large_logits", "-q")
+
+
+def attncheck(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "attncheck", "oracles", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return attncheck(*TINY, "--format", "json", "--out", "here/too", cwd=folder), folder
+
+
+def test_standard_output_is_the_report_alone(tiny):
+    run, folder = tiny
+    assert (run.returncode, run.stderr) == (0, "")
+    report = oracle_pages.load(run.stdout)
+    assert report.command == f"attncheck oracles {' '.join(TINY)} --format json"
+    written = folder / "here" / "too"
+    assert sorted(p.name for p in written.iterdir()) == ["oracles.json", "oracles.md"]
+    assert (written / "oracles.json").read_text() == run.stdout
+    assert (written / "oracles.md").read_text() == oracle_pages.render(report, "md")
+
+
+def test_every_oracle_is_measured_on_every_variant(tiny):
+    report = oracle_pages.load(tiny[0].stdout)
+    attention = ["naive", "safe", "online", "flash1", "flash2", "streaming"]
+    asked = {}
+    for record in report.records:
+        asked.setdefault(record.variant, []).append(record.oracle)
+    assert asked == {
+        "full": attention,
+        "causal": attention,
+        "sharp": attention,
+        "softmax": attention[:3],
+    }
+    assert list(report.oracles) == attention
+    assert (report.digits, report.reference, report.may_overflow) == (50, "safe", ("naive",))
+    assert (report.mpmath, report.backend) != ("", "")
+
+
+def test_all_oracles_are_near_and_agree_to_forty_digits(tiny):
+    report = oracle_pages.load(tiny[0].stdout)
+    for record in report.records:
+        if record.oracle != "naive":
+            assert record.out.units < PROMISED, record
+            assert record.rows.nonfinite == 0
+    assert all(a.log10 is None or a.log10 < -40 for a in report.agreements)
+
+
+def test_where_the_naive_softmax_overflows_is_shown(tiny):
+    report = oracle_pages.load(tiny[0].stdout)
+    (naive,) = [r for r in report.records if (r.variant, r.oracle) == ("sharp", "naive")]
+    rows = naive.rows
+    assert rows.overflowed > 0
+    assert naive.out.nonfinite > 0
+    table = oracle_pages.render(report, "table")
+    assert f"naive overflows in {rows.overflowed} of {rows.total} rows" in table
+    assert "nan" not in table
+
+
+def test_more_digits_agree_to_more(tmp_path):
+    exponents = []
+    for digits in ("17", "400"):
+        given = (*TINY, "--variant", "causal", "--digits", digits, "--format", "json")
+        run = attncheck(*given, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        exponents.append(json.loads(run.stdout)["agreements"][0]["log10"])
+    assert -19 < exponents[0] < -14
+    assert -402 < exponents[1] < -396
+    assert list(tmp_path.iterdir()) == []
+
+
+PLANTED = """
+import dataclasses, sys
+from attncheck import oracles
+from attncheck.cli import main
+
+def planted(inputs, oracle=oracles.ORACLES["flash2"]):
+    outputs = oracle(inputs)
+    {fault}
+    return outputs
+
+oracles.ORACLES["flash2"] = planted
+sys.argv = ["attncheck", "oracles", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("outputs.out[0, 1, 2, 3] += 1e-9", 0, ""),
+        ("outputs.out[0, 1, 2, 3] = float('nan')", 1, "flash2 is not finite in 1 of 10 rows"),
+        ("outputs.lse[0, 0, 4] = float('inf')", 1, "flash2 overflows in 1 of 10 rows"),
+        ("outputs.lse[0, 0, 4] = float('-inf')", 1, "flash2 is 0/0 in 1 of 10 rows"),
+    ],
+)
+def test_a_planted_fault_shows(tmp_path, fault, code, says):
+    program = PLANTED.format(fault=fault)
+    run = subprocess.run(
+        [sys.executable, "-c", program, *TINY, "--variant", "full", "--out", "here"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == code, run.stderr
+    assert says in run.stdout
+    report = oracle_pages.load((tmp_path / "here" / "oracles.json").read_text())
+    units = {record.oracle: record.out.units for record in report.records}
+    if not code:  # a billionth is millions of units, and nothing else moves
+        assert units["flash2"] > PROMISED
+    assert all(value < PROMISED for name, value in units.items() if name != "flash2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--variant", "casual"), "variant 'casual' is not known: choose from alibi"),
+        (("--dtype", "fp64"), "dtype 'fp64'"),
+        (("--distribution", "cauchy"), "distribution 'cauchy' is not known: choose from"),
+        (("--shape", "4x64"), "shape '4x64' is not BATCHx"),
+        (("--shape", "1x4x4096x64"), "needs 8.7e+09 multiplications of many digits"),
+        (("--format", "csv"), "format 'csv' is not known: choose from json, md, table"),
+        (("--digits", "16"), "16 is not in the range 17<=x<=1000"),
+        (("--digits", "1001"), "1001 is not in the range 17<=x<=1000"),
+        (("--seed", "-1"), "-1"),
+        (("--variant", "softmax", "--dtype", "e4m3"), "softmax has no dtype 'e4m3'"),
+        (("--out", "taken/reports"), "taken/reports"),
+        (("--nonsense",), "--nonsense"),
+        (("surplus",), "surplus"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says):
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    run = attncheck(*TINY, *arguments, cwd=tmp_path)
+    assert run.returncode == 2
+    assert says in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert run.stdout == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_score_mod_is_evaluated_in_many_digits(tmp_path):
+    given = (*TINY, "--variant", "softcap", "--dtype", "fp16", "--format", "json")
+    run = attncheck(*given, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    report = oracle_pages.load(run.stdout)
+    assert all(record.out.units < PROMISED for record in report.records)
+
+
+def test_help_imports_nothing_heavy(tmp_path):
+    program = """
+import sys
+sys.argv = ["attncheck", "oracles", "--help"]
+from attncheck.cli import main
+try:
+    main()
+finally:
+    heavy = {"torch", "triton", "numpy", "rich", "mpmath"}
+    print(sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr.strip()) == (0, "[]")

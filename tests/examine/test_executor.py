@@ -1,0 +1,217 @@
+"""How a kernel is asked, called and timed, and what it may not do to its inputs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from attncheck import inputs as inputs_room
+from attncheck.examine.executor import Execution, Failure, InProcess
+from attncheck.outputs import Outputs
+from attncheck.problem import Problem
+from attncheck.subjects.contract import Subject
+
+ATTENTION = Problem(heads=4, kv_heads=2, query=5, kv=7, head_dim=8, value_dim=3, dtype="fp16")
+SOFTMAX = Problem(operation="softmax", heads=2, query=5, kv=7, dtype="fp16")
+FP8 = ATTENTION.replace(dtype="e4m3")
+NAMES = [
+    *[(ATTENTION, name) for name in ("q", "k", "v")],
+    *[(FP8, name) for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale")],
+    (SOFTMAX, "x"),
+]
+
+
+class Kernel(Subject):
+    """Gives zeros; tests say what it does besides."""
+
+    name, summary = "zeros", "zeros of the right shape"
+
+    def __init__(self, does=lambda _inputs: None, columns=None):
+        self.does, self.columns = does, columns
+
+    def unsupported(self, problem, device):
+        return None
+
+    def prepare(self, inputs):
+        problem = inputs.problem
+        columns = problem.kv if problem.operation == "softmax" else problem.value_dim
+        rows = (problem.batch, problem.heads, problem.query)
+
+        def call():
+            self.does(inputs)
+            shape = (*rows, self.columns or columns)
+            return Outputs(torch.zeros(shape, dtype=problem.formats.output.torch_dtype))
+
+        return call
+
+
+def run(kernel, problem=ATTENTION, **options):
+    return InProcess().run(kernel, inputs_room.draw(problem), **options)
+
+
+@pytest.mark.parametrize("problem", [ATTENTION, SOFTMAX, FP8], ids=str)
+def test_a_kernel_that_only_reads_is_well(problem):
+    result = run(Kernel(lambda inputs: [t.sum() for t in inputs.promoted()]), problem)
+    assert isinstance(result, Execution)
+    assert result.seconds is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "columns", "wanted"), [(ATTENTION, 7, 3), (SOFTMAX, 3, 7), (FP8, 8, 3)]
+)
+def test_out_has_the_columns_of_the_operation(problem, columns, wanted):
+    result = run(Kernel(columns=columns), problem)
+    assert result == Failure(
+        kind="contract",
+        message=f"out.shape=(1, {problem.heads}, 5, {columns}), "
+        f"but should be (1, {problem.heads}, 5, {wanted}).",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda o: Outputs(o.out[..., :-1], o.lse),
+            "out.shape=(1, 4, 5, 2), but should be (1, 4, 5, 3).",
+        ),
+        (
+            lambda o: Outputs(o.out.float(), o.lse),
+            "out.dtype=torch.float32, but should be torch.float16.",
+        ),
+        (
+            lambda o: Outputs(o.out, o.lse[..., None]),
+            "lse.shape=(1, 4, 5, 1), but should be (1, 4, 5).",
+        ),
+        (lambda o: Outputs(o.out.to("meta"), o.lse), "out.device=meta, but should be cpu."),
+        (
+            lambda o: Outputs(o.out, o.lse.half()),
+            "lse.dtype=torch.float16, but should be torch.float32.",
+        ),
+        (lambda o: Outputs([1.0], o.lse), "out is list, but should be a tensor."),
+        (lambda o: (o.out, o.lse), "returned tuple, but should return Outputs."),
+    ],
+)
+def test_a_broken_contract_is_said(change, message):
+    class Broken(Kernel):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            return lambda: change(Outputs(call().out, torch.zeros(1, 4, 5)))
+
+    assert run(Broken()) == Failure(kind="contract", message=message)
+
+
+def test_fp8_problems_give_bf16():
+    class Fp8(Kernel):
+        def prepare(self, inputs):
+            return lambda: Outputs(torch.zeros(1, 4, 5, 3, dtype=torch.float8_e4m3fn))
+
+    result = run(Fp8(), FP8)
+    assert result.message == "out.dtype=torch.float8_e4m3fn, but should be torch.bfloat16."
+
+
+def _flip_one_bit(tensor):
+    tensor.view(torch.uint8).view(-1)[-1] ^= 1
+
+
+@pytest.mark.parametrize(("problem", "name"), NAMES)
+def test_one_bit_written_to_an_input_is_told(problem, name):
+    drawn = inputs_room.draw(problem)
+    before = {n: t.clone() for n, t in drawn.tensors().items()}
+    result = InProcess().run(Kernel(lambda i: _flip_one_bit(i.tensors()[name])), drawn)
+    assert result == Failure(kind="contract", message=f"wrote to its input {name}.")
+    for n, tensor in drawn.tensors().items():  # it had a copy
+        assert torch.equal(tensor.view(torch.uint8), before[n].view(torch.uint8))
+
+
+def test_an_input_of_another_shape_is_told():
+    result = run(Kernel(lambda inputs: inputs.x.resize_(1, 2, 5, 6)), SOFTMAX)
+    assert result.message == "wrote to its input x."
+
+
+def test_nan_written_over_nan_is_no_change():
+    """Bits are compared, not numbers: NaN is not equal to itself."""
+    drawn = inputs_room.draw(SOFTMAX)
+    with_nan = drawn.replace(x=torch.full_like(drawn.x, torch.nan))
+    assert isinstance(InProcess().run(Kernel(), with_nan), Execution)
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), SystemExit(3)])
+def test_concerns_that_raises_is_asked_anyway(error):
+    class Moody(Kernel):
+        def concerns(self, problem):
+            raise error
+
+    assert InProcess().concerns(Moody(), ATTENTION) is True
+
+
+def test_an_interrupt_is_no_answer():
+    class Stop(Kernel):
+        def concerns(self, problem):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        InProcess().concerns(Stop(), ATTENTION)
+
+
+def test_a_kernel_is_for_attention_unless_it_says_so():
+    class Rows(Kernel):
+        def concerns(self, problem):
+            return problem.operation == "softmax"
+
+    asked = [(InProcess().concerns(k, p)) for k in (Kernel(), Rows()) for p in (ATTENTION, SOFTMAX)]
+    assert asked == [True, False, False, True]
+
+
+def test_the_executor_never_raises():
+    class Broken(Kernel):
+        def prepare(self, inputs):
+            raise RuntimeError
+
+    result = run(Broken())
+    assert isinstance(result, Failure)
+    assert (result.kind, result.message) == ("error", "RuntimeError")
+    assert "prepare" in result.trace
+
+
+def test_untimed_runs_call_once():
+    calls = []
+    result = run(Kernel(calls.append))
+    assert isinstance(result, Execution)
+    assert (result.seconds, len(calls)) == (None, 1)
+
+
+def test_the_first_call_is_not_timed(monkeypatch):
+    calls = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    # By the clock that moves by one each time.
+    assert run(Kernel(calls.append), timed=True).seconds == 1.0
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("ticks", "seconds", "times"),
+    [([1, 2, 6], 2 / 64, 6), ([16], 16 / 64, 1), ([0], 0.0, 20)],  # until a quarter of a second
+    ids=["uneven", "slow", "quick"],
+)
+def test_the_time_is_the_median_of_the_calls_after_the_first(ticks, seconds, times, monkeypatch):
+    lasting, now, calls = itertools.cycle(ticks), [0.0], []
+
+    def does(_):
+        if calls:  # the first may compile, and is not timed
+            now[0] += next(lasting) / 64
+        calls.append(1)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert run(Kernel(does), timed=True).seconds == seconds
+    assert len(calls) == 1 + times
+
+
+def test_what_broke_its_contract_is_not_timed():
+    calls = []
+    assert isinstance(run(Kernel(calls.append, columns=99), timed=True), Failure)
+    assert len(calls) == 1

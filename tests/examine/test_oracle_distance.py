@@ -1,0 +1,156 @@
+"""Against numbers of 60 digits that a plain loop computes here."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from attncheck import inputs, oracles
+from attncheck.examine.oracle_distance import agreement, distances
+from attncheck.oracles.result import Result
+from attncheck.outputs import Outputs
+from attncheck.problem import Case, Problem
+
+MP = mpmath.MPContext()
+MP.dps = 60
+CASE = Case(problem=Problem(heads=2, kv_heads=1, query=3, kv=4, head_dim=5, value_dim=2))
+UNIT = 2.0**-53
+
+
+def by_hand(case):
+    """Exact out, LSE and Σ p|v| of a Problem without a mask."""
+    problem, drawn = case.problem, inputs.draw(case.problem)
+    q, k, v = (tensor[0].tolist() for tensor in drawn.promoted())
+    out = np.empty((1, problem.heads, problem.query, problem.value_dim), dtype=object)
+    spread, lse = out.copy(), out[..., 0].copy()
+    for h, i in np.ndindex(problem.heads, problem.query):
+        keys, values = k[h // problem.group], v[h // problem.group]
+        weights = [MP.exp(MP.fdot(q[h][i], key) * problem.scale) for key in keys]
+        total = MP.fsum(weights)
+        lse[0, h, i] = MP.log(total)
+        for d in range(problem.value_dim):
+            column = [MP.mpf(value[d]) for value in values]
+            out[0, h, i, d] = MP.fdot(weights, column) / total
+            spread[0, h, i, d] = MP.fdot(weights, map(abs, column)) / total
+    return Result(out, lse[..., None]), spread
+
+
+EXACT, SPREAD = by_hand(CASE)
+
+
+def measured(change):
+    """The Record of dense attention with ``change`` made to its out and LSE."""
+
+    dense = oracles.dense(inputs.draw(CASE.problem))
+    given = {"changed": Outputs(*change(dense.out, dense.lse))}
+    (record,) = distances(CASE, "full", given, EXACT, SPREAD)
+    return record
+
+
+def test_dense_attention_is_a_few_units_away():
+    record = measured(lambda out, lse: (out, lse))
+    assert 0 < record.out.units < 50
+    assert record.lse.units < 50
+    assert (record.out.compared, record.lse.compared, record.rows.total) == (12, 6, 6)
+    assert record.rows.nonfinite == record.out.nonfinite == record.lse.nonfinite == 0
+
+
+def test_an_oracle_that_is_off_by_a_billionth_shows_where():
+    def change(out, lse):
+        out[0, 1, 2, 0] += 1e-9
+        lse[0, 1, 0] -= 1e-9
+        return out, lse
+
+    record = measured(change)
+    units = 1e-9 / float(SPREAD[0, 1, 2, 0]) / UNIT
+    assert record.out.units == pytest.approx(units, rel=1e-4)  # rounding is 1e-7 of that
+    at = record.out.at
+    assert (at.batch, at.head, at.query, at.dim) == (0, 1, 2, 0)
+    size = max(1.0, abs(float(EXACT.lse[0, 1, 0, 0])))
+    assert record.lse.units == pytest.approx(1e-9 / size / UNIT, rel=1e-4)
+    assert (record.lse.at.query, record.lse.at.dim) == (0, -1)
+
+
+def test_the_difference_is_taken_before_anything_is_rounded():
+    """The nearest float64 numbers are not exact; their error is below one unit, and not 0."""
+    out = torch.tensor(EXACT.out.astype(np.float64))
+    lse = torch.tensor(EXACT.lse[..., 0].astype(np.float64))
+    record = measured(lambda _out, _lse: (out, lse))
+    errors = [
+        abs(MP.mpf(float(mine)) - exact) / size / UNIT
+        for mine, exact, size in zip(out.flatten(), EXACT.out.flat, SPREAD.flat, strict=True)
+    ]
+    assert record.out.units == float(max(errors))
+    assert 0 < record.out.units <= 1
+
+
+@pytest.mark.parametrize(
+    ("lse_value", "out_value", "counts"),
+    [
+        (math.inf, math.nan, (1, 1, 0)),
+        (math.inf, 0.0, (1, 1, 0)),
+        (-math.inf, math.nan, (1, 0, 1)),
+        (0.5, math.inf, (1, 1, 0)),
+        (0.5, math.nan, (1, 0, 0)),
+        (math.nan, 0.0, (1, 0, 0)),
+    ],
+)
+def test_rows_that_are_not_finite_are_told_apart(lse_value, out_value, counts):
+    def change(out, lse):
+        out[0, 0, 1, 1], lse[0, 0, 1] = out_value, lse_value
+        return out, lse
+
+    record = measured(change)
+    rows = record.rows
+    assert (rows.nonfinite, rows.overflowed, rows.vanished) == counts
+    assert record.out.nonfinite == (not math.isfinite(out_value))
+    assert record.lse.nonfinite == (not math.isfinite(lse_value))
+    assert record.out.compared + record.out.nonfinite == 12
+
+
+def test_nothing_finite_has_no_distance():
+    record = measured(lambda out, lse: (out * math.nan, lse))
+    assert (record.out.units, record.out.at, record.out.compared) == (None, None, 0)
+    assert record.out.nonfinite == 12
+
+
+def test_a_row_without_keys_must_be_zero_and_minus_infinity():
+    lse = EXACT.lse.copy()
+    lse[0, 0, 0] = MP.ninf
+    exact = Result(EXACT.out, lse)
+    outputs = oracles.dense(inputs.draw(CASE.problem))
+    (record,) = distances(CASE, "full", {"dense": outputs}, exact, SPREAD)
+    assert (record.rows.total, record.rows.dead_wrong) == (5, 1)
+    assert record.lse.compared == 5
+    assert record.out.compared == 10
+
+    outputs.out[0, 0, 0] = 0.0
+    outputs.lse[0, 0, 0] = -math.inf
+    (record,) = distances(CASE, "full", {"right": outputs}, exact, SPREAD)
+    assert record.rows.dead_wrong == 0
+
+
+@pytest.mark.parametrize("exponent", [-45, -400])
+def test_agreement_is_told_by_its_exponent(exponent):
+    """Also where it is far below the smallest float."""
+    context = mpmath.MPContext()
+    context.dps = 500
+    out = np.vectorize(context.mpf)(EXACT.out)
+    shifted = out.copy()
+    shifted[0, 1, 1, 1] += context.mpf(10) ** exponent * context.mpf(SPREAD[0, 1, 1, 1])
+    same, other = Result(out, EXACT.lse), Result(shifted, EXACT.lse)
+    found = agreement(CASE, "full", {"naive": same, "online": other}, same, SPREAD)
+    assert found.log10 == pytest.approx(exponent, abs=1e-6)
+    assert found.oracles == ("naive", "online")
+    assert agreement(CASE, "full", {"naive": same}, same, SPREAD).log10 is None
+
+
+def test_agreement_counts_lse_too():
+    lse = EXACT.lse.copy()
+    lse[0, 0, 0] += MP.mpf(10) ** -30 * max(1, abs(lse[0, 0, 0, 0]))
+    found = agreement(CASE, "full", {"online": Result(EXACT.out, lse)}, EXACT, SPREAD)
+    assert found.log10 == pytest.approx(-30, abs=1e-6)

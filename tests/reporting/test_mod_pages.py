@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import io
+import json
+
+import msgspec
+import pytest
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.mod_record import Answer, ModRecord, ModReport
+from attncheck.record import Environment
+from attncheck.reporting import mod_pages
+
+EQUAL = Answer(status="equal")
+
+
+def record(name="causal", kind="mask", expression="q_idx >= kv_idx", **answers):
+    answers = {"mpmath": EQUAL, "flex": EQUAL} | answers
+    return ModRecord(name=name, kind=kind, line=3, expression=expression, answers=answers)
+
+
+def report(*records):
+    return ModReport(
+        command="attncheck mods mine.py",
+        environment=Environment(
+            device="cpu", machine="x86_64", python="3.11", torch="2.13", numpy="2", attncheck="1"
+        ),
+        mpmath="1.3.0",
+        file="mine.py",
+        shape="B1 H2 Q8 K8 D4",
+        worlds={"mpmath": "m", "flex": "f"},
+        records=records,
+    )
+
+
+WRONG = record(
+    "odd", flex=Answer(status="different", detail="at b=0 h=1: True, but should be False")
+)
+ABSENT = Answer(status="unsupported", detail="torch.compile is broken here")
+LONG = record("long", "score mod", " + ".join(["score"] * 40), flex=ABSENT)
+
+
+def test_the_table_reads_so():
+    assert (
+        mod_pages.render(report(record(), WRONG, LONG), "table")
+        == """\
+attncheck mods mine.py
+cpu · torch 2.13 · triton missing · mpmath 1.3.0 · attncheck 1
+
+mine.py · B1 H2 Q8 K8 D4
+  mod     kind       expression                                                                \
+mpmath  flex
+  causal  mask       q_idx >= kv_idx                                                           \
+equal   equal
+  odd     mask       q_idx >= kv_idx                                                           \
+equal   different
+    └ flex: at b=0 h=1: True, but should be False
+  long    score mod  score + score + score + score + score + score + score + score + score +…  \
+equal   —
+
+— flex of long: torch.compile is broken here
+equal: as the callable says, at every place. Whole expressions: --format json.
+3 mods: 4 equal, 1 different, 1 unsupported.
+"""
+    )
+
+
+def test_a_narrow_terminal_cuts_expressions_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    stream = io.StringIO()
+    mod_pages.show(report(record(), WRONG, LONG), stream=stream)
+    head, *rows = stream.getvalue().splitlines()[4:9]
+    assert head.split() == ["mod", "kind", "expression", "mpmath", "flex"]
+    assert max(map(len, [head, *rows])) <= 70
+    assert rows[-1].endswith("score…  equal   —")
+    monkeypatch.setenv("COLUMNS", "20")
+    mod_pages.show(report(record(), LONG), stream=stream)
+    assert "  long    score mod  score + score + sco…  equal   —\n" in stream.getvalue()
+
+
+def test_an_absence_for_all_mods_is_said_once():
+    text = mod_pages.render(report(record(flex=ABSENT), record("other", flex=ABSENT)), "table")
+    assert "— flex: torch.compile is broken here\n" in text
+
+
+def test_json_comes_back_whole():
+    whole = report(record(), WRONG, LONG)
+    text = mod_pages.render(whole, "json")
+    assert mod_pages.load(text) == whole
+    assert json.loads(text)["records"][2]["expression"] == LONG.expression
+
+
+def test_foreign_text_is_harmless():
+    foreign = "x | y \x1b[31m\n<b> \ud800"
+    wrong = Answer(status="error", detail=foreign)
+    bad = report(record("m", expression=foreign, flex=wrong))
+    assert json.loads(mod_pages.render(bad, "json"))["records"][0]["expression"].endswith("\\ud800")
+    for fmt in ("table", "md"):
+        text = mod_pages.render(bad, fmt)
+        assert "\x1b" not in text
+        assert "\ud800" not in text
+    assert "<b>" not in mod_pages.render(bad, "md")
+
+
+def test_another_schema_and_another_format_are_refused():
+    other = msgspec.structs.replace(report(record()), schema=2)
+    with pytest.raises(UsageError, match="schema is 2, this version reads 1"):
+        mod_pages.load(mod_pages.render(other, "json"))
+    with pytest.raises(UnknownName, match="choose from json, md, table"):
+        mod_pages.render(other, "pdf")

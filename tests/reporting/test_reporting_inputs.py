@@ -1,0 +1,134 @@
+"""The ``inputs`` column, and records of a softmax, on every page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+
+from attncheck.errors import UsageError
+from attncheck.reporting import load, render
+from attncheck.reporting.as_table import as_table
+
+
+def csv_rows(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_the_cost_of_rounding_the_inputs_has_a_column_of_its_own(make):
+    out = make.out(rmse=1.5e-3, input_rmse=0.0625, max_error=9e-3)
+    report = make.report(make.record(out=out))
+    assert re.search(r"×ideal +inputs +max error ", render(report, "table"))
+    assert re.search(r"flash2_forward +1\.50e-03 .*× +6\.25e-02 +9\.00e-03 ", as_table(report))
+    assert "| ×ideal | inputs | max error |" in render(report, "md")
+    assert re.search(r"× \| 6\.25e-02 \| 9\.00e-03 \|", render(report, "md"))
+    (row,) = csv_rows(render(report, "csv"))
+    assert row["out_input_rmse"] == "0.0625"
+    assert load(render(report, "json")).records[0].out.input_rmse == 0.0625
+
+
+@pytest.mark.parametrize("fmt", ["table", "md"])
+def test_inputs_that_lose_nothing_cost_0(fmt, make):
+    page = render(make.report(make.record(out=make.out(input_rmse=0.0))), fmt)
+    assert re.search(r"×[ |]+0[ |]+1\.17e-02", page)
+
+
+def test_it_enters_no_other_column(make):
+    pages = [
+        render(make.report(make.record(out=make.out(input_rmse=cost))), "table")
+        for cost in (1e-9, 9e-1)
+    ]
+    first, second = (page.replace("1.00e-09", "-").replace("9.00e-01", "-") for page in pages)
+    assert first == second
+
+
+@pytest.mark.parametrize("fmt", ["table", "md"])
+def test_how_to_read_it_is_said_once(fmt, sample):
+    page = render(sample, fmt)
+    assert page.count("inputs: RMSE that rounding the inputs alone causes") == 1
+
+
+def test_it_goes_before_the_error_itself_does(make):
+    pages = {width: as_table(make.sample(), width=width) for width in range(40, 121, 5)}
+    for width, page in pages.items():
+        heading = next(line for line in page.splitlines() if line.startswith("kernel "))
+        assert "RMSE" in heading
+        assert "×ideal" in heading
+        assert ("inputs" in heading) != ("inputs" in page.partition("Left out at")[2]), width
+    assert "inputs" in next(x for x in pages[90].splitlines() if x.startswith("kernel "))
+
+
+def softmaxes(make):
+    return make.report(
+        make.record("flash"),
+        make.softmax("rows"),
+        make.softmax("blocks", lse=None),
+        make.refused(
+            "online",
+            "unsupported",
+            "no fp32",
+            variant="softmax",
+            heads="",
+            asked=make.softmax().case["problem"],
+        ),
+    )
+
+
+def test_a_softmax_is_a_section_of_its_own(make):
+    page = render(softmaxes(make), "table")
+    assert "bf16 · B1 Q128 K96 D64 · normal · seed 0\n" in page
+    assert "bf16 · B2 H3 R128 C96 · normal · seed 0\n" in page
+    assert page.index("D64") < page.index("C96")
+    assert "D0" not in page
+
+
+def test_its_block_has_no_heads(make):
+    lines = render(softmaxes(make), "table").splitlines()
+    assert "softmax" in lines  # no · after it
+    assert [re.match(r"  (\w+) ", line)[1] for line in lines[lines.index("softmax") + 1 :][:3]] == [
+        "rows",
+        "blocks",
+        "online",
+    ]
+    markdown = render(softmaxes(make), "md")
+    assert "## bf16 · B2 H3 R128 C96 · normal · seed 0\n" in markdown
+    assert re.search(r"^\| softmax \|  \| `rows` \| 1\.53e-03 ", markdown, re.MULTILINE)
+
+
+def test_its_csv_says_the_operation(make):
+    rows = csv_rows(render(softmaxes(make), "csv"))
+    assert [row["operation"] for row in rows] == ["attention", *["softmax"] * 3]
+    softmax = rows[1]
+    assert (softmax["variant"], softmax["head_arrangement"], softmax["tiling"]) == (
+        "softmax",
+        "",
+        "",
+    )
+    sizes = [softmax[n] for n in ("batch", "heads", "query", "kv", "head_dim", "value_dim")]
+    assert sizes == ["2", "3", "128", "96", "0", "0"]
+
+
+def test_softmax_and_attention_of_equal_sizes_are_not_mixed(make):
+    attention = make.record(asked={"batch": 2, "heads": 3, "kv_heads": 3})
+    page = render(make.report(attention, make.softmax()), "md")
+    assert page.count("\n## ") == 2
+
+
+def test_json_reads_back(make):
+    text = render(softmaxes(make), "json")
+    assert load(text) == softmaxes(make)
+    assert render(load(text), "table") == render(softmaxes(make), "table")
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_softmax_keeps_to_the_width(width, make):
+    assert max(map(len, as_table(softmaxes(make), width=width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("operation", [5, None, ["softmax"]])
+def test_an_operation_that_is_no_name_is_refused(operation, make):
+    report = make.report(make.record(asked={"operation": operation}))
+    with pytest.raises(UsageError, match="holds no problem"):
+        render(report, "table")

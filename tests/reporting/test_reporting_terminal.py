@@ -1,0 +1,96 @@
+"""Tables by width, and what a terminal or a pipe gets."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.cells import cell_len
+
+from attncheck.reporting import render, show
+from attncheck.reporting.as_table import PLAIN_WIDTH, as_table
+from attncheck.reporting.content import _TF32, HOW_TO_READ
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_narrow_table_looks_as_it_did(width, sample, matches_snapshot):
+    matches_snapshot(f"sample-{width}.txt", as_table(sample, width=width))
+
+
+@pytest.mark.parametrize("width", [80, 90, 100, 120, 200])
+def test_table_keeps_to_its_width(width, sample):
+    assert max(map(cell_len, as_table(sample, width=width).splitlines())) <= width
+
+
+def test_nothing_is_left_out_without_a_terminal(sample):
+    page = as_table(sample, width=PLAIN_WIDTH)
+    assert "Left out" not in page
+    assert "at b,h,q,d" in page
+
+
+def test_what_a_narrow_table_leaves_out_is_said(sample):
+    assert "Left out at 100 columns: at b,h,q,d.\n" in as_table(sample, width=100)
+    assert "Left out at 80 columns: at b,h,q,d, bias, inputs.\n" in as_table(sample, width=80)
+
+
+def test_reading_takes_a_line_a_column_at_80():
+    assert len(HOW_TO_READ) <= 4
+    assert max(map(len, (*HOW_TO_READ, _TF32))) <= 80
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return monkeypatch
+
+
+def shown(report, stream):
+    show(report, "table", stream)
+    return stream.getvalue()
+
+
+def test_terminal_gets_its_colours_and_width(screen, sample, matches_snapshot):
+    screen.setenv("COLUMNS", "100")
+    screen.setenv("COLORTERM", "")
+    page = shown(sample, Terminal())
+    assert "\x1b[31m" in page
+    matches_snapshot("sample-colour.txt", page)
+
+
+def test_colours_change_no_letter(screen, sample):
+    screen.setenv("COLUMNS", "100")
+    page = re.sub(r"\x1b\[[0-9;]*m", "", shown(sample, Terminal()))
+    assert page == as_table(sample, width=100)
+
+
+def test_no_color_is_heeded(screen, sample):
+    screen.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown(sample, Terminal()))
+
+
+def test_a_file_gets_plain_text(screen, sample):
+    stream = io.StringIO()
+    assert shown(sample, stream) == render(sample, "table")
+
+
+def test_force_color_is_heeded(screen, sample):
+    screen.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" in shown(sample, io.StringIO())
+
+
+def test_stream_without_the_signs_gets_question_marks(screen, sample):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    show(sample, "table", stream)
+    stream.flush()
+    assert b"1.00?" in raw.getvalue()

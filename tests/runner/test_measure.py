@@ -1,0 +1,138 @@
+"""Which kernels are asked which cells, and what a Report says of it."""
+
+from __future__ import annotations
+
+import torch
+
+from attncheck.mods.spec import Spec
+from attncheck.outputs import Outputs
+from attncheck.problem import Problem
+from attncheck.runner import measure as measure_room
+from attncheck.runner.measure import concerned, measure, pairs
+from attncheck.runner.plan import Cell, plan
+from attncheck.subjects.contract import Subject
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.sdpa import Sdpa
+
+
+class Rows(Subject):
+    """A softmax alone: it is not asked about attention."""
+
+    name = "rows"
+    summary = "torch.softmax"
+
+    def concerns(self, problem):
+        return problem.operation == "softmax"
+
+    def unsupported(self, problem, device):
+        return None
+
+    def prepare(self, inputs):
+        x = inputs.x.float()
+        out = torch.softmax(x, -1).to(inputs.problem.formats.output.torch_dtype)
+        return lambda: Outputs(out, torch.logsumexp(x, -1))
+
+
+def cells(*variants):
+    return plan(
+        dtypes=["fp32"],
+        variants=variants,
+        shapes=["1x2x5x4"],
+        distributions=["normal"],
+        seed=0,
+    )
+
+
+def measured(made, subjects, **changes):
+    return measure(made, subjects, **{"device": "cpu", "command": "asked"} | changes)
+
+
+def test_a_kernel_that_is_absent_is_named_once_and_run_nowhere():
+    subjects, seen = [Ideal(), Sdpa("cudnn")], []
+    report = measured(cells("full", "causal"), subjects, done=seen.append)
+    assert report.command == "asked"
+    assert report.kernels == {s.name: s.summary for s in subjects}
+    assert report.absent == {"sdpa-cudnn": "needs a CUDA GPU"}
+    assert list(report.records) == seen
+    assert [(r.variant, r.heads, r.kernel) for r in seen] == [
+        (variant, heads, "ideal") for variant in ("full", "causal") for heads in ("MHA", "MQA")
+    ]
+    assert {r.environment for r in seen} == set(report.environments)
+
+
+def test_a_kernel_is_asked_only_what_concerns_it():
+    made, subjects = cells("full", "softmax"), [Ideal(), Sdpa("math"), Rows()]
+    asked = pairs(made, subjects, "cpu")
+    assert [cell for cell, _ in asked] == made
+    assert [(c.variant, [s.name for s in who]) for c, who in asked] == [
+        ("full", ["ideal", "sdpa-math"]),
+        ("full", ["ideal", "sdpa-math"]),
+        ("softmax", ["ideal", "rows"]),
+    ]
+    report = measured(made, subjects)
+    assert [(r.variant, r.heads, r.kernel, r.status) for r in report.records] == [
+        ("full", "MHA", "ideal", "measured"),
+        ("full", "MHA", "sdpa-math", "measured"),
+        ("full", "MQA", "ideal", "measured"),
+        ("full", "MQA", "sdpa-math", "measured"),
+        ("softmax", "", "ideal", "measured"),
+        ("softmax", "", "rows", "measured"),
+    ]
+
+
+def test_a_cell_that_concerns_nobody_is_neither_drawn_nor_reported(monkeypatch):
+    drawn = []
+    evidence = measure_room.Evidence
+
+    class Told(evidence):
+        def establish(self):
+            drawn.append(self.case.problem.operation)
+            super().establish()
+
+    monkeypatch.setattr(measure_room, "Evidence", Told)
+    report = measured(cells("full", "softmax"), [Rows()])
+    assert [r.variant for r in report.records] == ["softmax"]
+    assert drawn == ["softmax"]
+
+
+def test_a_kernel_that_no_cell_concerns_is_not_in_the_report_at_all():
+    made = cells("softmax")
+    subjects = [Sdpa("math"), Sdpa("cudnn"), Rows()]
+    assert concerned(made, subjects) == subjects[2:]
+    assert concerned([*made, *cells("full")], subjects) == subjects
+    report = measured(made, subjects)
+    assert list(report.kernels) == ["rows"]
+    assert report.absent == {}
+    assert [r.kernel for r in report.records] == ["rows"]
+    assert measured(made, subjects[:2]).records == ()
+
+
+def test_who_is_absent_is_not_asked_what_concerns_it():
+    asked = []
+
+    class Gone(Rows):
+        def absent(self, device):
+            return "not here"
+
+        def concerns(self, problem):
+            asked.append(problem)
+            return True
+
+    ((_, who),) = pairs(cells("softmax"), [Gone()], "cpu")
+    assert (who, asked) == ([], [])
+
+
+def test_who_cannot_say_what_concerns_it_is_asked_and_its_cell_tells():
+    class Moody(Rows):
+        def concerns(self, problem):
+            raise ValueError("planted")
+
+        def unsupported(self, problem, device):
+            return "no" if self.concerns(problem) else None
+
+    made = [Cell(variant="causal", problem=Problem(query=3, mask=Spec.of("causal")))]
+    report = measured(made, [Moody(), Ideal()])
+    assert [(r.kernel, r.status, r.reason) for r in report.records] == [
+        ("rows", "error", "ValueError: planted"),
+        ("ideal", "measured", ""),
+    ]

@@ -1,0 +1,174 @@
+"""Scores of a softmax: each distribution provokes what it says, with the same bits everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+
+from attncheck.distributions import DISTRIBUTIONS, Sizes, draw_scores
+from attncheck.errors import ProblemError, UnknownName
+
+HASHES = """
+import hashlib
+from attncheck.distributions import DISTRIBUTIONS, Sizes, draw_scores
+
+sizes = Sizes(batch=2, heads=3, kv_heads=3, query=33, kv=70, head_dim=0, value_dim=0)
+for name, distribution in DISTRIBUTIONS.items():
+    if distribution.scores:
+        scores = draw_scores(name, sizes, seed=2026)
+        print(name, hashlib.sha256(scores.astype("<f8").tobytes()).hexdigest()[:12])
+"""
+GOLDEN = {
+    "normal": "5a1b28a2f6b0",
+    "outliers": "abb0695fc4d9",
+    "uniform": "cfacb2cbaed8",
+    "large_logits": "0ae2d8be4368",
+    "negative_logits": "b1c8af1211e9",
+    "one_hot": "69a0e9ecac26",
+    "constant_rows": "e233311a874f",
+    "sink": "33cd63ad4990",
+    "zero_q": "ea24d630f03e",
+}
+FP32 = np.finfo(np.float32)
+
+
+def sizes_of(**changes: int) -> Sizes:
+    sizes = {"batch": 2, "heads": 3, "kv_heads": 3, "query": 50, "kv": 100}
+    return Sizes(**(sizes | {"head_dim": 0, "value_dim": 0} | changes))
+
+
+def weights(scores: np.ndarray) -> np.ndarray:
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def naive_in_fp32(scores: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        powers = np.exp(scores.astype(np.float32))
+        return powers / powers.sum(-1, keepdims=True, dtype=np.float32)
+
+
+def test_golden_bits():
+    found = {}
+    sizes = sizes_of(query=33, kv=70)
+    for name in GOLDEN:
+        scores = draw_scores(name, sizes, seed=2026).astype("<f8")
+        found[name] = hashlib.sha256(scores.tobytes()).hexdigest()[:12]
+    assert found == GOLDEN
+    assert set(GOLDEN) == {name for name, d in DISTRIBUTIONS.items() if d.scores}
+
+
+def test_same_bits_without_vector_instructions(without_vectors):
+    lines = without_vectors(HASHES).splitlines()
+    assert dict(line.split() for line in lines) == GOLDEN
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("kv", [1, 7])
+def test_shapes_and_seeds(name, kv):
+    sizes = sizes_of(query=3, kv=kv)
+    scores = draw_scores(name, sizes, seed=1)
+    assert scores.shape == sizes.x == (2, 3, 3, kv)
+    assert scores.dtype == np.float64
+    assert scores.flags.c_contiguous
+    assert scores.flags.writeable
+    assert np.isfinite(scores).all()
+    assert (scores == draw_scores(name, sizes, seed=1)).all()
+    one_answer = name == "zero_q" or (kv == 1 and name in {"one_hot", "sink"})
+    assert one_answer is bool((scores == draw_scores(name, sizes, seed=2)).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("gauss", UnknownName, "distribution 'gauss' is not known: choose from constant_rows, "),
+        (
+            "ones_v",
+            ProblemError,
+            "distribution 'ones_v' has no scores for softmax: choose from normal, ",
+        ),
+    ],
+)
+def test_what_has_no_scores(name, error, message):
+    with pytest.raises(error) as raised:
+        draw_scores(name, sizes_of(), seed=0)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+def test_normal():
+    scores = draw_scores("normal", sizes_of(query=500), seed=0)
+    assert abs(scores.mean()) < 6 / math.sqrt(scores.size)
+    assert abs((scores**2).mean() - 1) < 6 * math.sqrt(2 / scores.size)
+
+
+def test_outliers_have_the_share_and_variance_of_flash_attention_3():
+    scores = draw_scores("outliers", sizes_of(query=2000), seed=0)
+    fourth = 3 * (0.999 + 0.001 * 101**2)
+    spread = math.sqrt((fourth - 1.1**2) / scores.size)
+    assert abs((scores**2).mean() - 1.1) < 6 * spread
+    share = 0.001 * math.erfc(8.3 / math.sqrt(101) / math.sqrt(2))
+    found = (abs(scores) > 8.3).mean()
+    assert abs(found - share) < 6 * math.sqrt(share / scores.size)
+
+
+def test_uniform_fills_the_unit_interval():
+    scores = draw_scores("uniform", sizes_of(), seed=0)
+    assert 0 < scores.min() < 0.01
+    assert 0.99 < scores.max() < 1
+
+
+def test_large_logits_have_deviation_32_and_overflow_exp_in_fp32():
+    scores = draw_scores("large_logits", sizes_of(query=500), seed=0)
+    # The variance of a normal sample's variance is 2σ⁴/n.
+    assert abs((scores**2).mean() / 32**2 - 1) < 6 * math.sqrt(2 / scores.size)
+    assert scores.max() > math.log(FP32.max)
+    assert np.isnan(naive_in_fp32(scores)).any()
+
+
+def test_negative_logits_make_a_softmax_without_maximum_divide_0_by_0_in_every_row():
+    scores = draw_scores("negative_logits", sizes_of(query=2000, kv=200), seed=0)
+    assert abs(scores.mean() + 128) < 6 * 2 / math.sqrt(scores.size)
+    assert np.isnan(naive_in_fp32(scores)).all()
+    # Whatever is drawn: |normal| < 8.3, and half of fp32's smallest number rounds to 0.
+    assert math.log(float(FP32.smallest_subnormal) / 2) > -2 * (64 - 8.3)
+    even = weights(scores)
+    assert even.max() < 1  # the weights themselves are ordinary
+
+
+def test_what_divides_0_by_0_is_the_missing_maximum():
+    scores = draw_scores("negative_logits", sizes_of(), seed=0)
+    safe = naive_in_fp32(scores - scores.max(-1, keepdims=True))
+    assert np.isfinite(safe).all()
+
+
+@pytest.mark.parametrize("kv", [1, 2, 100, 2**16])
+def test_one_hot_rows_give_one_column_the_weight_one(kv):
+    scores = draw_scores("one_hot", sizes_of(query=50 if kv < 1000 else 2, kv=kv), seed=0)
+    weight = weights(scores)
+    assert (weight.max(-1) == 1).all()
+    assert (np.sort(weight, axis=-1)[..., :-1] < 2.0**-53 / kv).all()
+    if kv == 100:  # 300 rows choose among 100 columns
+        assert len(np.unique(weight.argmax(-1))) > 50
+
+
+def test_constant_rows_are_even_and_not_zero():
+    scores = draw_scores("constant_rows", sizes_of(), seed=0)
+    assert (scores == scores[..., :1]).all()
+    assert (scores != 0).all()
+    assert len(np.unique(scores)) == 2 * 3 * 50
+
+
+@pytest.mark.parametrize("kv", [2, 3, 100, 1024, 1025])
+def test_sink_takes_over_nine_tenths(kv):
+    weight = weights(draw_scores("sink", sizes_of(query=200, kv=kv), seed=0))[..., 0]
+    assert weight.mean() > 0.95
+    assert (weight > 0.9).mean() > (0.9 if kv < 10 else 0.99)  # a few other columns vary more
+    assert weight.max() < 1
+
+
+def test_zero_q_is_zero():
+    assert not draw_scores("zero_q", sizes_of(), seed=0).any()

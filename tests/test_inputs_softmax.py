@@ -1,0 +1,131 @@
+"""Inputs of a softmax: scores drawn once, rounded once, and nothing of an attention."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from attncheck import distributions, inputs
+from attncheck.distributions import DISTRIBUTIONS, Sizes
+from attncheck.errors import ProblemError
+from attncheck.formats import round_to
+from attncheck.inputs import Inputs
+from attncheck.problem import SOFTMAX_DTYPES, Problem
+
+WITH_SCORES = [name for name, d in DISTRIBUTIONS.items() if d.scores]
+
+
+def softmax(**changes: object) -> Problem:
+    fields = {"operation": "softmax", "batch": 2, "heads": 3, "query": 5, "kv": 7, "dtype": "bf16"}
+    return Problem(**fields | changes)
+
+
+def drawn_scores(problem: Problem) -> torch.Tensor:
+    sizes = Sizes(**{n: getattr(problem, n) for n in Sizes.__dataclass_fields__})
+    return torch.from_numpy(distributions.draw_scores(problem.distribution, sizes, problem.seed))
+
+
+@pytest.mark.parametrize("dtype", SOFTMAX_DTYPES)
+def test_shapes_and_storage(dtype):
+    drawn = inputs.draw(softmax(dtype=dtype))
+    assert drawn.x.shape == (2, 3, 5, 7)
+    assert drawn.x.dtype == softmax(dtype=dtype).formats.storage.torch_dtype
+    assert drawn.x.is_contiguous()
+    assert [tuple(t.shape) for t in (drawn.q, drawn.k, drawn.v)] == [
+        (2, 3, 5, 0),
+        (2, 3, 7, 0),
+        (2, 3, 7, 0),
+    ]
+    assert drawn.descale is None
+    assert list(drawn.tensors()) == ["q", "k", "v", "x"]
+
+
+@pytest.mark.parametrize("dtype", SOFTMAX_DTYPES)
+@pytest.mark.parametrize("name", WITH_SCORES)
+def test_each_score_is_the_drawn_one_rounded_once(dtype, name):
+    problem = softmax(dtype=dtype, distribution=name, seed=3)
+    exact = drawn_scores(problem)
+    stored = inputs.draw(problem)
+    assert torch.equal(stored.x.double(), round_to(exact, problem.formats.storage))
+    assert stored.scores().dtype == torch.float64
+    assert torch.equal(stored.scores(), stored.x.double())
+    assert torch.equal(inputs.originals(problem).x, exact)
+    assert torch.equal(inputs.rounded(inputs.originals(problem), problem).x, stored.x)
+
+
+@pytest.mark.parametrize("name", WITH_SCORES)
+def test_fp16_never_overflows(name):
+    """However many columns: the sink's score grows with them."""
+    for problem in (softmax(kv=2**16, heads=1, query=1), softmax(kv=1)):
+        drawn = inputs.draw(problem.replace(dtype="fp16", distribution=name))
+        assert drawn.x.isfinite().all()
+
+
+def test_a_plain_cast_rounds_twice_somewhere_and_inputs_do_not():
+    problem = softmax(batch=1, heads=1, query=2**10, kv=2**10)
+    assert problem.query * problem.kv > 3 * inputs._CHUNK
+    exact, stored = drawn_scores(problem), inputs.draw(problem).x
+    assert torch.equal(stored.double(), round_to(exact, problem.formats.storage))
+    assert not torch.equal(stored, exact.float().to(torch.bfloat16))
+
+
+def test_golden_bits():
+    x = inputs.draw(softmax(seed=2026)).x
+    digest = hashlib.sha256(x.view(torch.int16).numpy().astype("<i2").tobytes())
+    assert digest.hexdigest()[:16] == "56bbb219bedd567a"
+
+
+def test_same_problem_same_bits_and_other_seeds_other_bits():
+    problem = softmax()
+    assert torch.equal(inputs.draw(problem).x, inputs.draw(problem).x)
+    assert not torch.equal(inputs.draw(problem).x, inputs.draw(problem.replace(seed=1)).x)
+
+
+def test_clone_to_and_replace():
+    drawn = inputs.draw(softmax())
+    copy = drawn.clone()
+    copy.x.zero_()
+    assert drawn.x.any()
+    assert drawn.to("meta").x.device.type == "meta"
+    other = torch.zeros_like(drawn.x)
+    assert drawn.replace(x=other).x is other
+
+
+def test_an_attention_has_no_scores_as_inputs():
+    with pytest.raises(ProblemError) as error:
+        inputs.draw(Problem(query=3, head_dim=2)).scores()
+    assert str(error.value) == "attention has no scores as inputs."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda i: Inputs(problem=i.problem, q=i.q, k=i.k, v=i.v),
+            "softmax in bf16 needs its x.",
+        ),
+        (
+            lambda i: i.replace(x=i.x[..., :-1]),
+            "x.shape=(2, 3, 5, 6), but should be (2, 3, 5, 7).",
+        ),
+        (
+            lambda i: i.replace(x=i.x.float()),
+            "x.dtype=torch.float32, but should be torch.bfloat16.",
+        ),
+        (
+            lambda i: i.replace(q=torch.zeros(2, 3, 5, 1, dtype=torch.bfloat16)),
+            "q.shape=(2, 3, 5, 1), but should be (2, 3, 5, 0).",
+        ),
+        (
+            lambda i: i.replace(descale=inputs.draw(Problem(query=3, dtype="e4m3")).descale),
+            "softmax in bf16 has no descale.",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_problem_is_refused(change, message):
+    drawn = inputs.draw(softmax())
+    with pytest.raises(ProblemError) as error:
+        change(drawn)
+    assert str(error.value) == message

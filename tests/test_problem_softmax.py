@@ -1,0 +1,144 @@
+"""Problems of the operation softmax: what they have, what they refuse, ids of their own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.mods.spec import Spec
+from attncheck.problem import SOFTMAX_DTYPES, Case, Problem
+
+SOFTMAX = Problem(operation="softmax", batch=2, heads=3, query=5, kv=7, dtype="fp32")
+
+problems = st.builds(
+    Problem,
+    operation=st.just("softmax"),
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 4),
+    query=st.integers(1, 200),
+    kv=st.integers(0, 200),
+    dtype=st.sampled_from(SOFTMAX_DTYPES),
+    distribution=st.sampled_from([name for name, d in DISTRIBUTIONS.items() if d.scores]),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+def test_fields():
+    assert (SOFTMAX.kv_heads, SOFTMAX.group) == (3, 1)
+    assert (SOFTMAX.head_dim, SOFTMAX.value_dim, SOFTMAX.scale) == (0, 0, 1.0)
+    assert (SOFTMAX.mask, SOFTMAX.score) == (Spec.of("full"), Spec.of("none"))
+    assert Problem(operation="softmax", query=9).kv == 9
+
+
+def test_words():
+    assert SOFTMAX.shape == "B2 H3 R5 C7"
+    assert str(SOFTMAX) == "fp32 softmax B2 H3 R5 C7 normal seed 0"
+
+
+@given(problems)
+def test_json_round_trip(problem):
+    data = problem.to_json()
+    assert data["operation"] == "softmax"
+    again = Problem.from_json(json.loads(json.dumps(data)))
+    assert again == problem
+    assert again.id == problem.id
+    case = Case(problem=problem)
+    assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+
+
+def test_ids_are_the_same_in_every_version():
+    assert SOFTMAX.id == "u3wrb5xkv7"
+
+
+def test_an_attention_is_not_named_and_may_be():
+    attention = Problem(query=8)
+    assert "operation" not in attention.to_json()
+    assert Problem.from_json(attention.to_json() | {"operation": "attention"}) == attention
+    assert attention.id != Problem(operation="softmax", query=8).id
+
+
+def test_what_says_the_same_is_the_same():
+    plain = Problem(operation="softmax", query=8)
+    for same in ({"head_dim": 0.0}, {"value_dim": False}, {"scale": 1}, {"scale": True}):
+        again = Problem.from_json({"operation": "softmax", "query": 8} | same)
+        assert again.to_json() == plain.to_json()
+        assert json.dumps(again.to_json()) == json.dumps(plain.to_json())
+
+
+def test_replaced_by_the_other_operation():
+    assert SOFTMAX.replace(operation="attention").head_dim == 64
+    with pytest.raises(ProblemError, match="head_dim=64 has no meaning for softmax"):
+        Problem(query=8).replace(operation="softmax")
+
+
+SIZE = "must be a whole number of at least 1."
+MEANINGLESS = "has no meaning for softmax."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_dim": 64}, f"head_dim=64 {MEANINGLESS}"),
+        ({"head_dim": "a"}, f"head_dim='a' {MEANINGLESS}"),
+        ({"head_dim": None}, f"head_dim=None {MEANINGLESS}"),
+        ({"value_dim": 1}, f"value_dim=1 {MEANINGLESS}"),
+        ({"value_dim": [1]}, f"value_dim=[1] {MEANINGLESS}"),
+        ({"scale": 0.5}, f"scale=0.5 {MEANINGLESS}"),
+        ({"scale": "1"}, f"scale='1' {MEANINGLESS}"),
+        ({"mask": {"name": "causal"}}, f"mask=causal {MEANINGLESS}"),
+        ({"score": {"name": "alibi"}}, f"score=alibi {MEANINGLESS}"),
+        ({"heads": 4, "kv_heads": 2}, f"kv_heads=2 {MEANINGLESS}"),
+        ({"query": 0}, f"query=0 {SIZE}"),
+        ({"kv": -1}, f"kv=-1 {SIZE}"),
+        ({"batch": 1.5}, f"batch=1.5 {SIZE}"),
+        ({"heads": "4"}, f"heads='4' {SIZE}"),
+        ({"seed": -1}, "seed=-1 must be from 0 to 2**63 − 1."),
+        ({"dtype": "tf32"}, "softmax has no dtype 'tf32': choose from fp32, fp16, bf16."),
+        ({"dtype": "e4m3"}, "softmax has no dtype 'e4m3': choose from fp32, fp16, bf16."),
+    ],
+)
+def test_bad_input_is_one_line(fields, message):
+    with pytest.raises(ProblemError) as error:
+        Problem.from_json({"operation": "softmax", "query": 8} | fields)
+    assert str(error.value) == message
+
+
+def test_a_distribution_without_scores_lists_the_others():
+    with pytest.raises(ProblemError) as error:
+        Problem(operation="softmax", query=8, distribution="ones_v")
+    able = ", ".join(name for name in DISTRIBUTIONS if name != "ones_v")
+    assert str(error.value) == (
+        f"distribution 'ones_v' has no scores for softmax: choose from {able}."
+    )
+
+
+@pytest.mark.parametrize("operation", ["softmin", "", None, [], 5])
+def test_an_unknown_operation_lists_the_known(operation):
+    with pytest.raises(UnknownName) as error:
+        Problem.from_json({"operation": operation, "query": 8})
+    assert str(error.value) == (
+        f"operation {operation!r} is not known: choose from attention, softmax."
+    )
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+
+
+@given(
+    st.sampled_from(sorted(SOFTMAX.to_json())),
+    values | st.lists(values, max_size=2) | st.dictionaries(st.text(max_size=4), values),
+)
+def test_any_json_gives_a_problem_or_one_line(field, value):
+    try:
+        problem = Problem.from_json({"operation": "softmax", "query": 8} | {field: value})
+    except UsageError as error:
+        lines = str(error).splitlines()
+    else:
+        lines = [str(problem)]
+        assert Problem.from_json(problem.to_json()) == problem
+    assert len(lines) == 1
