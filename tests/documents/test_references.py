@@ -140,6 +140,29 @@ def test_tables_name_everything_there_is():
     assert columns == ", ".join(shown)
 
 
+def test_the_table_of_examples_says_what_was_measured():
+    """Every mod of the examples, and for each world what the reports of a CPU and a GPU hold."""
+    from attncheck.mods.in_file import mods_in
+    from attncheck.source_files import import_file
+
+    answers = {}
+    for machine in ("cpu", "h200"):
+        records = json.loads(read(f"reports/{machine}/mods.json"))["records"]
+        answers[machine] = {record["name"]: record["answers"] for record in records}
+    table = rows("docs/mods.md", "mod of examples/mods.py")
+    names = [code_in(row[0])[0] for row in table]
+    assert names == list(mods_in(import_file(ROOT / "examples" / "mods.py", "the examples")))
+    assert set(names) == set(answers["cpu"]) == set(answers["h200"])
+    worlds = [("mpmath", "cpu"), ("triton-flash2", "cpu"), ("triton-flash2", "h200")]
+    worlds += [("flex", "cpu"), ("flex", "h200")]
+    for name, row in zip(names, table, strict=True):
+        said = row[3:]
+        assert said == [answers[machine][name][world]["status"] for world, machine in worlds]
+        for machine in answers:
+            both = [answers[machine][name][f"triton-flash{i}"]["status"] for i in (1, 2)]
+            assert both[0] == both[1], name
+
+
 def test_arguments_of_the_library_are_documented():
     from attncheck.mods.library import MASKS, SCORES
 
