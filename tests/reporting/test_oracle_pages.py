@@ -209,7 +209,9 @@ def test_another_format_is_refused():
         oracle_pages.render(SAMPLE, "csv")
 
 
-def test_a_stream_gets_the_same_table_and_no_colours():
+def test_a_stream_gets_the_same_table_and_no_colours(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     stream = io.StringIO()
     oracle_pages.show(SAMPLE, stream=stream)
     assert stream.getvalue() == oracle_pages.render(SAMPLE, "table")

@@ -9,8 +9,9 @@ import pytest
 from rich.cells import cell_len
 
 from attncheck.reporting import render, show
-from attncheck.reporting.as_table import PLAIN_WIDTH, as_table
+from attncheck.reporting.as_table import as_table
 from attncheck.reporting.content import _TF32, HOW_TO_READ
+from attncheck.reporting.screen import PLAIN_WIDTH
 
 
 @pytest.mark.parametrize("width", [80, 100])

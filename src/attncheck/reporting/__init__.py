@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-
 from attncheck.errors import UnknownName
+from attncheck.reporting import screen
 from attncheck.reporting.as_csv import as_csv
 from attncheck.reporting.as_json import as_json, load
 from attncheck.reporting.as_markdown import as_markdown
-from attncheck.reporting.as_table import PLAIN_WIDTH, as_table, print_table
+from attncheck.reporting.as_table import as_table, table_lines
 from attncheck.reporting.files import check_writable, write
 
 if TYPE_CHECKING:
@@ -43,10 +41,7 @@ def show(report: Report, fmt: str = "table", stream: TextIO | None = None) -> No
     """
     stream = stream or sys.stdout
     if fmt == "table":
-        asked = stream.isatty() or "COLUMNS" in os.environ
-        console = Console(file=stream, width=None if asked else PLAIN_WIDTH)
-        text = print_table(report, console)
+        text = screen.drawn(lambda width: table_lines(report, width), stream)
     else:
         text = render(report, fmt)
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, errors="replace").decode(encoding))
+    screen.put(text, stream)

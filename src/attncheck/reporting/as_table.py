@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
 from rich.text import Text
 
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
 from attncheck.reporting.inert import one_line, shortened
 from attncheck.reporting.rows import COLUMNS
+from attncheck.reporting.screen import PLAIN_WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,10 +21,7 @@ if TYPE_CHECKING:
     from attncheck.reporting.content import Content, Section
     from attncheck.reporting.rows import Row
 
-__all__ = ["PLAIN_WIDTH", "as_table", "print_table"]
-
-PLAIN_WIDTH = 120
-"""Columns where there is no terminal to ask."""
+__all__ = ["as_table", "table_lines"]
 
 _STYLES = {"plain": "", "dim": "dim", "notable": "yellow", "bad": "red"}
 _LONGEST_KERNEL = 28
@@ -37,16 +33,12 @@ _SPARED = ("at", "bias", "inputs", "time", "lse", "floor", "max", "environment")
 
 def as_table(report: Report, *, width: int = PLAIN_WIDTH) -> str:
     """``report`` as plain text of at most ``width`` columns."""
-    console = Console(file=io.StringIO(), color_system=None, force_terminal=False, width=width)
-    return print_table(report, console)
+    return "".join(f"{line.plain}\n" for line in table_lines(report, width))
 
 
-def print_table(report: Report, console: Console) -> str:
-    """``report`` as ``console`` would show it: its width, its colours if it has any."""
-    with console.capture() as capture:
-        text = Text("\n").join(_lines(content(report), console.width))
-        console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
-    return capture.get()
+def table_lines(report: Report, width: int) -> Iterator[Text]:
+    """``report`` line by line, at most ``width`` columns wide, with the colours it may have."""
+    yield from _lines(content(report), width)
 
 
 class _Grid:

@@ -36,7 +36,7 @@ class Flash2TransposedValues(Flash2):
     """
 
     name = "triton-flash2-vt"
-    summary = "the same in fp8, with V stored transposed"
+    summary = "triton-flash2 in fp8, V stored transposed"
 
     def concerns(self, problem: Problem) -> bool:
         """Whether there is fp8: 16-bit operands are multiplied in either order alike."""
@@ -54,7 +54,7 @@ class Flash2FastAccumulation(Flash2):
     """
 
     name = "triton-flash2-fastacc"
-    summary = "the same in fp8, with the tensor core's own accumulator (about 13 bits on Hopper)"
+    summary = "triton-flash2 in fp8, sums in the tensor core's own accumulator (13 bits on Hopper)"
     max_num_imprecise_acc = None
 
     def absent(self, device: str) -> str | None:
