@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -248,3 +249,20 @@ def test_what_does_not_fit_the_problem_is_refused(make, message):
 
 def qkv(drawn: Inputs) -> dict[str, torch.Tensor]:
     return {name: getattr(drawn, name) for name in ("q", "k", "v")}
+
+
+def test_tiny_numbers_have_the_smallest_normal_descale():
+    """A GPU may take a subnormal number for 0."""
+    exact = inputs.originals(Problem(query=2, head_dim=4, dtype="e4m3"))
+    tiny = exact.replace(q=torch.full_like(exact.q, 2.0**-140))
+    fp8 = inputs.rounded(tiny, Problem(query=2, head_dim=4, dtype="e4m3"))
+    assert fp8.descale.q.tolist() == [[2.0**-126]]
+    assert (fp8.q.double() == 0).all()  # 2^-14, half of e4m3's smallest number 2^-9, and less
+
+
+@pytest.mark.parametrize("number", [1e60, math.inf, math.nan])
+def test_numbers_beyond_every_descale_are_refused(number):
+    exact = inputs.originals(Problem(query=2, head_dim=4, dtype="e4m3"))
+    exact.k[0, 0, 1, 2] = number
+    with pytest.raises(ProblemError, match="the inputs are too large for e4m3: a descale is an"):
+        inputs.rounded(exact, Problem(query=2, head_dim=4, dtype="e4m3"))

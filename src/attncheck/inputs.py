@@ -15,7 +15,7 @@ import torch
 from attncheck import distributions
 from attncheck.distributions import Sizes
 from attncheck.errors import ProblemError
-from attncheck.formats import Format, round_to
+from attncheck.formats import FORMATS, Format, round_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,9 +149,11 @@ class Inputs:
 def draw(problem: Problem, device: str | torch.device = "cpu") -> Inputs:
     """Draw the Inputs of ``problem``, with the same bits on every machine and device.
 
-    Each float64 number of its distribution is rounded once, to nearest, ties to even; in fp8 after
-    it is divided by its descale, the fp32 number that brings the largest of its batch and key head
-    to the format's largest.
+    Each float64 number of its distribution is rounded once, to nearest, ties to even; in fp8 it is
+    the float64 quotient of the number and its descale, the fp32 number that brings the largest of
+    its batch and key head to the format's largest.
+
+    Raises ProblemError in fp8 where no fp32 descale is large enough, or a number is not finite.
     """
     return rounded(originals(problem), problem).to(device)
 
@@ -187,10 +189,17 @@ def _is_softmax(problem: Problem) -> bool:
 
 
 def _descale(values: torch.Tensor, kv_heads: int, fmt: Format) -> torch.Tensor:
-    """fp32 ``(batch, kv_heads)``: what brings the largest to ``fmt.max``; 1 where all are 0."""
+    """fp32 ``(batch, kv_heads)``: what brings the largest to ``fmt.max``; 1 where all are 0.
+
+    Never below fp32's smallest normal number, which a GPU may take for 0.
+    """
     largest = values.reshape(values.shape[0], kv_heads, -1).abs().amax(-1)
-    scale = (largest / fmt.max).float()
-    return torch.where(scale == 0, 1.0, scale)
+    # By a tensor: a GPU multiplies by the reciprocal of a Python number, and rounds twice.
+    scale = (largest / torch.tensor(fmt.max, dtype=largest.dtype, device=largest.device)).float()
+    if not bool(scale.isfinite().all()):
+        raise ProblemError(f"the inputs are too large for {fmt.name}: a descale is an fp32 number.")
+    smallest = 2.0 ** FORMATS["fp32"].min_exponent
+    return torch.where(largest == 0, 1.0, scale.clamp(min=smallest))
 
 
 def _sizes(problem: Problem) -> Sizes:

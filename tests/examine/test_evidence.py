@@ -9,7 +9,7 @@ import torch
 
 from attncheck.distributions import DISTRIBUTIONS
 from attncheck.examine.evidence import Evidence
-from attncheck.inputs import draw
+from attncheck.inputs import Inputs, draw
 from attncheck.mods.spec import Spec
 from attncheck.problem import Case, Problem
 
@@ -47,13 +47,25 @@ def rms(difference: torch.Tensor) -> float:
     return float((difference**2).mean().sqrt())
 
 
-def resolution(problem: Problem) -> float:
-    """How far two float64 evaluations of it may lie apart, relative to the largest number.
+def resolution(keys: int, score_units: float, largest: float) -> float:
+    """How far two float64 evaluations of one out may lie apart.
 
-    Sums of head_dim and kv terms, twice (two ways to add), in units of 2^-53; each of an error of
-    one unit in a score of up to |score| moves its weight by as much.
+    Args:
+        keys: A row's: the sums of weights and of products have as many terms.
+        score_units: By how many units of 2^-53 a score may be off; its weight is off by as much.
+        largest: The largest value that is averaged.
+
+    To the scores' units, of score and maximum, come exp (2), two sums and a quotient, twice.
     """
-    return 2 * (problem.head_dim + problem.kv + 8) * 64 * 2.0**-53
+    return 2 * (2 * score_units + 2 + 2 * keys + 1) * 2.0**-53 * largest
+
+
+def attention_resolution(problem: Problem, drawn: Inputs) -> float:
+    """A score is head_dim products, their sum and a factor: off by that of scale · Σ|q||k|."""
+    q, k = (x.abs().amax((1, 2)) for x in (drawn.q, drawn.k))
+    largest_score = float(problem.scale * (q * k).sum(-1).max())
+    units = (problem.head_dim + 2) * largest_score
+    return resolution(problem.kv, units, float(drawn.v.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -64,8 +76,9 @@ def test_input_rmse_is_the_distance_of_two_exact_results(dtype, mask):
     expected = rms(exact(*stored.promoted(), problem) - exact(drawn.q, drawn.k, drawn.v, problem))
     found = evidence(problem).input_rmse
     assert expected > 0
-    assert abs(found - expected) <= resolution(problem)
-    assert resolution(problem) < expected / 1000  # the comparison says something
+    allowed = attention_resolution(problem, drawn)
+    assert abs(found - expected) <= allowed
+    assert allowed < expected / 1000  # the comparison says something
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -73,8 +86,10 @@ def test_input_rmse_of_a_softmax(dtype):
     problem = softmax(dtype=dtype, distribution="large_logits")
     stored, drawn = draw(problem), draw(problem.replace(dtype="fp64"))
     difference = torch.softmax(stored.x.double(), -1) - torch.softmax(drawn.x, -1)
-    assert abs(evidence(problem).input_rmse - rms(difference)) <= resolution(problem)
-    assert resolution(problem) < rms(difference) / 1000
+    # The scores are given; their difference from the maximum is rounded.
+    allowed = resolution(problem.kv, float(2 * drawn.x.abs().max()), 1.0)
+    assert abs(evidence(problem).input_rmse - rms(difference)) <= allowed
+    assert allowed < rms(difference) / 1000
 
 
 def test_coarser_inputs_cost_more():

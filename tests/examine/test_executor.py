@@ -13,6 +13,7 @@ from attncheck.examine.executor import Execution, Failure, InProcess
 from attncheck.outputs import Outputs
 from attncheck.problem import Problem
 from attncheck.subjects.contract import Subject
+from attncheck.subjects.ideal import Ideal
 
 ATTENTION = Problem(heads=4, kv_heads=2, query=5, kv=7, head_dim=8, value_dim=3, dtype="fp16")
 SOFTMAX = Problem(operation="softmax", heads=2, query=5, kv=7, dtype="fp16")
@@ -215,3 +216,26 @@ def test_what_broke_its_contract_is_not_timed():
     calls = []
     assert isinstance(run(Kernel(calls.append, columns=99), timed=True), Failure)
     assert len(calls) == 1
+
+
+def test_outputs_are_those_of_the_first_call_though_memory_is_used_anew():
+    class Reuses(Ideal):
+        name = "reuses"
+
+        def prepare(self, inputs):
+            first = Ideal.prepare(self, inputs)()
+            calls = iter([None])
+
+            def call():
+                if next(calls, "further") == "further":
+                    first.out.zero_()
+                    first.lse.zero_()
+                return first
+
+            return call
+
+    inputs = inputs_room.draw(Problem(query=8, head_dim=8))
+    result = InProcess().run(Reuses(), inputs, timed=True)
+    expected = Ideal().run(inputs)
+    assert torch.equal(result.outputs.out, expected.out)
+    assert torch.equal(result.outputs.lse, expected.lse)

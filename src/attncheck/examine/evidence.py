@@ -36,7 +36,7 @@ class Evidence:
         self._ideal_rmse: dict[Tiling, float] = {}
 
     def establish(self) -> None:
-        """Compute all that kernels share now, so that nothing a kernel does can change it."""
+        """Compute inputs, truth and floor now, so that nothing a kernel does can change them."""
         _ = self.inputs, self.truth, self.floor_rmse, self.input_rmse
         self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
 

@@ -110,6 +110,7 @@ class InProcess:
             outputs = call()
             _synchronize(device)
             broken = _contract(outputs, inputs)
+            outputs = outputs if broken else _kept(outputs)  # further calls may use them anew
             seconds = _median_seconds(call, device) if timed and not broken else None
             tiling = subject.tiling(inputs.problem, device.type)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code may raise anything
@@ -118,6 +119,12 @@ class InProcess:
         if broken:
             return Failure(kind="contract", message=broken)
         return Execution(outputs=outputs, seconds=seconds, tiling=tiling)
+
+
+def _kept(outputs: Outputs) -> Outputs:
+    """The same numbers in memory of their own."""
+    lse = outputs.lse
+    return Outputs(outputs.out.clone(), None if lse is None else lse.clone())
 
 
 def out_of_memory(error: Exception) -> bool:
