@@ -14,13 +14,13 @@ SCHEMA = 1
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The largest error among numbers that are finite, as multiples of a unit of their own.
+    """The largest error among those that are finite, as multiples of a unit of their own.
 
     Attributes:
-        units: Largest |error| ÷ unit; None where no number was compared.
+        units: Largest |error| ÷ unit, at most the largest float; None where no number was compared.
         at: Where; None where no number was compared.
-        compared: Numbers that are finite on both sides.
-        nonfinite: Numbers that are NaN or infinite where the exact one is finite.
+        compared: Numbers that are finite, as are the exact one and the unit.
+        nonfinite: The others, of rows that see a key.
     """
 
     units: float | None
@@ -34,7 +34,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         total: How many there are.
-        nonfinite: Those where LSE or an element of out is NaN or infinite, the exact one finite.
+        nonfinite: Those where LSE or an element of out, or the exact one, is NaN or infinite.
         overflowed: Of those, where the sum of exponentials or a product with it is infinite.
         vanished: Of those, where the sum of exponentials is 0, and out 0/0.
         dead_wrong: Rows that see no key, and whose out is not exactly 0 or whose LSE is not −∞.
@@ -78,8 +78,11 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         case_id: The Case.
         variant, distribution: As in its OracleRecords.
         oracles: Which recurrences.
-        log10: Decimal logarithm of the largest distance from the reference: of out relative to
-            Σ_j p_j |v_j| (p_j for softmax), of LSE to max(1, |LSE|). None where all are equal.
+        log10: Decimal logarithm of the largest finite distance from the reference: of out relative
+            to Σ_j p_j |v_j| (p_j for softmax), of LSE to max(1, |LSE|). None where there is none.
+        infinite: Numbers, over all recurrences, whose distance is not finite: either is NaN or
+            infinite and not the very same, or they differ where what they are relative to is 0.
+        furthest: The recurrence with the largest distance; None where all are equal.
     """
 
     case_id: str
@@ -87,6 +90,12 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     distribution: str
     oracles: tuple[str, ...]
     log10: float | None
+    infinite: int = 0
+    furthest: str | None = None
+
+    def holds(self, digits: int) -> bool:
+        """Whether every distance is at most 10^-digits."""
+        return not self.infinite and (self.log10 is None or self.log10 <= -digits)
 
 
 class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +108,7 @@ class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         mpmath: Version of mpmath.
         backend: What multiplies its whole numbers: ``gmpy2 2.1.5``, or ``python``.
         digits: Decimal digits of the exact side.
+        must_agree: To how many digits the recurrences must agree there.
         reference: Name of the recurrence that is the exact result: the safe softmax, dense.
         may_overflow: Oracles that cannot be finite everywhere, by their definition.
         oracles: Name of each float64 oracle → what it is, in a line.
@@ -112,6 +122,7 @@ class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mpmath: str
     backend: str
     digits: int
+    must_agree: int
     reference: str
     may_overflow: tuple[str, ...]
     oracles: dict[str, str]

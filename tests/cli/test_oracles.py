@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from attncheck.errors import UsageError
+from attncheck.examine.oracle_survey import survey
 from attncheck.reporting import oracle_pages
 
 PROMISED = 1e-13 * 2.0**53  # units; what the manual says of ordinary inputs
@@ -51,7 +53,8 @@ def test_every_oracle_is_measured_on_every_variant(tiny):
         "softmax": attention[:3],
     }
     assert list(report.oracles) == attention
-    assert (report.digits, report.reference, report.may_overflow) == (50, "safe", ("naive",))
+    assert (report.digits, report.must_agree) == (50, 40)
+    assert (report.reference, report.may_overflow) == ("safe", ("naive",))
     assert (report.mpmath, report.backend) != ("", "")
 
 
@@ -61,7 +64,7 @@ def test_all_oracles_are_near_and_agree_to_forty_digits(tiny):
         if record.oracle != "naive":
             assert record.out.units < PROMISED, record
             assert record.rows.nonfinite == 0
-    assert all(a.log10 is None or a.log10 < -40 for a in report.agreements)
+    assert all(agreement.holds(40) for agreement in report.agreements)
 
 
 def test_where_the_naive_softmax_overflows_is_shown(tiny):
@@ -127,6 +130,101 @@ def test_a_planted_fault_shows(tmp_path, fault, code, says):
     if not code:  # a billionth is millions of units, and nothing else moves
         assert units["flash2"] > PROMISED
     assert all(value < PROMISED for name, value in units.items() if name != "flash2")
+
+
+PLANTED_IN_MANY_DIGITS = """
+import sys
+from attncheck import oracles
+from attncheck.cli import main
+
+def planted(numbers, inputs, recurrence=oracles.RECURRENCES[{name!r}]):
+    result, mp = recurrence(numbers, inputs), numbers.context
+    {fault}
+    return result
+
+oracles.RECURRENCES[{name!r}] = planted
+sys.argv = ["attncheck", "oracles", *sys.argv[1:]]
+main()
+"""
+WINDOWED = ("--shape", "1x2/1x5/3x4", "--variant", "sliding_window", "--distribution", "normal")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "code", "says"),
+    [
+        ("flash2", "pass", 0, ""),
+        ("flash2", "result.out[0, 1, 2, 3] *= 1 + mp.mpf(10) ** -42", 0, ""),
+        (
+            "flash2",
+            "result.out[0, 1, 2, 3] *= 1 + mp.mpf(10) ** -30",
+            1,
+            "in 50 digits flash2 and safe agree to fewer than 40",
+        ),
+        (
+            "flash2",
+            "result.out[0, 1, 2, 3] = mp.nan",
+            1,
+            "1 number is infinitely far from safe's: flash2's",
+        ),
+        # Rows 3 and 4 see none of the three keys.
+        (
+            "flash2",
+            "result.lse[0, 0, 4] = mp.one",
+            1,
+            "1 number is infinitely far from safe's: flash2's",
+        ),
+        (
+            "flash1",
+            "result.lse[0, 0, 1] = mp.ninf",
+            1,
+            "1 number is infinitely far from safe's: flash1's",
+        ),
+        (
+            "flash1",
+            "result.out[0, 0, 4, 1] = mp.one",
+            1,
+            "1 number is infinitely far from safe's: flash1's",
+        ),
+        ("safe", "result.out[0, 1, 2, 3] = mp.nan", 1, "streaming is not finite in 1 of 6 rows"),
+        ("safe", "result.lse[0, 0, 4] = mp.one", 1, "4 numbers are infinitely far"),
+    ],
+)
+def test_a_fault_planted_in_many_digits_shows(tmp_path, name, fault, code, says):
+    program = PLANTED_IN_MANY_DIGITS.format(name=name, fault=fault)
+    run = subprocess.run(
+        [sys.executable, "-c", program, *WINDOWED, "-q", "--out", "here"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stderr) == (code, "")
+    assert says in run.stdout
+    report = oracle_pages.load((tmp_path / "here" / "oracles.json").read_text())
+    assert [a.holds(report.must_agree) for a in report.agreements] == [not code]
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "nonsense"])
+@pytest.mark.parametrize("variants", [("softmax",), ("full", "softmax")])
+def test_a_named_variant_that_does_not_exist_is_refused(tmp_path, dtype, variants):
+    """Whatever else is asked for: nothing would be measured of it."""
+    named = [word for variant in variants for word in ("--variant", variant)]
+    run = attncheck(*named, "--dtype", dtype, "--shape", "1x1x2x2", "-q", cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert f"dtype {dtype!r}" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_by_default_what_does_not_exist_is_left_out(tmp_path):
+    given = ("--dtype", "e4m3", "--shape", "1x1x2x2", "--distribution", "normal", "-q")
+    run = attncheck(*given, "--format", "json", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    report = oracle_pages.load(run.stdout)
+    assert {record.variant for record in report.records} == {"full", "causal", "sharp"}
+
+
+def test_no_problem_is_no_report():
+    with pytest.raises(UsageError, match="nothing can be measured"):
+        survey([], digits=50, command="")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 
 import mpmath
 import numpy as np
@@ -112,6 +114,15 @@ def test_rows_that_are_not_finite_are_told_apart(lse_value, out_value, counts):
     assert record.out.compared + record.out.nonfinite == 12
 
 
+def test_a_distance_beyond_the_largest_float_stays_a_number():
+    """JSON has no ∞: it would come back as no number compared."""
+    spread = SPREAD * MP.mpf(10) ** -400
+    given = {"wrong": Outputs(torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3))}
+    (record,) = distances(CASE, "full", given, EXACT, spread)
+    assert record.out.units == sys.float_info.max
+    assert (record.out.compared, record.out.nonfinite) == (12, 0)
+
+
 def test_nothing_finite_has_no_distance():
     record = measured(lambda out, lse: (out * math.nan, lse))
     assert (record.out.units, record.out.at, record.out.compared) == (None, None, 0)
@@ -134,6 +145,41 @@ def test_a_row_without_keys_must_be_zero_and_minus_infinity():
     assert record.rows.dead_wrong == 0
 
 
+def planted(part, at, value):
+    """The exact result and Σ p|v| with one number replaced."""
+    parts = {"out": EXACT.out.copy(), "lse": EXACT.lse.copy(), "spread": SPREAD.copy()}
+    parts[part][at] = value
+    return Result(parts["out"], parts["lse"]), parts["spread"]
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *itertools.product(["out", "spread"], [MP.nan, MP.inf, MP.ninf]),
+        *itertools.product(["lse"], [MP.nan, MP.inf]),  # −∞: a row that sees no key
+    ],
+    ids=str,
+)
+def test_an_exact_side_that_is_not_finite_is_counted(part, value):
+    exact, spread = planted(part, (0, 1, 2, 0), value)
+    given = {"dense": oracles.dense(inputs.draw(CASE.problem))}
+    (record,) = distances(CASE, "full", given, exact, spread)
+    assert (record.rows.total, record.rows.nonfinite) == (6, 1)
+    assert record.out.nonfinite == (part != "lse")
+    assert record.lse.nonfinite == (part == "lse")
+    assert record.out.compared + record.out.nonfinite == 12
+    assert record.lse.compared + record.lse.nonfinite == 6
+    assert 0 < record.out.units < 50
+
+
+def test_nothing_exact_that_is_finite_has_no_distance():
+    nothing = Result(EXACT.out * MP.nan, EXACT.lse * MP.nan)
+    given = {"dense": oracles.dense(inputs.draw(CASE.problem))}
+    (record,) = distances(CASE, "full", given, nothing, SPREAD * MP.nan)
+    assert (record.out.units, record.out.at, record.out.compared) == (None, None, 0)
+    assert (record.out.nonfinite, record.lse.nonfinite, record.rows.nonfinite) == (12, 6, 6)
+
+
 @pytest.mark.parametrize("exponent", [-45, -400])
 def test_agreement_is_told_by_its_exponent(exponent):
     """Also where it is far below the smallest float."""
@@ -146,7 +192,12 @@ def test_agreement_is_told_by_its_exponent(exponent):
     found = agreement(CASE, "full", {"naive": same, "online": other}, same, SPREAD)
     assert found.log10 == pytest.approx(exponent, abs=1e-6)
     assert found.oracles == ("naive", "online")
-    assert agreement(CASE, "full", {"naive": same}, same, SPREAD).log10 is None
+    assert (found.infinite, found.furthest) == (0, "online")
+    assert found.holds(-exponent - 1)
+    assert not found.holds(-exponent + 1)
+    equal = agreement(CASE, "full", {"naive": same}, same, SPREAD)
+    assert (equal.log10, equal.infinite, equal.furthest) == (None, 0, None)
+    assert equal.holds(500)
 
 
 def test_agreement_counts_lse_too():
@@ -154,3 +205,55 @@ def test_agreement_counts_lse_too():
     lse[0, 0, 0] += MP.mpf(10) ** -30 * max(1, abs(lse[0, 0, 0, 0]))
     found = agreement(CASE, "full", {"online": Result(EXACT.out, lse)}, EXACT, SPREAD)
     assert found.log10 == pytest.approx(-30, abs=1e-6)
+
+
+LAST = (0, 1, 2, -1)
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), LAST], ids=["first", "last"])
+@pytest.mark.parametrize("value", [MP.nan, MP.inf, MP.ninf], ids=str)
+@pytest.mark.parametrize("part", ["out", "lse"])
+def test_what_is_not_finite_is_infinitely_far(part, value, at):
+    """Wherever it stands, on either side, beside numbers that are a rounding away."""
+    near = Result(EXACT.out * (1 + MP.mpf(10) ** -55), EXACT.lse)
+    fault, _ = planted(part, at, value)
+    for others, exact, furthest in (
+        ({"online": near, "flash2": fault, "flash1": EXACT}, EXACT, "flash2"),
+        ({"online": near, "flash2": EXACT}, fault, "online"),
+    ):
+        found = agreement(CASE, "full", others, exact, SPREAD)
+        assert found.infinite == (1 if exact is EXACT else 2)
+        assert found.furthest == furthest
+        assert found.log10 == pytest.approx(-55, abs=1) or exact is not EXACT
+        assert not found.holds(0)
+
+
+def test_nan_on_both_sides_is_no_agreement():
+    fault, _ = planted("out", LAST, MP.nan)
+    assert agreement(CASE, "full", {"flash2": fault}, fault, SPREAD).infinite == 1
+
+
+def test_a_row_without_keys_is_compared():
+    """Its exact out and spread are 0, its LSE −∞; the same there is no difference."""
+    out, lse, spread = EXACT.out.copy(), EXACT.lse.copy(), SPREAD.copy()
+    out[0, 0, 1], lse[0, 0, 1], spread[0, 0, 1] = MP.zero, MP.ninf, MP.zero
+    dead = Result(out, lse)
+    assert agreement(CASE, "full", {"flash2": dead}, dead, spread).holds(1000)
+
+    alive = Result(out, lse.copy())
+    alive.lse[0, 0, 1] = MP.mpf("0.5")
+    found = agreement(CASE, "full", {"flash2": alive}, dead, spread)
+    assert (found.log10, found.infinite, found.furthest) == (None, 1, "flash2")
+    assert agreement(CASE, "full", {"flash2": dead}, alive, spread).infinite == 1
+
+    wrong = Result(out.copy(), lse)
+    wrong.out[0, 0, 1, 0] = MP.mpf(10) ** -100
+    found = agreement(CASE, "full", {"flash2": wrong}, dead, spread)
+    assert (found.log10, found.infinite) == (None, 1)
+    assert not found.holds(0)
+
+
+def test_a_distance_relative_to_infinity_is_none():
+    _, spread = planted("spread", LAST, MP.inf)
+    other, _ = planted("out", LAST, MP.mpf(7))
+    assert agreement(CASE, "full", {"flash2": other}, EXACT, spread).infinite == 1

@@ -91,12 +91,12 @@ class Allowance:
         assert other.lse is not None
         found = []
         unit = sides * UNIT
-        if not bool(((one.out - other.out).abs() <= unit * self.out * self.spread).all()):
+        if not bool(_within((one.out - other.out).abs(), unit * self.out * self.spread).all()):
             worst = ((one.out - other.out).abs() / self.spread / UNIT).max().item()
             found.append(f"out: {worst:.1f} units, allowed {sides * self.out:.1f}")
         same = one.lse == other.lse
         allowed = unit * (self.weight + self.kv + 2 + 2 * other.lse.abs())
-        if not bool((same | ((one.lse - other.lse).abs() <= allowed)).all()):
+        if not bool((same | _within((one.lse - other.lse).abs(), allowed)).all()):
             found.append(f"lse: {(one.lse - other.lse).abs().max().item() / UNIT:.1f} units")
         return found
 
@@ -114,8 +114,13 @@ class Allowance:
             f"{name}: {mp.context.nstr(abs(x - y), 5)}, allowed {mp.context.nstr(unit * units, 5)}"
             for name, (mine, yours, allowed) in parts.items()
             for x, y, units in zip(mine.flat, yours.flat, allowed, strict=True)
-            if x != y and not abs(x - y) <= unit * units
+            if x != y and not abs(x - y) <= unit * units < math.inf
         ]
+
+
+def _within(differences: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Not where ``allowed`` is ∞, as it is around an LSE of −∞: everything would be within it."""
+    return (differences <= allowed) & allowed.isfinite()
 
 
 def _scores(inputs: Inputs) -> tuple[float, float]:
@@ -137,11 +142,14 @@ def _scores(inputs: Inputs) -> tuple[float, float]:
 def _relative_distance(
     mp: Mp, inputs: Inputs, one: Result[ManyDigits], other: Result[ManyDigits]
 ) -> float:
-    """log10 of the largest difference: of out relative to Σ p|v|, of LSE to max(1, |LSE|)."""
+    """log10 of the largest difference: of out relative to Σ p|v|, of LSE to max(1, |LSE|).
+
+    ∞ where a difference is not finite, or not 0 where what it is relative to is.
+    """
     spread = mp.exact(Allowance.of(inputs).spread)
     sizes = np.array([max(1, abs(lse)) for lse in other.lse.flat], dtype=object)
     differences = [
-        abs(x - y) / size
+        abs(x - y) / size if size and abs(x - y) < math.inf and size < math.inf else math.inf
         for mine, yours, unit in ((one.out, other.out, spread), (one.lse, other.lse, sizes))
         for x, y, size in zip(mine.flat, yours.flat, unit.flat, strict=True)
         if x != y

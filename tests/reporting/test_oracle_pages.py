@@ -55,7 +55,7 @@ def naive(distribution="large_logits", **rows):
     )
 
 
-def report(*records, log10=-51.3):
+def report(*records, log10=-51.3, **apart):
     cases = {r.case_id: r for r in records}
     return OracleReport(
         command="attncheck oracles --digits 50",
@@ -65,6 +65,7 @@ def report(*records, log10=-51.3):
         mpmath="1.3.0",
         backend="python",
         digits=50,
+        must_agree=40,
         reference="safe",
         may_overflow=("naive",),
         oracles={"naive": "n", "safe": "s"},
@@ -76,6 +77,7 @@ def report(*records, log10=-51.3):
                 distribution=r.distribution,
                 oracles=("naive", "online"),
                 log10=log10,
+                **apart,
             )
             for case_id, r in cases.items()
         ),
@@ -160,6 +162,35 @@ def test_nan_of_no_known_cause_and_wrong_dead_rows_are_said():
 def test_all_equal_at_many_digits_is_a_zero():
     text = oracle_pages.render(report(record(), log10=None), "table")
     assert text.splitlines()[5].split() == ["normal", "1.23", "0"]
+
+
+@pytest.mark.parametrize(
+    ("apart", "cell", "remark"),
+    [
+        (
+            {"log10": -39.9, "furthest": "online"},
+            "1e-39",
+            "in 50 digits online and safe agree to fewer than 40",
+        ),
+        (
+            {"log10": -51.3, "infinite": 3, "furthest": "online"},
+            "infinite",
+            "in 50 digits 3 numbers are infinitely far from safe's: online's among them",
+        ),
+        (
+            {"log10": None, "infinite": 1, "furthest": "naive"},
+            "infinite",
+            "in 50 digits 1 number is infinitely far from safe's: naive's",
+        ),
+    ],
+)
+def test_recurrences_that_disagree_are_named(apart, cell, remark):
+    found = report(record(), **apart)
+    lines = oracle_pages.render(found, "table").splitlines()
+    assert lines[5].split() == ["normal", "1.23", cell]
+    assert lines[6].strip() == f"└ {remark}"
+    assert remark in oracle_pages.render(found, "md")
+    assert oracle_pages.load(oracle_pages.render(found, "json")) == found
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -92,13 +91,14 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     fmt: str,
     directory: str | None,
     quiet: bool,
-) -> None:
+) -> int:
     """Measure each fp64 oracle's distance from the exact result, computed in many digits.
 
     The oracles are the naive, safe and online softmax, both FlashAttention recurrences, and the
     one that kernels are compared with. The naive one overflows where its definition must.
 
-    Exit code 1 when another than the naive one is not finite where the exact result is.
+    Exit code 1 when another than the naive one is not finite where the exact result is, or when the
+    recurrences, all run in so many digits, agree to fewer than all but ten of them.
     """
     from attncheck.cli.progress import progress
     from attncheck.errors import UnknownName
@@ -128,15 +128,16 @@ def oracles(  # noqa: PLR0913  # one parameter per option
             files.write_texts(texts, directory)
     with standard_output():
         oracle_pages.show(report, fmt)
-    sys.exit(_exit_code(report))
+    return _exit_code(report)
 
 
 def _exit_code(report: OracleReport) -> int:
-    """1 where one that must not is not finite, or wrong in a row that sees no key."""
+    """1 where one that must not is not finite, wrong in a row without keys, or they disagree."""
     faults = [
         record
         for record in report.records
         if (record.rows.nonfinite and record.oracle not in report.may_overflow)
         or record.rows.dead_wrong
     ]
-    return FAILED if faults else 0
+    agreed = all(agreement.holds(report.must_agree) for agreement in report.agreements)
+    return FAILED if faults or not agreed else 0

@@ -1,11 +1,15 @@
 """How far is each float64 oracle from the same definition in many digits?
 
 Every difference is taken between numbers of many digits, and only then becomes a float: nothing is
-lost of an error that is far below the number.
+lost of an error that is far below the number. A difference that is no finite number is counted and
+never compared: NaN is not above anything.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +51,7 @@ def distances(
             error of a rounding is relative to.
     """
     exact_lse = exact.lse[..., 0]
+    known = _are_finite(exact.out).all(axis=-1) & _are_finite(spread).all(axis=-1)
     alive = np.frompyfunc(lambda x: x != x.context.ninf, 1, 1)(exact_lse).astype(bool)
     records = []
     for name, outputs in given.items():
@@ -61,7 +66,7 @@ def distances(
                 oracle=name,
                 out=_distance(out, exact.out, spread, alive[..., None]),
                 lse=_distance(lse, exact_lse, _sizes(exact_lse), alive),
-                rows=_rows(out, lse, alive),
+                rows=_rows(out, lse, alive, known & _are_finite(exact_lse)),
             )
         )
     return records
@@ -83,22 +88,24 @@ def agreement(
         exact: What the reference gives.
         spread: As for ``distances``.
     """
-    largest = [
-        value
-        for other in others.values()
+    found = [
+        (value, name)
+        for name, other in others.items()
         for mine, yours, unit in (
             (other.out, exact.out, spread),
             (other.lse, exact.lse, _sizes(exact.lse)),
         )
         for value in _apart(mine, yours, unit)
     ]
-    worst = max(largest, default=0)
+    finite = [value for value, _ in found if value != math.inf]
     return Agreement(
         case_id=case.id,
         variant=variant,
         distribution=case.problem.distribution,
         oracles=tuple(others),
-        log10=_log10(worst) if worst else None,
+        log10=_log10(max(finite)) if finite else None,
+        infinite=len(found) - len(finite),
+        furthest=max(found, key=itemgetter(0))[1] if found else None,
     )
 
 
@@ -107,11 +114,12 @@ def _distance(
 ) -> Distance:
     """The largest |value − exact| ÷ (2^-53 · size) over the rows that are ``alive``."""
     asked = np.broadcast_to(alive, values.shape)
-    finite = asked & np.isfinite(values)
+    finite = asked & np.isfinite(values) & _are_finite(exact) & _are_finite(sizes)
     worst, at = -1.0, None
     for index in zip(*np.nonzero(finite), strict=True):
         size = max(sizes[index], _SMALLEST_NORMAL)
         units = float(abs(exact[index] - float(values[index])) / size / _HALF_ULP)
+        units = min(units, sys.float_info.max)  # JSON has no ∞
         if units > worst:
             worst, at = units, index
     compared = int(finite.sum())
@@ -123,8 +131,14 @@ def _distance(
     )
 
 
-def _rows(out: NDArray[np.float64], lse: NDArray[np.float64], alive: NDArray[np.bool_]) -> Rows:
-    broken = alive & ~(np.isfinite(out).all(axis=-1) & np.isfinite(lse))
+def _rows(
+    out: NDArray[np.float64],
+    lse: NDArray[np.float64],
+    alive: NDArray[np.bool_],
+    known: NDArray[np.bool_],
+) -> Rows:
+    """``known``: the rows whose exact result is finite."""
+    broken = alive & ~(known & np.isfinite(out).all(axis=-1) & np.isfinite(lse))
     # A sum of exponentials that is 0, without a row that sees no key: 0/0.
     vanished = broken & np.isneginf(lse)
     overflowed = broken & ~vanished & (np.isposinf(lse) | np.isinf(out).any(axis=-1))
@@ -147,11 +161,21 @@ def _sizes(lse: ManyDigits) -> ManyDigits:
 
 
 def _apart(one: ManyDigits, other: ManyDigits, sizes: ManyDigits) -> Iterator[Any]:
-    """|one − other| ÷ size, wherever they are not the same number."""
+    """|one − other| ÷ size, or ∞ where that is no number, wherever they are not the same."""
     numbers = (array.ravel().tolist() for array in (one, other, sizes))
     for mine, yours, size in zip(*numbers, strict=True):
-        if mine != yours:
-            yield abs(mine - yours) / size
+        if mine != yours:  # as NaN is not the same as NaN
+            difference = abs(mine - yours)
+            sound = size != 0 and _is_finite(size) and _is_finite(difference)
+            yield difference / size if sound else math.inf
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(abs(value) < math.inf)
+
+
+def _are_finite(values: ManyDigits) -> NDArray[np.bool_]:
+    return np.asarray(np.frompyfunc(_is_finite, 1, 1)(values)).astype(bool)
 
 
 def _log10(value: Any) -> float:

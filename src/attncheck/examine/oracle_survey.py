@@ -24,10 +24,20 @@ if TYPE_CHECKING:
     from attncheck.oracles.result import Recurrence, Result
     from attncheck.problem import Problem
 
-__all__ = ["MOST_PRODUCTS", "ORACLES", "survey"]
+__all__ = ["DIGITS_LOST", "MOST_PRODUCTS", "ORACLES", "survey"]
 
 MOST_PRODUCTS = 2**23
 """Multiplications of one Problem: a recurrence in 50 digits then takes some seconds."""
+
+DIGITS_LOST = 10
+"""To how many digits fewer than computed with the recurrences must agree: 40 of 50.
+
+Two evaluations are at most 4·(5 kv + 19 max|score|) roundings of 10^-digits apart, to first order:
+a row's additions and rescales, at most five a key, and exponentials of scores that were rounded
+(the product, the scale, three of a score mod, the change of base, score − maximum and the chain of
+its rescales), above and below the division, in either. ``MOST_PRODUCTS`` keeps 20 kv below 2·10^8,
+the plan's variants and distributions keep scores below 10^6: no rounding comes near 10^10.
+"""
 
 ORACLES = {
     "naive": "exp(x) / Σ exp(x), nothing subtracted",
@@ -56,8 +66,10 @@ def survey(
         done: Called with a word on each Problem as it is done.
 
     Raises:
-        UsageError: for a Problem that would take hours.
+        UsageError: for a Problem that would take hours, or no Problem at all.
     """
+    if not problems:
+        raise UsageError("no problem was named: nothing can be measured, name at least one.")
     for _, problem in problems:
         _check_size(problem)
     records: list[OracleRecord] = []
@@ -74,6 +86,7 @@ def survey(
         mpmath=metadata.version("mpmath"),
         backend=_backend(),
         digits=digits,
+        must_agree=digits - DIGITS_LOST,
         reference=oracles.REFERENCE,
         may_overflow=tuple(sorted(oracles.MAY_OVERFLOW)),
         oracles={name: summary for name, summary in ORACLES.items() if name in asked},

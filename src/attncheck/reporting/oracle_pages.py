@@ -123,8 +123,7 @@ def _below(report: OracleReport) -> Iterator[str]:
 
 
 def _sheets(report: OracleReport) -> Iterator[Sheet]:
-    agreements = {a.case_id: _agreement(a) for a in report.agreements}
-    nothing = Cell(figures.NOTHING, "dim")
+    agreements = {a.case_id: a for a in report.agreements}
     for title, cases in _grouped(report).items():
         units = _UNITS_OF_SOFTMAX if title.startswith("softmax ") else _UNITS
         for what, unit in units.items():
@@ -132,8 +131,10 @@ def _sheets(report: OracleReport) -> Iterator[Sheet]:
             last = [f"{report.digits} digits"] if what == "out" else []
             sheet = Sheet(f"{title} · {unit}", ("distribution", *names, *last))
             for case_id, records in cases.items():
-                agreement = [agreements.get(case_id, nothing)] if last else []
-                sheet.lines.append(_line(what, records, agreement))
+                line = _line(what, records)
+                if last:
+                    line = _with_agreement(line, records, agreements.get(case_id), report)
+                sheet.lines.append(line)
             yield sheet
 
 
@@ -153,11 +154,23 @@ def _asked(record: OracleRecord) -> str:
     return " · ".join([problem.dtype, problem.shape, *heads, f"seed {problem.seed}"])
 
 
-def _line(what: str, records: list[OracleRecord], agreement: list[Cell]) -> Line:
-    cells = [Cell(records[0].distribution)]
-    cells += [_cell(r.out if what == "out" else r.lse, r.rows) for r in records]
-    remarks = [_remark(record) for record in records if agreement and _broken(record.rows)]
-    return Line((*cells, *agreement), tuple(remarks))
+def _line(what: str, records: list[OracleRecord]) -> Line:
+    cells = [_cell(r.out if what == "out" else r.lse, r.rows) for r in records]
+    return Line((Cell(records[0].distribution), *cells))
+
+
+def _with_agreement(
+    line: Line, records: list[OracleRecord], agreement: Agreement | None, report: OracleReport
+) -> Line:
+    """``line`` with its last column, and everything that is remarked on the Case."""
+    remarks = [_remark(record) for record in records if _broken(record.rows)]
+    if agreement is None:
+        return Line((*line.cells, Cell(figures.NOTHING, "dim")), tuple(remarks))
+    holds = agreement.holds(report.must_agree)
+    if not holds:
+        remarks.append(_disagreement(agreement, report))
+    cell = Cell(_apart(agreement), "dim" if holds else "bad")
+    return Line((*line.cells, cell), tuple(remarks))
 
 
 def _broken(rows: Rows) -> bool:
@@ -181,10 +194,21 @@ def _units(units: float) -> str:
     return f"{units:.2f}" if units < 1000 else f"{units:.2e}"
 
 
-def _agreement(agreement: Agreement) -> Cell:
-    if agreement.log10 is None:
-        return Cell("0", "dim")
-    return Cell(f"1e{math.ceil(agreement.log10):+03d}", "dim")
+def _apart(agreement: Agreement) -> str:
+    if agreement.infinite:
+        return "infinite"
+    return "0" if agreement.log10 is None else f"1e{math.ceil(agreement.log10):+03d}"
+
+
+def _disagreement(agreement: Agreement, report: OracleReport) -> str:
+    """``in 50 digits flash2 and safe agree to fewer than 40``."""
+    where, reference = f"in {report.digits} digits", report.reference
+    if agreement.infinite:
+        count = agreement.infinite
+        numbers = "1 number is" if count == 1 else f"{count} numbers are"
+        who = f"{agreement.furthest}'s" + (" among them" if count > 1 else "")
+        return f"{where} {numbers} infinitely far from {reference}'s: {who}"
+    return f"{where} {agreement.furthest} and {reference} agree to fewer than {report.must_agree}"
 
 
 def _remark(record: OracleRecord) -> str:

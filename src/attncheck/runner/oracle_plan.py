@@ -51,15 +51,17 @@ def oracle_plan(
     for name in variants or DEFAULT_VARIANTS:
         if name not in known:
             raise UnknownName("variant", name, known)
-        for distribution in distributions or DISTRIBUTIONS:
-            asked = bool(variants and distributions)  # by name: it must exist
-            if asked or known[name].exists(dtype, distribution):
-                cells += plan(
-                    dtypes=(dtype,),
-                    variants=() if name == SHARP.name else (name,),
-                    own=SHARP if name == SHARP.name else None,
-                    shapes=(shape,),
-                    distributions=(distribution,),
-                    seed=seed,
-                )
+        every = tuple(distributions or DISTRIBUTIONS)
+        existing = tuple(d for d in every if known[name].exists(dtype, d))
+        # By name it must exist: the Problem says why it does not.
+        must = bool(variants) and (bool(distributions) or not existing)
+        for distribution in every if must else existing:
+            cells += plan(
+                dtypes=(dtype,),
+                variants=() if name == SHARP.name else (name,),
+                own=SHARP if name == SHARP.name else None,
+                shapes=(shape,),
+                distributions=(distribution,),
+                seed=seed,
+            )
     return list(dict.fromkeys(cells))
