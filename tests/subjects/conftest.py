@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
 
+CHANCE = 1e-6  # of a false alarm of ``lead``, at most
 U32 = FORMATS["fp32"].unit_roundoff
 
 
@@ -102,6 +104,25 @@ def plain_formula(inputs: Inputs, *, truncated: bool = False) -> Exact:
     return Exact(out, lse, seen, spread + last, lse_allowance)
 
 
+def lead_of_the_other(outputs: Outputs, other: Outputs, truth: torch.Tensor) -> float:
+    """How far ``outputs`` falls behind ``other`` in RMSE; beyond ±1 it is no chance.
+
+    Two kernels that round alike at the same places differ where what they round lies within fp32's
+    errors of a boundary, and which of them then comes nearer the truth is a toss for each row (not
+    element: a weight that is rounded otherwise moves a whole row). Let d be a row's squared errors,
+    those of ``outputs`` less those of ``other``; Σd is the difference of the squared RMSEs times
+    the number of elements. With tossed signs P(|Σd| ≥ λ·√Σd²) ≤ 2·exp(−λ²/2) (Hoeffding 1963,
+    theorem 2: each summand lies in ±d), whatever the sizes. λ makes that ``CHANCE``; Σd / (λ·√Σd²)
+    is returned. A kernel that loses alike in all of n rows gets √n / λ, however little it loses.
+    """
+    errors = [(x.out.double() - truth).square().sum(-1) for x in (outputs, other)]
+    d = errors[0] - errors[1]
+    if not d.any():
+        return 0.0
+    toss = math.sqrt(2 * math.log(2 / CHANCE)) * d.square().sum().sqrt()
+    return (d.sum() / toss).item()
+
+
 def forward_with_a_fault(folder: Path, kernel: str, right: str, wrong: str):
     """A forward from copies of its source and its tiles', one of which has a fault."""
     forward, tile = (
@@ -123,6 +144,12 @@ def forward_with_a_fault(folder: Path, kernel: str, right: str, wrong: str):
 def planted():
     """``planted(folder, "flash2_forward", right, wrong)``: the forward with one fault."""
     return forward_with_a_fault
+
+
+@pytest.fixture
+def lead():
+    """``lead(outputs, other, truth)``: within ±1 if each is as near to the truth as the other."""
+    return lead_of_the_other
 
 
 @pytest.fixture

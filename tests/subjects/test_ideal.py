@@ -249,6 +249,26 @@ def test_it_gives_the_same_bits_whatever_torch_was_told_about_products():
         torch.set_float32_matmul_precision(precision)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*MEASURED, "softmax"])
+def test_it_gives_the_same_bits_whatever_torchs_default_dtype(name, default):
+    if name == "softmax":
+        inputs = [draw(Problem(operation="softmax", heads=2, query=5, kv=33))]
+    else:
+        mods = (Spec.of("none"), SCORES["chain"])
+        inputs = [draw(small(dtype=name, mask=MASKS["padding"], score=score)) for score in mods]
+    before = [Ideal().run(given) for given in inputs]
+    torch.set_default_dtype(default)
+    try:
+        after = [Ideal().run(given) for given in inputs]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(before, after, strict=True):
+        assert (a.out.dtype, a.lse.dtype) == (b.out.dtype, b.lse.dtype)
+        assert torch.equal(a.out, b.out)
+        assert torch.equal(a.lse, b.lse)
+
+
 def once(values: torch.Tensor) -> torch.Tensor:
     """Float64 ``values`` rounded once to fp32."""
     return values.float().double()
@@ -273,12 +293,14 @@ def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
     qk, of_v, p_scale = fp8_scales(inputs, tiling)
     plain = problem.score == Spec.of("none")
     scale = once(problem.scale * qk)
-    c = once(fp32(problem.scale * math.log2(math.e)) * qk) if plain else torch.ones_like(qk)
+    log2_e = torch.full_like(qk, fp32(math.log2(math.e)))
+    c = once(fp32(problem.scale * math.log2(math.e)) * qk) if plain else log2_e
     m = torch.full_like(q, -math.inf)
     total, out = torch.zeros_like(q), torch.zeros_like(q)
 
     def weights(s, maximum):
-        return once(torch.exp2(once(s * c - once(maximum * c))))
+        exponent = s * c - once(maximum * c) if plain else once(s - maximum) * c
+        return once(torch.exp2(once(exponent)))
 
     def power(old, new):
         return once(torch.exp2(once(once(old - new) * c)))
@@ -289,7 +311,7 @@ def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
     for start in sorted(range(0, problem.kv, 2), reverse=tiling.reverse):
         s = q @ k[:, :, start : start + 2].mT
         if not plain:
-            s = once(once(once(s * scale) / fp32(0.7)) * fp32(math.log2(math.e)))
+            s = once(once(s * scale) / fp32(0.7))
         own = s.amax(-1, keepdim=True)
         raised = torch.maximum(m, own)
         if tiling.lazy_rescale:
@@ -306,7 +328,7 @@ def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
             total = once(once(total * alpha) + once(p.sum(-1, keepdim=True)))
             out = once(once(out * alpha) + product(p, start))
         m = raised
-    lse = once(once(m * (scale if plain else fp32(math.log(2)))) + once(total.log()))
+    lse = once((once(m * scale) if plain else m) + once(total.log()))
     if tiling.recurrence == "flash2":
         out = once(out * once(1 / total))
     return round_to(once(out * once(of_v / p_scale)), problem.formats.output), lse[..., 0]

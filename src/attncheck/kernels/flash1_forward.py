@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.launch import block_dim, scales
-from attncheck.kernels.tile import factor_of, loaded, scores, visible, with_values
+from attncheck.kernels.tile import (
+    factor_of,
+    loaded,
+    log_sum,
+    power,
+    scores,
+    visible,
+    with_values,
+)
 
 if TYPE_CHECKING:
     from attncheck.inputs import Descale
@@ -25,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["flash1_forward"]
 
 _LOG2E = 1.4426950408889634
-_LN2 = tl.constexpr(0.6931471805599453)
 
 
 def flash1_forward(
@@ -43,7 +50,8 @@ def flash1_forward(
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
     Between its launches O ``(batch, heads, query, value_dim)``, l and m ``(batch, heads, query)``
-    are in memory, in fp32; m in log2 units, and O in units of weights_scale / v's descale.
+    are in memory, in fp32; m in log2 units, or natural with a score mod, and O in units of
+    weights_scale / v's descale.
 
     Args:
         q: ``(batch, heads, query, head_dim)``, any strides.
@@ -58,9 +66,12 @@ def flash1_forward(
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
-        log. Rows that see no key: 0 and −inf. What hidden keys and values hold, NaN included, does
-        not reach a row. A row that sees an infinite value gets it; or NaN where it sees both
-        signs, and where a much larger score of another block makes its block's weight 0.
+        log. Rows that see no key: 0 and −inf. What the keys and values hold that the mask hides
+        from a row, NaN included, does not reach it. A score mod's −inf hides nothing: the key has
+        weight 0, and its value, if not finite, reaches the row all the same. A row that sees an
+        infinite value gets it; or NaN where it sees both signs, and where a much larger score of
+        another block makes its block's weight 0. Scores may be as large as fp32 allows with a score
+        mod, and up to 2.36e38 (that divided by log2 e) without one: beyond, a row is not right.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2]
@@ -136,7 +147,7 @@ def _step(
         )
         # Line 10: this block's own maximum, weights and sum. 0 stands in for a maximum of −inf.
         m_block = tl.max(s, 1)
-        p = tl.exp2(s - tl.where(m_block == float("-inf"), 0.0, m_block)[:, None])
+        p = power(s - tl.where(m_block == float("-inf"), 0.0, m_block)[:, None], IDENTITY)
         product = with_values(
             p, v_ptr, v_row, v_col, value_dim, keys, kv, seen,
             tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), True, BLOCK_V, WEIGHTS_SCALE, PRECISION,
@@ -145,8 +156,8 @@ def _step(
         # Line 11: the new maximum and sum; line 12: O, normalised.
         m_new = tl.maximum(m, m_block)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        before = total * tl.exp2(m - shift)
-        beta = tl.exp2(m_block - shift)
+        before = total * power(m - shift, IDENTITY)
+        beta = power(m_block - shift, IDENTITY)
         total = before + beta * tl.sum(p, 1)
         divisor = tl.where(total == 0.0, 1.0, total)[:, None]
         state = tl.load(state_ptr + at, mask=inside, other=0.0)
@@ -161,9 +172,7 @@ def _step(
         if SCALED:
             state = state * (tl.load(descale[2] + kv_head) / WEIGHTS_SCALE)
         tl.store(out_ptr + at, state.to(out_ptr.dtype.element_ty), mask=inside)
-        empty = total == 0.0
-        lse = (m + tl.log2(tl.where(empty, 1.0, total))) * _LN2
-        tl.store(lse_ptr + row_at, tl.where(empty, float("-inf"), lse), mask=here)
+        tl.store(lse_ptr + row_at, log_sum(m, total, IDENTITY), mask=here)
 
 
 # fmt: on

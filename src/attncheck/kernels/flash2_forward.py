@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.launch import block_dim, scales
-from attncheck.kernels.tile import factor_of, loaded, scores, visible, with_values
+from attncheck.kernels.tile import (
+    factor_of,
+    loaded,
+    log_sum,
+    power,
+    scores,
+    visible,
+    with_values,
+)
 
 if TYPE_CHECKING:
     from attncheck.inputs import Descale
@@ -23,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["flash2_forward"]
 
 _LOG2E = 1.4426950408889634
-_LN2 = tl.constexpr(0.6931471805599453)
 
 
 def flash2_forward(
@@ -54,10 +61,13 @@ def flash2_forward(
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
-        log. Rows that see no key: 0 and −inf. What hidden keys and values hold, NaN included, does
-        not reach a row. A row that sees an infinite value gets it; or NaN where it sees both
-        signs, where the value's weight underflows to 0, and where a later, much larger score
-        makes the weight of everything before it 0.
+        log. Rows that see no key: 0 and −inf. What the keys and values hold that the mask hides
+        from a row, NaN included, does not reach it. A score mod's −inf hides nothing: the key has
+        weight 0, and its value, if not finite, reaches the row all the same. A row that sees an
+        infinite value gets it; or NaN where it sees both signs, where the value's weight underflows
+        to 0, and where a later, much larger score makes the weight of everything before it 0.
+        Scores may be as large as fp32 allows with a score mod, and up to 2.36e38 (that divided by
+        log2 e) without one: beyond, a row is not right.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2]
@@ -140,7 +150,6 @@ def _forward(
     out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
     if SCALED:
         out = out * (tl.load(descale[2] + kv_head) / WEIGHTS_SCALE)
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * _LN2)
     tl.store(
         out_ptr
         + b64 * out_batch
@@ -150,7 +159,11 @@ def _forward(
         out.to(out_ptr.dtype.element_ty),
         mask=(rows[:, None] < query) & (value_cols[None, :] < value_dim),
     )
-    tl.store(lse_ptr + (b64 * heads + h64) * query + rows, lse, mask=rows < query)
+    tl.store(
+        lse_ptr + (b64 * heads + h64) * query + rows,
+        log_sum(m, total, IDENTITY),
+        mask=rows < query,
+    )
 
 
 @triton.jit
@@ -162,7 +175,7 @@ def _step(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):
-    """One block of keys: scores, running maximum (log2 units), rescale, P·V."""
+    """One block of keys: scores, running maximum (in their units), rescale, P·V."""
     keys = start + tl.arange(0, BLOCK_K)
     seen = visible(b, h, rows, keys, kv, mask_captured, MASK, MASKED, BLOCK_Q, BLOCK_K)
     s = scores(
@@ -172,8 +185,8 @@ def _step(
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - shift[:, None])
-    alpha = tl.exp2(m - shift)
+    p = power(s - shift[:, None], IDENTITY)
+    alpha = power(m - shift, IDENTITY)
     total = total * alpha + tl.sum(p, 1)
     acc = with_values(
         p, v_ptr, v_row, v_col, value_dim, keys, kv, seen, acc * alpha[:, None], MASKED, BLOCK_V,

@@ -1,8 +1,10 @@
 """One tile of attention on the device: what both FlashAttention forwards do with it.
 
-Rows are a block of queries, columns a block of keys. Scores are in log2 units: the natural ones
-times log2 e. Every offset is 64-bit: batch · heads · length · dim passes 2^31 in ordinary use, and
-a stride alone may.
+Rows are a block of queries, columns a block of keys. Without a score mod (IDENTITY) scores are in
+log2 units: the natural ones times log2 e, which the factor of q·k holds already. With one they stay
+natural, since log2 e times a finite score may be beyond fp32 (torch.finfo's smallest number added
+to every score of a row hides no key), and a difference of two of them is multiplied. Every offset
+is 64-bit: batch · heads · length · dim passes 2^31 in ordinary use, and a stride alone may.
 """
 
 # Each argument's meaning is the same throughout. A column of names says less than a line of them.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["factor_of", "loaded", "scores", "visible", "with_values"]
+__all__ = ["factor_of", "loaded", "log_sum", "power", "scores", "visible", "with_values"]
 
 
 @triton.jit
@@ -54,20 +56,36 @@ def scores(
     SCORE: tl.constexpr, IDENTITY: tl.constexpr, MASKED: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """Scores of a tile in log2 units, −inf where not ``seen``.
-
-    ``factor`` holds log2 e already where there is no score mod (IDENTITY).
-    """
+    """Scores of a tile, −inf where not ``seen``; in log2 units if IDENTITY, else natural."""
     k_block = loaded(k_ptr, tl.arange(0, BLOCK_D), keys, k_col, k_row, head_dim, kv)
     product = tl.dot(
         q_block, k_block, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
     )
     s = product * factor
     if not IDENTITY:
-        s = SCORE(s, b, h, rows[:, None], keys[None, :], captured) * 1.4426950408889634
+        s = SCORE(s, b, h, rows[:, None], keys[None, :], captured)
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
     return s
+
+
+@triton.jit
+def power(difference, IDENTITY: tl.constexpr):
+    """A weight: e to the power of a difference of two ``scores``, which is in their units."""
+    if not IDENTITY:
+        difference = difference * 1.4426950408889634
+    return tl.exp2(difference)
+
+
+@triton.jit
+def log_sum(m, total, IDENTITY: tl.constexpr):
+    """LSE, natural, of rows whose weights relative to the score ``m`` add up to ``total``."""
+    empty = total == 0.0
+    if IDENTITY:
+        lse = (m + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
+    else:
+        lse = m + tl.log(tl.where(empty, 1.0, total))
+    return tl.where(empty, float("-inf"), lse)
 
 
 @triton.jit
@@ -78,8 +96,9 @@ def with_values(
 ):
     """``acc`` plus WEIGHTS_SCALE · P·V, P rounded to v's format.
 
-    A hidden value has weight 0, but 0 · NaN is NaN: where some row may not see a value, those that
-    are not finite leave the product and are added to the rows that see them.
+    A value that the mask hides has weight 0, but 0 · NaN is NaN: where some row may not see a
+    value, those that are not finite leave the product and are added to the rows that see them. A
+    score of −inf that a score mod gave is a weight of 0 and no more: its value is ``seen``.
     """
     v_block = loaded(v_ptr, keys, tl.arange(0, BLOCK_V), v_row, v_col, kv, value_dim)
     weights = (p * WEIGHTS_SCALE).to(v_block.dtype)

@@ -28,18 +28,22 @@ class Ideal(Subject):
     * q·k in fp32 from operands in the products' format (tf32: rounded to nearest, or truncated
       as tensor cores do); scores in fp32.
     * Without a score mod exp2(s·c − m·c) with c = fp32(scale · log2 e), m·c rounded and the
-      multiply-add rounded once. With one: the mod on fp32(s · scale), times log2 e, c = 1.
-      exp2 and log are rounded once, to fp32.
+      multiply-add rounded once. With one s' is the mod of fp32(s · scale), in natural units, and
+      exp2((s' − m)·log2 e), where the difference, log2 e and the product are rounded: no finite
+      score overflows. Without one m·c does where a score passes 2.36e38, fp32's largest number
+      divided by log2 e; such a row is not right. exp2 and log are rounded once, to fp32.
     * P in fp32; the row sum takes P unrounded; P is rounded to the weights' format before P·V.
     * O is rescaled in fp32, and at the end multiplied by the fp32 reciprocal of the row sum, as
       flash-attn does; then rounded to the output format.
-    * LSE = fp32(m · scale) + log(row sum), or m · ln 2 + log(row sum) with a score mod.
+    * LSE = fp32(m · scale) + log(row sum), or m + log(row sum) with a score mod.
     * fp8: q·k is of the stored numbers; scale and c are multiplied by fp32(q's · k's descale), one
       number a batch and key head. P is multiplied by the dtype's weights_scale before it is rounded
       (saturating; 2^-τ of that where a lazy maximum lets P reach 2^τ), and O at the end by
       fp32(v's descale / weights_scale).
-    * Rows that see no key give 0 and −∞. A key or value that a row does not see cannot reach it,
-      whatever it holds, NaN included.
+    * Rows that see no key give 0 and −∞. A key or value that the mask hides from a row cannot
+      reach it, whatever it holds, NaN included. A score mod's −∞ hides nothing: the key has weight
+      0, and its value, if not finite, gives NaN. Nor does −∞ become another weight where
+      descales are so small that c underflows to 0.
 
     A tiling of FlashAttention-1 (Dao et al. 2022, algorithm 1) differs in that a step's P is
     relative to the step's own maximum, so that its largest is 1 exactly, and O is divided by the

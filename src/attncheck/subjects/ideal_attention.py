@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Index", "attention"]
 
 _LOG2_E = fp32(math.log2(math.e))
-_LN_2 = fp32(math.log(2.0))
 
 # Scores held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64.
 _SCORES_AT_A_TIME = 2**22
@@ -70,15 +69,14 @@ class _Factors:
 
     def __init__(self, inputs: Inputs, *, lazy_rescale: float) -> None:
         problem, device = inputs.problem, inputs.device
-        products = torch.ones((1, 1, 1), device=device)
-        values = torch.ones((1, 1, 1), device=device)
+        products = values = torch.ones((1, 1, 1), dtype=torch.float32, device=device)
         if inputs.descale is not None:
             given = (inputs.descale.q * inputs.descale.k, inputs.descale.v)
             products, values = (x.repeat_interleave(problem.group, 1)[..., None] for x in given)
-        plain = problem.score == library.NONE
         self.scale = problem.scale * products
         log2_scale = fp32(problem.scale * math.log2(math.e))
-        self.exponent = log2_scale * products if plain else torch.ones_like(products)
+        plain = problem.score == library.NONE
+        self.exponent = log2_scale * products if plain else torch.full_like(products, _LOG2_E)
         # P reaches 2^τ where the maximum may lag by τ: it has to stay within fp8's range.
         lag = 2.0 ** math.ceil(lazy_rescale) if problem.formats.weights.saturates else 1.0
         self.weights = problem.formats.weights_scale / lag
@@ -144,11 +142,11 @@ class _Pass:
         return seen.expand(problem.batch, problem.heads, rows, -1), at
 
     def _scores(self, q: torch.Tensor, seen: torch.Tensor, at: Index, keys: slice) -> torch.Tensor:
-        """Scores of a tile, −∞ where not seen: q·k, or in log2 units after a score mod."""
+        """Scores of a tile, −∞ where not seen: q·k, or the score mod's, which are natural."""
         s = self._product(q, self._kv_heads_expanded(self.k[:, :, keys]).mT)
         if self.score:
             scaled = s * self.factors.scale[..., None]
-            s = self.score(scaled, at.b, at.h, at.q_idx, at.kv_idx) * _LOG2_E
+            s = self.score(scaled, at.b, at.h, at.q_idx, at.kv_idx)
         return torch.where(seen, s, -math.inf)
 
     def _flash2(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
@@ -182,15 +180,17 @@ class _Pass:
         return torch.where(stays, old, new)
 
     def _weights(self, s: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-        """exp2 of the scores below ``maximum``, in fp32."""
-        base, c = _finite(maximum), self.factors.exponent
+        """exp2 of the scores below ``maximum``, in fp32; 0 where a score is −∞."""
+        base, c = _finite(maximum)[..., None], self.factors.exponent[..., None]
+        if self.score:
+            # The difference first: c times a finite score may be beyond fp32.
+            return _power_of_two((s - base) * c, s)
         # A fused multiply-add: float64 holds s·c exactly, and the sum is rounded to fp32.
-        exponent = s.double() * c[..., None] - (base * c).double()[..., None]
-        return torch.exp2(exponent.float().double()).float()
+        return _power_of_two((s.double() * c - (base * c).double()).float(), s)
 
     def _power(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """What a weight relative to ``old`` is to be multiplied by to be relative to ``new``."""
-        return torch.exp2(((old - _finite(new)) * self.factors.exponent).double()).float()
+        return _power_of_two((old - _finite(new)) * self.factors.exponent, old)
 
     def _weighted(self, p: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """P·V; a value that is not finite goes to the rows that see its key, and to no other."""
@@ -211,7 +211,7 @@ class _Pass:
             out = out * (1.0 / torch.where(dead, 1.0, run.total))[..., None]
         out = torch.where(dead[..., None], 0.0, out * self.factors.out[..., None])
         log = torch.log(torch.where(dead, 1.0, run.total).double()).float()
-        unit = _LN_2 if self.score else self.factors.scale
+        unit = 1.0 if self.score else self.factors.scale
         lse = torch.where(dead, -math.inf, run.maximum * unit + log)
         return Outputs(out.to(self.problem.formats.output.torch_dtype), lse)
 
@@ -230,6 +230,11 @@ class _Pass:
 def _finite(maximum: torch.Tensor) -> torch.Tensor:
     """0 stands in for the maximum of a row that has seen nothing."""
     return torch.where(torch.isneginf(maximum), 0.0, maximum)
+
+
+def _power_of_two(exponent: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    """exp2 rounded once; 0 where ``score`` is −∞, also where −∞ · c is NaN: c may underflow."""
+    return torch.where(torch.isneginf(score), 0.0, torch.exp2(exponent.double()).float())
 
 
 def _padded(x: torch.Tensor, block: int) -> torch.Tensor:
