@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
+import torch
 
 from attncheck.errors import UsageError
-from attncheck.source_files import import_file, member
+from attncheck.source_files import Aside, brief, import_file, member
 
 
 def test_a_file_is_a_module_that_classes_can_look_up(tmp_path):
@@ -48,3 +50,106 @@ def test_a_name_that_is_not_there(tmp_path):
     (tmp_path / "mine.py").write_text("x = 1")
     with pytest.raises(UsageError, match=r"^mod 'y': .*mine\.py has no 'y'"):
         member(f"{tmp_path}/mine.py::y", "mod 'y'")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("mine.py::", "there is no name after '::'"),
+        ("::x", "there is no file before '::'"),
+        ("folder.py::x", "'folder.py' is a folder"),
+    ],
+)
+def test_half_a_reference_and_a_folder(tmp_path, monkeypatch, asked, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(UsageError, match=f"^mod 'x': {says}"):
+        member(asked, "mod 'x'")
+
+
+def test_a_getattr_of_the_module_may_raise_anything(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def __getattr__(name):\n    raise ValueError('planted')\n")
+    with pytest.raises(UsageError, match=r"asking .* for 'x' raised ValueError: planted at mine"):
+        member(f"{path}::x", "mod 'y'")
+    path.write_text("import sys\ndef __getattr__(name):\n    sys.exit(0)\n")
+    with pytest.raises(UsageError, match=r"asking .* for 'x' raised SystemExit: 0 at mine.py:3"):
+        member(f"{path}::x", "mod 'y'")
+
+
+@pytest.mark.parametrize("raised", ["RuntimeError", "SystemExit"])
+def test_an_error_that_cannot_be_said_has_a_name(tmp_path, raised):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"class Mute(Exception):\n    def __str__(self):\n        raise {raised}\nraise Mute"
+    )
+    with pytest.raises(UsageError, match=r"raised Mute at mine\.py:4\.$"):
+        import_file(path, "mod 'x'")
+    assert brief(ValueError("a\nb")) == "ValueError: a"
+
+
+def test_what_an_import_prints_is_not_on_standard_output(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import os, sys\n"
+        "print('seen')\n"
+        "sys.stdout.buffer.write('γ'.encode())\n"
+        "sys.stdout.reconfigure(line_buffering=True)\n"
+        "sys.stdout.close()\n"
+        "sys.stderr.close()\n"
+        "print(' later', flush=True)\n"
+        "stream = sys.stdout\n"
+    )
+    before = sys.stdout, sys.stderr
+    module = import_file(tmp_path / "mine.py", "mod 'x'")
+    assert (sys.stdout, sys.stderr) == before
+    print("ours")  # noqa: T201  # what was closed is not ours
+    module.stream.write("kept by a logger")
+    assert capsys.readouterr() == ("ours\n", "seen\nγ later\nkept by a logger")
+
+
+@pytest.mark.parametrize(
+    ("end", "seen"),
+    [
+        ("import argparse\nargparse.ArgumentParser(prog='p').parse_args(['--nope'])", ""),
+        ("raise ValueError('planted')", "printed\n"),
+        ("print('x' * 100_000)\nraise SystemExit(0)", "printed\n" + "x" * 100_000 + "\n"),
+    ],
+)
+def test_a_usage_message_of_the_file_is_dropped_and_nothing_else(tmp_path, capsys, end, seen):
+    (tmp_path / "mine.py").write_text(f"print('printed')\n{end}\n")
+    with pytest.raises(UsageError):
+        import_file(tmp_path / "mine.py", "mod 'x'")
+    assert capsys.readouterr() == ("", seen)
+
+
+def test_no_stream_a_closed_one_and_a_split_character_are_no_error():
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        print("lost", file=Aside(stream))
+    stream = io.StringIO()
+    aside = Aside(stream)
+    for byte in "γ".encode():
+        aside.buffer.write(bytes([byte]))
+    assert stream.getvalue() == "γ"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_torchs_defaults_are_the_files_own(tmp_path, fails, inside):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "torch.set_default_device('meta')\n"
+        "made = torch.ones(2)\n" + "1 / 0\n" * fails
+    )
+    device = torch.device("cpu") if inside else torch.device("meta")
+    with device:
+        if fails:
+            with pytest.raises(UsageError):
+                import_file(tmp_path / "mine.py", "mod 'x'")
+        else:
+            made = import_file(tmp_path / "mine.py", "mod 'x'").made
+            assert (made.dtype, made.device.type) == (torch.float64, "meta")
+        assert (torch.ones(2).dtype, torch.ones(2).device) == (torch.float32, device)
+    assert (torch.ones(2).dtype, torch.ones(2).device.type) == (torch.float32, "cpu")

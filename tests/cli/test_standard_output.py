@@ -111,4 +111,5 @@ def test_what_foreign_code_printed_is_no_noise_at_the_end(tmp_path):
     (tmp_path / "mine.py").write_text("print('hello')\n" + RAISING)
     done = without_reader("rmse", "--kernel", "mine.py::Missing", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "attncheck: kernel 'mine.py::Missing': mine.py has no 'Missing'.\n"
+    says = "attncheck: kernel 'mine.py::Missing': mine.py has no 'Missing'.\n"
+    assert done.stderr == "hello\n" + says

@@ -290,3 +290,55 @@ def test_the_lse_of_a_score_is_a_few_units_wide():
     u = FORMATS["fp32"].unit_roundoff
     assert low < 8.0 < high
     assert high - low < 2 * (8.0 * 7 + 12 + 1) * u
+
+
+def test_a_mod_that_would_end_the_process_is_a_result():
+    def leaves(b, h, q_idx, kv_idx):
+        raise SystemExit(0)
+
+    def leaves_late(b, h, q_idx, kv_idx):
+        if kv_idx.numel() > 1:
+            raise SystemExit(0)
+        return q_idx >= kv_idx
+
+    assert "it raised SystemExit: 0" in one(leaves).reason
+    found = one(leaves_late)
+    assert [(w.status, w.reason) for w in found.worlds] == [("error", "SystemExit: 0")]
+    assert not found.agree
+
+
+def test_whole_numbers_that_kernels_compute_otherwise_are_a_result():
+    def grows(b, h, q_idx, kv_idx):
+        return (q_idx * 100003 * 100003) % 7 == 0
+
+    def divides(b, h, q_idx, kv_idx):
+        return q_idx // (kv_idx - 5) > 0
+
+    for mod, says in ((grows, "in 32 bits"), (divides, "by 0 at (b, h, q_idx, kv_idx) =")):
+        found = one(mod)
+        assert says in found.reason
+        assert (found.worlds, found.agree) == ((), False)
+
+
+def test_a_captured_parameter_is_a_tensor_like_any():
+    learned = torch.nn.Parameter(torch.linspace(-1, 1, 9))
+
+    def bias(score, b, h, q_idx, kv_idx):
+        return score + learned[kv_idx]
+
+    def shown(b, h, q_idx, kv_idx):
+        return learned[kv_idx] + q_idx > 0
+
+    for mod in (bias, shown):
+        found = one(mod, subject_named("flex"), Ideal())
+        assert [world.status for world in found.worlds] == ["equal"] * 3, found
+
+
+def test_a_table_in_float64_that_fp32_holds_is_a_tensor_like_any():
+    table = torch.arange(9, dtype=torch.float64)
+
+    def bias(score, b, h, q_idx, kv_idx):
+        return score + table[kv_idx]
+
+    found = one(bias, subject_named("flex"))
+    assert [world.status for world in found.worlds] == ["equal"] * 2, found

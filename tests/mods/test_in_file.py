@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from attncheck.errors import UsageError
 from attncheck.mods.in_file import defined_at, kind_of_mod, mods_in
 from attncheck.source_files import import_file
 
@@ -90,3 +91,51 @@ def test_where_a_mod_is_defined(tmp_path):
 def test_other_values_are_no_mods(value):
     assert kind_of_mod(value) is None
     assert defined_at(value) is None
+
+
+@pytest.mark.parametrize("public", ["5", "'one'", "{'one': 1}"])
+def test_all_that_is_no_list_is_refused(tmp_path, public):
+    with pytest.raises(
+        UsageError, match=r"^__all__ of mine\.py is \w+: it must be a list of names"
+    ):
+        mods_in(module(tmp_path, FILE + f"\n__all__ = {public}"))
+
+
+def test_a_getattr_of_the_module_is_not_asked(tmp_path):
+    text = FILE + "\ndef __getattr__(name):\n    raise ValueError(name)"
+    assert "one" in mods_in(module(tmp_path, text))
+
+
+ODD = """
+class Mod:
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+class OfItself(Mod):
+    def __init__(self):
+        self.func = self
+
+class Unsigned(Mod):
+    @property
+    def __signature__(self):
+        raise RuntimeError("planted")
+
+class Exits(Mod):
+    @property
+    def __signature__(self):
+        raise SystemExit(0)
+
+class Rude(Mod):
+    def __getattr__(self, name):
+        odd = name in {"__code__", "__module__", "func"}
+        raise ValueError("planted") if odd else AttributeError
+
+of_itself, unsigned, exits, rude = OfItself(), Unsigned(), Exits(), Rude()
+"""
+
+
+def test_objects_that_answer_nothing_or_without_end(tmp_path):
+    odd = module(tmp_path, ODD)
+    assert list(mods_in(odd)) == ["of_itself"]
+    for mod in (odd.of_itself, odd.unsigned, odd.exits, odd.rude):
+        assert defined_at(mod) == 3

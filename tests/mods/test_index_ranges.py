@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.errors import ProblemError
-from attncheck.mods import index_ranges
+from attncheck.mods import every_place
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask, trace_score
@@ -75,7 +77,9 @@ def test_an_index_made_of_the_score_must_be_clamped():
         return score + PLANE[h, (score * 3.0).to(torch.int64)]
 
     check_index_ranges(trace_score(clamped), DIMENSIONS)
-    with pytest.raises(ProblemError, match=r"depends on the score: clamp it to 0 … 22\."):
+    with pytest.raises(
+        ProblemError, match=r"depends on the score: clamp it to 0 … 22 as a whole number"
+    ):
         check_index_ranges(trace_score(free), DIMENSIONS)
 
 
@@ -97,7 +101,7 @@ def test_it_is_exact(at_a_time, query, kv, data):
     except IndexError:
         inside = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_ranges, "_AT_A_TIME", at_a_time)
+        patch.setattr(every_place, "_AT_A_TIME", at_a_time)
         try:
             check_index_ranges(trace_mask(mod), dimensions)
             said_inside = True
@@ -108,10 +112,126 @@ def test_it_is_exact(at_a_time, query, kv, data):
 
 def test_ranges_alone_settle_what_is_clamped(monkeypatch):
     """A hundred thousand keys cost nothing where the index is clamped into its tensor."""
-    monkeypatch.setattr(index_ranges, "_strips", None)
+    monkeypatch.setattr(every_place, "_strips", None)
     long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
     for mod in (
         lambda b, h, q, k: TABLE[(q - k).clamp(-10, 10) + 10] > 2,
         lambda b, h, q, k: TABLE[torch.minimum(k // 5000, q % 7) * 2] > 2,
     ):
         check_index_ranges(trace_mask(mod), long)
+
+
+WIDE = torch.tensor([2**40, -1])
+
+BEYOND = {
+    "product": (lambda b, h, q, k: (q * 100003 * 100003) % 7 == 0, 100003**2, (0, 0, 1, 0)),
+    "sum": (lambda b, h, q, k: (q + 2**31 - 9) > k, 2**31 - 1 + 1, None),
+    "shift": (lambda b, h, q, k: (1 << (k * 4)) > q, 2**32, (0, 0, 0, 8)),
+    "far shift": (lambda b, h, q, k: (k << 62) % 7 == 0, 2**62, (0, 0, 0, 1)),
+    "one place": (
+        lambda b, h, q, k: torch.where((q == 7) & (k == 5) & (h == 2), 2**31 - 1, q) + b > k,
+        2**31,
+        (1, 2, 7, 5),
+    ),
+    "negative": (lambda b, h, q, k: -k.clamp(max=4) * 2**29 - q < 0, -(2**31) - 1, (0, 0, 1, 4)),
+    "from reals": (lambda b, h, q, k: (k * 3e8).to(torch.int64) > q, None, (0, 0, 0, 8)),
+    "a table's element": (lambda b, h, q, k: WIDE[k % 2] + q > 3, 2**40, (0, 0, 0, 0)),
+    "a cast that wraps": (lambda b, h, q, k: WIDE[k % 2].to(torch.int32) + q > 3, 2**40, None),
+    "left out": (lambda b, h, q, k: torch.where(k < 4, k << (q * 4), 0) > 3, None, None),
+}
+
+
+@pytest.mark.parametrize(("mod", "value", "place"), BEYOND.values(), ids=BEYOND)
+def test_a_whole_number_beyond_32_bits_is_named_with_its_place(mod, value, place):
+    dimensions = Dimensions(batch=2, heads=3, query=10, kv=12)
+    with pytest.raises(ProblemError) as error:
+        check_index_ranges(trace_mask(mod), dimensions, "mask 'mine'")
+    said = str(error.value)
+    assert said.startswith("mask 'mine' computes ")
+    assert said.endswith("kernels compute whole numbers in 32 bits, −2147483648 … 2147483647.")
+    assert f" = {'' if value is None else value}" in said
+    assert f" at (b, h, q_idx, kv_idx) = {'' if place is None else place}" in said
+    assert "\n" not in said
+
+
+def log_buckets(b, h, q, k):
+    """As T5's: the logarithm of 0 is cast, and left out."""
+    distance = (q - k).clamp(min=0)
+    far = 8 + (torch.log(distance.float() / 8) / math.log(16) * 8).to(torch.int64)
+    return torch.where(distance < 8, distance, torch.minimum(far, torch.tensor(15))) < 12
+
+
+WITHIN = {
+    "the largest": lambda b, h, q, k: q + (2**31 - 9) > k,
+    "the smallest": lambda b, h, q, k: -q - (2**31 - 8) < k,
+    "half left out": lambda b, h, q, k: torch.where(k < 4, k * k, 0) > 3,
+    "a wide table that is compared": lambda b, h, q, k: WIDE[k % 2] == WIDE[q % 2],
+    "compared with a wide number": lambda b, h, q, k: q < 2**40,
+    "bits": lambda b, h, q, k: ((q & k) | (q ^ k) | (k << 3) | (q >> 2)) > ~q,
+    "log buckets": log_buckets,
+}
+
+
+@pytest.mark.parametrize("mod", WITHIN.values(), ids=WITHIN)
+def test_a_whole_number_within_32_bits_passes(mod):
+    check_index_ranges(trace_mask(mod), DIMENSIONS)
+
+
+def test_a_hundred_thousand_keys_cost_what_their_distances_do(monkeypatch):
+    monkeypatch.setattr(every_place, "_strips", None)
+    long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
+    check_index_ranges(trace_mask(log_buckets), long)
+
+
+def test_distances_that_do_not_occur_refuse_nothing():
+    """``half[q]`` is 0 … 16, and never odd."""
+    half = torch.arange(9) * 2
+
+    def even(b, h, q, k):
+        return TABLE[torch.where(half[q] % 2 == 0, 0, 50)] > 2
+
+    check_index_ranges(trace_mask(even), DIMENSIONS)
+
+
+def test_a_score_may_become_any_whole_number():
+    check_index_ranges(
+        trace_score(lambda s, b, h, q, k: s + (s.to(torch.int64) * 5 + q) % 7), DIMENSIONS
+    )
+
+
+DIVIDED = {
+    "//": (lambda b, h, q, k: q // (k - 5) > 1, (0, 0, 0, 5)),
+    "%": (lambda b, h, q, k: q % (k - q - 3) > 1, (0, 0, 0, 3)),
+    "by a table": (lambda b, h, q, k: k // (TABLE[q + k] - 19) > 1, (0, 0, 8, 11)),
+    "computed": (lambda b, h, q, k: q // ((k - 3) * (k - 4) - 6 * h) > 1, (0, 0, 0, 3)),
+}
+
+
+@pytest.mark.parametrize(("mod", "place"), DIVIDED.values(), ids=DIVIDED)
+def test_a_whole_number_divided_by_0_is_named_with_its_place(mod, place):
+    with pytest.raises(ProblemError) as error:
+        check_index_ranges(trace_mask(mod), DIMENSIONS, "mask 'mine'")
+    said = str(error.value)
+    assert said.startswith("mask 'mine' divides whole numbers, ")
+    assert f" by 0 at (b, h, q_idx, kv_idx) = {place}: torch refuses that" in said
+
+
+def test_what_is_not_divided_by_0_passes():
+    for mod in (
+        lambda b, h, q, k: q // (k + 1) > 1,
+        lambda b, h, q, k: q % (k - 12) > 1,
+        lambda b, h, q, k: q // ((2 * k - 11) * (2 * q + 1)) > 1,
+    ):
+        check_index_ranges(trace_mask(mod), DIMENSIONS)
+
+
+def test_a_divisor_made_of_the_score_must_be_clamped():
+    def free(s, b, h, q, k):
+        return s + q // (s.to(torch.int64) + 1)
+
+    def clamped(s, b, h, q, k):
+        return s + q // s.to(torch.int64).clamp(min=1)
+
+    check_index_ranges(trace_score(clamped), DIMENSIONS)
+    with pytest.raises(ProblemError, match="depends on the score: clamp that to 1 or more"):
+        check_index_ranges(trace_score(free), DIMENSIONS)

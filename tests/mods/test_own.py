@@ -287,3 +287,108 @@ def test_captured_tensors_are_made_on_the_device_asked_for(file):
     here, there = (build({}, None, device).__globals__["table"] for device in ("cpu", "meta"))
     assert (here.device.type, there.device.type) == ("cpu", "meta")
     assert torch.empty(0).device.type == "cpu"
+
+
+CHANGING = """
+import random
+import torch
+
+calls = 0
+window = 3
+
+def counts(b, h, q_idx, kv_idx):
+    global calls
+    calls += 1
+    return q_idx - kv_idx < calls
+
+def counts_late(score, b, h, q_idx, kv_idx):
+    global calls
+    calls += 1
+    return score + float(calls > 2)
+
+def draws(score, b, h, q_idx, kv_idx):
+    return score + random.random()
+
+def one_index_differs(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx if kv_idx.numel() == 1 else q_idx > kv_idx
+
+def grows(b, h, q_idx, kv_idx):
+    return (q_idx * 100003 * 100003) % 7 == 0
+
+def divides(b, h, q_idx, kv_idx):
+    return q_idx // (kv_idx - 5) > 0
+"""
+
+
+@pytest.fixture
+def changing(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(CHANGING)
+    return path
+
+
+def test_what_changes_when_it_is_traced_again_is_refused(changing):
+    for own_mod, name in ((own_mask, "counts"), (own_score, "draws")):
+        with pytest.raises(TraceError, match=f"'mine.py::{name}' gives other values when it is"):
+            own_mod(f"{changing}::{name}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("score", "counts_late"), ("mask", "one_index_differs")]
+)
+def test_a_problem_of_what_changes_later_is_refused(changing, kind, name):
+    """Whatever the kernels are: some of them trace nothing."""
+    spec = {"mask": own_mask, "score": own_score}[kind](f"{changing}::{name}")
+    with pytest.raises(ProblemError) as error:
+        Problem(query=8, **{kind: spec})
+    said = str(error.value)
+    assert f"'mine.py::{name}' gives other values than its trace at " in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("grows", "32 bits"), ("divides", "by 0 at (b, h, q_idx, kv_idx) = (0, 0, ")]
+)
+def test_a_problem_of_what_kernels_compute_otherwise_is_refused(changing, name, says):
+    mask = own_mask(f"{changing}::{name}")
+    with pytest.raises(ProblemError) as error:
+        Problem(query=8, mask=mask)
+    assert says in str(error.value)
+
+
+def test_a_file_that_changes_in_the_same_process_is_read_again(file):
+    before = own_score(f"{file}::plus")
+    file.write_text(FILE.format(slope=0.125))
+    assert own_score(f"{file}::plus") != before
+    with pytest.raises(ProblemError, match="has changed: the problem was made with digest"):
+        Problem(query=8, score=before)
+
+
+def test_a_mod_stays_what_was_traced(file):
+    """The file is imported again for another device, when it may be another one."""
+    problem = Problem(query=8, score=own_score(f"{file}::plus"))
+    file.write_text(FILE.format(slope=0.125))
+    score = torch.tensor(0.0)
+    assert problem.score_mod()(score, 0, 0, 0, torch.tensor(7)) == 0.5
+    with pytest.raises(UsageError, match=r"mine\.py has changed since the mod was traced\.$"):
+        problem.score_mod("meta")
+
+
+def test_two_files_of_one_name_are_told_apart(file, tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "mine.py").write_text(FILE.format(slope=0.125))
+    first, second = own_score(f"{file}::plus"), own_score(f"{there}/mine.py::plus")
+    assert Problem(query=8, score=second)
+    with pytest.raises(ProblemError, match="is of another file of that name now: give the files"):
+        Problem(query=8, score=first)
+
+
+def test_a_relative_reference_means_the_file_that_it_leads_to(file, tmp_path, monkeypatch):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "mine.py").write_text(FILE.format(slope=0.125))
+    monkeypatch.chdir(tmp_path)
+    first = own_score("mine.py::plus")
+    monkeypatch.chdir(there)
+    assert own_score("mine.py::plus") != first

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import random
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +20,7 @@ from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import disagreements, trace_mask, trace_score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from torch import Tensor
 
@@ -51,6 +53,18 @@ ONE_NUMBER = "it must give one tensor of real numbers, as score.dtype, one value
 VALUE = "use torch.where for a choice, torch's functions in place of Python's."
 
 REFUSED: dict[str, tuple[Callable[..., object], str]] = {
+    "bits of another dtype": (
+        lambda s, b, h, q, k: s + q.view(torch.float64),
+        "it reads bits as another dtype at test_refused_mods.py:",
+    ),
+    "power of a tensor": (
+        lambda s, b, h, q, k: s + torch.tensor([2, 3]) ** q,
+        "it raises to a computed power at test_refused_mods.py:",
+    ),
+    "alpha by its place": (
+        lambda s, b, h, q, k: torch.rsub(s, 1.0, alpha=2),
+        "it uses rsub with alpha at test_refused_mods.py:",
+    ),
     # Outside the vocabulary.
     "operation": (
         lambda s, b, h, q, k: s.cumsum(0),
@@ -251,3 +265,60 @@ def test_a_number_drawn_by_python_is_noticed() -> None:
         return s + random.random()
 
     assert disagreements(trace_score(mod), mod, DIMENSIONS) > 0
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raising(error: BaseException, *, at: int) -> Callable[..., Tensor]:
+    """A mask that raises ``error`` for ``at`` indices or more."""
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if k.numel() >= at:
+            raise error
+        return q > k
+
+    return mod
+
+
+ENDS = (SystemExit(0), SystemExit(), GeneratorExit(), Unspeakable())
+
+
+@pytest.mark.parametrize("error", ENDS, ids=repr)
+def test_a_mod_that_would_end_the_process_does_not(error: BaseException) -> None:
+    kind = type(error).__name__
+    with pytest.raises(TraceError, match=f"^mask 'mod' cannot be traced: it raised {kind}"):
+        trace_mask(raising(error, at=1))
+    late = raising(error, at=2)
+    with pytest.raises(TraceError, match=f"^mask 'mod' raised {kind} at an index of its Problem"):
+        disagreements(trace_mask(late), late, DIMENSIONS)
+
+
+def test_an_interrupt_is_the_users() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trace_mask(raising(KeyboardInterrupt(), at=1))
+    late = raising(KeyboardInterrupt(), at=2)
+    with pytest.raises(KeyboardInterrupt):
+        disagreements(trace_mask(late), late, DIMENSIONS)
+
+
+def test_a_coroutine_or_generator_is_named_without_a_warning() -> None:
+    async def coroutine(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q > k
+
+    def generator(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Iterator[Tensor]:
+        yield q > k
+
+    async def both(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> AsyncIterator[Tensor]:
+        yield q > k
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TraceError, match=r"it gives a coroutine: use a plain def\.$"):
+            trace_mask(coroutine)  # type: ignore[arg-type]  # wrong on purpose
+        for mod in (generator, both):
+            with pytest.raises(TraceError, match=r"it gives a generator: use a plain def without"):
+                trace_mask(mod)  # type: ignore[arg-type]  # wrong on purpose
+        gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import subprocess
 import sys
@@ -291,6 +293,18 @@ def test_no_call_is_an_error(file, x):
     assert "\n" not in str(error.value)
 
 
+@contextlib.contextmanager
+def one_left_out(reason, file, **options):
+    """capture, with one warning of one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attncheck.capture(file, **options):
+            yield
+    (warning,) = (str(w.message) for w in caught)
+    assert re.search(reason, warning)
+    assert "\n" not in warning
+
+
 @pytest.mark.parametrize(
     ("given", "options", "reason"),
     [
@@ -300,24 +314,67 @@ def test_no_call_is_an_error(file, x):
             "torch.float64 is not one of fp32, fp16",
         ),
         (torch.zeros(1, 1, 2, 300), {}, "head_dim=300 must be 1–256"),
-        (torch.zeros(1, 1, 0, 4), {}, "query=0 must be a whole number"),
+        (torch.zeros(1, 1, 0, 4), {}, r"shapes \(1, 1, 0, 4\), .* have a size of 0"),
+        (torch.zeros(1, 0, 2, 4), {}, r"shapes \(1, 0, 2, 4\), .* have a size of 0"),
+        (torch.zeros(0, 1, 2, 4), {}, r"shapes \(0, 1, 2, 4\), .* have a size of 0"),
+        (torch.zeros(1, 1, 2, 0), {}, r"shapes \(1, 1, 2, 0\), .* have a size of 0"),
+        (torch.full((1, 1, 2, 4), math.nan), {}, "q holds 8 NaN or infinite numbers: no error"),
+        (torch.full((1, 1, 2, 4), -math.inf), {}, "q holds 8 NaN or infinite numbers: no error"),
+        (
+            torch.zeros(1, 1, 2, 4),
+            {"attn_mask": torch.full((2, 2), math.nan)},
+            r"its mask adds NaN or \+infinity",
+        ),
+        (
+            torch.zeros(1, 1, 2, 4),
+            {"attn_mask": torch.full((2, 2), math.inf)},
+            r"its mask adds NaN or \+infinity",
+        ),
         (torch.zeros(1, 1, 2, 4), {"scale": -1.0}, "scale=-1.0 must be a positive number"),
         (torch.zeros(1, 1, 2, 4), {"scale": 0.0}, "scale=0.0 must be a positive number"),
         (torch.zeros(1, 1, 2, 4, device="meta"), {}, "on meta .* has no numbers to copy"),
     ],
 )
 def test_what_cannot_be_kept_is_left_out_with_one_warning(given, options, reason, file, x):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with attncheck.capture(file):
-            functional.scaled_dot_product_attention(given, given, given, **options)
-            functional.scaled_dot_product_attention(given, given, given, **options)
-            functional.scaled_dot_product_attention(x, x, x)
-    (warning,) = (str(w.message) for w in caught)
-    assert warning.startswith("capture leaves out call-0: ")
-    assert re.search(reason, warning)
-    assert "\n" not in warning
+    with one_left_out(f"^capture leaves out call-0: .*{reason}", file):
+        functional.scaled_dot_product_attention(given, given, given, **options)
+        functional.scaled_dot_product_attention(given, given, given, **options)
+        functional.scaled_dot_product_attention(x, x, x)
     assert [r.call.name for r in load(file)] == ["call-2"]
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "reason"),
+    [
+        (torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 0, 4), "have a size of 0"),
+        (torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 0), "have a size of 0"),
+        (torch.full((1, 1, 3, 4), math.inf), torch.zeros(1, 1, 3, 4), "k holds 12 NaN or inf"),
+        (torch.zeros(1, 1, 3, 4), torch.full((1, 1, 3, 4), math.nan), "v holds 12 NaN or inf"),
+    ],
+)
+def test_keys_and_values_that_cannot_be_kept_leave_the_file_readable(k, v, reason, file, x):
+    with one_left_out(reason, file):
+        functional.scaled_dot_product_attention(torch.zeros(1, 1, 2, 4), k, v)
+        functional.scaled_dot_product_attention(x, x, x)
+    assert [r.call.name for r in load(file)] == ["call-1"]
+
+
+def test_what_autocast_makes_infinite_is_left_out(file, x):
+    with one_left_out("q holds .* NaN or infinite", file):
+        with torch.autocast("cpu", dtype=torch.float16):
+            functional.scaled_dot_product_attention(x * 1e6, x, x)
+        functional.scaled_dot_product_attention(x, x, x)
+    assert [r.call.name for r in load(file)] == ["call-1"]
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\udc80"])
+def test_a_module_that_cannot_be_named_is_left_out(name, file, x):
+    model = nn.Sequential()
+    model.add_module(name, made(Imported))
+    with one_left_out("its name must be printable, and not blank", file, model=model):
+        model(x)
+        functional.scaled_dot_product_attention(x, x, x)
+    assert [r.call.name for r in load(file)] == ["call-0"]
 
 
 def test_nested_and_mapped_tensors_are_left_out(file, x):
@@ -354,6 +411,27 @@ def test_where_nothing_can_be_written_is_said_at_once(tmp_path):
             ran.append(file)
         assert "\n" not in str(error.value)
     assert not ran
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        (None, "file is NoneType: it must be a path."),
+        (5, "file is int: it must be a path."),
+        (b"x", "file is bytes: it must be a path."),
+        ("a\0b", r"recording 'a\x00b' cannot be written: "),
+        ("caf\udce9", r"recording 'caf\udce9' cannot be written: "),
+        ("a" * 250, f"recording {'a' * 250!r} cannot be written: File name too long."),
+        ("", "recording '.' cannot be written: it is a folder."),
+    ],
+)
+def test_what_is_no_path_of_a_file_is_said_at_once(file, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as error:
+        attncheck.capture(file).__enter__()
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_is_a_module(file):

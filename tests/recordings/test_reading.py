@@ -115,6 +115,12 @@ def test_metadata_of_another_form(text, file):
     assert refusal(file).startswith("has metadata that are none of version 1: ")
 
 
+def test_metadata_nested_beyond_all_measure(file):
+    nested = "[" * 100_000 + "]" * 100_000
+    save_file(tensors(), file, {"attncheck": f'{{"other": {nested}}}'})
+    assert refusal(file) == "has metadata that are none of version 1: nested too deeply."
+
+
 def test_another_version(file):
     write(file, version=2, more={"of": "it"})
     assert refusal(file) == "is of version 2: this attncheck reads version 1."
@@ -154,6 +160,12 @@ def test_a_call_of_another_form(call, fact, file):
 def test_a_call_that_is_no_problem(call, fact, file):
     write(file, call=call)
     assert refusal(file).startswith(f"call 'layer/0': {fact}")
+
+
+@pytest.mark.parametrize("name", ["", " ", "\t", "\n", "two\nlines", "\x1b[2J"])
+def test_a_call_without_a_name_to_show(name, file):
+    write(file, call={"name": name})
+    assert refusal(file) == f"call {name!r}: its name must be printable, and not blank."
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

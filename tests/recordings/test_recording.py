@@ -15,9 +15,11 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attncheck import inputs, oracles
-from attncheck.errors import ProblemError
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.errors import ProblemError, UnknownName
 from attncheck.formats import FORMATS, round_to
 from attncheck.mods import trace
+from attncheck.mods.library import MASKS, SCORES
 from attncheck.mods.spec import Spec
 from attncheck.problem import Case, Problem
 from attncheck.recordings import load
@@ -251,6 +253,46 @@ def test_the_name_says_file_call_and_digest(recorded):
     assert (file, call) == ("recorded.safetensors", "call-0")
     assert len(digest) == 8
     int(digest, 16)
+
+
+@pytest.mark.parametrize("added", [None, holes(5, 7), bias(5, 7)], ids=["none", "bool", "added"])
+def test_where_it_is_not_loaded_each_of_its_names_says_which_file_to_give(added, recorded):
+    recording = recorded(*qkv(), attn_mask=added)
+    case = Case(problem=recording.problem()).to_json()
+    of_it = {"distribution": (DISTRIBUTIONS, "distribution")}
+    if added is not None:
+        is_mask = added.dtype is torch.bool
+        of_it |= {"mask": (MASKS, "mask")} if is_mask else {"score": (SCORES, "score mod")}
+    for registry, kind in of_it.values():
+        entry = registry.pop(recording.name)
+        with pytest.raises(ProblemError) as error:
+            Case.from_json(case)
+        registry[recording.name] = entry
+        assert str(error.value) == (
+            f"{kind} {recording.name!r} is of a recording: "
+            "give its file recorded.safetensors with --inputs."
+        )
+    assert Case.from_json(case).problem == recording.problem()
+
+
+def test_a_call_named_as_a_mod_of_a_file_is_still_of_a_recording(recorded):
+    for fields in ({"mask": Spec.of("r.st:a::b@01234567")}, {"score": Spec.of("r.st:c@01234567")}):
+        with pytest.raises(ProblemError, match=r"is of a recording: give its file r\.st with"):
+            Problem(query=5, **fields)
+
+
+def test_names_of_recordings_are_not_offered(recorded):
+    with_mask, with_bias = (recorded(*qkv(), attn_mask=f(5, 7)).name for f in (holes, bias))
+    assert {with_mask} <= set(MASKS)
+    assert {with_bias} <= set(SCORES)
+    for fields in (
+        {"mask": Spec.of("casual")},
+        {"score": Spec.of("alebi")},
+        {"distribution": "nirmal"},
+    ):
+        with pytest.raises(UnknownName, match="choose from ") as error:
+            Problem(query=5, **fields)
+        assert "safetensors" not in str(error.value)
 
 
 def test_another_seed_or_size_is_refused(recorded):

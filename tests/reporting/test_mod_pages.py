@@ -75,7 +75,35 @@ def test_a_narrow_terminal_cuts_expressions_alone(monkeypatch):
     assert rows[-1].endswith("score…  equal   —")
     monkeypatch.setenv("COLUMNS", "20")
     mod_pages.show(report(record(), LONG), stream=stream)
-    assert "  long    score mod  score + score + sco…  equal   —\n" in stream.getvalue()
+    assert "  long    score mod  score + score…  equal\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+@pytest.mark.parametrize("others", [(), ("sdpa-math", "mine", "triton-flash3", "triton-flash4")])
+@pytest.mark.parametrize("name", ["odd", "a_mod_with_quite_a_long_name_of_its_own"])
+def test_no_line_is_wider_than_the_terminal_and_every_kernel_has_its_column(
+    monkeypatch, width, others, name
+):
+    names = ["ideal", "triton-flash1", "triton-flash2", "flex", *others]
+    answers = dict.fromkeys(names, EQUAL)
+    wrong = Answer(status="different", detail="here")
+    absent = Answer(status="unsupported", detail="no LSE " * 30)
+    long = record("long", "score mod", LONG.expression, **answers | {names[0]: absent})
+    rows = [record(**answers), record(name, **answers | {names[-1]: wrong}), long]
+    whole = msgspec.structs.replace(
+        report(*rows),
+        command="attncheck mods mine.py" + " --kernel triton-flash" * 9,
+        worlds={"mpmath": "m"} | dict.fromkeys(names, "k"),
+    )
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    mod_pages.show(whole, stream=stream)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    headings = [line.split() for line in lines if line.startswith("  mod  ")]
+    assert [h for line in headings for h in line[3:]] == ["mpmath", *names]
+    assert len(headings) == 1 or others or width == 80 or name != "odd"
+    assert sum("└" in line for line in lines) == 1
 
 
 def test_an_absence_for_all_mods_is_said_once():

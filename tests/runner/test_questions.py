@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
+import attncheck
+from attncheck import inputs
 from attncheck.distributions import DISTRIBUTIONS
 from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.formats import FORMATS, round_to
 from attncheck.mods import library, own
 from attncheck.mods.spec import Spec
 from attncheck.runner import questions
@@ -17,6 +22,9 @@ from attncheck.runner.questions import own_variant, recorded
 SHAPE = Shape.parse("1x2x5x4")
 FULL, NONE = Spec.of("full"), Spec.of("none")
 
+
+COMPLETE_MASKS = "choose from causal, causal_bottom_right, full."
+COMPLETE_SCORES = "choose from alibi, none."
 
 RECORDING = Path(__file__).parents[1] / "data" / "trained.safetensors"
 
@@ -31,6 +39,20 @@ def _forgotten():
     for registry, known in before:
         registry.clear()
         registry.update(known)
+
+
+@pytest.fixture
+def record(tmp_path):
+    """Record one call of torch's function for each tuple of arguments."""
+
+    def write(*calls):
+        file = tmp_path / "recorded.safetensors"
+        with attncheck.capture(file):
+            for arguments in calls:
+                torch.nn.functional.scaled_dot_product_attention(*arguments)
+        return str(file)
+
+    return write
 
 
 @pytest.fixture
@@ -85,11 +107,15 @@ def test_a_mask_of_a_file_beside_a_score_mod_of_the_library(mine):
 @pytest.mark.parametrize(
     ("mask", "score", "error", "says"),
     [
-        ("casual", None, UnknownName, "mask 'casual' is not known: choose from and, causal"),
-        (None, "causal", UnknownName, "score mod 'causal' is not known: choose from alibi"),
-        ("", None, UnknownName, "mask '' is not known: choose from "),
-        (None, "", UnknownName, "score mod '' is not known: choose from "),
-        ("mine.py", None, UnknownName, "mask 'mine.py' is not known"),
+        ("casual", None, UnknownName, f"mask 'casual' is not known: {COMPLETE_MASKS}"),
+        (None, "causal", UnknownName, f"score mod 'causal' is not known: {COMPLETE_SCORES}"),
+        ("", None, UnknownName, f"mask '' is not known: {COMPLETE_MASKS}"),
+        (None, "", UnknownName, f"score mod '' is not known: {COMPLETE_SCORES}"),
+        ("mine.py", None, UsageError, "mask 'mine.py' is not FILE.py::NAME."),
+        ("mine.py::", None, UsageError, "mask 'mine.py::' is not FILE.py::NAME."),
+        ("mine::mask", None, UsageError, "mask 'mine::mask' is not FILE.py::NAME."),
+        (None, ".py", UsageError, "score mod '.py' is not FILE.py::NAME."),
+        (None, "::", UsageError, "score mod '::' is not FILE.py::NAME."),
         (
             "sliding_window",
             None,
@@ -109,6 +135,15 @@ def test_what_cannot_be_a_mod_is_one_line(mask, score, error, says):
     assert "\n" not in str(raised.value)
 
 
+def test_mods_that_a_command_line_cannot_name_are_not_offered(mine, record):
+    own_variant(f"{mine}::mask", f"{mine}::score")
+    q, hidden = torch.ones(1, 2, 3, 4), torch.zeros(3, 3).masked_fill_(torch.eye(3) > 0, -math.inf)
+    recorded(record((q, q, q, hidden), (q, q, q, hidden + 0.5)), ())
+    for mask, score, says in (("a", None, COMPLETE_MASKS), (None, "a", COMPLETE_SCORES)):
+        with pytest.raises(UnknownName, match=says):
+            own_variant(mask, score)
+
+
 def test_recordings_are_measured_in_the_dtypes_that_kernels_have():
     with pytest.raises(UnknownName, match="dtype 'fp64' is not known: choose from bf16"):
         recorded("nowhere.safetensors", ["fp64"])
@@ -125,6 +160,54 @@ def test_recorded_calls_come_in_each_dtype_asked_for_or_their_own():
         (name, dtype) for dtype in ("fp16", "e4m3") for name in names
     ]
     assert {c.problem.operation for c in two} == {"attention"}
+
+
+def test_a_dtype_asked_for_twice_is_measured_once():
+    once = recorded(str(RECORDING), ["bf16", "fp16"])
+    assert recorded(str(RECORDING), ["bf16", "fp16", "bf16"]) == once
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "says"),
+    [
+        ("fp16", 65504.0, None),
+        ("fp16", 65519.0, None),  # rounds to 65504
+        ("fp16", 65520.0, "beyond fp16's 65504"),
+        ("bf16", FORMATS["bf16"].max, None),
+        ("bf16", FORMATS["fp32"].max, "beyond bf16's 3.38953e+38"),
+        ("tf32", FORMATS["tf32"].max, None),
+        ("tf32", FORMATS["fp32"].max, "beyond tf32's 3.40116e+38"),
+        ("fp32", FORMATS["fp32"].max, None),
+        (None, FORMATS["fp32"].max, None),
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_that_a_dtype_does_not_hold_are_refused(dtype, number, says, sign, record):
+    for name in ("q", "k", "v"):
+        tensors = {n: torch.ones(1, 2, 3, 4) for n in ("q", "k", "v")}
+        tensors[name][0, 1, 2, :3] = sign * number
+        one = torch.ones(1, 2, 3, 4)
+        file = record((one, one, one), tuple(tensors.values()))
+        if says is None:
+            drawn = inputs.draw(recorded(file, [dtype] if dtype else [])[1].problem)
+            fmt = drawn.problem.formats.products
+            assert round_to(getattr(drawn, name).double(), fmt).isfinite().all()
+            continue
+        with pytest.raises(UsageError) as error:
+            recorded(file, [dtype])
+        assert str(error.value) == (
+            f"{name} of call 'call-1' has 3 numbers {says}: "
+            "choose another dtype, such as its own, fp32."
+        )
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("size", [FORMATS["fp32"].max, 2.0**-126, 2.0**-149, 0.0])
+def test_in_fp8_every_recorded_number_is_in_range(dtype, size, record):
+    q = torch.full((1, 2, 3, 4), size)
+    (cell,) = recorded(record((q, -q, q)), [dtype])
+    drawn = inputs.draw(cell.problem)
+    assert all(tensor.float().isfinite().all() for tensor in drawn.tensors().values())
 
 
 def test_what_does_not_fit_into_memory_is_refused_beforehand(monkeypatch):

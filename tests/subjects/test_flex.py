@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 from attncheck.formats import fp32
 from attncheck.inputs import draw
+from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
 from attncheck.subjects import flex, memory
@@ -142,3 +144,40 @@ def test_torchs_settings_are_as_before():
     call = Flex().prepare(draw(small(mask=MASKS["causal"], score=SCORES["softcap"])))
     assert torch.equal(call().out, call().out)
     assert settings() == before
+
+
+TABLE = torch.arange(57, dtype=torch.float64) / 8
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        lambda score, b, h, q_idx, kv_idx: score + TABLE[kv_idx],
+        lambda score, b, h, q_idx, kv_idx: score.to(torch.float64) * 2.0,
+    ],
+    ids=["a table", "a cast"],
+)
+def test_a_score_mod_that_gives_float64_is_rounded(wide, exact, monkeypatch):
+    monkeypatch.setitem(library.SCORES, "wide", library.Entry(summary="", build=lambda *_: wide))
+    inputs = draw(small(kv=57, dtype="bf16", score=Spec.of("wide")))
+    outputs = Flex().run(inputs)
+    assert (outputs.out.dtype, outputs.lse.dtype) == (torch.bfloat16, torch.float32)
+    assert exact(inputs).excess(outputs) <= 1
+
+
+def test_numbers_of_a_score_mod_recompile_nothing():
+    """dynamo compares a function's code and what it captures: the wrapper is the same each time."""
+    counter = CompileCounter()
+    compiled = torch.compile(_scores, backend=counter, fullgraph=True, dynamic=False)
+    given = torch.zeros(4)
+    for seed in (1, 1, 2, 3):
+        spec = Spec.of("relative_bias", distance=9, seed=seed)
+        mod = flex._score_mod(small(score=spec), "cpu")
+        for _ in range(2):
+            compiled(mod, given)
+    assert counter.frame_count == 1
+
+
+def _scores(mod, given):
+    index = torch.arange(4)
+    return mod(given, index * 0, index % 2, index, index)

@@ -10,6 +10,7 @@ import torch
 
 from attncheck.formats import DTYPES, FORMATS, fp32, round_to
 from attncheck.inputs import Descale, draw
+from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
 from attncheck.subjects import ideal_attention
@@ -384,3 +385,20 @@ class NotRescaled(Ideal):
 def test_a_planted_fault_is_more_than_rounding(fault, dtype, exact):
     inputs = draw(small(dtype=dtype, mask=MASKS["causal"]))
     assert exact(inputs).excess(fault(Tiling(block_query=32, block_kv=16)).run(inputs)) > 1
+
+
+def test_a_score_mod_in_float64_gives_fp32_numbers():
+    """Doubling is exact in both."""
+
+    def outputs(mod):
+        library.SCORES["doubled"] = library.Entry(summary="", build=lambda *_: mod)
+        try:
+            return Ideal().run(draw(Problem(query=8, head_dim=8, score=Spec.of("doubled"))))
+        finally:
+            del library.SCORES["doubled"]
+
+    wide = outputs(lambda score, b, h, q_idx, kv_idx: score.double() * 2.0)
+    narrow = outputs(lambda score, b, h, q_idx, kv_idx: score * 2.0)
+    assert wide.lse.dtype == torch.float32
+    assert torch.equal(wide.lse, narrow.lse)
+    assert torch.equal(wide.out, narrow.out)

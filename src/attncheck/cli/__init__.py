@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import click
@@ -61,6 +62,8 @@ def main() -> None:
     """
     if sys.stdout is None:  # the shell's >&-: nobody wants to read
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # stays open
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # of somebody's code; what it raises is said
     interrupts = Interrupts()
     try:
         try:
@@ -77,26 +80,27 @@ def main() -> None:
     sys.exit(code)
 
 
-def _code(interrupts: Interrupts) -> int | str | None:
+def _code(interrupts: Interrupts) -> int:
     """The exit code that the arguments give."""
     try:
         with attncheck.make_context("attncheck", sys.argv[1:], obj=interrupts) as context:
-            attncheck.invoke(context)
-    except (click.exceptions.Exit, SystemExit) as end:
+            code: int | None = attncheck.invoke(context)
+    except click.exceptions.Exit as end:  # of --help: a verb returns its own
         interrupts.check()
-        return end.exit_code if isinstance(end, click.exceptions.Exit) else end.code
+        return end.exit_code
     except click.ClickException as error:
         return _say(error.format_message(), USAGE)
     except AttncheckError as error:
         interrupts.check()  # after one, an error is its consequence
         return _say(str(error), USAGE if isinstance(error, UsageError) else INFRASTRUCTURE)
-    return 0
+    interrupts.check()
+    return code or 0
 
 
 def _say(message: str, code: int) -> int:
     try:
         click.echo(f"attncheck: {' '.join(message.split())}", err=True)
-    except OSError:  # nobody hears: the exit code remains
+    except (OSError, ValueError):  # nobody hears, or foreign code closed it: the exit code remains
         discard(sys.stderr)
     return code
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import click
 
@@ -16,7 +15,7 @@ INFRASTRUCTURE = 3
 
 @click.command(cls=Verb)
 @click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
-def doctor(*, as_json: bool) -> None:
+def doctor(*, as_json: bool) -> int:
     """Versions, devices, and a small self-test of what runs here. Exit code 3 if one fails."""
     from attncheck.examine.doctor import checkup
 
@@ -26,7 +25,7 @@ def doctor(*, as_json: bool) -> None:
             click.echo(json.dumps(found, indent=2))
         else:
             _echo(found)
-    sys.exit(0 if all(test["ok"] for test in found["self_tests"]) else INFRASTRUCTURE)
+    return 0 if all(test["ok"] for test in found["self_tests"]) else INFRASTRUCTURE
 
 
 def _echo(found: dict[str, object]) -> None:

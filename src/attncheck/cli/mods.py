@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import click
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.subjects import named, unconcerned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,13 +67,14 @@ def mods(
     device: str | None,
     fmt: str,
     quiet: bool,
-) -> None:
+) -> int:
     """Compare what mpmath and each kernel make of a file's FlexAttention mods with the callables.
 
     A mod is a public name of the file that is called with (b, h, q_idx, kv_idx), or with (score, b,
     h, q_idx, kv_idx).
 
-    Exit code 1 when a world differs, 2 when a mod cannot be traced.
+    Exit code 1 when a world differs, raises, or is unknown somewhere; 2 when a mod cannot be
+    traced.
     """
     from attncheck.cli.progress import progress
     from attncheck.errors import UnknownName
@@ -108,7 +109,7 @@ def mods(
         )
     with standard_output():
         mod_pages.show(report, fmt)
-    sys.exit(_exit_code(report))
+    return _exit_code(report)
 
 
 def _refuse(
@@ -126,16 +127,21 @@ def _refuse(
 
 
 def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
+    """Raises UsageError for a kernel asked for by name that mods do not concern."""
+    from attncheck.errors import UsageError
     from attncheck.examine.environment import prepare
-    from attncheck.examine.mod_survey import takes_any_mod
+    from attncheck.examine.mod_survey import concerns_mods, takes_any_mod
     from attncheck.subjects import builtin
-    from attncheck.subjects.load import load
 
     prepare(device)  # before anybody's Triton functions are decorated
-    if kernels:
-        return [load(kernel) for kernel in dict.fromkeys(kernels)]
-    subjects = [builtin.subject_named(name) for name in builtin.names()]
-    return [subject for subject in subjects if takes_any_mod(subject, device)]
+    if not kernels:
+        subjects = [builtin.subject_named(name) for name in builtin.names()]
+        return [subject for subject in subjects if takes_any_mod(subject, device)]
+    subjects = named(kernels)
+    for subject in subjects:
+        if not concerns_mods(subject):
+            raise UsageError(unconcerned(subject))
+    return subjects
 
 
 def _exit_code(report: ModReport) -> int:

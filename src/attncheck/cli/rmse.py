@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.subjects import named, unconcerned
 
 if TYPE_CHECKING:
     from attncheck.record import Record, Report
@@ -126,7 +127,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     fmt: str,
     directory: str,
     quiet: bool,
-) -> None:
+) -> int:
     """Measure each kernel's RMSE against exact attention in fp64.
 
     Every error also stands beside the two that bound what can be asked: the rounding floor (the
@@ -172,7 +173,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         reporting.write(report, directory)
     with standard_output():
         reporting.show(report, fmt)
-    sys.exit(_exit_code(report))
+    return _exit_code(report)
 
 
 def _cells(  # noqa: PLR0913  # one parameter per option
@@ -193,11 +194,12 @@ def _cells(  # noqa: PLR0913  # one parameter per option
     from attncheck.runner.questions import own_variant, recorded
 
     if recording is not None:
-        _refuse_beside("--inputs", variants, mask, score, shapes, distributions, seed)
+        replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
+        _refuse_beside("--inputs", replaced)
         return recorded(recording, dtypes)
     own = mask is not None or score is not None
     if own:
-        _refuse_beside("--mask or --score", variants)
+        _refuse_beside("--mask or --score", ("variants",))
         prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
     return plan(
         dtypes=dtypes or ("bf16",),
@@ -216,35 +218,28 @@ def _refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
 
     for subject in subjects:
         if not concerned(cells, [subject]):
-            raise UsageError(
-                f"kernel {subject.name!r} is for other operations or dtypes than are asked for: "
-                "see attncheck list."
-            )
+            raise UsageError(unconcerned(subject))
 
 
-def _refuse_beside(option: str, *others: object) -> None:
-    """Raises UsageError when an option that ``option`` takes the place of is given too."""
+def _refuse_beside(option: str, others: tuple[str, ...]) -> None:
+    """Raises UsageError when an option that ``option`` takes the place of is given too.
+
+    Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
+    """
     from attncheck.errors import UsageError
 
-    if any(others):
+    source = click.get_current_context().get_parameter_source
+    if any(source(other) is ParameterSource.COMMANDLINE for other in others):
         raise UsageError(f"{option} already says what to compute: leave out what it replaces.")
 
 
 def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
-    from attncheck.errors import UsageError
     from attncheck.examine.environment import prepare
     from attncheck.subjects import builtin
-    from attncheck.subjects.load import load
 
     if any("::" in kernel for kernel in kernels):
         prepare(device)  # before the file's own Triton functions are decorated
-    by_name: dict[str, Subject] = {}
-    for kernel in dict.fromkeys(kernels or builtin.names()):
-        subject = load(kernel)
-        if subject.name in by_name:
-            raise UsageError(f"kernel {kernel!r}: another one is called {subject.name!r} too.")
-        by_name[subject.name] = subject
-    return list(by_name.values())
+    return named(kernels or builtin.names())
 
 
 def _exit_code(report: Report) -> int:

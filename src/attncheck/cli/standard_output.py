@@ -1,15 +1,18 @@
-"""Standard output that nobody reads, or that is full."""
+"""Standard output: the report alone, also where nobody reads it, or it is full."""
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager, suppress
+import traceback
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from attncheck.errors import AttncheckError
+from attncheck.errors import AttncheckError, UsageError
+from attncheck.source_files import Aside, brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,9 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Verb", "discard", "standard_output"]
 
 
+_OURS = "attncheck.standard_output"
+
+
 @contextmanager
 def standard_output() -> Iterator[None]:
-    """Within, standard output is written to, and nothing else.
+    """Within, standard output is written to, and nothing else; elsewhere in a verb never.
 
     A reader that has left (``attncheck … | head``) has what it wants: the run goes on, and ends
     with the exit code that it deserves.
@@ -27,13 +33,17 @@ def standard_output() -> Iterator[None]:
     Raises:
         AttncheckError: where the disk behind it is full, say.
     """
+    context = click.get_current_context(silent=True)
+    ours = context.meta.get(_OURS) if context else None
+    stream: TextIO = ours or sys.stdout
     try:
-        yield
-        sys.stdout.flush()
+        with redirect_stdout(stream):
+            yield
+            stream.flush()
     except BrokenPipeError:
-        discard(sys.stdout)
+        discard(stream)
     except OSError as error:
-        discard(sys.stdout)
+        discard(stream)
         reason = error.strerror or str(error)
         raise AttncheckError(f"standard output cannot be written to: {reason}.") from None
 
@@ -61,7 +71,21 @@ class _PrintsHelp(click.Command):
 
 
 class Verb(_PrintsHelp):
-    """A verb of the command line."""
+    """A verb of the command line; its callback returns the exit code, or None for 0.
+
+    What somebody's kernels and mods print meanwhile goes to standard error.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does it; raises UsageError where somebody else's code would end the process."""
+        ctx.meta[_OURS] = sys.stdout
+        try:
+            with redirect_stdout(Aside(sys.stderr)):
+                return super().invoke(ctx)
+        except (SystemExit, click.exceptions.Exit) as end:
+            last = traceback.extract_tb(end.__traceback__)[-1]
+            place = f"{Path(last.filename).name}:{last.lineno}"
+            raise UsageError(f"{place} ends the process: {brief(end)}.") from end
 
 
 class Group(_PrintsHelp, click.Group):

@@ -7,14 +7,14 @@ without a score mod.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck.distributions import scores, tensors
 from attncheck.distributions.sizes import Drawn, Floats, Sizes
 from attncheck.draws import Draws
-from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.errors import ProblemError, UnknownName
+from attncheck.recorded_names import refuse_recorded, without_recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +28,6 @@ __all__ = [
     "draw",
     "draw_scores",
 ]
-
-# ``recordings`` adds distributions whose names say which file, call and bytes they are.
-_RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +78,13 @@ def draw_scores(name: str, sizes: Sizes, seed: int) -> Floats:
 def distribution_named(name: str) -> Distribution:
     """The distribution called ``name``.
 
-    Raises UnknownName with the valid names; UsageError for one of a recording that is not loaded.
+    Raises UnknownName with the valid names; ProblemError for one of a recording that is not loaded.
     """
     if isinstance(name, str) and name in DISTRIBUTIONS:
         return DISTRIBUTIONS[name]
-    recorded = _RECORDED.fullmatch(name) if isinstance(name, str) else None
-    if recorded:
-        raise UsageError(
-            f"distribution {name!r} is of a recording: give its file {recorded[1]} with --inputs."
-        )
-    raise UnknownName(
-        "distribution", name, [n for n in DISTRIBUTIONS if not _RECORDED.fullmatch(n)]
-    )
+    if isinstance(name, str):
+        refuse_recorded("distribution", name)
+    raise UnknownName("distribution", name, without_recorded(DISTRIBUTIONS))
 
 
 _PROVOKES = {

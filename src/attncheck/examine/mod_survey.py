@@ -19,7 +19,7 @@ from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.problem import Problem
-from attncheck.source_files import import_file
+from attncheck.source_files import attribute, import_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     from attncheck.examine.mod_worlds import ModWorlds, World
     from attncheck.subjects.contract import Subject
 
-__all__ = ["MOST_PLACES", "dimensions_of", "mods_of_file", "refusals", "survey", "takes_any_mod"]
+__all__ = [
+    "MOST_PLACES",
+    "concerns_mods",
+    "dimensions_of",
+    "mods_of_file",
+    "refusals",
+    "survey",
+    "takes_any_mod",
+]
 
 MOST_PLACES = 2**20
 """Index tuples of one comparison: every one is evaluated on mpmath numbers."""
@@ -59,8 +67,11 @@ def mods_of_file(reference: str, device: str) -> dict[str, Callable[..., Any]]:
     Raises:
         UsageError: for a file that cannot be imported or holds no mod, or a name that is none.
     """
-    file, _, name = reference.partition("::")
+    file, separator, name = reference.partition("::")
     what = f"mods of {reference!r}"
+    if not file or (separator and not name):
+        missing = "name after '::'" if file else "file"
+        raise UsageError(f"{what}: there is no {missing}: give FILE.py or FILE.py::NAME.")
     with torch.device(device):
         module = import_file(Path(file), what)
     takes = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
@@ -69,9 +80,7 @@ def mods_of_file(reference: str, device: str) -> dict[str, Callable[..., Any]]:
         if not found:
             raise UsageError(f"{what}: there are none: a mod is a public name that takes {takes}.")
         return found
-    if not hasattr(module, name):
-        raise UsageError(f"{what}: {file} has no {name!r}.")
-    mod = getattr(module, name)
+    mod = attribute(module, Path(file), name, what)
     if kind_of_mod(mod) is None:
         raise UsageError(f"{what}: {name!r} is no mod: it does not take {takes}.")
     return {name: mod}
@@ -99,6 +108,11 @@ def refusals(
             place = f"{file}:{line}" if line else file
             reasons.append(f"{place}: {name}: {error}")
     return reasons
+
+
+def concerns_mods(subject: Subject) -> bool:
+    """Whether mods are a question for a kernel at all: they are none for a softmax."""
+    return InProcess().concerns(subject, Problem(query=16, head_dim=16, dtype="fp32"))
 
 
 def takes_any_mod(subject: Subject, device: str) -> bool:

@@ -170,7 +170,7 @@ def mpmath_world(
         meant = exactly(*axes)
         return _of_mask("mpmath", shown.astype(float), Truth(meant, ~meant))
     given = (scores or Scores.drawn(dimensions)).scores
-    value = scored(mod, given.to(device), on_device).cpu().numpy()
+    value = scored(mod, given.to(device), on_device).detach().cpu().numpy()
     allowed = to_interval(expression, TORCH_FP64)(given.numpy(), *axes)
     assert isinstance(allowed, Interval)
     callable_in = _of_score("mpmath", value, allowed)
@@ -215,7 +215,9 @@ class _Examination:
             return self._kernel(subject, of, expression, mod)
         except NoProbe as no:
             return World(name=name, status=no.status, reason=str(no))
-        except Exception as error:  # noqa: BLE001  (somebody's callable: it may raise anything)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  (somebody's callable: SystemExit, too)
             return World(name=name, status="error", reason=brief(error))
 
     def _kernel(

@@ -12,6 +12,7 @@ from attncheck.draws import Draws
 from attncheck.errors import TraceError
 from attncheck.mods.expression import Expression
 from attncheck.mods.places import described, failed_at
+from attncheck.source_files import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,12 +74,14 @@ def disagreements(
 def _values(name: str, mod: Callable[..., Tensor], inputs: list[Tensor]) -> Tensor:
     """What ``mod`` gives at ``inputs``, one value each."""
     try:
-        values = mod(*inputs)
-    except Exception as error:  # noqa: BLE001  (somebody's code: it may raise anything)
-        text = str(error).strip().partition("\n")[0]
+        with torch.no_grad():
+            values = mod(*inputs)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  (somebody's code: SystemExit, too)
+        kind, colon, text = brief(error).partition(": ")
         raise TraceError(
-            f"{name} raised {type(error).__name__} at an index of its Problem: "
-            f"{text}{failed_at(error)}."
+            f"{name} raised {kind} at an index of its Problem{colon}{text}{failed_at(error)}."
         ) from None
     count = len(inputs[0])
     if not isinstance(values, torch.Tensor) or values.shape not in {(), (1,), (count,)}:

@@ -48,6 +48,8 @@ def translate(
     if name not in _PLAIN and name not in _SPECIAL:
         return None
     _require_width(name, result)
+    if name in {"add", "sub", "rsub"}:  # torch may give alpha by its place
+        args, kwargs = args[:2], kwargs | dict(zip(("alpha",), args[2:], strict=False))
     if name in _PLAIN:
         operands = tuple(graph.operand(value) for value in args)
         position = graph.add(Node(_PLAIN[name], kind_of(result), operands))
@@ -158,7 +160,7 @@ def _div(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Transl
 
 def _pow(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Translated:
     base, exponent = args
-    if base == 2 and isinstance(base, int) and graph.kind(graph.operand(exponent)) == "int":
+    if isinstance(base, int) and base == 2 and graph.kind(graph.operand(exponent)) == "int":
         return graph.apply("left_shift", graph.number(1), graph.operand(exponent)), kwargs
     if not isinstance(exponent, int | float):
         raise TraceError(
@@ -167,12 +169,12 @@ def _pow(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Transl
         )
     position = graph.operand(base)
     if isinstance(exponent, float) and graph.kind(position) != "float":
-        dtype = str(torch.get_default_dtype()).removeprefix("torch.")
-        position = graph.add(Node("cast", "float", (position,), dtype))
+        default = str(torch.get_default_dtype()).removeprefix("torch.")
+        position = graph.add(Node("cast", "float", (position,), default))
     if exponent in _ROOTS:
         return graph.apply(_ROOTS[exponent], position), kwargs
     if exponent not in _POWERS:
-        able = ", ".join(str(power) for power in sorted([*_POWERS, *_ROOTS]))
+        able = ", ".join(map(str, sorted([*_POWERS, *_ROOTS])))
         raise TraceError(f"it raises to the power {exponent}: it may raise to {able}")
     power = position
     for _ in range(abs(int(exponent)) - 1):
@@ -183,8 +185,7 @@ def _pow(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Transl
 
 
 def _reciprocal(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Translated:
-    operands = (graph.number(1), graph.operand(args[0]))
-    return graph.add(Node("div", "float", operands)), kwargs
+    return graph.add(Node("div", "float", (graph.number(1), graph.operand(args[0])))), kwargs
 
 
 def _relu(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Translated:

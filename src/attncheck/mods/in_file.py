@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from attncheck.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +25,14 @@ def mods_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
     Those are its public callables that take exactly four or five positional arguments, whatever
     made them: a ``def``, a factory, ``functools.partial``. What was imported from elsewhere by its
     own name is not the module's; ``__all__``, where there is one, says what is public.
+
+    Raises:
+        UsageError: where ``__all__`` is no list or tuple.
     """
-    public = getattr(module, "__all__", None)
+    public = vars(module).get("__all__")
+    if public is not None and not isinstance(public, list | tuple):
+        kind = type(public).__name__
+        raise UsageError(f"__all__ of {_file_of(module)} is {kind}: it must be a list of names.")
     return {
         name: value
         for name, value in vars(module).items()
@@ -34,11 +44,13 @@ def mods_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 def kind_of_mod(value: object) -> Kind | None:
     """``mask`` for four positional arguments, ``score mod`` for five, None for anything else."""
-    if not callable(value) or inspect.isclass(value):
-        return None
     try:
+        if not callable(value) or inspect.isclass(value):
+            return None
         parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):  # one that is written in C says nothing
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
         return None
     given = [p for p in parameters if p.default is p.empty]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -49,16 +61,21 @@ def kind_of_mod(value: object) -> Kind | None:
 
 def defined_at(value: object) -> int | None:
     """The line of its file where a mod is defined; None where nothing says so."""
-    while hasattr(value, "func"):  # a functools.partial, perhaps of another
+    while isinstance(value, functools.partial):
         value = value.func
-    code = getattr(value, "__code__", None) or getattr(type(value).__call__, "__code__", None)
+    if not inspect.isfunction(value):  # a method of its own, or of its class's
+        value = value if inspect.ismethod(value) else type(value).__call__
+    code = getattr(value, "__code__", None)
     line: int | None = getattr(code, "co_firstlineno", None)
     return line
 
 
 def _imported(value: object, module: ModuleType) -> bool:
-    home = getattr(value, "__module__", module.__name__)
+    if not inspect.isfunction(value):
+        return False
     # What a factory of another module makes is this module's own.
-    made = "<locals>" in getattr(value, "__qualname__", "")
-    function = inspect.isfunction(value)
-    return function and home != module.__name__ and not made
+    return value.__module__ != module.__name__ and "<locals>" not in value.__qualname__
+
+
+def _file_of(module: ModuleType) -> str:
+    return Path(module.__file__).name if module.__file__ else module.__name__

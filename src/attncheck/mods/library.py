@@ -13,6 +13,7 @@ from attncheck.mods import arguments as check
 from attncheck.mods import compose, masks, scores
 from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.mods.spec import Argument, Dimensions, Spec
+from attncheck.recorded_names import refuse_recorded, without_recorded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,10 +117,11 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 def _check(kind: str, entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions) -> None:
     if spec.name not in entries:
+        refuse_recorded(kind, spec.name)
         if "::" in spec.name:  # a Case from elsewhere
             option = "--mask" if entries is MASKS else "--score"
             raise ProblemError(f"{kind} {spec.name!r} is of a file: give that file with {option}.")
-        raise UnknownName(kind, spec.name, entries)
+        raise UnknownName(kind, spec.name, without_recorded(entries))
     entry = entries[spec.name]
     _check_arguments(spec, entry.arguments, dims)
     if entry.compose is None and spec.parts:

@@ -1,19 +1,22 @@
 """A mask or score mod from a file of the user's: traced, checked, and in the library by its name.
 
 The file is imported once for each device, with that device as torch's default, so that the tensors
-its mods capture are made there.
+its mods capture are made there; and again once it has changed.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.errors import ProblemError, UsageError
+from attncheck.errors import ProblemError, TraceError, UsageError
 from attncheck.mods import library
+from attncheck.mods.agreement import disagreements
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.serialise import digest
 from attncheck.mods.spec import Spec
@@ -41,11 +44,13 @@ def own_mask(reference: str) -> Spec:
     """The mask ``file.py::name``, from now on in the library under its file's own name.
 
     Its Spec carries a digest of what was traced, so that a Problem's id stands for the mask as it
-    is now. A Problem is refused where the mask reads outside a tensor that it captures.
+    is now. A Problem is refused where the mask reads outside a tensor that it captures, computes
+    a whole number beyond 32 bits, or gives something else than when it was traced.
 
     Raises:
         UsageError: for a file or name that is not there or cannot be imported.
-        TraceError: for a mask that cannot be traced, or does not give what a mask gives.
+        TraceError: for a mask that cannot be traced, does not give what a mask gives, or is another
+            one when it is traced again.
     """
     return _own(reference, "mask", trace_mask, library.MASKS)
 
@@ -63,42 +68,106 @@ def _own(
 ) -> Spec:
     if not is_reference(reference):
         raise UsageError(f"{what} {reference!r} is not FILE.py::NAME.")
-    expression = trace(_mod(reference, what, "cpu"))
-    known, number = reference.rpartition("/")[2], int(digest(expression)[:10], 16)
-    entries[known] = library.Entry(
+    own = _Own(reference, what, _version(reference))
+    expression = trace(own.built("cpu"))
+    if digest(trace(own.built("cpu"))) != digest(expression):
+        raise TraceError(
+            f"{own} gives other values when it is called again: capture what it draws or counts."
+        )
+    number = int(digest(expression)[:10], 16)
+    _paths[what, own.known, number] = _path(reference)
+    entries[own.known] = library.Entry(
         summary=str(expression),
-        build=lambda _values, _dimensions, device: _mod(reference, what, device),
-        arguments={"digest": _as_traced(known, what, expression, number)},
+        build=lambda _values, _dimensions, device: own.built(device),
+        arguments={"digest": _as_traced(own, expression, number)},
         additive=_adds(expression),
     )
-    return Spec.of(known, digest=number)
+    return Spec.of(own.known, digest=number)
+
+
+_paths: dict[tuple[str, str, Argument], Path] = {}
+"""Where each mod so far came from, by what it is, its name and its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A mod of a file as it was at one time.
+
+    Attributes:
+        reference: ``file.py::name``.
+        what: ``mask`` or ``score mod``.
+        version: Of the file.
+    """
+
+    reference: str
+    what: str
+    version: tuple[int, int]
+
+    @property
+    def known(self) -> str:
+        """Its name in the library."""
+        return self.reference.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.known!r}"
+
+    def built(self, device: str) -> Any:
+        """The callable, its tensors on ``device``."""
+        return _mod(self, _path(self.reference), device)
+
+
+def _path(reference: str) -> Path:
+    return Path(reference.rpartition("::")[0]).resolve()
+
+
+def _version(reference: str) -> tuple[int, int]:
+    """What changes with a file; of one that is not there, nothing in particular."""
+    try:
+        stat = _path(reference).stat()
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
 @cache
-def _mod(reference: str, what: str, device: str) -> Any:
+def _mod(own: _Own, path: Path, device: str) -> Any:
+    """``path`` is a part of the key: a relative reference may come to mean another file."""
     with torch.device(device):
-        mod = member(reference, f"{what} {reference!r}")
+        mod = member(own.reference, f"{own.what} {own.reference!r}")
+    if _version(own.reference) != own.version:
+        raise UsageError(f"{own}: {path.name} has changed since the mod was traced.")
     if not callable(mod):
-        raise UsageError(f"{what} {reference!r} is {type(mod).__name__}: it must be a callable.")
+        kind = type(mod).__name__
+        raise UsageError(f"{own.what} {own.reference!r} is {kind}: it must be a callable.")
     return mod
 
 
-def _as_traced(known: str, what: str, expression: Expression, number: int) -> Check:
+def _as_traced(own: _Own, expression: Expression, number: int) -> Check:
     """The check of a Spec's digest; indices are looked at once for each set of dimensions."""
 
     @cache
     def inside(dimensions: Dimensions) -> None:
-        check_index_ranges(expression, dimensions, f"{what} {known!r}")
+        check_index_ranges(expression, dimensions, str(own))
+        others = disagreements(expression, own.built("cpu"), dimensions)
+        if others:
+            raise ProblemError(
+                f"{own} gives other values than its trace at {others} sampled indices: it must be "
+                "the same at each call, and for each index by itself."
+            )
 
     def check(_label: str, value: Argument, dimensions: Dimensions) -> None:
         if value != number:
-            raise ProblemError(
-                f"{what} {known!r} has changed: the problem was made with digest {value}, "
-                f"the file gives {number}."
-            )
+            raise ProblemError(_not_this_one(own, value, number))
         inside(dimensions)
 
     return check
+
+
+def _not_this_one(own: _Own, value: Argument, number: int) -> str:
+    before, now = (_paths.get((own.what, own.known, n)) for n in (value, number))
+    if before is not None and before != now:
+        return f"{own} is of another file of that name now: give the files names that differ."
+    return f"{own} has changed: the problem was made with digest {value}, the file gives {number}."
 
 
 def _adds(expression: Expression) -> bool:

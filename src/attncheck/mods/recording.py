@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from attncheck.errors import TraceError
 from attncheck.mods.places import calling_place, failed_at
+from attncheck.source_files import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,16 +43,26 @@ def record(
 
     def watched(*tensors: Tensor) -> Tensor:
         with _Watch(tensors) as watch, _NoEscape(watch):
-            return mod(*tensors)
+            given = mod(*tensors)
+            _refuse_a_coroutine(given)
+            return given
 
     try:
         with torch.no_grad():
             return make_fx(watched)(*examples)
-    except TraceError:
+    except (TraceError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001  (somebody's code: it may raise anything)
-        text = str(error).strip().partition("\n")[0]
-        raise TraceError(f"it raised {type(error).__name__}: {text}{failed_at(error)}") from None
+    except BaseException as error:  # noqa: BLE001  (somebody's code: SystemExit, too)
+        raise TraceError(f"it raised {brief(error)}{failed_at(error)}") from None
+
+
+def _refuse_a_coroutine(given: object) -> None:
+    """Or a generator; Python warns about a coroutine that is neither run nor closed."""
+    if inspect.iscoroutine(given):
+        given.close()
+        raise TraceError("it gives a coroutine: use a plain def")
+    if inspect.isgenerator(given) or inspect.isasyncgen(given):
+        raise TraceError("it gives a generator: use a plain def without yield")
 
 
 def _require_signature(mod: Callable[..., Tensor], arguments: tuple[str, ...]) -> None:

@@ -235,7 +235,7 @@ def _elements(where: str, data: Mapping[str, Any], dtype: torch.dtype) -> torch.
     try:
         tensor = torch.tensor(numbers, dtype=dtype)
         held: list[float] = tensor.tolist()
-    except (RuntimeError, TypeError, OverflowError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         held = []
     if held != numbers:
         raise ProblemError(f"{where}.values hold a number that {dtype} does not.")

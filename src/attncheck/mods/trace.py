@@ -143,6 +143,9 @@ class _Conversion:
     def _position(
         self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> int:
+        target: Any = node.target
+        if name == "view" and target._overloadname == "dtype":
+            raise TraceError(f"it reads bits as another dtype{_place(node)}: convert with .to()")
         if name in SAME_VALUE:
             return self.graph.operand(args[0])
         position = None
@@ -153,7 +156,6 @@ class _Conversion:
                 fact, colon, remedy = str(error).partition(": ")
                 raise TraceError(f"{fact}{_place(node)}{colon}{remedy}") from None
         if position is None:
-            target: Any = node.target
             raise TraceError(
                 f"operation {target.overloadpacket} is not supported{_place(node)}: "
                 f"use {', '.join(sorted(OPERATIONS))}"

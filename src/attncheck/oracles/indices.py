@@ -106,10 +106,11 @@ def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
 
 
 def _either(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
-    try:
-        return broadcast()
-    except _NOT_BROADCAST:
-        return mapped()
+    with torch.no_grad():  # a mod may capture a parameter
+        try:
+            return broadcast()
+        except _NOT_BROADCAST:
+            return mapped()
 
 
 def _four_axes(result: Tensor, indices: Indices) -> Tensor:

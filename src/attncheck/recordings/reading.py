@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 
-from attncheck.errors import ProblemError, UsageError
-from attncheck.formats import FORMATS
-from attncheck.recordings.recording import Recording, sizes_problem
-from attncheck.recordings.schema import DTYPES, METADATA, VERSION, Call, Header, tensor_name
+from attncheck.errors import UsageError
+from attncheck.recordings.facts import call_fact, tensor_fact
+from attncheck.recordings.recording import Recording
+from attncheck.recordings.schema import METADATA, VERSION, Call, Header, tensor_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +81,8 @@ def _header(path: Path, metadata: dict[str, str]) -> Header:
         header = msgspec.json.decode(text, type=Header)
     except msgspec.DecodeError as error:
         _refuse(path, f"has metadata that are none of version {VERSION}: {error}")
+    except RecursionError:
+        _refuse(path, f"has metadata that are none of version {VERSION}: nested too deeply")
     if not header.calls:
         _refuse(path, "holds no call")
     return header
@@ -94,10 +95,9 @@ class _Versioned(msgspec.Struct):
 def _taken(path: Path, index: int, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The checked tensors of a call by name, taken out of ``tensors``."""
     where = f"call {call.name!r}"
-    try:
-        sizes_problem(call)
-    except ProblemError as error:
-        _refuse(path, f"{where}: {str(error).rstrip('.')}")
+    fact = call_fact(call)
+    if fact:
+        _refuse(path, f"{where}: {fact}")
     wanted = ["q", "k", "v"] + ["mask"] * (call.mask in {"bool", "additive"})
     taken = {}
     for name in wanted:
@@ -105,34 +105,7 @@ def _taken(path: Path, index: int, call: Call, tensors: dict[str, Tensor]) -> di
         if stored not in tensors:
             _refuse(path, f"{where} has no tensor {stored!r}")
         taken[name] = tensors.pop(stored)
-        fact = _mask_fact(call, taken[name]) if name == "mask" else _fact(call, name, taken[name])
+        fact = tensor_fact(call, name, taken[name])
         if fact:
             _refuse(path, f"{where}: {fact}")
     return taken
-
-
-def _fact(call: Call, name: str, tensor: Tensor) -> str | None:
-    """What is wrong with q, k or v."""
-    shape, dtype = call.shapes[name], FORMATS[call.dtype].torch_dtype
-    if tuple(tensor.shape) != shape:
-        return f"{name} has shape {tuple(tensor.shape)}, but should have {shape}"
-    if tensor.dtype != dtype:
-        return f"{name} is {tensor.dtype}, but should be {dtype}"
-    odd = int((~torch.isfinite(tensor)).sum())
-    if odd:
-        return f"{name} holds {odd} NaN or infinite numbers: no error can be measured from them"
-    return None
-
-
-def _mask_fact(call: Call, mask: Tensor) -> str | None:
-    fits = mask.dim() == 4 and all(
-        have in {1, size} for have, size in zip(mask.shape, call.scores, strict=True)
-    )
-    if not fits:
-        return f"its mask has shape {tuple(mask.shape)}, which does not broadcast to {call.scores}"
-    able = [torch.bool] if call.mask == "bool" else [FORMATS[n].torch_dtype for n in DTYPES]
-    if mask.dtype not in able:
-        return f"its mask is {mask.dtype}, but should be {' or '.join(map(str, able))}"
-    if call.mask == "additive" and bool((torch.isnan(mask) | torch.isposinf(mask)).any()):
-        return "its mask adds NaN or +infinity: no error can be measured from them"
-    return None

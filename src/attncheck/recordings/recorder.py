@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from attncheck.errors import ProblemError, UsageError
+from attncheck.errors import UsageError
 from attncheck.recordings.reduction import Given, Unfit, reduced
 from attncheck.recordings.schema import METADATA, VERSION, Call, Header, tensor_name
 
@@ -56,9 +56,9 @@ def capture(
     in TorchScript, and FlexAttention. Capture a model before torch.compile: inside, torch would
     compile it anew.
 
-    A call that attncheck cannot hold (float64, nested or fake tensors, head_dim beyond 256, a
-    scale that is not positive …) is left out with a warning, one a reason. Dropout is noted, and
-    ignored when a kernel is judged.
+    A call that attncheck cannot hold (float64, nested or fake tensors, a size of 0, head_dim
+    beyond 256, a scale that is not positive, NaN or an infinity in q, k or v …) is left out with
+    a warning, one a reason. Dropout is noted, and ignored when a kernel is judged.
 
     The file is written at the end, in one step, and replaces an old one. It is also written when
     the ``with`` ends with an exception, with the calls made until then.
@@ -73,7 +73,7 @@ def capture(
         UsageError: at the beginning, if the file cannot be written; at the end, if there was no
             call to keep.
     """
-    path = _writable(Path(file))
+    path = _writable(file)
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise UsageError(f"calls={calls!r} must be a whole number of at least 1.")
     modules = _Modules(model)
@@ -163,11 +163,12 @@ class _Recorder(TorchFunctionMode):
     def _keep(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             self.kept.append(reduced(name, Given(*args, **kwargs), out))
-        except (Unfit, ProblemError) as error:
+        except Unfit as error:
             reason = str(error).rstrip(".")
             if reason not in self._warned:
                 self._warned.add(reason)
-                warnings.warn(f"capture leaves out {name}: {reason}.", stacklevel=2)
+                shown = name if name.isprintable() else repr(name)
+                warnings.warn(f"capture leaves out {shown}: {reason}.", stacklevel=2)
 
     def _listening(self, func: Any) -> Any:
         """``func``, or a copy of it whose own calls of the function come back to this mode.
@@ -205,11 +206,18 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _writable(path: Path) -> Path:
-    """``path``, if a file could be put there now: a model may run for long before the end."""
+def _writable(file: str | os.PathLike[str]) -> Path:
+    """The path, if a file could be put there now: a model may run for long before the end."""
     try:
+        path = Path(file)
+    except TypeError:
+        raise UsageError(f"file is {type(file).__name__}: it must be a path.") from None
+    try:
+        str(path).encode()  # safetensors takes nothing else
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
+        with contextlib.suppress(FileNotFoundError):
+            _draft(path).lstat()  # raises for a name that no file can have
         with tempfile.TemporaryFile(dir=path.parent):
             return path
     except (OSError, ValueError) as error:
@@ -223,7 +231,7 @@ def _write(path: Path, recorder: _Recorder) -> None:
         for i, (_, named) in enumerate(recorder.kept)
         for name, tensor in named.items()
     }
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    draft = _draft(path)
     try:
         draft.touch(exist_ok=False)
         mode = (
@@ -236,6 +244,11 @@ def _write(path: Path, recorder: _Recorder) -> None:
         raise _unwritten(path, error) from None
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _draft(path: Path) -> Path:
+    """Where the file is written before it takes its name."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def _unwritten(path: Path, error: Exception) -> UsageError:

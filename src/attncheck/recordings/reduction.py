@@ -11,7 +11,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attncheck.formats import FORMATS
 from attncheck.recordings.axes import batch_axes, four_axes, mask_axes
-from attncheck.recordings.recording import sizes_problem
+from attncheck.recordings.facts import call_fact, tensor_fact
 from attncheck.recordings.schema import DTYPES, Call
 
 if TYPE_CHECKING:
@@ -47,28 +47,36 @@ def reduced(name: str, given: Given, out: Tensor) -> tuple[Call, dict[str, Tenso
         out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
 
     Raises:
-        Unfit: for tensors that a recording cannot hold.
-        ProblemError: for sizes or a scale that a Problem cannot have.
+        Unfit: for tensors that a recording cannot hold, and for whatever ``reading`` would refuse.
     """
     kind, mask = _mask(given)
     tensors = [given.query, given.key, given.value] + ([] if mask is None else [mask])
     for tensor in tensors:
         _require_plain(tensor)
+    if any(0 in tensor.shape for tensor in tensors):
+        raise Unfit(f"shapes {_shapes(tensors)} have a size of 0")
     dtype = _dtype(out)
     try:
         q, k, v = four_axes(*tensors[:3], gqa=given.enable_gqa)
         mask = None if mask is None else mask_axes(mask, batch_axes(*tensors[:3]))
     except RuntimeError:
-        raise Unfit(_shapes(tensors)) from None
+        raise Unfit(_not_four_axes(tensors)) from None
     call = _call(name, given, (q, k, v), dtype=dtype, mask=kind)
     if out.numel() != q[..., 0].numel() * v.shape[3]:
-        raise Unfit(_shapes(tensors))
+        raise Unfit(_not_four_axes(tensors))
     copies = {n: _copy(t, out.dtype) for n, t in zip("qkv", (q, k, v), strict=True)}
     if mask is not None:
         # Autocast casts an added mask too.
         cast_too = mask.is_floating_point() and given.query.dtype != out.dtype
         copies["mask"] = _copy(mask, out.dtype if cast_too else mask.dtype)
+    _require(*(tensor_fact(call, n, tensor) for n, tensor in copies.items()))
     return call, copies
+
+
+def _require(*facts: str | None) -> None:
+    for fact in facts:
+        if fact:
+            raise Unfit(fact)
 
 
 def _call(
@@ -94,7 +102,7 @@ def _call(
         scale=None if given.scale is None else float(given.scale),
         dropout=float(given.dropout_p),
     )
-    sizes_problem(call)
+    _require(call_fact(call))
     return call
 
 
@@ -125,8 +133,11 @@ def _dtype(out: Tensor) -> Dtype:
 
 
 def _shapes(tensors: list[Tensor]) -> str:
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-    return f"shapes {shapes} are not those of (batch, heads, length, dim)"
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+
+
+def _not_four_axes(tensors: list[Tensor]) -> str:
+    return f"shapes {_shapes(tensors)} are not those of (batch, heads, length, dim)"
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:

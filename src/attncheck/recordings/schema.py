@@ -35,7 +35,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         name: ``call-7``, or the module that made it and its how manieth call it was:
-            ``blocks.0.attention/0``.
+            ``blocks.0.attention/0``. Printable, and not blank.
         batch: Sequences; more axes than four are folded into this one.
         heads: Query heads.
         kv_heads: Key and value heads.

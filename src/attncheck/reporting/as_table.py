@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
@@ -12,7 +11,7 @@ from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
 from attncheck.reporting.inert import one_line, shortened
 from attncheck.reporting.rows import COLUMNS
-from attncheck.reporting.screen import PLAIN_WIDTH
+from attncheck.reporting.screen import PLAIN_WIDTH, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,9 +65,9 @@ def _column_width(key: str, rows: list[Row]) -> int:
 
 
 def _lines(page: Content, width: int) -> Iterator[Text]:
-    yield from _wrapped(page.command, width, style="bold")
+    yield from wrapped(page.command, width, style="bold")
     for line in page.environments:
-        yield from _wrapped(line, width, style="dim")
+        yield from wrapped(line, width, style="dim")
     grid = _Grid(page, width)
     for section in page.sections:
         yield Text("")
@@ -113,26 +112,18 @@ def _below(page: Content, grid: _Grid, width: int) -> Iterator[Text]:
     for note in page.notes:
         mark = superscript(note.number)
         style = "red" if note.status == "error" else "dim"
-        yield from _wrapped(f"{mark} {note.status}: {shortened(note.reason)}", width, style=style)
+        yield from wrapped(f"{mark} {note.status}: {shortened(note.reason)}", width, style=style)
     for kernel, reason in page.absent:
         line = f"{one_line(kernel)} is absent: {shortened(reason)}"
-        yield from _wrapped(line, width, style="dim")
+        yield from wrapped(line, width, style="dim")
     if page.notes or page.absent:
         yield Text("")
     for line in page.reading if page.sections else ():
-        yield from _wrapped(line, width, style="dim")
+        yield from wrapped(line, width, style="dim")
     if grid.left_out:
         columns = ", ".join(grid.left_out)
-        yield from _wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
+        yield from wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
     yield Text(page.counts)
-
-
-def _wrapped(text: str, width: int, *, style: str) -> list[Text]:
-    line = one_line(text)
-    # textwrap counts characters, and an East Asian one may take two columns.
-    size = width if cell_len(line) == len(line) else width // 2
-    lines = textwrap.wrap(line, max(size, 20), subsequent_indent=_INDENT)
-    return [Text(part, style=style) for part in lines]
 
 
 def _elided(text: str, size: int) -> str:

@@ -13,10 +13,10 @@ from attncheck.mod_record import SCHEMA, ModReport
 from attncheck.reporting import figures, screen, struct_json
 from attncheck.reporting.inert import for_markdown, shortened
 from attncheck.reporting.rows import Cell
-from attncheck.reporting.sheet import Line, Sheet, markdown_lines, terminal_lines
+from attncheck.reporting.sheet import Line, Sheet, least_width, markdown_lines, terminal_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from attncheck.mod_record import Answer, ModRecord
 
@@ -24,6 +24,7 @@ __all__ = ["FORMATS", "load", "render", "show"]
 
 FORMATS = ("table", "json", "md")
 _LONGEST = 72  # characters of an expression that a page shows; the JSON has all
+_LONGEST_WORLD = 28
 _CELLS = {
     "equal": Cell("equal"),
     "different": Cell("different", "bad"),
@@ -64,12 +65,24 @@ def load(text: str) -> ModReport:
 
 def _table(report: ModReport, width: int) -> Iterator[Text]:
     for line in _above(report):
-        yield Text(line, style="dim")
-    yield Text("")
-    yield from terminal_lines(_sheet(report), width)
+        yield from screen.wrapped(line, width, style="dim")
+    for sheet in _fitting(report, width):
+        yield Text("")
+        yield from terminal_lines(sheet, width)
     yield Text("")
     for line in _below(report):
-        yield Text(line, style="dim")
+        yield from screen.wrapped(line, width, style="dim")
+
+
+def _fitting(report: ModReport, width: int) -> Iterator[Sheet]:
+    """The worlds that stand side by side in ``width`` columns, then the next."""
+    beside: list[str] = []
+    for world in report.worlds:
+        if beside and least_width(_sheet(report, [*beside, world])) > width:
+            yield _sheet(report, beside)
+            beside = []
+        beside.append(world)
+    yield _sheet(report, beside)
 
 
 def _markdown(report: ModReport) -> Iterator[str]:
@@ -80,7 +93,7 @@ def _markdown(report: ModReport) -> Iterator[str]:
     yield ""
     yield from (f"- {for_markdown(fact)}" for fact in facts)
     yield ""
-    yield from markdown_lines(_sheet(report))
+    yield from markdown_lines(_sheet(report, report.worlds))
     yield ""
     yield from (f"- {for_markdown(line)}" for line in _below(report))
 
@@ -92,23 +105,23 @@ def _above(report: ModReport) -> Iterator[str]:
     yield " · ".join([*facts, f"mpmath {report.mpmath}", f"attncheck {env.attncheck}"])
 
 
-def _sheet(report: ModReport) -> Sheet:
-    columns = ("mod", "kind", "expression", *report.worlds)
-    lines = [_line(record, report) for record in report.records]
-    return Sheet(f"{report.file} · {report.shape}", columns, words=len(columns), lines=lines)
+def _sheet(report: ModReport, worlds: Iterable[str]) -> Sheet:
+    asked = list(worlds)
+    columns = ("mod", "kind", "expression", *(_head(world, _LONGEST_WORLD) for world in asked))
+    lines = [_line(record, asked) for record in report.records]
+    title = f"{report.file} · {report.shape}"
+    return Sheet(title, columns, words=len(columns), cut=3, lines=lines)
 
 
-def _line(record: ModRecord, report: ModReport) -> Line:
-    cells = [Cell(record.name), Cell(record.kind, "dim"), Cell(_head(record.expression))]
-    answers = [(world, record.answers[world]) for world in report.worlds]
+def _line(record: ModRecord, worlds: list[str]) -> Line:
+    cells = [Cell(record.name), Cell(record.kind, "dim"), Cell(_head(record.expression, _LONGEST))]
+    answers = [(world, record.answers[world]) for world in worlds]
     cells += [_CELLS[answer.status] for _, answer in answers]
     return Line(tuple(cells), tuple(_remark(*a) for a in answers if _speaks(a[1])))
 
 
-def _head(expression: str) -> str:
-    if len(expression) <= _LONGEST:
-        return expression
-    return expression[: _LONGEST - 1].rstrip() + "…"
+def _head(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1].rstrip() + "…"
 
 
 def _speaks(answer: Answer) -> bool:

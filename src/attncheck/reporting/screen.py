@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from typing import TYPE_CHECKING, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
+
+from attncheck.reporting.inert import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["PLAIN_WIDTH", "drawn", "plain", "put"]
+__all__ = ["PLAIN_WIDTH", "drawn", "plain", "put", "wrapped"]
 
 PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask."""
@@ -39,3 +43,12 @@ def drawn(lines: Callable[[int], Iterable[Text]], stream: TextIO) -> str:
 def plain(lines: Callable[[int], Iterable[Text]]) -> str:
     """``lines(PLAIN_WIDTH)``, the same on every machine, without colours."""
     return "".join(f"{line.plain}\n" for line in lines(PLAIN_WIDTH))
+
+
+def wrapped(text: str, width: int, *, style: str = "") -> list[Text]:
+    """``text`` in lines of ``width`` columns, all but the first indented."""
+    line = one_line(text)
+    # textwrap counts characters, and an East Asian one may take two columns.
+    size = width if cell_len(line) == len(line) else width // 2
+    lines = textwrap.wrap(line, max(size, 20), subsequent_indent="  ")
+    return [Text(part, style=style) for part in lines]

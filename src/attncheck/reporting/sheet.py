@@ -14,12 +14,12 @@ from attncheck.reporting.rows import Cell
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Line", "Sheet", "markdown_lines", "terminal_lines"]
+__all__ = ["Line", "Sheet", "least_width", "markdown_lines", "terminal_lines"]
 
 _STYLES = {"plain": "", "dim": "dim", "notable": "yellow", "bad": "red"}
 _GAP = "  "
 _INDENT = "  "
-_LEAST = 20  # columns of words that are still read
+_LEAST = 14  # columns of words that are still read
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +39,22 @@ class Sheet:
         columns: Headings.
         words: How many columns, from the left, hold words; the others hold numbers, which end in
             line.
+        cut: How many columns, from the left, may be cut where the page is narrow.
         lines: The rows.
     """
 
     title: str
     columns: tuple[str, ...]
     words: int = 1
+    cut: int = 1
     lines: list[Line] = field(default_factory=list)
 
 
 def terminal_lines(sheet: Sheet, width: int) -> Iterator[Text]:
     """The title, the headings, the rows, each remark below its row.
 
-    Where the columns are wider than ``width``, the widest column of words is cut, as far as it can
-    be read.
+    Where the columns are wider than ``width``, the widest of those that may be cut is, as far as it
+    can be read, and then the next.
     """
     yield Text(one_line(sheet.title), style="bold")
     widths = _widths(sheet, width)
@@ -77,16 +79,25 @@ def markdown_lines(sheet: Sheet) -> Iterator[str]:
         yield _joined(cells + [for_markdown("; ".join(line.remarks))] * extra)
 
 
+def least_width(sheet: Sheet) -> int:
+    """Columns that the rows of ``sheet`` take where everything that may be cut is cut."""
+    return _total(_widths(sheet, 0))
+
+
 def _widths(sheet: Sheet, most: int) -> list[int]:
     widths = [
         max(map(cell_len, [heading, *(one_line(line.cells[i].text) for line in sheet.lines)]))
         for i, heading in enumerate(sheet.columns)
     ]
-    over = len(_INDENT) + sum(widths) + len(_GAP) * (len(widths) - 1) - most
-    if over > 0:
-        widest = max(range(sheet.words), key=lambda i: widths[i])
-        widths[widest] = max(min(widths[widest], _LEAST), widths[widest] - over)
+    for i in sorted(range(sheet.cut), key=lambda i: -widths[i]):
+        over = _total(widths) - most
+        if over > 0:
+            widths[i] = max(min(widths[i], _LEAST), widths[i] - over)
     return widths
+
+
+def _total(widths: list[int]) -> int:
+    return len(_INDENT) + sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
 def _row(line: Line, widths: list[int], words: int) -> Text:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import ProblemError, UnknownName
-from attncheck.mods.library import FULL, MASKS, NONE, SCORES
-from attncheck.mods.own import is_reference, own_mask, own_score
+from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.formats import round_to
+from attncheck.mods.library import FULL, MASKS, NONE, SCORES, Entry
+from attncheck.mods.own import own_mask, own_score
 from attncheck.mods.spec import Spec
+from attncheck.recorded_names import without_recorded
 from attncheck.runner.plan import Cell, Variant, check_measured, check_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from attncheck.problem import Problem
+    from attncheck.recordings import Recording
 
 __all__ = ["own_variant", "recorded"]
 
@@ -33,33 +38,54 @@ def own_variant(mask: str | None, score: str | None) -> Variant:
 
 
 def _spec(
-    text: str, kind: str, entries: Mapping[str, object], adopt: Callable[[str], Spec]
+    text: str, kind: str, entries: Mapping[str, Entry[Any]], adopt: Callable[[str], Spec]
 ) -> Spec:
-    if is_reference(text):
+    if "::" in text or text.endswith(".py"):  # or its beginning: ``adopt`` says what is missing
         return adopt(text)
+    complete = [name for name, entry in entries.items() if not (entry.arguments or entry.compose)]
     if text not in entries:
-        raise UnknownName(kind, text, entries)
-    entry = entries[text]
-    if getattr(entry, "arguments", None) or getattr(entry, "compose", None):
+        raise UnknownName(kind, text, without_recorded(complete))
+    if text not in complete:
         raise ProblemError(f"{kind} {text!r} needs numbers or parts: write it as FILE.py::NAME.")
     return Spec.of(text)
 
 
 def recorded(path: str, dtypes: Sequence[str]) -> list[Cell]:
-    """The recorded calls of a safetensors file, in their own dtype or in ``dtypes``.
+    """The recorded calls of a safetensors file, in their own dtype or in each of ``dtypes``.
 
-    Raises UsageError for a file that is not a recording (``recordings.load``).
+    Raises UsageError for a file that is not a recording (``recordings.load``), and for numbers
+    that a dtype does not hold.
     """
     from attncheck import recordings
 
-    for dtype in dtypes:
-        check_measured(dtype)
+    for name in dtypes:
+        check_measured(name)
     calls = recordings.load(path)
-    cells = [
-        Cell(variant=recording.call.name, problem=recording.problem(dtype))
-        for dtype in dtypes or (None,)
-        for recording in calls
-    ]
-    for cell in cells:
-        check_memory(cell.problem)
+    cells = []
+    for dtype in dict.fromkeys(dtypes) or (None,):
+        for recording in calls:
+            problem = recording.problem(dtype)
+            check_memory(problem)
+            _check_range(recording, problem)
+            cells.append(Cell(variant=recording.call.name, problem=problem))
     return cells
+
+
+def _check_range(recording: Recording, problem: Problem) -> None:
+    """Raises UsageError where a number would become infinite in the Problem's dtype.
+
+    In fp8 none does: a head's descale, an fp32 number, brings its largest to the format's.
+    """
+    fmt = problem.formats.products  # in tf32 kernels read what is stored in fp32
+    if problem.formats.scaled:
+        return
+    for name in ("q", "k", "v"):
+        sizes = getattr(recording, name).abs()
+        if round_to(sizes.max().double(), fmt).isfinite():  # rounding is monotonic
+            continue
+        count = int((sizes.double() > fmt.max).sum())
+        raise UsageError(
+            f"{name} of call {recording.call.name!r} has {count} number{'s' * (count > 1)} beyond "
+            f"{fmt.name}'s {fmt.max:g}: choose another dtype, such as its own, "
+            f"{recording.call.dtype}."
+        )

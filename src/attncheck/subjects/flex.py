@@ -61,7 +61,7 @@ class Flex(Subject):
     def prepare(self, inputs: Inputs) -> Call:
         """Make the block mask, and compile on CUDA, which takes seconds."""
         problem, device = inputs.problem, inputs.q.device
-        score = None if problem.score == library.NONE else problem.score_mod(str(device))
+        score = None if problem.score == library.NONE else _score_mod(problem, str(device))
         blocks = None if problem.mask == library.FULL else block_mask(problem, str(device))
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)
@@ -75,6 +75,18 @@ class Flex(Subject):
         if device.type != "cpu":
             _compile_now(call)
         return call
+
+
+def _score_mod(problem: Problem, device: str) -> ScoreMod:
+    """The Problem's, with scores of the dtype that it gets: flex would keep a float64 table's."""
+    mod = problem.score_mod(device)
+
+    def score_mod(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+    ) -> torch.Tensor:
+        return mod(score, b, h, q, kv).to(score.dtype)
+
+    return score_mod
 
 
 def block_mask(problem: Problem, device: str) -> BlockMask:

@@ -146,7 +146,8 @@ class _Pass:
         s = self._product(q, self._kv_heads_expanded(self.k[:, :, keys]).mT)
         if self.score:
             scaled = s * self.factors.scale[..., None]
-            s = self.score(scaled, at.b, at.h, at.q_idx, at.kv_idx)
+            # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
+            s = self.score(scaled, at.b, at.h, at.q_idx, at.kv_idx).to(scaled.dtype)
         return torch.where(seen, s, -math.inf)
 
     def _flash2(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:

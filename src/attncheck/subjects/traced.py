@@ -22,19 +22,23 @@ def traced_mask(problem: Problem, device: str) -> Expression:
     mask is wrong, but the trace.
     """
     mod = problem.mask_mod(device)
-    return _checked(trace.trace_mask(mod, device), mod, problem, device)
+    name = f"mask {str(problem.mask)!r}"
+    return _checked(trace.trace_mask(mod, device), mod, problem, device, name)
 
 
 def traced_score(problem: Problem, device: str) -> Expression:
     """The score mod as traced, checked like the mask."""
     mod = problem.score_mod(device)
-    return _checked(trace.trace_score(mod, device), mod, problem, device)
+    name = f"score mod {str(problem.score)!r}"
+    return _checked(trace.trace_score(mod, device), mod, problem, device, name)
 
 
 def _checked(
-    expression: Expression, mod: MaskMod | ScoreMod, problem: Problem, device: str
+    expression: Expression, mod: MaskMod | ScoreMod, problem: Problem, device: str, name: str
 ) -> Expression:
     wrong = trace.disagreements(expression, mod, problem.dimensions, device=device)
     if wrong:
-        raise TraceError(f"the trace of {problem} differs from it at {wrong} sampled indices.")
+        raise TraceError(
+            f"the trace of {name} differs from it at {wrong} sampled indices of {problem}."
+        )
     return expression

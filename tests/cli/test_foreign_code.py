@@ -1,0 +1,239 @@
+"""What somebody's kernels and mods do to the process that runs them: exit, print, warn."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import sys
+import warnings
+
+import click
+import pytest
+
+from attncheck.cli import attncheck as group
+from attncheck.cli import main, standard_output
+from attncheck.mods import own
+
+MODS = ("--shape", "1x1x3", "--kernel", "ideal", "-q", "--device", "cpu")
+RMSE = ("--shape", "1x1x8x8", "--variant", "causal", "-q", "--device", "cpu")
+
+CAUSAL = "def f(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n"
+
+KERNEL = """
+import sys, warnings
+import torch
+from attncheck.subjects.ideal import Ideal
+
+print("imported")
+
+class Mine(Ideal):
+    name, summary = "mine", "talks"
+
+    def __init__(self):
+        print("made")
+        super().__init__()
+
+    def prepare(self, inputs):
+        print("prepared")
+        warnings.warn("planted")
+        call = super().prepare(inputs)
+
+        def talks():
+            sys.stdout.write("called\\n")
+            return call()
+
+        return talks
+"""
+
+
+@pytest.fixture
+def attncheck(tmp_path, monkeypatch, capsys):
+    """The command line in this process: exit code, standard output, standard error."""
+    handler, options = signal.getsignal(signal.SIGINT), sys.warnoptions
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "warnoptions", [])
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attncheck", *map(str, arguments)])
+        streams = sys.stdout, sys.stderr
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert (sys.stdout, sys.stderr) == streams
+        said = capsys.readouterr()
+        return end.value.code, said.out, said.err
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+    sys.warnoptions = options
+    own._mod.cache_clear()
+
+
+@pytest.fixture
+def foreign(monkeypatch):
+    """A verb of whatever a test plants."""
+
+    def plant(callback):
+        verb = standard_output.Verb("foreign", callback=callback)
+        monkeypatch.setitem(group.commands, "foreign", verb)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    "end", [SystemExit(), SystemExit(0), SystemExit(7), click.exceptions.Exit(0)]
+)
+def test_foreign_code_that_ends_the_process_is_no_success(attncheck, foreign, end):
+    def ends():
+        raise end
+
+    foreign(ends)
+    code, out, err = attncheck("foreign")
+    assert (code, out) == (2, "")
+    assert err.startswith("attncheck: test_foreign_code.py:")
+    assert f" ends the process: {type(end).__name__}" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "code"), [(None, 0), (0, 0), (5, 5)])
+def test_the_exit_code_is_what_a_verb_returns(attncheck, foreign, given, code):
+    foreign(lambda: given)
+    assert attncheck("foreign") == (code, "", "")
+
+
+def test_help_of_a_verb_is_exit_code_0(attncheck):
+    code, out, err = attncheck("mods", "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: attncheck mods")
+    assert "Exit code 1 when a world differs, raises, or is unknown somewhere" in out
+
+
+def test_a_mod_that_exits_is_one_line(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text("import sys\ndef f(b, h, q_idx, kv_idx):\n    sys.exit(0)\n")
+    code, out, err = attncheck("mods", "mine.py", *MODS)
+    assert (code, out) == (2, "")
+    assert "SystemExit" in err
+    assert err.count("\n") == 1
+
+
+def test_what_a_mod_prints_stands_beside_the_json(attncheck, tmp_path):
+    talks = CAUSAL.replace("return", "print('called')\n    return")
+    (tmp_path / "mine.py").write_text("print('imported')\n" + talks)
+    code, out, err = attncheck("mods", "mine.py", *MODS, "--format", "json")
+    assert code == 0
+    assert json.loads(out)["records"][0]["name"] == "f"
+    assert set(err.splitlines()) == {"imported", "called"}
+
+
+@pytest.mark.parametrize("fmt", ["json", "csv", "table"])
+def test_what_a_kernel_prints_and_warns_stands_beside_the_report(attncheck, tmp_path, fmt):
+    (tmp_path / "mine.py").write_text(KERNEL)
+    code, out, err = attncheck("rmse", "--kernel", "mine.py::Mine", *RMSE, "--format", fmt)
+    assert code == 0
+    if fmt == "json":
+        assert {r["kernel"] for r in json.loads(out)["records"]} == {"mine"}
+    elif fmt == "csv":
+        assert {row["kernel"] for row in csv.DictReader(io.StringIO(out))} == {"mine"}
+    assert "called" not in out
+    assert set(err.splitlines()) == {"imported", "made", "prepared", "called"}
+
+
+@pytest.mark.parametrize(
+    ("when", "stream"), [("import", "stdout"), ("import", "stderr"), ("call", "stdout")]
+)
+def test_closing_a_stream_closes_none_of_ours(attncheck, tmp_path, when, stream):
+    close = f"sys.{stream}.close()\n"
+    closes = close + CAUSAL if when == "import" else CAUSAL.replace("return", f"{close}    return")
+    (tmp_path / "mine.py").write_text("import sys\n" + closes)
+    code, out, err = attncheck("mods", "mine.py", *MODS)
+    assert (code, err) == (0, "")
+    assert "1 mod: 2 equal." in out
+
+
+def test_warnings_of_mods_are_not_shown_unless_asked_for(attncheck, foreign, monkeypatch):
+    def warns():
+        warnings.warn("planted", stacklevel=1)
+
+    foreign(warns)
+    with warnings.catch_warnings():
+        assert attncheck("foreign") == (0, "", "")
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    with pytest.raises(UserWarning, match="planted"):
+        main()
+
+
+def test_a_coroutine_is_refused_without_a_warning(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text("async " + CAUSAL)
+    with warnings.catch_warnings():
+        code, out, err = attncheck("mods", "mine.py", *MODS)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "never awaited" not in err
+
+
+def test_defaults_that_a_file_sets_do_not_reach_the_kernels(attncheck, tmp_path):
+    sets = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+    score = "def s(score, b, h, q_idx, kv_idx):\n    return score + q_idx / 3\n"
+    (tmp_path / "mine.py").write_text(sets + "torch.set_default_device('meta')\n" + score)
+    code, out, err = attncheck("mods", "mine.py", *MODS)
+    assert (code, err) == (0, "")
+    assert "1 mod: 2 equal." in out
+
+
+@pytest.mark.parametrize("verb", [("rmse", *RMSE), ("mods", "mine.py", "--device", "cpu")])
+def test_a_kernel_that_nothing_concerns_is_a_mistake_of_every_verb(attncheck, tmp_path, verb):
+    (tmp_path / "mine.py").write_text(CAUSAL)
+    code, out, err = attncheck(*verb, "--kernel", "torch-softmax")
+    says = "kernel 'torch-softmax' is for other operations or dtypes than are asked for"
+    assert (code, out) == (2, "")
+    assert err == f"attncheck: {says}: see attncheck list.\n"
+
+
+@pytest.mark.parametrize("verb", [("rmse", *RMSE), ("mods", "mine.py", "--device", "cpu")])
+def test_two_kernels_of_one_name_are_a_mistake_of_every_verb(attncheck, tmp_path, verb):
+    for name in ("mine.py", "other.py"):
+        (tmp_path / name).write_text(KERNEL + CAUSAL)
+    kernels = ("--kernel", "mine.py::Mine", "--kernel", "other.py::Mine")
+    code, out, err = attncheck(*verb, *kernels)
+    assert (code, out) == (2, "")
+    assert "kernel 'other.py::Mine': another one is called 'mine' too." in err
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("mine.py::", "mods of 'mine.py::': there is no name after '::'"),
+        ("", "mods of '': there is no file: give FILE.py"),
+        ("::f", "mods of '::f': there is no file: give FILE.py"),
+        (".", "mods of '.': '.' is a folder"),
+    ],
+)
+def test_half_a_file_is_one_line(attncheck, tmp_path, file, says):
+    (tmp_path / "mine.py").write_text(CAUSAL)
+    code, out, err = attncheck("mods", file, *MODS)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"attncheck: {says}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("beside", [("--mask", ""), ("--score", ""), ("--seed", "0")])
+def test_what_inputs_replace_is_refused_also_as_nothing(attncheck, beside):
+    code, out, err = attncheck("rmse", "--kernel", "ideal", "--inputs", "x.safetensors", *beside)
+    assert (code, out) == (2, "")
+    assert err.startswith("attncheck: --inputs already says what to compute")
+
+
+def test_inputs_alone_are_read(attncheck):
+    code, _, err = attncheck("rmse", "--kernel", "ideal", "--inputs", "x.safetensors")
+    assert code == 2
+    assert "already says" not in err
+
+
+def test_unknown_is_exit_code_1_as_its_help_says(attncheck, tmp_path):
+    undefined = "def s(score, b, h, q_idx, kv_idx):\n    return score / (q_idx - q_idx)\n"
+    (tmp_path / "mine.py").write_text(undefined)
+    code, out, _ = attncheck("mods", "mine.py", *MODS)
+    assert "unknown" in out
+    assert "different" not in out
+    assert code == 1
