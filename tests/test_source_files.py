@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import pytest
@@ -153,3 +154,15 @@ def test_torchs_defaults_are_the_files_own(tmp_path, fails, inside):
             assert (made.dtype, made.device.type) == (torch.float64, "meta")
         assert (torch.ones(2).dtype, torch.ones(2).device) == (torch.float32, device)
     assert (torch.ones(2).dtype, torch.ones(2).device.type) == (torch.float32, "cpu")
+
+
+def test_a_number_changed_within_a_second_is_the_new_one(tmp_path):
+    """Cached bytecode knows a source by its length and the second it was written in."""
+    path = tmp_path / "mine.py"
+    path.write_text("number = 1\n")
+    first = import_file(path, "mine")
+    written = path.stat()
+    path.write_text("number = 2\n")
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+    assert (first.number, import_file(path, "mine").number) == (1, 2)
+    assert not (tmp_path / "__pycache__").exists()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import codecs
 import importlib.util
 import io
+import linecache
 import sys
 import traceback
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,11 +17,24 @@ from attncheck.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import ModuleType
+    from types import CodeType, ModuleType
 
 __all__ = ["Aside", "attribute", "brief", "import_file", "member", "place_in"]
 
 _MOST_HELD = 2**16  # characters; more are no usage message
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles what the file says now.
+
+    Cached bytecode is taken for current where the source has the same length and was written in the
+    same second: a number that was changed in between would be the old one.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code of the source; no cache is read or written."""
+        del fullname
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def import_file(path: Path, what: str) -> ModuleType:
@@ -40,15 +55,19 @@ def import_file(path: Path, what: str) -> ModuleType:
         raise UsageError(f"{what}: {str(path)!r} is a folder: name a Python file.")
     if not path.is_file():
         raise UsageError(f"{what}: there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(f"attncheck_file_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UsageError(f"{what}: {path} is not a Python file.")
+    name = f"attncheck_file_{path.stem}"
+    loader = _FromSource(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and Triton look their module up by name.
     sys.modules[spec.name] = module
     try:
         with _streams_of_its_own(), _defaults_of_its_own():
-            spec.loader.exec_module(module)
+            linecache.checkcache(str(path))
+            loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # somebody's file: it may raise anything, SystemExit too
