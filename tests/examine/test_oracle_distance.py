@@ -23,6 +23,9 @@ CASE = Case(problem=Problem(heads=2, kv_heads=1, query=3, kv=4, head_dim=5, valu
 UNIT = 2.0**-53
 
 
+PROMISED = 1e-13 / UNIT  # what the manual says of ordinary inputs
+
+
 def by_hand(case):
     """Exact out, LSE and Σ p|v| of a Problem without a mask."""
     problem, drawn = case.problem, inputs.draw(case.problem)
@@ -55,8 +58,8 @@ def measured(change):
 
 def test_dense_attention_is_a_few_units_away():
     record = measured(lambda out, lse: (out, lse))
-    assert 0 < record.out.units < 50
-    assert record.lse.units < 50
+    assert 0 < record.out.units < PROMISED
+    assert record.lse.units < PROMISED
     assert (record.out.compared, record.lse.compared, record.rows.total) == (12, 6, 6)
     assert record.rows.nonfinite == record.out.nonfinite == record.lse.nonfinite == 0
 
@@ -67,13 +70,14 @@ def test_an_oracle_that_is_off_by_a_billionth_shows_where():
         lse[0, 1, 0] -= 1e-9
         return out, lse
 
-    record = measured(change)
+    record, unchanged = measured(change), measured(lambda out, lse: (out, lse))
     units = 1e-9 / float(SPREAD[0, 1, 2, 0]) / UNIT
-    assert record.out.units == pytest.approx(units, rel=1e-4)  # rounding is 1e-7 of that
+    # What was away before may add or take away, and the sum is rounded once.
+    assert abs(record.out.units - units) <= unchanged.out.units + 1
     at = record.out.at
     assert (at.batch, at.head, at.query, at.dim) == (0, 1, 2, 0)
     size = max(1.0, abs(float(EXACT.lse[0, 1, 0, 0])))
-    assert record.lse.units == pytest.approx(1e-9 / size / UNIT, rel=1e-4)
+    assert abs(record.lse.units - 1e-9 / size / UNIT) <= unchanged.lse.units + 1
     assert (record.lse.at.query, record.lse.at.dim) == (0, -1)
 
 
@@ -169,7 +173,7 @@ def test_an_exact_side_that_is_not_finite_is_counted(part, value):
     assert record.lse.nonfinite == (part == "lse")
     assert record.out.compared + record.out.nonfinite == 12
     assert record.lse.compared + record.lse.nonfinite == 6
-    assert 0 < record.out.units < 50
+    assert 0 < record.out.units < PROMISED
 
 
 def test_nothing_exact_that_is_finite_has_no_distance():
@@ -190,7 +194,7 @@ def test_agreement_is_told_by_its_exponent(exponent):
     shifted[0, 1, 1, 1] += context.mpf(10) ** exponent * context.mpf(SPREAD[0, 1, 1, 1])
     same, other = Result(out, EXACT.lse), Result(shifted, EXACT.lse)
     found = agreement(CASE, "full", {"naive": same, "online": other}, same, SPREAD)
-    assert found.log10 == pytest.approx(exponent, abs=1e-6)
+    assert abs(found.log10 - exponent) <= math.ulp(exponent)
     assert found.oracles == ("naive", "online")
     assert (found.infinite, found.furthest) == (0, "online")
     assert found.holds(-exponent - 1)
@@ -204,7 +208,7 @@ def test_agreement_counts_lse_too():
     lse = EXACT.lse.copy()
     lse[0, 0, 0] += MP.mpf(10) ** -30 * max(1, abs(lse[0, 0, 0, 0]))
     found = agreement(CASE, "full", {"online": Result(EXACT.out, lse)}, EXACT, SPREAD)
-    assert found.log10 == pytest.approx(-30, abs=1e-6)
+    assert abs(found.log10 + 30) <= math.ulp(30)
 
 
 LAST = (0, 1, 2, -1)
@@ -224,7 +228,7 @@ def test_what_is_not_finite_is_infinitely_far(part, value, at):
         found = agreement(CASE, "full", others, exact, SPREAD)
         assert found.infinite == (1 if exact is EXACT else 2)
         assert found.furthest == furthest
-        assert found.log10 == pytest.approx(-55, abs=1) or exact is not EXACT
+        assert found.log10 < -50 or exact is not EXACT  # a rounding in 50 digits
         assert not found.holds(0)
 
 
