@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import textwrap
 from typing import TYPE_CHECKING, TextIO
 
 from rich.text import Text
@@ -68,18 +67,13 @@ def load(text: str) -> OracleReport:
 
 def _table(report: OracleReport, width: int) -> Iterator[Text]:
     for line in _above(report):
-        yield from _wrapped(line, width)
+        yield from screen.wrapped(line, width, style="dim")
     for sheet in _sheets(report):
         yield Text("")
         yield from terminal_lines(sheet, width)
     yield Text("")
     for line in _below(report):
-        yield from _wrapped(line, width)
-
-
-def _wrapped(line: str, width: int) -> Iterator[Text]:
-    parts = textwrap.wrap(line, max(width, 20), subsequent_indent="  ")
-    return (Text(part, style="dim") for part in parts)
+        yield from screen.wrapped(line, width, style="dim")
 
 
 def _markdown(report: OracleReport) -> Iterator[str]:
