@@ -57,8 +57,7 @@ def softmax(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, t
         that is −inf throughout gives 0 and −inf; one with a NaN or a +inf is NaN throughout, LSE
         included. Naive differs: NaN (0/0) and −inf for the first, and where exp overflows, from
         logits of 88.7 on, it gives NaN there, 0 elsewhere and an LSE of inf; where only the sum
-        does, 0 throughout and inf. Below −87.3 exp is
-        subnormal, which is 0 on a GPU.
+        does, 0 throughout and inf. Below −87.3 exp is subnormal, which is 0 on a GPU.
     """
     rows = x if x.dim() == 4 else x[None, None]
     batch, heads, query, columns = rows.shape

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from attncheck.errors import UnknownName
 from attncheck.mod_record import SCHEMA, ModReport
 from attncheck.reporting import figures, screen, struct_json
+from attncheck.reporting.by_format import FORMATS, Page
 from attncheck.reporting.inert import for_markdown, shortened
 from attncheck.reporting.rows import Cell
 from attncheck.reporting.sheet import Line, Sheet, least_width, markdown_lines, terminal_lines
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "load", "render", "show"]
 
-FORMATS = ("table", "json", "md")
 _LONGEST = 72  # characters of an expression that a page shows; the JSON has all
 _LONGEST_WORLD = 28
 _CELLS = {
@@ -32,30 +30,6 @@ _CELLS = {
     "error": Cell("error", "bad"),
     "unsupported": Cell(figures.NOTHING, "dim"),
 }
-
-
-def render(report: ModReport, fmt: str) -> str:
-    """``report`` in ``fmt``, one of ``FORMATS``, the same on every machine (no colours).
-
-    Raises UnknownName for another format.
-    """
-    if fmt not in FORMATS:
-        raise UnknownName("format", fmt, FORMATS)
-    if fmt == "json":
-        return struct_json.written(report)
-    if fmt == "md":
-        return "\n".join(_markdown(report)) + "\n"
-    return screen.plain(lambda width: _table(report, width))
-
-
-def show(report: ModReport, fmt: str = "table", stream: TextIO | None = None) -> None:
-    """Write ``report`` to ``stream`` (default: standard output); a table takes its colours."""
-    stream = stream or sys.stdout
-    if fmt == "table":
-        text = screen.drawn(lambda width: _table(report, width), stream)
-    else:
-        text = render(report, fmt)
-    screen.put(text, stream)
 
 
 def load(text: str) -> ModReport:
@@ -156,3 +130,7 @@ def _absences(report: ModReport) -> dict[str, str]:
         )
         for reason, worlds in held.items()
     }
+
+
+_PAGE = Page[ModReport](_table, _markdown)
+render, show = _PAGE.render, _PAGE.show

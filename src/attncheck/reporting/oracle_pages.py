@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from attncheck.errors import UnknownName
 from attncheck.oracle_record import SCHEMA, OracleReport
 from attncheck.reporting import figures, screen, struct_json
 from attncheck.reporting.asked import asked
+from attncheck.reporting.by_format import FORMATS, Page
 from attncheck.reporting.inert import for_markdown, shortened
 from attncheck.reporting.rows import Cell
 from attncheck.reporting.sheet import Line, Sheet, markdown_lines, terminal_lines
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "load", "render", "show"]
 
-FORMATS = ("table", "json", "md")
 
 _LEAST_SHOWN = 0.01
 _UNITS = {
@@ -31,30 +29,6 @@ _UNITS = {
     "lse": "LSE in units of 2^-53 max(1, |LSE|)",
 }
 _UNITS_OF_SOFTMAX = _UNITS | {"out": "out in units of 2^-53 p"}
-
-
-def render(report: OracleReport, fmt: str) -> str:
-    """``report`` in ``fmt``, one of ``FORMATS``, the same on every machine (no colours).
-
-    Raises UnknownName for another format.
-    """
-    if fmt not in FORMATS:
-        raise UnknownName("format", fmt, FORMATS)
-    if fmt == "json":
-        return struct_json.written(report)
-    if fmt == "md":
-        return "\n".join(_markdown(report)) + "\n"
-    return screen.plain(lambda width: _table(report, width))
-
-
-def show(report: OracleReport, fmt: str = "table", stream: TextIO | None = None) -> None:
-    """Write ``report`` to ``stream`` (default: standard output); a table takes its colours."""
-    stream = stream or sys.stdout
-    if fmt == "table":
-        text = screen.drawn(lambda width: _table(report, width), stream)
-    else:
-        text = render(report, fmt)
-    screen.put(text, stream)
 
 
 def load(text: str) -> OracleReport:
@@ -216,3 +190,7 @@ def _remark(record: OracleRecord) -> str:
     rest = record.out.units
     others = f"; at most {_units(rest)} units elsewhere" if rest is not None else ""
     return f"{record.oracle} {', '.join(facts)}{others}"
+
+
+_PAGE = Page[OracleReport](_table, _markdown)
+render, show = _PAGE.render, _PAGE.show
