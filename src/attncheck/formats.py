@@ -17,7 +17,7 @@ from attncheck.errors import UnknownName
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "FORMATS", "Dtype", "Format", "dtype_named", "fp32", "round_to"]
+__all__ = ["DTYPES", "FORMATS", "Dtype", "Format", "dtype_named", "fp32", "round_to", "spacing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,15 +173,26 @@ def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     if fmt.name == "fp64":
         return values.clone()
-    _, exponent = torch.frexp(values)
-    # frexp's significand is in [1/2, 1): the leading bit of a value has exponent − 1.
-    lowest = fmt.min_exponent - fmt.significand + 1
-    spacing_exponent = torch.clamp(exponent - fmt.significand, min=lowest)
-    # 2**e by its bits: exact whatever a release's ldexp or pow does with integer exponents.
-    spacing = ((spacing_exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
-    rounded = torch.round(values / spacing) * spacing
+    unit = spacing(values, fmt)
+    rounded = torch.round(values / unit) * unit
     rounded = torch.where(torch.isfinite(values), rounded, values)
     if fmt.saturates:
         return torch.clamp(rounded, -fmt.max, fmt.max)
     overflow = torch.copysign(torch.full_like(values, math.inf), values)
     return torch.where(rounded.abs() > fmt.max, overflow, rounded)
+
+
+def spacing(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """An ulp of finite float64 ``values`` (any shape): how far neighbours in ``fmt`` are apart.
+
+    From a power of two upwards; that of subnormal numbers below the smallest normal one. As if
+    ``fmt`` had no largest number; of fp64 never below 2^-1022.
+    """
+    import torch
+
+    _, exponent = torch.frexp(values)
+    # frexp's significand is in [1/2, 1): the leading bit of a value has exponent − 1.
+    lowest = max(fmt.min_exponent - fmt.significand + 1, FORMATS["fp64"].min_exponent)
+    least = torch.clamp(exponent - fmt.significand, min=lowest)
+    # 2**e by its bits: exact whatever a release's ldexp or pow does with integer exponents.
+    return ((least.to(torch.int64) + 1023) << 52).view(torch.float64)

@@ -7,7 +7,15 @@ import torch
 
 from attncheck.formats import FORMATS
 from attncheck.judge.floor import rounding_floor
-from attncheck.judge.metrics import errors
+from attncheck.judge.metrics import (
+    cosine,
+    errors,
+    frobenius,
+    head_rmse,
+    slope,
+    ulp_percentiles,
+)
+from attncheck.judge.shares import shares
 
 TRUTH = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, -2.0]], dtype=torch.float64)
 ALL = torch.ones(2, 3, dtype=torch.bool)
@@ -94,3 +102,79 @@ def test_an_error_within_the_truths_own_roundings_is_none():
     assert errors(truth * (1 + 2.0**-52), truth, counted).rmse == 0.0
     assert errors(truth * (1 + 2.0**-51), truth, counted).rmse > 0.0
     assert errors(truth * 0 + 2.0**-60, truth * 0, counted).rmse == 2.0**-60
+
+
+# Of every head
+
+HEADS = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64).view(1, 2, 2, 1)
+ALIVE = torch.ones(1, 2, 2, 1, dtype=torch.bool)
+
+
+def test_known_errors_of_heads():
+    values = HEADS.clone()
+    values[0, 0, 0] += 1.0
+    values[0, 1, 1] -= 2.0
+    assert head_rmse(values, HEADS, ALIVE).tolist() == [[math.sqrt(0.5), math.sqrt(2.0)]]
+    alone = torch.tensor([True, False]).view(1, 1, 2, 1)
+    assert head_rmse(values, HEADS, alone).tolist() == [[1.0, 0.0]]
+    assert head_rmse(values, HEADS, ~ALIVE).tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_head_that_is_not_finite_is_never_close(poison):
+    values = HEADS.clone()
+    values[0, 1, 0] = poison
+    assert head_rmse(values, HEADS, ALIVE).tolist() == [[0.0, math.inf]]
+
+
+@pytest.mark.parametrize("size", [2.0**-700, 2.0**700])
+def test_squares_of_heads_neither_vanish_nor_overflow(size):
+    truth = torch.zeros_like(HEADS)
+    assert head_rmse(truth + size, truth, ALIVE).tolist() == [[size, size]]
+
+
+# One number of an error and the truth
+
+ONE = torch.tensor([3.0, 4.0], dtype=torch.float64)
+
+
+def test_frobenius():
+    assert frobenius(torch.tensor([0.0, 2.5]).double(), ONE) == 0.5
+    assert frobenius(0 * ONE, 0 * ONE) == 0.0
+    assert frobenius(ONE, 0 * ONE) == math.inf
+    assert frobenius(ONE * math.nan, ONE) == math.inf
+
+
+def test_cosine():
+    assert cosine(2 * ONE, ONE) == 1.0
+    assert cosine(-ONE, ONE) == -1.0
+    assert cosine(ONE.flip(0) * torch.tensor([1.0, -1.0]), ONE) == 0.0
+    assert (cosine(0 * ONE, 0 * ONE), cosine(0 * ONE, ONE)) == (1.0, 0.0)
+    assert cosine(ONE * math.nan, ONE) == 0.0
+
+
+def test_slope():
+    assert slope(-ONE / 2, ONE) == -0.5
+    assert slope(ONE.flip(0) * torch.tensor([1.0, -1.0]), ONE) == 0.0
+    assert slope(ONE, 0 * ONE) == 0.0
+    assert math.isnan(slope(ONE * math.nan, ONE))
+
+
+def test_ulps_count_where_the_truth_is_large():
+    """Of bf16, an ulp of 1 is 2^-7 and an ulp of 4 is 2^-5; 2^-10 is below the rms."""
+    truth = torch.tensor([2.0**-10, 4.0, -4.0, 4.0], dtype=torch.float64)
+    error = torch.tensor([1.0, 2.0**-5, -(2.0**-4), 2.0**-3], dtype=torch.float64)
+    assert ulp_percentiles(error, truth, FORMATS["bf16"]) == (2.0, 4.0)
+    assert ulp_percentiles(error[:0], truth[:0], FORMATS["bf16"]) == (0.0, 0.0)
+    error[2] = math.nan
+    assert ulp_percentiles(error, truth, FORMATS["bf16"]) == (4.0, math.inf)
+
+
+# Shares of an allowance
+
+
+def test_shares():
+    error = torch.tensor([0.0, -1.0, 3.0, 0.0, 1.0, math.nan, 1.0, math.inf], dtype=torch.float64)
+    allowance = torch.tensor([1.0, 2.0, 2.0, 0.0, 0.0, 1.0, math.nan, 1.0], dtype=torch.float64)
+    inf = math.inf
+    assert shares(error, allowance).tolist() == [0.0, 0.5, 1.5, 0.0, inf, inf, inf, inf]

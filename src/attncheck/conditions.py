@@ -1,0 +1,81 @@
+"""What a bound has to know of some rows, exactly; an oracle computes it, a judge reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Conditions", "Rows", "ScoreModError"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some query rows of some heads.
+
+    Attributes:
+        heads: (batch, head) pairs, numbered batch · heads + head; axis ``heads`` below.
+        query: int64 indices of query rows, the same of every head; axis ``rows`` below.
+    """
+
+    heads: range
+    query: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Conditions:
+    """Exact quantities of some rows, float64, with every key of the problem.
+
+    Attributes:
+        rows: Which rows.
+        q: ``(heads, rows, head_dim)`` as meant: fp8's stored numbers times their descale.
+        k: ``(heads, kv, head_dim)``, each head with its own kv head's; 0 where it is not finite.
+        v: ``(heads, kv, value_dim)``; 0 where it is not finite: the rows that see such a value have
+            a result that is not finite either.
+        scale: Factor of q·k.
+        products: ``scale · q·k``, ``(heads, rows, kv)``; of a softmax its scores. 0 where the mask
+            hides the key, and in place of −∞.
+        scores: After the score mod; 0 where not seen.
+        seen: bool: what the mask shows and the score mod does not make −∞.
+        maximum: Of the seen scores, ``(heads, rows)``; 0 in rows that see no key.
+        total: Σ exp(score − maximum) over the seen keys; 0 in rows that see no key.
+        out: ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``.
+        lse: ``(heads, rows)``; −∞ in rows that see no key.
+        given_scores: Whether the scores were inputs (a softmax): q, k and v are empty then, their
+            last axis is 0, and nothing was multiplied.
+        has_score_mod: Whether a score mod stands between products and scores.
+    """
+
+    rows: Rows
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    products: torch.Tensor
+    scores: torch.Tensor
+    seen: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    given_scores: bool = False
+    has_score_mod: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ScoreModError:
+    """What a score mod makes of an error of its score, and adds of its own; ``(heads, rows, kv)``.
+
+    Attributes:
+        radius: Largest |mod evaluated in fp32 on a score within its radius − exact mod|, on both
+            sides of a jump; infinite where nothing is known, as where a kernel may see a key that
+            the mod hides or the other way round. 0 where the mask hides the key.
+        own: The same on the exact score: the mod's own rounding.
+        jump: bool: the score lies within its radius of a jump of the mod.
+    """
+
+    radius: torch.Tensor
+    own: torch.Tensor
+    jump: torch.Tensor

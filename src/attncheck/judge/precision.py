@@ -1,0 +1,204 @@
+"""Less accurate than a kernel of its arithmetic is, though within every bound.
+
+Two yardsticks, and a kernel fails by both together alone, in one head:
+
+* z: the root mean square of error ÷ predicted standard deviation. The prediction takes roundings
+  for independent; where they are not, a right kernel may be above the gate.
+* The spread: RMSE ÷ the largest RMSE of ideal kernels whose tiles differ in size and order and
+  that rescale sooner or later. A right kernel may differ from all of them by more than the gate in
+  a head by chance.
+
+Beside them stands the emulation: the ideal kernel at the kernel's own tiling makes nearly the same
+roundings, so that nearly the whole error cancels in their difference, and what is left shows what
+neither yardstick can.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.judge.floor import spread
+from attncheck.judge.metrics import (
+    cosine,
+    errors,
+    frobenius,
+    head_rmse,
+    slope,
+    ulp_percentiles,
+)
+from attncheck.judge.shares import at
+from attncheck.judgement import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from attncheck.judge.allowance import Allowance
+    from attncheck.judge.arithmetic import Arithmetic
+
+__all__ = ["FAR", "FEWEST", "RESIDUAL", "SPREAD", "Heads", "Z", "heads", "measured", "z"]
+
+FEWEST = 512
+"""Outputs of a head below which its statistics say too little to be judged by."""
+
+Z = 1.25
+"""Of right kernels in bf16, fp16 and fp8 in simulation the 99th percentile is 1.13, the largest
+1.23; on an H200 the largest is 1.02."""
+
+SPREAD = 1.3
+"""Of right kernels in simulation the 99th percentile of RMSE ÷ one ideal kernel's is 1.28 in bf16,
+1.19 in fp16, 1.10 in e4m3 and 1.03 in e5m2, the largest 1.38; beyond this gate over the largest of
+four ideal kernels and beyond ``Z`` together was none of 30,017."""
+
+FAR = 3.0
+"""Of right kernels on generic inputs in ``benchmarks/calibration.py`` none was beyond 1.7 × the
+largest of four ideal kernels."""
+
+RESIDUAL = {"bf16": 0.15, "fp16": 0.55, "e4m3": 0.07}
+"""Largest residual of right kernels by the format of P, in simulation; on an H200 the Triton
+kernel's is at most 0.11, 0.31 and 0.013 over five problems of up to 4,096 keys. A warning until it
+has been calibrated there. Other formats have none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Heads:
+    """The two yardsticks of every head, ``(batch, heads)``; NaN where a head is not judged by it.
+
+    Attributes:
+        z: Of heads with ``FEWEST`` sampled outputs or more.
+        single: RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
+        spread: RMSE ÷ the largest of the ensemble's; None where it was not asked for.
+    """
+
+    z: torch.Tensor
+    single: torch.Tensor
+    spread: torch.Tensor | None
+
+
+def heads(
+    *,
+    out: torch.Tensor,
+    truth: torch.Tensor,
+    counted: torch.Tensor,
+    allowance: Allowance,
+    arithmetic: Arithmetic,
+    ideal: torch.Tensor | None,
+    ensemble: Callable[[], Iterable[torch.Tensor]] | None,
+) -> Heads:
+    """How accurate every head is by the two yardsticks.
+
+    Args:
+        out: What the kernel gave, ``(batch, heads, query, dim)``.
+        truth: float64, same shape.
+        counted: bool, same shape.
+        allowance: With the predicted standard deviations of sampled rows.
+        arithmetic: fp32 and tf32 have no gate: legitimate orders of their sums differ 5×.
+        ideal: out of one ideal kernel.
+        ensemble: outs of several; asked for only where a head is beyond a gate without them.
+            Neither is a yardstick for every arithmetic (``comparable``).
+    """
+    if not comparable(arithmetic):
+        ideal = ensemble = None
+    rmse = head_rmse(out, truth, counted)
+    enough = counted.sum((-2, -1)) >= FEWEST
+    found = z(out, truth, counted, allowance)
+    single = torch.full_like(rmse, math.nan)
+    if ideal is not None:
+        single = torch.where(enough, spread(rmse, [head_rmse(ideal, truth, counted)]), math.nan)
+    suspect = (found > Z) | (single > SPREAD)
+    ratio = None
+    if ensemble is not None and gated(arithmetic) and bool(suspect.any()):
+        others = (head_rmse(one, truth, counted) for one in ensemble())
+        ratio = torch.where(enough, spread(rmse, others), math.nan)
+    return Heads(z=found, single=single, spread=ratio)
+
+
+def gated(arithmetic: Arithmetic) -> bool:
+    """Whether a kernel of this arithmetic can fail by its precision: not in fp32 or tf32."""
+    return arithmetic.products.torch_name != "float32"
+
+
+def comparable(arithmetic: Arithmetic) -> bool:
+    """Whether ideal kernels err as much as a kernel of this arithmetic.
+
+    Their sums are fp32's, and they round P before it is divided by the row sum.
+    """
+    coarse = arithmetic.scores.coarse or arithmetic.values.coarse
+    return not (coarse or arithmetic.normalised_weights)
+
+
+def z(
+    out: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor, allowance: Allowance
+) -> torch.Tensor:
+    """Root mean square of error ÷ predicted standard deviation, ``(batch, heads)``.
+
+    Over the sampled elements that are counted and whose prediction is finite; NaN in heads with
+    fewer than ``FEWEST`` of them, infinite where an error is NaN or not predicted at all.
+    """
+    squares = torch.zeros(truth.shape[:2], dtype=torch.float64, device=truth.device).flatten()
+    elements = torch.zeros_like(squares)
+    for sample in allowance.samples:
+        rows, deviation = sample.rows, sample.sd_out
+        asked = at(rows, counted) & deviation.isfinite()
+        error = at(rows, out).to(torch.float64) - at(rows, truth)
+        ratio = torch.where(asked & (error != 0), error / deviation, 0.0)
+        ratio = torch.where(ratio.isnan(), math.inf, ratio)
+        numbers = torch.tensor(list(rows.heads), device=squares.device)
+        squares.index_add_(0, numbers, ratio.square().sum((-2, -1)))
+        elements.index_add_(0, numbers, asked.sum((-2, -1)).to(torch.float64))
+    found = torch.where(elements >= FEWEST, (squares / elements).sqrt(), math.nan)
+    return found.view(truth.shape[:2])
+
+
+def measured(
+    *,
+    out: torch.Tensor,
+    truth: torch.Tensor,
+    counted: torch.Tensor,
+    found: Heads,
+    emulation: torch.Tensor | None,
+    arithmetic: Arithmetic,
+) -> Precision:
+    """What is reported of a kernel's precision; arguments as those of ``heads``.
+
+    ``emulation`` is out of the ideal kernel at the kernel's own tiling, where it declares one.
+    """
+    if not comparable(arithmetic):
+        emulation = None
+    exact = truth[counted]
+    values = out[counted].to(torch.float64)
+    error = values - exact
+    whole = errors(out, truth, counted)
+    p50, p99 = ulp_percentiles(error, exact, arithmetic.output)
+    return Precision(
+        z=_largest(found.z),
+        spread=None if found.spread is None else _largest(found.spread),
+        residual=None if emulation is None else _residual(out, emulation, truth, counted),
+        bias=whole.bias / whole.rmse if whole.rmse else 0.0,
+        slope=slope(error, exact),
+        ulp_p50=p50,
+        ulp_p99=p99,
+        frobenius=frobenius(error, exact),
+        cosine=cosine(values, exact),
+    )
+
+
+def _largest(of_heads: torch.Tensor) -> float | None:
+    judged = of_heads[~of_heads.isnan()]
+    return float(judged.max()) if judged.numel() else None
+
+
+def _residual(
+    out: torch.Tensor, emulation: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor
+) -> float | None:
+    """rms(out − emulation) ÷ rms(emulation − exact); None where the emulation is exact."""
+    if int(counted.sum()) < FEWEST:
+        return None
+    usual = errors(emulation, truth, counted).rmse
+    apart = errors(out, emulation.to(torch.float64), counted).rmse
+    if not usual:
+        return None
+    return math.inf if math.isnan(apart / usual) else apart / usual

@@ -1,0 +1,69 @@
+"""Conditions of small calls, by the plain formula: no oracle, no Problem."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from attncheck.conditions import Conditions, Rows
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a test makes its Conditions."""
+
+    def attention(self, q, k, v, *, scale=1.0, seen=None, scores=None) -> Conditions:
+        """Of q (heads, rows, dim), k and v (heads, kv, dim), float64; ``scores`` of a score mod."""
+        q, k, v = (torch.as_tensor(x, dtype=torch.float64) for x in (q, k, v))
+        products = scale * (q @ k.mT)
+        shape = products.shape
+        seen = torch.ones(shape, dtype=torch.bool) if seen is None else seen.expand(shape)
+        has_mod = scores is not None
+        return self._of(q, k, v, scale, products, scores if has_mod else products, seen, has_mod)
+
+    def softmax(self, x, *, seen=None) -> Conditions:
+        """Of scores (heads, rows, kv)."""
+        x = torch.as_tensor(x, dtype=torch.float64)
+        seen = torch.ones_like(x, dtype=torch.bool) if seen is None else seen
+        none = x.new_empty((*x.shape[:1], x.shape[1], 0)), x.new_empty((x.shape[0], x.shape[2], 0))
+        return self._of(none[0], none[1], none[1], 1.0, x, x, seen, False)
+
+    def _of(self, q, k, v, scale, products, scores, seen, has_mod) -> Conditions:
+        alive = seen.any(-1)
+        scores = torch.where(seen, scores, 0.0)
+        maximum = torch.where(seen, scores, -math.inf).amax(-1)
+        maximum = torch.where(alive, maximum, 0.0)
+        weights = torch.where(seen, torch.exp(scores - maximum[..., None]), 0.0)
+        total = weights.sum(-1)
+        lse = torch.where(alive, maximum + torch.log(total), -math.inf)
+        share = weights / torch.where(alive, total, 1.0)[..., None]
+        given = v.shape[-1] == 0
+        return Conditions(
+            rows=Rows(range(scores.shape[0]), torch.arange(scores.shape[1])),
+            q=q,
+            k=k,
+            v=v,
+            scale=scale,
+            products=torch.where(seen, products, 0.0),
+            scores=scores,
+            seen=seen,
+            maximum=maximum,
+            total=total,
+            out=share if given else share @ v,
+            lse=lse,
+            given_scores=given,
+            has_score_mod=has_mod,
+        )
+
+    def normal(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        """Normal numbers of fp32, as float64."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator).double()
+
+
+@pytest.fixture
+def made() -> Made:
+    return Made()

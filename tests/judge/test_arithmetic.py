@@ -1,0 +1,131 @@
+"""Profiles: what they assume, say and refuse; and how accumulators lose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.errors import ProblemError
+from attncheck.formats import DTYPES, FORMATS
+from attncheck.judge.accumulators import AMPERE, FP32, FP64, HOPPER_FP8, VOLTA, Accumulator
+from attncheck.judge.arithmetic import FP64_ORACLE, default
+
+U = 2.0**-24
+
+
+def test_roundings_to_nearest_are_gamma_of_their_number():
+    assert FP32.det(3.0) == 3 * U / (1 - 3 * U)
+    assert FP64.det(3.0) == 3 * 2.0**-53 / (1 - 3 * 2.0**-53)
+    assert FP32.bias(100.0) == 0
+
+
+def test_a_truncating_accumulator_loses_by_steps():
+    # 33 numbers are aligned a step, to 13 bits below the largest, and the sum keeps 13 more.
+    step = 33 * 2.0**-13 + 2.0**-13
+    for n, steps in ((1.0, 1), (32.0, 1), (33.0, 2), (128.0, 4)):
+        assert HOPPER_FP8.det(n) == FP32.det(n) + steps * step
+    assert torch.equal(HOPPER_FP8.bias(torch.tensor([32.0, 33.0])), torch.tensor([step, 2 * step]))
+
+
+def test_what_is_cut_off_is_never_more_than_everything():
+    assert HOPPER_FP8.det(2.0**20) == FP32.det(2.0**20) + 1
+    many = torch.tensor(2.0**20, dtype=torch.float64)
+    assert float(HOPPER_FP8.det(many)) == HOPPER_FP8.det(2.0**20)
+
+
+@pytest.mark.parametrize("accumulator", [FP32, AMPERE, VOLTA, HOPPER_FP8], ids=lambda a: a.name)
+def test_more_terms_lose_more(accumulator):
+    n = torch.arange(1, 4097, dtype=torch.float64)
+    assert bool((accumulator.det(n).diff() >= 0).all())
+
+
+def test_only_few_bits_are_coarse():
+    assert [a.name for a in (FP32, FP64, AMPERE, VOLTA, HOPPER_FP8) if a.coarse] == [
+        HOPPER_FP8.name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "name"),
+    [
+        ("e4m3", None, "fp32"),
+        ("e4m3", (8, 9), HOPPER_FP8.name),
+        ("e5m2", (9, 0), HOPPER_FP8.name),
+        ("e4m3", (10, 0), "fp32"),
+        ("bf16", (9, 0), "fp32"),
+        ("bf16", (8, 0), AMPERE.name),
+        ("fp16", (7, 0), VOLTA.name),
+        ("fp32", (8, 0), "fp32"),
+    ],
+)
+def test_what_is_assumed_of_a_tensor_core(dtype, capability, name):
+    profile = default(DTYPES[dtype], capability)
+    assert (profile.scores.name, profile.values.name) == (name, name)
+
+
+def test_tf32_is_truncated_on_a_gpu_and_rounded_elsewhere():
+    near, cut = default(DTYPES["tf32"]), default(DTYPES["tf32"], (9, 0))
+    assert (near.truncates, cut.truncates) == (False, True)
+    assert (near.operand_error, cut.operand_error) == (2.0**-11, 2.0**-10)
+    assert (near.weights_error, cut.weights_error) == (2.0**-11, 2.0**-10)
+
+
+def test_weights_that_stay_in_fp32_are_not_rounded():
+    assert default(DTYPES["fp32"]).weights_error == 0
+    assert default(DTYPES["bf16"]).weights_error == 2.0**-8
+    assert default(DTYPES["fp64"]) is FP64_ORACLE
+    assert FP64_ORACLE.weights_error == 0
+    assert FP64_ORACLE.unit == 2.0**-53
+
+
+def test_a_profile_is_one_line():
+    profile = default(DTYPES["e4m3"], (9, 0))
+    assert str(profile) == (
+        "products of e4m3; P in e4m3; sums in 13-bit, 32 products a step; exp2 within 2 ulp; "
+        "out in bf16"
+    )
+    changed = replace(
+        profile,
+        scores=FP32,
+        weights_scale=128.0,
+        lazy_rescale=1.0,
+        sums_rounded_weights=True,
+        scaled_query=FORMATS["bf16"],
+        splits=2,
+    )
+    assert str(changed) == (
+        "products of e4m3; P in e4m3 × 128; q·k in fp32, P·V in 13-bit, 32 products a step; "
+        "maximum may lag by 1 binades; row sum of rounded P; scale · q rounded to bf16; "
+        "exp2 within 2 ulp; up to 2 parts merged; out in bf16"
+    )
+
+
+def test_a_maximum_that_lags_must_leave_p_in_range():
+    profile = replace(default(DTYPES["e4m3"]), weights_scale=256.0)
+    with pytest.raises(ProblemError, match=r"512; the largest e4m3 is 448"):
+        replace(profile, lazy_rescale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("products", "bf16", TypeError),
+        ("scores", 13, TypeError),
+        ("exp2_ulps", -1.0, ValueError),
+        ("tanh_error", float("nan"), ValueError),
+        ("weights_scale", 0.0, ValueError),
+        ("block_kv", 0, ValueError),
+        ("splits", 1.5, ValueError),
+    ],
+)
+def test_nonsense_is_refused(field, value, error):
+    with pytest.raises(error, match=field):
+        replace(default(DTYPES["bf16"]), **{field: value})
+
+
+@pytest.mark.parametrize("numbers", [{"block": 0}, {"alignment": 0}, {"result": 0}])
+def test_nonsense_of_an_accumulator_is_refused(numbers):
+    with pytest.raises(ValueError, match=next(iter(numbers))):
+        Accumulator(name="mine", **numbers)

@@ -1,0 +1,372 @@
+"""The bounds by hand, their terms, and that a kernel with a fault exceeds them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.conditions import Conditions, Rows, ScoreModError
+from attncheck.examine.evidence import Evidence
+from attncheck.formats import DTYPES, FORMATS
+from attncheck.judge.additions import additions
+from attncheck.judge.arithmetic import FP64_ORACLE, HOPPER_FP8, default
+from attncheck.judge.bounds import OUTPUT, deterministic
+from attncheck.judge.scores import score_error
+from attncheck.judge.spacing import half_ulp
+from attncheck.mods.spec import Spec
+from attncheck.oracles.conditions import conditions
+from attncheck.oracles.numbers import Mp
+from attncheck.problem import Case, Problem
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+
+U = 2.0**-24
+NOISE = 64 * 2.0**-53
+NAMES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
+
+
+def bound(known, arithmetic, mod=None):
+    return deterministic(known, arithmetic, score_error(known, arithmetic), mod)
+
+
+def drawn(made, *, heads=2, rows=5, kv=24, dim=8, seen=None):
+    q, k, v = (made.normal(heads, n, dim, seed=i) for i, n in enumerate((rows, kv, kv)))
+    return made.attention(q, k, v, scale=dim**-0.5, seen=seen)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "half"),
+    [
+        (1.0, "bf16", 2.0**-8),
+        (2.0 - 2.0**-7, "bf16", 2.0**-8),
+        (2.0, "bf16", 2.0**-7),
+        (0.0, "fp16", 2.0**-25),
+        (2.0**-20, "fp16", 2.0**-25),
+        (2.0**-14, "fp16", 2.0**-25),
+        (65504.0, "fp16", 16.0),
+        (65505.0, "fp16", math.inf),
+        (math.inf, "bf16", math.inf),
+        (math.nan, "bf16", math.inf),
+        (3.0, "fp32", 2.0**-23),
+    ],
+)
+def test_half_an_ulp(size, name, half):
+    found = half_ulp(torch.tensor([size], dtype=torch.float64), FORMATS[name])
+    assert found.item() == half
+
+
+def test_one_key_leaves_sums_division_and_output_rounding(made):
+    known = made.attention([[[3.0]]], [[[5.0]]], [[[1.5]]])
+    found = bound(known, default(DTYPES["fp32"]))
+    # Roundings of a row of 1 key: itself, two a tile, one of the parts, one product.
+    added = (1 + 2 + 1 + 1) * U / (1 - 5 * U)
+    exponent = found.out_terms["scores"] + found.out_terms["exponent"]
+    assert exponent.item() == 0
+    accumulated = found.out_terms["accumulation"].item()
+    assert accumulated == pytest.approx(added * 1.5, rel=2.0**-9)  # P may be e^ρ too large
+    before = exponent.item() + accumulated + 1.5
+    division = (1 + 6 * U / (1 - 6 * U)) / (1 - added) - 1
+    assert found.out_terms["division"].item() == pytest.approx(division * before, rel=2.0**-20)
+    assert found.out_terms[OUTPUT].item() == 2.0**-24
+    assert found.lse_terms["row sum"].item() == pytest.approx(-math.log1p(-added), rel=2.0**-40)
+
+
+def test_two_keys_by_hand(made):
+    """P = ½, ½ and V = ±1: O = 0, and out moves by Σ c_j = (e^ρ − 1) / e^−ρ."""
+    known = made.attention([[[0.0]]], [[[1.0], [1.0]]], [[[1.0], [-1.0]]])
+    profile = replace(default(DTYPES["bf16"]), exp2_ulps=1.0)
+    found = bound(known, profile)
+    # Scores are 0 and within 2^-126: what is left are exp2's 3 roundings, in either of 2 tiles.
+    rho = 2 * 3 * U / (1 - 3 * U)
+    moved = math.expm1(rho) / math.exp(-rho)
+    assert found.out_terms["exponent"].item() == pytest.approx(moved, rel=2.0**-40)
+    # Each P is ½ at most e^ρ times as large, and rounded to bf16 within 2^-8 of itself.
+    upper = (0.5 + 0.5 * math.expm1(rho)) / math.exp(-rho)
+    assert found.out_terms["rounding of P"].item() == pytest.approx(
+        2 * 2.0**-8 * upper, rel=2.0**-40
+    )
+    assert found.lse_terms["exponent"].item() == pytest.approx(rho, rel=2.0**-20)
+
+
+@pytest.mark.parametrize("size", [1.0, 32.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_bounded_by_itself_alone(made, name, size):
+    """Whatever rows and heads are computed with it; but for the order of float64's sums."""
+    q, k, v = (made.normal(2, n, 8, seed=i) for i, n in enumerate((5, 24, 24)))
+    profile = default(DTYPES[name], (9, 0))
+    whole = bound(made.attention(size * q, k, v), profile)
+    for head in range(2):
+        for row in range(5):
+            one = slice(head, head + 1), slice(row, row + 1)
+            part = bound(made.attention(size * q[one], k[one[:1]], v[one[:1]]), profile)
+            rounded = 24 * 64 * 2.0**-53
+            torch.testing.assert_close(part.out, whole.out[one], rtol=rounded, atol=0)
+            torch.testing.assert_close(part.lse, whole.lse[one], rtol=rounded, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_terms_sum_to_the_bound(made, name):
+    found = bound(drawn(made), default(DTYPES[name], (9, 0)))
+    for total, terms in ((found.out, found.out_terms), (found.lse, found.lse_terms)):
+        assert torch.equal(torch.stack(list(terms.values())).sum(0), total)
+        assert all(bool((t >= 0).all()) for t in terms.values())
+        assert bool(torch.isfinite(total).all())
+
+
+def test_equal_values_do_not_notice_the_weights(made):
+    known = drawn(made)
+    equal = made.attention(known.q, known.k, torch.full_like(known.v, 1.25), scale=known.scale)
+    found = bound(equal, default(DTYPES["fp32"]))
+    moved = found.out_terms["scores"] + found.out_terms["exponent"]
+    # But for the rounding of the exact out itself.
+    assert bool((moved <= 2 * 24 * 2.0**-53).all())
+
+
+def test_rows_that_see_no_key_are_exact(made):
+    seen = torch.ones(2, 5, 24, dtype=torch.bool)
+    seen[1, 3] = False
+    found = bound(drawn(made, seen=seen), default(DTYPES["bf16"]))
+    assert not found.out[1, 3].any()
+    assert found.lse[1, 3] == 0
+    assert bool((found.out[0] > 0).all())
+
+
+def test_keys_that_are_hidden_do_not_count(made):
+    seen = torch.arange(24) < 7
+    hidden = bound(drawn(made, seen=seen[None, None]), default(DTYPES["bf16"]))
+    known = drawn(made)
+    shorter = made.attention(known.q, known.k[:, :7], known.v[:, :7], scale=known.scale)
+    short = bound(shorter, replace(default(DTYPES["bf16"]), block_kv=1))
+    hidden = bound(drawn(made, seen=seen[None, None]), replace(default(DTYPES["bf16"]), block_kv=1))
+    torch.testing.assert_close(hidden.out, short.out, rtol=24 * 32 * 2.0**-53, atol=0)
+    torch.testing.assert_close(hidden.lse, short.lse, rtol=24 * 32 * 2.0**-53, atol=0)
+
+
+def test_a_power_of_two_in_v_scales_every_term_of_a_value(made):
+    known, profile = drawn(made), default(DTYPES["bf16"])
+    one = bound(known, profile)
+    eight = bound(made.attention(known.q, known.k, 8 * known.v, scale=known.scale), profile)
+    for name in one.out_terms.keys() - {"underflow", OUTPUT}:
+        torch.testing.assert_close(
+            eight.out_terms[name], 8 * one.out_terms[name], rtol=NOISE, atol=0
+        )
+    assert torch.equal(eight.lse, one.lse)
+
+
+LOOSER = {
+    "exp2_ulps": 4.0,
+    "block_kv": 1,
+    "splits": 4,
+    "scores": HOPPER_FP8,
+    "values": HOPPER_FP8,
+    "weights": FORMATS["e4m3"],
+    "lazy_rescale": 8.0,
+    "scaled_query": FORMATS["bf16"],
+    "output": FORMATS["e5m2"],
+}
+
+
+@pytest.mark.parametrize("field", LOOSER)
+def test_a_looser_profile_allows_more(made, field):
+    known = drawn(made, kv=40, dim=40)
+    profile = default(DTYPES["bf16"])
+    looser = replace(profile, **{field: LOOSER[field]})
+    tight, loose = bound(known, profile), bound(known, looser)
+    assert bool((loose.out >= tight.out).all())
+    assert bool((loose.lse >= tight.lse).all())
+    assert bool((loose.out > tight.out).any() or (loose.lse > tight.lse).any())
+
+
+def test_a_row_sum_of_rounded_weights_puts_their_rounding_into_lse(made):
+    known, plain = drawn(made), default(DTYPES["e4m3"])
+    declared = replace(plain, sums_rounded_weights=True)
+    without, with_it = bound(known, plain).lse, bound(known, declared).lse
+    assert bool((with_it > without + 2.0**-5).all())
+    assert "rounding of P" in bound(known, declared).lse_terms
+
+
+def test_a_jump_is_not_bounded_where_its_radius_is_not(made):
+    known = drawn(made)
+    known = made.attention(known.q, known.k, known.v, scores=known.scores)
+    zero = torch.zeros_like(known.scores)
+    radius = zero.clone()
+    radius[1, 2, 3] = math.inf
+    found = bound(
+        known,
+        default(DTYPES["bf16"]),
+        ScoreModError(radius=radius, own=zero, jump=torch.isinf(radius)),
+    )
+    unbounded = torch.isinf(found.lse)
+    assert unbounded.nonzero().tolist() == [[1, 2]]
+    assert bool(torch.isinf(found.out[1, 2]).all())
+    assert bool(torch.isfinite(found.out[~unbounded]).all())
+
+
+def test_huge_logits_are_bounded_by_the_values(made):
+    """Errors of thousands in the exponents: any key may win, and out is one of the values still."""
+    q = 3e4 * made.normal(1, 4, 16)
+    known = made.attention(q, 3e4 * made.normal(1, 8, 16, seed=1), made.normal(1, 8, 2, seed=2))
+    found = bound(known, default(DTYPES["e4m3"], (9, 0)))
+    assert bool(torch.isfinite(found.out).all())
+    # A weight moves by 1 at most, a value is from out at most 2 max |v|; rounding P adds 2^-4.
+    assert bool((found.out <= 2 * 8 * 2 * known.v.abs().max()).all())
+
+
+def test_values_that_are_not_finite_bound_nothing_where_they_are_seen(made):
+    known = drawn(made, heads=1, rows=2)
+    seen = torch.ones(1, 2, 24, dtype=torch.bool)
+    seen[0, 0, 5] = False
+    values = known.v.clone()
+    values[0, 5, 1] = math.inf
+    odd = made.attention(known.q, known.k, known.v, seen=seen)
+    fields = {name: getattr(odd, name) for name in Conditions.__dataclass_fields__}
+    found = bound(Conditions(**fields | {"v": values}), default(DTYPES["bf16"]))
+    assert torch.isinf(found.out).nonzero().tolist() == [[0, 1, 1]]
+
+
+def test_softmax_of_one_score_has_an_exact_weight(made):
+    found = bound(made.softmax([[[3.0]]]), default(DTYPES["fp32"]))
+    assert found.out_terms["exponent"].item() <= 2 * 2.0**-52 * 2.0**-20  # float64's own, times ρ
+    assert found.out_terms[OUTPUT].item() == 2.0**-24
+
+
+def test_softmax_of_two_scores_by_hand(made):
+    found = bound(made.softmax([[[0.0, 0.0]]]), default(DTYPES["fp32"]))
+    rho = 2 * 5 * U / (1 - 5 * U)
+    change = 0.5 * (0.5 * math.expm1(rho) + 0.5 * math.expm1(rho)) / math.exp(-rho)
+    assert found.out_terms["exponent"].flatten().tolist() == pytest.approx(
+        [change] * 2, rel=2.0**-20
+    )
+
+
+def share(kernel, **problem):
+    """Largest error ÷ bound of out and of LSE."""
+    case = Case(problem=Problem(batch=1, heads=2, kv_heads=2, **problem))
+    evidence = Evidence(case, "cpu")
+    allowance = evidence.allowance(Ideal().arithmetic(case.problem, "cpu"))
+    given, truth = kernel.run(evidence.inputs), evidence.truth
+    out = (given.out.double() - truth.out).abs() / allowance.out
+    lse = (given.lse - truth.lse).abs() / allowance.lse
+    return float(out.nan_to_num(0).max()), float(lse.nan_to_num(0).max())
+
+
+SHAPE = {"query": 48, "kv": 160, "head_dim": 32, "seed": 3}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("distribution", ["normal", "large_logits", "outliers"])
+def test_the_ideal_kernel_is_within(name, distribution):
+    kernel = Ideal(Tiling(block_query=16, block_kv=32, reverse=True))
+    mask = Spec.of("causal")
+    assert max(share(kernel, dtype=name, distribution=distribution, mask=mask, **SHAPE)) < 1
+
+
+class NoAlpha(Ideal):
+    """Does not rescale when the maximum moves."""
+
+    def rescaled(self, running, alpha):
+        return running
+
+
+class Log2E(Ideal):
+    """log2 e in bf16."""
+
+    log2_e = 1.4453125
+
+
+class NoFp8Scale(Ideal):
+    """P is rounded to fp8 as it is."""
+
+    def weights_scale(self, problem):
+        return 1.0
+
+
+class ScoresInBf16(Ideal):
+    """Scores rounded to bf16."""
+
+    def scores(self, products):
+        return products.bfloat16().float()
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (NoAlpha, "fp32"),
+        (NoAlpha, "e4m3"),
+        (Log2E, "fp32"),
+        (Log2E, "bf16"),
+        (ScoresInBf16, "fp32"),
+        (ScoresInBf16, "bf16"),
+        (NoFp8Scale, "e4m3"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_planted_fault_is_beyond_the_bound(fault, name):
+    kernel = fault(Tiling(block_query=16, block_kv=32))
+    distribution = "large_logits" if fault is NoFp8Scale else "normal"
+    assert max(share(kernel, dtype=name, distribution=distribution, **SHAPE)) > 1
+
+
+@pytest.mark.parametrize("distribution", ["normal", "large_logits", "one_hot"])
+def test_every_float64_recurrence_is_within_the_proof_of_the_oracle(distribution):
+    problem = Problem(
+        batch=1, heads=1, query=2, kv=9, head_dim=4, dtype="bf16", distribution=distribution
+    )
+    evidence = Evidence(Case(problem=problem), "cpu")
+    inputs = evidence.inputs
+    rows = Rows(range(1), torch.arange(2))
+    proof = bound(conditions(inputs, evidence.truth, rows), FP64_ORACLE)
+    exact = oracles.RECURRENCES[oracles.REFERENCE](Mp(40), inputs)
+    seen = 0.0
+    for name in oracles.ORACLES.keys() - oracles.MAY_OVERFLOW:
+        found = oracles.ORACLES[name](inputs)
+        for got, many, allowed in (
+            (found.out[0], exact.out[0], proof.out),
+            (found.lse[0], exact.lse[0], proof.lse),
+        ):
+            errors = [abs(x - float(y)) for x, y in zip(got.flatten(), np.ravel(many), strict=True)]
+            # float(y) itself is rounded once.
+            error = torch.stack(errors).view_as(allowed) - 2.0**-53 * got.abs()
+            assert bool((error <= allowed).all()), name
+            seen = max(seen, float((error / allowed).max()))
+    assert seen > 0
+
+
+def test_float32_is_beyond_the_proof_of_float64():
+    problem = Problem(batch=1, heads=1, query=4, kv=16, head_dim=4, dtype="fp32")
+    evidence = Evidence(Case(problem=problem), "cpu")
+    rows = Rows(range(1), torch.arange(4))
+    proof = bound(conditions(evidence.inputs, evidence.truth, rows), FP64_ORACLE)
+    out = Ideal().run(evidence.inputs).out.double()
+    assert bool(((out - evidence.truth.out)[0].abs() > proof.out).any())
+
+
+@pytest.mark.parametrize("profile", [default(DTYPES["fp32"]), FP64_ORACLE], ids=["fp32", "fp64"])
+def test_errors_of_scores_beyond_all_exponents_keep_their_name(made, profile):
+    """A score mod that makes 2e20 of a score is off by 5e16, and LSE with it."""
+    known = drawn(made)
+    known = made.attention(known.q, known.k, known.v, scores=1e20 * known.scores)
+    radius = torch.full_like(known.scores, 5e16)
+    mod = ScoreModError(radius=radius, own=radius / 2, jump=torch.zeros_like(known.seen))
+    found = bound(known, profile, mod)
+    assert bool((found.lse >= 5e16).all())
+    assert bool(torch.isfinite(found.lse).all())
+    apart = found.lse_terms["scores"] + found.lse_terms["score mod"]
+    assert bool((apart > found.lse / 4).all())
+    # Out stays a mean of the values, and is rounded.
+    assert bool((found.out <= 2 * (1 + 2.0**-10) * known.v.abs().amax()).all())
+
+
+def test_dividing_after_every_tile_counts_tiles_in_which_a_row_sees_nothing(made):
+    known = drawn(made, kv=64, dim=16)  # the first row is shown its first key alone
+    known.seen[..., 0, 1:] = False
+    fused = replace(default(DTYPES["fp32"]), block_kv=16)
+    divided = replace(fused, divides_each_step=True)
+    # n + 2T + parts + 1, and n + 8 · (tiles + parts) + parts + 1.
+    assert float(additions(known, fused)[0, 0, 0]) == 1 + 2 * 1 + 1 + 1
+    assert float(additions(known, divided)[0, 0, 0]) == 1 + 8 * (4 + 1) + 1 + 1

@@ -1,0 +1,270 @@
+"""Less accurate than usual, by arrays made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.conditions import Rows
+from attncheck.formats import DTYPES
+from attncheck.judge.allowance import Allowance, Sample
+from attncheck.judge.arithmetic import HOPPER_FP8, default
+from attncheck.judge.floor import spread
+from attncheck.judge.precision import FAR, FEWEST, RESIDUAL, SPREAD, Z
+from attncheck.judge.verdict import decide
+from attncheck.judgement import Judgement, Precision
+from attncheck.outputs import Outputs
+
+HEADS, QUERY, DIM = 2, 32, 32
+SD = 2.0**-8
+EXACT = torch.arange(HEADS * QUERY * DIM).view(1, HEADS, QUERY, DIM).double() / 1024 + 1
+SIGN = torch.where(torch.arange(QUERY * DIM).view(QUERY, DIM) % 2 == 0, 1.0, -1.0).double()
+LITTLE = 2.0**-40  # far more than what one rounding of a root mean square moves
+
+
+def with_errors(*of_heads: float) -> torch.Tensor:
+    """An out whose every error in a head is so many predicted standard deviations."""
+    return EXACT + torch.stack([SIGN * SD * size for size in of_heads])[None]
+
+
+def call(out: torch.Tensor, **changed: Any) -> dict[str, Any]:
+    """What is asked about ``out`` where ideal kernels err as predicted."""
+    lse = torch.ones(1, HEADS, QUERY, dtype=torch.float64)
+    sample = Sample(
+        rows=Rows(range(HEADS), torch.arange(QUERY)),
+        probable_out=torch.full_like(EXACT[0], 32 * SD),
+        probable_lse=lse[0],
+        sd_out=torch.full_like(EXACT[0], SD),
+        sd_lse=lse[0],
+    )
+    plain = {
+        "out": out,
+        "lse": None,
+        "truth": Outputs(out=EXACT),
+        "alive": lse.bool(),
+        "allowance": Allowance(out=torch.full_like(EXACT, 64 * SD), lse=lse, samples=[sample]),
+        "arithmetic": default(DTYPES["bf16"]),
+        "generic": True,
+        "blind_spot": None,
+        "ideal": with_errors(1.0, 1.0),
+        "ensemble": lambda: [with_errors(1.0, 1.0), with_errors(0.9, 0.9)],
+    }
+    return plain | changed
+
+
+def judged(out: torch.Tensor, **changed: Any) -> Judgement:
+    return decide(**call(out, **changed))
+
+
+def precision(found: Judgement) -> Precision:
+    assert found.precision is not None
+    return found.precision
+
+
+def test_usual_precision_passes():
+    found = judged(with_errors(1.0, 1.0))
+    assert found.status == "pass"
+    assert (precision(found).z, precision(found).spread) == (1.0, None)
+
+
+def test_both_yardsticks_together_fail_and_name_the_head():
+    found = judged(with_errors(1.0, 1.5))
+    assert (found.status, found.rule) == ("fail", "precision")
+    assert found.reason == (
+        "errors of head [0, 1] are 1.5 × their predicted size, but should be at most 1.25 ×; "
+        "RMSE of head [0, 1] is 1.5 × the largest of ideal kernels', but should be at most 1.3 × "
+        "(1 of 2 heads)"
+    )
+    assert (precision(found).z, precision(found).spread) == (1.5, 1.5)
+
+
+def test_an_exact_result_that_is_not_proven_fails_nobody_for_precision():
+    asked = call(with_errors(1.0, 1.5))
+    allowance = asked["allowance"]
+    unproven = Allowance(
+        out=allowance.out, lse=allowance.lse, samples=allowance.samples, oracle_share=0.5
+    )
+    assert decide(**asked | {"allowance": unproven}).status == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("size", "status"),
+    [(Z - LITTLE, "pass"), (Z + LITTLE, "pass"), (1.4, "pass"), (1.4 + LITTLE, "warn")],
+)
+def test_large_errors_are_odd_at_most_and_not_where_an_ideal_kernel_makes_as_large_ones(
+    size, status
+):
+    ideal = with_errors(1.2, 1.4)
+    found = judged(with_errors(1.0, size), ideal=ideal, ensemble=lambda: [ideal])
+    assert found.status == status
+    assert ("predicted" in found.reason) == (status == "warn")
+    assert "RMSE" not in found.reason
+
+
+@pytest.mark.parametrize(
+    ("size", "status"), [(SPREAD - LITTLE, "pass"), (SPREAD + LITTLE, "warn"), (2.0, "warn")]
+)
+def test_errors_larger_than_ideal_ones_but_as_predicted_are_odd_at_most(size, status):
+    ideal = with_errors(1.0, 0.5)
+    found = judged(with_errors(1.0, size / 2), ideal=ideal, ensemble=lambda: [ideal])
+    assert found.status == status
+    assert ("RMSE" in found.reason) == (status == "warn")
+    assert "predicted" not in found.reason
+
+
+def test_one_yardstick_in_each_of_two_heads_is_no_failure():
+    ideal = with_errors(1.4, 0.8)
+    found = judged(with_errors(1.5, 1.2), ideal=ideal, ensemble=lambda: [ideal])
+    assert (found.status, found.rule) == ("warn", "precision")
+    assert (precision(found).z, precision(found).spread) == (1.5, pytest.approx(1.5))
+
+
+def test_the_largest_of_the_ensemble_counts():
+    outs = [with_errors(0.5, 0.5), with_errors(1.4, 1.4), with_errors(0.5, 0.5)]
+    assert judged(with_errors(1.5, 1.5), ensemble=lambda: outs).status == "warn"
+    assert judged(with_errors(1.5, 1.5), ensemble=lambda: outs[:1]).status == "fail"
+
+
+def test_the_ensemble_is_asked_for_only_where_a_head_is_suspect():
+    def ensemble() -> list[torch.Tensor]:
+        calls.append(1)
+        return [with_errors(1.0, 1.0)]
+
+    calls: list[int] = []
+    judged(with_errors(1.2, 1.2), ensemble=ensemble)
+    judged(with_errors(1.2, 1.4), ensemble=ensemble, arithmetic=default(DTYPES["fp32"]))
+    assert calls == []
+    judged(with_errors(1.2, 1.4), ensemble=ensemble)  # by z
+    judged(with_errors(1.2, 1.2), ensemble=ensemble, ideal=with_errors(1.0, 0.9))  # by the ideal
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "status"),
+    [("fp32", "pass"), ("tf32", "pass"), ("fp16", "fail"), ("bf16", "fail"), ("e5m2", "fail")],
+)
+def test_fp32_has_no_gate(dtype, status):
+    """Orders of its sums that are all right differ more than any gate."""
+    found = judged(with_errors(1.0, 5.0), arithmetic=default(DTYPES[dtype]))
+    assert found.status == status
+    assert precision(found).z == 5.0
+
+
+def test_a_head_of_few_outputs_is_not_judged():
+    asked = call(with_errors(1.0, 5.0))
+    rows = (FEWEST - DIM) // DIM  # one row short of enough
+    exact = EXACT.clone()
+    asked["alive"][0, 1, rows:] = False
+    asked["out"][0, 1, rows:] = exact[0, 1, rows:] = 0.0
+    found = decide(**asked | {"truth": Outputs(out=exact)})
+    assert found.status == "pass"
+    assert precision(found).z == 1.0
+
+
+def test_a_head_in_which_ideal_kernels_are_exact_is_not_judged():
+    exact = with_errors(0.0, 0.0)
+    found = judged(with_errors(1.5, 1.5), ideal=exact, ensemble=lambda: [exact], tiles=(16, 16))
+    assert found.status == "warn"  # by z alone
+    assert precision(found).spread == 0.0
+    assert precision(found).residual is None
+
+
+def test_nan_is_no_precision():
+    out = with_errors(1.0, 1.0)
+    out[0, 1, 2, 3] = math.nan
+    found = judged(out, tiles=(16, 16))
+    assert found.rule == "finite"
+    assert precision(found).z == precision(found).spread == precision(found).residual == math.inf
+    assert math.isnan(precision(found).bias)
+    assert precision(found).cosine == 0.0
+    assert precision(found).frobenius == math.inf
+
+
+def test_an_error_where_none_is_predicted_is_infinite():
+    asked = call(with_errors(1.0, 1.0))
+    asked["allowance"].samples[0].sd_out[1, 2, 3] = 0.0
+    assert precision(decide(**asked)).z == math.inf
+    asked["out"][0, 1, 2, 3] = EXACT[0, 1, 2, 3]
+    assert precision(decide(**asked)).z == pytest.approx(1.0)
+
+
+# The emulation
+
+
+def test_the_residual_is_what_the_emulation_does_not_explain():
+    emulation = with_errors(1.0, 1.0)
+    same = judged(emulation.clone(), ideal=emulation, tiles=(16, 16))
+    assert (same.status, precision(same).residual) == ("pass", 0.0)
+    other = judged(with_errors(1.125, 1.125), ideal=emulation, tiles=(16, 16))
+    assert (other.status, precision(other).residual) == ("pass", 0.125)
+
+
+@pytest.mark.parametrize("dtype", sorted(RESIDUAL))
+def test_beyond_its_gate_it_is_odd(dtype):
+    arithmetic, gate = default(DTYPES[dtype]), RESIDUAL[dtype]
+    emulation = with_errors(-1.0, -1.0)
+    for size, status in ((gate - LITTLE, "pass"), (gate + LITTLE, "warn")):
+        out = with_errors(size - 1.0, size - 1.0)
+        found = judged(out, ideal=emulation, tiles=(16, 16), arithmetic=arithmetic)
+        assert found.status == status
+        assert ("same tiling" in found.reason) == (status == "warn")
+
+
+def test_of_structured_inputs_it_is_a_fact_and_no_more():
+    emulation = with_errors(-1.0, -1.0)
+    found = judged(with_errors(0.0, 0.0), ideal=emulation, tiles=(16, 16), generic=False)
+    assert (found.status, precision(found).residual) == ("pass", 1.0)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [{"scores": HOPPER_FP8}, {"values": HOPPER_FP8}, {"normalised_weights": True}],
+    ids=["q·k", "P·V", "weights"],
+)
+def test_ideal_kernels_are_no_yardstick_for_other_designs(declared):
+    """Their sums are fp32's, and P is rounded first: who declares otherwise errs differently."""
+    other = replace(default(DTYPES["e4m3"]), **declared)
+    found = judged(with_errors(1.2, 5.0), arithmetic=other, tiles=(16, 16))
+    assert (found.status, found.rule) == ("warn", "precision")  # by z alone
+    assert (precision(found).z, precision(found).spread, precision(found).residual) == (
+        5.0,
+        None,
+        None,
+    )
+
+
+def test_without_a_declared_tiling_there_is_no_residual():
+    found = judged(with_errors(0.0, 0.0), ideal=with_errors(-1.0, -1.0))
+    assert (found.status, precision(found).residual) == ("pass", None)
+
+
+# Facts that are no rule
+
+
+def test_bias_and_slope():
+    truncated = EXACT - SD  # every element too small by the same
+    assert precision(judged(truncated)).bias == -1.0
+    assert precision(judged(EXACT * (1 - 2.0**-9))).slope == -(2.0**-9)
+    assert precision(judged(EXACT.clone())) == Precision(z=0.0)
+
+
+def test_the_ensembles_spread_of_hand_made_errors():
+    rmse = torch.tensor([[3.0, 2.0, 0.0, math.nan, 1.0]])
+    ideal = [torch.tensor([[1.0, 4.0, 0.0, 1.0, 0.0]]), torch.tensor([[2.0, 1.0, 0.0, 1.0, 0.0]])]
+    assert spread(rmse, ideal).tolist() == [[1.5, 0.5, 0.0, math.inf, 0.0]]
+
+
+@pytest.mark.parametrize(("generic", "status"), [(True, "fail"), (False, "warn")])
+def test_errors_far_beyond_ideal_ones_fail_on_generic_inputs_whatever_was_predicted(
+    generic, status
+):
+    ideal = with_errors(1.0, 0.3)
+    found = judged(with_errors(1.0, 1.0), ideal=ideal, ensemble=lambda: [ideal], generic=generic)
+    assert (found.status, found.rule) == (status, "precision")
+    within = with_errors(1.0, 1.0 / FAR + LITTLE)
+    found = judged(with_errors(1.0, 1.0), ideal=within, ensemble=lambda: [within], generic=generic)
+    assert found.status == "warn"
