@@ -40,12 +40,15 @@ class Distribution:
         draw: The drawing itself: (Draws, Sizes) → q, k, v.
         scores: (Draws, Sizes) → the scores of a softmax, of the same character as the logits of
             q and k; None where only q, k and v make sense.
+        generic: Whether rounding errors in it are as good as random: no two keys or rows alike, no
+            number that is exact on purpose.
     """
 
     name: str
     summary: str
     draw: Callable[[Draws, Sizes], Drawn]
     scores: Callable[[Draws, Sizes], Floats] | None = None
+    generic: bool = True
 
 
 def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
@@ -102,12 +105,15 @@ _PROVOKES = {
     "zero_q": "q = 0: even weights over the visible keys, by counting",
 }
 
+_STRUCTURED = ("negative_logits", "one_hot", "constant_rows", "sink", "ones_v", "zero_q")
+
 DISTRIBUTIONS: dict[str, Distribution] = {
     name: Distribution(
         name=name,
         summary=summary,
         draw=getattr(tensors, name),
         scores=getattr(scores, name, None),  # ones_v has none
+        generic=name not in _STRUCTURED,
     )
     for name, summary in _PROVOKES.items()
 }

@@ -10,8 +10,11 @@ import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
+from attncheck.formats import FORMATS
 from attncheck.mods.expression import Expression, Structure
+from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Dimensions
+from attncheck.mods.to_interval import Arithmetic
 from attncheck.mods.trace import disagreements, trace_mask, trace_score
 
 if TYPE_CHECKING:
@@ -187,6 +190,42 @@ def test_a_drawn_score_mod_is_traced_exactly(term: Term) -> None:
         return term[1](*inputs).to(inputs[0].dtype)
 
     assert disagreements(trace_score(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
+
+
+PLACES = [torch.arange(24).view(1, 1, -1) % size for size in (2, 3, 13, 21)]
+
+
+def beyond(analysis: RunningError, expression: Expression, seed: int) -> Tensor:
+    """Where fp32 scores, exact or a little off, are farther off after the mod than is said."""
+    drawn = torch.Generator().manual_seed(seed)
+    scores = torch.randn(1, 1, 24, generator=drawn).mul(3)
+    scores[..., :6] = torch.tensor([0.0, 1.0, -1.0, 2.5, -3.5, 8.0])
+    off = torch.arange(24) % 2 * 2.0**-20
+    exact, radius = scores.double(), scores.double().abs() * off
+    found = analysis.at(exact, radius, *PLACES)
+    right = expression.evaluate(exact, *PLACES).double()
+    given = scores * (1 + (torch.rand(1, 1, 24, generator=drawn) - 0.5) * off)
+    computed = expression.evaluate(given, *PLACES).double()
+    alike = (computed == right) | right.isnan() | found.radius.isinf()
+    return ~alike & ~((computed - right).abs() <= found.radius)
+
+
+@given(term=reals(4), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_a_drawn_score_mod_in_fp32_stays_within_its_running_error(term: Term, seed: int) -> None:
+    expression = trace_score(lambda *inputs: term[1](*inputs).to(inputs[0].dtype))
+    assert not beyond(RunningError(expression), expression, seed).any(), term[0]
+
+
+def test_a_running_error_without_its_roundings_is_found_out() -> None:
+    """A planted fault in the analysis: fp32 rounds nothing."""
+    exact = Arithmetic(format=FORMATS["fp32"], ulps={})
+
+    def told(case: tuple[Term, int]) -> bool:
+        expression = trace_score(lambda *inputs: case[0][1](*inputs).to(inputs[0].dtype))
+        return bool(beyond(RunningError(expression, arithmetic=exact), expression, case[1]).any())
+
+    find(st.tuples(reals(1), st.just(0)), told, settings=settings(deadline=None))
 
 
 @given(term=truths(4))
