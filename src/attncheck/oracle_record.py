@@ -6,11 +6,28 @@ from typing import Any
 
 import msgspec
 
-from attncheck.record import Environment, Place  # noqa: TC001  # msgspec reads the annotations
+from attncheck.judgement import Place  # noqa: TC001  # msgspec reads the annotations
+from attncheck.record import Environment  # noqa: TC001  # and these
 
-__all__ = ["SCHEMA", "Agreement", "Distance", "OracleRecord", "OracleReport", "Rows"]
+__all__ = [
+    "CERTIFICATE_SCHEMA",
+    "SCHEMA",
+    "TRUTH",
+    "Agreement",
+    "Certificate",
+    "CertificateReport",
+    "Distance",
+    "OracleRecord",
+    "OracleReport",
+    "Proven",
+    "Rows",
+]
 
 SCHEMA = 1
+CERTIFICATE_SCHEMA = 1
+
+TRUTH = "truth"
+"""The oracle that kernels are compared with, in certificates."""
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,3 +145,98 @@ class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     oracles: dict[str, str]
     records: tuple[OracleRecord, ...]
     agreements: tuple[Agreement, ...]
+
+
+class Proven(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Upper bounds of an oracle's error in one tensor, beside what the judge allows a kernel there.
+
+    Attributes:
+        share: Largest proven error ÷ allowance, at most the largest float; None where nothing was
+            proven beside an allowance.
+        error: The proven error there.
+        allowance: The allowance there; 0 in a row that sees no key, of an error that is not 0.
+        at: Where.
+        a_priori: Largest proven error ÷ what the judge assumes of the oracle without a proof, its
+            own bound for float64; None where that was not asked, or is infinite throughout.
+        elements: Numbers with a proven error and a finite allowance.
+        unproven: Numbers of which nothing is proven: balls say nothing, or the oracle's or the
+            exact one is not finite.
+        unbounded: Numbers with a proven error and without an allowance.
+    """
+
+    share: float | None
+    error: float | None
+    allowance: float | None
+    at: Place | None
+    a_priori: float | None = None
+    elements: int
+    unproven: int = 0
+    unbounded: int = 0
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is proven of one float64 oracle on one Case.
+
+    Attributes:
+        case_id, case: The Case and its short id.
+        variant: The plan's name for the mask and score mod; ``softmax`` for that operation.
+        distribution: Of the inputs, as in the Case.
+        oracle: Its name; ``truth`` is the one that kernels are compared with.
+        out, lse: See ``Proven``.
+        rows: Rows of the Case.
+        proven_rows: Those that were enclosed: all of a small Problem, a sample of a large one's.
+    """
+
+    case_id: str
+    case: dict[str, Any]
+    variant: str
+    distribution: str
+    oracle: str
+    out: Proven
+    lse: Proven
+    rows: int
+    proven_rows: int
+
+    def holds(self, limit: float) -> bool:
+        """Whether all of it is proven to be at most this part of its allowance."""
+        return all(
+            not part.unproven and (part.share is None or part.share <= limit)
+            for part in (self.out, self.lse)
+        )
+
+    @property
+    def within_a_priori(self) -> bool:
+        """Whether no proven error is beyond what is assumed of the oracle without a proof."""
+        parts = (self.out.a_priori, self.lse.a_priori)
+        return all(part is None or part <= 1 for part in parts)
+
+
+class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Certificates with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        environment: Where.
+        flint: Version of python-flint.
+        bits: Of the midpoints of the balls.
+        limit: Part of an allowance that the truth's error may be for the judge to decide.
+        arithmetics: Dtype → the profile that its allowances are of, in a line.
+        oracles: Name of each float64 oracle → what it is, in a line.
+        records: One a Case and oracle.
+    """
+
+    schema: int = CERTIFICATE_SCHEMA
+    command: str
+    environment: Environment
+    flint: str
+    bits: int
+    limit: float
+    arithmetics: dict[str, str]
+    oracles: dict[str, str]
+    records: tuple[Certificate, ...]
+
+    @property
+    def truths(self) -> tuple[Certificate, ...]:
+        """Those of the oracle that kernels are compared with."""
+        return tuple(record for record in self.records if record.oracle == TRUTH)

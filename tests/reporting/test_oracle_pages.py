@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from attncheck.errors import UnknownName, UsageError
+from attncheck.judgement import Place
 from attncheck.oracle_record import Agreement, Distance, OracleRecord, OracleReport, Rows
-from attncheck.record import Environment, Place
+from attncheck.record import Environment
 from attncheck.reporting import oracle_pages
 
 AT = Place(batch=0, head=1, query=2, dim=3)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.standard_output import Verb, standard_output
 
-if TYPE_CHECKING:
-    from attncheck.oracle_record import OracleReport
-
 __all__ = ["oracles"]
 
 FAILED = 1
-DEFAULT_SHAPE = "1x2/1x24x8"
+DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
+DEFAULT_DTYPE, CERTIFIED_DTYPE = "bf16", "fp32"
+DEFAULT_DIGITS = 50
 LEAST_DIGITS, MOST_DIGITS = 17, 1000
 """fp64 numbers have 17 decimal digits; beyond a thousand nobody waits."""
 
@@ -35,28 +32,30 @@ LEAST_DIGITS, MOST_DIGITS = 17, 1000
     multiple=True,
     metavar="NAME",
     help="A variant of `attncheck list`, or sharp: every score times 16 (repeatable; default: "
-    "full, causal, sharp and softmax).",
+    "full, causal, sharp and softmax; with --certify alibi and softcap too).",
+)
+@click.option(
+    "--certify",
+    is_flag=True,
+    help="Prove the errors on Arb's balls, beside what the judge allows a kernel (needs "
+    "python-flint: attncheck[exact]).",
 )
 @click.option(
     "--dtype",
-    default="bf16",
-    show_default=True,
     metavar="NAME",
-    help="Of the inputs; the oracles compute in fp64.",
+    help=f"Of the inputs; the oracles compute in fp64 (default: {DEFAULT_DTYPE}; with --certify "
+    f"{CERTIFIED_DTYPE}, of which least is allowed).",
 )
 @click.option(
     "--shape",
-    default=DEFAULT_SHAPE,
-    show_default=True,
     metavar="BxHxLxD",
-    help="As for `attncheck rmse`; small, since many digits are slow.",
+    help=f"As for `attncheck rmse`; small, since many digits are slow (default: {DEFAULT_SHAPE}; "
+    f"with --certify {CERTIFIED_SHAPE}).",
 )
 @click.option(
     "--digits",
     type=click.IntRange(LEAST_DIGITS, MOST_DIGITS),
-    default=50,
-    show_default=True,
-    help="Decimal digits of the exact side.",
+    help=f"Decimal digits of the exact side (default: {DEFAULT_DIGITS}); not with --certify.",
 )
 @click.option(
     "--seed",
@@ -74,7 +73,10 @@ LEAST_DIGITS, MOST_DIGITS = 17, 1000
     help="Of standard output: table, json or md.",
 )
 @click.option(
-    "--out", "directory", metavar="DIR", help="Folder for oracles.json and oracles.md, if any."
+    "--out",
+    "directory",
+    metavar="DIR",
+    help="Folder for oracles.json and oracles.md, or certificates.json and .md, if any.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @click.make_pass_decorator(Interrupts, ensure=True)
@@ -84,9 +86,10 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     *,
     distributions: tuple[str, ...],
     variants: tuple[str, ...],
-    dtype: str,
-    shape: str,
-    digits: int,
+    certify: bool,
+    dtype: str | None,
+    shape: str | None,
+    digits: int | None,
     seed: int,
     fmt: str,
     directory: str | None,
@@ -99,21 +102,32 @@ def oracles(  # noqa: PLR0913  # one parameter per option
 
     Exit code 1 when another than the naive one is not finite where the exact result is, or when the
     recurrences, all run in so many digits, agree to fewer than all but ten of them.
-    """
-    from attncheck.cli.progress import progress
-    from attncheck.errors import UnknownName
-    from attncheck.examine.oracle_survey import survey
-    from attncheck.reporting import files, oracle_pages
-    from attncheck.runner.oracle_plan import oracle_plan
 
+    With --certify the errors are proven on balls. Exit code 1 when that of the one that kernels are
+    compared with is not proven, or to be more than a hundredth of what a kernel is allowed only.
+    """
+    from attncheck.cli.oracle_reports import certified, measured
+    from attncheck.cli.progress import progress
+    from attncheck.errors import UnknownName, UsageError
+    from attncheck.reporting import by_format, files
+    from attncheck.runner.oracle_plan import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
+
+    if certify and digits is not None:
+        raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")
+    kind = certified() if certify else measured(digits or DEFAULT_DIGITS)
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    if fmt not in oracle_pages.FORMATS:
-        raise UnknownName("format", fmt, oracle_pages.FORMATS)
+    if fmt not in by_format.FORMATS:
+        raise UnknownName("format", fmt, by_format.FORMATS)
     cells = oracle_plan(
-        variants=variants, distributions=distributions, dtype=dtype, shape=shape, seed=seed
+        variants=variants,
+        distributions=distributions,
+        dtype=dtype or (CERTIFIED_DTYPE if certify else DEFAULT_DTYPE),
+        shape=shape or (CERTIFIED_SHAPE if certify else DEFAULT_SHAPE),
+        seed=seed,
+        default=CERTIFIED_VARIANTS if certify else DEFAULT_VARIANTS,
     )
     if directory is not None:
-        files.check_writable(directory, "oracles")
+        files.check_writable(directory, kind.name)
     with progress(len(cells), quiet=quiet) as advance:
 
         def done(what: str) -> None:
@@ -121,23 +135,11 @@ def oracles(  # noqa: PLR0913  # one parameter per option
             advance(what)
 
         named = [(cell.variant, cell.problem) for cell in cells]
-        report = survey(named, digits=digits, command=as_typed(), done=done)
+        report = kind.make(named, as_typed(), done)
     if directory is not None:
-        texts = {f"oracles.{s}": oracle_pages.render(report, s) for s in ("json", "md")}
+        texts = {f"{kind.name}.{s}": kind.render(report, s) for s in ("json", "md")}
         with interrupts.writing(directory):
             files.write_texts(texts, directory)
     with standard_output():
-        oracle_pages.show(report, fmt)
-    return _exit_code(report)
-
-
-def _exit_code(report: OracleReport) -> int:
-    """1 where one that must not is not finite, wrong in a row without keys, or they disagree."""
-    faults = [
-        record
-        for record in report.records
-        if (record.rows.nonfinite and record.oracle not in report.may_overflow)
-        or record.rows.dead_wrong
-    ]
-    agreed = all(agreement.holds(report.must_agree) for agreement in report.agreements)
-    return FAILED if faults or not agreed else 0
+        kind.show(report, fmt)
+    return FAILED if kind.failed(report) else 0

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attncheck.judgement import Place
 from attncheck.oracle_record import Agreement, Distance, OracleRecord, Rows
-from attncheck.record import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -10,10 +10,14 @@ from attncheck.oracles.result import Result
 from attncheck.oracles.scores import Scores
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
     from attncheck.inputs import Inputs
     from attncheck.oracles.numbers.protocol import Array, Numbers
 
-__all__ = ["flash2_forward"]
+__all__ = ["flash2_forward", "rows_of"]
 
 A = TypeVar("A", bound="Array")
 
@@ -43,33 +47,44 @@ def flash2_forward(
     q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
     k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
     scores = Scores.of(numbers, inputs)
-    blocks = [
-        _query_block(scores, numbers.rows(q, rows.start, rows.stop), (k, v), rows, keys)
-        for rows in queries
-    ]
-    out, lse = (numbers.join_rows(part) for part in zip(*blocks, strict=True))
+
+    def blocks(rows: range) -> Iterator[tuple[A, Tensor, A]]:
+        mine = numbers.rows(q, rows.start, rows.stop)
+        for block in keys:
+            k_block, v_block = (numbers.rows(array, block.start, block.stop) for array in (k, v))
+            yield *scores(mine, k_block, rows, block), v_block
+
+    heads = (problem.batch, problem.heads)
+    results = [rows_of(numbers, blocks(r), (*heads, len(r), problem.value_dim)) for r in queries]
+    out, lse = (numbers.join_rows(part) for part in zip(*results, strict=True))
     return Result(out, lse)
 
 
-def _query_block(
-    scores: Scores[A], q: A, kv: tuple[A, A], rows: range, key_blocks: list[range]
+def rows_of(
+    numbers: Numbers[A], blocks: Iterable[tuple[A, Tensor, A]], shape: tuple[int, int, int, int]
 ) -> tuple[A, A]:
-    """Out and LSE of the rows ``rows``: lines 4 to 15 of the algorithm."""
-    numbers, problem = scores.numbers, scores.inputs.problem
-    shape = (problem.batch, problem.heads, len(rows))
-    out = numbers.full((*shape, problem.value_dim), 0.0)  # O, not yet divided by l
-    total = numbers.full((*shape, 1), 0.0)  # l
-    largest = numbers.full((*shape, 1), -math.inf)  # m
-    for keys in key_blocks:
-        k, v = (numbers.rows(array, keys.start, keys.stop) for array in kv)
-        block, attended = scores(q, k, rows, keys)
+    """Out and LSE of some rows, from their key blocks: lines 4 to 15 of the algorithm.
+
+    Args:
+        numbers: The number system.
+        blocks: Scores ``(batch, heads, rows, keys)``, what is attended (bool, of that shape) and
+            values ``(batch, heads, keys, value_dim)``, one block of keys after another.
+        shape: Of out: ``(batch, heads, rows, value_dim)``.
+
+    Returns:
+        Out and natural-log LSE ``(batch, heads, rows, 1)``.
+    """
+    out = numbers.full(shape, 0.0)  # O, not yet divided by l
+    total = numbers.full((*shape[:3], 1), 0.0)  # l
+    largest = numbers.full((*shape[:3], 1), -math.inf)  # m
+    for block, attended, values in blocks:
         raised = numbers.maximum(largest, numbers.rowmax(block))
         # A row that has not attended to a key has no maximum yet: −∞ − (−∞) would be NaN.
         reference = numbers.select(~numbers.is_minus_infinity(raised), raised, 0.0)
         weights = numbers.exp(block - reference)
         rescale = numbers.exp(largest - reference)
         total = rescale * total + numbers.rowsum(weights)
-        out = rescale * out + numbers.weigh(weights, v, attended)
+        out = rescale * out + numbers.weigh(weights, values, attended)
         largest = raised
     alive = ~numbers.is_minus_infinity(largest)
     lse = numbers.select(alive, largest + numbers.log(total), -math.inf)

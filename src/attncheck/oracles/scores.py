@@ -54,9 +54,19 @@ class Scores(Generic[A]):
             query: Their query indices.
             kv: Their key indices.
         """
-        numbers, problem = self.numbers, self.inputs.problem
+        problem = self.inputs.problem
         b, h = range(problem.batch), range(problem.heads)
-        indices = Indices.of(b, h, query, kv, self.inputs.q.device)
+        return self.at(q, k, Indices.of(b, h, query, kv, self.inputs.q.device))
+
+    def at(self, q: A, k: A, indices: Indices) -> tuple[A, Tensor]:
+        """The same for any heads, rows and keys: those of ``indices``, each with its own key head.
+
+        Args:
+            q: ``(batch, heads, query, head_dim)`` of the sizes of ``indices``.
+            k: ``(batch, heads, kv, head_dim)``.
+            indices: Where they lie.
+        """
+        numbers, problem = self.numbers, self.inputs.problem
         products = numbers.matmul(q, numbers.transpose(k))
         scores = numbers.score(self.score_mod, products * problem.scale, indices)
         attended = visible(self.mask_mod, indices) & ~numbers.is_minus_infinity(scores)

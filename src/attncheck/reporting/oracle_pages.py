@@ -11,8 +11,8 @@ from attncheck.oracle_record import SCHEMA, OracleReport
 from attncheck.reporting import figures, screen, struct_json
 from attncheck.reporting.asked import asked
 from attncheck.reporting.by_format import FORMATS, Page
+from attncheck.reporting.cells import Cell
 from attncheck.reporting.inert import for_markdown, shortened
-from attncheck.reporting.rows import Cell
 from attncheck.reporting.sheet import Line, Sheet, markdown_lines, terminal_lines
 
 if TYPE_CHECKING:
@@ -110,16 +110,9 @@ def _grouped(report: OracleReport) -> dict[str, dict[str, list[OracleRecord]]]:
     """Records by variant and shape, and in each by Case, in the order of the plan."""
     groups: dict[str, dict[str, list[OracleRecord]]] = {}
     for record in report.records:
-        cases = groups.setdefault(f"{record.variant} · {_asked(record)}", {})
+        cases = groups.setdefault(f"{record.variant} · {asked(record).line}", {})
         cases.setdefault(record.case_id, []).append(record)
     return groups
-
-
-def _asked(record: OracleRecord) -> str:
-    """``bf16 · B1 Q24 K24 D8 · heads 2/1 · seed 0``, of the Case that the record carries."""
-    problem = asked(record)
-    heads = [] if problem.operation == "softmax" else [f"heads {problem.head_counts}"]
-    return " · ".join([problem.dtype, problem.shape, *heads, f"seed {problem.seed}"])
 
 
 def _line(what: str, records: list[OracleRecord]) -> Line:

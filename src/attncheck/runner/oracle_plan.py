@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from attncheck.runner.plan import Cell
 
-__all__ = ["DEFAULT_VARIANTS", "SHARP", "oracle_plan"]
+__all__ = ["CERTIFIED_VARIANTS", "DEFAULT_VARIANTS", "SHARP", "oracle_plan"]
 
 SHARP = Variant(
     name="sharp",
@@ -26,6 +26,9 @@ SHARP = Variant(
 
 DEFAULT_VARIANTS = ("full", "causal", SHARP.name, "softmax")
 
+CERTIFIED_VARIANTS = ("full", "causal", "alibi", "softcap", SHARP.name, "softmax")
+"""Proven by default: score mods too, whose own roundings are the oracle's as well."""
+
 
 def oracle_plan(
     *,
@@ -34,21 +37,23 @@ def oracle_plan(
     dtype: str,
     shape: str,
     seed: int,
+    default: Sequence[str] = DEFAULT_VARIANTS,
 ) -> list[Cell]:
     """Each variant on each distribution, in the order in which a report shows them.
 
     Args:
-        variants: Names of ``runner.plan.VARIANTS``, or ``sharp``; none: the default ones.
+        variants: Names of ``runner.plan.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
         dtype: Of the inputs.
         shape: As typed.
         seed: Which draw.
+        default: Names of variants.
 
     Raises UnknownName or ProblemError for what cannot be, before anything is computed.
     """
     known = VARIANTS | {SHARP.name: SHARP}
     cells: list[Cell] = []
-    for name in variants or DEFAULT_VARIANTS:
+    for name in variants or default:
         if name not in known:
             raise UnknownName("variant", name, known)
         every = tuple(distributions or DISTRIBUTIONS)

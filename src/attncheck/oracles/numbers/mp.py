@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mpmath  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.errors import UsageError
-from attncheck.oracles.indices import is_identity
+from attncheck.oracles.numbers.evaluate import Evaluated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.indices import Indices
+    from attncheck.oracles.numbers.evaluate import Evaluate
 
-__all__ = ["Evaluate", "ManyDigits", "Mp"]
+__all__ = ["ManyDigits", "Mp"]
 
 LEAST_DIGITS = 17  # 60 bits: every float64 is a number of the system
 
@@ -31,23 +32,6 @@ ManyDigits: TypeAlias = NDArray[np.object_]
 
 _EXPONENT_OF_SMALLEST = -1074  # of float64's smallest number
 _SMALLEST_NORMAL = 2.0**-1022
-
-
-class Evaluate(Protocol):
-    """How a score mod is evaluated on numbers that torch knows nothing of."""
-
-    def __call__(self, score_mod: ScoreMod, context: Any, /) -> Callable[..., ManyDigits]:
-        """A function ``(scores, b, h, q_idx, kv_idx) -> scores`` in a context's numbers.
-
-        Args:
-            score_mod: The original callable.
-            context: The mpmath context of the scores.
-
-        Returns:
-            What takes scores ``(batch, heads, query, kv)`` as an object array and the indices as
-            int64 arrays that broadcast against it, and gives numbers that broadcast to it.
-        """
-        ...
 
 
 class Mp:
@@ -75,9 +59,8 @@ class Mp:
             )
         self.context: Any = mpmath.MPContext()
         self.context.dps = digits
-        self._evaluate = evaluate
-        self._evaluated: tuple[ScoreMod, Callable[..., ManyDigits] | None] | None = None
         context = self.context
+        self._evaluated = Evaluated("Mp", evaluate, context)
         self._convert = _elementwise(context.convert, 1)
         self._exp = _elementwise(context.exp, 1)
         self._log = _elementwise(context.log, 1)
@@ -178,22 +161,11 @@ class Mp:
         Raises:
             UsageError: for another score mod when there is no ``evaluate``.
         """
-        function = self._function_of(score_mod)
+        function = self._evaluated.of(score_mod)
         if function is None:
             return scores
         result = function(scores, *(axis.numpy() for axis in indices.axes))
         return np.broadcast_to(self._convert(result), scores.shape)
-
-    def _function_of(self, score_mod: ScoreMod) -> Callable[..., ManyDigits] | None:
-        """The score mod on these numbers, None for the identity; one call asks for many tiles."""
-        if self._evaluated is None or self._evaluated[0] is not score_mod:
-            if is_identity(score_mod, "cpu"):
-                self._evaluated = (score_mod, None)
-            elif self._evaluate is None:
-                raise UsageError("a score mod needs Mp's `evaluate`: only the identity does not.")
-            else:
-                self._evaluated = (score_mod, self._evaluate(score_mod, self.context))
-        return self._evaluated[1]
 
 
 def _elementwise(function: Callable[..., Any], arguments: int) -> Callable[..., ManyDigits]:

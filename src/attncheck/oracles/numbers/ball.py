@@ -1,0 +1,222 @@
+"""Arb's balls as a number system, on the CPU: what a recurrence gives in it is a proof.
+
+Every array holds enclosures: the exact result of the recurrence on the exact inputs lies in the
+ball it comes to, whatever was rounded on the way. Needs python-flint, the extra ``exact``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import flint
+import numpy as np
+import torch
+
+from attncheck.arb import balls_of, each_ball, working_precision
+from attncheck.errors import UsageError
+from attncheck.oracles.numbers.evaluate import Evaluated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from attncheck.arb import BallArray
+    from attncheck.mods.signatures import ScoreMod
+    from attncheck.oracles.indices import Indices
+    from attncheck.oracles.numbers.evaluate import Evaluate
+
+__all__ = ["BITS", "Ball", "Balls"]
+
+BITS = 128
+"""Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
+to 2^-108 then, where a float64 oracle is off by 2^-53 of it."""
+
+LEAST_BITS = 53
+
+_MINUS_INFINITY = flint.arb.neg_inf()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Balls:
+    """An array of balls; operators are elementwise, broadcast, and round to ``bits``.
+
+    Attributes:
+        array: ``(batch, heads, rows, columns)``, objects that are ``flint.arb``.
+        bits: Of a midpoint.
+    """
+
+    array: BallArray
+    bits: int
+
+    def __add__(self, other: Self) -> Self:
+        return self._combined(operator.add, other.array)
+
+    def __sub__(self, other: Self) -> Self:
+        return self._combined(operator.sub, other.array)
+
+    def __mul__(self, other: Self | float) -> Self:
+        return self._combined(operator.mul, other.array if isinstance(other, Balls) else other)
+
+    def __truediv__(self, other: Self) -> Self:
+        return self._combined(operator.truediv, other.array)
+
+    def _combined(self, operation: Callable[[Any, Any], Any], other: Any) -> Self:
+        with working_precision(self.bits):
+            return type(self)(operation(self.array, other), self.bits)
+
+
+class Ball:
+    """Arrays of balls ``(batch, heads, rows, columns)``; see ``protocol.Numbers`` for each word.
+
+    Exponents are unbounded: nothing overflows or underflows. −∞ is exact, and what follows from a
+    score whose value is not known at all is not known either, and nothing else: a row with such a
+    score is enclosed by balls that say nothing (``arb.is_known``).
+
+    Args:
+        bits: Of a midpoint; raises UsageError below 53, which hold a float64.
+        evaluate: What evaluates a score mod that changes its score, as for ``Mp``; its context is
+            ``bits``. What it gives must enclose the exact score for every score in a ball.
+    """
+
+    def __init__(self, bits: int = BITS, evaluate: Evaluate | None = None) -> None:
+        if isinstance(bits, bool) or not isinstance(bits, int) or bits < LEAST_BITS:
+            raise UsageError(
+                f"bits={bits!r} must be a whole number of at least {LEAST_BITS}: fewer do not hold "
+                "a float64."
+            )
+        self.bits = bits
+        self._evaluated = Evaluated("Ball", evaluate, bits)
+
+    def exact(self, values: Tensor) -> Balls:
+        """Balls of radius 0, but NaN, of which nothing is known; ``values`` on the CPU."""
+        return self._balls(balls_of, values.numpy())
+
+    def rounded(self, array: Balls) -> Tensor:
+        """The midpoints, rounded once; NaN where nothing is known."""
+        return torch.from_numpy(_NEAREST(array.array).astype(np.float64))
+
+    def full(self, shape: Sequence[int], value: float) -> Balls:
+        """A new array."""
+        return Balls(np.full(tuple(shape), flint.arb(value), dtype=object), self.bits)
+
+    def rows(self, array: Balls, start: int, stop: int) -> Balls:
+        """A view."""
+        return Balls(array.array[:, :, start:stop], self.bits)
+
+    def columns(self, array: Balls, start: int, stop: int) -> Balls:
+        """A view."""
+        return Balls(array.array[..., start:stop], self.bits)
+
+    def join_rows(self, blocks: Sequence[Balls]) -> Balls:
+        """Concatenation along the third axis."""
+        return Balls(np.concatenate([block.array for block in blocks], axis=2), self.bits)
+
+    def repeat_heads(self, array: Balls, times: int) -> Balls:
+        """Each head ``times`` times in a row."""
+        return Balls(np.repeat(array.array, times, axis=1), self.bits)
+
+    def transpose(self, array: Balls) -> Balls:
+        """A view."""
+        return Balls(array.array.swapaxes(-1, -2), self.bits)
+
+    def matmul(self, left: Balls, right: Balls) -> Balls:
+        """Batched product by Arb's own matrix product."""
+        product = np.empty((*left.array.shape[:-1], right.array.shape[-1]), dtype=object)
+        with working_precision(self.bits):
+            for head in np.ndindex(left.array.shape[:2]):
+                product[head] = _product(left.array[head], right.array[head])
+        return Balls(product, self.bits)
+
+    def weigh(self, weights: Balls, values: Balls, attended: Tensor) -> Balls:
+        """A product where all values are finite; else sums over the attended keys alone."""
+        if _FINITE(values.array).all():
+            return self.matmul(weights, values)  # 0 times a finite number is 0
+        used = attended.expand(weights.array.shape).numpy()
+        product = np.empty((*weights.array.shape[:-1], values.array.shape[-1]), dtype=object)
+        with working_precision(self.bits):
+            for row in np.ndindex(weights.array.shape[:-1]):
+                keys = used[row].nonzero()[0]
+                mine = values.array[row[:2]][keys]
+                product[row] = _product(weights.array[row][None, keys], mine)
+        return Balls(product, self.bits)
+
+    def exp(self, array: Balls) -> Balls:
+        """Elementwise."""
+        return self._balls(_EXP, array.array)
+
+    def log(self, array: Balls) -> Balls:
+        """Elementwise; −∞ of an exact 0, nothing known of a ball that reaches 0."""
+        return self._balls(_LOG, array.array)
+
+    def maximum(self, left: Balls, right: Balls) -> Balls:
+        """Elementwise; of balls that overlap, from the higher low end to the higher high end."""
+        return self._balls(_LARGER, left.array, right.array)
+
+    def rowmax(self, array: Balls) -> Balls:
+        """Over the last axis."""
+        columns = np.moveaxis(array.array, -1, 0)
+        with working_precision(self.bits):
+            largest = functools.reduce(_LARGER, columns)
+        return Balls(largest[..., None], self.bits)
+
+    def rowsum(self, array: Balls) -> Balls:
+        """Over the last axis."""
+        with working_precision(self.bits):
+            return Balls(array.array.sum(axis=-1, keepdims=True), self.bits)
+
+    def select(self, condition: Tensor, array: Balls, otherwise: float) -> Balls:
+        """Elementwise; what is not selected does not matter, a ball that says nothing included."""
+        other = np.full((), flint.arb(otherwise), dtype=object)
+        return Balls(np.where(condition.numpy(), array.array, other), self.bits)
+
+    def is_minus_infinity(self, array: Balls) -> Tensor:
+        """Elementwise; False of a ball that says nothing, which then says nothing of its row."""
+        found = ~_FINITE(array.array).astype(bool)
+        found[found] = _IS_MINUS_INFINITY(array.array[found]).astype(bool)
+        return torch.from_numpy(found)
+
+    def score(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
+        """Through ``evaluate``; the identity needs none.
+
+        Raises:
+            UsageError: for another score mod when there is no ``evaluate``.
+        """
+        function = self._evaluated.of(score_mod)
+        if function is None:
+            return scores
+        found = function(scores.array, *(axis.numpy() for axis in indices.axes))
+        return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
+
+    def _balls(self, function: Callable[..., BallArray], *arrays: Any) -> Balls:
+        with working_precision(self.bits):
+            return Balls(function(*arrays), self.bits)
+
+
+def _product(left: BallArray, right: BallArray) -> BallArray:
+    """Of two matrices; of no columns, zeros."""
+    shape = (left.shape[0], right.shape[1])
+    if not left.shape[1]:
+        return np.full(shape, flint.arb(0), dtype=object)
+    product = flint.arb_mat(left.tolist()) * flint.arb_mat(right.tolist())
+    return np.array(product.entries(), dtype=object).reshape(shape)
+
+
+def _log(ball: Any) -> Any:
+    return _MINUS_INFINITY if ball.is_zero() else ball.log()
+
+
+def _is_minus_infinity(ball: Any) -> bool:
+    """Of a ball that is not finite; a finite radius around −∞ changes nothing."""
+    return not ball.is_nan() and ball.mid() == _MINUS_INFINITY and bool(ball.rad().is_finite())
+
+
+_EXP = each_ball(flint.arb.exp, 1)
+_LOG = each_ball(_log, 1)
+_LARGER = each_ball(flint.arb.max, 2)
+_FINITE = each_ball(flint.arb.is_finite, 1)
+_NEAREST = each_ball(float, 1)
+_IS_MINUS_INFINITY = each_ball(_is_minus_infinity, 1)

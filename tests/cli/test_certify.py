@@ -1,0 +1,113 @@
+"""``attncheck oracles --certify``."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("flint", reason="python-flint is an optional extra")
+
+from attncheck import oracles
+from attncheck.cli import main
+from attncheck.outputs import Outputs
+from attncheck.reporting import certificate_pages
+
+TINY = ("--certify", "--shape", "1x2/1x5x4", "--distribution", "normal", "-q")
+
+
+@pytest.fixture
+def attncheck(monkeypatch, capfd, tmp_path):
+    """The command line in this process: exit code, standard output and standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attncheck", "oracles", *arguments])
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capfd.readouterr()
+
+    return run
+
+
+def test_every_variant_is_proven(attncheck, tmp_path):
+    code, out, err = attncheck(*TINY, "--format", "json", "--out", "here")
+    assert (code, err) == (0, "")
+    report = certificate_pages.load(out)
+    variants = [record.variant for record in report.truths]
+    assert variants == ["full", "causal", "alibi", "softcap", "sharp", "softmax"]
+    assert list(report.oracles) == ["truth", "naive", "safe", "online", "flash1", "flash2"]
+    assert list(report.arithmetics) == ["fp32"]  # of which least is allowed
+    assert all(record.holds(report.limit) for record in report.truths)
+    assert report.flint
+    written = tmp_path / "here"
+    assert sorted(p.name for p in written.iterdir()) == ["certificates.json", "certificates.md"]
+    assert (written / "certificates.json").read_text() == out
+    assert (written / "certificates.md").read_text() == certificate_pages.render(report, "md")
+
+
+@pytest.mark.parametrize(
+    ("part", "at", "by", "says"),
+    [
+        ("out", (0, 1, 2, 3), 1e-12, "the truth's error may be more than is assumed of it"),
+        ("lse", (0, 1, 2), 1e-3, "a verdict here is inconclusive"),
+        ("out", (0, 1, 2, 3), math.nan, "nothing is proven of 1 of 40 numbers"),
+    ],
+)
+def test_a_truth_that_is_off_shows(attncheck, monkeypatch, part, at, by, says):
+    truth = oracles.truth
+
+    def planted(inputs):
+        given = truth(inputs)
+        tensors = {"out": given.out.clone(), "lse": given.lse.clone()}
+        tensors[part][at] += by
+        return Outputs(**tensors)
+
+    monkeypatch.setattr(oracles, "truth", planted)
+    code, out, err = attncheck(*TINY, "--variant", "causal")
+    assert (code, err) == (1, "")
+    assert says in out
+
+
+def test_without_python_flint_it_says_what_to_install(tmp_path):
+    """And what needs none goes on."""
+    program = """
+import sys
+sys.modules["flint"] = None
+from attncheck.cli import main
+main()
+"""
+    for given, code in ((TINY, 2), ((*TINY[1:], "--variant", "full"), 0)):
+        run = subprocess.run(
+            [sys.executable, "-c", program, "oracles", *given],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == code, run.stderr
+        if code:
+            assert run.stdout == ""
+            assert "pip install 'attncheck[exact]'" in run.stderr
+            assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--digits", "50"), "--digits 50 has no meaning with --certify"),
+        (("--variant", "casual"), "variant 'casual' is not known"),
+        (("--variant", "softmax", "--dtype", "e4m3"), "softmax has no dtype 'e4m3'"),
+        (("--shape", "1x64x4096x128"), "products of balls; at most"),
+        (("--format", "csv"), "format 'csv' is not known: choose from json, md, table"),
+        (("--out", "taken/reports"), "taken/reports"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, arguments, says):
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    code, out, err = attncheck(*TINY, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]

@@ -1,0 +1,141 @@
+"""Balls hold the exact result of every recurrence."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("flint", reason="python-flint is an optional extra")
+import flint
+
+from attncheck import oracles
+from attncheck.errors import UsageError
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.mods.to_ball import evaluator as on_balls
+from attncheck.mods.to_mpmath import evaluator as on_mpmath
+from attncheck.oracles.numbers import Mp
+from attncheck.oracles.numbers.ball import BITS, Ball
+from attncheck.problem import Problem
+from attncheck.runner.plan import VARIANTS, Shape
+
+# value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
+SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
+
+
+def of_variant(name, shape, **fields):
+    parsed = Shape.parse(shape)
+    return draw(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
+
+
+def exact_number(number):
+    """An mpmath number as a ball of radius 0."""
+    if not number.context.isfinite(number):
+        return flint.arb(float(number))
+    sign, man, exponent, _ = number._mpf_
+    with flint.ctx.workprec(max(64, int(man).bit_length())):
+        return flint.arb(-int(man) if sign else int(man)) * flint.arb(2) ** int(exponent)
+
+
+def apart(ball, number, mp):
+    """|number − the nearest number of the ball|, in units of the digits of ``mp``."""
+    exact = exact_number(number)
+    if not exact.is_finite() or not ball.is_finite():
+        return 0.0 if not exact.is_finite() and ball == exact else math.inf
+    with flint.ctx.workprec(1000):
+        distance = abs(exact - ball.mid()) - ball.rad()
+        return float(distance * flint.arb(2) ** mp.context.prec)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_balls_hold_the_result_in_fifty_digits(name, shape, allowance):
+    """Within what mpmath's own roundings come to, which the oracles' allowance bounds."""
+    inputs, mp = of_variant(name, shape), Mp(50, on_mpmath)
+    softmax = inputs.problem.operation == "softmax"
+    every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES
+    truth, bound = every[oracles.REFERENCE](mp, inputs), allowance(inputs)
+    units = {
+        "out": (bound.out * bound.spread).flatten().tolist(),
+        "lse": [bound.weight + bound.kv + 2 + 2 * abs(x) for x in truth.lse.flat],
+    }
+    for recurrence in every.values():
+        found = recurrence(Ball(evaluate=on_balls), inputs)
+        for part, allowed in units.items():
+            pairs = zip(getattr(found, part).array.flat, getattr(truth, part).flat, strict=True)
+            assert all(
+                apart(ball, number, mp) <= most
+                for (ball, number), most in zip(pairs, allowed, strict=True)
+            )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_recurrence_s_balls_overlap_and_are_small(name, allowance):
+    """The radius is at most what the same roundings come to at the bits of a ball."""
+    inputs = of_variant(name, SHAPES[0])
+    softmax = inputs.problem.operation == "softmax"
+    every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES
+    found = [r(Ball(evaluate=on_balls), inputs) for r in every.values()]
+    bound = allowance(inputs)
+    for result in found:
+        for ball, other in zip(result.out.array.flat, found[0].out.array.flat, strict=True):
+            assert ball.overlaps(other)
+        for ball, spread in zip(result.out.array.flat, bound.spread.flatten(), strict=True):
+            assert float(ball.rad()) <= 2.0 ** (2 - BITS) * bound.out * float(spread)
+
+
+def test_numbers_of_fifty_digits_are_told_from_others():
+    """What the first test here sees."""
+    mp = Mp(50)
+    third = mp.context.mpf(1) / 3
+    with flint.ctx.workprec(BITS):
+        ball = flint.arb(1) / 3
+        moved = ball + flint.arb(2) ** -100
+    assert apart(ball, third, mp) <= 0
+    assert apart(moved, third, mp) > 2.0 ** (mp.context.prec - 101)
+    assert apart(ball, mp.context.ninf, mp) == math.inf
+    assert apart(flint.arb.neg_inf(), mp.context.ninf, mp) == 0
+
+
+def test_the_larger_of_two_balls_that_overlap_is_around_both():
+    numbers = Ball()
+    wide = numbers.full((1, 1, 1, 2), 0.0)
+    wide.array[0, 0, 0] = [flint.arb(1.0, 0.5), flint.arb(1.25, 0.5)]
+    for found in (
+        numbers.rowmax(wide).array.item(),
+        numbers.maximum(numbers.columns(wide, 0, 1), numbers.columns(wide, 1, 2)).array.item(),
+    ):
+        assert found.contains(flint.arb(0.75))
+        assert found.contains(flint.arb(1.75))
+        assert not found.contains(flint.arb(0.625))
+
+
+@pytest.mark.parametrize("bits", [52, 0, 128.0, True, None])
+def test_bits_that_do_not_hold_a_float64(bits):
+    with pytest.raises(UsageError, match="must be a whole number of at least 53"):
+        Ball(bits)
+
+
+def test_an_evaluator_is_needed_for_what_changes_the_score_only():
+    inputs = draw(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
+    with pytest.raises(UsageError, match="needs Ball's `evaluate`"):
+        oracles.RECURRENCES["safe"](Ball(), inputs)
+
+
+def test_without_python_flint_it_says_what_to_install():
+    code = """
+import sys
+sys.modules["flint"] = None
+import attncheck.oracles.numbers
+from attncheck.errors import UsageError
+try:
+    import attncheck.arb
+except UsageError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'attncheck[exact]'" in run.stdout
+    assert run.stdout.count("\n") == 1

@@ -1,0 +1,205 @@
+"""What is proven of a float64 result is what it is, and nothing is where there is no proof."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flint", reason="python-flint is an optional extra")
+import flint
+
+from attncheck import oracles
+from attncheck.arb import error_bound, is_known
+from attncheck.conditions import Rows
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.mods.to_ball import evaluator as on_balls
+from attncheck.oracles.certificate import enclosed, one_head, proven_error
+from attncheck.oracles.flash2 import flash2_forward
+from attncheck.oracles.numbers import Float64
+from attncheck.oracles.numbers.ball import Ball
+from attncheck.outputs import Outputs
+from attncheck.problem import Problem
+from attncheck.runner.plan import VARIANTS, Shape
+
+# value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
+SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
+
+
+def of_variant(name, shape, **fields):
+    parsed = Shape.parse(shape)
+    return draw(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
+
+
+def all_rows(problem):
+    return Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["fp32", "e4m3"])
+def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
+    if not VARIANTS[name].exists(dtype, "normal"):
+        pytest.skip("softmax has no fp8")
+    inputs = of_variant(name, shape, dtype=dtype)
+    rows, bound = all_rows(inputs.problem), allowance(inputs)
+    exact = enclosed(Ball(evaluate=on_balls), inputs, rows)
+    softmax = inputs.problem.operation == "softmax"
+    every = dict(oracles.SOFTMAXES if softmax else oracles.ORACLES) | {"truth": oracles.truth}
+    for oracle in every.values():
+        outputs = oracle(inputs)
+        proven = proven_error(outputs, exact, rows)
+        spread = bound.spread.flatten(0, 1)
+        # One rounding more: a proven error is rounded up.
+        assert (proven.out <= 2.0**-53 * (bound.out + 1) * spread).all()
+        lse = outputs.lse.flatten(0, 1)
+        allowed = 2.0**-53 * (bound.weight + bound.kv + 3 + 2 * lse.abs())
+        assert (proven.lse <= allowed.nan_to_num(posinf=0.0)).all()
+
+
+@pytest.mark.parametrize("shift", [1e-12, -1e-15])
+def test_a_moved_result_is_not_proven_nearer_than_it_was_moved(shift):
+    inputs = of_variant("alibi", "1x2x6x4", dtype="fp32")
+    rows, numbers = all_rows(inputs.problem), Ball(evaluate=on_balls)
+    exact = enclosed(numbers, inputs, rows)
+    right = oracles.truth(inputs)
+    before = proven_error(right, exact, rows)
+    out, lse = right.out.clone(), right.lse.clone()
+    out[0, 1, 3, 2] += shift
+    lse[0, 0, 5] += shift
+    after = proven_error(Outputs(out, lse), exact, rows)
+    moved = abs(out[0, 1, 3, 2] - right.out[0, 1, 3, 2]), abs(lse[0, 0, 5] - right.lse[0, 0, 5])
+    assert moved[0] - before.out[1, 3, 2] <= after.out[1, 3, 2]
+    assert moved[1] - before.lse[0, 5] <= after.lse[0, 5]
+    after.out[1, 3, 2], after.lse[0, 5] = before.out[1, 3, 2], before.lse[0, 5]
+    assert torch.equal(after.out, before.out)
+    assert torch.equal(after.lse, before.lse)
+
+
+@pytest.mark.parametrize(
+    ("part", "index", "value"),
+    [
+        ("out", (0, 0, 1, 0), math.nan),
+        ("out", (0, 0, 1, 0), math.inf),
+        ("lse", (0, 0, 1), -math.inf),
+        ("lse", (0, 0, 1), math.nan),
+        ("lse", (0, 0, 8), 0.0),
+        ("lse", (0, 0, 8), math.inf),
+    ],
+)
+def test_what_is_not_finite_is_not_proven(part, index, value):
+    """Row 8 sees no key: exactly −∞, and nothing else."""
+    inputs = of_variant("sliding_window", SHAPES[1])
+    rows = all_rows(inputs.problem)
+    exact = enclosed(Ball(), inputs, rows)
+    outputs = oracles.truth(inputs)
+    right = proven_error(outputs, exact, rows)
+    assert right.out.isfinite().all()
+    assert right.lse.isfinite().all()
+    assert right.out[0, 8].tolist() == [0.0] * 5
+    assert right.lse[0, 8] == 0
+    getattr(outputs, part)[index] = value
+    wrong = getattr(proven_error(outputs, exact, rows), part)
+    assert wrong[index[1:]] == math.inf
+    assert wrong.isinf().sum() == 1
+
+
+def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
+    """Some rows of some heads, in blocks of two keys."""
+    inputs = of_variant("softcap", "2x4/2x9/7x4/3", dtype="e5m2")
+    numbers = Ball(evaluate=on_balls)
+    whole = enclosed(numbers, inputs, all_rows(inputs.problem))
+    monkeypatch.setattr("attncheck.oracles.certificate._SCORES", 6)
+    rows = Rows(range(3, 6), torch.tensor([0, 4, 8]))
+    some = enclosed(numbers, inputs, rows)
+    assert some.out.array.shape == (1, 3, 3, 3)
+    assert some.lse.array.shape == (1, 3, 3, 1)
+    for part in ("out", "lse"):
+        expected = getattr(whole, part).array[:, 3:6][:, :, [0, 4, 8]]
+        for ball, other in zip(getattr(some, part).array.flat, expected.flat, strict=True):
+            assert ball.overlaps(other)
+    with pytest.raises(AssertionError):  # other rows than those
+        assert all(
+            ball.overlaps(other)
+            for ball, other in zip(
+                some.out.array.flat, whole.out.array[:, 3:6, :3].flat, strict=True
+            )
+        )
+
+
+def test_a_head_s_rows_are_those_of_the_oracle_in_float64_too():
+    inputs = of_variant("alibi", "2x4/2x9/7x4/3")
+    blocks = {"block_query": 9, "block_kv": 7}
+    whole = flash2_forward(Float64(), inputs, **blocks)
+    for head in range(8):
+        found = one_head(Float64(), inputs, head, torch.arange(9))
+        assert torch.equal(found.out[0, 0], whole.out.flatten(0, 1)[head])
+        assert torch.equal(found.lse[0, 0], whole.lse.flatten(0, 1)[head])
+
+
+def test_hidden_values_that_are_not_finite_do_not_matter_and_attended_ones_do():
+    inputs = of_variant("causal", "1x1x5x4", dtype="fp32")
+    v = inputs.v.clone()
+    v[0, 0, 2, 1], v[0, 0, 4, 0] = math.nan, math.inf
+    exact = enclosed(Ball(), inputs.replace(v=v), all_rows(inputs.problem))
+    known = np.vectorize(is_known, otypes=[bool])(exact.out.array)[0, 0]
+    expected = np.ones((5, 4), dtype=bool)
+    expected[2:, 1] = False
+    assert (known == expected).all()
+    assert exact.out.array[0, 0, 4, 0] == flint.arb.pos_inf()
+    proven = proven_error(oracles.truth(inputs.replace(v=v)), exact, all_rows(inputs.problem))
+    assert (proven.out[0].isinf().numpy() == ~expected).all()
+
+
+def test_a_score_of_which_nothing_is_known_makes_its_row_uncertain_and_no_other():
+    problem = Problem(query=4, head_dim=2, mask=Spec.of("causal"), dtype="fp32")
+    inputs = draw(problem)
+
+    def evaluate(score_mod, bits):
+        def unknown(scores, b, h, q_idx, kv_idx):
+            return np.where((q_idx == 2) & (kv_idx == 1), flint.arb.nan(), scores)
+
+        return unknown
+
+    changed = dataclasses.replace(problem, score=Spec.of("temperature", temperature=2.0))
+    exact = enclosed(Ball(evaluate=evaluate), inputs.replace(problem=changed), all_rows(problem))
+    known = np.vectorize(is_known, otypes=[bool])
+    assert known(exact.out.array)[0, 0].all(axis=-1).tolist() == [True, True, False, True]
+    assert known(exact.lse.array)[0, 0, :, 0].tolist() == [True, True, False, True]
+
+
+def test_a_score_mod_that_rounds_to_fp32_is_not_the_number_it_means(monkeypatch, allowance):
+    """torch multiplies an fp32 table by an index in fp32: the truth is off, and that is said."""
+    slopes = torch.tensor([0.1], dtype=torch.float32)
+
+    def rounds(score, b, h, q_idx, kv_idx):
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    def does_not(score, b, h, q_idx, kv_idx):
+        return score + slopes[h].to(score.dtype) * (kv_idx - q_idx)
+
+    inputs = draw(Problem(query=6, head_dim=4, dtype="fp32", score=Spec.of("alibi")))
+    rows, within = all_rows(inputs.problem), []
+    for mod in (rounds, does_not):
+        monkeypatch.setattr(Problem, "score_mod", lambda self, device, mod=mod: mod)
+        bound = allowance(inputs)
+        exact = enclosed(Ball(evaluate=on_balls), inputs, rows)
+        proven = proven_error(oracles.truth(inputs), exact, rows)
+        most = 2.0**-53 * (bound.out + 1) * bound.spread.flatten(0, 1)
+        within.append(bool((proven.out <= most).all()))
+    assert within == [False, True]
+
+
+@pytest.mark.parametrize("value", [0.1, -5e-324, 2.0**-1022, sys.float_info.max, 0.0])
+def test_a_bound_is_rounded_up_and_is_one(value):
+    third = flint.arb(1) / 3
+    bound = error_bound(value, third)
+    with flint.ctx.workprec(2000):
+        assert flint.arb(bound) >= abs(flint.arb(value) - third)
+    assert error_bound(value, flint.arb(value)) == 0
+    assert error_bound(value, flint.arb.nan()) == math.inf
