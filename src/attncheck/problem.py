@@ -245,8 +245,8 @@ class Case:
 
     Attributes:
         problem: What to compute.
-        question: ``compare`` (against exact attention) or a relation's name.
-        parameters: The relation's numbers.
+        question: ``compare`` (against exact attention), or the name of a relation or a probe.
+        parameters: Its numbers.
         generator: Version of the generator that draws the inputs; part of the id, since another
             version may draw other bits.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attncheck.relations import Finding
     from attncheck.subjects.contract import Subject
 
-__all__ = ["Broken", "relate", "replay"]
+__all__ = ["Broken", "command", "relate", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Broken:
                 f"  problem   {self.case.problem}",
                 f"  question  {self.case.question}{parameters}: {summary}",
                 f"  case      {self.case.id}",
-                f"Reproduce: {_command(self.kernel, self.case)}",
+                f"Reproduce: {command(self.kernel, self.case)}",
             ]
         )
 
@@ -113,7 +113,15 @@ def _kept(outputs: Outputs) -> Outputs:
     return Outputs(outputs.out.clone(), None if outputs.lse is None else outputs.lse.clone())
 
 
-def _command(kernel: str, case: Case) -> str:
+def command(kernel: str, case: Case, examiner: str = "relate") -> str:
+    """The shell command that asks ``case`` of ``kernel`` again.
+
+    Args:
+        kernel: A name, or ``file.py::name``.
+        case: What is asked, whole.
+        examiner: The module of ``examine`` whose ``replay`` asks it.
+    """
     text = json.dumps(case.to_json(), separators=(",", ":"))
-    code = "import sys; from attncheck.examine.relate import replay; print(replay(*sys.argv[1:]))"
+    module = f"attncheck.examine.{examiner}"
+    code = f"import sys; from {module} import replay; print(replay(*sys.argv[1:]))"
     return f'python -c "{code}" {shlex.quote(kernel)} {shlex.quote(text)}'

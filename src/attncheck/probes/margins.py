@@ -1,0 +1,129 @@
+"""How far rounding can move what a probe counts, and so when counting is safe.
+
+Derived in ``docs/probes.md``, section "What rounding does to a count".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.formats import FORMATS
+
+if TYPE_CHECKING:
+    from attncheck.problem import Problem
+
+__all__ = [
+    "GAP",
+    "HALF",
+    "HARDWARE_ULPS",
+    "QUARTER",
+    "USUAL",
+    "WeightErrors",
+    "countable",
+    "error_before",
+    "lse_error",
+    "relative_error",
+]
+
+HALF = 0.5
+"""A count that is off by this much is nearer to another whole number."""
+
+QUARTER = HALF / 2
+"""What rounding may use of it: the rest shows a fault."""
+
+GAP = 16 * math.log(2.0)
+"""How far below the largest score of a row, in natural-log units, all but its equals must lie.
+
+Weights of 2^-16 and less; and no kernel's maximum lags by as much (lazy rescaling: 8 in base 2),
+so that equal largest scores have the weight 1, or one and the same power of two near it.
+"""
+
+HARDWARE_ULPS = 2.0
+"""Of exp2 in units in the last place, at most, where it is exact at 0: CUDA's, and every libm's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightErrors:
+    """What a kernel's arithmetic says of its weights.
+
+    Attributes:
+        exp2_ulps: Largest error of its exp2, in units in the last place of fp32.
+        cut: Largest part of P that is cut off where its format is not rounded to, but truncated,
+            as tensor cores read tf32: a weight a little below 1 is then one step of tf32 below it.
+    """
+
+    exp2_ulps: float = HARDWARE_ULPS
+    cut: float = 0.0
+
+
+USUAL = WeightErrors()
+"""Of a kernel that declares nothing else."""
+
+_U = FORMATS["fp32"].unit_roundoff
+_LOGARITHMS = 2
+"""That LSE goes through: a split's own, and that of the merged splits."""
+
+
+def error_before(problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL) -> torch.Tensor:
+    """Largest relative error of out before it is rounded, where tied keys share a row's weight.
+
+    Args:
+        problem: Its number of keys.
+        top: Their score, natural log, any shape; float64.
+        errors: Of the kernel's weights.
+    """
+    # An ulp is up to 2u; a key's own weight and the sum of all may be off in opposite directions.
+    weights = (6.0 * (top.abs() + math.log(problem.kv) + 1.0) + 4.0 * errors.exp2_ulps) * _U
+    sums = 2.0 * (problem.kv + 1.0) * _U
+    ends = 8.0 * _U
+    return torch.expm1(weights + sums + ends) + errors.cut
+
+
+def relative_error(
+    problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL
+) -> torch.Tensor:
+    """The same with the rounding of out."""
+    before = error_before(problem, top, errors)
+    return before + (1.0 + before) * problem.formats.output.unit_roundoff
+
+
+def countable(
+    problem: Problem,
+    sizes: torch.Tensor,
+    keys: torch.Tensor,
+    top: torch.Tensor,
+    others: torch.Tensor | float = 0.0,
+    errors: WeightErrors = USUAL,
+) -> torch.Tensor:
+    """Whether rounding moves out · keys by less than a quarter.
+
+    And by less than a half in a kernel that divides P by the row sum before it is rounded, which
+    rounds 1 / keys.
+
+    Args:
+        problem: Its formats.
+        sizes: Σ |v| of the tied keys in units of V, float64; what follows broadcasts to it.
+        keys: How many they are.
+        top: Their score.
+        others: What the keys below them move, in units of V.
+        errors: Of the kernel's weights.
+    """
+    error = relative_error(problem, top, errors)
+    halved = torch.frexp(keys)[0] == HALF
+    divided = error + torch.where(halved, 0.0, problem.formats.weights.unit_roundoff)
+    return (sizes * error + others < QUARTER) & (sizes * divided + others < HALF)
+
+
+def lse_error(keys: torch.Tensor, errors: WeightErrors = USUAL) -> torch.Tensor:
+    """Largest error of LSE, natural log, of float64 ``keys`` whose scores are all 0.
+
+    Their weights are exp2(0), which is 1, and a sum of ones is exact; unless exp2 is a coarse one.
+    """
+    logarithms = _LOGARITHMS * (6.0 * torch.log(keys) + 8.0) * _U
+    if errors.exp2_ulps <= HARDWARE_ULPS:
+        return logarithms
+    return logarithms + torch.expm1(2.0 * (errors.exp2_ulps + keys + 1.0) * _U)

@@ -1,0 +1,243 @@
+"""Which keys a row has too few or too many of, decoded from what its values add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.probes.kv_heads import amplitudes
+from attncheck.probes.margins import HALF, QUARTER
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+
+__all__ = ["what_is_wrong"]
+
+_NAMED = 3  # keys of a longer list
+_GUESSES = (
+    9  # numbers of keys that are tried where LSE does not tell: four too few to four too many
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Row:
+    """A row whose count is wrong, float64.
+
+    Attributes:
+        out: What the kernel gave, ``(value_dim,)``, in units of V.
+        values: V of its key head in the same units, whole numbers, ``(kv, value_dim)``.
+        score: scale · q·k of every key, seen or not, ``(kv,)``.
+        tied: bool ``(kv,)``: the keys that should share its weight.
+        used: How many keys share it by the kernel's LSE; 0 where it exposes none.
+    """
+
+    out: torch.Tensor
+    values: torch.Tensor
+    score: torch.Tensor
+    tied: torch.Tensor
+    used: float
+
+    @property
+    def keys(self) -> int:
+        """How many keys should share its weight."""
+        return int(self.tied.sum())
+
+
+def what_is_wrong(
+    inputs: Inputs, place: tuple[int, int, int], out: torch.Tensor, used: float, tied: torch.Tensor
+) -> tuple[int, str]:
+    """The first wrong key and what is wrong, in words; −1 where no key is told.
+
+    Args:
+        inputs: Of a probe.
+        place: (batch, head, row).
+        out: What the kernel gave, float64 ``(value_dim,)``.
+        used: How many keys share its weight by the kernel's LSE; 0 where it exposes none.
+        tied: bool ``(kv,)``: the keys that should share it.
+
+    Hypotheses in this order: another key head's or batch's values; keys missing or too many, by the
+    code of their values; another key alone; a factor.
+    """
+    q, k, v = inputs.promoted()
+    own = (place[0], place[1] // inputs.problem.group)
+    units = amplitudes(inputs.problem).to(out.device)
+    row = _Row(
+        out=out / units[own],
+        values=v[own] / units[own],
+        score=k[own] @ q[place] * inputs.problem.scale,
+        tied=tied,
+        used=used,
+    )
+    if not bool(out.any()):
+        key = int(tied.nonzero()) if row.keys == 1 else -1
+        return key, f"key {key} is missing: out is 0" if row.keys == 1 else "out is 0"
+    return (
+        _another_head(row, v / units[..., None, None], own, units)
+        or _by_code(row)
+        or _another_key(v / units[..., None, None], own, out / units[..., None], tied)
+        or (-1, _factor_or_number(row))
+    )
+
+
+def _another_head(
+    row: _Row, values: torch.Tensor, own: tuple[int, int], units: torch.Tensor
+) -> tuple[int, str] | None:
+    """A batch and key head of whose values, at the right keys, out is the mean."""
+    counts = row.out * row.keys * (units[own] / units)[..., None]
+    sums = row.tied.double() @ values
+    fits = ((counts - sums).abs() < HALF).all(-1) & sums.any(-1)
+    others = [place for place in fits.nonzero().tolist() if tuple(place) != own]
+    if bool(fits[own]) or not others:
+        return None
+    batch, head = others[0]
+    said = f"key head {head} of batch {batch}, not {own[1]} of {own[0]}"
+    return -1, f"its values are those of {said}"
+
+
+def _by_code(row: _Row) -> tuple[int, str] | None:
+    """The keys that it used, where whole counts and their number agree."""
+    if bool((row.values < 0).any()) or not torch.equal(row.values, row.values.round()):
+        return None
+    for number in _numbers(row):
+        counts = row.out * number
+        if not bool(((counts - counts.round()).abs() < QUARTER).all()):
+            continue
+        left = counts.round() - row.tied.double() @ row.values
+        if not bool(left.any()):
+            named = _by_number(row, number)
+        elif abs(row.used - number) < HALF or not row.used:
+            named = _alike(row, left, number) or _larger(row, left, number)
+        else:  # LSE says that they are others
+            named = _larger(row, left, number) or _alike(row, left, number)
+        if named is not None:
+            return named
+    return None
+
+
+def _by_number(row: _Row, number: int) -> tuple[int, str] | None:
+    """What is wrong where the values are right."""
+    if number < row.keys:
+        return None
+    divided = f"it shares its weight among {number} keys, some without values,"
+    told = f"exp(LSE) counts {row.used:.6g} keys"
+    return -1, f"{told if number == row.keys else divided} where it should have {row.keys}"
+
+
+def _numbers(row: _Row) -> list[int]:
+    """How many keys the row may have used, the likeliest first."""
+    most = 2 * len(row.tied)
+    told = [round(row.used)] if HALF <= row.used <= most else []
+    near = sorted(range(1, most + 1), key=lambda n: abs(n - row.keys))[:_GUESSES]
+    return list(dict.fromkeys([row.keys, *told, *near]))
+
+
+def _alike(row: _Row, left: torch.Tensor, number: int) -> tuple[int, str] | None:
+    """Keys whose values make what is ``left``, and whose number makes ``number``.
+
+    Keys too many have the score of the others, or a larger one: then those have no weight.
+    """
+    whole = bool(row.values.any(-1).all())
+    alike = row.score == row.score[row.tied][0]
+    found = []
+    for order in (_from_last, _from_first, _from_edges):
+        rest = left.clone()
+        missing = _taken(row.values, rest, order(row.tied), -1)
+        extra = _taken(row.values, rest, order(alike & ~row.tied), 1)
+        twice = _taken(row.values, rest, order(row.tied), 1)
+        used = row.keys - len(missing) + len(extra) + len(twice)
+        if not bool(rest.any()) and (used == number or not whole):
+            found.append((_runs(row.tied, missing, extra), missing, extra, twice))
+    if not found:
+        return None
+    _, missing, extra, twice = min(found, key=lambda one: one[0])
+    said = [f"{_listed(missing)} missing"] if missing else []
+    said += [f"{_listed(extra)} too many"] if extra else []
+    said += [f"{_listed(twice)} there twice"] if twice else []
+    return min(missing or extra or twice), " and ".join(said)
+
+
+def _runs(tied: torch.Tensor, missing: list[int], extra: list[int]) -> int:
+    """How many runs of keys a row then saw: of several readings the simplest is taken."""
+    saw = tied.cpu().clone()
+    saw[missing] = False
+    saw[extra] = True
+    return int(saw[:1].sum() + (saw[1:] & ~saw[:-1]).sum())
+
+
+def _larger(row: _Row, left: torch.Tensor, number: int) -> tuple[int, str] | None:
+    larger = row.score[row.score > row.score[row.tied][0]]
+    for score in sorted(set(larger.tolist()), reverse=True):
+        rest = left + row.tied.double() @ row.values
+        taken = _taken(row.values, rest, _from_first(row.score == score), 1)
+        if taken and len(taken) == number and not bool(rest.any()):
+            listed = _listed(taken).rpartition(" ")[0]
+            return taken[0], f"its weight is on {listed}, which it must not see"
+    return None
+
+
+def _taken(values: torch.Tensor, left: torch.Tensor, order: list[int], sign: int) -> list[int]:
+    """Keys that explain what is ``left`` of one sign, which is lessened by their values."""
+    able = (((left * sign >= values) | (values == 0)).all(-1) & values.any(-1)).tolist()
+    taken = []
+    for key in (key for key in order if able[key]):
+        value = values[key]
+        if bool(((left * sign >= value) | (value == 0)).all()):
+            left -= value * sign
+            taken.append(key)
+    return sorted(taken)
+
+
+def _from_edges(among: torch.Tensor) -> list[int]:
+    """Keys, those nearest to an edge of their run of ``among`` first."""
+    among = among.cpu()
+    end = torch.ones(1, dtype=torch.bool)
+    edge = torch.cat([end, among[1:] != among[:-1], end]).nonzero().flatten()
+    key = torch.arange(len(among))
+    after = torch.searchsorted(edge, key, right=True)
+    distance = torch.minimum(key - edge[after - 1], edge[after] - 1 - key).tolist()
+    return sorted(key[among].tolist(), key=lambda j: (distance[j], j))
+
+
+def _from_last(among: torch.Tensor) -> list[int]:
+    return _from_first(among)[::-1]
+
+
+def _from_first(among: torch.Tensor) -> list[int]:
+    keys: list[int] = among.nonzero().flatten().tolist()
+    return keys
+
+
+def _listed(keys: list[int]) -> str:
+    if len(keys) == 1:
+        return f"key {keys[0]} is"
+    shown = ", ".join(map(str, keys[:_NAMED]))
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return f"keys {shown}{more} are"
+
+
+def _another_key(
+    values: torch.Tensor, own: tuple[int, int], out: torch.Tensor, tied: torch.Tensor
+) -> tuple[int, str] | None:
+    """A key, of any head, whose value out is; ``out`` in units of each head."""
+    same = ((values - out[:, :, None]).abs() < HALF).all(-1) & values.any(-1)
+    if not bool(same.any()) or bool((same[own] & tied).any()):
+        return None
+    first = int(tied.nonzero()[0])
+    if bool(same[own].any()):
+        key = int(same[own].nonzero()[0])
+        return key, f"its weight is on key {key}, and should be on key {first}"
+    batch, head, key = same.nonzero()[0].tolist()
+    said = f"out is the value of key {key} of key head {head} of batch {batch}"
+    return key, f"{said}, and should be that of key {first} of {own[1]} of {own[0]}"
+
+
+def _factor_or_number(row: _Row) -> str:
+    exact = row.tied.double() @ row.values / row.keys
+    if bool(exact.any()):
+        factor = float((row.out * exact).sum() / exact.square().sum())
+        off = (row.out - factor * exact).abs() * row.keys
+        if bool((off < HALF).all()) and abs(factor - 1) * row.keys >= HALF:
+            return f"out is {factor:.4g} times what it should be"
+    return f"it is not the mean of the values of its {row.keys} key{'s' * (row.keys > 1)}"

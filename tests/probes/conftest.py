@@ -1,0 +1,40 @@
+"""Small problems that have everything: batches, shared key heads, ragged tiles, empty rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "sliding_window": Spec.of("sliding_window", window=5),
+    "prefix_lm": Spec.of("prefix_lm", prefix=7),
+    "document": Spec.of("document", lengths=[4, 9, 28]),
+    "padding": Spec.of("padding", lengths=[0, 13]),
+    "holes": Spec.of("not", Spec.of("sliding_window", window=3)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The problems are tiny, and threads that wait for each other are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small():
+    """``small(mask, **changes)``: a Problem."""
+
+    def build(mask="full", **changes):
+        sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 12, "kv": 21, "head_dim": 8}
+        return Problem(**(sizes | {"mask": MASKS[mask]} | changes))
+
+    return build

@@ -1,0 +1,200 @@
+"""The exact rule: what it must see by the page's proof, and what rounding must not make it see."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attncheck import probes
+from attncheck.formats import FORMATS, round_to
+from attncheck.outputs import Outputs
+from attncheck.probes.explanation import explained
+from attncheck.problem import Problem
+
+
+def all_seen(kv):
+    return lambda rows: torch.ones(1, 1, len(rows), kv, dtype=torch.bool)
+
+
+def given(inputs, used, *, lse=True):
+    """Out and LSE of a kernel that uses each key ``used`` times, rounded once to out's format."""
+    problem = inputs.problem
+    v = inputs.promoted()[2].repeat_interleave(problem.group, dim=1)
+    n = used.sum()
+    out = (used.double() @ v / n)[:, :, None].expand(-1, -1, problem.query, -1)
+    rounded = round_to(out, problem.formats.output).to(problem.formats.output.torch_dtype)
+    shape = (problem.batch, problem.heads, problem.query)
+    return Outputs(rounded, torch.full(shape, math.log(n)) if lse else None)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "e4m3"])
+@pytest.mark.parametrize(("kv", "value_dim"), [(2, 4), (7, 8), (20, 5)])
+@pytest.mark.parametrize("lse", [True, False])
+def test_any_one_key_left_out_or_there_twice_is_seen(kv, value_dim, dtype, lse):
+    """Some round sees it, whichever key; with whole codes even without LSE."""
+    problem = Problem(heads=2, query=1, kv=kv, head_dim=4, value_dim=value_dim, dtype=dtype)
+    rounds = [probes.inputs(case) for case in probes.cases("decode", problem)]
+    read = probes.PROBES["decode"].read
+    for inputs in rounds:
+        assert read(inputs, given(inputs, torch.ones(kv), lse=lse), all_seen(kv)) is None
+    for key in range(kv):
+        for times in (0.0, 2.0):
+            used = torch.ones(kv)
+            used[key] = times
+            found = [read(inputs, given(inputs, used, lse=lse), all_seen(kv)) for inputs in rounds]
+            assert any(found), (key, times)
+
+
+@pytest.mark.parametrize("kv", [16, 60])
+def test_a_single_key_is_named_by_two_digits(kv):
+    problem = Problem(query=1, kv=kv, head_dim=16, dtype="bf16")
+    inputs = probes.inputs(probes.case("decode", problem))
+    for key in range(kv):
+        used = torch.ones(kv)
+        used[key] = 0
+        found = probes.PROBES["decode"].read(inputs, given(inputs, used), all_seen(kv))
+        assert found.place == (0, 0, 0, key)
+        assert f"key {key} is missing" in found.message
+
+
+def test_every_key_twice_shows_in_lse_alone():
+    problem = Problem(query=1, kv=9, dtype="bf16")
+    inputs = probes.inputs(probes.case("decode", problem))
+    twice = torch.full((9,), 2.0)
+    read = probes.PROBES["decode"].read
+    assert read(inputs, given(inputs, twice, lse=False), all_seen(9)) is None
+    found = read(inputs, given(inputs, twice), all_seen(9))
+    assert found.tensor == "lse"
+    assert found.message == (
+        "batch 0, head 0, row 0: exp(LSE) counts 18 keys where it should have 9 "
+        "(lse[0, 0, 0] = 2.8903718, but should be 2.19722458; 1 of 1 rows is wrong)"
+    )
+
+
+def test_a_kernel_that_divides_weights_first_is_right():
+    """Softmax, rounded to the dtype, times V: no count is off, and means of 2^n are exact."""
+    for dtype in ("fp16", "bf16", "e4m3", "e5m2"):
+        problem = Problem(heads=2, query=6, kv=45, head_dim=16, dtype=dtype)
+        for name in probes.PROBES:
+            inputs = probes.inputs(probes.case(name, problem))
+            q, k, v = inputs.promoted()
+            weights = torch.softmax(q @ k.mT * problem.scale, dim=-1)
+            scale = problem.formats.weights_scale
+            rounded = round_to(weights * scale, problem.formats.weights) / scale
+            output = problem.formats.output
+            out = round_to(rounded @ v, output).to(output.torch_dtype)
+            lse = torch.logsumexp(q @ k.mT * problem.scale, dim=-1).float()
+            found = probes.PROBES[name].read(inputs, Outputs(out, lse), all_seen(45))
+            assert found is None, (name, dtype)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_wrong(bad):
+    problem = Problem(query=2, kv=9, dtype="bf16")
+    inputs = probes.inputs(probes.case("decode", problem))
+    right = given(inputs, torch.ones(9))
+    out = right.out.clone()
+    out[0, 0, 1, 3] = bad
+    found = probes.PROBES["decode"].read(inputs, Outputs(out, right.lse), all_seen(9))
+    assert found.place[:3] == (0, 0, 1)
+    lse = right.lse.clone()
+    lse[0, 0, 1] = bad
+    found = probes.PROBES["decode"].read(inputs, Outputs(right.out, lse), all_seen(9))
+    assert (found.tensor, found.place[:3]) == ("lse", (0, 0, 1))
+
+
+def test_one_unit_beyond_a_single_rounding_is_seen():
+    problem = Problem(query=1, kv=64, dtype="bf16")
+    inputs = probes.inputs(probes.case("mean", problem))
+    right = given(inputs, torch.ones(64), lse=False)
+    read = probes.PROBES["mean"].read
+    assert read(inputs, right, all_seen(64)) is None
+    for dim in range(64):
+        bits = right.out.clone().view(torch.int16)
+        bits[0, 0, 0, dim] += 1
+        found = read(inputs, Outputs(bits.view(torch.bfloat16)), all_seen(64))
+        exact = inputs.promoted()[2][0, 0, :, dim].mean()
+        up = bits.view(torch.bfloat16)[0, 0, 0, dim].double() - exact
+        # The next number up is as near as the right one where the mean lies half way.
+        half = FORMATS["bf16"].unit_roundoff * 2.0 ** math.floor(math.log2(exact))
+        assert (found is None) == bool(up <= half)
+        assert found is None or "rounded once" in found.message
+
+
+def explained_by(change, *, seen_keys=20):
+    """What explains a row that was ``change``d; keys from ``seen_keys`` on are hidden."""
+    problem = Problem(query=1, kv=24, head_dim=8, dtype="fp32", seed=5)
+    inputs = probes.inputs(probes.case("ones", problem))
+    q, k, _ = inputs.promoted()
+    v = torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = inputs.replace(v=v.float()[None, None])
+    v = inputs.v[0, 0].double()
+    score = (q @ k.mT * problem.scale)[0, 0, 0]
+    seen = torch.arange(24) < seen_keys
+
+    def attention(score, seen):
+        hidden = score.masked_fill(~seen, -math.inf)
+        return torch.softmax(hidden, -1) @ v, torch.logsumexp(hidden, -1)
+
+    out, lse = attention(score, seen)
+    wrong_out, wrong_lse = change(attention, score, seen)
+    as_outputs = [
+        Outputs(out[None, None, None], lse[None, None, None])
+        for out, lse in ((wrong_out, wrong_lse), (out, lse))
+    ]
+    allowed = Outputs(
+        torch.full((1, 1, 1, 8), 2.0**-24, dtype=torch.float64),
+        torch.full((1, 1, 1), 2.0**-24, dtype=torch.float64),
+    )
+    return explained(inputs, *as_outputs, allowed, seen, (0, 0, 0))
+
+
+def without(key):
+    return lambda attention, score, seen: attention(score, seen & (torch.arange(24) != key))
+
+
+def with_too(key):
+    return lambda attention, score, seen: attention(score, seen | (torch.arange(24) == key))
+
+
+@pytest.mark.parametrize("key", [0, 7, 19])
+def test_a_key_left_out_explains_best(key):
+    assert explained_by(without(key)) == (key, f"explained best by key {key} left out")
+
+
+@pytest.mark.parametrize("key", [20, 23])
+def test_a_key_too_many_explains_best(key):
+    said = f"explained best by key {key}, which the row must not see"
+    assert explained_by(with_too(key)) == (key, said)
+
+
+def test_a_factor_a_scale_and_a_base_explain_best():
+    def smaller(attention, score, seen):
+        out, lse = attention(score, seen)
+        return out * 0.999, lse
+
+    def base_two(attention, score, seen):
+        out, lse = attention(score, seen)
+        return out, lse * math.log2(math.e)
+
+    def hotter(attention, score, seen):
+        return attention(score * 1.001, seen)
+
+    assert explained_by(smaller) == (-1, "explained best by a factor of 0.999 on out")
+    assert explained_by(base_two) == (-1, "explained best by an LSE to base 2")
+    assert explained_by(hotter) == (-1, "explained best by scores about 1.001 times as large")
+
+
+def test_a_mess_is_explained_by_nothing():
+    def mess(attention, score, seen):
+        out, lse = attention(score, seen)
+        return out.flip(0), lse + 1
+
+    def broken(attention, score, seen):
+        out, lse = attention(score, seen)
+        return out * math.nan, lse
+
+    assert explained_by(mess) == (-1, "explained by no single key, factor or scale")
+    assert explained_by(broken) == (-1, "explained by nothing that is finite")

@@ -1,0 +1,110 @@
+"""No probe finds anything wrong with a right kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck import probes
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.probe import probe, shown
+from attncheck.problem import Problem
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects.ideal import Ideal
+
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
+MASKS = (
+    "full",
+    "causal",
+    "causal_bottom_right",
+    "sliding_window",
+    "prefix_lm",
+    "document",
+    "padding",
+    "holes",
+)
+TILINGS = (
+    Tiling(block_query=16, block_kv=16),
+    Tiling(block_query=16, block_kv=8, reverse=True),
+    Tiling(block_query=32, block_kv=4, recurrence="flash1"),
+    Tiling(block_query=16, block_kv=8, lazy_rescale=8.0),
+)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", probes.PROBES)
+def test_the_exact_rule_finds_nothing(small, name, mask):
+    for turn, dtype in enumerate(DTYPES):
+        problem = small(mask, dtype=dtype)
+        case = probes.cases(name, problem)[-1]
+        inputs = probes.inputs(case)
+        outputs = Ideal(TILINGS[turn % len(TILINGS)]).run(inputs)
+        assert probes.PROBES[name].read(inputs, outputs, shown(problem)) is None, dtype
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
+@pytest.mark.parametrize("name", probes.PROBES)
+def test_the_bound_finds_nothing(small, name, dtype):
+    evidence = Evidence(probes.case(name, small("causal", dtype=dtype)), "cpu")
+    for tiling in TILINGS[: 4 if dtype != "e4m3" else 3]:
+        record = probe(Ideal(tiling), evidence, variant=name, environment="")
+        assert (record.status, record.judgement.reason) == ("pass", "")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (5, 3), (80, 96)], ids=str)
+def test_head_dims_that_are_few_or_no_powers_of_two(small, sizes):
+    head_dim, value_dim = sizes
+    problem = small("causal", head_dim=head_dim, value_dim=value_dim, dtype="e5m2")
+    for name in probes.PROBES:
+        for case in probes.cases(name, problem)[:3]:
+            inputs = probes.inputs(case)
+            outputs = Ideal(TILINGS[0]).run(inputs)
+            assert probes.PROBES[name].read(inputs, outputs, shown(problem)) is None, name
+
+
+@pytest.mark.parametrize("name", ["decode", "mean"])
+def test_the_triton_kernel(small, name):
+    problem = small("causal", heads=2, batch=1, head_dim=16, dtype="bf16")
+    evidence = Evidence(probes.case(name, problem), "cpu")
+    record = probe(Flash2(), evidence, variant=name, environment="")
+    assert record.status == "pass"
+
+
+def test_one_key_and_a_scale_of_ones_own(small):
+    problem = small(kv=1, query=1, scale=0.37)
+    for name in probes.PROBES:
+        record = probe(
+            Ideal(), Evidence(probes.case(name, problem), "cpu"), variant=name, environment=""
+        )
+        assert record.status == "pass", name
+
+
+def test_rows_that_see_nothing_must_be_empty(small):
+    class FillsEmptyRows(Ideal):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def filled():
+                outputs = call()
+                outputs.out[0] += 1
+                return outputs
+
+            return filled
+
+    evidence = Evidence(probes.case("decode", small("padding")), "cpu")
+    record = probe(FillsEmptyRows(), evidence, variant="", environment="")
+    assert (record.status, record.judgement.rule) == ("fail", "empty rows")
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_operands_that_are_truncated_as_declared(turn):
+    # A weight one bit below 1 loses 2^-11 of itself.
+    problem = Problem(heads=8, query=125, kv=250, dtype="tf32")
+    case = probes.case("isolated", problem, {"turn": turn})
+    kernel, evidence = Ideal(tf32="truncate"), Evidence(case, "cpu")
+    record = probe(kernel, evidence, variant="isolated", environment="")
+    assert (record.status, record.judgement.reason) == ("pass", "")
+    undeclared = probes.PROBES["isolated"].read(
+        evidence.inputs, kernel.run(evidence.inputs), shown(problem)
+    )
+    assert undeclared is not None
