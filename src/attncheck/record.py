@@ -6,22 +6,23 @@ from typing import Any, Literal
 
 import msgspec
 
+from attncheck.judgement import Judgement, Place  # noqa: TC001  # msgspec reads the annotations
+
 __all__ = [
     "SCHEMA",
     "Environment",
     "LseErrors",
     "OutErrors",
-    "Place",
     "Record",
     "Report",
     "Status",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 
-Status = Literal["measured", "unsupported", "error"]
-"""``measured``: numbers below; ``unsupported``: said beforehand; ``error``: raised or broke its
-contract. Verdicts join this list with the judge's bounds."""
+Status = Literal["pass", "warn", "inconclusive", "fail", "unsupported", "error"]
+"""The judge's four, which mean that there is a judgement below; ``unsupported``: said beforehand;
+``error``: raised or broke its contract."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,15 +47,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attncheck: str
     cuda: str = ""
     interpreter: tuple[str, ...] = ()
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An element of out; ``dim`` is −1 for a row of LSE."""
-
-    batch: int
-    head: int
-    query: int
-    dim: int = -1
 
 
 class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,8 +102,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         variant: The plan's name for the mask and score mod (``causal``, ``alibi``).
         heads: ``MHA``, ``GQA`` or ``MQA``; empty for softmax.
         status: See ``Status``.
-        reason: Why unsupported, or what was raised, in one line.
+        reason: Why unsupported, or what was raised, in one line; a verdict's is its judgement's.
         out, lse: Errors; None where there is nothing to compare.
+        judgement: Whether these are rounding; None where the kernel was not judged.
         seconds: Median time of one call, ended by a device synchronisation; None when not run.
         interpreted: Whether the kernel ran in Triton's interpreter: its time says nothing of a GPU.
         tiling: Tile sizes the ideal kernel was given, as ``128×64``.
@@ -127,6 +120,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: str = ""
     out: OutErrors | None = None
     lse: LseErrors | None = None
+    judgement: Judgement | None = None
     seconds: float | None = None
     interpreted: bool = False
     tiling: str = ""

@@ -94,7 +94,7 @@ def test_a_mask_and_a_score_mod_of_a_file_by_every_kernel_in_a_process_of_its_ow
     assert (run.returncode, run.stderr) == (0, "")
     name = "mine.py::even mine.py::plus"
     assert measured(run.stdout) == [
-        (kernel, "measured", name) for kernel in ("ideal", "sdpa-math", "flex", "triton-flash2")
+        (kernel, "pass", name) for kernel in ("ideal", "sdpa-math", "flex", "triton-flash2")
     ]
     for record in json.loads(run.stdout)["records"]:
         problem = record["case"]["problem"]
@@ -123,7 +123,7 @@ def test_the_id_of_a_cell_changes_with_the_captured_numbers(folder, attncheck):
 def test_what_is_more_than_an_added_number_is_unsupported_by_sdpa(folder, attncheck):
     code, out, _ = attncheck("rmse", *TINY, "--score", "mine.py::minus", "-q", "--format", "json")
     assert code == 0
-    assert [status for _, status, _ in measured(out)] == ["measured", "unsupported"] * 2
+    assert [status for _, status, _ in measured(out)] == ["pass", "unsupported"] * 2
     reasons = {r["reason"] for r in json.loads(out)["records"] if r["reason"]}
     assert all("is more than an added number" in reason for reason in reasons)
 
@@ -197,8 +197,8 @@ def test_softmax_is_measured_beside_attention(folder, attncheck):
     code, out, _ = attncheck("rmse", *TINY, *options, "--format", "json")
     assert code == 0
     assert measured(out) == [
-        *[("ideal", "measured", "full"), ("sdpa-math", "measured", "full")] * 2,
-        ("ideal", "measured", "softmax"),
+        *[("ideal", "pass", "full"), ("sdpa-math", "pass", "full")] * 2,
+        ("ideal", "pass", "softmax"),
     ]
     code, out, _ = attncheck("rmse", *TINY, *options)
     assert "fp32 · B1 H1 R8 C8 · normal · seed 0" in out
@@ -210,7 +210,7 @@ def test_fp8_is_measured_and_its_inputs_cost_the_most(folder, attncheck, dtype):
     code, out, _ = attncheck("rmse", *options, "--variant", "causal", "--format", "json")
     assert code == 0
     for record in json.loads(out)["records"]:
-        assert record["status"] == "measured"
+        assert record["status"] == "pass"
         # 4 or 3 bits of q, k and v against 8 of out, and P in the format of the inputs.
         assert record["out"]["input_rmse"] > record["out"]["ideal_rmse"]
         assert record["out"]["ideal_rmse"] > record["out"]["floor_rmse"]

@@ -12,10 +12,11 @@ from attncheck.examine.evidence import Evidence
 from attncheck.formats import FORMATS, round_to
 from attncheck.judge.floor import rounding_floor
 from attncheck.judge.metrics import errors
+from attncheck.judgement import Place
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.problem import Case, Problem
-from attncheck.record import LseErrors, OutErrors, Place
+from attncheck.record import LseErrors, OutErrors
 from attncheck.subjects.contract import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 
@@ -55,7 +56,7 @@ def spoiled(change, problem=PROBLEM):
 
 def test_the_truth_rounded_is_at_the_floor():
     record = measured()
-    assert record.status == "measured"
+    assert record.status == "pass"
     assert record.out.rmse == record.out.floor_rmse <= record.out.ideal_rmse
     assert (record.heads, record.kernel, record.case_id) == (
         "MQA",
@@ -165,7 +166,7 @@ def test_nan_never_looks_good():
         return outputs
 
     record = spoiled(change)
-    assert record.status == "measured"
+    assert (record.status, record.judgement.rule) == ("fail", "finite")
     assert (record.out.rmse, record.out.nonfinite) == (math.inf, 1)
     assert (record.lse.max_error, record.lse.nonfinite) == (math.inf, 1)
 
@@ -303,7 +304,7 @@ SOFTMAX = Problem(operation="softmax", heads=2, query=9, kv=7, dtype="fp16")
 
 def test_a_softmax_has_neither_heads_to_share_nor_tiles():
     record = measured(problem=SOFTMAX)
-    assert (record.status, record.heads, record.tiling) == ("measured", "", "")
+    assert (record.status, record.heads, record.tiling) == ("pass", "", "")
     assert (record.case_id, record.case["problem"]["operation"]) == (
         Case(problem=SOFTMAX).id,
         "softmax",

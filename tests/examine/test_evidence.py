@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from attncheck import probes
 from attncheck.distributions import DISTRIBUTIONS
-from attncheck.examine.evidence import Evidence
+from attncheck.examine.evidence import Evidence, ensemble_tilings
 from attncheck.inputs import Inputs, draw
 from attncheck.mods.spec import Spec
+from attncheck.oracles import conditions as conditions_room
 from attncheck.problem import Case, Problem
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 9, "kv": 7, "head_dim": 16}
 ALL = ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
@@ -141,3 +146,94 @@ def test_its_inputs_are_those_of_the_problem(problem):
     found, drawn = evidence(problem).inputs, draw(problem)
     for name, tensor in drawn.tensors().items():
         assert torch.equal(found.tensors()[name].double(), tensor.double())
+
+
+def declared(problem: Problem):
+    return Ideal().arithmetic(problem, "cpu")
+
+
+@pytest.mark.parametrize("problem", [attention(), softmax()], ids=str)
+def test_an_allowance_is_kept_for_each_arithmetic(problem):
+    found = evidence(problem)
+    arithmetic = declared(problem)
+    first = found.allowance(arithmetic)
+    assert found.allowance(dataclasses.replace(arithmetic)) is first  # an equal one
+    other = found.allowance(dataclasses.replace(arithmetic, exp2_ulps=64.0))
+    assert other is not first
+    assert bool((other.lse > first.lse).all())
+
+
+def test_conditions_of_the_sample_come_in_the_order_of_the_allowance(monkeypatch):
+    monkeypatch.setattr(conditions_room, "_CPU_PAIRS", 20)
+    problem = attention(mask=Spec.of("causal"))
+    found = evidence(problem)
+    samples = found.allowance(declared(problem)).samples
+    known = list(found.sampled_conditions())
+    assert len(samples) == len(known) > 1
+    for sample, one in zip(samples, known, strict=True):
+        assert sample.rows.heads == one.rows.heads
+        assert torch.equal(sample.rows.query, one.rows.query)
+        assert sample.probable_out.shape == one.out.shape
+
+
+def test_the_blind_spot_is_computed_once_for_what_a_kernel_exposes():
+    problem = attention(score=Spec.of("softcap", cap=2.0))
+    found, arithmetic = evidence(problem), declared(problem)
+    with_lse = found.blind_spot(arithmetic, exposes_lse=True)
+    assert with_lse is not None
+    assert found.blind_spot(arithmetic, exposes_lse=True) is with_lse
+    without = found.blind_spot(arithmetic, exposes_lse=False)
+    assert without is not None
+    assert with_lse.weight < without.weight  # LSE sees more
+    assert with_lse.scale < math.inf  # the score mod has its slopes
+
+
+def test_the_ideal_kernel_at_a_tiling_runs_once(monkeypatch):
+    found, tiling = evidence(attention()), Tiling(block_query=16, block_kv=4)
+    first = found.ideal_outputs(tiling)
+    monkeypatch.setattr(Ideal, "run", None)
+    assert found.ideal_outputs(Tiling(block_query=16, block_kv=4)) is first
+    assert found.ideal_outputs(tiling, truncates=True) is first  # no tf32
+    expected = rms((first.out.double() - found.truth.out)[found.alive])
+    assert abs(found.ideal_rmse(tiling) / expected - 1) <= first.out.numel() * 2.0**-53
+
+
+def test_tf32_is_truncated_where_the_kernel_does_it():
+    found, tiling = evidence(attention(dtype="tf32")), Tiling(block_query=16, block_kv=4)
+    nearest, cut = (found.ideal_outputs(tiling, truncates=t) for t in (False, True))
+    assert not torch.equal(nearest.out, cut.out)
+    assert torch.equal(cut.out, Ideal(tiling, tf32="truncate").run(found.inputs).out)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_an_ensemble_is_of_right_kernels_that_differ(dtype):
+    problem = attention(dtype=dtype, query=150, kv=140)
+    found = evidence(problem)
+    tilings = ensemble_tilings(problem)
+    assert len(set(tilings)) == 4
+    assert any(tiling.reverse for tiling in tilings)
+    assert any(tiling.lazy_rescale for tiling in tilings) == (dtype == "bf16")
+    outputs = list(found.ensemble())
+    for i, one in enumerate(outputs):
+        assert not any(torch.equal(one.lse, other.lse) for other in outputs[:i])
+        tiling = tilings[i]
+        arithmetic = Ideal(tiling).arithmetic(problem, "cpu")
+        arithmetic = dataclasses.replace(arithmetic, lazy_rescale=tiling.lazy_rescale)
+        error = (one.out.double() - found.truth.out).abs()
+        assert bool((error <= found.allowance(arithmetic).out).all())
+    assert len(list(evidence(softmax()).ensemble())) == 1
+
+
+def test_the_inputs_of_a_probe_are_the_probe_s():
+    case = probes.case("decode", attention(mask=Spec.of("causal")))
+    found = Evidence(case, "cpu")
+    found.establish()
+    for name, tensor in probes.inputs(case).tensors().items():
+        assert torch.equal(found.inputs.tensors()[name], tensor)
+    assert found.input_rmse == 0
+    assert not found.generic
+    assert evidence(attention()).generic
+    assert not evidence(attention(distribution="zero_q")).generic
+    allowed = found.allowance(declared(case.problem))
+    given = Ideal().run(found.inputs)
+    assert bool(((given.out.double() - found.truth.out).abs() <= allowed.out).all())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attncheck import inputs as inputs_room
 from attncheck.examine.executor import Execution, Failure, InProcess
+from attncheck.formats import FORMATS
 from attncheck.outputs import Outputs
 from attncheck.problem import Problem
 from attncheck.subjects.contract import Subject
@@ -239,3 +241,41 @@ def test_outputs_are_those_of_the_first_call_though_memory_is_used_anew():
     expected = Ideal().run(inputs)
     assert torch.equal(result.outputs.out, expected.out)
     assert torch.equal(result.outputs.lse, expected.lse)
+
+
+# What it declares of its arithmetic.
+
+
+def test_an_execution_carries_the_arithmetic_that_is_declared():
+    kernel = Kernel()
+    declared = replace(kernel.arithmetic(ATTENTION, "cpu"), sums_rounded_weights=True)
+    kernel.arithmetic = lambda problem, device: declared
+    assert run(kernel).arithmetic is declared
+
+
+@pytest.mark.parametrize("nonsense", [None, "fp32", 24, {}])
+def test_an_arithmetic_that_is_none_breaks_the_contract(nonsense):
+    kernel = Kernel()
+    kernel.arithmetic = lambda problem, device: nonsense
+    said = f"arithmetic() returned {type(nonsense).__name__}, but should return Arithmetic."
+    assert run(kernel) == Failure(kind="contract", message=said)
+
+
+@pytest.mark.parametrize(("output", "said"), [(FORMATS["bf16"], "bf16"), ("half", "half")])
+def test_an_arithmetic_of_another_output_breaks_the_contract(output, said):
+    kernel = Kernel()
+    declared = kernel.arithmetic(ATTENTION, "cpu")
+    object.__setattr__(declared, "output", output)  # past the constructor's own checks
+    kernel.arithmetic = lambda problem, device: declared
+    message = f"arithmetic().output is {said}, but should be fp16."
+    assert run(kernel) == Failure(kind="contract", message=message)
+
+
+def test_a_kernel_that_cannot_say_its_arithmetic_is_an_error():
+    def ask(*_):
+        raise ValueError("planted")
+
+    kernel = Kernel()
+    kernel.arithmetic = ask
+    result = run(kernel)
+    assert (result.kind, result.message) == ("error", "ValueError: planted")

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attncheck.record import Environment, LseErrors, OutErrors, Place, Record, Report
+from attncheck.judgement import BlindSpot, Judgement, Place, Precision, Worst
+from attncheck.record import Environment, LseErrors, OutErrors, Record, Report
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -79,6 +80,67 @@ class Factory:
             LseErrors(rmse=1.1e-07, max_error=4.77e-07, max_at=at), **changes
         )
 
+    def worst(self, **changes):
+        return msgspec.structs.replace(
+            Worst(
+                tensor="out",
+                at=Place(batch=0, head=1, query=127, dim=63),
+                tile="query tile 1, rows 64–127",
+                got=0.25,
+                exact=0.2421875,
+                allowance=0.03125,
+                budget={"output rounding": 0.0234375, "weights": 0.0078125},
+            ),
+            **changes,
+        )
+
+    def blind_spot(self, **changes):
+        return msgspec.structs.replace(
+            BlindSpot(
+                dropped_keys=0.9987,
+                weight=0.0213,
+                scale=0.0031,
+                accumulator_bits=12,
+                half=True,
+                zeros=True,
+                mean_allowance=0.12,
+            ),
+            **changes,
+        )
+
+    def judgement(self, **changes):
+        return msgspec.structs.replace(
+            Judgement(
+                status="pass",
+                out_over_bound=0.25,
+                lse_over_bound=0.0421,
+                out_over_probable=0.7,
+                lse_over_probable=0.3,
+                worst=self.worst(),
+                rows=512,
+                rows_sampled=512,
+                precision=Precision(
+                    z=1.02,
+                    residual=0.04,
+                    bias=-0.001,
+                    slope=1e-5,
+                    ulp_p50=0.25,
+                    ulp_p99=0.9,
+                    frobenius=0.0017,
+                    cosine=0.999998,
+                ),
+                blind_spot=self.blind_spot(),
+                arithmetic="bf16 products, fp32 sums, P in bf16, bf16 out",
+            ),
+            **changes,
+        )
+
+    def judged(self, kernel="flash2_forward", *, record=None, **changes):
+        """A record with another judgement, whose status it takes."""
+        judgement = self.judgement(**changes)
+        record = {"status": judgement.status, "judgement": judgement} | (record or {})
+        return self.record(kernel, **record)
+
     def record(self, kernel="flash2_forward", *, asked=None, **changes):
         fields = {
             "case_id": "abcdefghij",
@@ -86,9 +148,10 @@ class Factory:
             "kernel": kernel,
             "variant": "full",
             "heads": "MHA",
-            "status": "measured",
+            "status": "pass",
             "out": self.out(),
             "lse": self.lse(),
+            "judgement": self.judgement(),
             "seconds": 0.123,
             "interpreted": True,
             "tiling": "128×64",
@@ -104,7 +167,8 @@ class Factory:
         return self.record(kernel, **(fields | changes))
 
     def refused(self, kernel, status, reason, **changes):
-        nothing = {"out": None, "lse": None, "seconds": None, "interpreted": False, "tiling": ""}
+        nothing = dict.fromkeys(("out", "lse", "judgement", "seconds"))
+        nothing |= {"interpreted": False, "tiling": ""}
         return self.record(kernel, status=status, reason=reason, **(nothing | changes))
 
     def report(self, *records, **changes):
@@ -159,12 +223,21 @@ class Factory:
             seconds=0.00184,
             **common,
         )
-        yield self.record(
+        less = "z = 3.2 and 2.9 times the RMSE of the worst of four ideal kernels"
+        yield self.judged(
             "sdpa_math",
-            out=self.out(rmse=3.21 * ideal, max_error=20 * ideal, **numbers),
-            lse=None,
-            seconds=0.000313,
-            **common,
+            status="warn",
+            rule="precision",
+            reason=less,
+            warnings=(less,),
+            out_over_bound=0.77,
+            lse_over_bound=None,
+            record={
+                "out": self.out(rmse=3.21 * ideal, max_error=20 * ideal, **numbers),
+                "lse": None,
+                "seconds": 0.000313,
+            }
+            | common,
         )
         if variant == "document":
             reason = "sdpa_flash takes no mask but causal."
@@ -172,27 +245,37 @@ class Factory:
             reason = "RuntimeError: expected a power of two, got 96 [flex_attention.py:211]"
             yield self.refused("flex", "error", reason, **common)
             return
-        yield self.record(
+        yield self.judged(
             "sdpa_flash",
-            out=self.out(rmse=41.0 * ideal, max_error=0.84, bias=-7.7e-3, **numbers),
-            lse=None,
-            seconds=0.0000813,
-            **common,
+            status="fail",
+            rule="bound",
+            reason="out[0, 1, 127, 63] is off by 0.84, 26.9 times what is allowed",
+            out_over_bound=26.9,
+            lse_over_bound=None,
+            worst=self.worst(got=1.0821875),
+            record={
+                "out": self.out(rmse=41.0 * ideal, max_error=0.84, bias=-7.7e-3, **numbers),
+                "lse": None,
+                "seconds": 0.0000813,
+            }
+            | common,
         )
-        yield self.record(
+        broken = {"rmse": float("nan"), "max_error": float("inf"), "bias": float("nan")}
+        yield self.judged(
             "flex",
-            out=self.out(
-                rmse=float("nan"),
-                max_error=float("inf"),
-                bias=float("nan"),
-                nonfinite=128,
-                dead_rows=5,
-                dead_rows_wrong=3,
-                **numbers,
-            ),
-            lse=self.lse(max_error=float("inf"), nonfinite=2, dead_rows_wrong=3),
-            seconds=12.9,
-            **common,
+            status="fail",
+            rule="finite",
+            reason="128 elements of out are NaN or infinite",
+            out_over_bound=float("inf"),
+            lse_over_bound=float("inf"),
+            worst=None,
+            precision=None,
+            record={
+                "out": self.out(nonfinite=128, dead_rows=5, dead_rows_wrong=3, **broken, **numbers),
+                "lse": self.lse(max_error=float("inf"), nonfinite=2, dead_rows_wrong=3),
+                "seconds": 12.9,
+            }
+            | common,
         )
 
 

@@ -68,7 +68,7 @@ def test_same_report_same_bytes(make):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(schema=1), "schema is 1, this version reads 2"),
+        (lambda d: d.update(schema=1), "schema is 1, this version reads 3"),
         (lambda d: d.update(schema=True), "schema is True"),
         (lambda d: d.pop("schema"), "schema is None"),
         (lambda d: d.update(extra=1), "unknown field `extra`"),

@@ -24,19 +24,27 @@ def test_table_keeps_to_its_width(width, sample):
     assert max(map(cell_len, as_table(sample, width=width).splitlines())) <= width
 
 
-def test_nothing_is_left_out_without_a_terminal(sample):
-    page = as_table(sample, width=PLAIN_WIDTH)
+def test_nothing_is_left_out_where_there_is_room(sample):
+    page = as_table(sample, width=140)
     assert "Left out" not in page
     assert "at b,h,q,d" in page
 
 
+def test_without_a_terminal_all_but_place_and_bias_has_room(sample):
+    page = as_table(sample, width=PLAIN_WIDTH)
+    assert f"Left out at {PLAIN_WIDTH} columns: at b,h,q,d, bias.\n" in page
+
+
 def test_what_a_narrow_table_leaves_out_is_said(sample):
-    assert "Left out at 100 columns: at b,h,q,d.\n" in as_table(sample, width=100)
-    assert "Left out at 80 columns: at b,h,q,d, bias, inputs.\n" in as_table(sample, width=80)
+    assert "Left out at 100 columns: at b,h,q,d, bias, inputs, max error.\n" in as_table(
+        sample, width=100
+    )
+    narrow = as_table(sample, width=80)
+    assert "columns: at b,h,q,d, bias, inputs, max error, LSE error, time.\n" in narrow
 
 
 def test_reading_takes_a_line_a_column_at_80():
-    assert len(HOW_TO_READ) <= 4
+    assert len(HOW_TO_READ) <= 6
     assert max(map(len, (*HOW_TO_READ, _TF32))) <= 80
 
 

@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from attncheck.cli.as_typed import as_typed
+from attncheck.cli.explain import explain
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.standard_output import Verb, standard_output
 from attncheck.cli.subjects import named, unconcerned
@@ -108,6 +109,12 @@ _FILES = {"--kernel", "--mask", "--score", "--inputs"}
     metavar="DIR",
     help="Folder for rmse.json, rmse.md and rmse.csv.",
 )
+@click.option(
+    "--explain",
+    "explained",
+    metavar="CELL",
+    help="In place of the table: the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @click.make_pass_decorator(Interrupts, ensure=True)
 def rmse(  # noqa: PLR0913  # one parameter per option
@@ -126,6 +133,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     device: str | None,
     fmt: str,
     directory: str,
+    explained: str | None,
     quiet: bool,
 ) -> int:
     """Measure each kernel's RMSE against exact attention in fp64.
@@ -133,7 +141,10 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     Every error also stands beside the two that bound what can be asked: the rounding floor (the
     exact result correctly rounded) and the ideal kernel (a perfect tiled kernel at these dtypes).
 
-    Exit code 1 when a kernel raised, 5 when no cell could be measured.
+    The verdict asks whether every error is rounding: it compares each element with what the
+    kernel's declared arithmetic allows there, and its precision with the ideal kernel's.
+
+    Exit code 1 when a verdict is fail or a kernel raised, 5 when no cell could be measured.
     """
     from attncheck import reporting
     from attncheck.cli.progress import progress
@@ -160,6 +171,9 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     )
     if kernels:
         _refuse_unconcerned(cells, subjects)
+    if explained is not None:
+        _refuse_beside("--explain", ("fmt", "directory"), "prints one cell and writes no files")
+        return _exit_code(explain(explained, cells, subjects, device))
     total = sum(len(asked) for _, asked in pairs(cells, subjects, device))
     reporting.check_writable(directory)
     with progress(total, quiet=quiet) as advance:
@@ -221,7 +235,9 @@ def _refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
             raise UsageError(unconcerned(subject))
 
 
-def _refuse_beside(option: str, others: tuple[str, ...]) -> None:
+def _refuse_beside(
+    option: str, others: tuple[str, ...], says: str = "already says what to compute"
+) -> None:
     """Raises UsageError when an option that ``option`` takes the place of is given too.
 
     Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
@@ -230,20 +246,20 @@ def _refuse_beside(option: str, others: tuple[str, ...]) -> None:
 
     source = click.get_current_context().get_parameter_source
     if any(source(other) is ParameterSource.COMMANDLINE for other in others):
-        raise UsageError(f"{option} already says what to compute: leave out what it replaces.")
+        raise UsageError(f"{option} {says}: leave out what it replaces.")
 
 
 def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
     from attncheck.examine.environment import prepare
     from attncheck.subjects import builtin
 
-    if any("::" in kernel for kernel in kernels):
+    if any(":" in kernel for kernel in kernels):
         prepare(device)  # before the file's own Triton functions are decorated
     return named(kernels or builtin.names())
 
 
 def _exit_code(report: Report) -> int:
     statuses = {record.status for record in report.records}
-    if "error" in statuses:
+    if statuses & {"fail", "error"}:
         return FAILED
-    return 0 if "measured" in statuses else NOTHING_TESTED
+    return 0 if statuses - {"unsupported"} else NOTHING_TESTED

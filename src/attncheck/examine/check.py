@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from attncheck.examine.executor import Execution, Executor, Failure, InProcess, out_of_memory
+from attncheck.examine.judging import judged
 from attncheck.judge.metrics import errors
-from attncheck.record import LseErrors, OutErrors, Place, Record
+from attncheck.judgement import Place
+from attncheck.record import LseErrors, OutErrors, Record
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
     from attncheck.examine.evidence import Evidence
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
+    from attncheck.record import Status
     from attncheck.subjects.contract import Subject, Tiling
 
-__all__ = ["compare"]
+__all__ = ["arrangement", "compare"]
 
 
 def compare(
@@ -27,8 +30,9 @@ def compare(
     variant: str,
     environment: str,
     executor: Executor | None = None,
+    timed: bool = True,
 ) -> Record:
-    """Run ``subject`` on the Case of ``evidence`` and compare it with the exact result.
+    """Run ``subject`` on the Case of ``evidence``, compare it with the exact result, and judge.
 
     Args:
         subject: The kernel.
@@ -36,10 +40,11 @@ def compare(
         variant: The plan's name for the mask and score mod.
         environment: Fingerprint of this process.
         executor: How to call the kernel; in this process by default.
+        timed: Whether it is called until its median time is known.
 
     Never raises for what the kernel does: an exception, a broken contract or an input written to
     becomes a Record with status ``error``; so does a Case whose exact result does not fit into
-    memory.
+    memory. A Refused becomes one with ``unsupported``.
     """
     record = _record(subject, evidence, variant, environment)
     executor = executor or InProcess()
@@ -50,9 +55,10 @@ def compare(
         return replace(record, status="unsupported", reason=refusal)
     try:
         evidence.establish()  # before any kernel has run
-        result = executor.run(subject, evidence.inputs, timed=True)
+        result = executor.run(subject, evidence.inputs, timed=timed)
         if isinstance(result, Failure):
-            return replace(record, status="error", reason=result.message)
+            status: Status = "unsupported" if result.kind == "refused" else "error"
+            return replace(record, status=status, reason=result.message)
         return _compared(record, result, evidence)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -68,8 +74,8 @@ def _record(subject: Subject, evidence: Evidence, variant: str, environment: str
         case=evidence.case.to_json(),
         kernel=subject.name,
         variant=variant,
-        heads=_heads(problem),
-        status="measured",
+        heads=arrangement(problem),
+        status="error",  # until it has run
         interpreted=subject.triton and evidence.device == "cpu",
         environment=environment,
     )
@@ -78,8 +84,11 @@ def _record(subject: Subject, evidence: Evidence, variant: str, environment: str
 def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
     problem = evidence.case.problem
     tiling = result.tiling or Ideal().tiling(problem, evidence.device)
+    judgement = judged(result, evidence)
     return replace(
         record,
+        status=judgement.status,
+        judgement=judgement,
         out=_out(result.outputs, evidence, tiling),
         lse=_lse(result.outputs, evidence),
         seconds=result.seconds,
@@ -128,7 +137,8 @@ def _place(index: tuple[int, ...] | None) -> Place | None:
     return Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
 
 
-def _heads(problem: Problem) -> str:
+def arrangement(problem: Problem) -> str:
+    """``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
     if problem.operation == "softmax":
         return ""
     if problem.kv_heads == problem.heads:

@@ -1,4 +1,4 @@
-"""What is known of a Case whatever the kernel: inputs, truth, floor, ideal kernels' errors."""
+"""What is known of a Case whatever the kernel: inputs, truth, bounds, ideal kernels' outputs."""
 
 from __future__ import annotations
 
@@ -6,33 +6,49 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attncheck import inputs as inputs_room
-from attncheck import oracles
+from attncheck import oracles, probes
+from attncheck.distributions import distribution_named
+from attncheck.errors import TraceError
 from attncheck.judge.floor import rounding_floor
 from attncheck.judge.metrics import errors
+from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
+    from attncheck.conditions import Conditions
     from attncheck.inputs import Inputs
+    from attncheck.judge.allowance import Allowance
+    from attncheck.judge.arithmetic import Arithmetic
+    from attncheck.judgement import BlindSpot
+    from attncheck.mods.expression import Expression
+    from attncheck.mods.running_error import RunningError
     from attncheck.outputs import Outputs
-    from attncheck.problem import Case
-    from attncheck.subjects.contract import Tiling
+    from attncheck.problem import Case, Problem
 
-__all__ = ["Evidence"]
+__all__ = ["Evidence", "ensemble_tilings"]
+
+# Of a lazy maximum, in log2 units: FlashAttention-4's.
+_LAZY = 8.0
 
 
 class Evidence:
     """Drawn and computed once per Case, when first asked for, and shared by all its kernels.
 
     Attributes:
-        case: The Case.
+        case: The Case; of a probe's the inputs are the probe's.
         device: ``cpu`` or ``cuda``, where kernels run and the truth is computed.
     """
 
     def __init__(self, case: Case, device: str) -> None:
         self.case = case
         self.device = device
+        self._allowances: dict[Arithmetic, Allowance] = {}
+        self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
+        self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
         self._ideal_rmse: dict[Tiling, float] = {}
 
     def establish(self) -> None:
@@ -44,9 +60,15 @@ class Evidence:
     def _originals(self) -> Inputs:
         return inputs_room.originals(self.case.problem).to(self.device)
 
+    @property
+    def _probes(self) -> bool:
+        return self.case.question in probes.PROBES
+
     @cached_property
     def inputs(self) -> Inputs:
         """The tensors that the kernel and the oracle read."""
+        if self._probes:
+            return probes.inputs(self.case, self.device)
         return inputs_room.rounded(self._originals, self.case.problem)
 
     @cached_property
@@ -59,8 +81,10 @@ class Evidence:
         """RMSE between the exact results on the inputs as stored and as drawn.
 
         What rounding the inputs costs, whatever the kernel. The mask is the same in both, so the
-        same rows see a key.
+        same rows see a key. A probe's inputs are numbers of its dtype: nothing.
         """
+        if self._probes:
+            return 0.0
         drawn = oracles.truth(self._originals).out
         return errors(self.truth.out, drawn, self.alive[..., None]).rmse
 
@@ -79,10 +103,108 @@ class Evidence:
         output = self.case.problem.formats.output
         return rounding_floor(self.truth.out, self.alive[..., None], output)
 
+    def allowance(self, arithmetic: Arithmetic) -> Allowance:
+        """What ``examine.allowances`` allows a kernel of this arithmetic."""
+        from attncheck.examine.allowances import allowance
+
+        if arithmetic not in self._allowances:
+            self._allowances[arithmetic] = allowance(self, arithmetic)
+        return self._allowances[arithmetic]
+
+    def blind_spot(self, arithmetic: Arithmetic, *, exposes_lse: bool) -> BlindSpot | None:
+        """What this Case could not have shown of a kernel of this arithmetic."""
+        from attncheck.judge.blind_spot import blind_spot
+        from attncheck.oracles.conditions import slopes
+
+        asked = arithmetic, exposes_lse
+        if asked not in self._blind_spots:
+            self._blind_spots[asked] = blind_spot(
+                self.sampled_conditions(),
+                self.allowance(arithmetic),
+                generic=self.generic,
+                exposes_lse=exposes_lse,
+                slopes=lambda known: slopes(self.inputs, known),
+            )
+        return self._blind_spots[asked]
+
+    @property
+    def generic(self) -> bool:
+        """Whether the inputs are drawn without structure, so that roundings are independent."""
+        return not self._probes and distribution_named(self.case.problem.distribution).generic
+
+    def sampled_conditions(self) -> Iterator[Conditions]:
+        """Conditions of the rows that are examined more closely, computed as they are asked for.
+
+        In the order of an Allowance's samples. They are large: hold one at a time.
+        """
+        from attncheck.oracles.conditions import conditions, sampled
+
+        for rows in sampled(self.case.problem, self.inputs.device):
+            yield conditions(self.inputs, self.truth, rows)
+
+    def running_error(self, arithmetic: Arithmetic) -> RunningError | None:
+        """The analysis of the score mod in this arithmetic; None where it cannot be traced."""
+        from attncheck.mods.running_error import RunningError
+        from attncheck.mods.to_interval import KERNEL_FP32, TORCH_FP64
+
+        if self._traced_score is None:
+            return None
+        fp64 = arithmetic.computes.name == "fp64"
+        return RunningError(
+            self._traced_score,
+            arithmetic.tanh_error,
+            arithmetic=TORCH_FP64 if fp64 else KERNEL_FP32,
+        )
+
+    @cached_property
+    def _traced_score(self) -> Expression | None:
+        from attncheck.subjects.traced import traced_score
+
+        try:
+            return traced_score(self.case.problem, self.device)
+        except TraceError:
+            return None
+
+    def ideal_outputs(self, tiling: Tiling, *, truncates: bool = False) -> Outputs:
+        """What the ideal kernel gives at ``tiling``.
+
+        Args:
+            tiling: How it walks over the keys.
+            truncates: Whether it truncates tf32 operands, as tensor cores do.
+        """
+        truncates = truncates and self.case.problem.formats.products.name == "tf32"
+        asked = tiling, truncates
+        if asked not in self._ideals:
+            kernel = Ideal(tiling, tf32="truncate") if truncates else Ideal(tiling)
+            self._ideals[asked] = kernel.run(self.inputs)
+        return self._ideals[asked]
+
+    def ensemble(self, *, truncates: bool = False) -> Iterator[Outputs]:
+        """What ideal kernels of several tilings give, one after the other."""
+        for tiling in ensemble_tilings(self.case.problem):
+            yield self.ideal_outputs(tiling, truncates=truncates)
+
     def ideal_rmse(self, tiling: Tiling) -> float:
         """RMSE of the ideal kernel at ``tiling``."""
         if tiling not in self._ideal_rmse:
-            out = Ideal(tiling).run(self.inputs).out
+            out = self.ideal_outputs(tiling).out
             rmse = errors(out, self.truth.out, self.alive[..., None]).rmse
             self._ideal_rmse[tiling] = rmse
         return self._ideal_rmse[tiling]
+
+
+def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:
+    """Four tilings of right kernels: large and small tiles, from either end, a lazy maximum.
+
+    A softmax has no tiles. In fp8 no maximum is lazy: P would lose its scale to it.
+    """
+    first = Tiling(block_query=128, block_kv=64)
+    if problem.operation == "softmax":
+        return (first,)
+    lazy = 0.0 if problem.formats.weights.saturates else _LAZY
+    return (
+        first,
+        Tiling(block_query=64, block_kv=128),
+        Tiling(block_query=64, block_kv=32, reverse=True),
+        Tiling(block_query=32, block_kv=16, lazy_rescale=lazy),
+    )

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from attncheck.judge.arithmetic import Arithmetic
 from attncheck.outputs import Outputs
+from attncheck.subjects.contract import Refused
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
@@ -35,11 +37,13 @@ class Execution:
         outputs: Of its first call.
         seconds: Median time of one call; None when it was not timed.
         tiling: What it declares of its tiles.
+        arithmetic: The arithmetic that it declares, or that is assumed of it.
     """
 
     outputs: Outputs
     seconds: float | None
     tiling: Tiling | None
+    arithmetic: Arithmetic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,8 @@ class Failure:
 
     Attributes:
         kind: ``error`` when the kernel raised, ``contract`` when what it returned is not what
-            was asked for, or it wrote to its inputs.
+            was asked for, or it wrote to its inputs; ``refused`` when it said, only as it was
+            called, that it does not take them (``contract.Refused``).
         message: One line.
         trace: The traceback, for who asks for it.
     """
@@ -113,12 +118,13 @@ class InProcess:
             outputs = outputs if broken else _kept(outputs)  # further calls may use them anew
             seconds = _median_seconds(call, device) if timed and not broken else None
             tiling = subject.tiling(inputs.problem, device.type)
+            arithmetic = subject.arithmetic(inputs.problem, device.type)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code may raise anything
             return _failure(error)
-        broken = broken or _written_to(given, inputs)
+        broken = broken or _written_to(given, inputs) or _declared(arithmetic, inputs)
         if broken:
             return Failure(kind="contract", message=broken)
-        return Execution(outputs=outputs, seconds=seconds, tiling=tiling)
+        return Execution(outputs=outputs, seconds=seconds, tiling=tiling, arithmetic=arithmetic)
 
 
 def _kept(outputs: Outputs) -> Outputs:
@@ -190,7 +196,20 @@ def _written_to(given: Inputs, inputs: Inputs) -> str:
     return ""
 
 
+def _declared(arithmetic: object, inputs: Inputs) -> str:
+    """What is wrong with the arithmetic a kernel declares; empty when nothing is."""
+    if not isinstance(arithmetic, Arithmetic):
+        return f"arithmetic() returned {type(arithmetic).__name__}, but should return Arithmetic."
+    output = inputs.problem.formats.output
+    if arithmetic.output != output:
+        said = getattr(arithmetic.output, "name", arithmetic.output)
+        return f"arithmetic().output is {said}, but should be {output.name}."
+    return ""
+
+
 def _failure(error: BaseException) -> Failure:
+    if isinstance(error, Refused):
+        return Failure(kind="refused", message=str(error))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     name = type(error).__name__
     message = f"{name}: {lines[0]}" if lines else name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from attncheck.distributions import DISTRIBUTIONS, Distribution, Sizes
 from attncheck.errors import ProblemError
 from attncheck.mods.library import FULL, MASKS, NONE, SCORES, Entry
 from attncheck.mods.spec import Spec
+from attncheck.mods.tables import reader
 from attncheck.problem import Problem
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Recording:
     def _mask_mod(self, _: object, dimensions: Dimensions, device: str) -> MaskMod:
         assert self._visible is not None
         table = self._fitting(self._visible, dimensions).to(device)
-        read = _reader(table)
+        read = reader(table)
 
         def recorded_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return read(b, h, q_idx, kv_idx)
@@ -158,7 +158,7 @@ class Recording:
     def _score_mod(self, _: object, dimensions: Dimensions, device: str) -> ScoreMod:
         assert self.mask is not None
         # fp32 holds fp16 and bf16, and is what a traced mod may capture.
-        read = _reader(self._fitting(self.mask, dimensions).to(device, torch.float32))
+        read = reader(self._fitting(self.mask, dimensions).to(device, torch.float32))
 
         def recorded_bias(
             score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -175,19 +175,3 @@ class Recording:
                 f"not fit scores of shape {sizes}."
             )
         return table
-
-
-def _reader(table: Tensor) -> MaskMod:
-    """``table`` at four indices; those of its axes of size 1 are not looked at.
-
-    A table of one number keeps its last axis: captured tensors are read by an index.
-    """
-    axes = [axis for axis, size in enumerate(table.shape) if size > 1] or [3]
-    squeezed = table.reshape([table.shape[axis] for axis in axes])
-    one = math.prod(table.shape) == 1
-
-    def read(*indices: Tensor) -> Tensor:
-        used = tuple(indices[axis] for axis in axes)
-        return squeezed[(used[0] * 0,) if one else used]
-
-    return read

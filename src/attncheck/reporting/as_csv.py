@@ -13,11 +13,13 @@ from attncheck.record import Environment, LseErrors, OutErrors
 from attncheck.reporting.asked import Asked, asked
 from attncheck.reporting.figures import quotient
 from attncheck.reporting.inert import for_spreadsheet
+from attncheck.reporting.verdict_columns import verdict_names, verdict_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attncheck.record import Place, Record, Report
+    from attncheck.judgement import Place
+    from attncheck.record import Record, Report
 
 __all__ = ["as_csv"]
 
@@ -43,6 +45,7 @@ def _header() -> list[str]:
         "out_over_floor",
         "out_over_ideal",
         *_error_names("lse", LseErrors.__struct_fields__),
+        *verdict_names(),
         "seconds",
         "interpreted",
         "tiling",
@@ -66,14 +69,19 @@ def _values(record: Record, environment: Environment) -> list[Any]:
     over_ideal = quotient(out.rmse, out.ideal_rmse) if out else None
     return [
         *(record.case_id, record.kernel, record.variant, record.heads),
-        *(record.status, record.reason),
+        *(record.status, _reason(record)),
         *msgspec.structs.astuple(asked(record)),
         *_error_values(out, OutErrors.__struct_fields__),
         *(over_floor, over_ideal),
         *_error_values(record.lse, LseErrors.__struct_fields__),
+        *verdict_values(record.judgement),
         *(record.seconds, record.interpreted, record.tiling, record.environment),
         *msgspec.structs.astuple(environment),
     ]
+
+
+def _reason(record: Record) -> str:
+    return record.reason or (record.judgement.reason if record.judgement else "")
 
 
 def _error_values(errors: OutErrors | LseErrors | None, fields: Iterable[str]) -> list[Any]:

@@ -101,7 +101,7 @@ def _numbered(data: dict[str, Any]) -> dict[str, Any]:
     records = data.get("records")
     if not isinstance(records, list):
         return data
-    places = ("case", "out", "lse", "seconds")
+    places = ("case", "out", "lse", "judgement", "seconds")
     numbered = [
         r | {k: _unworded(r[k]) for k in places if k in r} if isinstance(r, dict) else r
         for r in records

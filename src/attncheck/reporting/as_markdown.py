@@ -38,13 +38,16 @@ def _lines(page: Content) -> Iterator[str]:
         yield "## " + " · ".join(for_markdown(part) for part in section.title)
         yield ""
         yield from _table(section, page.columns)
+        if section.visible:
+            yield ""
+            yield for_markdown(section.visible)
     yield from _below(page)
 
 
 def _table(section: Section, columns: tuple[str, ...]) -> Iterator[str]:
     remarks = any(row.remarks for block in section.blocks for row in block.rows)
     headings = ["variant", "heads", "kernel", *(COLUMNS[key] for key in columns)]
-    rule = ["---"] * 3 + ["---:"] * len(columns)
+    rule = ["---"] * 4 + ["---:"] * (len(columns) - 1)  # the verdict is a word too
     if remarks:
         headings.append("remark")
         rule.append("---")
@@ -54,7 +57,14 @@ def _table(section: Section, columns: tuple[str, ...]) -> Iterator[str]:
         for row in block.rows:
             cells = [for_markdown(block.variant), for_markdown(block.heads)]
             cells += [markdown_code(row.kernel), *_cells(row, columns)]
-            yield _joined(cells + (["; ".join(row.remarks)] if remarks else []))
+            yield _joined(
+                cells
+                + (
+                    ["; ".join(for_markdown(remark.text) for remark in row.remarks)]
+                    if remarks
+                    else []
+                )
+            )
 
 
 def _cells(row: Row, columns: tuple[str, ...]) -> list[str]:
@@ -71,12 +81,20 @@ def _below(page: Content) -> Iterator[str]:
         yield f"- {superscript(note.number)} {note.status}: {for_markdown(note.reason)}"
     for kernel, reason in page.absent:
         yield f"- {markdown_code(kernel)} is absent: {for_markdown(reason)}"
+    if page.profiles:
+        yield ""
+        yield "Judged as:"
+        yield ""
+        yield from (f"- {for_markdown(line)}" for line in page.profiles)
     if page.sections:
         yield ""
         yield "How to read it:"
         yield ""
         yield from (f"- {line}" for line in page.reading)
     yield ""
+    if page.insensitive:
+        yield f"**{page.insensitive}.**"
+        yield ""
     yield page.counts
 
 

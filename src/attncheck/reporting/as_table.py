@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from attncheck.reporting.cells import STYLES
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
 from attncheck.reporting.inert import one_line, shortened
 from attncheck.reporting.rows import COLUMNS
 from attncheck.reporting.screen import PLAIN_WIDTH, wrapped
+from attncheck.reporting.verdicts import STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,12 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["as_table", "table_lines"]
 
-_STYLES = {"plain": "", "dim": "dim", "notable": "yellow", "bad": "red"}
 _LONGEST_KERNEL = 28
 _GAP = "  "
 _INDENT = "  "
 # What a narrow terminal does without, the first to go first.
-_SPARED = ("at", "bias", "inputs", "time", "lse", "floor", "max", "environment")
+_SPARED = ("at", "bias", "inputs", "max", "lse", "time", "floor", "lse_share", "environment")
 
 
 def as_table(report: Report, *, width: int = PLAIN_WIDTH) -> str:
@@ -80,7 +81,7 @@ def _section_lines(section: Section, grid: _Grid, width: int) -> Iterator[Text]:
     yield Text(_elided(" · ".join(section.title), width), style="bold cyan")
     heading = "kernel".ljust(grid.kernel)
     for key, size in grid.columns.items():
-        heading += _GAP + COLUMNS[key].rjust(size)
+        heading += _GAP + _aligned(COLUMNS[key], key, size)
     yield Text(heading.rstrip(), style="dim")
     for block in section.blocks:
         title = " · ".join(part for part in (block.variant, block.heads) if part)
@@ -88,7 +89,10 @@ def _section_lines(section: Section, grid: _Grid, width: int) -> Iterator[Text]:
         for row in block.rows:
             yield _row_line(row, grid)
             for remark in row.remarks:
-                yield Text(f"{_INDENT * 2}└ {remark}", style="red")
+                style = STYLES[remark.look]
+                yield from wrapped(f"└ {remark.text}", width, style=style, indent=_INDENT * 2)
+    if section.visible:
+        yield from wrapped(section.visible, width, style="dim", indent=_INDENT)
 
 
 def _row_line(row: Row, grid: _Grid) -> Text:
@@ -98,12 +102,12 @@ def _row_line(row: Row, grid: _Grid) -> Text:
     )
     if row.mark:
         line.append(_GAP)
-        line.append(row.mark.text, style=_STYLES[row.mark.look])
+        line.append(row.mark.text, style=STYLES[row.mark.look])
         return line
     for key, size in grid.columns.items():
         cell = row.cells[key]
         line.append(_GAP)
-        line.append(cell.text.rjust(size), style=_STYLES[cell.look])
+        line.append(_aligned(cell.text, key, size), style=STYLES[cell.look])
     line.rstrip()
     return line
 
@@ -111,19 +115,28 @@ def _row_line(row: Row, grid: _Grid) -> Text:
 def _below(page: Content, grid: _Grid, width: int) -> Iterator[Text]:
     for note in page.notes:
         mark = superscript(note.number)
-        style = "red" if note.status == "error" else "dim"
+        style = STYLES[STATUSES[note.status]]
         yield from wrapped(f"{mark} {note.status}: {shortened(note.reason)}", width, style=style)
     for kernel, reason in page.absent:
         line = f"{one_line(kernel)} is absent: {shortened(reason)}"
         yield from wrapped(line, width, style="dim")
     if page.notes or page.absent:
         yield Text("")
+    for line in page.profiles:
+        yield from wrapped(f"judged as {line}", width, style="dim")
     for line in page.reading if page.sections else ():
         yield from wrapped(line, width, style="dim")
     if grid.left_out:
         columns = ", ".join(grid.left_out)
         yield from wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
+    if page.insensitive:
+        yield from wrapped(page.insensitive, width, style="yellow")
     yield Text(page.counts)
+
+
+def _aligned(text: str, key: str, size: int) -> str:
+    """Numbers end in line, and words begin in line."""
+    return text.ljust(size) if key == "verdict" else text.rjust(size)
 
 
 def _elided(text: str, size: int) -> str:

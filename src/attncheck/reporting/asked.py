@@ -10,7 +10,7 @@ from attncheck.errors import UsageError
 from attncheck.reporting.inert import one_line
 
 if TYPE_CHECKING:
-    from attncheck.oracle_record import OracleRecord
+    from attncheck.oracle_record import Certificate, OracleRecord
     from attncheck.record import Record
 
 __all__ = ["Asked", "asked"]
@@ -48,12 +48,18 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return f"B{self.batch} Q{self.query} K{self.kv} D{dims}"
 
     @property
+    def line(self) -> str:
+        """``bf16 · B1 Q24 K24 D8 · heads 2/1 · seed 0``."""
+        heads = [] if self.operation == "softmax" else [f"heads {self.head_counts}"]
+        return " · ".join([self.dtype, self.shape, *heads, f"seed {self.seed}"])
+
+    @property
     def head_counts(self) -> str:
         """``4``, or ``4/2`` where query heads share key heads."""
         return str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
 
 
-def asked(record: Record | OracleRecord) -> Asked:
+def asked(record: Record | OracleRecord | Certificate) -> Asked:
     """The Problem of ``record``; raises UsageError when its Case holds none."""
     try:
         return msgspec.convert(record.case.get("problem"), Asked)

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from attncheck.reporting.asked import Asked, asked
+from attncheck.reporting.blind_spots import insensitive, visible
 from attncheck.reporting.rows import COLUMNS, DAGGER, Row, row
+from attncheck.reporting.verdicts import JUDGED, STATUSES, footnote
 
 if TYPE_CHECKING:
-    from attncheck.record import Environment, Record, Report
+    from attncheck.record import Environment, Record, Report, Status
 
 __all__ = ["HOW_TO_READ", "Block", "Content", "Note", "Section", "content"]
 
 HOW_TO_READ = (
+    "verdict: whether every error is rounding; why not stands below.",
+    "err/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault.",
     "RMSE, max error, bias (mean error): of out against exact fp64. LSE error: max.",
     "×floor: RMSE ÷ that of the exact result rounded to the output format; least 1.",
     "×ideal: RMSE ÷ that of the ideal kernel, at the row's tiles if known, or 128×64.",
@@ -29,7 +33,7 @@ class Note:
     """A reason, said once however many rows it holds for."""
 
     number: int
-    status: str
+    status: Status
     reason: str
 
 
@@ -44,10 +48,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks of one dtype, shape, distribution and seed, which its title names."""
+    """Blocks of one dtype, shape, distribution and seed, which its title names.
+
+    ``visible`` says how small a fault its problems would have shown.
+    """
 
     title: tuple[str, ...]
     blocks: list[Block] = field(default_factory=list)
+    visible: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,8 @@ class Content:
         sections: Rows, grouped.
         notes: Reasons by number.
         absent: Kernels that can run nothing here, with the reason.
+        profiles: The arithmetics by which kernels were judged, one line each.
+        insensitive: Classes of fault that no problem would have shown.
         counts: How many cells ended how.
         reading: How to read the columns.
     """
@@ -71,6 +81,8 @@ class Content:
     sections: tuple[Section, ...]
     notes: tuple[Note, ...]
     absent: tuple[tuple[str, str], ...]
+    profiles: tuple[str, ...]
+    insensitive: str
     counts: str
     reading: tuple[str, ...]
 
@@ -88,13 +100,15 @@ def content(report: Report) -> Content:
         sections=sections,
         notes=tuple(notes.values()),
         absent=tuple(report.absent.items()),
+        profiles=tuple(_profiles(report)),
+        insensitive=_insensitive(report),
         counts=_counts(report),
         reading=_reading(report),
     )
 
 
 def _reading(report: Report) -> tuple[str, ...]:
-    measured = [record for record in report.records if record.status == "measured"]
+    measured = [record for record in report.records if record.status in JUDGED]
     lines: tuple[str, ...] = HOW_TO_READ
     if any(asked(record).dtype == "tf32" for record in measured):
         lines += (_TF32,)
@@ -109,7 +123,8 @@ def _sections(
     order = {name: i for i, name in enumerate(report.kernels)}
     sections = []
     for title, blocks in _grouped(report).items():
-        section = Section(title)
+        everything = [record for records in blocks.values() for record in records]
+        section = Section(title, visible=visible(everything))
         for (variant, heads), records in blocks.items():
             records.sort(key=lambda record: order.get(record.kernel, len(order)))
             rows = [_row(record, letters, notes) for record in records]
@@ -142,10 +157,10 @@ def _title(problem: Asked) -> tuple[str, ...]:
 
 
 def _note(record: Record, notes: dict[tuple[str, str], Note]) -> int:
-    """Number of the footnote with the record's reason; 0 for a measured one."""
-    if record.status == "measured":
+    """Number of the footnote with the record's reason; 0 where it needs none."""
+    reason = footnote(record)
+    if not reason:
         return 0
-    reason = record.reason or "no reason given"
     note = Note(len(notes) + 1, record.status, reason)
     return notes.setdefault((record.status, reason), note).number
 
@@ -181,11 +196,33 @@ def _facts(environment: Environment) -> list[str]:
     return facts + [f"{name} {version}" for name, version in versions.items() if version]
 
 
+def _profiles(report: Report) -> list[str]:
+    """``bf16: …`` where one arithmetic is assumed of all kernels, else with their names."""
+    users: dict[str, dict[str, dict[str, None]]] = {}
+    for record in report.records:
+        if record.judgement:
+            kernels = users.setdefault(asked(record).dtype, {})
+            kernels.setdefault(record.judgement.arithmetic, {})[record.kernel] = None
+    lines = []
+    for dtype, profiles in users.items():
+        for profile, kernels_of_it in profiles.items():
+            who = f" of {', '.join(kernels_of_it)}" if len(profiles) > 1 else ""
+            lines.append(f"{dtype}{who}: {profile}")
+    return lines
+
+
+def _insensitive(report: Report) -> str:
+    classes = insensitive(report.records)
+    return f"insensitive: nothing here would have shown {' or '.join(classes)}" if classes else ""
+
+
 def _counts(report: Report) -> str:
     count = Counter(record.status for record in report.records)
     total = len(report.records)
-    return (
-        f"{total} {'cell' if total == 1 else 'cells'}: {count['measured']} measured, "
-        f"{count['unsupported']} unsupported, {count['error']} "
-        f"{'error' if count['error'] == 1 else 'errors'}."
-    )
+    said = [f"{count[s]} {_plural(s, count[s])}" for s in STATUSES if count[s]]
+    cells = f"{total} {_plural('cell', total)}"
+    return f"{cells}: {', '.join(said)}." if said else f"{cells}."
+
+
+def _plural(word: str, count: int) -> str:
+    return f"{word}s" if word in {"cell", "error"} and count != 1 else word

@@ -6,12 +6,23 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.record import Place
+    from attncheck.judgement import Place
 
-__all__ = ["NOTHING", "duration", "place", "quotient", "ratio", "scientific", "superscript"]
+__all__ = [
+    "NOTHING",
+    "duration",
+    "percent",
+    "place",
+    "quotient",
+    "ratio",
+    "scientific",
+    "share",
+    "superscript",
+]
 
 NOTHING = "—"
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_TENFOLD = 10.0  # as a part of what is right: how much more says nothing
 _UNITS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s ", 1.0))
 
 
@@ -35,6 +46,23 @@ def ratio(error: float, reference: float) -> str:
     if value is None:
         return "exact" if error == 0 and reference == 0 else NOTHING
     return f"{_three_digits(value)}×" if math.isfinite(value) else str(value)
+
+
+def share(number: float) -> str:
+    """A part of 1 in two digits: ``0.31``, ``0.0042``; more than 1 is ``12``."""
+    if number == 0 or not math.isfinite(number):
+        return "0" if number == 0 else str(number)
+    return f"{number:#.2g}".rstrip(".")
+
+
+def percent(number: float) -> str:
+    """``0.31`` of 0.0031, without the sign: two digits; never 100 of less, nor thousands."""
+    if number == 0 or not math.isfinite(number):
+        return "0" if number == 0 else str(number)
+    if number >= _TENFOLD:
+        return ">999"
+    text = f"{100 * number:.2g}"
+    return f"{float(text):g}" if float(text) != 100 or number >= 1 else ">99"
 
 
 def duration(seconds: float | None) -> str:

@@ -10,8 +10,8 @@ from rich.text import Text
 from attncheck.mod_record import SCHEMA, ModReport
 from attncheck.reporting import figures, screen, struct_json
 from attncheck.reporting.by_format import FORMATS, Page
+from attncheck.reporting.cells import Cell
 from attncheck.reporting.inert import for_markdown, shortened
-from attncheck.reporting.rows import Cell
 from attncheck.reporting.sheet import Line, Sheet, least_width, markdown_lines, terminal_lines
 
 if TYPE_CHECKING:

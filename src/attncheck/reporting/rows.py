@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from attncheck.reporting import figures
+from attncheck.reporting.cells import Cell, Look
+from attncheck.reporting.verdicts import JUDGED, STATUSES, verdict_cells, verdict_remarks
 
 if TYPE_CHECKING:
     from attncheck.record import LseErrors, OutErrors, Record
 
-__all__ = ["COLUMNS", "DAGGER", "Cell", "Look", "Row", "row"]
-
-Look = Literal["plain", "dim", "notable", "bad"]
+__all__ = ["COLUMNS", "DAGGER", "Row", "row"]
 
 COLUMNS = {
+    "verdict": "verdict",
+    "share": "err/bound",
+    "lse_share": "LSE/bound",
     "rmse": "RMSE",
     "floor": "×floor",
     "ideal": "×ideal",
@@ -31,17 +34,9 @@ COLUMNS = {
 
 DAGGER = "†"
 
-# Where a reader's eye is drawn; nothing is accepted or refused by these.
+# Where a reader's eye is drawn; the judge reads neither.
 _NOTABLE = 2.0
 _BAD = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Text of our own making (a number or a mark) and how it looks."""
-
-    text: str
-    look: Look = "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +53,7 @@ class Row:
     kernel: str
     cells: dict[str, Cell] = field(default_factory=dict)
     mark: Cell | None = None
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Cell, ...] = ()
 
 
 def row(record: Record, *, note: int, environment: str) -> Row:
@@ -66,17 +61,21 @@ def row(record: Record, *, note: int, environment: str) -> Row:
 
     Args:
         record: What was measured.
-        note: Number of the footnote that holds its reason.
+        note: Number of the footnote that holds its reason; 0 where there is none.
         environment: Letter of its environment.
     """
-    if record.status != "measured":
-        look: Look = "bad" if record.status == "error" else "dim"
-        mark = Cell(f"{record.status} {figures.superscript(note)}", look)
+    if record.status not in JUDGED:
+        mark = Cell(f"{record.status} {figures.superscript(note)}", STATUSES[record.status])
         return Row(kernel=record.kernel, mark=mark)
-    cells = _out_cells(record.out) | {"lse": _lse_cell(record.lse)}
+    cells = verdict_cells(record, note) | _out_cells(record.out)
+    cells["lse"] = _lse_cell(record.lse)
     cells["time"] = _time_cell(record.seconds, interpreted=record.interpreted)
     cells["environment"] = Cell(environment, "dim")
-    return Row(kernel=record.kernel, cells=cells, remarks=_remarks(record))
+    return Row(
+        kernel=record.kernel,
+        cells=cells,
+        remarks=_remarks(record) + verdict_remarks(record.judgement),
+    )
 
 
 def _out_cells(out: OutErrors | None) -> dict[str, Cell]:
@@ -130,7 +129,7 @@ def _time_cell(seconds: float | None, *, interpreted: bool) -> Cell:
     return Cell((text.rstrip() + DAGGER).ljust(len(text) + 1), "dim")
 
 
-def _remarks(record: Record) -> tuple[str, ...]:
+def _remarks(record: Record) -> tuple[Cell, ...]:
     out, lse = record.out, record.lse
     broken, dead = [], []
     if out and out.nonfinite:
@@ -143,4 +142,5 @@ def _remarks(record: Record) -> tuple[str, ...]:
         dead.append(f"LSE is not −inf in {lse.dead_rows_wrong}")
     empty = ["nothing to compare: no row sees a key"] if out and out.elements == 0 else []
     said = {"NaN or infinite": broken, "rows that see no key": dead}
-    return (*empty, *(f"{what}: {', '.join(facts)}" for what, facts in said.items() if facts))
+    wrong = (f"{what}: {', '.join(facts)}" for what, facts in said.items() if facts)
+    return tuple(Cell(text, "bad") for text in (*empty, *wrong))

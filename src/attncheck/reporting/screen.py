@@ -45,10 +45,11 @@ def plain(lines: Callable[[int], Iterable[Text]]) -> str:
     return "".join(f"{line.plain}\n" for line in lines(PLAIN_WIDTH))
 
 
-def wrapped(text: str, width: int, *, style: str = "") -> list[Text]:
-    """``text`` in lines of ``width`` columns, all but the first indented."""
+def wrapped(text: str, width: int, *, style: str = "", indent: str = "") -> list[Text]:
+    """``text`` in lines of ``width`` columns after ``indent``, all but the first further in."""
     line = one_line(text)
     # textwrap counts characters, and an East Asian one may take two columns.
     size = width if cell_len(line) == len(line) else width // 2
-    lines = textwrap.wrap(line, max(size, 20), subsequent_indent="  ")
+    further = indent + "  "
+    lines = textwrap.wrap(line, max(size, 20), initial_indent=indent, subsequent_indent=further)
     return [Text(part, style=style) for part in lines]

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from attncheck.reporting.cells import STYLES, Cell
 from attncheck.reporting.inert import for_markdown, one_line
-from attncheck.reporting.rows import Cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["Line", "Sheet", "least_width", "markdown_lines", "terminal_lines"]
 
-_STYLES = {"plain": "", "dim": "dim", "notable": "yellow", "bad": "red"}
 _GAP = "  "
 _INDENT = "  "
 _LEAST = 14  # columns of words that are still read
@@ -106,7 +105,7 @@ def _row(line: Line, widths: list[int], words: int) -> Text:
         text = _cut(one_line(cell.text), width)
         padding = " " * (width - cell_len(text))
         row.append(_GAP if i else "")
-        row.append(text + padding if i < words else padding + text, style=_STYLES[cell.look])
+        row.append(text + padding if i < words else padding + text, style=STYLES[cell.look])
     row.rstrip()
     return row
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+from attncheck.judge.arithmetic import default
+from attncheck.mods.library import NONE
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
+    from attncheck.judge.arithmetic import Arithmetic
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
 
-__all__ = ["Call", "Subject", "Tiling"]
+__all__ = ["Call", "Refused", "Subject", "Tiling", "capability", "with_full_tanh"]
 
 Call = Callable[[], "Outputs"]
+
+
+class Refused(Exception):
+    """Raised by a call: the kernel says that it does not take its inputs, and why, in one line.
+
+    For kernels that nobody can ask beforehand. It means the same as a reason of ``unsupported``.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +104,33 @@ class Subject(ABC):
         """The tiling it uses on ``problem``, where it is known and declared."""
         del problem, device
         return None
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """The arithmetic by which it is judged on ``problem``.
+
+        What is assumed of any kernel of these dtypes on this device, unless it declares another;
+        finer steps and a lazy maximum are taken from the tiling that it declares.
+        """
+        assumed = default(problem.formats, capability(device))
+        tiling = self.tiling(problem, device)
+        if tiling is None:
+            return assumed
+        return replace(
+            assumed,
+            block_kv=min(assumed.block_kv, tiling.block_kv),
+            lazy_rescale=tiling.lazy_rescale,
+            divides_each_step=tiling.recurrence == "flash1",
+        )
+
+
+def with_full_tanh(assumed: Arithmetic, problem: Problem) -> Arithmetic:
+    """Of a kernel whose score mod calls no approximation of tanh: no error beyond a mod's own."""
+    # Without a score mod nothing calls it, and one arithmetic is one bound for many kernels.
+    return assumed if problem.score == NONE else replace(assumed, tanh_error=0.0)
+
+
+def capability(device: str) -> tuple[int, int] | None:
+    """CUDA compute capability of ``device``; None on a CPU."""
+    import torch
+
+    return None if device == "cpu" else torch.cuda.get_device_capability()

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.judge.arithmetic import FP32
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
-from attncheck.subjects.contract import Call, Subject, Tiling
+from attncheck.subjects.contract import Call, Subject, Tiling, with_full_tanh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.inputs import Inputs
+    from attncheck.judge.arithmetic import Arithmetic
     from attncheck.kernels.launch import Launch
     from attncheck.problem import Problem
 
@@ -74,6 +76,20 @@ class Flash(Subject):
         """The tile sizes of its launch on ``device``."""
         chosen = self.launch(problem, device)
         return Tiling(block_query=chosen.block_query, block_kv=chosen.block_kv)
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """Truncates tf32 operands, as Triton leaves it to tensor cores; in fp8 sums as asked for.
+
+        The interpreter truncates too, and adds up in fp32. Its tanh is as ``triton_ulp`` says.
+        """
+        assumed = dataclasses.replace(
+            with_full_tanh(super().arithmetic(problem, device), problem),
+            truncates=problem.dtype == "tf32",
+            weights_scale=problem.formats.weights_scale,
+        )
+        if problem.formats.scaled and self.max_num_imprecise_acc == 0:
+            return dataclasses.replace(assumed, scores=FP32, values=FP32)
+        return assumed
 
     def launch(self, problem: Problem, device: str) -> Launch:
         """How it is launched."""

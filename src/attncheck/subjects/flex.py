@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 
 from attncheck.mods import library
 from attncheck.outputs import Outputs
-from attncheck.subjects.contract import Call, Subject
+from attncheck.subjects.contract import Call, Subject, with_full_tanh
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from attncheck.inputs import Inputs
+    from attncheck.judge.arithmetic import Arithmetic
     from attncheck.mods.signatures import ScoreMod
     from attncheck.problem import Problem
 
@@ -57,6 +59,11 @@ class Flex(Subject):
                 f"compiled flex_attention needs at least {_SMALLEST_GPU_DIM}"
             )
         return None
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """With the full tanh that torch calls; eager it divides P before it rounds it."""
+        assumed = with_full_tanh(super().arithmetic(problem, device), problem)
+        return replace(assumed, normalised_weights=device == "cpu")
 
     def prepare(self, inputs: Inputs) -> Call:
         """Make the block mask, and compile on CUDA, which takes seconds."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from attncheck.formats import FORMATS, Format
 from attncheck.problem import OPERATIONS
-from attncheck.subjects.contract import Call, Subject, Tiling
+from attncheck.subjects.contract import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.ideal_attention import Index, attention
 from attncheck.subjects.ideal_softmax import ideal_softmax
 from attncheck.subjects.matmul_precision import fp32_products
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
+    from attncheck.judge.arithmetic import Arithmetic
     from attncheck.mods.signatures import MaskMod
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
@@ -61,6 +64,9 @@ class Ideal(Subject):
 
     name = "ideal"
     summary = "tiled FlashAttention-2 in fp32 torch operations, rounded where a kernel must round"
+    log2_e = math.log2(math.e)
+    first_maximum = -math.inf
+    hidden_score = -math.inf
 
     def __init__(
         self, tiling: Tiling | None = None, *, tf32: Literal["nearest", "truncate"] = "nearest"
@@ -81,6 +87,16 @@ class Ideal(Subject):
         """The tiling it was made with."""
         del problem, device
         return self._tiling
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """Of IEEE fp32 sums, on a GPU too; tf32 operands are rounded as it was made to."""
+        del device
+        return replace(
+            with_full_tanh(super().arithmetic(problem, "cpu"), problem),
+            truncates=problem.dtype == "tf32" and self._tf32 == "truncate",
+            weights_scale=self.weights_scale(problem),
+            lazy_rescale=self._tiling.lazy_rescale,
+        )
 
     def prepare(self, inputs: Inputs) -> Call:
         """Nothing is prepared: the call does everything."""
@@ -108,9 +124,47 @@ class Ideal(Subject):
             values = torch.where(values.isinf(), values, values.clamp(-fmt.max, fmt.max))
         return values.to(fmt.torch_dtype).float()
 
+    def inside(self, keys: torch.Tensor, kv: int) -> torch.Tensor:
+        """Which keys of a tile there are: the last tile may reach beyond the last key."""
+        return keys < kv
+
+    def product(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """fp32 (tiles, rows, n) × (tiles, n, m): q·k, or P·V of one tile of keys."""
+        return torch.bmm(rows, columns)
+
+    def scores(self, products: torch.Tensor) -> torch.Tensor:
+        """q·k of a tile as it is kept, before scale, score mod and mask."""
+        return products
+
+    def exp2(self, exponent: torch.Tensor) -> torch.Tensor:
+        """2 to the power of fp32 numbers, rounded once."""
+        return torch.exp2(exponent.double()).float()
+
+    def weights_scale(self, problem: Problem) -> float:
+        """What P is multiplied by before it is rounded.
+
+        P reaches 2^τ where the maximum may lag by τ: it has to stay within fp8's range.
+        """
+        formats = problem.formats
+        lag = 2.0 ** math.ceil(self._tiling.lazy_rescale) if formats.weights.saturates else 1.0
+        return formats.weights_scale / lag
+
+    def row_sum(self, p: torch.Tensor, problem: Problem, scale: float) -> torch.Tensor:
+        """Σ of a tile's P, which is neither rounded nor multiplied by ``scale`` yet."""
+        del problem, scale
+        return p.sum(-1)
+
     def rescaled(self, running: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         """The running sum or output after the maximum moved: ``running · alpha``."""
         return running * alpha
+
+    def added(self, running: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """The running sum ``(batch, heads, rows)`` or output, one axis more, with a tile's part."""
+        return running + part
+
+    def normalised(self, out: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """O at the end, by the fp32 reciprocal of the row sum."""
+        return out * (1.0 / total)
 
 
 def _to_tf32(values: torch.Tensor, *, truncate: bool) -> torch.Tensor:

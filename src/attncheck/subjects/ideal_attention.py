@@ -13,12 +13,12 @@ from attncheck.mods import library
 from attncheck.outputs import Outputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncheck.inputs import Inputs
     from attncheck.subjects.ideal import Ideal
 
 __all__ = ["Index", "attention"]
-
-_LOG2_E = fp32(math.log2(math.e))
 
 # Scores held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64.
 _SCORES_AT_A_TIME = 2**22
@@ -67,19 +67,18 @@ class _Factors:
         out: Of O at the end.
     """
 
-    def __init__(self, inputs: Inputs, *, lazy_rescale: float) -> None:
+    def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
         problem, device = inputs.problem, inputs.device
         products = values = torch.ones((1, 1, 1), dtype=torch.float32, device=device)
         if inputs.descale is not None:
             given = (inputs.descale.q * inputs.descale.k, inputs.descale.v)
             products, values = (x.repeat_interleave(problem.group, 1)[..., None] for x in given)
         self.scale = problem.scale * products
-        log2_scale = fp32(problem.scale * math.log2(math.e))
+        log2_scale = fp32(problem.scale * kernel.log2_e)
+        log2_e = fp32(kernel.log2_e)
         plain = problem.score == library.NONE
-        self.exponent = log2_scale * products if plain else torch.full_like(products, _LOG2_E)
-        # P reaches 2^τ where the maximum may lag by τ: it has to stay within fp8's range.
-        lag = 2.0 ** math.ceil(lazy_rescale) if problem.formats.weights.saturates else 1.0
-        self.weights = problem.formats.weights_scale / lag
+        self.exponent = log2_scale * products if plain else torch.full_like(products, log2_e)
+        self.weights = kernel.weights_scale(problem)
         self.out = values / self.weights
 
 
@@ -98,7 +97,7 @@ class _Pass:
         self.v_is_finite = bool(torch.isfinite(self.v).all())
         self.mask = problem.mask_mod(self.device)
         self.score = None if problem.score == library.NONE else problem.score_mod(self.device)
-        self.factors = _Factors(inputs, lazy_rescale=self.tile.lazy_rescale)
+        self.factors = _Factors(kernel, inputs)
 
     def outputs(self) -> Outputs:
         problem = self.problem
@@ -113,7 +112,7 @@ class _Pass:
         q = self.q[:, :, first:last]
         shape = q.shape[:3]
         running = _Running(
-            q.new_full(shape, -math.inf),
+            q.new_full(shape, self.kernel.first_maximum),
             q.new_zeros(shape),
             q.new_zeros((*shape, self.problem.value_dim)),
         )
@@ -137,26 +136,27 @@ class _Pass:
             q_idx=row.clamp(max=problem.query - 1).view(1, 1, -1, 1),
             kv_idx=keys.clamp(max=problem.kv - 1).view(1, 1, 1, -1),
         )
-        inside = (keys < problem.kv).view(1, 1, 1, -1)
+        inside = self.kernel.inside(keys, problem.kv).view(1, 1, 1, -1)
         seen = self.kernel.visible(self.mask, at) & inside
         return seen.expand(problem.batch, problem.heads, rows, -1), at
 
     def _scores(self, q: torch.Tensor, seen: torch.Tensor, at: Index, keys: slice) -> torch.Tensor:
         """Scores of a tile, −∞ where not seen: q·k, or the score mod's, which are natural."""
-        s = self._product(q, self._kv_heads_expanded(self.k[:, :, keys]).mT)
+        s = self.kernel.scores(self._product(q, self._kv_heads_expanded(self.k[:, :, keys]).mT))
         if self.score:
             scaled = s * self.factors.scale[..., None]
             # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
             s = self.score(scaled, at.b, at.h, at.q_idx, at.kv_idx).to(scaled.dtype)
-        return torch.where(seen, s, -math.inf)
+        return torch.where(seen, s, self.kernel.hidden_score)
 
     def _flash2(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
         maximum = self._moved(run.maximum, s.amax(-1))
         p = self._weights(s, maximum)
         alpha = self._power(run.maximum, maximum)
-        run.total = self.kernel.rescaled(run.total, alpha) + p.sum(-1)
+        total = self.kernel.rescaled(run.total, alpha)
+        run.total = self.kernel.added(total, self._row_sum(p))
         out = self.kernel.rescaled(run.out, alpha[..., None])
-        run.out = out + self._weighted(p, seen, v)
+        run.out = self.kernel.added(out, self._weighted(p, seen, v))
         run.maximum = maximum
 
     def _flash1(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
@@ -165,9 +165,9 @@ class _Pass:
         maximum = torch.maximum(run.maximum, own)
         before = self.kernel.rescaled(run.total, self._power(run.maximum, maximum))
         beta = self._power(own, maximum)
-        run.total = before + beta * p.sum(-1)
+        run.total = self.kernel.added(before, beta * self._row_sum(p))
         out = self.kernel.rescaled(run.out, before[..., None])
-        out = out + beta[..., None] * self._weighted(p, seen, v)
+        out = self.kernel.added(out, beta[..., None] * self._weighted(p, seen, v))
         run.out = out / torch.where(run.total == 0, 1.0, run.total)[..., None]
         run.maximum = maximum
 
@@ -185,13 +185,18 @@ class _Pass:
         base, c = _finite(maximum)[..., None], self.factors.exponent[..., None]
         if self.score:
             # The difference first: c times a finite score may be beyond fp32.
-            return _power_of_two((s - base) * c, s)
+            return _power_of_two(self.kernel.exp2, (s - base) * c, s)
         # A fused multiply-add: float64 holds s·c exactly, and the sum is rounded to fp32.
-        return _power_of_two((s.double() * c - (base * c).double()).float(), s)
+        exponent = (s.double() * c - (base * c).double()).float()
+        return _power_of_two(self.kernel.exp2, exponent, s)
 
     def _power(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """What a weight relative to ``old`` is to be multiplied by to be relative to ``new``."""
-        return _power_of_two((old - _finite(new)) * self.factors.exponent, old)
+        exponent = (old - _finite(new)) * self.factors.exponent
+        return _power_of_two(self.kernel.exp2, exponent, old)
+
+    def _row_sum(self, p: torch.Tensor) -> torch.Tensor:
+        return self.kernel.row_sum(p, self.problem, self.factors.weights)
 
     def _weighted(self, p: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """P·V; a value that is not finite goes to the rows that see its key, and to no other."""
@@ -209,7 +214,7 @@ class _Pass:
         dead = run.total == 0
         out = run.out
         if self.tile.recurrence == "flash2":
-            out = out * (1.0 / torch.where(dead, 1.0, run.total))[..., None]
+            out = self.kernel.normalised(out, torch.where(dead, 1.0, run.total)[..., None])
         out = torch.where(dead[..., None], 0.0, out * self.factors.out[..., None])
         log = torch.log(torch.where(dead, 1.0, run.total).double()).float()
         unit = 1.0 if self.score else self.factors.scale
@@ -225,7 +230,7 @@ class _Pass:
         blocks = length // self.tile.block_query
         tiles = rows.reshape(batch * heads * blocks, self.tile.block_query, inner)
         repeated = columns.flatten(0, 1).repeat_interleave(blocks, dim=0)
-        return torch.bmm(tiles, repeated).view(batch, heads, length, -1)
+        return self.kernel.product(tiles, repeated).view(batch, heads, length, -1)
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:
@@ -233,9 +238,11 @@ def _finite(maximum: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isneginf(maximum), 0.0, maximum)
 
 
-def _power_of_two(exponent: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    """exp2 rounded once; 0 where ``score`` is −∞, also where −∞ · c is NaN: c may underflow."""
-    return torch.where(torch.isneginf(score), 0.0, torch.exp2(exponent.double()).float())
+def _power_of_two(
+    exp2: Callable[[torch.Tensor], torch.Tensor], exponent: torch.Tensor, score: torch.Tensor
+) -> torch.Tensor:
+    """``exp2``; 0 where ``score`` is −∞, also where −∞ · c is NaN: c may underflow."""
+    return torch.where(torch.isneginf(score), 0.0, exp2(exponent))
 
 
 def _padded(x: torch.Tensor, block: int) -> torch.Tensor:

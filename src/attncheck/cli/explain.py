@@ -1,0 +1,33 @@
+"""``attncheck rmse --explain CELL``: one kernel on one problem, term by term."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.cli.standard_output import standard_output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.record import Report
+    from attncheck.runner.plan import Cell
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["explain"]
+
+
+def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], device: str) -> Report:
+    """Measure the one cell called ``name``, and show what its verdict is made of.
+
+    Raises UsageError where ``name`` names none of ``cells``, or several.
+    """
+    from attncheck.reporting.explain import show_explanation
+    from attncheck.runner.choose import chosen
+    from attncheck.runner.measure import measure, pairs
+
+    cell, subject = chosen(name, pairs(cells, subjects, device))
+    report = measure([cell], [subject], device=device, command="")
+    (record,) = report.records
+    with standard_output():
+        show_explanation(record)
+    return report

@@ -1,0 +1,84 @@
+"""Brings the judge what it decides by: a kernel's outputs, the truth, and the evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from attncheck.examine.allowances import budget
+from attncheck.judge.arithmetic import FP32
+from attncheck.judge.verdict import decide
+from attncheck.subjects.ideal import Ideal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+
+    from attncheck.examine.evidence import Evidence
+    from attncheck.examine.executor import Execution
+    from attncheck.judge.arithmetic import Arithmetic
+    from attncheck.judgement import Judgement, Place
+    from attncheck.subjects.contract import Tiling
+
+__all__ = ["judged"]
+
+
+def judged(
+    result: Execution, evidence: Evidence, *, structure: str = "", ideal: bool = True
+) -> Judgement:
+    """The verdict on what a kernel gave on the Case of ``evidence``.
+
+    Args:
+        result: What it gave, and the arithmetic and tiling that it declares.
+        evidence: The Case. What is costly is kept in it, once per arithmetic or tiling.
+        structure: What an exact probe found wrong, in one line; empty where nothing.
+        ideal: Whether it is compared with ideal kernels too; of a probe it is not.
+    """
+    outputs, arithmetic, tiling = result.outputs, result.arithmetic, result.tiling
+
+    def parts(tensor: Literal["out", "lse"], place: Place) -> dict[str, float]:
+        del tensor  # dim −1 says it
+        return budget(evidence, arithmetic, place)
+
+    return decide(
+        out=outputs.out,
+        lse=outputs.lse,
+        truth=evidence.truth,
+        alive=evidence.alive,
+        allowance=evidence.allowance(arithmetic),
+        arithmetic=arithmetic,
+        generic=evidence.generic,
+        blind_spot=evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None),
+        tiles=(tiling.block_query, tiling.block_kv) if tiling else None,
+        structure=structure,
+        budget=parts,
+        other_lse=lambda: _tighter(evidence, arithmetic),
+        **(_ideals(evidence, arithmetic, tiling) if ideal else {}),
+    )
+
+
+class _Ideals(TypedDict, total=False):
+    ideal: torch.Tensor
+    ensemble: Callable[[], Iterator[torch.Tensor]]
+
+
+def _ideals(evidence: Evidence, arithmetic: Arithmetic, tiling: Tiling | None) -> _Ideals:
+    """Ideal kernels of this arithmetic; none where it rounds something that they do not."""
+    problem, truncates = evidence.case.problem, arithmetic.truncates
+    own = Ideal(tiling)
+    same = ("products", "weights", "weights_scale", "sums_rounded_weights", "scaled_query")
+    theirs = own.arithmetic(problem, evidence.device)
+    if any(getattr(arithmetic, name) != getattr(theirs, name) for name in same):
+        return {}
+    at = own.tiling(problem, evidence.device)
+    return {
+        "ideal": evidence.ideal_outputs(at, truncates=truncates).out,
+        "ensemble": lambda: (one.out for one in evidence.ensemble(truncates=truncates)),
+    }
+
+
+def _tighter(evidence: Evidence, arithmetic: Arithmetic) -> Mapping[str, torch.Tensor]:
+    """LSE's allowance with fp32 sums, where shorter ones are assumed: LSE tells them apart."""
+    other = replace(arithmetic, scores=FP32, values=FP32)
+    return {} if other == arithmetic else {str(other): evidence.allowance(other).lse}

@@ -1,0 +1,117 @@
+"""How small a fault the problems of a report would have shown, in words."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from attncheck.reporting.asked import asked
+from attncheck.reporting.figures import percent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from attncheck.judgement import BlindSpot
+    from attncheck.record import Record
+
+__all__ = ["insensitive", "visible"]
+
+_SCALE = 0.01  # the class of fault "a scale 1 % off"
+
+
+def visible(records: Iterable[Record]) -> str:
+    """What the problems of ``records`` would have shown, from the easiest to the hardest.
+
+    ``would have shown: the scale off by 0.12–0.43 %, half, zeros; not: …``; empty where nothing
+    was judged.
+    """
+    found = [(record, spot) for record, spot in _spots(records)]
+    if not found:
+        return ""
+    spots = [spot for _, spot in found]
+    scaled = [spot for record, spot in found if asked(record).operation != "softmax"]
+    facts = [
+        _least("the scale off by", [spot.scale for spot in scaled]),
+        _least("one key's weight off by", [spot.weight for spot in spots]),
+        _dropped([s.dropped_keys for s in spots if s.dropped_keys is not None]),
+        _bits([spot.accumulator_bits for spot in scaled]),
+        _always("half the output", [spot.half for spot in spots]),
+        _always("zeros", [spot.zeros for spot in spots]),
+    ]
+    shown = [fact for fact, seen in facts if fact and seen]
+    hidden = [fact for fact, seen in facts if fact and not seen]
+    parts = [f"would have shown: {', '.join(shown)}"] if shown else []
+    parts += (
+        [f"{'not' if shown else 'would not have shown'}: {', '.join(hidden)}"] if hidden else []
+    )
+    return "; ".join(parts)
+
+
+def insensitive(records: Sequence[Record]) -> tuple[str, ...]:
+    """Classes of fault that no problem of ``records`` would have shown."""
+    found = list(_spots(records))
+    if not found:
+        return ()
+    spots = [spot for _, spot in found]
+    several = [spot for spot in spots if spot.dropped_keys is not None]
+    scaled = [spot for record, spot in found if asked(record).operation != "softmax"]
+    classes = {
+        "a dropped key": several and not any(spot.dropped_keys for spot in several),
+        "a scale 1 % off": scaled and not any(spot.scale <= _SCALE for spot in scaled),
+        "half the output": not any(spot.half for spot in spots),
+        "an output of zeros": not any(spot.zeros for spot in spots),
+    }
+    return tuple(name for name, missed in classes.items() if missed)
+
+
+def _spots(records: Iterable[Record]) -> Iterator[tuple[Record, BlindSpot]]:
+    for record in records:
+        if record.judgement and record.judgement.blind_spot:
+            yield record, record.judgement.blind_spot
+
+
+_Fact = tuple[str, bool]
+"""What a fault is called, and whether it would have shown; nothing where nobody could ask."""
+_NOTHING: _Fact = ("", False)
+
+
+def _least(fault: str, sizes: list[float]) -> _Fact:
+    """A fault of a size: the least that shows, in the best problem and in the worst."""
+    if not sizes:
+        return _NOTHING
+    best, worst = min(sizes), max(sizes)
+    if math.isinf(best):
+        return f"{fault.removesuffix(' off by')} of any size", False
+    if math.isinf(worst):
+        return f"{fault} {percent(best)} % (in {_count(map(math.isfinite, sizes))})", True
+    return f"{fault} {_range(percent(best), percent(worst))} %", True
+
+
+def _dropped(shares: list[float]) -> _Fact:
+    if not shares:
+        return _NOTHING
+    if not any(shares):
+        return "a dropped key", False
+    return f"{_range(percent(min(shares)), percent(max(shares)))} % of single dropped keys", True
+
+
+def _bits(bits: list[int]) -> _Fact:
+    if not bits:
+        return _NOTHING
+    if not any(bits):
+        return "short accumulators", False
+    return f"sums of {_range(str(min(bits)), str(max(bits)))} bits", True
+
+
+def _always(fault: str, seen: list[bool]) -> _Fact:
+    some = any(seen) and not all(seen)
+    return f"{fault} (in {_count(seen)})" if some else fault, any(seen)
+
+
+def _count(seen: Iterable[bool]) -> str:
+    answers = list(seen)
+    return f"{sum(answers)} of {len(answers)}"
+
+
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low}–{high}"

@@ -1,0 +1,118 @@
+"""``attncheck rmse``: exit codes by verdict, and ``--explain``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import pytest
+
+from attncheck.cli import main
+
+WRONG = """
+from attncheck.subjects.ideal import Ideal
+
+class Wrong(Ideal):
+    name, summary = "wrong", "right, but for one row"
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+
+        def spoiled():
+            given = call()
+            given.out[..., -1, :] *= 1.05
+            return given
+
+        return spoiled
+
+class Nothing(Ideal):
+    name, summary = "nothing", "declares no arithmetic"
+
+    def arithmetic(self, problem, device):
+        return None
+"""
+ASKED = ("--variant", "causal", "--shape", "1x2/2x24x8", "--dtype", "fp16", "-q")
+
+
+@pytest.fixture
+def attncheck(tmp_path, monkeypatch, capsys):
+    """``attncheck rmse`` in this process: exit code, standard output, standard error."""
+    (tmp_path / "mine.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attncheck", "rmse", *ASKED, *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return end.value.code, said.out, said.err
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_a_kernel_that_is_right_passes(attncheck):
+    code, out, err = attncheck("--kernel", "ideal")
+    assert (code, err) == (0, "")
+    assert "1 cell: 1 pass.\n" in out
+    assert "judged as fp16: " in out
+    assert "would have shown: " in out
+
+
+def test_a_kernel_that_is_wrong_fails_with_exit_code_1(attncheck, tmp_path):
+    code, out, err = attncheck("--kernel", "mine.py::Wrong", "--kernel", "ideal")
+    assert (code, err) == (1, "")
+    assert "fail ¹" in out
+    assert "¹ fail: bound: out[0, " in out
+    assert "2 cells: 1 pass, 1 fail.\n" in out
+    records = json.loads((tmp_path / "reports" / "rmse.json").read_text())["records"]
+    assert [r["status"] for r in records] == ["fail", "pass"]
+    assert records[0]["judgement"]["worst"]["at"]["query"] == 23
+
+
+def test_a_malformed_arithmetic_is_an_error_of_its_cell(attncheck):
+    code, out, err = attncheck("--kernel", "mine.py::Nothing", "--kernel", "ideal")
+    assert (code, err) == (1, "")
+    assert "arithmetic() returned NoneType, but should return Arithmetic." in out
+    assert "2 cells: 1 pass, 1 error.\n" in out
+
+
+def test_one_cell_is_explained_and_nothing_is_written(attncheck, tmp_path):
+    code, out, err = attncheck("--kernel", "ideal", "--explain", "ideal/causal")
+    assert (code, err) == (0, "")
+    assert out.startswith("ideal · causal · MHA 2 · fp16 · B1 Q24 K24 D8 · normal · seed 0\n")
+    for words in ("\npass\n", "the largest error ÷ bound: ", "what is allowed there, "):
+        assert words in out
+    assert [p.name for p in tmp_path.iterdir() if p.name != "__pycache__"] == ["mine.py"]
+
+
+def test_an_explained_fault_is_exit_code_1(attncheck):
+    code, out, _ = attncheck("--kernel", "mine.py::Wrong", "--explain", "wrong/causal/MHA/fp16")
+    assert code == 1
+    assert out.splitlines()[1].startswith("fail: bound: out[0, ")
+
+
+def test_an_explained_refusal_is_exit_code_5(attncheck):
+    code, out, _ = attncheck(
+        "--kernel", "sdpa-math", "--variant", "softcap", "--explain", "sdpa-math/softcap"
+    )
+    assert code == 5
+    assert "unsupported: SDPA takes no score mod" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--explain", "ideal/casual"), "is not known: choose from ideal/causal."),
+        (("--explain", "ideal", "--variant", "full"), "one of ideal/causal/MHA/fp16, ideal/full/"),
+        (("--explain", "ideal", "--format", "json"), "prints one cell and writes no files"),
+        (("--explain", "ideal", "--out", "there"), "prints one cell and writes no files"),
+    ],
+)
+def test_a_cell_that_cannot_be_explained_is_one_line(attncheck, arguments, says):
+    code, out, err = attncheck("--kernel", "ideal", *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1

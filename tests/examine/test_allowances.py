@@ -1,0 +1,223 @@
+"""The allowance of a whole Problem: of each row by itself, infinite where nothing is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from attncheck.examine import allowances as room
+from attncheck.examine.allowances import allowance, budget
+from attncheck.examine.evidence import Evidence
+from attncheck.judge.bounds import deterministic
+from attncheck.judge.scores import score_error
+from attncheck.judgement import Place
+from attncheck.mods.library import MASKS, SCORES, Entry
+from attncheck.mods.spec import Spec
+from attncheck.oracles import conditions as conditions_room
+from attncheck.oracles.conditions import conditions
+from attncheck.problem import Case, Problem
+from attncheck.subjects.ideal import Ideal
+
+HALF_THE_DIGITS = 2.0**-26
+"""Of float64: what roots of sums that cancel may keep when they are added up in another order."""
+
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "kv": 24, "head_dim": 16}
+
+
+def attention(**changes: object) -> Problem:
+    return Problem(**SIZES | {"value_dim": 5} | changes)
+
+
+def softmax(**changes: object) -> Problem:
+    return Problem(**{"operation": "softmax", "heads": 3, "query": 9, "kv": 7} | changes)
+
+
+def evidence(problem: Problem) -> Evidence:
+    return Evidence(Case(problem=problem), "cpu")
+
+
+def of_ideal(problem: Problem):
+    return Ideal().arithmetic(problem, "cpu")
+
+
+def conditions_of(problem: Problem):
+    found = evidence(problem)
+    return next(iter(found.sampled_conditions()))
+
+
+def own(monkeypatch, mod, name="own"):
+    entry = Entry(summary="", build=lambda values, dimensions, device: mod)
+    monkeypatch.setitem(SCORES, name, entry)
+    return Spec.of(name)
+
+
+PROBLEMS = [
+    attention(),
+    attention(dtype="e4m3", mask=Spec.of("causal")),
+    attention(dtype="tf32", mask=Spec.of("causal_bottom_right"), distribution="large_logits"),
+    attention(mask=Spec.of("padding", lengths=[0, 3]), dtype="fp32"),
+    attention(score=Spec.of("chain", Spec.of("alibi"), Spec.of("softcap", cap=2.0))),
+    attention(score=Spec.of("relative_bias", distance=5, seed=1), dtype="fp16"),
+    softmax(),
+    softmax(dtype="fp32", distribution="large_logits"),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_the_ideal_kernel_stays_within_it(problem):
+    """And a kernel that leaves out a key, or doubles out, does not: a planted fault each."""
+    found = evidence(problem)
+    allowed = found.allowance(of_ideal(problem))
+    given, exact = Ideal().run(found.inputs), found.truth
+    assert bool(allowed.out[found.alive].isfinite().all())
+    assert bool(((given.out.double() - exact.out).abs() <= allowed.out).all())
+    lse = torch.where(found.alive, given.lse.double() - exact.lse, 0.0).abs()
+    assert bool((lse <= allowed.lse).all())
+    assert bool((allowed.out[~found.alive] == 0).all())
+    assert bool((allowed.lse[~found.alive] == 0).all())
+    assert bool(((2 * given.out.double() - exact.out).abs() > allowed.out).any())
+    assert bool((allowed.lse < 1 / problem.kv)[found.alive].any())  # a key of average weight
+    assert 0 < allowed.oracle_share < 2.0**-20
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:5], ids=str)
+def test_pieces_give_what_the_whole_gives(monkeypatch, problem):
+    """Each row has its own allowance, in whatever pieces it was computed."""
+    whole = allowance(evidence(problem), of_ideal(problem))
+    assert len(whole.samples) == 1
+    monkeypatch.setattr(conditions_room, "_CPU_PAIRS", 13 * problem.kv)
+    parts = allowance(evidence(problem), of_ideal(problem))
+    assert len(parts.samples) > 1
+    for one, other in ((parts.out, whole.out), (parts.lse, whole.lse)):
+        assert bool(((one - other).abs() <= HALF_THE_DIGITS * other).all())
+    seen = torch.zeros(8, 40)
+    for sample in parts.samples:
+        seen[sample.rows.heads.start : sample.rows.heads.stop, sample.rows.query] += 1
+    assert bool((seen == 1).all())
+
+
+def test_of_a_large_problem_every_row_is_bounded_and_some_are_sampled(monkeypatch):
+    problem = attention(mask=Spec.of("causal"))
+    whole = allowance(evidence(problem), of_ideal(problem))
+    monkeypatch.setattr(conditions_room, "_CPU_WHOLE", 1)
+    monkeypatch.setattr(conditions_room, "_FEWEST_ROWS", 8)
+    some = allowance(evidence(problem), of_ideal(problem))
+    assert torch.equal(some.out, whole.out)
+    assert torch.equal(some.lse, whole.lse)
+    (sample,), (every,) = some.samples, whole.samples
+    assert len(sample.rows.query) == 8
+    certain = whole.out.flatten(0, 1)[:, sample.rows.query]
+    assert bool((sample.probable_out <= certain * (1 + HALF_THE_DIGITS)).all())
+    assert bool((sample.sd_out < sample.probable_out).all())
+    both = (sample.probable_out, every.probable_out[:, sample.rows.query])
+    assert bool(((both[0] - both[1]).abs() <= both[1] * HALF_THE_DIGITS).all())
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_a_budget_sums_to_the_allowance(problem):
+    found = evidence(problem)
+    arithmetic = of_ideal(problem)
+    allowed = found.allowance(arithmetic)
+    b, query = problem.batch - 1, problem.query - 1
+    for at, total in (
+        (Place(batch=b, head=2, query=query, dim=3), allowed.out[b, 2, query, 3]),
+        (Place(batch=b, head=2, query=query), allowed.lse[b, 2, query]),
+    ):
+        terms = budget(found, arithmetic, at)
+        assert abs(sum(terms.values()) - float(total)) <= float(total) * HALF_THE_DIGITS
+        assert ("score mod" in terms) == (problem.score.name != "none")
+        assert sum(amount > 0 for amount in terms.values()) > 2
+
+
+def test_a_jump_is_counted_and_its_row_allowed_either_side(monkeypatch):
+    """By a kernel whose score falls on the other side; nothing is probable there."""
+    plain = attention(dtype="fp32")
+    known = conditions_of(plain)
+    limit = float(known.products[3, 30, 11])
+
+    def at(least):
+        def mod(score, b, h, q_idx, kv_idx):
+            return torch.where(score > least, score + 5.0, score)
+
+        return own(monkeypatch, mod, f"beyond {least:.17g}")
+
+    above, below = (plain.replace(score=at(limit * (1 + side * 2.0**-40))) for side in (-1, 1))
+    allowed = allowance(evidence(above), of_ideal(above))
+    assert allowed.jumps == 1
+    differ = [(evidence(above).truth.out - evidence(below).truth.out).abs().flatten(0, 1)]
+    differ.append((evidence(above).truth.lse - evidence(below).truth.lse).abs().flatten(0, 1))
+    for apart, wide in zip(differ, (allowed.out, allowed.lse), strict=True):
+        assert bool((apart[3, 30] > 2.0**-10).any())
+        assert bool((apart <= wide.flatten(0, 1)).all())
+    others = torch.ones(8, 40, dtype=torch.bool)
+    others[3, 30] = False
+    assert bool((allowed.lse.flatten(0, 1)[others] < 2.0**-10).all())
+    sample = allowed.samples[0]
+    assert bool((sample.probable_lse[3, 30] >= allowed.lse.flatten(0, 1)[3, 30]).all())
+
+
+def test_a_key_that_the_mod_may_hide_or_not_makes_its_row_unbounded(monkeypatch):
+    limit = float(conditions_of(attention(dtype="fp32")).products[3, 7, 11])
+
+    def hides(score, b, h, q_idx, kv_idx):
+        return torch.where(score >= limit * (1 + 2.0**-40), score, -math.inf)
+
+    problem = attention(score=own(monkeypatch, hides), dtype="fp32")
+    found = evidence(problem)
+    allowed = found.allowance(of_ideal(problem))
+    assert bool(allowed.out.flatten(0, 1)[3, 7].isinf().all())
+    assert int(allowed.lse.isinf().sum()) == 1
+    # The same pair behind a mask: nobody sees it.
+    masked = Spec.of("own mask")
+    entry = Entry(
+        summary="", build=lambda values, dimensions, device: lambda b, h, q, k: (k != 11) | (q < 0)
+    )
+    monkeypatch.setitem(MASKS, "own mask", entry)
+    problem = problem.replace(mask=masked)
+    assert int(allowance(evidence(problem), of_ideal(problem)).lse.isinf().sum()) == 0
+
+
+def test_what_is_not_finite_is_not_bounded():
+    problem = attention(mask=Spec.of("causal"), dtype="fp32")
+    found = evidence(problem)
+    found.inputs.v[0, 1, 4, 2] = math.nan
+    found.inputs.k[1, 0, 6, 3] = math.nan
+    allowed = allowance(found, of_ideal(problem))
+    expected = torch.zeros_like(found.truth.out, dtype=torch.bool)
+    expected[0, 2:, 4:, 2] = True
+    expected[1, :2, 6:] = True
+    assert torch.equal(allowed.out.isinf(), expected)
+    assert torch.equal(allowed.lse.isinf(), expected[..., 0] & expected[..., 1])
+    assert not allowed.out.isnan().any()
+
+
+def test_a_mod_that_cannot_be_traced_leaves_everything_open(monkeypatch):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + torch.erf(score)
+
+    problem = attention(score=own(monkeypatch, mod))
+    allowed = allowance(evidence(problem), of_ideal(problem))
+    assert bool(allowed.out.isinf().all())
+    assert bool(allowed.lse.isinf().all())
+    assert allowed.oracle_share == 0
+
+
+def test_a_coarse_oracle_would_be_found_out(monkeypatch):
+    """A planted fault: an oracle in fp32 has no hundredth of anything."""
+    problem = attention(dtype="fp32")
+    coarse = dataclasses.replace(of_ideal(problem), block_kv=1)
+    monkeypatch.setattr(room, "FP64_ORACLE", coarse)
+    assert allowance(evidence(problem), of_ideal(problem)).oracle_share > 0.5
+
+
+def test_an_allowance_is_that_of_the_judge():
+    problem = attention()
+    found, arithmetic = evidence(problem), of_ideal(problem)
+    allowed = found.allowance(arithmetic)
+    known = conditions(found.inputs, found.truth, allowed.samples[0].rows)
+    bound = deterministic(known, arithmetic, score_error(known, arithmetic))
+    assert torch.equal(allowed.out.flatten(0, 1), bound.out)
+    assert torch.equal(allowed.lse.flatten(0, 1), bound.lse)

@@ -1,0 +1,259 @@
+"""Verdicts on kernels that are right, and on kernels that are wrong in one way each."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attncheck.examine import check
+from attncheck.examine.check import compare
+from attncheck.examine.evidence import Evidence
+from attncheck.mods.spec import Spec
+from attncheck.outputs import Outputs
+from attncheck.problem import Case, Problem
+from attncheck.subjects.contract import Refused, Tiling
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.sdpa import Sdpa
+
+PROBLEM = Problem(heads=2, kv_heads=1, query=24, kv=40, head_dim=16, dtype="fp16")
+CAUSAL = PROBLEM.replace(mask=Spec.of("causal"))
+SOFTMAX = Problem(operation="softmax", heads=2, query=24, kv=40, dtype="fp16")
+
+
+class Spoiled(Ideal):
+    """The ideal kernel, and what a test does to its outputs."""
+
+    name, summary = "spoiled", "right, but for what a test does to it"
+
+    def __init__(self, spoil=lambda out, lse: None):
+        super().__init__()
+        self.spoil = spoil
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+
+        def spoiled():
+            given = call()
+            self.spoil(given.out, given.lse)
+            return given
+
+        return spoiled
+
+
+def judged(subject, problem=PROBLEM):
+    evidence = Evidence(Case(problem=problem), "cpu")
+    record = compare(subject, evidence, variant="full", environment="", timed=False)
+    assert record.judgement is None or record.status == record.judgement.status
+    return record
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, CAUSAL, SOFTMAX], ids=["full", "causal", "softmax"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_the_ideal_kernel_passes(problem, dtype):
+    record = judged(Ideal(), problem.replace(dtype=dtype))
+    found = record.judgement
+    assert (record.status, found.rule, found.reason) == ("pass", "", "")
+    assert 0 < found.out_over_bound <= 1
+    assert 0 < found.lse_over_bound <= 1
+    assert found.rows == found.rows_sampled == 2 * 24
+    assert found.worst.allowance > abs(found.worst.got - found.worst.exact)
+    assert found.blind_spot is not None
+    assert str(Ideal().arithmetic(problem.replace(dtype=dtype), "cpu")) == found.arithmetic
+
+
+def test_a_kernel_without_lse_and_tiles_passes_by_its_out():
+    record = judged(Sdpa("math"))
+    assert record.status == "pass"
+    assert record.judgement.lse_over_bound is None
+    assert (record.judgement.precision.residual, record.judgement.worst.tile) == (None, "")
+
+
+def spoil_out(out, lse):
+    out[0, 1, 5, 3] += 1
+
+
+def spoil_lse(out, lse):
+    lse[0, 1, 5] += 0.01
+
+
+def a_percent(out, lse):
+    out *= 1.01
+
+
+def nan_in_one(out, lse):
+    out[0, 0, 7, 2] = math.nan
+
+
+def infinite_lse(out, lse):
+    lse[0, 1, 3] = math.inf
+
+
+FAULTS = {
+    "one element": (spoil_out, "bound", "out", (0, 1, 5, 3)),
+    "one row of LSE": (spoil_lse, "bound", "lse", (0, 1, 5, -1)),
+    "NaN": (nan_in_one, "finite", "out", (0, 0, 7, 2)),
+    "infinite LSE": (infinite_lse, "finite", "lse", (0, 1, 3, -1)),
+}
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, SOFTMAX], ids=["attention", "softmax"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_by_its_rule_and_at_its_place(fault, problem):
+    spoil, rule, tensor, place = FAULTS[fault]
+    record = judged(Spoiled(spoil), problem)
+    found = record.judgement
+    assert (record.status, found.rule) == ("fail", rule)
+    assert found.reason
+    at = found.worst.at
+    assert (found.worst.tensor, at.batch, at.head, at.query, at.dim) == (tensor, *place)
+
+
+def test_out_that_is_a_percent_too_large_fails():
+    assert judged(Spoiled(a_percent)).status == "fail"
+
+
+@pytest.mark.parametrize("value", [1e-7, math.nan])
+def test_a_row_that_sees_no_key_must_be_0(value):
+    def spoil(out, lse):
+        out[0, 0, 8, 0] = value
+
+    # Rows before the last 16 of 40 keys see none.
+    dead = PROBLEM.replace(mask=Spec.of("not", Spec.of("causal")), kv=8)
+    assert judged(Ideal(), dead).status == "pass"
+    record = judged(Spoiled(spoil), dead)
+    assert (record.status, record.judgement.rule) == ("fail", "empty rows")
+
+
+def test_the_budget_of_the_worst_element_makes_up_its_allowance():
+    worst = judged(Ideal(), CAUSAL).judgement.worst
+    # Added up in another order: a unit of float64 for each of its parts.
+    size = len(worst.budget) * 2.0**-52 * worst.allowance
+    assert abs(sum(worst.budget.values()) - worst.allowance) <= size
+
+
+def test_the_tile_of_the_worst_element_is_that_of_the_declared_tiling():
+    subject = Ideal(Tiling(block_query=8, block_kv=16))
+    worst = judged(subject).judgement.worst
+    first = worst.at.query // 8 * 8
+    assert worst.tile == f"query tile {worst.at.query // 8}, rows {first}–{first + 7}"
+
+
+def test_structured_inputs_are_no_generic_ones(monkeypatch):
+    from attncheck.examine import judging
+
+    seen = []
+    decide = judging.decide
+
+    def told(**arguments):
+        seen.append(arguments["generic"])
+        return decide(**arguments)
+
+    monkeypatch.setattr(judging, "decide", told)
+    for distribution in ("normal", "outliers", "one_hot", "zero_q"):
+        judged(Ideal(), PROBLEM.replace(distribution=distribution))
+    assert seen == [True, True, False, False]
+
+
+def test_a_declared_arithmetic_decides():
+    """Scores of a kernel that rounds P to bf16 are no fault once it says so."""
+
+    class Coarse(Ideal):
+        name, summary = "coarse", "rounds P to bf16"
+
+        def operand(self, values, fmt):
+            # P alone is between 0 and 1 and has as many columns as a tile has keys.
+            return values.bfloat16().float() if values.shape[-1] == 64 else values
+
+    class Honest(Coarse):
+        def arithmetic(self, problem, device):
+            from dataclasses import replace
+
+            from attncheck.formats import FORMATS
+
+            return replace(super().arithmetic(problem, device), weights=FORMATS["bf16"])
+
+    problem = PROBLEM.replace(kv=64, query=128, head_dim=32)
+    silent, honest = judged(Coarse(), problem), judged(Honest(), problem)
+    assert silent.status == "fail"
+    assert honest.status == "pass"
+    assert silent.judgement.arithmetic != honest.judgement.arithmetic
+
+
+def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypatch):
+    from attncheck.examine import allowances as room
+
+    counts = {"allowance": 0}
+    original = room.allowance
+
+    def counted(*arguments):
+        counts["allowance"] += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(room, "allowance", counted)
+    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    for subject in (Ideal(), Spoiled(), Sdpa("math"), Sdpa("flash")):
+        compare(subject, evidence, variant="", environment="", timed=False)
+    assert counts == {"allowance": 1}
+
+
+def test_a_refusal_that_comes_with_the_call_is_no_error():
+    class Late(Ideal):
+        def prepare(self, inputs):
+            def call():
+                raise Refused("not these sizes")
+
+            return call
+
+    record = judged(Late())
+    assert (record.status, record.reason) == ("unsupported", "not these sizes")
+
+
+def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
+    from attncheck.examine import allowances as room
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(room, "allowance", fail)
+    record = judged(Ideal())
+    assert (record.status, record.reason) == ("error", "out of memory for the exact result")
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_kernel_is_timed_only_where_that_is_asked(timed):
+    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    record = compare(Ideal(), evidence, variant="", environment="", timed=timed)
+    assert (record.seconds is not None) is timed
+
+
+@pytest.mark.parametrize(
+    ("operation", "heads", "kv_heads", "said"),
+    [("attention", 4, 4, "MHA"), ("attention", 4, 2, "GQA"), ("attention", 4, 1, "MQA")],
+)
+def test_arrangements(operation, heads, kv_heads, said):
+    problem = Problem(operation=operation, query=4, heads=heads, kv_heads=kv_heads)
+    assert check.arrangement(problem) == said
+    assert check.arrangement(SOFTMAX) == ""
+
+
+def test_outputs_are_judged_as_they_were_first_given():
+    """Further calls, which time a kernel, change nothing."""
+    calls = []
+
+    class Later(Ideal):
+        name, summary = "later", "wrong from the second call on"
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def once():
+                given = call()
+                calls.append(1)
+                return given if len(calls) == 1 else Outputs(given.out * 2, given.lse)
+
+            return once
+
+    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    assert compare(Later(), evidence, variant="", environment="").status == "pass"

@@ -1,0 +1,129 @@
+"""One record term by term."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+
+from attncheck.examine.allowances import budget
+from attncheck.examine.evidence import Evidence
+from attncheck.judge.arithmetic import default
+from attncheck.judgement import Place
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.reporting import explain, terms
+from attncheck.reporting.explain import as_explanation, show_explanation
+
+MEANINGS = {"output rounding": "out is rounded once", "weights": "what scores make of them"}
+
+
+@pytest.fixture(autouse=True)
+def meanings(monkeypatch):
+    monkeypatch.setattr(explain, "TERMS", MEANINGS)
+
+
+def test_it_looks_as_it_did(make, matches_snapshot):
+    reason = "out[0, 1, 127, 63] is off by 0.84, 26.9 times what is allowed"
+    record = make.judged(
+        status="fail",
+        rule="bound",
+        reason=reason,
+        warnings=("z = 3.2",),
+        worst=make.worst(got=1.0821875),
+        out_over_bound=26.88,
+    )
+    matches_snapshot("explanation.txt", as_explanation(record))
+
+
+def test_each_part_has_its_share_and_its_meaning_the_largest_first(make):
+    worst = make.worst(budget={"weights": 0.0078125, "output rounding": 0.0234375})
+    lines = as_explanation(make.judged(worst=worst)).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("what is allowed there"))
+    assert [line.split() for line in lines[at + 1 : at + 3]] == [
+        ["output", "rounding", "2.34e-02", "75", "%", *MEANINGS["output rounding"].split()],
+        ["weights", "7.81e-03", "25", "%", *MEANINGS["weights"].split()],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "rule", "title"),
+    [
+        ("pass", "", "the largest error ÷ bound: out["),
+        ("warn", "improbable", "the largest error ÷ bound: out["),
+        ("fail", "precision", "the largest error ÷ bound: out["),
+        ("fail", "finite", "the element that shows it: out["),
+        ("fail", "bound", "the element that shows it: out["),
+    ],
+)
+def test_what_the_element_is_stands_above_it(make, status, rule, title):
+    assert f"\n{title}" in as_explanation(make.judged(status=status, rule=rule, reason="why"))
+
+
+def test_a_row_of_lse_has_no_dim(make):
+    worst = make.worst(tensor="lse", at=make.lse().max_at)
+    assert "lse[0, 0, 3] (batch, head, query)" in as_explanation(make.judged(worst=worst))
+
+
+def test_an_allowance_of_0_divides_nothing(make):
+    worst = make.worst(allowance=0.0, budget={"weights": 0.0})
+    assert "allowed       0\n" in as_explanation(make.judged(worst=worst))
+
+
+@pytest.mark.parametrize("got", [math.nan, math.inf])
+def test_what_is_not_finite_is_shown(make, got):
+    assert f"got           {got}\n" in as_explanation(make.judged(worst=make.worst(got=got)))
+
+
+@pytest.mark.parametrize("status", ["error", "unsupported"])
+def test_what_was_not_judged_has_its_reason(make, status):
+    page = as_explanation(make.refused("k", status, "RuntimeError: planted"))
+    assert page.splitlines()[1:] == [f"{status}: RuntimeError: planted"]
+
+
+def test_nothing_compared_is_explained_all_the_same(make):
+    record = make.judged(worst=None, precision=None, out_over_bound=None, lse_over_bound=None)
+    page = as_explanation(record)
+    assert "out —" in page
+    assert "what is allowed there" not in page
+
+
+def test_foreign_text_is_inert(make):
+    worst = make.worst(tile="\x1b[31mtile", budget={"\x1b[31mpart\n": 1.0})
+    page = as_explanation(make.judged("\x1b[31mred\nline", worst=worst))
+    assert page.startswith("red line · full")
+    assert "\x1b" not in page
+
+
+def test_a_stream_gets_what_a_string_is(make):
+    stream = io.StringIO()
+    show_explanation(make.record(), stream)
+    assert stream.getvalue() == as_explanation(make.record())
+
+
+def test_the_page_keeps_to_its_width(make, monkeypatch):
+    monkeypatch.setattr(explain, "TERMS", {"weights": "word " * 60})
+    assert max(map(len, as_explanation(make.record()).splitlines())) <= 120
+
+
+PROBLEMS = [
+    Problem(query=9, kv=20, head_dim=8, dtype="tf32", score=Spec.of("softcap", cap=20.0)),
+    Problem(query=9, kv=20, head_dim=8, dtype="bf16"),
+    Problem(operation="softmax", query=9, kv=20, dtype="fp16"),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("sums_rounded_weights", [False, True])
+def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_weights):
+    evidence = Evidence(Case(problem=problem), "cpu")
+    arithmetic = replace(default(problem.formats), sums_rounded_weights=sums_rounded_weights)
+    for dim in (-1, 0):
+        parts = budget(evidence, arithmetic, Place(batch=0, head=0, query=8, dim=dim))
+        assert set(parts) <= set(terms.TERMS)
+
+
+def test_every_term_has_a_line():
+    assert all(text and "\n" not in text for text in terms.TERMS.values())

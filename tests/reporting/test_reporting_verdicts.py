@@ -1,0 +1,264 @@
+"""Verdicts on the pages: marks, reasons, profiles, and how small a fault would have shown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+
+import pytest
+
+from attncheck.judgement import BlindSpot, Judgement, Precision, Worst
+from attncheck.reporting import render
+from attncheck.reporting.blind_spots import insensitive, visible
+from attncheck.reporting.figures import percent, share
+from attncheck.reporting.verdicts import JUDGED, STATUSES
+
+PAGES = ("table", "md")
+
+
+def csv_rows(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_every_status_has_a_look_and_a_count(make):
+    records = [make.judged(status=status) for status in JUDGED]
+    records += [make.refused("k", s, "no") for s in ("error", "unsupported")]
+    assert sorted(STATUSES) == sorted(record.status for record in records)
+    page = render(make.report(*records, *records[-2:]), "table")
+    assert page.splitlines()[-1] == (
+        "8 cells: 1 pass, 1 warn, 1 inconclusive, 1 fail, 2 errors, 2 unsupported."
+    )
+
+
+def test_one_cell_is_one_cell(make):
+    assert render(make.report(make.record()), "table").endswith("\n1 cell: 1 pass.\n")
+
+
+@pytest.mark.parametrize("status", ["warn", "inconclusive", "fail"])
+@pytest.mark.parametrize("fmt", PAGES)
+def test_why_it_is_no_pass_stands_below(make, status, fmt):
+    record = make.judged(status=status, rule="bound", reason="out[0, 0, 1, 2] is off")
+    page = render(make.report(record), fmt)
+    assert f"{status} ¹" in page
+    assert f"¹ {status}: bound: out" in page
+
+
+def test_a_verdict_without_a_reason_says_so(make):
+    page = render(make.report(make.judged(status="fail")), "table")
+    assert "¹ fail: no reason given" in page
+
+
+def test_a_pass_has_no_footnote(make):
+    page = render(make.report(make.record()), "table")
+    assert re.search(r"^  flash2_forward  pass  ", page, re.MULTILINE)
+    assert "¹" not in page
+
+
+@pytest.mark.parametrize("fmt", PAGES)
+def test_a_warning_beside_the_reason_is_a_remark_and_the_reason_is_none(make, fmt):
+    record = make.judged(status="fail", reason="first", warnings=("first", "the other"))
+    page = render(make.report(record), fmt)
+    assert page.count("the other") == 1
+    assert page.count("first") == 1
+
+
+def test_rows_that_nothing_was_asked_of_are_told(make):
+    record = make.judged(rows=512, rows_unbounded=3, jumps=7)
+    page = render(make.report(record), "table")
+    assert (
+        "└ not judged: 3 of 512 rows have no finite bound (7 scores at a jump of the mod)" in page
+    )
+
+
+def test_another_profile_that_lse_satisfies_is_told(make):
+    page = render(make.report(make.judged(lse_also_within="fp32 sums")), "table")
+    assert "└ LSE is also within: fp32 sums" in page
+
+
+def test_a_share_above_1_is_bad_and_1_is_not(make):
+    page = render(make.report(make.judged(out_over_bound=1.0, lse_over_bound=1.5)), "md")
+    assert "| 1.0 | **1.5** |" in page
+
+
+def test_a_kernel_without_lse_has_no_share_of_it(make):
+    page = render(make.report(make.judged(lse_over_bound=None)), "md")
+    assert "| pass | 0.25 | — |" in page
+
+
+# Profiles.
+
+
+def test_one_profile_of_a_dtype_is_one_line(make):
+    records = (make.judged("a"), make.judged("b"), make.record("c", asked={"dtype": "fp16"}))
+    page = render(make.report(*records), "table")
+    profile = "bf16 products, fp32 sums, P in bf16, bf16 out"
+    assert page.count("judged as") == 2
+    assert f"judged as bf16: {profile}\n" in page
+    assert f"judged as fp16: {profile}\n" in page
+
+
+def test_two_profiles_of_a_dtype_name_their_kernels(make):
+    records = (make.judged("a"), make.judged("b"), make.judged("c", arithmetic="13-bit sums"))
+    for page in (render(make.report(*records), fmt) for fmt in PAGES):
+        assert "bf16 of a, b: bf16 products" in page
+        assert "bf16 of c: 13-bit sums" in page
+
+
+def test_without_a_judgement_there_is_no_profile(make):
+    page = render(make.report(make.refused("k", "unsupported", "no")), "table")
+    assert "judged as" not in page
+    assert "shown" not in page
+
+
+# Blind spots.
+
+
+def spotted(make, *spots, **record):
+    return [make.judged(blind_spot=make.blind_spot(**s), record=dict(record)) for s in spots]
+
+
+def test_what_would_have_shown_spans_the_best_and_the_worst_problem(make):
+    records = spotted(
+        make,
+        {"scale": 0.0031, "weight": 0.02, "dropped_keys": 0.25, "accumulator_bits": 11},
+        {"scale": 0.0122, "weight": 0.08, "dropped_keys": 1.0, "accumulator_bits": 12},
+    )
+    assert visible(records) == (
+        "would have shown: the scale off by 0.31–1.2 %, one key's weight off by 2–8 %, "
+        "25–100 % of single dropped keys, sums of 11–12 bits, half the output, zeros"
+    )
+    for fmt in PAGES:
+        assert "0.31–1.2 %" in " ".join(render(make.report(*records), fmt).split())
+
+
+def test_what_would_not_have_shown_is_said(make):
+    blind = {
+        "scale": math.inf,
+        "weight": math.inf,
+        "dropped_keys": 0.0,
+        "accumulator_bits": 0,
+        "half": False,
+        "zeros": False,
+    }
+    assert visible(spotted(make, blind)) == (
+        "would not have shown: the scale of any size, one key's weight of any size, "
+        "a dropped key, short accumulators, half the output, zeros"
+    )
+    said = visible(spotted(make, {}, blind))
+    assert "the scale off by 0.31 % (in 1 of 2)" in said
+    assert "zeros (in 1 of 2)" in said
+    assert "not: short" not in said
+
+
+def test_a_softmax_has_no_scale_no_products_and_one_key_cannot_be_dropped(make):
+    record = make.softmax(
+        judgement=make.judgement(blind_spot=make.blind_spot(scale=math.inf, dropped_keys=None))
+    )
+    assert "scale" not in visible([record])
+    assert "dropped" not in visible([record])
+    assert "sums" not in visible([record])  # it has no products to add up
+    assert insensitive([record]) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dropped_keys": 0.0}, "a dropped key"),
+        ({"scale": 0.0101}, "a scale 1 % off"),
+        ({"half": False}, "half the output"),
+        ({"zeros": False}, "an output of zeros"),
+    ],
+)
+def test_a_plan_that_is_blind_to_a_class_of_fault_is_insensitive(make, change, named):
+    blind, seeing = spotted(make, change, {})
+    assert insensitive([blind, blind]) == (named,)
+    assert insensitive([blind, seeing]) == ()
+    for fmt in PAGES:
+        page = render(make.report(blind), fmt)
+        assert f"insensitive: nothing here would have shown {named}" in page
+        assert "insensitive" not in render(make.report(blind, seeing), fmt)
+
+
+def test_a_scale_off_by_1_percent_that_just_shows_is_enough(make):
+    assert insensitive(spotted(make, {"scale": 0.01})) == ()
+
+
+def test_nothing_judged_is_not_called_insensitive(make):
+    assert insensitive([make.refused("k", "error", "no")]) == ()
+
+
+# The CSV.
+
+
+def test_csv_has_every_number_of_the_judgement(make):
+    (row,) = csv_rows(render(make.report(make.judged(reason="why", rows_unbounded=3)), "csv"))
+    parts = {"worst": Worst, "precision": Precision, "blind_spot": BlindSpot}
+    names = set(Judgement.__struct_fields__) - {"status", "reason"} - set(parts)
+    for prefix, kind in parts.items():
+        names |= {f"{prefix}_{field}" for field in kind.__struct_fields__ if field != "at"}
+    assert names <= set(row)
+    assert (row["status"], row["reason"], row["rows_unbounded"]) == ("pass", "why", "3")
+    assert (row["worst_at_query"], row["worst_got"], row["out_over_bound"]) == (
+        "127",
+        "0.25",
+        "0.25",
+    )
+    assert row["worst_budget"] == '{"output rounding":0.0234375,"weights":0.0078125}'
+    assert (row["blind_spot_scale"], row["precision_z"]) == ("0.0031", "1.02")
+
+
+def test_csv_of_an_error_has_no_judgement(make):
+    (row,) = csv_rows(render(make.report(make.refused("k", "error", "no")), "csv"))
+    assert {row[name] for name in ("rule", "worst_got", "blind_spot_scale", "arithmetic")} == {""}
+
+
+# Figures.
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, "0"),
+        (0.314, "0.31"),
+        (0.00421, "0.0042"),
+        (1.0, "1.0"),
+        (26.9, "27"),
+        (1240.0, "1.2e+03"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_share(number, text):
+    assert share(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, "0"),
+        (0.0031, "0.31"),
+        (0.25, "25"),
+        (0.9987, ">99"),
+        (1.0, "100"),
+        (3.0, "300"),
+        (10.0, ">999"),
+        (2.9e37, ">999"),
+        (math.inf, "inf"),
+    ],
+)
+def test_percent(number, text):
+    assert percent(number) == text
+
+
+def test_foreign_text_of_a_judgement_is_inert(make):
+    foreign = "\x1b[31m<b>`code`|\n[x](y)"
+    words = {"reason": foreign, "warnings": (f"2 {foreign}",), "arithmetic": foreign}
+    record = make.judged(status="fail", lse_also_within=foreign, **words)
+    report = make.report(record)
+    for fmt in ("table", "md", "csv"):
+        assert "\x1b" not in render(report, fmt)
+    assert "<b>" not in render(report, "md")
+    assert "[x](y)" not in render(report, "md")
+    assert len(list(csv.reader(io.StringIO(render(report, "csv"))))) == 2

@@ -1,0 +1,88 @@
+"""A cell by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.runner.choose import chosen
+from attncheck.runner.measure import pairs
+from attncheck.runner.plan import plan
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.sdpa import Sdpa
+
+
+def asked(*variants, dtypes=("fp32",), shapes=("1x2x5x4",)):
+    cells = plan(dtypes=dtypes, variants=variants, shapes=shapes, distributions=["normal"], seed=0)
+    return pairs(cells, [Ideal(), Sdpa("math")], "cpu")
+
+
+def name(found):
+    cell, subject = found
+    problem = cell.problem
+    return (subject.name, cell.variant, problem.kv_heads, problem.dtype)
+
+
+EVERYTHING = asked("full", "causal", "softmax", dtypes=("fp32", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "found"),
+    [
+        ("ideal/causal/MHA/fp32", ("ideal", "causal", 2, "fp32")),
+        ("sdpa-math/full/MQA/bf16", ("sdpa-math", "full", 1, "bf16")),
+        ("ideal/softmax/fp32", ("ideal", "softmax", 1, "fp32")),  # a softmax has no HEADS
+    ],
+)
+def test_a_whole_name_finds_its_cell(asked_for, found):
+    assert name(chosen(asked_for, EVERYTHING)) == found
+
+
+def test_what_distinguishes_nothing_may_be_left_out():
+    only = asked("causal", shapes=("1x2/1x5x4",))
+    assert name(chosen("ideal/causal", only)) == ("ideal", "causal", 1, "fp32")
+    assert name(chosen("ideal", only)) == ("ideal", "causal", 1, "fp32")
+
+
+def test_an_ambiguous_name_lists_the_cells():
+    with pytest.raises(UsageError) as excinfo:
+        chosen("ideal/full/MHA", EVERYTHING)
+    assert str(excinfo.value) == (
+        "cell 'ideal/full/MHA' is one of ideal/full/MHA/fp32, ideal/full/MHA/bf16: "
+        "name one of them."
+    )
+
+
+def test_cells_that_share_a_name_are_told_apart_by_their_problems():
+    two = asked("full", shapes=("1x2/2x5x4", "1x2/2x6x4"))
+    with pytest.raises(UsageError, match=r"is one of 2 problems .* ask for one shape") as excinfo:
+        chosen("ideal/full/MHA/fp32", two)
+    assert "Q5" in str(excinfo.value)
+    assert "Q6" in str(excinfo.value)
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "there_are"),
+    [
+        ("flash9/causal", "ideal, sdpa-math."),
+        ("ideal/casual", "ideal/causal, ideal/full, ideal/softmax."),
+        ("ideal/causal/GQA", "ideal/causal/MHA, ideal/causal/MQA."),
+        ("ideal/causal/MHA/fp16", "ideal/causal/MHA/bf16, ideal/causal/MHA/fp32."),
+        ("ideal/causal/MHA/fp32/more", "ideal/causal/MHA/fp32."),
+        ("idea", "ideal, sdpa-math."),
+        ("", "ideal, sdpa-math."),
+        ("sdpa-math/softmax", "sdpa-math/causal, sdpa-math/full."),
+    ],
+)
+def test_an_unknown_name_lists_what_there_is(asked_for, there_are):
+    with pytest.raises(UnknownName) as excinfo:
+        chosen(asked_for, EVERYTHING)
+    assert str(excinfo.value) == f"cell {asked_for!r} is not known: choose from {there_are}"
+
+
+def test_a_name_with_a_slash_is_a_name():
+    class Mine(Ideal):
+        name = "my/kernel"
+
+    both = pairs([cell for cell, _ in asked("full")][:1], [Mine(), Ideal()], "cpu")
+    assert name(chosen("my/kernel/full", both))[0] == "my/kernel"
