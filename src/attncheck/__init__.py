@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attncheck.examine.assertion import assert_attention_close
     from attncheck.recordings.recorder import capture
 
-__all__ = ["__version__", "capture"]
+__all__ = ["__version__", "assert_attention_close", "capture"]
 
 __version__ = "0.1.0"
 
+# Imported when they are asked for: they need torch, ``--help`` does not.
+_ROOMS = {
+    "assert_attention_close": "attncheck.examine.assertion",
+    "capture": "attncheck.recordings.recorder",
+}
+
 
 def __getattr__(name: str) -> object:
-    """``capture``, imported when it is asked for: it needs torch, ``--help`` does not."""
-    if name != "capture":
+    """What this package shows of its rooms."""
+    if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from attncheck.recordings.recorder import capture
-
-    return capture
+    return getattr(import_module(_ROOMS[name]), name)

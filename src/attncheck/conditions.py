@@ -74,8 +74,11 @@ class ScoreModError:
             the mod hides or the other way round. 0 where the mask hides the key.
         own: The same on the exact score: the mod's own rounding.
         jump: bool: the score lies within its radius of a jump of the mod.
+        falls: bool: the mod's derivative is negative, so that an error of all scores of a row
+            changes its sign there; None where that is not asked.
     """
 
     radius: torch.Tensor
     own: torch.Tensor
     jump: torch.Tensor
+    falls: torch.Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import importlib
 import importlib.util
 import io
 import linecache
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, ModuleType
 
-__all__ = ["Aside", "attribute", "brief", "import_file", "member", "place_in"]
+__all__ = [
+    "Aside",
+    "attribute",
+    "brief",
+    "import_file",
+    "member",
+    "member_of_module",
+    "place_in",
+]
 
 _MOST_HELD = 2**16  # characters; more are no usage message
 
@@ -83,6 +92,45 @@ def member(text: str, what: str) -> Any:
         missing = "name after" if file else "file before"
         raise UsageError(f"{what}: there is no {missing} '::'.")
     return attribute(import_file(Path(file), what), Path(file), name, what)
+
+
+def member_of_module(text: str, what: str) -> Any:
+    """``NAME`` of ``package.module:NAME``, imported as Python does it, from here or as installed.
+
+    Its name may have dots: ``package.module:Class.method``.
+
+    Raises:
+        UsageError: where there is no such module or name, or importing it raises anything but
+            KeyboardInterrupt; in one line.
+    """
+    module, _, names = text.partition(":")
+    if not module or not names:
+        missing = "name after" if module else "module before"
+        raise UsageError(f"{what}: there is no {missing} ':'.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as for ``python -m``; what it imports later is found too
+    try:
+        with _streams_of_its_own(), _defaults_of_its_own():
+            found: Any = importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's module
+        raise UsageError(f"{what}: importing {module} raised {brief(error)}.") from error
+    for name in names.split("."):
+        found = _asked(found, name, f"{what}: {module}")
+    return found
+
+
+def _asked(owner: object, name: str, what: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except KeyboardInterrupt:
+        raise
+    except AttributeError:
+        raise UsageError(f"{what} has no {name!r}.") from None
+    except BaseException as error:  # somebody's __getattr__
+        raise UsageError(f"{what}, asked for {name!r}, raised {brief(error)}.") from error
 
 
 def attribute(module: ModuleType, path: Path, name: str, what: str) -> Any:

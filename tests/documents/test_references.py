@@ -19,7 +19,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-VERBS = ("rmse", "list", "doctor", "oracles", "mods")
+VERBS = ("check", "rmse", "list", "doctor", "oracles", "mods")
 
 # Everything before the tox environment; the two commands differ in nothing else.
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install --quiet tox && .venv/bin/tox -q -e "
@@ -135,7 +135,10 @@ def test_tables_name_everything_there_is():
     dtypes = [row[0] for row in rows("docs/concepts.md", "dtype")]
     assert dtypes == [d.name for d in DTYPES.values() if d.measured]
     columns = ", ".join(row[0] for row in rows("README.md", "column"))
-    assert columns == "RMSE, ×floor, ×ideal, inputs, max error, at, bias, LSE error, time"
+    assert columns == (
+        "verdict, err/bound, LSE/bound, RMSE, ×floor, ×ideal, inputs, max error, at, bias, "
+        "LSE error, time"
+    )
     shown = [name.removesuffix(" b,h,q,d") for key, name in COLUMNS.items() if key != "environment"]
     assert columns == ", ".join(shown)
 
@@ -161,6 +164,23 @@ def test_the_table_of_examples_says_what_was_measured():
         for machine in answers:
             both = [answers[machine][name][f"triton-flash{i}"]["status"] for i in (1, 2)]
             assert both[0] == both[1], name
+
+
+def test_the_check_page_names_its_questions_and_conventions():
+    from attncheck.runner.quick import questions
+    from attncheck.subjects.conventions import CONVENTIONS
+    from attncheck.subjects.conventions.sdpa import KEYWORDS
+
+    compared = {q.name: q.summary for q in questions("bf16") if q.case.question == "compare"}
+    shown = rows("docs/check.md", "layout") + rows("docs/check.md", "numbers")
+    assert {code_in(name)[0]: summary for name, summary in shown} == compared
+    assert [code_in(row[0])[0] for row in rows("docs/check.md", "convention")] == list(CONVENTIONS)
+    keywords = {code_in(row[0])[0] for row in rows("docs/check.md", "keyword")}
+    assert keywords == set(KEYWORDS)
+    (source,) = re.findall(
+        r"^```python my_kernel\.py$\n(.*?)^```$", read("docs/check.md"), re.M | re.S
+    )
+    assert source == read("examples/my_kernel.py")
 
 
 def test_arguments_of_the_library_are_documented():

@@ -210,3 +210,21 @@ def test_what_fits_to_the_byte_is_taken(backend, changes, size, monkeypatch):
     assert Sdpa(backend).unsupported(problem, "cpu") is None
     monkeypatch.setattr(memory, "_memory", lambda device: size - 1)
     assert "would take" in Sdpa(backend).unsupported(problem, "cpu")
+
+
+def test_what_is_declared_of_torchs_arithmetic():
+    assert Sdpa("math").arithmetic(small(), "cpu").normalised_weights
+    assert not Sdpa("flash").arithmetic(small(), "cpu").normalised_weights
+    assert Sdpa("flash").arithmetic(small(dtype="fp32"), "cpu").exp2_ulps == 2
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_torchs_short_exp_is_within_what_is_declared(dtype):
+    """Of n equal scores exp(LSE) is n·exp(0); the fp32 logarithm adds a few units."""
+    problem = small(kv=64, dtype=dtype, distribution="zero_q")
+    inputs = draw(problem)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    _, lse = flash(inputs.q, inputs.k, inputs.v)
+    error = (lse.double().exp() / problem.kv - 1).abs().max()
+    ulps = Sdpa("flash").arithmetic(problem, "cpu").exp2_ulps
+    assert error <= ulps * 2.0**-23

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from attncheck import __version__
+from attncheck.cli.check import check
 from attncheck.cli.doctor import doctor
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.list import list_
@@ -48,6 +49,7 @@ def attncheck() -> None:
     """Is the difference between your attention kernel and exact attention only rounding?"""
 
 
+attncheck.add_command(check)
 attncheck.add_command(rmse)
 attncheck.add_command(list_)
 attncheck.add_command(doctor)

@@ -13,6 +13,7 @@ from attncheck.judge.bounds import Bound, deterministic
 from attncheck.judge.exponents import exponents
 from attncheck.judge.row_sums import log_sum_base
 from attncheck.judge.score_statistics import score_statistics
+from attncheck.judge.scores import rounds_operands
 from attncheck.judge.spacing import half_ulp
 from attncheck.judge.value_statistics import out_statistics, softmax_statistics
 from attncheck.judge.weights import weights
@@ -130,9 +131,9 @@ def _lse(
     for direction in scores.steady:
         steady = steady + (exact * direction).sum(-1).abs()
     if not conditions.given_scores:
-        variance = variance + _rounded_operands(conditions, arithmetic, exact)
+        variance = variance + _rounded_operands(conditions, arithmetic, exact * scores.slope)
     if arithmetic.truncates and not conditions.given_scores:
-        size = (exact * conditions.products.abs()).nan_to_num(0.0).sum(-1)
+        size = (exact * scores.slope * conditions.products).abs().nan_to_num(0.0).sum(-1)
         steady = steady + arithmetic.operand_error * size
     if arithmetic.sums_rounded_weights and arithmetic.weights_error:
         variance = variance + moved.rounded.square().sum(-1) / 3
@@ -142,18 +143,21 @@ def _lse(
 
 
 def _rounded_operands(
-    conditions: Conditions, arithmetic: Arithmetic, exact: torch.Tensor
+    conditions: Conditions, arithmetic: Arithmetic, moves: torch.Tensor
 ) -> torch.Tensor:
-    """B27: q rounded once more moves all scores of a row together, k those of equal keys."""
+    """B27: q rounded once more moves all scores of a row together, k those of equal keys.
+
+    Each score moves LSE by ``moves``: its weight times the slope of the score mod.
+    """
     q, k, u, scaled = conditions.q, conditions.k, arithmetic.operand_error, arithmetic.scaled_query
     variance = torch.zeros_like(conditions.lse)
-    if not u and scaled is None:
+    if not rounds_operands(arithmetic):
         return variance
-    mean = exact @ k
+    mean = moves @ k
     of_query = u**2 + (0.0 if scaled is None else scaled.unit_roundoff**2)
     variance = variance + conditions.scale**2 * of_query * (q * mean).square().sum(-1)
     if u:
-        keys = (exact * (q.square() @ k.square().mT).sqrt()).sum(-1).square()
+        keys = (moves * (q.square() @ k.square().mT).sqrt()).sum(-1).square()
         variance = variance + (conditions.scale * u) ** 2 * keys
     if scaled is not None:  # below its normal range
         variance = variance + (scaled.subnormal_spacing / 2) ** 2 * mean.square().sum(-1)

@@ -27,6 +27,7 @@ class ScoreStatistics:
             makes of λ of them.
         steady: Signed errors that are the same throughout a row but for a factor in [−1, 1]:
             of the constant scale · log2 e, and of truncation.
+        slope: Of the score mod, with its sign: 1 where there is none.
         common: Relative standard deviation of the whole row's, ``(heads, rows)``: it cancels in
             out and not in LSE.
         sigmas: λ.
@@ -34,6 +35,7 @@ class ScoreStatistics:
 
     deviation: torch.Tensor
     steady: list[torch.Tensor]
+    slope: torch.Tensor
     common: torch.Tensor
     sigmas: float
 
@@ -60,12 +62,16 @@ def score_statistics(
     )
     variance = slope.square() * scores.variance + own.square() / 3 + unit**2 / 3 * exponent
     deviation = torch.expm1(sigmas * variance.sqrt()) / sigmas
+    if mod is not None and mod.falls is not None:
+        slope = torch.where(mod.falls, -slope, slope)
+    slope = torch.where(seen, slope, 0.0)
     steady = [factor_roundings(arithmetic) * unit * below]
     if scores.bias is not None:
-        steady.append(torch.where(seen, slope * scores.bias, 0.0))
+        steady.append(slope * scores.bias)
     return ScoreStatistics(
         deviation=torch.where(seen, deviation, 0.0),
         steady=steady,
+        slope=slope,
         common=unit**2 / 3 * (maximum.square() + each**2 * records)[..., 0],
         sigmas=sigmas,
     )

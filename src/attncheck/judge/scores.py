@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attncheck.formats import Format
     from attncheck.judge.arithmetic import Arithmetic
 
-__all__ = ["ScoreError", "factor_roundings", "overflows", "score_error"]
+__all__ = ["ScoreError", "factor_roundings", "overflows", "rounds_operands", "score_error"]
 
 # q·√scale and k·√scale, where a kernel of wide products scales them first: two factors, each
 # rounded itself and multiplied with one rounding.
@@ -65,6 +65,11 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
 def factor_roundings(arithmetic: Arithmetic) -> int:
     """Roundings in the one factor that scores are multiplied by: scale · log2 e, and descales."""
     return 4 if arithmetic.products.saturates else 2
+
+
+def rounds_operands(arithmetic: Arithmetic) -> bool:
+    """Whether q or k is rounded once more, which moves scores of a row together (B6)."""
+    return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
 
 
 def _roundings(conditions: Conditions, arithmetic: Arithmetic) -> float:

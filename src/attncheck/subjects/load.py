@@ -1,38 +1,76 @@
-"""A subject by its name, or from a file: ``path/to/file.py::name``."""
+"""A subject by its name, from a file (``path/to/file.py::name``) or a module (``module:name``)."""
 
 from __future__ import annotations
 
 import inspect
+from typing import TYPE_CHECKING
 
 from attncheck.errors import UsageError
-from attncheck.source_files import brief, member
+from attncheck.source_files import brief, member, member_of_module
 from attncheck.subjects import builtin
 from attncheck.subjects.contract import Subject
 
-__all__ = ["load"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["is_reference", "load"]
 
 
-def load(kernel: str) -> Subject:
+def is_reference(kernel: str) -> bool:
+    """Whether ``kernel`` is of a file or module, and no name of attncheck's."""
+    return ":" in kernel
+
+
+def load(kernel: str, convention: str | None = None) -> Subject:
     """The subject called ``kernel``.
 
     Args:
-        kernel: A name in ``builtin.SUBJECTS``, or ``file.py::name``, where ``name`` is a Subject,
-            a subclass that needs no arguments, or a function that returns one. The file is
-            imported; one that uses Triton decides then whether it is interpreted, so call
-            ``examine.environment.prepare`` first.
+        kernel: A name in ``builtin.SUBJECTS``, or ``file.py::name`` or ``package.module:name``,
+            where ``name`` is a Subject, a subclass that needs no arguments, a function that returns
+            one, or a function in the calling convention. The file is imported; one that uses
+            Triton decides then whether it is interpreted, so call ``examine.environment.prepare``
+            first.
+        convention: A name in ``conventions.CONVENTIONS``; None for the first that fits.
 
     Raises:
         UsageError: when there is no such subject, in one line that says why.
     """
-    if "::" not in kernel:
+    if not is_reference(kernel):
+        if convention not in {None, "native"}:
+            raise UsageError(f"kernel {kernel!r} is attncheck's own: leave its convention out.")
         return builtin.subject_named(kernel)
-    made = member(kernel, f"kernel {kernel!r}")
-    if inspect.isclass(made) or (callable(made) and not isinstance(made, Subject)):
-        made = _made(made, kernel)
-    if not isinstance(made, Subject):
-        raise UsageError(f"kernel {kernel!r} is {type(made).__name__}: it must be a Subject.")
-    _check_names(made, kernel)
-    return made
+    from attncheck.subjects.conventions import adopted, convention_named
+
+    if convention is not None:
+        convention_named(convention)  # before somebody's file is imported
+    read = member if "::" in kernel else member_of_module
+    found = read(kernel, f"kernel {kernel!r}")
+    if convention in {None, "native"} and _makes_one(found):
+        found = _made(found, kernel)
+    subject = adopted(found, kernel, convention)
+    if isinstance(subject, str):
+        kind = type(found).__name__
+        raise UsageError(f"kernel {kernel!r} is {kind}: it must {subject}.")
+    _check_names(subject, kernel)
+    return subject
+
+
+def _makes_one(found: object) -> bool:
+    """Whether it is to be called for a Subject: a class, or a function without arguments."""
+    if isinstance(found, Subject) or not callable(found):
+        return False
+    if inspect.isclass(found):
+        return True
+    try:
+        inspect.signature(found).bind()
+    except (TypeError, ValueError):  # it takes arguments, or nothing says what it takes
+        return False
+    return not _takes_anything(found)
+
+
+def _takes_anything(found: Callable[..., object]) -> bool:
+    kinds = {parameter.kind for parameter in inspect.signature(found).parameters.values()}
+    return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 def _check_names(subject: Subject, kernel: str) -> None:

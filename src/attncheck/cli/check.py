@@ -1,0 +1,183 @@
+"""``attncheck check``: is this kernel right? The shortest road to a verdict."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from attncheck.cli.as_typed import as_typed
+from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.standard_output import Verb, standard_output
+
+if TYPE_CHECKING:
+    from attncheck.record import Record, Report
+    from attncheck.runner.quick import Question
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["check"]
+
+_EXIT_CODES = {"pass": 0, "fail": 1, "untested": 5}
+
+
+@click.command(cls=Verb)
+@click.argument("spec", metavar="SPEC")
+@click.option(
+    "--convention",
+    metavar="NAME",
+    help="How the kernel is called: sdpa (like F.scaled_dot_product_attention) or native (a "
+    "Subject). Default: the one that fits.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    metavar="NAME",
+    help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16).",
+)
+@click.option(
+    "--head-dim",
+    "head_dims",
+    multiple=True,
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="A head_dim that the kernel takes (repeatable; default: 64, 80, 96 and 128).",
+)
+@click.option(
+    "--question",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Ask this one alone, by the name it has in the report (repeatable).",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
+    "interpreted).",
+)
+@click.option(
+    "--format",
+    "fmt",
+    default="table",
+    show_default=True,
+    metavar="FORMAT",
+    help="Of standard output: table, json or md.",
+)
+@click.option(
+    "--out",
+    "directory",
+    default="reports",
+    show_default=True,
+    metavar="DIR",
+    help="Folder for check.json and check.md.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.make_pass_decorator(Interrupts, ensure=True)
+def check(  # noqa: PLR0913  # one parameter per option
+    interrupts: Interrupts,
+    /,
+    *,
+    spec: str,
+    convention: str | None,
+    dtypes: tuple[str, ...],
+    head_dims: tuple[int, ...],
+    names: tuple[str, ...],
+    device: str | None,
+    fmt: str,
+    directory: str,
+    quiet: bool,
+) -> int:
+    """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
+
+    SPEC is FILE.py::NAME, package.module:NAME, or a kernel of `attncheck list`. NAME is a function
+    that is called like F.scaled_dot_product_attention and gives out, or (out, LSE), or a Subject.
+
+    Exit code 1 when an answer is more than rounding away or the kernel raised, or when no question
+    would have noticed a whole class of fault; 5 when it takes none.
+    """
+    # Before torch is imported. Its threads wait for each other many times a question, and where
+    # others are using the machine, waiting busily costs twenty times the work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from attncheck.errors import UnknownName
+    from attncheck.examine.environment import default_device, prepare, require_device
+    from attncheck.reporting import check_page, check_writable
+    from attncheck.runner.quick import opened
+    from attncheck.subjects.load import load
+
+    interrupts.check()  # the imports above take a while, and may have swallowed one
+    if fmt not in check_page.FORMATS:
+        raise UnknownName("format", fmt, check_page.FORMATS)
+    device = device or default_device()
+    require_device(device)
+    asked = _questions(dtypes, head_dims, names)
+    prepare(device)  # before the file's own Triton functions are decorated
+    subject = load(spec, convention)
+    check_writable(directory, "check")
+    report = opened(subject, device=device, command=as_typed(argument=spec))
+    report = _answered(interrupts, report, subject, asked, live=fmt == "table", quiet=quiet)
+    with interrupts.writing(directory):
+        check_page.write(report, directory)
+    with standard_output():
+        if fmt == "table":
+            typed = shlex.join(["attncheck", *sys.argv[1:]])
+            check_page.show(lambda width: check_page.verdict(report, width, command=typed))
+        else:
+            click.echo(check_page.render(report, fmt), nl=False)
+    return _EXIT_CODES[check_page.exit_status(report)]
+
+
+def _questions(
+    dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
+) -> list[Question]:
+    """What is asked, dtype by dtype; raises UnknownName for a question that there is not."""
+    from attncheck.errors import UnknownName
+    from attncheck.runner.quick import questions
+
+    asked = [
+        one for dtype in dict.fromkeys(dtypes or ("bf16",)) for one in questions(dtype, head_dims)
+    ]
+    known = {question.name for question in asked}
+    for name in names:
+        if name not in known:
+            raise UnknownName("question", name, known)
+    return [question for question in asked if not names or question.name in names]
+
+
+def _answered(
+    interrupts: Interrupts,
+    report: Report,
+    subject: Subject,
+    asked: list[Question],
+    *,
+    live: bool,
+    quiet: bool,
+) -> Report:
+    """The Report with every Record, each shown as it is made where the format is a table."""
+    from attncheck.cli.progress import progress
+    from attncheck.reporting import check_page
+    from attncheck.runner.quick import ask
+
+    if live:
+        with standard_output():
+            check_page.show(lambda width: check_page.head(report, width))
+    before = ""
+    with progress(len(asked), quiet=quiet or live) as advance:
+        for question in asked:
+            interrupts.check()
+            report = ask(report, subject, question)
+            advance(question.name)
+            if live:
+                _show_row(report.records[-1], first=question.case.problem.dtype != before)
+                before = question.case.problem.dtype
+    return report
+
+
+def _show_row(record: Record, *, first: bool) -> None:
+    from attncheck.reporting import check_page
+
+    with standard_output():
+        check_page.show(lambda width: check_page.row(record, width, first=first))

@@ -1,0 +1,140 @@
+"""``attncheck check``: from a function to a verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncheck import reporting
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_kernel.py"
+QUICK = ("--question", "decode-causal", "--question", "causal-tall")
+MINE = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+print("imported")
+def kernel(q, k, v, is_causal=False):
+    print("called")
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+def picky(q, k, v):
+    raise ValueError("head_dim must be 256")
+def two(q, k): ...
+"""
+
+
+def check(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "attncheck", "check", *arguments],
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+def test_a_right_kernel(tmp_path):
+    run = check(f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    lines = run.stdout.splitlines()
+    assert lines[0] == f"attncheck check my_kernel.py::attention {' '.join(QUICK)}"
+    assert sum(" pass " in line for line in lines) == 2
+    assert "PASS my_kernel.py::attention: 2 questions" in lines
+    assert sorted(p.name for p in (tmp_path / "reports").iterdir()) == ["check.json", "check.md"]
+    report = reporting.load((tmp_path / "reports" / "check.json").read_text())
+    assert [record.variant for record in report.records] == ["decode-causal", "causal-tall"]
+    assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
+
+
+def test_a_wrong_kernel(tmp_path):
+    spec = f"{EXAMPLE}::sees_the_next_key"
+    run = check(spec, *QUICK, "--out", "here", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (1, "")
+    assert "structure: batch 0, head 0, row 0: key 1 is too many" in run.stdout
+    assert "FAIL my_kernel.py::sees_the_next_key: 2 of 2 questions failed" in run.stdout
+    again = run.stdout.splitlines()[-1].removeprefix("Reproduce: attncheck check ").split()
+    assert again[0] == spec  # as typed: it is run here
+    once_more = check(*again, cwd=tmp_path)
+    assert once_more.returncode == 1
+    assert "key 1 is too many" in once_more.stdout
+
+
+@pytest.mark.parametrize("spec", ["mine.py::kernel", "mine:kernel"])
+def test_standard_output_is_the_report_alone(mine, spec):
+    run = check(spec, "--question", "plain", "--dtype", "fp32", "--format", "json", "-q", cwd=mine)
+    assert run.returncode == 0, run.stderr
+    assert set(run.stderr.split()) == {"imported", "called"}
+    report = json.loads(run.stdout)
+    assert report == json.loads((mine / "reports" / "check.json").read_text())
+    (record,) = report["records"]
+    assert (record["kernel"], record["status"], record["variant"]) == (spec, "pass", "plain")
+    assert record["case"]["problem"]["dtype"] == "fp32"
+    assert record["judgement"]["blind_spot"]["zeros"]
+
+
+def test_several_dtypes_and_head_dims(mine):
+    dtypes = ("--dtype", "fp32", "--dtype", "fp16", "--head-dim", "32")
+    run = check("mine.py::kernel", "--question", "scale", "--question", "gqa", *dtypes, cwd=mine)
+    assert run.returncode == 5  # it takes neither
+    assert run.stdout.count("takes no scale") == run.stdout.count("takes no enable_gqa") == 2
+    assert "fp32 · " in run.stdout
+    assert "fp16 · " in run.stdout
+    assert "D32" not in run.stdout
+    assert "NOTHING TESTED mine.py::kernel" in run.stdout
+
+
+def test_a_kernel_that_refuses_everything_was_not_tested(mine):
+    run = check("mine.py::picky", "--question", "plain", cwd=mine)
+    assert run.returncode == 5
+    assert "ValueError: head_dim must be 256" in run.stdout
+
+
+def test_a_kernel_of_attnchecks_own(tmp_path):
+    run = check("sdpa-math", "--question", "decode-window", "--format", "md", "-q", cwd=tmp_path)
+    assert run.returncode == 0
+    assert run.stdout == (tmp_path / "reports" / "check.md").read_text()
+    assert run.stdout.startswith("# PASS sdpa-math: 1 question\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "Missing argument 'SPEC'"),
+        (("mine.py::two",), "is function: it must be a Subject, or be a function of query"),
+        (("mine.py::kernel", "--convention", "flex"), "'flex' is not known: choose from native, "),
+        (("mine.py::kernel", "--convention", "native"), "is function: it must be a Subject."),
+        (("mine.py::kernel", "--question", "why"), "question 'why' is not known: choose from caus"),
+        (("mine.py::kernel", "--head-dim", "0"), "0"),
+        (("mine.py::kernel", "--format", "csv"), "format 'csv' is not known: choose from"),
+        (("mine.py::kernel", "--out", "mine.py"), "mine.py"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(mine, arguments, says):
+    run = check(*arguments, cwd=mine)
+    assert run.returncode == 2
+    lines = [line for line in run.stderr.splitlines() if line != "imported"]
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert run.stdout == ""
+    assert not (mine / "reports").exists()
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from attncheck.cli import attncheck; "
+        "attncheck.main(['check', '--help'], standalone_mode=False); "
+        "assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "Exit code 1 when" in run.stdout

@@ -1,0 +1,169 @@
+"""Functions in the sdpa convention: some right, some with one planted fault each."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+HIDDEN = -math.inf
+
+
+def seen(query, key, attn_mask, diagonal=0):
+    """Bool (…, query, kv); of a causal mask up to the ``diagonal``."""
+    if attn_mask is not None:
+        return attn_mask
+    ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    return ones if diagonal is None else ones.tril(diagonal)
+
+
+def heads(query, key, value):
+    group = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+
+
+def unfused(  # one step after the other; every fault changes one
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    diagonal=0,
+    share=heads,
+    default=lambda dim: 1 / math.sqrt(dim),
+    change=lambda scores: scores,
+    visible=lambda mask: mask,
+    weigh=lambda weights: weights,
+    finish=lambda out, lse: (out, lse),
+):
+    key, value = share(query, key, value)
+    scores = query.float() @ key.float().mT * (scale or default(query.shape[3]))
+    mask = visible(seen(query, key, attn_mask, diagonal if is_causal else None))
+    scores = change(scores).masked_fill(~mask, HIDDEN)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse[..., None].clamp_min(-3e38))
+    out = weigh(weights.to(query.dtype)) @ value
+    return finish(out, lse)
+
+
+def fault(**changes):
+    def kernel(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+        return unfused(query, key, value, attn_mask, is_causal, scale, enable_gqa, **changes)
+
+    return kernel
+
+
+def without_its_last_key(mask):
+    mask = mask.clone()
+    ragged = mask.shape[-1] % 32
+    if ragged > 1:
+        mask[..., -1] = False
+    return mask
+
+
+def wrapped(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def out_alone(query, key, value, is_causal=False, scale=None):
+    return unfused(query, key, value, None, is_causal, scale)[0]
+
+
+def bare(query, key, value):
+    return unfused(query, key, value)
+
+
+def no_scale(query, key, value, is_causal=False):
+    return unfused(query, key, value, None, is_causal, 1.0)
+
+
+def ignores_scale(query, key, value, is_causal=False, scale=None):
+    return unfused(query, key, value, None, is_causal)
+
+
+def bottom_right(query, key, value, is_causal=False):
+    return unfused(query, key, value, None, is_causal, diagonal=key.shape[2] - query.shape[2])
+
+
+def naive_softmax(query, key, value, is_causal=False):
+    scores = query.float() @ key.float().mT / math.sqrt(query.shape[3])
+    mask = seen(query, key, None, 0 if is_causal else None)
+    weights = torch.exp(scores).masked_fill(~mask, 0.0)
+    return (weights / weights.sum(-1, keepdim=True)).to(query.dtype) @ value
+
+
+def maximum_from_zero(query, key, value, is_causal=False):
+    scores = query.float() @ key.float().mT / math.sqrt(query.shape[3])
+    scores = scores.masked_fill(~seen(query, key, None, 0 if is_causal else None), HIDDEN)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(0))
+    return (weights / weights.sum(-1, keepdim=True)).to(query.dtype) @ value
+
+
+def raises(query, key, value):
+    raise RuntimeError("planted")
+
+
+def refuses(query, key, value):
+    if query.shape[3] != 64:
+        raise ValueError(f"head_dim={query.shape[3]} must be 64")
+    return bare(query, key, value)
+
+
+def refuses_all(query, key, value):
+    raise NotImplementedError("only on a GPU")
+
+
+def first_head(query, key, value):
+    return bare(query, key, value)[0][:, :1]
+
+
+def in_fp32(query, key, value):
+    return bare(query, key, value)[0].float()
+
+
+def writes(query, key, value):
+    return wrapped(query.mul_(2), key, value, scale=0.5 / math.sqrt(query.shape[3]))
+
+
+RIGHT = {
+    "torch's": scaled_dot_product_attention,
+    "unfused": fault(),
+    "out alone": out_alone,
+    "bare": bare,
+}
+# With what is said of the first failure: a rule, or what was raised.
+WRONG = {
+    "causal without its diagonal": fault(diagonal=-1),
+    "causal sees the next key": fault(diagonal=1),
+    "causal from the bottom right": bottom_right,
+    "no scale": no_scale,
+    "scale is ignored": ignores_scale,
+    "1/D for 1/sqrt(D)": fault(default=lambda dim: 1 / dim),
+    "scale 1 % off": fault(change=lambda scores: scores * 1.01),
+    "the last key of a ragged tile": fault(visible=without_its_last_key),
+    "a written-out mask is ignored": fault(visible=torch.ones_like),
+    "heads shared in turn": fault(
+        share=lambda q, k, v: tuple(t.repeat(1, q.shape[1] // k.shape[1], 1, 1) for t in (k, v))
+    ),
+    "S in bf16": fault(change=lambda scores: scores.bfloat16().float()),
+    "P in e4m3": fault(weigh=lambda p: p.float().to(torch.float8_e4m3fn).to(p.dtype)),
+    "no maximum is subtracted": naive_softmax,
+    "maximum from zero": maximum_from_zero,
+    "output x 0.99": fault(finish=lambda out, lse: (out * 0.99, lse)),
+    "half the output": fault(finish=lambda out, lse: (out / 2, lse)),
+    "zeros": fault(finish=lambda out, lse: (out * 0, lse)),
+    "LSE in base 2": fault(finish=lambda out, lse: (out, lse / math.log(2))),
+    "LSE of the maximum alone": fault(finish=lambda out, lse: (out, lse - 1e-3)),
+    "NaN": fault(finish=lambda out, lse: (out / 0 * 0, lse)),
+    "one NaN": fault(finish=lambda out, lse: (out.index_fill(2, torch.tensor([0]), math.nan), lse)),
+    "raises": raises,
+    "the first head alone": first_head,
+    "out in fp32": in_fp32,
+    "writes to q": writes,
+}

@@ -1,0 +1,255 @@
+"""The quick plan: what it asks, that right kernels pass, and which question shows which fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import ProblemError, UnknownName
+from attncheck.inputs import draw
+from attncheck.mods.library import FULL
+from attncheck.problem import Case
+from attncheck.reporting import check_page
+from attncheck.reporting.blind_spots import insensitive
+from attncheck.runner.quick import ask, opened, questions
+from attncheck.subjects.conventions import adopted
+
+
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+PLANTED = module_of(Path(__file__).with_name("planted_kernels.py"))
+NAMED = {question.name: question for question in questions("bf16")}
+FP16 = {question.name: question for question in questions("fp16")}
+
+
+def answered(function, *names, known=NAMED):
+    """The Report of a kernel asked ``names``."""
+    subject = adopted(function, "planted", "sdpa")
+    report = opened(subject, device="cpu", command="attncheck check planted")
+    for name in names:
+        report = ask(report, subject, known[name])
+    return report
+
+
+# What is asked.
+
+
+def test_every_dtype_has_its_questions():
+    for dtype in ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"):
+        asked = questions(dtype)
+        names = [question.name for question in asked]
+        assert len(set(names)) == len(names)
+        assert {question.case.problem.dtype for question in asked} == {dtype}
+        assert all(question.summary for question in asked)
+
+
+def test_cases_are_data_and_small_enough_for_an_interpreter():
+    for question in NAMED.values():
+        problem = question.case.problem
+        assert Case.from_json(question.case.to_json()) == question.case
+        assert problem.batch * problem.heads * problem.query * problem.kv <= 2**16
+
+
+def test_what_bites_is_there():
+    problems = [question.case.problem for question in NAMED.values()]
+    assert {problem.head_dim for problem in problems} == {64, 80, 96, 128}
+    assert {problem.group for problem in problems} == {1, 3}
+    rectangles = {problem.query - problem.kv > 0 for problem in problems if problem.mask != FULL}
+    assert rectangles == {True, False}
+    assert any(problem.kv % 16 for problem in problems)
+    probes = {question.case.question for question in NAMED.values()} - {"compare"}
+    assert {"decode", "ones", "ramp", "negative", "positive", "two_level", "isolated"} <= probes
+
+
+@pytest.mark.parametrize("dims", [(64,), (32, 256)])
+def test_head_dims_may_be_named(dims):
+    assert {q.case.problem.head_dim for q in questions("bf16", dims)} == set(dims)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "error"), [("fp64", (), UnknownName), ("bf16", (257,), ProblemError)]
+)
+def test_what_cannot_be_asked(dtype, dims, error):
+    with pytest.raises(error):
+        questions(dtype, dims)
+
+
+def test_one_key_is_its_value_and_a_row_of_no_key_is_seen():
+    """Two layouts are what their summaries say."""
+    assert NAMED["one-key"].case.problem.kv == 1
+    problem = NAMED["empty-rows"].case.problem
+    indices = (draw(problem).q.new_zeros(1).long(),) * 3
+    assert not problem.mask_mod()(*indices, indices[0])
+
+
+# Right kernels.
+
+
+def test_a_right_kernel_passes_all_of_it_and_nothing_is_out_of_sight():
+    report = answered(PLANTED.RIGHT["torch's"], *NAMED)
+    assert {record.status for record in report.records} == {"pass"}
+    assert check_page.exit_status(report) == "pass"
+    assert check_page.worst(report) is None
+    assert insensitive(report.records) == ()
+    assert all(record.seconds is None for record in report.records)
+
+
+SOME = ("decode-causal", "ramp-ragged", "causal-tall", "large")
+
+
+@pytest.mark.parametrize("known", [NAMED, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["unfused", "out alone", "bare"])
+def test_other_right_kernels_pass_what_they_take(name, known):
+    report = answered(PLANTED.RIGHT[name], *SOME, known=known)
+    statuses = {record.status for record in report.records}
+    assert statuses <= {"pass", "unsupported"}
+    assert check_page.exit_status(report) == "pass"
+
+
+def test_weights_that_are_rounded_after_the_division_are_right_too():
+    report = answered(PLANTED.RIGHT["unfused"], "two_level-ragged", known=FP16)
+    assert check_page.exit_status(report) == "pass"
+
+
+# Wrong ones: the question that shows the fault, and the rule.
+
+SHOWN = [
+    ("causal without its diagonal", "decode-causal", "finite"),
+    ("causal sees the next key", "decode-causal", "structure"),
+    ("causal sees the next key", "causal-tall", "bound"),
+    ("causal from the bottom right", "decode-causal-wide", "structure"),
+    ("no scale", "two_level-ragged", "structure"),
+    ("no scale", "plain", "bound"),
+    ("scale is ignored", "scale", "bound"),
+    ("1/D for 1/sqrt(D)", "ragged", "bound"),
+    ("scale 1 % off", "ones-ragged", "structure"),
+    ("scale 1 % off", "causal", "bound"),
+    ("the last key of a ragged tile", "decode-ragged", "structure"),
+    ("the last key of a ragged tile", "one-query", "bound"),
+    ("a written-out mask is ignored", "decode-window", "structure"),
+    ("a written-out mask is ignored", "empty-rows", "empty rows"),
+    ("heads shared in turn", "decode-gqa", "structure"),
+    ("S in bf16", "outliers", "bound"),
+    ("P in e4m3", "uniform", "bound"),
+    ("no maximum is subtracted", "large", "finite"),
+    ("maximum from zero", "negative-ragged", "finite"),
+    ("output x 0.99", "decode-ragged", "structure"),
+    ("half the output", "sink", "bound"),
+    ("zeros", "one-hot", "bound"),
+    ("LSE in base 2", "decode-ragged", "structure"),
+    ("LSE of the maximum alone", "gqa", "bound"),
+    ("NaN", "plain", "finite"),
+    ("one NaN", "one-key", "finite"),
+]
+
+
+@pytest.mark.parametrize(("fault", "question", "rule"), SHOWN)
+def test_a_planted_fault_is_shown(fault, question, rule):
+    report = answered(PLANTED.WRONG[fault], question)
+    (record,) = report.records
+    assert (record.status, record.judgement.rule) == ("fail", rule), record.judgement.reason
+    assert check_page.exit_status(report) == "fail"
+    assert check_page.worst(report) == record
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raises", "RuntimeError: planted"),
+        ("the first head alone", "out.shape=(1, 1, 64, 64), but should be (1, 2, 64, 64)."),
+        ("out in fp32", "out.dtype=torch.float32, but should be torch.bfloat16."),
+        ("writes to q", "wrote to its input q."),
+    ],
+)
+def test_what_cannot_be_judged_is_an_error(fault, reason):
+    report = answered(PLANTED.WRONG[fault], "plain")
+    assert [(r.status, r.reason) for r in report.records] == [("error", reason)]
+    assert check_page.exit_status(report) == "fail"
+
+
+def test_every_planted_fault_is_shown_here():
+    errors = {"raises", "the first head alone", "out in fp32", "writes to q"}
+    assert {fault for fault, *_ in SHOWN} | errors == set(PLANTED.WRONG)
+
+
+def test_a_refusal_is_no_fault():
+    report = answered(PLANTED.refuses, "plain", "scale", "one-key")
+    assert [record.status for record in report.records] == ["pass", "unsupported", "unsupported"]
+    assert report.records[2].reason == "ValueError: head_dim=80 must be 64"
+    nothing = answered(PLANTED.refuses_all, "plain")
+    assert check_page.exit_status(nothing) == "untested"
+
+
+# The page.
+
+
+def page(report, fmt="table"):
+    return check_page.render(report, fmt)
+
+
+def test_an_exact_probe_is_shown_before_everything_else():
+    report = answered(PLANTED.WRONG["causal sees the next key"], "causal", "decode-causal")
+    assert check_page.worst(report).variant == "decode-causal"
+    text = page(report)
+    assert "FAIL planted: 2 of 2 questions failed" in text
+    assert "key 1 is too many" in text
+    assert text.splitlines()[-1] == "Reproduce: attncheck check planted --question decode-causal"
+
+
+def test_the_larger_share_is_the_worse():
+    report = answered(PLANTED.WRONG["zeros"], "plain", "one-hot")
+    shares = {r.variant: r.judgement.out_over_bound for r in report.records}
+    assert check_page.worst(report).variant == max(shares, key=shares.get)
+
+
+def test_an_error_is_shown_where_nothing_else_is():
+    both = answered(PLANTED.WRONG["raises"], "plain")
+    assert "ValueError or NotImplementedError" in page(both)
+
+
+@pytest.mark.parametrize("fmt", ["table", "md"])
+def test_a_pass_says_what_it_rests_on(fmt):
+    text = page(answered(PLANTED.RIGHT["bare"], "plain", "window", "causal"), fmt)
+    assert "PASS planted: 1 question, 2 not taken" in text
+    assert "takes no attn\\_mask" in text.replace("attn_mask", "attn\\_mask")
+    assert "judged as bf16: products of bf16" in text
+    assert "would have shown" in text
+
+
+def test_a_plan_that_is_blind_is_no_pass():
+    """Asked no more than whether one key gives its value: no scale, no key can be missed."""
+    report = answered(PLANTED.RIGHT["torch's"], "one-key")
+    assert "a scale 1 % off" in insensitive(report.records)
+    assert check_page.exit_status(report) == "fail"
+    assert "insensitive: no question would have noticed" in page(report)
+    assert "insensitive" in page(report, "md")
+
+
+def test_a_question_asked_by_name_need_not_see_everything():
+    import msgspec
+
+    report = answered(PLANTED.RIGHT["torch's"], "one-key")
+    command = "attncheck check planted --question one-key"
+    report = msgspec.structs.replace(report, command=command)
+    assert check_page.exit_status(report) == "pass"
+    assert "insensitive" not in page(report)
+
+
+def test_nothing_tested_says_so():
+    text = page(answered(PLANTED.refuses_all, "plain"))
+    assert "NOTHING TESTED planted" in text
+    assert "NotImplementedError: only on a GPU" in text
+
+
+def test_an_unknown_format():
+    with pytest.raises(UnknownName, match="choose from json, md, table"):
+        page(answered(PLANTED.refuses_all, "plain"), "csv")

@@ -1,0 +1,357 @@
+"""Functions in a calling convention as Subjects: what they are asked, and what they are given."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.examine.executor import Execution, Failure, InProcess
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects.contract import Subject
+from attncheck.subjects.conventions import CONVENTIONS, adopted, convention_named
+from attncheck.subjects.load import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CAUSAL, WINDOW = Spec.of("causal"), Spec.of("sliding_window", window=7)
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "query": 20, "kv": 30, "head_dim": 16}
+    return Problem(**(sizes | changes))
+
+
+def sdpa(function) -> Subject:
+    subject = adopted(function, "kernel", "sdpa")
+    assert isinstance(subject, Subject)
+    return subject
+
+
+def whole(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def bare(query, key, value):
+    return scaled_dot_product_attention(query, key, value)
+
+
+class Notes:
+    """A kernel of the whole convention that notes its keywords."""
+
+    def __call__(self, q, k, v, /, **keywords):
+        self.keywords = keywords
+        self.graded = torch.is_grad_enabled()
+        return scaled_dot_product_attention(q, k, v, **keywords)
+
+
+# What is asked.
+
+
+@pytest.mark.parametrize("function", [whole, scaled_dot_product_attention, Notes()], ids=repr)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": CAUSAL},
+        {"mask": CAUSAL, "query": 30, "kv": 20},
+        {"mask": WINDOW},
+        {"mask": Spec.of("padding", lengths=[0, 9])},
+        {"kv_heads": 2, "mask": CAUSAL},
+        {"scale": 0.7},
+        {"dtype": "fp32", "value_dim": 8},
+    ],
+    ids=str,
+)
+def test_the_whole_convention_reaches_the_kernel(function, changes, exact):
+    problem = small(**changes)
+    subject = sdpa(function)
+    assert subject.unsupported(problem, "cpu") is None
+    inputs = draw(problem)
+    assert exact(inputs).excess(subject.run(inputs)) <= 1
+
+
+def test_a_wrong_mask_is_more_than_rounding(exact):
+    inputs = draw(small(mask=CAUSAL))
+    full = inputs.replace(problem=inputs.problem.replace(mask=Spec.of("full")))
+    assert exact(inputs).excess(sdpa(whole).run(full)) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"mask": CAUSAL}, "takes no attn_mask or is_causal"),
+        ({"mask": WINDOW}, "takes no attn_mask"),
+        ({"kv_heads": 2}, "takes no enable_gqa"),
+        ({"scale": 0.7}, "takes no scale"),
+        ({"scale": 0.25}, None),  # 1/√16
+    ],
+)
+def test_what_the_signature_lacks_is_not_asked(changes, reason):
+    assert sdpa(bare).unsupported(small(**changes), "cpu") == reason
+
+
+def test_a_causal_mask_is_written_out_where_there_is_no_flag(exact):
+    def masked(q, k, v, attn_mask=None):
+        return scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+
+    inputs = draw(small(mask=CAUSAL))
+    assert sdpa(masked).unsupported(inputs.problem, "cpu") is None
+    assert exact(inputs).excess(sdpa(masked).run(inputs)) <= 1
+
+
+@pytest.mark.parametrize("function", [whole, bare])
+def test_what_the_convention_lacks_is_not_asked(function):
+    subject = sdpa(function)
+    assert subject.unsupported(small(dtype="e4m3"), "cpu").endswith("which fp8 inputs need")
+    alibi = small(score=Spec.of("alibi"))
+    assert subject.unsupported(alibi, "cpu") == "the sdpa convention has no score mod"
+    assert subject.unsupported(small(dtype="tf32"), "cpu") == "the CPU has no tf32 products"
+    assert subject.unsupported(small(dtype="tf32"), "cuda") is None
+    assert not subject.concerns(Problem(operation="softmax", query=8))
+    wide = small(mask=WINDOW, query=2_000_000, kv=2_000_000)
+    assert "attn_mask would take" in (sdpa(whole).unsupported(wide, "cpu") or "")
+
+
+def test_the_default_scale_is_left_out_so_that_it_is_examined_too():
+    notes = Notes()
+    sdpa(notes).run(draw(small()))
+    assert notes.keywords == {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
+    assert not notes.graded
+    sdpa(notes).run(draw(small(scale=0.7, mask=WINDOW)))
+    assert notes.keywords["scale"] == small(scale=0.7).scale
+    assert notes.keywords["attn_mask"].dtype == torch.bool
+    assert notes.keywords["attn_mask"].shape == (1, 1, 20, 30)
+
+
+def test_what_has_no_default_is_passed():
+    def strict(q, k, v, attn_mask, scale, *, is_causal):
+        return scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+
+    assert isinstance(InProcess().run(sdpa(strict), draw(small(mask=CAUSAL))), Execution)
+
+
+# What it gives.
+
+
+def test_lse_may_come_with_out(exact):
+    def both(q, k, v):
+        scores = (q @ k.mT) / math.sqrt(q.shape[-1])
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    inputs = draw(small(dtype="fp32"))
+    outputs = sdpa(both).run(inputs)
+    assert outputs.lse.shape == (2, 4, 20)
+    assert exact(inputs).excess(outputs) <= 1
+
+
+@pytest.mark.parametrize(
+    ("gives", "kind", "message"),
+    [
+        (lambda q: (q, None), "", ""),
+        (lambda q: [q], "error", "it returned list of 1: the sdpa convention gives out, or (out, "),
+        (lambda q: None, "error", "it returned NoneType: the sdpa"),
+        (lambda q: (None, None), "contract", "out is NoneType"),
+        (lambda q: q[:1], "contract", "out.shape=(1, 4, 20, 16), but should be (2, 4, 20, 16)."),
+        (lambda q: q.float(), "contract", "out.dtype=torch.float32"),
+        (lambda q: (q, q), "contract", "lse.shape="),
+        (lambda q: (q, q[..., 0]), "contract", "lse.dtype=torch.bfloat16, but should be"),
+        (lambda q: q.mul_(2), "contract", "wrote to its input q."),
+        (lambda q: q.nothing, "error", "AttributeError"),
+        (lambda q: int("x"), "refused", "ValueError: invalid literal"),
+    ],
+    ids=range(11),
+)
+def test_what_it_may_give(gives, kind, message):
+    result = InProcess().run(sdpa(lambda q, k, v: gives(q)), draw(small()))
+    if not kind:
+        assert isinstance(result, Execution)
+        return
+    assert isinstance(result, Failure)
+    assert (result.kind, message in result.message) == (kind, True), result
+
+
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError, AssertionError])
+def test_a_clean_refusal_is_one(error):
+    def picky(q, k, v):
+        raise error("head_dim must be 64\nor 128")
+
+    result = InProcess().run(sdpa(picky), draw(small()))
+    assert result == Failure(kind="refused", message=f"{error.__name__}: head_dim must be 64")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, IndexError, SystemExit])
+def test_anything_else_is_an_error(error):
+    def broken(q, k, v):
+        raise error("no")
+
+    assert InProcess().run(sdpa(broken), draw(small())).kind == "error"
+
+
+# What follows which convention.
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v, is_causal=False):
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def two(q, k): ...
+
+
+def defaults(q, k, v=None): ...
+
+
+def named(q, k, attn_mask): ...
+
+
+def needs(q, k, v, sm_scale): ...
+
+
+def anything(*tensors, is_causal=False): ...
+
+
+def by_position(q, k, v, is_causal=False, /): ...
+
+
+@pytest.mark.parametrize(
+    ("found", "summary"),
+    [
+        (whole, "attn_mask, is_causal, scale, enable_gqa"),
+        (bare, "query, key and value alone"),
+        (anything, "is_causal"),
+        (by_position, "query, key and value alone"),
+        (functools.partial(whole, is_causal=True), "attn_mask, is_causal, scale, enable_gqa"),
+        (Attention(), "is_causal"),
+        (scaled_dot_product_attention, "attn_mask, is_causal, scale, enable_gqa"),
+    ],
+)
+def test_the_signature_says_what_it_takes(found, summary):
+    assert sdpa(found).summary == f"sdpa convention: takes {summary}"
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (3, "be a function of query, key and value"),
+        (dict, "be a function of query, key and value"),
+        (two, "be a function of query, key and value: its first three"),
+        (defaults, "be a function of query, key and value: its first three"),
+        (named, "be a function of query, key and value: its first three"),
+        (needs, "need no 'sm_scale', for which"),
+    ],
+)
+def test_what_is_no_such_function(found, reason):
+    assert str(adopted(found, "kernel", "sdpa")).startswith(reason)
+
+
+def test_a_triton_function_is_not_what_launches_it():
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def kernel(q, k, v):
+        pass
+
+    assert "be the Python function that launches" in str(adopted(kernel, "kernel", "sdpa"))
+
+
+def test_conventions_by_name():
+    assert list(CONVENTIONS) == ["native", "sdpa"]
+    with pytest.raises(UnknownName, match=r"'flash_attn' is not known: choose from native, sdpa\."):
+        convention_named("flash_attn")
+    subject = sdpa(bare)
+    assert adopted(subject, "kernel") is subject
+    assert adopted(subject, "kernel", "native") is subject
+    assert adopted(bare, "kernel", "native") == "be a Subject"
+    assert adopted(3, "kernel") == "be a Subject, or be a function of query, key and value"
+
+
+# By name, from files and modules.
+
+MINE = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+def kernel(q, k, v):
+    return scaled_dot_product_attention(q, k, v)
+class Module(torch.nn.Module):
+    def forward(self, q, k, v):
+        return kernel(q, k, v)
+class Holder:
+    kernel = staticmethod(kernel)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "mine_of_conventions.py"
+    path.write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    return path
+
+
+@pytest.mark.parametrize("convention", [None, "sdpa"])
+def test_a_function_of_a_file_and_of_a_module(mine, convention):
+    assert load(f"{mine}::kernel", convention).name == "mine_of_conventions.py::kernel"
+    name = "mine_of_conventions:kernel"
+    assert load(name, convention).name == name
+    torchs = "torch.nn.functional:scaled_dot_product_attention"
+    assert load(torchs, convention).name == torchs
+
+
+def test_what_else_a_module_may_hold(mine):
+    assert load("mine_of_conventions:Module").summary.endswith("alone")
+    assert load("mine_of_conventions:Holder.kernel").summary.endswith("alone")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "convention", "message"),
+    [
+        ("mine_of_conventions:gone", None, "mine_of_conventions has no 'gone'"),
+        ("no_such_module:kernel", None, "importing no_such_module raised ModuleNotFoundError"),
+        (":kernel", None, "there is no module before ':'"),
+        ("mine_of_conventions:", None, "there is no name after ':'"),
+        ("mine_of_conventions:torch", None, "is module: it must be a Subject, or be a function of"),
+        ("mine_of_conventions:kernel", "native", "it must be a Subject"),
+        ("mine_of_conventions:kernel", "flex", "'flex' is not known: choose from native, sdpa"),
+        ("ideal", "sdpa", "is attncheck's own: leave its convention out"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_one_line(mine, kernel, convention, message):
+    with pytest.raises(UsageError, match=message) as error:
+        load(kernel, convention)
+    assert "\n" not in str(error.value)
+
+
+def test_a_kernel_that_launches_triton_says_so(tmp_path):
+    pytest.importorskip("triton")
+    path = tmp_path / "launches.py"
+    path.write_text(f"import triton.language as tl\n{MINE}")
+    assert load(f"{path}::kernel").triton
+    path.write_text(MINE)
+    assert not load(f"{path}::kernel").triton
+
+
+# The arithmetic that is assumed.
+
+
+def test_weights_may_be_divided_before_they_are_rounded():
+    assumed = sdpa(bare).arithmetic(small(), "cpu")
+    assert assumed.normalised_weights
+    assert not sdpa(bare).arithmetic(small(), "cpu").sums_rounded_weights
+    assert sdpa(scaled_dot_product_attention).arithmetic(small(), "cpu").exp2_ulps > 2
+    assert sdpa(scaled_dot_product_attention).arithmetic(small(dtype="fp32"), "cpu").exp2_ulps == 2
