@@ -1,0 +1,198 @@
+"""Real kernels against several arithmetic profiles: which bound they satisfy, and how tightly.
+
+    python benchmarks/profiles.py [--dtypes NAME ...] [--lengths N ...] [--processes N]
+        [--json PATH] [--md PATH]
+
+For each kernel and profile the largest error ÷ bound over all problems: fp8 with the 13-bit
+accumulator of Hopper's and Ada's tensor cores and with fp32 sums, tf32 truncated and rounded to
+nearest, and every kernel's own profile in every dtype. On a CPU sums are fp32, and interpreted
+kernels alone truncate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from calibration import Untimed
+from in_processes import finished, write_json
+
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.examine.check import compare
+from attncheck.examine.environment import default_device, environment, prepare
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.executor import InProcess
+from attncheck.judge.arithmetic import FP32, HOPPER_FP8
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.subjects.builtin import subject_named
+
+if TYPE_CHECKING:
+    from attncheck.judge.arithmetic import Arithmetic
+    from attncheck.subjects.contract import Subject
+
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
+KERNELS = {
+    "cpu": ("ideal", "triton-flash2", "sdpa-math", "sdpa-flash"),
+    "cuda": (
+        *("ideal", "triton-flash2", "triton-flash2-vt", "triton-flash2-fastacc", "triton-flash1"),
+        *("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"),
+    ),
+}
+LENGTHS = {"cpu": (128,), "cuda": (128, 777, 1024, 4096)}
+_FP8 = {
+    "fp32 sums": {"scores": FP32, "values": FP32},
+    "13-bit sums": {"scores": HOPPER_FP8, "values": HOPPER_FP8},
+}
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "tf32": {"truncated": {"truncates": True}, "to nearest": {"truncates": False}},
+    "e4m3": _FP8,
+    "e5m2": _FP8,
+}
+NUMBERS = ("out_over_bound", "out_over_probable", "lse_over_bound", "lse_over_probable")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem of each distribution."""
+
+    device: str
+    dtype: str
+    length: int
+    dim: int
+    mask: str
+
+
+def work(task: Task) -> list[dict[str, Any]]:
+    """A row for each problem, kernel and profile."""
+    prepare(task.device)
+    rows = []
+    for seed, distribution in enumerate(DISTRIBUTIONS):
+        problem = Problem(
+            heads=2,
+            query=min(task.length, 1024),
+            kv=task.length,
+            head_dim=task.dim,
+            dtype=task.dtype,
+            mask=Spec.of(task.mask),
+            distribution=distribution,
+            seed=seed,
+        )
+        evidence = Evidence(Case(problem=problem), task.device)
+        for name in KERNELS[task.device]:
+            rows += judged(name, evidence)
+    return rows
+
+
+def judged(name: str, evidence: Evidence) -> list[dict[str, Any]]:
+    """One kernel by every profile of its dtype."""
+    problem = evidence.case.problem
+    own = subject_named(name)
+    if not InProcess().concerns(own, problem):
+        return []
+    rows = []
+    for profile, changes in {"its own": {}, **CHANGES.get(problem.dtype, {})}.items():
+        subject = declaring(subject_named(name), changes)
+        record = compare(subject, evidence, variant="", environment="", executor=Untimed())
+        if record.judgement is None:
+            continue
+        row = {"kernel": name, "dtype": problem.dtype, "profile": profile}
+        row |= {"status": record.status, "rule": record.judgement.rule}
+        row |= {"distribution": problem.distribution, "problem": str(problem)}
+        row |= {number: getattr(record.judgement, number) for number in NUMBERS}
+        rows.append(row)
+    return rows
+
+
+def declaring(subject: Subject, changes: dict[str, Any]) -> Subject:
+    """The kernel, said to have another arithmetic."""
+    declared = subject.arithmetic
+
+    def arithmetic(problem: Problem, device: str) -> Arithmetic:
+        return dataclasses.replace(declared(problem, device), **changes)
+
+    subject.arithmetic = arithmetic  # type: ignore[method-assign]
+    return subject
+
+
+def page(found: dict[str, Any]) -> str:
+    """Markdown: a line for each kernel, dtype and profile."""
+    rows = found["rows"]
+    env = found["environment"]
+    heads = ("dtype", "kernel", "profile", "problems", "beyond a bound", "failed")
+    names = [name.replace("_over_", " ÷ ") for name in NUMBERS]
+    lines = [
+        "# Arithmetic profiles against real kernels",
+        "",
+        f"{env['device']}; torch {env['torch']}, triton {env['triton'] or '–'}.",
+        "Largest error ÷ bound over all problems; *beyond a bound* counts the deterministic one's.",
+        "",
+        f"| {' | '.join((*heads, *names))} |",
+        f"|{' --- |' * 3}{' --: |' * (len(heads) + len(names) - 3)}",
+    ]
+    for dtype, kernel, profile in sorted(
+        {(r["dtype"], r["kernel"], r["profile"]) for r in rows}, key=_order
+    ):
+        some = [
+            r for r in rows if (r["dtype"], r["kernel"], r["profile"]) == (dtype, kernel, profile)
+        ]
+        beyond = sum(max(r["out_over_bound"] or 0, r["lse_over_bound"] or 0) > 1 for r in some)
+        failed = sum(r["status"] == "fail" for r in some)
+        cells = [_largest(r[name] for r in some) for name in NUMBERS]
+        line = [dtype, kernel, profile, len(some), beyond, failed, *cells]
+        lines.append(f"| {' | '.join(map(str, line))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _order(key: tuple[str, str, str]) -> tuple[Any, ...]:
+    return (DTYPES.index(key[0]), *key[1:])
+
+
+def _largest(values: Any) -> str:
+    known = [value for value in values if value is not None]
+    return f"{max(known):.3g}" if known else "–"
+
+
+def main() -> None:
+    """Run what is asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--lengths", type=int, nargs="*")
+    parser.add_argument("--dims", type=int, nargs="*", default=[64, 96, 128])
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--json", type=Path, default=Path("reports/profiles.json"))
+    parser.add_argument("--md", type=Path, default=Path("reports/profiles.md"))
+    asked = parser.parse_args()
+    prepare(asked.device)
+    todo = [
+        Task(asked.device, dtype, length, dim, mask)
+        for length in asked.lengths or LENGTHS[asked.device]
+        for dim in asked.dims
+        for mask in ("full", "causal")
+        for dtype in asked.dtypes
+    ]
+    found: dict[str, Any] = {
+        "environment": json.loads(msgspec.json.encode(environment(asked.device)))
+    }
+    found["rows"] = []
+    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
+    for done, part in enumerate(parts, 1):
+        found["rows"] += part
+        if done % 10 == 0:
+            print(f"{done}/{len(todo)}", file=sys.stderr, flush=True)
+            write_json(asked.json, found)
+    write_json(asked.json, found)
+    asked.md.write_text(page(found))
+    print(json.dumps({"rows": len(found["rows"])}))
+
+
+if __name__ == "__main__":
+    main()

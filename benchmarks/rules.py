@@ -1,0 +1,298 @@
+"""How many planted faults each rule catches, and how many right kernels it refuses: one run.
+
+    python benchmarks/rules.py [--device cuda] [--lengths N ...] [--dtypes NAME ...] [--seeds N]
+        [--processes N] [--seconds N] [--only inputs|probes] [--json PATH] [--md PATH]
+    python benchmarks/rules.py --merge A.json B.json [--json PATH] [--md PATH]
+
+Every fault of ``planted.py`` on random inputs, judged by attncheck and by the rules of
+``peers.py``; then the same kernels on attncheck's exact probes. A fault whose outputs are the right
+kernel's own, bit by bit, is no fault there and does not count. One whose difference from its right
+twin is less than what right kernels differ by among themselves is *hidden*: what refuses it by an
+element or a norm refuses right kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from in_processes import finished, write_json
+from peers import PEERS, Given
+from planted import DTYPES, FAULTS, MASKS, TILING, Fault
+from rules_page import page
+from spread import Spread, difference
+
+from attncheck.examine.check import compare
+from attncheck.examine.environment import default_device, environment, prepare
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.executor import Execution, Failure, InProcess
+from attncheck.examine.probe import probe
+from attncheck.probes import PROBES, cases
+from attncheck.problem import Case, Problem
+from attncheck.subjects.builtin import subject_named
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
+    from attncheck.record import Record
+    from attncheck.subjects.contract import Subject
+
+LENGTHS = {"cpu": (250, 1000), "cuda": (4096,)}
+# The ordinary case twice, at scales that are and are not powers of two; then what else is drawn.
+DRAWS = (
+    ("normal", 64),
+    ("normal", 80),
+    ("uniform", 128),
+    ("large_logits", 96),
+    ("outliers", 64),
+    ("negative_logits", 80),
+    ("sink", 128),
+    ("constant_rows", 96),
+)
+TILINGS = {
+    "ideal 64×64": TILING,
+    "ideal 128×128": Tiling(block_query=128, block_kv=128),
+    "ideal 32×16": Tiling(block_query=32, block_kv=16),
+    "ideal reverse": Tiling(block_query=64, block_kv=32, reverse=True),
+    "ideal lazy": Tiling(block_query=64, block_kv=64, lazy_rescale=8.0),
+    "ideal flash1": Tiling(block_query=64, block_kv=64, recurrence="flash1"),
+}
+OTHERS = {
+    "cpu": ("triton-flash2", "sdpa-math", "sdpa-flash"),
+    "cuda": ("triton-flash2", "sdpa-flash", "sdpa-efficient"),
+}
+INTERPRETED_LONGEST = 128
+SAVE_EVERY = 10.0  # seconds
+LONGEST_PROBED = {"cpu": 300, "cuda": 1024}
+MOST_ROUNDS = 2  # of one probe with other parameters
+CHUNK = 128  # query rows: the hardest for a fault of one key, whose share of a long row is small
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem with every kernel that it concerns; with ``probes``, its probes instead."""
+
+    device: str
+    dtype: str
+    length: int
+    seed: int
+    mask: str
+    heads: tuple[int, int]
+    probes: bool
+
+    @property
+    def problem(self) -> Problem:
+        """Rows at the end of a sequence; a window, which is aligned top-left, has all of them."""
+        distribution, dim = DRAWS[self.seed % len(DRAWS)]
+        rows = self.length if self.mask == "window" else max(1, min(CHUNK, self.length // 2))
+        return Problem(
+            heads=self.heads[0],
+            kv_heads=self.heads[1],
+            query=rows,
+            kv=self.length,
+            head_dim=dim,
+            dtype=self.dtype,
+            mask=MASKS[self.mask](self.length),
+            distribution=distribution,
+            seed=self.seed,
+        )
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Those that this problem concerns."""
+        kind = self.mask, self.heads
+        return [f for f in FAULTS if (f.mask, f.heads) == kind and self.dtype in f.dtypes]
+
+
+class Keeping(InProcess):
+    """Keeps what a kernel gave, for the peers' rules."""
+
+    last: Execution | Failure | None = None
+
+    def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
+        """As ``InProcess``."""
+        del timed
+        self.last = super().run(subject, inputs)
+        return self.last
+
+
+def right_kernels(problem: Problem, device: str) -> dict[str, Subject]:
+    """Kernels that are right, by the names that the page gives them."""
+    found: dict[str, Subject] = {name: Ideal(tiling) for name, tiling in TILINGS.items()}
+    if problem.dtype == "tf32":  # as right as rounding to nearest, and what tensor cores do
+        found["ideal truncating"] = Ideal(TILING, tf32="truncate")
+    for name in OTHERS[device]:
+        subject = subject_named(name)
+        slow = subject.triton and device == "cpu" and problem.kv > INTERPRETED_LONGEST
+        if not slow and not InProcess().refusal(subject, problem, device):
+            found[name] = subject
+    return found
+
+
+def work(task: Task) -> list[dict[str, Any]]:
+    """Rows of one task."""
+    prepare(task.device)
+    try:
+        return probed(task) if task.probes else compared(task)
+    except Exception as error:  # noqa: BLE001  # one problem must not end a run of hundreds
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        facts = {"kind": "crash", "name": "the judge", "status": "error", "reason": reason}
+        return [{**asdict(task), **facts, "case": task.problem.to_json()}]
+
+
+def compared(task: Task) -> list[dict[str, Any]]:
+    """Every rule on every kernel, right ones first."""
+    evidence, executor = Evidence(Case(problem=task.problem), task.device), Keeping()
+    given = Given(evidence.inputs, evidence.truth)
+    rows, right = [], {}
+    for name, subject in right_kernels(task.problem, task.device).items():
+        row = _row(task, "right", name, _compare(subject, evidence, executor))
+        rows.append(row | _peers(executor, given))
+        if isinstance(executor.last, Execution):
+            right[name] = executor.last.outputs
+    spread = Spread(list(right.values()))
+    for fault in task.faults:
+        row = _row(task, "fault", fault.name, _compare(fault.kernel(), evidence, executor))
+        if isinstance(executor.last, Execution):
+            row["effect"] = spread.effect(executor.last.outputs, right[_twin(fault)])
+        rows.append(row | _peers(executor, given))
+    return rows
+
+
+def _compare(subject: Subject, evidence: Evidence, executor: Keeping) -> Record:
+    executor.last = None
+    return compare(subject, evidence, variant="", environment="", executor=executor)
+
+
+def _peers(executor: Keeping, given: Given) -> dict[str, Any]:
+    if not isinstance(executor.last, Execution):
+        return {}
+    outputs = executor.last.outputs
+    return {"peers": {name: accepts(outputs, given) for name, accepts in PEERS.items()}}
+
+
+def _row(task: Task, kind: str, name: str, record: Record) -> dict[str, Any]:
+    row = {"kind": kind, "name": name, **asdict(task), "status": record.status}
+    row["distribution"] = task.problem.distribution
+    said = record.judgement
+    row["rule"] = said.rule if said else ""
+    if record.status == "error" or (kind == "right" and record.status == "fail"):
+        row |= {"case": record.case, "reason": said.reason if said else record.reason}
+    return row
+
+
+def probed(task: Task) -> list[dict[str, Any]]:
+    """Every probe, with all its parameters, on every kernel."""
+    problem = task.problem.replace(distribution="normal")
+    fit = [name for name in PROBES if PROBES[name].unfit(problem) is None]
+    rows = []
+    for name in fit:
+        for case in cases(name, problem)[:MOST_ROUNDS]:
+            rows += [row | {"probe": name} for row in _probed(task, case)]
+    return rows
+
+
+def _probed(task: Task, case: Case) -> list[dict[str, Any]]:
+    evidence, executor, rows, right = Evidence(case, task.device), Keeping(), [], {}
+
+    def ask(kind: str, name: str, subject: Subject) -> Outputs | None:
+        executor.last = None
+        record = probe(subject, evidence, variant="", environment="", executor=executor)
+        rows.append(_row(task, kind, name, record))
+        return executor.last.outputs if isinstance(executor.last, Execution) else None
+
+    for name, subject in right_kernels(case.problem, task.device).items():
+        right[name] = ask("right", name, subject)
+    for fault in task.faults:
+        outputs, twin = ask("fault", fault.name, fault.kernel()), right[_twin(fault)]
+        if outputs is not None and twin is not None:
+            rows[-1]["effect"] = sum(difference(outputs, twin))
+    return rows
+
+
+def _twin(fault: Fault) -> str:  # the right kernel that a planted one is but for its fault
+    return "ideal lazy" if fault.kernel.lazy else "ideal 64×64"
+
+
+def tasks(asked: argparse.Namespace) -> list[Task]:
+    """The first draw's problems, the probes at the shortest and the longest length, the rest."""
+    kinds = sorted({(fault.mask, fault.heads) for fault in FAULTS})
+    lengths = sorted(asked.lengths or LENGTHS[asked.device])
+    plain = [
+        Task(asked.device, dtype, length, seed, mask, heads, probes=False)
+        for seed in range(asked.seeds)
+        for length in lengths
+        for dtype in asked.dtypes
+        for mask, heads in kinds
+    ]
+    # With head dims of both kinds.
+    probed_lengths = [n for n in lengths if n <= LONGEST_PROBED[asked.device]] or lengths[:1]
+    probes = [
+        Task(asked.device, dtype, length, seed, mask, heads, probes=True)
+        for seed, length in enumerate((lengths[0], max(probed_lengths)))
+        for dtype in asked.dtypes
+        for mask, heads in kinds
+    ]
+    if asked.only:
+        return plain if asked.only == "inputs" else probes
+    of_one_draw = len(plain) // asked.seeds
+    return [*plain[:of_one_draw], *probes, *plain[of_one_draw:]]
+
+
+def main() -> None:
+    """Run what is asked, writing the JSON file and the page over and over as rows come in."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--lengths", type=int, nargs="*")
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--seeds", type=int, default=len(DRAWS), help="draws of each problem")
+    parser.add_argument("--only", choices=("inputs", "probes"))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
+    parser.add_argument("--json", type=Path, default=Path("reports/rules.json"))
+    parser.add_argument("--md", type=Path, default=Path("reports/rules.md"))
+    parser.add_argument("--merge", type=Path, nargs="*", help="only the page, of these files")
+    asked = parser.parse_args()
+    found = merged(asked.merge) if asked.merge else measure(asked)
+    write_json(asked.json, found)
+    asked.md.write_text(page(found))
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """All the tasks; the JSON file is written every ten seconds."""
+    todo, saved = tasks(asked), time.monotonic()
+    prepare(asked.device)
+    env = json.loads(msgspec.json.encode(environment(asked.device)))
+    complete: dict[str, Any] = {"environments": [env], "done": 0, "of": len(todo), "rows": []}
+    rows = complete["rows"]
+    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
+    for done, part in enumerate(parts, 1):
+        rows += part
+        complete["done"] = done
+        if time.monotonic() - saved > SAVE_EVERY or done == len(todo):
+            print(f"{done}/{len(todo)} problems, {len(rows)} rows", file=sys.stderr, flush=True)
+            write_json(asked.json, complete)
+            saved = time.monotonic()
+    return complete
+
+
+def merged(paths: list[Path]) -> dict[str, Any]:
+    """Several files as one; a row that is in two of them is taken once."""
+    files = [json.loads(path.read_text()) for path in paths]
+    rows = {json.dumps(row, sort_keys=True): row for file in files for row in file["rows"]}
+    found = {json.dumps(env): env for file in files for env in file["environments"]}
+    counts = {name: sum(file[name] for file in files) for name in ("done", "of")}
+    return {"environments": list(found.values()), **counts, "rows": list(rows.values())}
+
+
+if __name__ == "__main__":
+    main()

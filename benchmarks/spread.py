@@ -1,0 +1,46 @@
+"""How far right kernels are from each other, and a faulty one from its right twin beside that."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from attncheck.outputs import Outputs
+
+__all__ = ["Spread", "difference"]
+
+
+class Spread:
+    """How far right kernels are from each other on one problem."""
+
+    def __init__(self, right: list[Outputs]) -> None:
+        """Largest of all pairs: of a head, and of a row of it."""
+        pairs = [(a, b) for i, a in enumerate(right) for b in right[:i]]
+        sizes = [difference(a, b) for a, b in pairs]
+        self.most = [max(values) for values in zip(*sizes, strict=True)]
+
+    def effect(self, outputs: Outputs, twin: Outputs) -> float:
+        """Difference of two kernels in units of that; 0 where they are the same bit by bit."""
+        ratios = [
+            0.0 if size == 0 else size / most if most else math.inf
+            for size, most in zip(difference(outputs, twin), self.most, strict=True)
+        ]
+        return max(ratios)
+
+
+def difference(a: Outputs, b: Outputs) -> list[float]:
+    """Rms difference of the worst head and of the worst row: of out, then of LSE."""
+    out = _squares(a.out, b.out).mean(-1)
+    sizes = [out.mean(-1).max(), out.max()]
+    if a.lse is None or b.lse is None:  # a kernel without LSE says nothing of its spread
+        return [*(float(size) ** 0.5 for size in sizes), 0.0, 0.0]
+    lse = _squares(a.lse, b.lse)
+    return [float(size) ** 0.5 for size in (*sizes, lse.mean(-1).max(), lse.max())]
+
+
+def _squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    same = (a == b) | (a.isnan() & b.isnan())
+    return torch.where(same, 0.0, (a.double() - b.double()).nan_to_num(nan=math.inf)).square()

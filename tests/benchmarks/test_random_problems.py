@@ -1,0 +1,83 @@
+"""The generator of calibration problems: the same ones everywhere, and every kind among them."""
+
+from __future__ import annotations
+
+import pytest
+from random_problems import PER_STRUCTURE, SHAPED_EVERY, problem, shaped, tiling
+
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.formats import DTYPES
+from attncheck.mods.library import MASKS, SCORES
+
+SOME = range(0, 7500, 12)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return {number: problem(number) for number in SOME}
+
+
+def test_a_number_stands_for_one_problem():
+    """On every machine, in every order: ids are hashes of all that a Problem is."""
+    assert [problem(number).id for number in (0, 31, 4096)] == [
+        problem(number).id for number in (0, 31, 4096)
+    ]
+    assert problem(31).id == "4fz3obokas"
+    assert problem(31) != problem(32)
+
+
+def test_every_kind_is_drawn(drawn):
+    problems = drawn.values()
+    measured = {name for name, dtype in DTYPES.items() if dtype.measured}
+    assert {p.dtype for p in problems} == measured
+    assert {p.distribution for p in problems} == set(DISTRIBUTIONS)
+    attention = [p for p in problems if p.operation == "attention"]
+    assert 0 < len(problems) - len(attention) < len(problems) / 6
+    assert {part.name for p in problems for part in p.mask.walk()} == set(MASKS)
+    assert {part.name for p in problems for part in p.score.walk()} == set(SCORES)
+
+
+def test_sizes_reach_from_one_to_the_longest(drawn):
+    problems = drawn.values()
+    assert {min(p.kv for p in problems), min(p.query for p in problems)} == {1}
+    assert min(max(p.kv for p in problems), max(p.query for p in problems)) > 4000
+    assert max(p.batch * p.heads * p.query * p.kv for p in problems) <= 2**24
+    assert {1, 256} <= {p.head_dim for p in problems}
+    usual = sum(p.head_dim in {64, 80, 96, 128} for p in problems)
+    assert 2 * usual > len(drawn)
+    assert any(p.query < p.kv for p in problems)
+    assert any(p.query > p.kv for p in problems)
+    assert any(p.query == p.kv > 1 for p in problems)
+    assert any(p.group > 1 for p in problems)
+    assert any(p.value_dim != p.head_dim for p in problems)
+
+
+def test_a_cpu_gets_short_ones(drawn):
+    for number in SOME[::5]:
+        short = problem(number, longest=512, most_scores=2**19)
+        assert max(short.query, short.kv) <= 512
+        assert short.batch * short.heads * short.query * short.kv <= 2**19
+        assert (short.dtype, short.operation) == (drawn[number].dtype, drawn[number].operation)
+
+
+def structure(p):
+    names = tuple(tuple(part.name for part in spec.walk()) for spec in (p.mask, p.score))
+    return p.dtype, p.head_dim, p.value_dim, p.heads, p.kv_heads, p.kv % 16 == 0, *names
+
+
+@pytest.mark.parametrize("first", [0, PER_STRUCTURE, SHAPED_EVERY * PER_STRUCTURE])
+def test_neighbours_share_what_a_kernel_is_compiled_for(first):
+    problems = [problem(number) for number in range(first, first + PER_STRUCTURE)]
+    assert len({structure(p) for p in problems}) == 1
+    assert len({p.seed for p in problems}) == PER_STRUCTURE
+    shapes = {p.replace(seed=0, distribution="normal") for p in problems}
+    assert (len(shapes) == 1) == shaped(first)
+
+
+def test_every_way_to_walk_over_the_keys_is_drawn():
+    tilings = [tiling(number) for number in range(200)]
+    assert {t.recurrence for t in tilings} == {"flash1", "flash2"}
+    assert {t.lazy_rescale for t in tilings} == {0.0, 2.0, 8.0}
+    assert {t.reverse for t in tilings} == {True, False}
+    assert {t.block_kv for t in tilings} == {t.block_query for t in tilings} == {16, 32, 64, 128}
+    assert tiling(7) == tiling(7)
