@@ -76,9 +76,12 @@ class ScoreModError:
         jump: bool: the score lies within its radius of a jump of the mod.
         falls: bool: the mod's derivative is negative, so that an error of all scores of a row
             changes its sign there; None where that is not asked.
+        likely: ``radius`` of errors that are no larger than is likely; None where not asked. Of a
+            mod that bends, ``radius`` over the whole error says nothing of a small one.
     """
 
     radius: torch.Tensor
     own: torch.Tensor
     jump: torch.Tensor
     falls: torch.Tensor | None = None
+    likely: torch.Tensor | None = None

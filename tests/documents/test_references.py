@@ -302,3 +302,21 @@ def test_the_python_page_names_all_of_its_modules(exports):
     for module, names in table:
         (name,) = code_in(module)
         assert sorted(code_in(names)) == sorted(exports[0][name]), name
+
+
+def test_the_calibration_of_the_bounds_page_is_the_measured_one():
+    runs = json.loads(read("reports/h200/calibration.json"))
+    groups = [group for run in runs for group in run["groups"]]
+    table = rows("docs/bounds.md", "dtype")
+    assert [row[0] for row in table] == ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
+    for dtype, count, out, lse, *_ in table:
+        of_dtype = [group for group in groups if group["dtype"] == dtype]
+        judged = sum(sum(group["statuses"].values()) for group in of_dtype)
+        assert int(count.replace(",", "")) == judged
+        for said, name in ((out, "out_over_bound"), (lse, "lse_over_bound")):
+            largest = max(r[name][0] for group in of_dtype if (r := group["ratios"])[name])
+            assert said == f"{largest:.3f}"
+    assert sum(group["statuses"]["fail"] for group in groups) == 0
+    text = read("docs/bounds.md")
+    for what in ("problems", "judgements"):
+        assert f"{sum(run[what] for run in runs):,}" in text

@@ -11,6 +11,7 @@ import torch
 from attncheck.examine import allowances as room
 from attncheck.examine.allowances import allowance, budget
 from attncheck.examine.evidence import Evidence
+from attncheck.formats import FORMATS, round_to
 from attncheck.judge.bounds import deterministic
 from attncheck.judge.scores import score_error
 from attncheck.judgement import Place
@@ -221,3 +222,22 @@ def test_an_allowance_is_that_of_the_judge():
     bound = deterministic(known, arithmetic, score_error(known, arithmetic))
     assert torch.equal(allowed.out.flatten(0, 1), bound.out)
     assert torch.equal(allowed.lse.flatten(0, 1), bound.lse)
+
+
+def test_a_score_mod_that_bends_is_as_steep_as_at_likely_errors():
+    mod = Spec.of("softcap", cap=2.0)
+    problem = Problem(
+        query=64, kv=512, head_dim=64, value_dim=4, dtype="tf32", score=mod, scale=1e6
+    )
+    case = evidence(problem)
+    q, k, v = (x.double() for x in (case.inputs.q, case.inputs.k, case.inputs.v))
+    scores = [
+        2 * torch.tanh(1e6 * (q @ k.mT) / 2)
+        for q, k in ((q, k), (round_to(q, FORMATS["tf32"]), round_to(k, FORMATS["tf32"])))
+    ]
+    assert ((scores[1] - scores[0]).abs() > 3.9).any()  # from one end of the cap to the other
+    error = (torch.softmax(scores[1], -1) - torch.softmax(scores[0], -1)) @ v
+    found = allowance(case, of_ideal(problem))
+    for sample in found.samples:
+        apart = error[0][:, sample.rows.query].abs()
+        assert (apart <= sample.probable_out).all()

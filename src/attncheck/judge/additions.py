@@ -61,7 +61,7 @@ def taken(conditions: Conditions, accumulator: Accumulator) -> torch.Tensor | No
         return None
     seen = conditions.seen
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % accumulator.block))
-    held = padded.unflatten(-1, (-1, accumulator.block)).any(-1)
+    held = padded.reshape(*seen.shape[:-1], -1, accumulator.block).any(-1)
     return held.sum(-1, keepdim=True).to(torch.float64)
 
 

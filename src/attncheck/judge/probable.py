@@ -157,7 +157,7 @@ def _rounded_operands(
     of_query = u**2 + (0.0 if scaled is None else scaled.unit_roundoff**2)
     variance = variance + conditions.scale**2 * of_query * (q * mean).square().sum(-1)
     if u:
-        keys = (moves * (q.square() @ k.square().mT).sqrt()).sum(-1).square()
+        keys = (moves.abs() * (q.square() @ k.square().mT).sqrt()).sum(-1).square()
         variance = variance + (conditions.scale * u) ** 2 * keys
     if scaled is not None:  # below its normal range
         variance = variance + (scaled.subnormal_spacing / 2) ** 2 * mean.square().sum(-1)

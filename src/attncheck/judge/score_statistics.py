@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.judge.additions import steps
-from attncheck.judge.scores import factor_roundings
+from attncheck.judge.scores import factor_roundings, likely_radius
 
 if TYPE_CHECKING:
     from attncheck.conditions import Conditions, ScoreModError
@@ -49,7 +49,7 @@ def score_statistics(
 ) -> ScoreStatistics:
     """Statistics of these rows; ``sigmas`` is the λ of the bound they are for."""
     seen, unit = conditions.seen, arithmetic.unit
-    slope, own = _slope(scores, mod)
+    slope, own = _slope(scores, mod, sigmas)
     maximum = conditions.maximum[..., None]
     below = torch.where(seen, conditions.scores - maximum, 0.0)
     each = 2 * arithmetic.exp2_ulps + 1
@@ -77,12 +77,18 @@ def score_statistics(
     )
 
 
-def _slope(scores: ScoreError, mod: ScoreModError | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _slope(
+    scores: ScoreError, mod: ScoreModError | None, sigmas: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the score mod makes of an error, and adds of its own."""
     if mod is None:
         return torch.ones_like(scores.radius), torch.zeros_like(scores.radius)
-    carried = (mod.radius - mod.own).clamp_min(0)
-    return torch.where(scores.radius > 0, carried / scores.radius, 0.0), mod.own
+    if mod.likely is None:
+        reach, radius = scores.radius, mod.radius
+    else:
+        reach, radius = likely_radius(scores, sigmas), mod.likely
+    carried = (radius - mod.own).clamp_min(0)
+    return torch.where(reach > 0, carried / reach, 0.0), mod.own
 
 
 def _records(tiles: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from attncheck.formats import Format
     from attncheck.judge.arithmetic import Arithmetic
 
-__all__ = ["ScoreError", "factor_roundings", "overflows", "rounds_operands", "score_error"]
+__all__ = [
+    "ScoreError",
+    "factor_roundings",
+    "likely_radius",
+    "overflows",
+    "rounds_operands",
+    "score_error",
+]
 
 # q·√scale and k·√scale, where a kernel of wide products scales them first: two factors, each
 # rounded itself and multiplied with one rounding.
@@ -41,7 +48,8 @@ class ScoreError:
 def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     """The error of ``conditions.products`` as a kernel of this arithmetic computes them.
 
-    A softmax is given its scores: their error is 0, but for what may overflow. Source: B5–B8 in ``docs/bounds.md``.
+    A softmax is given its scores: their error is 0, but for what may overflow. Source: B5–B8 in
+    ``docs/bounds.md``.
     """
     if conditions.given_scores:
         nothing = torch.zeros_like(conditions.products)
@@ -60,6 +68,11 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
         variance=_variance(conditions, arithmetic, size, cut),
         bias=_bias(conditions, arithmetic, size, cut),
     )
+
+
+def likely_radius(scores: ScoreError, sigmas: float) -> torch.Tensor:
+    """What the random part of the error does not pass by ``sigmas`` standard deviations (B22)."""
+    return torch.minimum(scores.radius, sigmas * scores.variance.sqrt())
 
 
 def factor_roundings(arithmetic: Arithmetic) -> int:

@@ -113,9 +113,7 @@ def _underflow(
     return underflow
 
 
-def _overflows(
-    conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor
-) -> torch.Tensor:
+def _overflows(conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor) -> torch.Tensor:
     """Where the unnormalised sum may pass fp32's largest number, or V that of tf32.
 
     In any tile's frame: before the largest score has come, lesser ones have weights of 1.

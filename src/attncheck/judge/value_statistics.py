@@ -39,8 +39,10 @@ def out_statistics(
     if arithmetic.operand_error and arithmetic.truncates:
         steady = steady + 2 * arithmetic.operand_error * (moved.exact @ values.abs())
     if arithmetic.values.block is not None:
-        steady = steady + _running_bias(conditions, arithmetic, scores, moved, values)
-        steady = steady + sum_bias(conditions, arithmetic) * conditions.out.abs()
+        # A row sum that is too small makes out larger: one of the two may be without the other.
+        of_sum = sum_bias(conditions, arithmetic) * conditions.out.abs()
+        of_values = _running_bias(conditions, arithmetic, scores, moved, values)
+        steady = steady + torch.maximum(of_sum, of_values)
     return variance.sqrt(), steady
 
 

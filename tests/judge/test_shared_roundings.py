@@ -1,0 +1,165 @@
+"""Roundings that weights share, or that take from a whole row: each as a kernel makes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.conditions import ScoreModError
+from attncheck.formats import DTYPES, FORMATS, round_to
+from attncheck.judge.accumulators import AMPERE, HOPPER_FP8
+from attncheck.judge.additions import sum_of_weights, taken
+from attncheck.judge.arithmetic import default
+from attncheck.judge.bounds import deterministic
+from attncheck.judge.probable import probable
+from attncheck.judge.scores import score_error
+from attncheck.judge.truncation import cut
+
+TF32, BF16, FP16, E4M3 = (default(DTYPES[name]) for name in ("tf32", "bf16", "fp16", "e4m3"))
+KEYS = 512
+
+
+def bounds(known, arithmetic, mod=None):
+    errors = score_error(known, arithmetic)
+    error = None
+    if mod is not None:
+        slope, falls = mod
+        radius = errors.radius * slope
+        none = torch.zeros_like(radius)
+        error = ScoreModError(radius=radius, own=none, jump=none > 0, falls=falls)
+    return probable(known, arithmetic, errors, error, elements=known.out.numel())
+
+
+def positive(made, dim=64, rows=8):
+    """q, k and v whose keys resemble each other: numbers in [0, 1)."""
+    drawn = (made.normal(1, n, dim, seed=i) for i, n in enumerate((rows, KEYS, KEYS)))
+    return [round_to(torch.special.ndtr(x), FORMATS["bf16"]) for x in drawn]
+
+
+def test_values_are_rounded_to_tf32_where_weights_are_not(made):
+    q, k, v = made.normal(1, 8, 16), made.normal(1, 4, 16, seed=1), made.normal(1, 4, 9, seed=2)
+    known = made.attention(q, k, v)
+    bound = bounds(known, replace(TF32, weights=FORMATS["fp32"])).out
+    weights = torch.softmax(known.scores, -1)
+    assert ((weights @ round_to(v, FORMATS["tf32"]) - known.out).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_query_that_is_rounded_moves_all_scores_of_a_row(made, name):
+    q, k, v = positive(made)
+    known = made.attention(q, k, v, scale=0.11)
+    arithmetic = replace(default(DTYPES[name]), scaled_query=FORMATS[name])
+    moved = round_to(0.11 * q, FORMATS[name]) @ k.mT
+    error = (torch.logsumexp(moved, -1) - known.lse).abs()
+    assert (error <= bounds(known, arithmetic).lse).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_steep_score_mod_makes_more_of_it(made, sign):
+    q, k, v = positive(made)
+    known = made.attention(q, k, v, scale=0.11, scores=sign * 3 * 0.11 * (q @ k.mT))
+    falls = torch.full_like(known.seen, sign < 0)
+    arithmetic = replace(BF16, scaled_query=FORMATS["bf16"])
+    moved = (1 + 2.0**-9) * known.scores  # every number of q by half of what it may be rounded by
+    error = (torch.logsumexp(moved, -1) - known.lse).abs()
+    assert (error <= bounds(known, arithmetic, (3.0, falls)).lse).all()
+
+
+def test_truncation_adds_where_a_score_mod_falls(made):
+    q, k, v = made.normal(1, 8, 16) / 4, made.normal(1, KEYS, 16, seed=1), made.normal(1, KEYS, 4)
+    products = q @ k.mT
+    known = made.attention(q, k, v, scores=products.abs())
+    arithmetic = replace(TF32, truncates=True)
+    error = 0.75 * 2.0**-9 * (torch.softmax(known.scores, -1) * products.abs()).sum(-1)
+    found = bounds(known, arithmetic, (1.0, products < 0)).lse
+    assert (error <= found).all()
+    assert (found > bounds(known, arithmetic, (1.0, None)).lse).any()  # of x itself: both signs
+
+
+def test_a_row_sum_that_truncates_is_too_small(made):
+    known = made.attention(
+        made.normal(1, 8, 16), made.normal(1, KEYS, 16, seed=1), torch.ones(1, KEYS, 1)
+    )
+    arithmetic = replace(
+        E4M3,
+        values=HOPPER_FP8,
+        weights=FORMATS["fp32"],
+        sums_rounded_weights=True,
+        output=FORMATS["fp32"],
+    )
+    weights, total = torch.softmax(known.scores, -1), torch.zeros(1, 8)
+    for step in weights.split(HOPPER_FP8.block, -1):
+        total = cut(total + step.sum(-1), HOPPER_FP8.result)
+    found = bounds(known, arithmetic)
+    assert (-torch.log(total) <= found.lse).all()
+    assert (1 / total - 1 <= found.out[..., 0]).all()
+
+
+def test_weights_that_are_lost_are_missing_in_the_sum_of_rounded_ones(made):
+    scores = torch.full((1, 1, KEYS), -11 * math.log(2), dtype=torch.float64)
+    scores[..., 0] = 0.0
+    known = made.attention(scores, torch.eye(KEYS)[None], torch.ones(1, KEYS, 1))
+    found = bounds(known, replace(E4M3, sums_rounded_weights=True))
+    assert (known.lse <= found.lse).all()  # all but the first are rounded to 0
+
+
+def test_a_step_of_few_seen_keys_cuts_as_much_as_a_full_one(made):
+    seen = torch.arange(KEYS) % AMPERE.block == 0
+    known = made.attention(*(torch.ones(1, n, 1) for n in (1, KEYS, KEYS)), seen=seen)
+    arithmetic = replace(BF16, values=AMPERE, sums_rounded_weights=True, block_kv=256)
+    assert taken(known, AMPERE).item() == KEYS / AMPERE.block
+    # The sum and one term are aligned, and what comes out is truncated.
+    each = 2 * 2.0**-AMPERE.alignment + 2.0 ** (1 - AMPERE.result)
+    assert sum_of_weights(known, arithmetic).item() >= KEYS / AMPERE.block * each
+
+
+def test_sums_overflow_before_the_largest_score_has_come(made):
+    keys = torch.zeros(1, 16, 1)
+    keys[0, 0] = 200.0
+    known = made.attention(torch.ones(1, 1, 1), keys, torch.full((1, 16, 1), 1e38))
+    arithmetic = default(DTYPES["bf16"])
+    assert deterministic(known, arithmetic, score_error(known, arithmetic)).out.isinf().all()
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+def test_numbers_that_tf32_rounds_to_infinity_have_no_bound(made, place):
+    tensors = {name: torch.full((1, 2, 1), 1e-30, dtype=torch.float64) for name in "qkv"}
+    tensors[place][0, 0, 0] = FORMATS["fp32"].max
+    # A hidden key's weight is 0, and 0 times infinity is NaN.
+    known = made.attention(**tensors, seen=torch.tensor([place != "v", True]))
+    for truncates in (False, True):
+        arithmetic = replace(TF32, truncates=truncates)
+        found = deterministic(known, arithmetic, score_error(known, arithmetic)).out
+        assert bool(found.isinf().any()) is not truncates
+
+
+def test_a_scaled_query_may_be_below_the_normal_range_or_beyond_it(made):
+    q, k = made.normal(1, 8, 16), 100 * made.normal(1, 64, 16, seed=1)
+    arithmetic = replace(FP16, scaled_query=FORMATS["fp16"])
+    small = made.attention(q, k, k, scale=2.0**-22)
+    moved = (round_to(2.0**-22 * q, FORMATS["fp16"]) @ k.mT - small.products).abs()
+    assert (moved <= score_error(small, arithmetic).radius).all()
+    large = made.attention(q, k, k, scale=1e6)
+    assert score_error(large, arithmetic).radius.isinf().any()
+
+
+def test_a_maximum_that_lags_is_farther_from_lse(made):
+    known = made.attention(
+        made.normal(1, 2, 4), made.normal(1, 16, 4, seed=1), torch.ones(1, 16, 1)
+    )
+    found = [
+        deterministic(known, one, score_error(known, one)).lse_terms["logarithm"]
+        for one in (BF16, replace(BF16, lazy_rescale=8.0))
+    ]
+    # The maximum, times a rounded factor, and the logarithm of the row sum are as much larger.
+    assert (found[1] - found[0] >= (4 + 4) * 8 * math.log(2) * BF16.unit).all()
+
+
+def test_given_scores_that_overflow_as_exponents_have_no_bound(made):
+    known = made.softmax(torch.tensor([[[3e38, 0.0], [1.0, 0.0]]]))
+    arithmetic = default(DTYPES["fp32"])
+    found = deterministic(known, arithmetic, score_error(known, arithmetic))
+    assert found.lse.isinf().tolist() == [[True, False]]
