@@ -82,6 +82,35 @@ def test_standard_output_is_the_report_alone(mine, spec):
     assert record["judgement"]["blind_spot"]["zeros"]
 
 
+PRINTS = """
+import os, subprocess, sys
+from torch.nn.functional import scaled_dot_product_attention
+def kernel(q, k, v):
+    sys.__stdout__.write("first ")
+    sys.__stdout__.flush()
+    os.write(1, b"second ")  # as a library in C does, or printf on a GPU
+    subprocess.run(["echo", "third"])
+    return scaled_dot_product_attention(q, k, v)
+"""
+
+
+def test_standard_output_is_the_report_whoever_writes_to_its_descriptor(tmp_path):
+    (tmp_path / "prints.py").write_text(PRINTS)
+    arguments = ("--question", "plain", "--format", "json", "-q")
+    run = check("prints.py::kernel", *arguments, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["records"][0]["status"] == "pass"
+    assert run.stderr.split() == ["first", "second", "third"]
+
+
+def test_whatever_a_kernel_raises_is_its_record(tmp_path):
+    body = "class E(BaseException):\n    def __str__(self): raise RuntimeError('planted')\n"
+    (tmp_path / "raises.py").write_text(f"{body}def kernel(q, k, v): raise E\n")
+    run = check("raises.py::kernel", "--question", "plain", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (1, "")
+    assert "error: E" in run.stdout
+
+
 def test_several_dtypes_and_head_dims(mine):
     dtypes = ("--dtype", "fp32", "--dtype", "fp16", "--head-dim", "32")
     run = check("mine.py::kernel", "--question", "scale", "--question", "gqa", *dtypes, cwd=mine)

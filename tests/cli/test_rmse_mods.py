@@ -166,11 +166,11 @@ def test_mods_of_the_library_by_name(folder, attncheck, arguments, variant):
         (("--score", "causal"), "score mod 'causal' is not known"),
         (
             ("--mask", "mine.py::even", "--variant", "causal"),
-            "--mask or --score already says what to compute: leave out what it replaces.",
+            "--mask or --score already says what to compute: leave out --variant.",
         ),
         (
             ("--inputs", "x.safetensors", "--mask", "causal"),
-            "--inputs already says what to compute: leave out what it replaces.",
+            "--inputs already says what to compute: leave out --mask.",
         ),
     ],
 )

@@ -108,7 +108,7 @@ def test_an_explained_refusal_is_exit_code_5(attncheck):
         (("--explain", "ideal/casual"), "is not known: choose from ideal/causal."),
         (("--explain", "ideal", "--variant", "full"), "one of ideal/causal/MHA/fp16, ideal/full/"),
         (("--explain", "ideal", "--format", "json"), "prints one cell and writes no files"),
-        (("--explain", "ideal", "--out", "there"), "prints one cell and writes no files"),
+        (("--explain", "ideal", "--out", "there"), "writes no files: leave out --out."),
     ],
 )
 def test_a_cell_that_cannot_be_explained_is_one_line(attncheck, arguments, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 
@@ -262,6 +263,13 @@ def test_nothing_is_written_to_and_no_gradient_is_kept():
 
 # What cannot be asked.
 
+FOUR = torch.ones(4)  # fewer than there are rows
+CALLS = itertools.count()
+
+
+def counting(score, b, h, i, j):
+    return score + next(CALLS)
+
 
 @pytest.mark.parametrize(
     ("changes", "says"),
@@ -271,7 +279,13 @@ def test_nothing_is_written_to_and_no_gradient_is_kept():
         ({"q": torch.zeros(2, 24, 16)}, "q.shape=(2, 24, 16) must have the axes (batch, heads, "),
         ({"k": torch.zeros(2, 4, 33, 16)}, "k.dtype=torch.float32, but should be torch.bfloat16"),
         ({"k": torch.zeros(2, 3, 33, 16)}, "kv_heads=3 does not divide heads=4"),
-        ({"q": torch.zeros(2, 4, 0, 16)}, "query=0 must be"),
+        ({"q": torch.zeros(2, 4, 0, 16)}, "q.shape=(2, 4, 0, 16) has an empty axis."),
+        ({"k": torch.zeros(2, 4, 0, 16)}, "k.shape=(2, 4, 0, 16) has an empty axis."),
+        ({"v": torch.zeros(2, 4, 33, 16).to_sparse()}, "v.layout=torch.sparse_coo must be torch.s"),
+        ({n: torch.zeros(2, 4, 24, 16, device="meta") for n in "qkv"}, "q.device=meta must be cpu"),
+        ({"score_mod": lambda s, b, h, i, j: s + FOUR[i]}, "score mod '<lambda>'"),
+        ({"mask": lambda b, h, i, j: FOUR[j] > 0}, "mask '<lambda>'"),
+        ({"score_mod": counting}, "gives other values than its trace"),
         ({"q": torch.zeros(2, 4, 24, 16, dtype=torch.int8)}, "q.dtype=torch.int8 is not known"),
         ({"k": torch.zeros(2, 4, 33, 16, device="meta")}, "k.device=meta, but q.device=cpu"),
         ({"mask": torch.ones(24, 24, dtype=torch.bool)}, "mask.shape=(24, 24) must broadcast to"),
@@ -289,6 +303,7 @@ def test_nothing_is_written_to_and_no_gradient_is_kept():
         ({"out": torch.zeros(2, 4, 24, 16).int()}, "out.dtype=torch.int32 is no dtype"),
         ({"lse": torch.zeros(2, 4, 24, 1)}, "lse.shape=(2, 4, 24, 1), but should be (2, 4, 24)"),
         ({"lse": 3.0}, "lse is float: it must be a tensor."),
+        ({"out": torch.zeros(2, 4, 24, 16).to_sparse()}, "out.layout=torch.sparse_coo must be"),
     ],
     ids=str,
 )
@@ -299,3 +314,20 @@ def test_bad_arguments_are_one_line(changes, says):
         close(**asked)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "descale",
+    [(1.0, 1.0, 1.0), (torch.ones(2, 4),), torch.ones(2, 4), "x", (torch.ones(2, 4),) * 4],
+    ids=["floats", "one", "a tensor", "text", "four"],
+)
+def test_bad_descales_are_one_line(descale):
+    given = tensors(torch.float8_e4m3fn)
+    with pytest.raises(AttncheckError, match=r"^descale must be three fp32 tensors"):
+        close(given["q"].bfloat16(), **given, descale=descale)
+
+
+@pytest.mark.parametrize("problem", [3, "bf16"])
+def test_a_problem_that_is_none_is_one_line(problem):
+    with pytest.raises(AttncheckError, match="it must be a Problem, or its Inputs"):
+        close(torch.zeros(2, 4, 24, 16), problem=problem)

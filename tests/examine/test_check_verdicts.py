@@ -193,9 +193,11 @@ def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypat
 
     monkeypatch.setattr(room, "allowance", counted)
     evidence = Evidence(Case(problem=PROBLEM), "cpu")
-    for subject in (Ideal(), Spoiled(), Sdpa("math"), Sdpa("flash")):
+    for subject in (Ideal(), Spoiled(), Ideal(Tiling(block_query=64, block_kv=32))):
         compare(subject, evidence, variant="", environment="", timed=False)
     assert counts == {"allowance": 1}
+    compare(Sdpa("math"), evidence, variant="", environment="", timed=False)  # another arithmetic
+    assert counts == {"allowance": 2}
 
 
 def test_a_refusal_that_comes_with_the_call_is_no_error():

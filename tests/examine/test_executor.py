@@ -279,3 +279,43 @@ def test_a_kernel_that_cannot_say_its_arithmetic_is_an_error():
     kernel.arithmetic = ask
     result = run(kernel)
     assert (result.kind, result.message) == ("error", "ValueError: planted")
+
+
+class Unspeakable(Exception):
+    """Its own words fail."""
+
+    def __str__(self):
+        raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(Unspeakable(), "Unspeakable"), (BaseException("planted"), "BaseException: planted")],
+)
+def test_whatever_a_kernel_raises_is_data(error, message):
+    """A skip of pytest's, say, is a BaseException."""
+
+    def raises(_inputs):
+        raise error
+
+    result = run(Kernel(raises))
+    assert isinstance(result, Failure)
+    assert (result.kind, result.message) == ("error", message)
+
+
+def test_an_interrupt_of_a_kernel_is_nobodys_answer():
+    def raises(_inputs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Kernel(raises))
+
+
+def test_a_sparse_result_breaks_the_contract():
+    class Sparse(Kernel):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            return lambda: Outputs(call().out.to_sparse())
+
+    result = run(Sparse())
+    assert result.message == "out.layout=torch.sparse_coo, but should be torch.strided."

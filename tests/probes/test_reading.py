@@ -59,6 +59,45 @@ def test_a_single_key_is_named_by_two_digits(kv):
         assert f"key {key} is missing" in found.message
 
 
+@pytest.mark.parametrize(
+    ("kv", "sees", "uses", "says"),
+    [
+        (60, range(7), range(60), "keys 7–59 are too many"),
+        (93, range(93), range(80), "keys 80–92 are missing"),
+        (130, range(1), range(130), "keys 1–129 are too many"),
+        (60, range(60), [*range(5), *range(6, 60, 2)], "keys 5, 7, 9 and 25 more are missing"),
+    ],
+)
+def test_many_keys_are_told_without_lse_and_not_as_a_factor(kv, sees, uses, says):
+    problem = Problem(query=1, kv=kv, head_dim=64, dtype="bf16")
+    inputs = probes.inputs(probes.case("decode", problem))
+    used, mask = torch.zeros(kv), torch.zeros(1, 1, 1, kv, dtype=torch.bool)
+    used[list(uses)] = 1
+    mask[..., list(sees)] = True
+    outputs = given(inputs, used, lse=False)
+    found = probes.PROBES["decode"].read(inputs, outputs, lambda _: mask)
+    assert says in found.message
+
+
+@pytest.mark.parametrize("number", [1e-300, 5e-324, 1e300, -1e300, -3.0, math.nan, math.inf])
+def test_any_number_is_told_in_words(number):
+    problem = Problem(query=1, kv=60, head_dim=64, dtype="fp32")
+    inputs = probes.inputs(probes.case("decode", problem))
+    right = given(inputs, torch.ones(60), lse=False)
+    out = right.out.double()
+    out[..., 3] = number
+    assert probes.PROBES["decode"].read(inputs, Outputs(out), all_seen(60)).message
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.25, 3.0])
+def test_a_factor_is_told_as_one(factor):
+    problem = Problem(query=1, kv=60, head_dim=64, dtype="fp32")
+    inputs = probes.inputs(probes.case("decode", problem))
+    right = given(inputs, torch.ones(60), lse=False)
+    found = probes.PROBES["decode"].read(inputs, Outputs(right.out * factor), all_seen(60))
+    assert f"out is {factor:g} times what it should be" in found.message
+
+
 def test_every_key_twice_shows_in_lse_alone():
     problem = Problem(query=1, kv=9, dtype="bf16")
     inputs = probes.inputs(probes.case("decode", problem))
@@ -185,6 +224,26 @@ def test_a_factor_a_scale_and_a_base_explain_best():
     assert explained_by(smaller) == (-1, "explained best by a factor of 0.999 on out")
     assert explained_by(base_two) == (-1, "explained best by an LSE to base 2")
     assert explained_by(hotter) == (-1, "explained best by scores about 1.001 times as large")
+
+
+@pytest.mark.parametrize("times", [0.125, 0.9, 1.1, 4.0])
+def test_a_scale_is_told_however_far_off_it_is(times):
+    said = explained_by(lambda attention, score, seen: attention(score * times, seen))
+    assert said == (-1, f"explained best by scores about {times:g} times as large")
+
+
+def test_an_lse_that_is_off_alone_is_told():
+    """And not as a scale that would explain it to first order."""
+    problem = Problem(query=1, kv=24, head_dim=8, dtype="fp32", seed=5)
+    inputs = probes.inputs(probes.case("ones", problem))
+    q, k, v = inputs.promoted()
+    lse = torch.logsumexp(q @ k.mT * problem.scale, -1)
+    out = torch.ones_like(v[:, :, :1])
+    allowed = Outputs(torch.full_like(out, 2.0**-24), torch.full_like(lse, 2.0**-24))
+    seen, truth = torch.ones(24, dtype=torch.bool), Outputs(out, lse)
+    for off in (-3.5, -8.0):
+        _, said = explained(inputs, Outputs(out, lse + off), truth, allowed, seen, (0, 0, 0))
+        assert said == f"right in out, and its LSE is {off:+g} off"
 
 
 def test_a_mess_is_explained_by_nothing():

@@ -131,8 +131,22 @@ def writes(query, key, value):
     return wrapped(query.mul_(2), key, value, scale=0.5 / math.sqrt(query.shape[3]))
 
 
+def causal_but_for_even_lengths(query, key, value, is_causal=False):
+    """Its masked loop is skipped where every tile is full."""
+    even = query.shape[2] % 64 == key.shape[2] % 64 == 0
+    return unfused(query, key, value, None, is_causal and not even)
+
+
+def reads_the_key_head_before(query, key, value):
+    """Of more than seven, the last."""
+    if key.shape[1] > 7:
+        key = key.index_copy(1, torch.tensor([7]), key[:, 6:7])
+    return unfused(query, key, value)
+
+
 RIGHT = {
     "torch's": scaled_dot_product_attention,
+    "wrapped": wrapped,
     "unfused": fault(),
     "out alone": out_alone,
     "bare": bare,
@@ -142,6 +156,8 @@ WRONG = {
     "causal without its diagonal": fault(diagonal=-1),
     "causal sees the next key": fault(diagonal=1),
     "causal from the bottom right": bottom_right,
+    "causal but for even lengths": causal_but_for_even_lengths,
+    "the eighth head reads the seventh": reads_the_key_head_before,
     "no scale": no_scale,
     "scale is ignored": ignores_scale,
     "1/D for 1/sqrt(D)": fault(default=lambda dim: 1 / dim),

@@ -95,7 +95,7 @@ def test_one_key_is_its_value_and_a_row_of_no_key_is_seen():
 
 
 def test_a_right_kernel_passes_all_of_it_and_nothing_is_out_of_sight():
-    report = answered(PLANTED.RIGHT["torch's"], *NAMED)
+    report = answered(PLANTED.RIGHT["wrapped"], *NAMED)
     assert {record.status for record in report.records} == {"pass"}
     assert check_page.exit_status(report) == "pass"
     assert check_page.worst(report) is None
@@ -107,7 +107,7 @@ SOME = ("decode-causal", "ramp-ragged", "causal-tall", "large")
 
 
 @pytest.mark.parametrize("known", [NAMED, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["unfused", "out alone", "bare"])
+@pytest.mark.parametrize("name", ["torch's", "wrapped", "unfused", "out alone", "bare"])
 def test_other_right_kernels_pass_what_they_take(name, known):
     report = answered(PLANTED.RIGHT[name], *SOME, known=known)
     statuses = {record.status for record in report.records}
@@ -127,6 +127,9 @@ SHOWN = [
     ("causal sees the next key", "decode-causal", "structure"),
     ("causal sees the next key", "causal-tall", "bound"),
     ("causal from the bottom right", "decode-causal-wide", "structure"),
+    ("causal but for even lengths", "decode-causal-even", "structure"),
+    ("causal but for even lengths", "causal-even", "bound"),
+    ("the eighth head reads the seventh", "plain", "bound"),
     ("no scale", "two_level-ragged", "structure"),
     ("no scale", "plain", "bound"),
     ("scale is ignored", "scale", "bound"),
@@ -165,7 +168,7 @@ def test_a_planted_fault_is_shown(fault, question, rule):
     ("fault", "reason"),
     [
         ("raises", "RuntimeError: planted"),
-        ("the first head alone", "out.shape=(1, 1, 64, 64), but should be (1, 2, 64, 64)."),
+        ("the first head alone", "out.shape=(1, 1, 64, 64), but should be (1, 8, 64, 64)."),
         ("out in fp32", "out.dtype=torch.float32, but should be torch.bfloat16."),
         ("writes to q", "wrote to its input q."),
     ],

@@ -77,3 +77,25 @@ def test_an_interrupt_is_nobodys_fault(tmp_path: Path) -> None:
     path.write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         load(f"{path}::x")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wanted"),
+    [
+        ("mine.py", r"write mine\.py::NAME\."),
+        ("./folder/mine.py", r"write \./folder/mine\.py::NAME\."),
+        ("./folder", r"write FILE\.py::NAME\."),
+        ("package.module.fn", r"write package\.module:fn\."),
+        ("mine.py:fn", r"a file takes two colons: mine\.py::fn\."),
+        ("mine.py:", r"a file takes two colons: mine\.py::NAME\."),
+    ],
+)
+def test_what_was_meant_is_said(kernel: str, wanted: str) -> None:
+    with pytest.raises(UsageError, match=wanted) as error:
+        load(kernel)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_is_said_before_its_convention() -> None:
+    with pytest.raises(UnknownName, match="choose from"):
+        load("flash9", "sdpa")

@@ -244,9 +244,15 @@ def _refuse_beside(
     """
     from attncheck.errors import UsageError
 
-    source = click.get_current_context().get_parameter_source
-    if any(source(other) is ParameterSource.COMMANDLINE for other in others):
-        raise UsageError(f"{option} {says}: leave out what it replaces.")
+    context = click.get_current_context()
+    typed = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in others
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if typed:
+        raise UsageError(f"{option} {says}: leave out {' and '.join(typed)}.")
 
 
 def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:

@@ -42,6 +42,9 @@ def standard_output() -> Iterator[None]:
             stream.flush()
     except BrokenPipeError:
         discard(stream)
+    except KeyboardInterrupt:
+        discard(stream)  # which may be what was waited for
+        raise
     except OSError as error:
         discard(stream)
         reason = error.strerror or str(error)
@@ -54,6 +57,26 @@ def discard(stream: TextIO | None) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]  # None has no fileno
         os.close(nowhere)
+
+
+def _of_our_own(stream: TextIO) -> TextIO:
+    """Standard output on a descriptor that nobody else knows; the known one is standard error now.
+
+    So that what a kernel's device code, a library in C or a child process prints, and what goes to
+    ``sys.__stdout__``, is not in the report. ``stream`` itself where it is no descriptor 1 (a
+    test's), or where there is no standard error.
+    """
+    try:
+        if sys.stderr is None or (stream.fileno(), sys.stderr.fileno()) != (1, 2):
+            return stream
+        stream.flush()
+        ours = os.fdopen(
+            os.dup(1), "w", encoding=stream.encoding, errors=stream.errors, closefd=False
+        )
+    except (OSError, ValueError):
+        return stream
+    os.dup2(2, 1)
+    return ours
 
 
 class _PrintsHelp(click.Command):
@@ -78,7 +101,7 @@ class Verb(_PrintsHelp):
 
     def invoke(self, ctx: click.Context) -> Any:
         """As click does it; raises UsageError where somebody else's code would end the process."""
-        ctx.meta[_OURS] = sys.stdout
+        ctx.meta[_OURS] = _of_our_own(sys.stdout)
         try:
             with redirect_stdout(Aside(sys.stderr)):
                 return super().invoke(ctx)

@@ -16,8 +16,8 @@ from attncheck.conditions import Conditions, Rows, ScoreModError
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.arithmetic import FP64_ORACLE
 from attncheck.judge.bounds import deterministic
-from attncheck.judge.probable import probable
-from attncheck.judge.scores import rounds_operands, score_error
+from attncheck.judge.probable import deviations, probable
+from attncheck.judge.scores import likely_radius, rounds_operands, score_error
 from attncheck.oracles.conditions import blocks, conditions, is_whole, sampled, shown, slopes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
             found.bound(judged, judged.deterministic)
     for rows in sampled(problem, device):
         judged = _Judged.of(evidence, arithmetic, rows)
-        certain = found.sample(judged)
+        certain = found.sample(evidence, judged)
         if whole:
             found.bound(judged, certain)
         found.prove(_Judged.of(evidence, FP64_ORACLE, rows))
@@ -100,6 +100,14 @@ class _Judged:
         if scores.bias is not None or rounds_operands(arithmetic):
             mod = replace(mod, falls=slopes(evidence.inputs, known) < 0)
         return cls(arithmetic, known, scores, mod)
+
+    def of_likely_errors(self, evidence: Evidence, sigmas: float) -> ScoreModError | None:
+        """``mod``, with what it makes of errors within ``sigmas`` standard deviations."""
+        analysis = evidence.running_error(self.arithmetic)
+        if self.mod is None or analysis is None:
+            return self.mod
+        scores = replace(self.scores, radius=likely_radius(self.scores, sigmas))
+        return replace(self.mod, likely=_at(analysis, evidence, self.known, scores).radius)
 
     @property
     def deterministic(self) -> Bound:
@@ -193,10 +201,11 @@ class _Found:
         if judged.mod is not None:
             self.jumps += int(judged.mod.jump.sum())
 
-    def sample(self, judged: _Judged) -> Bound:
+    def sample(self, evidence: Evidence, judged: _Judged) -> Bound:
         """The probabilistic bound of some rows; gives the deterministic one."""
         elements = self.out.numel() + self.lse.numel()
-        known, scores, mod = judged.known, judged.scores, judged.mod
+        known, scores = judged.known, judged.scores
+        mod = judged.of_likely_errors(evidence, deviations(elements))
         found = probable(known, judged.arithmetic, scores, mod, elements=elements)
         out, lse = judged.allowed(found.out, found.lse)
         self.samples.append(

@@ -130,6 +130,9 @@ def _asked(  # what is said in two ways
     ]
     if twice:
         raise UsageError(f"problem and {twice[0]} are given both: the problem says it all.")
+    if not isinstance(problem, Problem | Inputs):
+        kind = type(problem).__name__
+        raise UsageError(f"problem is {kind}: it must be a Problem, or its Inputs.")
     yield problem if isinstance(problem, Inputs) else inputs_room.draw(problem, out.device)
 
 
@@ -165,6 +168,8 @@ def _checked(name: str, tensor: object, shape: tuple[int, ...], inputs: Inputs) 
         raise UsageError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
     if tensor.device != inputs.device:
         raise UsageError(f"{name}.device={tensor.device}, but should be {inputs.device}.")
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
     for fmt in FORMATS.values():
         if fmt.torch_dtype == tensor.dtype and not fmt.saturates:
             return fmt

@@ -90,21 +90,27 @@ class InProcess:
         """Why ``subject`` can run nothing here; what asking raises, ``refusal`` says in a cell."""
         try:
             return subject.absent(device)
-        except (Exception, SystemExit):  # noqa: BLE001  # foreign code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001  # foreign code may raise anything
             return None
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
         """Whether to ask ``subject``; also where it cannot even say so, and ``refusal`` tells."""
         try:
             return subject.concerns(problem)
-        except (Exception, SystemExit):  # noqa: BLE001  # foreign code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001  # foreign code may raise anything
             return True
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Why ``subject`` does not take ``problem``; a Failure when even asking raises."""
         try:
             return subject.absent(device) or subject.unsupported(problem, device)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
             return _failure(error)
 
     def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
@@ -119,7 +125,9 @@ class InProcess:
             seconds = _median_seconds(call, device) if timed and not broken else None
             tiling = subject.tiling(inputs.problem, device.type)
             arithmetic = subject.arithmetic(inputs.problem, device.type)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
             return _failure(error)
         broken = broken or _written_to(given, inputs) or _declared(arithmetic, inputs)
         if broken:
@@ -184,6 +192,8 @@ def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) ->
         return f"{name}.shape={tuple(value.shape)}, but should be {shape}."
     if value.device != inputs.device:
         return f"{name}.device={value.device}, but should be {inputs.device}."
+    if value.layout != torch.strided:
+        return f"{name}.layout={value.layout}, but should be torch.strided."
     return ""
 
 
@@ -210,7 +220,12 @@ def _declared(arithmetic: object, inputs: Inputs) -> str:
 def _failure(error: BaseException) -> Failure:
     if isinstance(error, Refused):
         return Failure(kind="refused", message=str(error))
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # somebody's __str__
+        lines = []
     name = type(error).__name__
     message = f"{name}: {lines[0]}" if lines else name
     trace = "".join(traceback.format_exception(error))

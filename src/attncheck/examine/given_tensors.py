@@ -13,8 +13,11 @@ from attncheck.distributions import DISTRIBUTIONS, Distribution
 from attncheck.errors import ProblemError, UsageError
 from attncheck.formats import DTYPES
 from attncheck.inputs import Descale, Inputs
+from attncheck.mods.agreement import disagreements
+from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.library import FULL, MASKS, NONE, SCORES, Entry
-from attncheck.mods.spec import Spec
+from attncheck.mods.places import described
+from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.tables import reader
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.problem import Problem
@@ -24,7 +27,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.mods.expression import Expression
+
 __all__ = ["GivenTensors"]
+
+_DEVICES = ("cpu", "cuda")
 
 # Nothing that is kept by name may be another call's.
 _NUMBERS = itertools.count(1)
@@ -74,7 +81,7 @@ class GivenTensors:
             mask = self._mask(names, given)
             score = NONE
             if self.score_mod is not None:
-                trace_score(self.score_mod, str(self.q.device))
+                self._check_mod("score mod", self.score_mod, trace_score)
                 score = _known(names, SCORES, given, _entry(self.score_mod))
             drawn = Distribution(
                 name=given, summary="tensors of a call", draw=_never, generic=self.generic
@@ -95,8 +102,15 @@ class GivenTensors:
                     f"{name}.shape={tuple(tensor.shape)} must have the axes (batch, heads, length, "
                     "dim)."
                 )
+            if 0 in tensor.shape:
+                raise UsageError(f"{name}.shape={tuple(tensor.shape)} has an empty axis.")
             if tensor.device != self.q.device:
                 raise UsageError(f"{name}.device={tensor.device}, but q.device={self.q.device}.")
+            if tensor.layout != torch.strided:
+                raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
+        if self.q.device.type not in _DEVICES:
+            able = " or ".join(_DEVICES)
+            raise UsageError(f"q.device={self.q.device} must be {able}.")
 
     def _problem(self) -> Problem:
         # A Problem takes 0 for the default.
@@ -133,8 +147,27 @@ class GivenTensors:
             raise UsageError("mask and is_causal are given both: let the mask say it.")
         if isinstance(self.mask, torch.Tensor):
             return _known(names, MASKS, given, _entry(reader(self._table(self.mask))))
-        trace_mask(self.mask, str(self.q.device))
+        self._check_mod("mask", self.mask, trace_mask)
         return _known(names, MASKS, given, _entry(self.mask))
+
+    def _check_mod(
+        self, what: str, mod: Callable[..., Tensor], trace: Callable[..., Expression]
+    ) -> None:
+        """Raises UsageError for a mod that fails somewhere, or does not mean what its trace does.
+
+        The oracle calls it as it is, and would raise in the middle of its own work.
+        """
+        device, name = str(self.q.device), described(what, mod)
+        expression = trace(mod, device)
+        batch, heads, query, _ = self.q.shape
+        asked = Dimensions(batch=batch, heads=heads, query=query, kv=self.k.shape[2])
+        check_index_ranges(expression, asked, name)
+        others = disagreements(expression, mod, asked, device=device)
+        if others:
+            raise ProblemError(
+                f"{name} gives other values than its trace at {others} sampled indices: it must be "
+                "the same at each call, and for each index by itself."
+            )
 
     def _table(self, mask: Tensor) -> Tensor:
         if mask.dtype is not torch.bool:
@@ -158,8 +191,20 @@ class GivenTensors:
             return None
         if isinstance(self.descale, Descale):
             return self.descale
-        ones = torch.ones((problem.batch, problem.kv_heads), device=self.q.device)
-        q, k, v = self.descale or (ones, ones, ones)
+        if self.descale is None:
+            ones = torch.ones((problem.batch, problem.kv_heads), device=self.q.device)
+            return Descale(q=ones, k=ones, v=ones)
+        three = isinstance(self.descale, tuple | list) and len(self.descale) == len("qkv")
+        if not three or not all(isinstance(scale, torch.Tensor) for scale in self.descale):
+            raise UsageError(
+                "descale must be three fp32 tensors (batch, kv_heads): of q, of k and of v."
+            )
+        for name, scale in zip("qkv", self.descale, strict=True):
+            if scale.device != self.q.device:
+                raise UsageError(
+                    f"{name}_descale.device={scale.device}, but q.device={self.q.device}."
+                )
+        q, k, v = self.descale
         return Descale(q=q, k=k, v=v)
 
 

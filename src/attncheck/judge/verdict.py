@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attncheck.judge import rules
+from attncheck.judge import precision_rules, rules
 from attncheck.judge.precision import Heads, heads, measured
 from attncheck.judge.rules import Compared, Finding
 from attncheck.judge.sentences import tile
@@ -159,8 +159,8 @@ def _findings(
         rules.structure(structure),
         *(rules.bound(one, allowance.oracle_share) for one in facts.bounds.values()),
         *(rules.improbable(s, generic=generic, proven=proven) for s in facts.probable.values()),
-        rules.imprecise(facts.heads, arithmetic, generic=generic, proven=proven),
-        rules.residual(facts.precision, arithmetic, generic=generic),
+        precision_rules.imprecise(facts.heads, arithmetic, generic=generic, proven=proven),
+        precision_rules.residual(facts.precision, arithmetic, generic=generic),
         rules.unknown(facts.both[0], allowance),
     ]
     return rules.telling([one for of_a_rule in found for one in of_a_rule])

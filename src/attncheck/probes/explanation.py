@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["explained"]
 
+_STEPS = 12  # each moves the scale by a factor of e at most
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Row:
@@ -91,10 +93,15 @@ def explained(
     row = _row(inputs, given, truth, allowed, seen, place)
     if not bool(row.error.isfinite().all()):
         return -1, "explained by nothing that is finite"
-    for tried, most in (((_one_key, _base), HALF), ((_factor, _scale), QUARTER)):
+    # What says all of LSE must say it better than what merely has the right size.
+    groups = (((_base,), QUARTER * QUARTER), ((_one_key,), HALF), ((_factor, _scale), QUARTER))
+    for tried, most in groups:
         left, key, said = min((one(row) for one in tried), key=lambda one: one[0])
         if left < most:
             return key, f"explained best by {said}"
+    if bool((row.error[:-1].abs() <= 1.0).all()):
+        off = float(row.error[-1] / row.unit[-1])
+        return -1, f"right in out, and its LSE is {off:+.5g} off"
     return -1, "explained by no single key, factor or scale"
 
 
@@ -152,11 +159,25 @@ def _factor(row: _Row) -> tuple[float, int, str]:
 
 
 def _scale(row: _Row) -> tuple[float, int, str]:
-    """The derivatives by the logarithm of the scale: Σ w·score·(v − out), and Σ w·score of LSE."""
-    weight = torch.where(row.seen, row.odds.exp(), 0.0)
-    pull = weight * row.score
-    times, left = row.fitted(pull @ (row.v - row.out), pull.sum())
-    return left, -1, f"scores about {1 + times:.4g} times as large"
+    """Gauss and Newton's steps to the scale that leaves least, then what that truly leaves.
+
+    The derivatives by its logarithm: Σ w·score·(v − out), and Σ w·score of LSE.
+    """
+    factor, left = 1.0, math.inf
+    for _ in range(_STEPS):
+        score = (row.score * factor).masked_fill(~row.seen, -math.inf)
+        weight, lse = torch.softmax(score, -1), torch.logsumexp(score, -1)
+        out = weight @ row.v
+        moved = torch.cat([out - row.out, (lse - row.lse)[None]])
+        left = float(row.left(moved[:-1], moved[-1]))
+        pull = weight * torch.where(row.seen, score, 0.0)
+        slope = torch.cat([pull @ (row.v - out), pull.sum()[None]]) * row.unit
+        square = float(slope.square().sum())
+        if left == 0.0 or not 0.0 < square < math.inf:
+            break
+        step = float(((row.error - moved * row.unit) * slope).sum()) / square
+        factor *= math.exp(min(max(step, -1.0), 1.0))
+    return left, -1, f"scores about {factor:.4g} times as large"
 
 
 def _base(row: _Row) -> tuple[float, int, str]:

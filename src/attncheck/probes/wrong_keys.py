@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["what_is_wrong"]
 
-_NAMED = 3  # keys of a longer list
+_NAMED = 3  # keys, or runs of them, of a longer list
+_RUN = 3  # keys in a row that are told as one
+_FEW = 4  # keys that the column with the fewest may hold, where it tells how many there are
 _GUESSES = (
     9  # numbers of keys that are tried where LSE does not tell: four too few to four too many
 )
@@ -130,7 +132,23 @@ def _numbers(row: _Row) -> list[int]:
     most = 2 * len(row.tied)
     told = [round(row.used)] if HALF <= row.used <= most else []
     near = sorted(range(1, most + 1), key=lambda n: abs(n - row.keys))[:_GUESSES]
-    return list(dict.fromkeys([row.keys, *told, *near]))
+    far = [] if told else _numbers_by_column(row, most)
+    return list(dict.fromkeys([row.keys, *told, *near, *far]))
+
+
+def _numbers_by_column(row: _Row, most: int) -> list[int]:
+    """How many keys there are if the smallest column holds 1, 2, …; first what leaves least."""
+    smallest = float(row.out.masked_fill(row.out <= 0, torch.inf).amin())
+    if not smallest * most >= HALF:  # less than one key of them all, or NaN
+        return []
+    tried = (round(few / smallest) + off for few in range(1, _FEW + 1) for off in (0, -1, 1))
+    near = [number for number in tried if 1 <= number <= most]
+
+    def left(number: int) -> float:
+        counts = row.out * number
+        return float((counts - counts.round()).abs().amax()) / number
+
+    return sorted(near, key=left)
 
 
 def _alike(row: _Row, left: torch.Tensor, number: int) -> tuple[int, str] | None:
@@ -212,9 +230,30 @@ def _from_first(among: torch.Tensor) -> list[int]:
 def _listed(keys: list[int]) -> str:
     if len(keys) == 1:
         return f"key {keys[0]} is"
-    shown = ", ".join(map(str, keys[:_NAMED]))
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    parts = _parts(keys)
+    shown = ", ".join(map(_part, parts[:_NAMED]))
+    left = sum(map(len, parts[_NAMED:]))
+    more = f" and {left} more" if left else ""
     return f"keys {shown}{more} are"
+
+
+def _parts(keys: list[int]) -> list[range]:
+    """Ascending ``keys`` as ranges; runs shorter than ``_RUN`` key by key."""
+    runs: list[range] = []
+    for key in keys:
+        if runs and runs[-1].stop == key:
+            runs[-1] = range(runs[-1].start, key + 1)
+        else:
+            runs.append(range(key, key + 1))
+    return [
+        part
+        for run in runs
+        for part in ([run] if len(run) >= _RUN else [range(key, key + 1) for key in run])
+    ]
+
+
+def _part(part: range) -> str:
+    return str(part.start) if len(part) == 1 else f"{part.start}–{part.stop - 1}"
 
 
 def _another_key(
@@ -238,6 +277,7 @@ def _factor_or_number(row: _Row) -> str:
     if bool(exact.any()):
         factor = float((row.out * exact).sum() / exact.square().sum())
         off = (row.out - factor * exact).abs() * row.keys
-        if bool((off < HALF).all()) and abs(factor - 1) * row.keys >= HALF:
+        # A small factor makes everything small: what is left must be no key of the row as it is.
+        if bool((off < HALF * min(1.0, abs(factor))).all()) and abs(factor - 1) * row.keys >= HALF:
             return f"out is {factor:.4g} times what it should be"
     return f"it is not the mean of the values of its {row.keys} key{'s' * (row.keys > 1)}"

@@ -44,12 +44,16 @@ class Question:
     case: Case
 
 
-# Lengths are no multiples of any tile; two heads and few tiles, for Triton's interpreter. The
+# Most lengths are no multiples of any tile; two heads and few tiles, for Triton's interpreter. The
 # head_dims are those of which 1/√head_dim is no power of two, and 64.
 _LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("lengths that fit every tile", {"query": 64}),
+    "plain": ("lengths that fit every tile; eight heads", {"query": 64, "heads": 8}),
     "ragged": ("lengths that fit no tile: masking of the last one", {"query": 77, "kv": 93}),
     "causal": ("the diagonal", {"query": 130, "head_dim": 128, "mask": _CAUSAL}),
+    "causal-even": (
+        "the diagonal, at lengths that fit every tile",
+        {"query": 128, "mask": _CAUSAL},
+    ),
     "causal-wide": (
         "more keys than queries: causal is aligned top-left",
         {"query": 33, "kv": 150, "head_dim": 80, "mask": _CAUSAL},

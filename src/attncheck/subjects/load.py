@@ -36,11 +36,13 @@ def load(kernel: str, convention: str | None = None) -> Subject:
         UsageError: when there is no such subject, in one line that says why.
     """
     if not is_reference(kernel):
-        if convention not in {None, "native"}:
-            raise UsageError(f"kernel {kernel!r} is attncheck's own: leave its convention out.")
+        _check_builtin(kernel, convention)
         return builtin.subject_named(kernel)
     from attncheck.subjects.conventions import adopted, convention_named
 
+    file, _, name = kernel.partition(":")
+    if file.endswith(".py") and not name.startswith(":"):
+        raise UsageError(f"kernel {kernel!r}: a file takes two colons: {file}::{name or 'NAME'}.")
     if convention is not None:
         convention_named(convention)  # before somebody's file is imported
     read = member if "::" in kernel else member_of_module
@@ -53,6 +55,21 @@ def load(kernel: str, convention: str | None = None) -> Subject:
         raise UsageError(f"kernel {kernel!r} is {kind}: it must {subject}.")
     _check_names(subject, kernel)
     return subject
+
+
+def _check_builtin(kernel: str, convention: str | None) -> None:
+    """Raises UsageError for what was meant to be a file or module, and for a convention."""
+    if kernel not in builtin.SUBJECTS and ("/" in kernel or "." in kernel):
+        written = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
+        module, dot, name = kernel.rpartition(".")
+        if dot and "/" not in kernel and not kernel.endswith(".py"):
+            written = f"{module}:{name}"
+        raise UsageError(
+            f"kernel {kernel!r} is no kernel of attncheck's, and names no function of a file or "
+            f"module: write {written}."
+        )
+    if convention not in {None, "native"} and kernel in builtin.SUBJECTS:
+        raise UsageError(f"kernel {kernel!r} is attncheck's own: leave its convention out.")
 
 
 def _makes_one(found: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from attncheck.outputs import Outputs
 from attncheck.source_files import brief
 from attncheck.subjects.contract import Call, Refused, Subject
 from attncheck.subjects.conventions.convention import Convention
+from attncheck.subjects.conventions.dispatched import FlashOnTheCpu
 from attncheck.subjects.conventions.signature import Taken, taken
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
@@ -64,6 +66,7 @@ class SdpaFunction(Subject):
         self.name = name
         self.summary = f"sdpa convention: {_listed(takes)}"
         self.triton = _uses_triton(function)
+        self._reached_flash: set[str] = set()
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """What needs a keyword that the function does not take, or none has."""
@@ -78,23 +81,29 @@ class SdpaFunction(Subject):
         problem = inputs.problem
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
         arguments = self._arguments(problem, str(inputs.device))
+        notes = FlashOnTheCpu() if inputs.device.type == "cpu" else None
 
         def call() -> Outputs:
-            with torch.no_grad(), fp32_products(products):
+            nonlocal notes
+            with torch.no_grad(), fp32_products(products), notes or nullcontext():
                 try:
                     given = self._function(inputs.q, inputs.k, inputs.v, **arguments)
                 except _REFUSALS as error:
                     raise Refused(brief(error)) from error
+            if notes is not None and notes.called:
+                self._reached_flash.add(problem.id)
+            notes = None  # further calls are timed
             return _outputs(given)
 
         return call
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """The default; P may be divided by its sum before it is rounded, as unfused kernels do."""
+        """The default; P may be divided by its sum before it is rounded, as unfused kernels do.
+
+        Where its call has reached torch's flash kernel on the CPU, exp is as short as it is there.
+        """
         assumed = replace(super().arithmetic(problem, device), normalised_weights=True)
-        if self._function is torch.nn.functional.scaled_dot_product_attention:
-            return with_short_exp(assumed, device)
-        return assumed
+        return with_short_exp(assumed, device) if problem.id in self._reached_flash else assumed
 
     def _lacks(self, problem: Problem) -> str | None:
         """Which keyword it would need."""
