@@ -305,7 +305,7 @@ def counting(score, b, h, i, j):
         ({"lse": 3.0}, "lse is float: it must be a tensor."),
         ({"out": torch.zeros(2, 4, 24, 16).to_sparse()}, "out.layout=torch.sparse_coo must be"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_bad_arguments_are_one_line(changes, says):
     given = tensors()

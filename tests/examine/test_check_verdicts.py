@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from attncheck.examine import check
 from attncheck.examine.check import compare
 from attncheck.examine.evidence import Evidence
+from attncheck.examine.recorded import arrangement
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.problem import Case, Problem
@@ -236,8 +236,8 @@ def test_a_kernel_is_timed_only_where_that_is_asked(timed):
 )
 def test_arrangements(operation, heads, kv_heads, said):
     problem = Problem(operation=operation, query=4, heads=heads, kv_heads=kv_heads)
-    assert check.arrangement(problem) == said
-    assert check.arrangement(SOFTMAX) == ""
+    assert arrangement(problem) == said
+    assert arrangement(SOFTMAX) == ""
 
 
 def test_outputs_are_judged_as_they_were_first_given():

@@ -53,7 +53,7 @@ def test_a_query_rounded_after_scaling_is_one_operand_error_more(made):
     plain = default(DTYPES["bf16"])
     rounds = replace(plain, scaled_query=FORMATS["bf16"])
     more = score_error(known, rounds).radius - score_error(known, plain).radius
-    assert more.item() == pytest.approx(15 * 2.0**-8, rel=2.0**-8)
+    assert more.item() == pytest.approx(15 * 2.0**-8, rel=64 * U)  # of the roundings beside it
 
 
 def test_a_softmax_is_given_its_scores(made):

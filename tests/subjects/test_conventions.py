@@ -61,7 +61,11 @@ class Notes:
 # What is asked.
 
 
-@pytest.mark.parametrize("function", [whole, scaled_dot_product_attention, Notes()], ids=repr)
+@pytest.mark.parametrize(
+    "function",
+    [whole, scaled_dot_product_attention, Notes()],
+    ids=["whole", "torch's", "object"],
+)
 @pytest.mark.parametrize(
     "changes",
     [

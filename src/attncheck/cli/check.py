@@ -11,6 +11,7 @@ import click
 
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.options import device_option, format_option, out_option, quiet_option
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
@@ -53,29 +54,13 @@ _EXIT_CODES = {"pass": 0, "fail": 1, "untested": 5}
     metavar="NAME",
     help="Ask this one alone, by the name it has in the report (repeatable).",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
-    "interpreted).",
+@device_option(
+    "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
+    "interpreted)."
 )
-@click.option(
-    "--format",
-    "fmt",
-    default="table",
-    show_default=True,
-    metavar="FORMAT",
-    help="Of standard output: table, json or md.",
-)
-@click.option(
-    "--out",
-    "directory",
-    default="reports",
-    show_default=True,
-    metavar="DIR",
-    help="Folder for check.json and check.md.",
-)
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@format_option("table, json or md")
+@out_option("check.json and check.md")
+@quiet_option
 @click.make_pass_decorator(Interrupts, ensure=True)
 def check(  # noqa: PLR0913  # one parameter per option
     interrupts: Interrupts,

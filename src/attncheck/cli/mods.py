@@ -9,6 +9,7 @@ import click
 
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.options import device_option, format_option, quiet_option
 from attncheck.cli.standard_output import Verb, standard_output
 from attncheck.cli.subjects import named, unconcerned
 
@@ -42,20 +43,11 @@ DEFAULT_SHAPE = "2x2x40/48"
     metavar="BxHxL",
     help="Ranges of b, h, q_idx and kv_idx; 2x4x40/48 is 40 queries on 48 keys.",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Where kernels run and captured tensors are made (default: cuda where there is a GPU).",
+@device_option(
+    "Where kernels run and captured tensors are made (default: cuda where there is a GPU)."
 )
-@click.option(
-    "--format",
-    "fmt",
-    default="table",
-    show_default=True,
-    metavar="FORMAT",
-    help="Of standard output: table, json or md.",
-)
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@format_option("table, json or md")
+@quiet_option
 @click.make_pass_decorator(Interrupts, ensure=True)
 def mods(
     interrupts: Interrupts,

@@ -6,6 +6,7 @@ import click
 
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.options import format_option, quiet_option, seed_option
 from attncheck.cli.standard_output import Verb, standard_output
 
 __all__ = ["oracles"]
@@ -57,28 +58,15 @@ LEAST_DIGITS, MOST_DIGITS = 17, 1000
     type=click.IntRange(LEAST_DIGITS, MOST_DIGITS),
     help=f"Decimal digits of the exact side (default: {DEFAULT_DIGITS}); not with --certify.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Which draw of the inputs.",
-)
-@click.option(
-    "--format",
-    "fmt",
-    default="table",
-    show_default=True,
-    metavar="FORMAT",
-    help="Of standard output: table, json or md.",
-)
+@seed_option
+@format_option("table, json or md")
 @click.option(
     "--out",
     "directory",
     metavar="DIR",
     help="Folder for oracles.json and oracles.md, or certificates.json and .md, if any.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@quiet_option
 @click.make_pass_decorator(Interrupts, ensure=True)
 def oracles(  # noqa: PLR0913  # one parameter per option
     interrupts: Interrupts,

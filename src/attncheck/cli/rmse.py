@@ -10,6 +10,13 @@ from click.core import ParameterSource
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.explain import explain
 from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.options import (
+    device_option,
+    format_option,
+    out_option,
+    quiet_option,
+    seed_option,
+)
 from attncheck.cli.standard_output import Verb, standard_output
 from attncheck.cli.subjects import named, unconcerned
 
@@ -80,42 +87,20 @@ _FILES = {"--kernel", "--mask", "--score", "--inputs"}
     metavar="NAME",
     help="Of the inputs (repeatable; default: normal).",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Which draw of the inputs.",
+@seed_option
+@device_option(
+    "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+    "interpreted)."
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-    "interpreted).",
-)
-@click.option(
-    "--format",
-    "fmt",
-    default="table",
-    show_default=True,
-    metavar="FORMAT",
-    help="Of standard output: table, json, md or csv.",
-)
-@click.option(
-    "--out",
-    "directory",
-    default="reports",
-    show_default=True,
-    metavar="DIR",
-    help="Folder for rmse.json, rmse.md and rmse.csv.",
-)
+@format_option("table, json, md or csv")
+@out_option("rmse.json, rmse.md and rmse.csv")
 @click.option(
     "--explain",
     "explained",
     metavar="CELL",
     help="In place of the table: the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@quiet_option
 @click.make_pass_decorator(Interrupts, ensure=True)
 def rmse(  # noqa: PLR0913  # one parameter per option
     interrupts: Interrupts,

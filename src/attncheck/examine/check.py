@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.examine.executor import Execution, Executor, Failure, InProcess, out_of_memory
+from attncheck.examine.executor import InProcess
 from attncheck.examine.judging import judged
+from attncheck.examine.recorded import recorded
 from attncheck.judge.metrics import errors
 from attncheck.judgement import Place
 from attncheck.record import LseErrors, OutErrors, Record
@@ -15,12 +16,11 @@ from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
     from attncheck.examine.evidence import Evidence
+    from attncheck.examine.executor import Execution, Executor
     from attncheck.outputs import Outputs
-    from attncheck.problem import Problem
-    from attncheck.record import Status
     from attncheck.subjects.contract import Subject, Tiling
 
-__all__ = ["arrangement", "compare"]
+__all__ = ["compare"]
 
 
 def compare(
@@ -46,38 +46,14 @@ def compare(
     becomes a Record with status ``error``; so does a Case whose exact result does not fit into
     memory. A Refused becomes one with ``unsupported``.
     """
-    record = _record(subject, evidence, variant, environment)
-    executor = executor or InProcess()
-    refusal = executor.refusal(subject, evidence.case.problem, evidence.device)
-    if isinstance(refusal, Failure):
-        return replace(record, status="error", reason=refusal.message)
-    if refusal:
-        return replace(record, status="unsupported", reason=refusal)
-    try:
-        evidence.establish()  # before any kernel has run
-        result = executor.run(subject, evidence.inputs, timed=timed)
-        if isinstance(result, Failure):
-            status: Status = "unsupported" if result.kind == "refused" else "error"
-            return replace(record, status=status, reason=result.message)
-        return _compared(record, result, evidence)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return replace(record, status="error", reason="out of memory for the exact result")
-
-
-def _record(subject: Subject, evidence: Evidence, variant: str, environment: str) -> Record:
-    """What is known before the kernel is asked."""
-    problem = evidence.case.problem
-    return Record(
-        case_id=evidence.case.id,
-        case=evidence.case.to_json(),
-        kernel=subject.name,
+    return recorded(
+        subject,
+        evidence,
         variant=variant,
-        heads=arrangement(problem),
-        status="error",  # until it has run
-        interpreted=subject.triton and evidence.device == "cpu",
         environment=environment,
+        executor=executor or InProcess(),
+        timed=timed,
+        answer=lambda record, result: _compared(record, result, evidence),
     )
 
 
@@ -135,12 +111,3 @@ def _place(index: tuple[int, ...] | None) -> Place | None:
         return None
     batch, head, query, *dim = index
     return Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
-
-
-def arrangement(problem: Problem) -> str:
-    """``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
-    if problem.operation == "softmax":
-        return ""
-    if problem.kv_heads == problem.heads:
-        return "MHA"
-    return "MQA" if problem.kv_heads == 1 else "GQA"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from attncheck.errors import UsageError
-from attncheck.examine.check import arrangement
-from attncheck.examine.executor import Execution, Executor, Failure, InProcess, out_of_memory
+from attncheck.examine.executor import InProcess
+from attncheck.examine.recorded import recorded
 from attncheck.examine.relate import command
 from attncheck.oracles.indices import Indices, visible
 from attncheck.outputs import Outputs
@@ -17,15 +17,16 @@ from attncheck.probes import probe_named
 from attncheck.probes.explanation import explained
 from attncheck.probes.margins import WeightErrors
 from attncheck.problem import Case
-from attncheck.record import Record
 
 if TYPE_CHECKING:
     import torch
 
     from attncheck.examine.evidence import Evidence
+    from attncheck.examine.executor import Execution, Executor
     from attncheck.judgement import Judgement
     from attncheck.probes import Seen
     from attncheck.problem import Problem
+    from attncheck.record import Record
     from attncheck.subjects.contract import Subject
 
 __all__ = ["broken", "probe", "replay", "shown"]
@@ -54,25 +55,20 @@ def probe(
 
     Never raises for what the kernel does; see ``check.compare``.
     """
-    record = _record(subject, evidence, variant, environment)
-    executor = executor or InProcess()
-    refusal = executor.refusal(subject, evidence.case.problem, evidence.device)
-    if isinstance(refusal, Failure):
-        return replace(record, status="error", reason=refusal.message)
-    if refusal:
-        return replace(record, status="unsupported", reason=refusal)
-    try:
-        _ = evidence.inputs, evidence.truth  # before any kernel has run
-        result = executor.run(subject, evidence.inputs)
-        if isinstance(result, Execution):
-            judgement = _judged(result, evidence)
-            return replace(record, status=judgement.status, judgement=judgement)
-        refused = result.kind == "refused"
-        return replace(record, status="unsupported" if refused else "error", reason=result.message)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return replace(record, status="error", reason="out of memory for the exact result")
+
+    def answer(record: Record, result: Execution) -> Record:
+        judgement = _judged(result, evidence)
+        return replace(record, status=judgement.status, judgement=judgement)
+
+    return recorded(
+        subject,
+        evidence,
+        variant=variant,
+        environment=environment,
+        executor=executor or InProcess(),
+        timed=False,
+        answer=answer,
+    )
 
 
 def broken(kernel: str, record: Record) -> str:
@@ -122,20 +118,6 @@ def shown(problem: Problem, device: torch.device | str = "cpu") -> Seen:
     mask = problem.mask_mod(str(device))
     batch, heads, kv = (range(n) for n in (problem.batch, problem.heads, problem.kv))
     return lambda rows: visible(mask, Indices.of(batch, heads, rows, kv, device))
-
-
-def _record(subject: Subject, evidence: Evidence, variant: str, environment: str) -> Record:
-    case = evidence.case
-    return Record(
-        case_id=case.id,
-        case=case.to_json(),
-        kernel=subject.name,
-        variant=variant,
-        heads=arrangement(case.problem),
-        status="error",  # until it has run
-        interpreted=subject.triton and evidence.device == "cpu",
-        environment=environment,
-    )
 
 
 def _judged(result: Execution, evidence: Evidence) -> Judgement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,25 +9,17 @@ from attncheck.errors import ProblemError
 from attncheck.mods import library
 from attncheck.probes.margins import USUAL, WeightErrors
 from attncheck.probes.tied_keys import tied_keys
+from attncheck.question import Allowed, Parameters, check_parameters, fits_all, no_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.probes.finding import Finding, Seen
     from attncheck.problem import Problem
 
 __all__ = ["Parameters", "Probe"]
-
-Parameters = Mapping[str, int | float]
-
-
-def _always(problem: Problem) -> None:
-    del problem
-
-
-def _none(problem: Problem) -> Mapping[str, Sequence[int]]:
-    del problem
-    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +39,8 @@ class Probe:
     name: str
     summary: str
     fill: Callable[[Problem, Parameters], Inputs]
-    unable: Callable[[Problem], str | None] = _always
-    allowed: Callable[[Problem], Mapping[str, Sequence[int]]] = _none
+    unable: Callable[[Problem], str | None] = fits_all
+    allowed: Callable[[Problem], Allowed] = no_parameters
 
     def problem(self, problem: Problem) -> Problem:
         """What is asked in place of ``problem``: without score mod, its distribution not drawn.
@@ -73,15 +64,7 @@ class Probe:
             reason = "it takes no score mod and the distribution 'normal', which it does not draw"
         if reason:
             raise ProblemError(f"{self.name} cannot be asked of {problem}: {reason}.")
-        allowed = self.allowed(problem)
-        if set(parameters) != set(allowed):
-            wanted = ", ".join(allowed) or "none"
-            raise ProblemError(f"{self.name} has parameters {dict(parameters)}: it needs {wanted}.")
-        for name, value in parameters.items():
-            if value not in allowed[name]:
-                raise ProblemError(
-                    f"{self.name}.{name}={value} must be one of {list(allowed[name])}."
-                )
+        check_parameters(self.name, parameters, self.allowed(problem))
 
     def inputs(self, problem: Problem, parameters: Parameters) -> Inputs:
         """The Inputs, on the CPU; raises ProblemError as ``check`` does."""

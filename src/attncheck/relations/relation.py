@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck.errors import ProblemError
+from attncheck.question import Allowed, Parameters, check_parameters, fits_all, no_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
     from attncheck.relations.finding import Finding
 
 __all__ = ["Parameters", "Relation"]
-
-Parameters = Mapping[str, int | float]
-
-
-def _always(problem: Problem) -> None:
-    del problem
-
-
-def _none(problem: Problem) -> Mapping[str, Sequence[int]]:
-    del problem
-    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +40,12 @@ class Relation:
     summary: str
     runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
     holds: Callable[[Sequence[Inputs], Sequence[Outputs], Parameters], Finding | None]
-    unfit: Callable[[Problem], str | None] = _always
-    allowed: Callable[[Problem], Mapping[str, Sequence[int]]] = _none
+    unfit: Callable[[Problem], str | None] = fits_all
+    allowed: Callable[[Problem], Allowed] = no_parameters
 
     def check(self, problem: Problem, parameters: Parameters) -> None:
         """Raises ProblemError unless the relation can be asked of ``problem`` with these."""
         reason = self.unfit(problem)
         if reason:
             raise ProblemError(f"{self.name} says nothing of {problem}: {reason}.")
-        allowed = self.allowed(problem)
-        if set(parameters) != set(allowed):
-            wanted = ", ".join(allowed) or "none"
-            raise ProblemError(f"{self.name} has parameters {dict(parameters)}: it needs {wanted}.")
-        for name, value in parameters.items():
-            if value not in allowed[name]:
-                raise ProblemError(
-                    f"{self.name}.{name}={value} must be one of {list(allowed[name])}."
-                )
+        check_parameters(self.name, parameters, self.allowed(problem))

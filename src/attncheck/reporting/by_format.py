@@ -6,16 +6,19 @@ import sys
 from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
 import msgspec
+from rich.text import Text
 
 from attncheck.errors import UnknownName
 from attncheck.reporting import screen, struct_json
+from attncheck.reporting.inert import for_markdown
+from attncheck.reporting.sheet import markdown_lines, terminal_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from rich.text import Text
+    from attncheck.reporting.sheet import Sheet
 
-__all__ = ["FORMATS", "Page"]
+__all__ = ["FORMATS", "Page", "paged"]
 
 FORMATS = ("table", "json", "md")
 
@@ -59,3 +62,41 @@ class Page(Generic[R]):
         else:
             text = self.render(report, fmt)
         screen.put(text, stream)
+
+
+def paged(
+    title: str,
+    above: Callable[[R], Iterable[str]],
+    sheets: Callable[[R, int | None], Iterable[Sheet]],
+    below: Callable[[R], Iterable[str]],
+) -> Page[R]:
+    """A page of sheets between lines.
+
+    Args:
+        title: Of the Markdown.
+        above: Report → the command, then facts.
+        sheets: Report and the terminal's width → the sheets; None asks for those of Markdown.
+        below: Report → how to read it.
+    """
+
+    def table(report: R, width: int) -> Iterator[Text]:
+        for line in above(report):
+            yield from screen.wrapped(line, width, style="dim")
+        for sheet in sheets(report, width):
+            yield Text("")
+            yield from terminal_lines(sheet, width)
+        yield Text("")
+        for line in below(report):
+            yield from screen.wrapped(line, width, style="dim")
+
+    def markdown(report: R) -> Iterator[str]:
+        command, *facts = above(report)
+        yield from (f"# {title}", "", f"`{command.replace('`', chr(39))}`", "")
+        yield from (f"- {for_markdown(fact)}" for fact in facts)
+        for sheet in sheets(report, None):
+            yield ""
+            yield from markdown_lines(sheet)
+        yield ""
+        yield from (f"- {for_markdown(line)}" for line in below(report))
+
+    return Page(table, markdown)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from attncheck.oracle_record import CERTIFICATE_SCHEMA, TRUTH, CertificateReport
-from attncheck.reporting import figures, screen, struct_json
+from attncheck.reporting import figures, struct_json
 from attncheck.reporting.asked import asked
-from attncheck.reporting.by_format import FORMATS, Page
+from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
-from attncheck.reporting.inert import for_markdown, shortened
-from attncheck.reporting.sheet import Line, Sheet, markdown_lines, terminal_lines
+from attncheck.reporting.inert import shortened
+from attncheck.reporting.sheet import Line, Sheet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,31 +30,6 @@ def load(text: str) -> CertificateReport:
     for record in report.records:
         asked(record)
     return report
-
-
-def _table(report: CertificateReport, width: int) -> Iterator[Text]:
-    for line in _above(report):
-        yield from screen.wrapped(line, width, style="dim")
-    for sheet in _sheets(report):
-        yield Text("")
-        yield from terminal_lines(sheet, width)
-    yield Text("")
-    for line in _below(report):
-        yield from screen.wrapped(line, width, style="dim")
-
-
-def _markdown(report: CertificateReport) -> Iterator[str]:
-    yield "# Proven errors of the fp64 oracles"
-    yield ""
-    command, *facts = _above(report)
-    yield f"`{command.replace('`', chr(39))}`"
-    yield ""
-    yield from (f"- {for_markdown(fact)}" for fact in facts)
-    for sheet in _sheets(report):
-        yield ""
-        yield from markdown_lines(sheet)
-    yield ""
-    yield from (f"- {for_markdown(line)}" for line in _below(report))
 
 
 def _above(report: CertificateReport) -> Iterator[str]:
@@ -171,5 +144,7 @@ def _percent(part: float) -> str:
     return f"{100 * part:g} %"
 
 
-_PAGE = Page[CertificateReport](_table, _markdown)
+_PAGE: Page[CertificateReport] = paged(
+    "Proven errors of the fp64 oracles", _above, lambda report, _: _sheets(report), _below
+)
 render, show = _PAGE.render, _PAGE.show

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from attncheck.mod_record import SCHEMA, ModReport
-from attncheck.reporting import figures, screen, struct_json
-from attncheck.reporting.by_format import FORMATS, Page
+from attncheck.reporting import figures, struct_json
+from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
-from attncheck.reporting.inert import for_markdown, shortened
-from attncheck.reporting.sheet import Line, Sheet, least_width, markdown_lines, terminal_lines
+from attncheck.reporting.inert import shortened
+from attncheck.reporting.sheet import Line, Sheet, least_width
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,39 +36,15 @@ def load(text: str) -> ModReport:
     return struct_json.read(text, ModReport, SCHEMA)
 
 
-def _table(report: ModReport, width: int) -> Iterator[Text]:
-    for line in _above(report):
-        yield from screen.wrapped(line, width, style="dim")
-    for sheet in _fitting(report, width):
-        yield Text("")
-        yield from terminal_lines(sheet, width)
-    yield Text("")
-    for line in _below(report):
-        yield from screen.wrapped(line, width, style="dim")
-
-
-def _fitting(report: ModReport, width: int) -> Iterator[Sheet]:
-    """The worlds that stand side by side in ``width`` columns, then the next."""
+def _fitting(report: ModReport, width: int | None) -> Iterator[Sheet]:
+    """The worlds that stand side by side in ``width`` columns, then the next; None takes all."""
     beside: list[str] = []
     for world in report.worlds:
-        if beside and least_width(_sheet(report, [*beside, world])) > width:
+        if beside and least_width(_sheet(report, [*beside, world])) > (width or math.inf):
             yield _sheet(report, beside)
             beside = []
         beside.append(world)
     yield _sheet(report, beside)
-
-
-def _markdown(report: ModReport) -> Iterator[str]:
-    yield "# Masks and score mods in every world"
-    yield ""
-    command, *facts = _above(report)
-    yield f"`{command.replace('`', chr(39))}`"
-    yield ""
-    yield from (f"- {for_markdown(fact)}" for fact in facts)
-    yield ""
-    yield from markdown_lines(_sheet(report, report.worlds))
-    yield ""
-    yield from (f"- {for_markdown(line)}" for line in _below(report))
 
 
 def _above(report: ModReport) -> Iterator[str]:
@@ -132,5 +107,5 @@ def _absences(report: ModReport) -> dict[str, str]:
     }
 
 
-_PAGE = Page[ModReport](_table, _markdown)
+_PAGE: Page[ModReport] = paged("Masks and score mods in every world", _above, _fitting, _below)
 render, show = _PAGE.render, _PAGE.show

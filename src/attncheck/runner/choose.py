@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attncheck.errors import UnknownName, UsageError
-from attncheck.examine.check import arrangement
+from attncheck.examine.recorded import arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

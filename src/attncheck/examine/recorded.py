@@ -1,0 +1,88 @@
+"""One kernel, asked one Case: what is common to every question, whatever is made of the answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from attncheck.examine.executor import Execution, Executor, Failure, out_of_memory
+from attncheck.record import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.examine.evidence import Evidence
+    from attncheck.problem import Problem
+    from attncheck.record import Status
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["arrangement", "recorded"]
+
+
+def recorded(
+    subject: Subject,
+    evidence: Evidence,
+    *,
+    variant: str,
+    environment: str,
+    executor: Executor,
+    timed: bool,
+    answer: Callable[[Record, Execution], Record],
+) -> Record:
+    """Run ``subject`` on the Case of ``evidence``; what it gives becomes a Record by ``answer``.
+
+    Args:
+        subject: The kernel.
+        evidence: The Case with its inputs and truth.
+        variant: The plan's name for the question.
+        environment: Fingerprint of this process.
+        executor: How to call the kernel.
+        timed: Whether it is called until its median time is known.
+        answer: (Record of what was asked, what the kernel gave) → the Record.
+
+    Never raises for what the kernel does: an exception, a broken contract or an input written to
+    becomes a Record with status ``error``; so does a Case whose exact result does not fit into
+    memory. A Refused becomes one with ``unsupported``.
+    """
+    record = _asked(subject, evidence, variant, environment)
+    refusal = executor.refusal(subject, evidence.case.problem, evidence.device)
+    if isinstance(refusal, Failure):
+        return replace(record, status="error", reason=refusal.message)
+    if refusal:
+        return replace(record, status="unsupported", reason=refusal)
+    try:
+        evidence.establish()  # before any kernel has run
+        result = executor.run(subject, evidence.inputs, timed=timed)
+        if isinstance(result, Failure):
+            status: Status = "unsupported" if result.kind == "refused" else "error"
+            return replace(record, status=status, reason=result.message)
+        return answer(record, result)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return replace(record, status="error", reason="out of memory for the exact result")
+
+
+def _asked(subject: Subject, evidence: Evidence, variant: str, environment: str) -> Record:
+    """What is known before the kernel is asked."""
+    problem = evidence.case.problem
+    return Record(
+        case_id=evidence.case.id,
+        case=evidence.case.to_json(),
+        kernel=subject.name,
+        variant=variant,
+        heads=arrangement(problem),
+        status="error",  # until it has run
+        interpreted=subject.triton and evidence.device == "cpu",
+        environment=environment,
+    )
+
+
+def arrangement(problem: Problem) -> str:
+    """``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
+    if problem.operation == "softmax":
+        return ""
+    if problem.kv_heads == problem.heads:
+        return "MHA"
+    return "MQA" if problem.kv_heads == 1 else "GQA"
