@@ -97,7 +97,9 @@ def test_foreign_text_is_inert(make):
     assert "\x1b" not in page
 
 
-def test_a_stream_gets_what_a_string_is(make):
+def test_a_stream_gets_what_a_string_is(make, monkeypatch):
+    for name in ("COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     stream = io.StringIO()
     show_explanation(make.record(), stream)
     assert stream.getvalue() == as_explanation(make.record())
