@@ -169,7 +169,8 @@ def test_words():
     assert RICH.shape == "B2 H6/3 Q128 K96 D40/72"
     assert str(RICH) == (
         "fp16 and(causal, not(padding(lengths=(96,17)))) "
-        f"chain(alibi, softcap(cap={fp32(30.1)})) B2 H6/3 Q128 K96 D40/72 outliers seed 7"
+        f"chain(alibi, softcap(cap={fp32(30.1)})) B2 H6/3 Q128 K96 D40/72 outliers seed 7 "
+        "scale 0.3"
     )
     assert str(Problem(query=8)) == "bf16 full B1 H1 Q8 K8 D64 normal seed 0"
     assert RICH.group == 2
@@ -213,7 +214,7 @@ SCALE = "must be a positive number in the range of fp32."
         ({"mask": {"window": 5}}, "a mod is an object with a name, not {'window': 5}."),
         (
             {"mask": {"name": "sliding_window", "window": "a"}},
-            "sliding_window.window must be numbers, not 'a'.",
+            "sliding_window.window='a' must be a whole number from 0 to 2147483647.",
         ),
         ({"mask": {"name": "and", "of": 3}}, "and.of must be a list of mods, not 3."),
         ({"mask": {"name": "sliding_window"}}, "sliding_window needs its argument 'window'."),

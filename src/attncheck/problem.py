@@ -21,7 +21,7 @@ from attncheck.mods.spec import Dimensions, Spec
 if TYPE_CHECKING:
     from attncheck.mods.library import MaskMod, ScoreMod
 
-__all__ = ["LARGEST_HEAD_DIM", "OPERATIONS", "SOFTMAX_DTYPES", "Case", "Problem"]
+__all__ = ["LARGEST_HEAD_DIM", "OPERATIONS", "SOFTMAX_DTYPES", "Case", "Problem", "short_id"]
 
 LARGEST_HEAD_DIM = 256
 OPERATIONS = ("attention", "softmax")
@@ -202,22 +202,18 @@ class Problem:
         """The Problem that ``to_json`` wrote; raises ProblemError on anything else."""
         if not isinstance(data, Mapping):
             raise ProblemError(f"a problem is a JSON object, not {data!r}.")
-        names = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - names)
+        unknown = sorted(set(data) - {f.name for f in dataclasses.fields(cls)})
         if unknown:
             raise ProblemError(f"a problem has no field {unknown[0]!r}.")
         if "query" not in data:
             raise ProblemError("a problem needs its query length.")
-        fields = dict(data)
-        for name in ("mask", "score"):
-            if name in fields:
-                fields[name] = Spec.from_json(fields[name])
-        return cls(**fields)
+        mods = {name: Spec.from_json(data[name]) for name in ("mask", "score") if name in data}
+        return cls(**{**data, **mods})
 
     @property
     def id(self) -> str:
         """Ten letters and digits that stand for this Problem on every machine."""
-        return _short_id(self.to_json())
+        return short_id(self.to_json())
 
     @property
     def shape(self) -> str:
@@ -228,15 +224,18 @@ class Problem:
         if self.operation == "softmax":
             return f"B{self.batch} H{self.heads} R{self.query} C{self.kv}"
         heads = str(self.heads) if self.group == 1 else f"{self.heads}/{self.kv_heads}"
-        dims = str(self.head_dim)
-        if self.value_dim != self.head_dim:
-            dims += f"/{self.value_dim}"
+        dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim, self.value_dim)))
         return f"B{self.batch} H{heads} Q{self.query} K{self.kv} D{dims}"
 
     def __str__(self) -> str:
-        mods = [str(self.mask) if self.operation == "attention" else self.operation]
-        mods += [str(self.score)] if self.score != library.NONE else []
-        return f"{self.dtype} {' '.join(mods)} {self.shape} {self.distribution} seed {self.seed}"
+        said = [self.dtype, str(self.mask) if self.operation == "attention" else self.operation]
+        said += [str(self.score)] if self.score != library.NONE else []
+        said += [self.shape, self.distribution, f"seed {self.seed}"]
+        usual = self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
+        return " ".join(said if usual else [*said, f"scale {self.scale:g}"])
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001  (IPython's)
+        printer.text(str(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,19 +257,14 @@ class Case:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; ``from_json`` gives the same Case back."""
-        return {
-            "problem": self.problem.to_json(),
-            "question": self.question,
-            "parameters": dict(self.parameters),
-            "generator": self.generator,
-        }
+        asked = {"question": self.question, "parameters": dict(self.parameters)}
+        return {"problem": self.problem.to_json(), **asked, "generator": self.generator}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Case:
         """The Case that ``to_json`` wrote.
 
-        Raises ProblemError on anything else, and on a Case of another generator version: its
-        inputs cannot be drawn again here.
+        Raises ProblemError on anything else, and on one of another generator, not drawable here.
         """
         if not isinstance(data, Mapping) or "problem" not in data:
             raise ProblemError("a case is a JSON object with a problem.")
@@ -290,14 +284,20 @@ class Case:
     @property
     def id(self) -> str:
         """Ten letters and digits that stand for this Case on every machine."""
-        return _short_id(self.to_json())
+        return short_id(self.to_json())
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.question}{f'({numbers})' if numbers else ''}: {self.problem}"
+
+    _repr_pretty_ = Problem._repr_pretty_
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _short_id(data: dict[str, Any]) -> str:
+def short_id(data: dict[str, Any]) -> str:
     """Base-32 digits of the SHA-256 of the canonical JSON; 50 bits are plenty for a report."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return base64.b32encode(hashlib.sha256(text.encode()).digest())[:10].decode().lower()

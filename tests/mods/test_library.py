@@ -17,9 +17,10 @@ from attncheck.mods.spec import Dimensions, Spec
 DIMENSIONS = Dimensions(batch=2, heads=4, query=5, kv=7)
 CAUSAL = Spec.of("causal")
 ALL_MASKS = (
-    "and, causal, causal_bottom_right, document, full, not, or, padding, prefix_lm, sliding_window"
+    "and, causal, causal_bottom_right, document, expression, full, not, or, padding, prefix_lm, "
+    "sliding_window"
 )
-ALL_SCORES = "alibi, chain, none, relative_bias, softcap, temperature"
+ALL_SCORES = "alibi, chain, expression, none, relative_bias, softcap, temperature"
 
 MASK_ERRORS = [
     (

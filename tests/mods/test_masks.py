@@ -75,6 +75,20 @@ PADDING_3 = """
 111....
 111....
 """
+WRITTEN_IN_0 = """
+11.....
+.11....
+..11...
+..111..
+...111.
+"""
+WRITTEN_IN_1 = """
+1111...
+.1111..
+..1111.
+1111111
+.111111
+"""
 TALL_CAUSAL = """
 1...
 11..
@@ -127,6 +141,11 @@ TABLES = [
     (TALL, Spec.of("causal_bottom_right"), [TALL_BOTTOM_RIGHT] * 2),
     (TALL, Spec.of("sliding_window", window=2), [TALL_WINDOW_2] * 2),
     (TALL, Spec.of("document", lengths=[1, 4, 1]), [TALL_DOCUMENTS_1_4_1] * 2),
+    (
+        WIDE,
+        Spec.of("expression", text="(q_idx % 3 <= kv_idx) & (abs(q_idx - kv_idx) // 2 < b + 1)"),
+        [WRITTEN_IN_0, WRITTEN_IN_1],
+    ),
     (
         WIDE,
         Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[3, 0])),

@@ -89,6 +89,14 @@ def test_chain_applies_left_to_right() -> None:
     assert applied(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
 
 
+def test_an_expression_is_what_its_text_says() -> None:
+    text = "where(h == 1, score * 0.5, score) + 0.25 * (kv_idx - q_idx)"
+    assert applied(build_score(Spec.of("expression", text=text), DIMENSIONS)).tolist() == [
+        [[1.0, 2.25, 3.5], [3.75, 5.0, 6.25]],
+        [[-0.5, 0.25, 1.0], [3.75, -4.0, 0.5]],
+    ]
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 40])
 def test_slopes_are_the_fp32_numbers_nearest_to_the_powers(heads: int) -> None:
     for h, slope in enumerate(alibi_slopes(heads)):
@@ -116,6 +124,7 @@ def test_score_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
         "softcap": {"cap": 3.0},
         "temperature": {"temperature": 3.0},
         "relative_bias": {"distance": 2, "seed": 0},
+        "expression": {"text": "where(b == 0, 0.1, 2) * kv_idx / 3 + score"},
     }
     parts = [Spec.of("alibi")] if name == "chain" else []
     mod = build_score(Spec.of(name, *parts, **numbers.get(name, {})), DIMENSIONS)
@@ -132,8 +141,9 @@ def test_additive_means_independent_of_the_score() -> None:
     for name, entry in SCORES.items():
         if name == "chain":
             continue
-        numbers = {k: 1 if k == "seed" else 2 for k in entry.arguments}
-        mod = build_score(Spec.of(name, **numbers), DIMENSIONS)
+        given = {"seed": 1, "text": "score * 0.5"}
+        arguments = {k: given.get(k, 2) for k in entry.arguments}
+        mod = build_score(Spec.of(name, **arguments), DIMENSIONS)
         added = applied(mod) - torch.tensor(START)
         more = [[[x + 1 for x in row] for row in head] for head in START]
         added_to_more = applied(mod, more) - torch.tensor(more)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.errors import TraceError
+from attncheck.formats import fp32
 from attncheck.mods import masks, scores
 from attncheck.mods.expression import Expression, Structure
 from attncheck.mods.library import MASKS, SCORES, build_mask, build_score
@@ -36,6 +37,7 @@ PLAIN_MASKS = [
     Spec.of("prefix_lm", prefix=3),
     Spec.of("document", lengths=[3, 0, 40, 40]),
     Spec.of("padding", lengths=[3, 50]),
+    Spec.of("expression", text="(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)"),
 ]
 PLAIN_SCORES = [
     Spec.of("none"),
@@ -43,6 +45,7 @@ PLAIN_SCORES = [
     Spec.of("softcap", cap=30.0),
     Spec.of("relative_bias", distance=4, seed=1),
     Spec.of("temperature", temperature=2.5),
+    Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.1) + kv_idx / 3"),
 ]
 any_mask = st.recursive(
     st.sampled_from(PLAIN_MASKS),
@@ -92,16 +95,27 @@ READABLE = {
     "softcap": "tanh(score / 30.0) * 30.0",
     "relative_bias": ("score + float64(tensor3[h, minimum(maximum(kv_idx - q_idx, -4), 4) + 4])"),
     "temperature": "score / 2.5",
+    "(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)": (
+        "((minimum(q_idx, 9) % 4) <= (kv_idx // 2)) | not(((h * 3) - b) != 3)"
+    ),
+    "where(q_idx % 2 == 0, score, -score * 0.1) + kv_idx / 3": (
+        f"where((q_idx % 2) == 0, score, neg(score) * {fp32(0.1)}) + (float64(kv_idx) / 3.0)"
+    ),
 }
 
 
-@pytest.mark.parametrize("spec", PLAIN_MASKS + PLAIN_SCORES, ids=str)
-def test_an_expression_can_be_read(spec: Spec) -> None:
-    if spec.name in MASKS:
-        expression = trace_mask(build_mask(spec, DIMENSIONS))
-    else:
-        expression = trace_score(build_score(spec, DIMENSIONS))
-    assert str(expression) == READABLE[spec.name]
+def readable(spec: Spec) -> str:
+    return READABLE[str(spec.values.get("text", spec.name))]
+
+
+@pytest.mark.parametrize("spec", PLAIN_MASKS, ids=str)
+def test_a_mask_can_be_read(spec: Spec) -> None:
+    assert str(trace_mask(build_mask(spec, DIMENSIONS))) == readable(spec)
+
+
+@pytest.mark.parametrize("spec", PLAIN_SCORES, ids=str)
+def test_a_score_mod_can_be_read(spec: Spec) -> None:
+    assert str(trace_score(build_score(spec, DIMENSIONS))) == readable(spec)
 
 
 def with_op(expression: Expression, op: str, other: str) -> Expression:

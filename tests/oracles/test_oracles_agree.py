@@ -44,12 +44,18 @@ MASKS = {
         (i >= 2) + (i >= 7) == (j >= 2) + (j >= 7)
     ),
     Spec.of("padding", lengths=[0, 7]): lambda b, _h, _i, j: j < (0, 7)[b],
+    Spec.of("expression", text="abs(q_idx - kv_idx) % 3 <= h + b"): lambda b, h, i, j: (
+        abs(i - j) % 3 <= h + b
+    ),
     Spec.of("not", Spec.of("causal")): lambda _b, _h, i, j: j > i,
 }
 SCORES = {
     Spec.of("none"): lambda s, _b, _h, _i, _j: s,
     Spec.of("softcap", cap=1.5): lambda s, _b, _h, _i, _j: 1.5 * mpmath.tanh(s / 1.5),
     Spec.of("temperature", temperature=2.0): lambda s, _b, _h, _i, _j: s / 2,
+    Spec.of("expression", text="score * 0.5 - kv_idx / 3"): lambda s, _b, _h, _i, j: (
+        s / 2 - mpmath.mpf(j) / 3
+    ),
     # 4 heads: slopes 2^-2, 2^-4, 2^-6, 2^-8.
     Spec.of("alibi"): lambda s, _b, h, i, j: s + mpmath.mpf(4) ** -(h + 1) * (j - i),
 }

@@ -1,8 +1,9 @@
-"""Checks of the numbers in a Spec: each raises ProblemError with the value and what is allowed."""
+"""Checks of what a Spec is given: each raises ProblemError with the value and what is allowed."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from attncheck.errors import ProblemError
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from attncheck.mods.spec import Argument, Dimensions
 
-__all__ = ["Check", "document_lengths", "padding_lengths", "positive", "whole"]
+__all__ = ["Check", "document_lengths", "padding_lengths", "positive", "text", "whole"]
 
 Check: TypeAlias = "Callable[[str, Argument, Dimensions], None]"
 """``check(label, value, dimensions)``; the label is ``mod.argument``."""
@@ -57,6 +58,27 @@ def padding_lengths(label: str, value: Argument, dimensions: Dimensions) -> None
         raise ProblemError(f"{label} has a length {max(lengths)}: none may exceed kv={kv}.")
 
 
+def text(read: Callable[[str, Dimensions], object]) -> Check:
+    """The argument is a line that ``read`` reads; what it raises is said of the argument."""
+
+    def check(label: str, value: Argument, dimensions: Dimensions) -> None:
+        if not isinstance(value, str) or not _LINE.fullmatch(value):
+            shown = repr(value)
+            shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+            raise ProblemError(
+                f"{label}={shown} must be one line of at most {_LONGEST} ASCII characters, with "
+                "no space before or after."
+            )
+        try:
+            read(value, dimensions)
+        except ProblemError as error:
+            raise ProblemError(f"{label}={value!r}: {error}") from None
+
+    return check
+
+
+_LONGEST = 200
+_LINE = re.compile(rf"(?=.{{1,{_LONGEST}}}\Z)[!-~]([ -~]*[!-~])?")
 _FP32_SMALLEST = 2.0**-149
 _FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
 _INT32_LARGEST = 2**31 - 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 from attncheck.errors import ProblemError, UnknownName
 from attncheck.formats import fp32
 from attncheck.mods import arguments as check
-from attncheck.mods import compose, masks, scores
+from attncheck.mods import compose, masks, scores, written
 from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.mods.spec import Argument, Dimensions, Spec
 from attncheck.recorded_names import refuse_recorded, without_recorded
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "BUILT_IN",
     "FULL",
     "MASKS",
     "NONE",
@@ -53,9 +54,9 @@ class Entry(Generic[Mod]):
 
     Attributes:
         summary: What it does, in a line.
-        build: (numbers by name, dimensions, device) → callable; None for a composition.
+        build: (arguments by name, dimensions, device) → callable; None for a composition.
         compose: The callables of the parts → callable; None for anything else.
-        arguments: Its numbers by name, each with the check that it must pass.
+        arguments: Its numbers, or its text, by name, each with the check that it must pass.
         most_parts: How many parts a composition takes at most (at least one).
         additive: Scores only: what is added does not depend on the score. A composition is
             additive when its parts are (``is_additive``).
@@ -160,6 +161,10 @@ def _real(values: Values, name: str) -> float:
     return fp32(float(cast("float", values[name])))
 
 
+def _text(values: Values) -> str:
+    return cast("str", values["text"])
+
+
 def _documents(values: Values, dims: Dimensions, device: str) -> Tensor:
     import torch
 
@@ -224,6 +229,11 @@ MASKS: dict[str, Entry[MaskMod]] = {
         arguments={"lengths": check.padding_lengths},
         build=lambda values, _dims, device: masks.padding(_lengths(values, device)),
     ),
+    "expression": Entry(
+        summary="keys at which `text` is true, as q_idx % 3 <= kv_idx",
+        arguments={"text": check.text(written.read_mask)},
+        build=lambda values, dims, _device: written.mask(_text(values), dims),
+    ),
     "and": Entry(summary="keys that every part shows", compose=compose.and_masks),
     "or": Entry(summary="keys that any part shows", compose=compose.or_masks),
     "not": Entry(summary="keys that its part hides", compose=compose.not_mask, most_parts=1),
@@ -260,5 +270,14 @@ SCORES: dict[str, Entry[ScoreMod]] = {
         build=lambda values, _dims, _device: scores.temperature(_real(values, "temperature")),
         additive=False,
     ),
+    "expression": Entry(
+        summary="what `text` gives, as where(q_idx % 2 == 0, score, score * 0.5)",
+        arguments={"text": check.text(written.read_score)},
+        build=lambda values, dims, _device: written.score(_text(values), dims),
+        additive=False,  # or is: only its text says so
+    ),
     "chain": Entry(summary="applies its parts from left to right", compose=compose.chain),
 }
+
+BUILT_IN = frozenset({*MASKS, *SCORES})
+"""Names that mean the same for good: others come and go, of files, recordings and given tensors."""

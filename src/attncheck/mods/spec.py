@@ -10,7 +10,7 @@ from attncheck.errors import ProblemError
 
 __all__ = ["Argument", "Dimensions", "Spec"]
 
-Argument = int | float | tuple[int, ...]
+Argument = int | float | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Spec:
 
     Attributes:
         name: A name in ``mods.library``.
-        arguments: Its numbers, sorted by name; sequences of integers as tuples.
+        arguments: Its numbers or its text, sorted by name; sequences of integers as tuples.
         parts: What a composition composes, in order.
     """
 
@@ -42,7 +42,7 @@ class Spec:
 
     @classmethod
     def of(cls, name: str, /, *parts: Spec, **arguments: Argument | list[int]) -> Spec:
-        """Spec ``name`` with keyword numbers, or a composition of ``parts``."""
+        """Spec ``name`` with keyword numbers or a text, or a composition of ``parts``."""
         frozen = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
         return cls(name, tuple(sorted(frozen.items())), parts)
 
@@ -59,9 +59,9 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; ``from_json`` gives the same Spec back."""
-        numbers = {k: list(v) if isinstance(v, tuple) else v for k, v in self.arguments}
+        given = {k: list(v) if isinstance(v, tuple) else v for k, v in self.arguments}
         composed = {"of": [part.to_json() for part in self.parts]} if self.parts else {}
-        return {"name": self.name, **numbers, **composed}
+        return {"name": self.name, **given, **composed}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Spec:
@@ -72,14 +72,17 @@ class Spec:
         if not isinstance(composed, list):
             raise ProblemError(f"{data['name']}.of must be a list of mods, not {composed!r}.")
         parts = tuple(cls.from_json(part) for part in composed)
-        numbers = {k: v for k, v in data.items() if k not in {"name", "of"}}
-        for key, value in numbers.items():
+        given = {k: v for k, v in data.items() if k not in {"name", "of"}}
+        for key, value in given.items():
             items = value if isinstance(value, list) else [value]
-            if not all(isinstance(i, int | float) and not isinstance(i, bool) for i in items):
-                raise ProblemError(f"{data['name']}.{key} must be numbers, not {value!r}.")
-        return cls.of(data["name"], *parts, **numbers)
+            numbers = all(isinstance(i, int | float) and not isinstance(i, bool) for i in items)
+            if not (numbers or isinstance(value, str)):
+                raise ProblemError(f"{data['name']}.{key} must be numbers or a text: {value!r}.")
+        return cls.of(data["name"], *parts, **given)
 
     def __str__(self) -> str:
         inner = [str(part) for part in self.parts]
-        inner += [f"{k}={v}".replace(" ", "") for k, v in self.arguments]
+        inner += [
+            (v if isinstance(v, str) else f"{k}={v}").replace(" ", "") for k, v in self.arguments
+        ]
         return f"{self.name}({', '.join(inner)})" if inner else self.name

@@ -5,9 +5,30 @@ Everything shrinks to the smallest shape, the simplest mask and the plainest val
 
 from __future__ import annotations
 
+from attncheck.strategies.compositions import compositions, score_chains
+from attncheck.strategies.expressions import expressions, score_expressions
+from attncheck.strategies.families import MASK_FAMILIES, MaskFamily, family_named
+from attncheck.strategies.lengths import lengths
 from attncheck.strategies.masks import causal_masks, masks
 from attncheck.strategies.parameters import parameters
-from attncheck.strategies.problems import problems, scores
-from attncheck.strategies.shapes import lengths, shapes
+from attncheck.strategies.problems import AMPLITUDES, problems
+from attncheck.strategies.scores import scores
+from attncheck.strategies.shapes import shapes
 
-__all__ = ["causal_masks", "lengths", "masks", "parameters", "problems", "scores", "shapes"]
+__all__ = [
+    "AMPLITUDES",
+    "MASK_FAMILIES",
+    "MaskFamily",
+    "causal_masks",
+    "compositions",
+    "expressions",
+    "family_named",
+    "lengths",
+    "masks",
+    "parameters",
+    "problems",
+    "score_chains",
+    "score_expressions",
+    "scores",
+    "shapes",
+]

@@ -1,7 +1,8 @@
-"""Masks with numbers that fit the dimensions of a Problem."""
+"""Masks of the library with numbers that fit the dimensions of a Problem, and such as break."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
@@ -9,17 +10,24 @@ from hypothesis import strategies as st
 from attncheck.errors import UnknownName
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Dimensions, Spec
+from attncheck.strategies.lengths import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["causal_masks", "masks"]
+__all__ = ["PLAIN_MASKS", "causal_masks", "masks"]
+
+_BEYOND = 7  # keys: a window or prefix that is no multiple of anything beyond all keys
+_MOST_CUTS = 3
 
 
 def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
     """Masks of the library, not composed.
+
+    Among them are windows of 0 and beyond all keys, prefixes of 0, of all keys and beyond, empty
+    documents, and sequences that are nothing but padding.
 
     Args:
         dimensions: What the masks must fit.
@@ -28,11 +36,17 @@ def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrateg
     Raises:
         UnknownName: for a name that is none of the library's plain masks.
     """
-    chosen = tuple(names) or tuple(_MASKS)
+    chosen = tuple(names) or PLAIN_MASKS
     for name in chosen:
         if name not in _MASKS:
             raise UnknownName("mask", name, _MASKS)
-    return st.one_of([_MASKS[name](dimensions) for name in chosen])
+    return _one_of(chosen, dimensions)
+
+
+@lru_cache(maxsize=1024)
+def _one_of(names: tuple[str, ...], dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """The same object for each draw: Hypothesis looks a new strategy through first."""
+    return st.one_of([_MASKS[name](dimensions) for name in names])
 
 
 def causal_masks(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
@@ -56,35 +70,44 @@ def _plain(name: str) -> Callable[[Dimensions], SearchStrategy[Spec]]:
 
 
 def _sliding_windows(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Shrinks to a window of 1; one of 0 hides every key."""
     widest = max(dimensions.query, dimensions.kv)
-    return st.integers(1, widest).map(lambda window: Spec.of("sliding_window", window=window))
+    windows = numbers(1, widest, 0, widest + 1, widest + _BEYOND)
+    return windows.map(lambda window: Spec.of("sliding_window", window=window))
 
 
 def _prefixes(dimensions: Dimensions) -> SearchStrategy[Spec]:
-    return st.integers(0, dimensions.kv).map(lambda prefix: Spec.of("prefix_lm", prefix=prefix))
+    """Shrinks to a prefix of 0, which is causal."""
+    kv = dimensions.kv
+    prefixes = numbers(0, kv - 1, 0, kv, kv + 1, kv + _BEYOND)
+    return prefixes.map(lambda prefix: Spec.of("prefix_lm", prefix=prefix))
 
 
 def _documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """Up to four documents, cut anywhere; shrinks to one."""
+    """Up to four documents, cut anywhere, and perhaps an empty one; shrinks to one."""
     total = max(dimensions.query, dimensions.kv)
-    if total == 1:
-        return st.just(Spec.of("document", lengths=[1]))
-    return st.sets(st.integers(1, total - 1), max_size=3).map(lambda cuts: _cut(cuts, total))
+    cut = numbers(1, total - 1) if total > 1 else st.nothing()
+    cuts = st.lists(cut, max_size=_MOST_CUTS, unique=True) if total > 1 else st.just([])
+    empty = st.sampled_from((None, None, 0, 1, _MOST_CUTS + 1))
+    return st.tuples(cuts, empty).map(lambda drawn: _cut(*drawn, total))
 
 
-def _cut(cuts: set[int], total: int) -> Spec:
+def _cut(cuts: list[int], empty: int | None, total: int) -> Spec:
+    """Documents that end at ``cuts`` and ``total``, and an empty one as number ``empty``."""
     ends = [*sorted(cuts), total]
     starts = [0, *ends[:-1]]
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    if empty is not None:
+        lengths.insert(empty, 0)
     return Spec.of("document", lengths=lengths)
 
 
 def _paddings(dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """Any number of padding keys in each sequence; shrinks to none."""
-    padding = st.tuples(*[st.integers(0, dimensions.kv)] * dimensions.batch)
-    return padding.map(
-        lambda hidden: Spec.of("padding", lengths=[dimensions.kv - n for n in hidden])
-    )
+    """Any number of padding keys in each sequence, or nothing else; shrinks to none."""
+    kv = dimensions.kv
+    # All of them as a choice of its own: it stays all of them while kv shrinks.
+    padding = st.tuples(*[numbers(0, kv - 1, kv)] * dimensions.batch)
+    return padding.map(lambda hidden: Spec.of("padding", lengths=[kv - n for n in hidden]))
 
 
 _MASKS: dict[str, Callable[[Dimensions], SearchStrategy[Spec]]] = {
@@ -96,4 +119,6 @@ _MASKS: dict[str, Callable[[Dimensions], SearchStrategy[Spec]]] = {
     "padding": _paddings,
     "document": _documents,
 }
+
+PLAIN_MASKS = tuple(_MASKS)
 """Simplest first: what a failure shrinks to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 from attncheck.errors import ProblemError
@@ -25,6 +26,8 @@ def supported(
 ) -> Problem | None:
     """``problem`` itself, or as few of its fields changed as make ``supports`` true; else None.
 
+    With another head_dim the scale changes too, so that scores stay as large as they were.
+
     kv, mask, score mod and values stay, except that kv may grow to whole tiles, so that what was
     chosen for them (a key to hide, say) stays possible.
     """
@@ -40,18 +43,30 @@ def supported(
 
 def _fewest_first(problem: Problem, dtypes: Sequence[str]) -> Iterator[Changes]:
     combinations = itertools.product(
-        _dims(problem), _lengths(problem), _heads(problem), _others(problem, dtypes)
+        _dims(problem),
+        _lengths(problem),
+        _heads(problem),
+        _dtypes(problem, dtypes),
+        [{}] if _default_scale(problem) else [{}, {"scale": 0.0}],
     )
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
         yield {name: value for axis in changed for name, value in axis.items()}
 
 
 def _dims(problem: Problem) -> list[Changes]:
-    # A scale of 0 asks for the default, 1/√head_dim, which the old head_dim's is not.
+    def scale(dim: int) -> float:
+        # 0 asks for 1/√dim, to its last bit: a kernel may take no other.
+        kept = problem.scale * math.sqrt(problem.head_dim / dim)
+        return 0.0 if _default_scale(problem) else kept
+
     common: list[Changes] = [
-        {"head_dim": dim, "value_dim": dim, "scale": 0.0} for dim in _COMMON_HEAD_DIMS
+        {"head_dim": dim, "value_dim": dim, "scale": scale(dim)} for dim in _COMMON_HEAD_DIMS
     ]
     return [{}, {"value_dim": problem.head_dim}, *common]
+
+
+def _default_scale(problem: Problem) -> bool:
+    return problem.scale == problem.replace(scale=0.0).scale
 
 
 def _lengths(problem: Problem) -> list[Changes]:
@@ -63,5 +78,5 @@ def _heads(problem: Problem) -> list[Changes]:
     return [{}, {"kv_heads": problem.heads}]
 
 
-def _others(problem: Problem, dtypes: Sequence[str]) -> list[Changes]:
+def _dtypes(problem: Problem, dtypes: Sequence[str]) -> list[Changes]:
     return [{}, *({"dtype": dtype} for dtype in dtypes if dtype != problem.dtype)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from hypothesis import strategies as st
 
 from attncheck.distributions import DISTRIBUTIONS, Sizes
-from attncheck.errors import UnknownName
+from attncheck.errors import UnknownName, UsageError
 from attncheck.formats import DTYPES
 from attncheck.mods.library import NONE
-from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.spec import Dimensions
 from attncheck.problem import Problem
+from attncheck.recorded_names import without_recorded
 from attncheck.strategies import nearest
 from attncheck.strategies.masks import masks as any_masks
 from attncheck.strategies.shapes import shapes as any_shapes
@@ -20,37 +22,18 @@ from attncheck.strategies.shapes import shapes as any_shapes
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["problems", "scores"]
+    from attncheck.mods.spec import Spec
+
+__all__ = ["AMPLITUDES", "problems"]
 
 Supports = Callable[[Problem], bool]
 
 _DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.measured)
-_SCORES: dict[str, SearchStrategy[Spec]] = {
-    NONE.name: st.just(NONE),
-    "alibi": st.just(Spec.of("alibi")),
-    "softcap": st.sampled_from((20.0, 1.5, 50.0)).map(lambda cap: Spec.of("softcap", cap=cap)),
-    "temperature": st.sampled_from((2.0, 0.25)).map(
-        lambda temperature: Spec.of("temperature", temperature=temperature)
-    ),
-    "relative_bias": st.integers(0, 8).map(
-        lambda distance: Spec.of("relative_bias", distance=distance, seed=0)
-    ),
-}
+AMPLITUDES = (1, 10, 60, 400)
+"""How many times larger than usual scores are: at 400 a softmax is all but one-hot."""
+
+_USUAL = 3  # times more often than each other amplitude
 _LARGEST_SEED = 999  # a draw among many; a short number to read in a failure
-
-
-def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
-    """Score mods of the library, not composed, each at a few strengths.
-
-    Args:
-        names: Which, simplest first (default: all, from none on).
-
-    Raises:
-        UnknownName: for a name that is none of the library's plain score mods.
-    """
-    chosen = tuple(names) or tuple(_SCORES)
-    _check("score mod", chosen, _SCORES)
-    return st.one_of([_SCORES[name] for name in chosen])
 
 
 @st.composite
@@ -59,6 +42,7 @@ def _problems(
     shapes: SearchStrategy[Sizes],
     masks: Callable[..., SearchStrategy[Spec]],
     scores: SearchStrategy[Spec],
+    amplitudes: SearchStrategy[float],
     plain: SearchStrategy[dict[str, Any]],
 ) -> Problem:
     sizes = draw(shapes)
@@ -73,6 +57,7 @@ def _problems(
         value_dim=sizes.value_dim,
         mask=draw(masks(dimensions=dimensions)),
         score=draw(scores),
+        scale=draw(amplitudes) / math.sqrt(sizes.head_dim),
         **draw(plain),
     )
 
@@ -83,7 +68,8 @@ def problems(
     masks: Callable[..., SearchStrategy[Spec]] = any_masks,
     scores: SearchStrategy[Spec] | None = None,
     dtypes: Iterable[str] = _DTYPES,
-    distributions: Iterable[str] = tuple(DISTRIBUTIONS),
+    distributions: Iterable[str] | None = None,
+    amplitudes: Iterable[float] = AMPLITUDES,
     supports: Supports | None = None,
 ) -> SearchStrategy[Problem]:
     """Problems, small enough for an interpreted kernel unless ``shapes`` says otherwise.
@@ -93,7 +79,8 @@ def problems(
         masks: ``masks(dimensions=…)`` gives masks for these dimensions.
         scores: Score mods (default: none).
         dtypes: Which, plainest first.
-        distributions: Which, plainest first.
+        distributions: Which, plainest first (default: all, without those of recordings).
+        amplitudes: Of scale · √head_dim, plainest first: the first is drawn more often.
         supports: Whether the kernel takes a Problem. One that it does not take is moved to the
             nearest that it does (same mask and values; other dims, lengths, kv heads or dtype)
             and dropped only where there is none: a kernel of few head dims is tested as often as
@@ -101,8 +88,10 @@ def problems(
 
     Raises:
         UnknownName: for a dtype or distribution that is not known.
+        UsageError: for no amplitude, or one that is not positive.
     """
-    dtypes, distributions = tuple(dtypes), tuple(distributions)
+    known = without_recorded(DISTRIBUTIONS)
+    dtypes, distributions = tuple(dtypes), tuple(known if distributions is None else distributions)
     _check("dtype", dtypes, _DTYPES)
     _check("distribution", distributions, DISTRIBUTIONS)
     plain: SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
@@ -116,6 +105,7 @@ def problems(
         any_shapes() if shapes is None else shapes,
         masks,
         st.just(NONE) if scores is None else scores,
+        _amplitudes(tuple(amplitudes)),
         plain,
     )
     if supports is None:
@@ -123,6 +113,12 @@ def problems(
     # Where even the nearest is refused nothing can be derived: only then it is a filter.
     moved = drawn.map(lambda problem: nearest.supported(problem, supports, dtypes))
     return cast("SearchStrategy[Problem]", moved.filter(lambda problem: problem is not None))
+
+
+def _amplitudes(amplitudes: tuple[float, ...]) -> SearchStrategy[float]:
+    if not amplitudes or not all(0 < amplitude < math.inf for amplitude in amplitudes):
+        raise UsageError(f"amplitudes={amplitudes} must be one or more positive numbers.")
+    return st.sampled_from((*amplitudes[:1] * _USUAL, *amplitudes[1:]))
 
 
 def _check(kind: str, names: tuple[str, ...], valid: Iterable[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
@@ -10,46 +9,26 @@ from hypothesis import strategies as st
 from attncheck.distributions import Sizes
 from attncheck.errors import UsageError
 from attncheck.problem import LARGEST_HEAD_DIM
+from attncheck.strategies.lengths import lengths
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["HEAD_DIMS", "TILES", "lengths", "shapes"]
-
-TILES = (16, 32, 64, 128)
-"""Tile sizes of kernels: a length is interesting at one, one below and one above."""
+__all__ = ["HEAD_DIMS", "shapes"]
 
 HEAD_DIMS = (1, 3, 16, 17, 40, 64, 80, 96, 128)
 """Powers of two and what lies between them, where kernels pad or refuse."""
 
-_LARGEST_BATCH, _MOST_QUERY_HEADS, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 6, 4, 4
-
-
-def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
-    """Lengths from ``shortest`` to ``longest``, half of them 1–3 or within one of a tile's edge.
-
-    One choice among the lengths in order, edges repeated: that shrinks to the shortest length
-    that fails, whether it is an edge or not.
-
-    Raises:
-        UsageError: unless 1 ≤ shortest ≤ longest.
-    """
-    if not 1 <= shortest <= longest:
-        raise UsageError(
-            f"shortest={shortest} and longest={longest} must be 1 ≤ shortest ≤ longest."
-        )
-    edges = [n for n in sorted(_edges()) if shortest <= n <= longest]
-    rest = [n for n in range(shortest, longest + 1) if n not in edges]
-    repeats = math.ceil(max(1, len(rest)) / max(1, len(edges)))
-    return st.sampled_from(tuple(sorted(edges * repeats + rest)))
+_LARGEST_BATCH, _MOST_QUERY_HEADS, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 6, 4, 5
 
 
 @st.composite
 def _sizes(
     draw: st.DrawFn,
     most_heads: int,
+    shortest_query: int,
     query: SearchStrategy[int],
     kv: SearchStrategy[int],
     dims: SearchStrategy[int],
@@ -60,11 +39,13 @@ def _sizes(
     rows, keys, head_dim, value_dim = draw(query), draw(kv), draw(dims), draw(dims)
     # Kernels take other paths where the two agree, and chance alone would seldom make them.
     square, same_dim = (draw(st.sampled_from((False, False, True))) for _ in range(2))
+    if square:
+        rows = keys = max(keys, shortest_query)
     return Sizes(
         batch=batch,
         heads=heads,
         kv_heads=kv_heads,
-        query=keys if square else rows,
+        query=rows,
         kv=keys,
         head_dim=head_dim,
         value_dim=head_dim if same_dim else value_dim,
@@ -74,6 +55,7 @@ def _sizes(
 def shapes(
     *,
     longest: int = 130,
+    shortest_query: int = 1,
     shortest_kv: int = 1,
     most_heads: int = 8,
     head_dims: Iterable[int] = HEAD_DIMS,
@@ -82,6 +64,7 @@ def shapes(
 
     Args:
         longest: Largest query and kv length.
+        shortest_query: Smallest query length.
         shortest_kv: Smallest kv length.
         most_heads: Largest batch · heads: what an interpreted kernel's time is made of. From 8 on,
             a second sequence comes with several kv heads of several query heads each: a wrong
@@ -98,14 +81,15 @@ def shapes(
         raise UsageError(f"head_dims={dims} must be one or more of 1–{LARGEST_HEAD_DIM}.")
     return _sizes(
         most_heads,
-        lengths(longest=longest),
+        shortest_query,
+        lengths(shortest=shortest_query, longest=longest),
         lengths(shortest=shortest_kv, longest=longest),
         st.sampled_from(dims),
     )
 
 
 def _head_counts(most: int) -> tuple[tuple[int, int], ...]:
-    """(heads, kv_heads), few first; with 6/2 and 6/3, h // group and h % kv_heads differ.
+    """(heads, kv_heads), few kv heads first; with 6/2 and 6/3, h // group and h % kv_heads differ.
 
     Each pair as likely as another: drawn one number after the other, those would be rare.
     """
@@ -114,8 +98,4 @@ def _head_counts(most: int) -> tuple[tuple[int, int], ...]:
         for kv_heads in range(1, _MOST_KV_HEADS + 1)
         for group in range(1, _LARGEST_GROUP + 1)
     )
-    return tuple(sorted(pair for pair in counts if pair[0] <= min(most, _MOST_QUERY_HEADS)))
-
-
-def _edges() -> set[int]:
-    return {1, 2, 3} | {tile + step for tile in TILES for step in (-1, 0, 1)}
+    return tuple(pair for pair in counts if pair[0] <= min(most, _MOST_QUERY_HEADS))

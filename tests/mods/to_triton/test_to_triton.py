@@ -32,6 +32,7 @@ PLAIN_MASKS = [
     Spec.of("prefix_lm", prefix=3),
     Spec.of("document", lengths=[3, 0, 10, 8]),
     Spec.of("padding", lengths=[3, 21]),
+    Spec.of("expression", text="(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)"),
 ]
 PLAIN_SCORES = [
     Spec.of("none"),
@@ -40,6 +41,7 @@ PLAIN_SCORES = [
     Spec.of("relative_bias", distance=0, seed=1),
     Spec.of("temperature", temperature=2.5),
     Spec.of("temperature", temperature=1),
+    Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.5)"),
 ]
 
 

@@ -1,0 +1,43 @@
+"""Families of masks: each gives its own, for any dimensions, simplest first."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck import strategies
+from attncheck.mods.library import build_mask
+from attncheck.mods.spec import Dimensions, Spec
+
+SMALL = Dimensions(batch=1, heads=1, query=1, kv=1)
+SIMPLEST = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "sliding_window": Spec.of("sliding_window", window=1),
+    "prefix_lm": Spec.of("prefix_lm", prefix=0),
+    "padding": Spec.of("padding", lengths=[1]),
+    "document": Spec.of("document", lengths=[1]),
+    "composition": Spec.of("and", Spec.of("full"), Spec.of("full")),
+    "expression": Spec.of("expression", text="q_idx >= kv_idx"),
+}
+
+
+def test_the_families_are_these() -> None:
+    assert list(strategies.MASK_FAMILIES) == list(SIMPLEST)
+
+
+@pytest.mark.parametrize("name", SIMPLEST)
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (40, 1), (33, 17)], ids=str)
+def test_a_family_fits_its_dimensions(drawn, name: str, sizes: tuple[int, int]) -> None:
+    query, kv = sizes
+    dimensions = Dimensions(batch=2, heads=3, query=query, kv=kv)
+    found = drawn(strategies.family_named(name)(dimensions=dimensions), 40)
+    for spec in found:
+        build_mask(spec, dimensions)
+    named = {"composition": {"and", "or", "not"}}.get(name, {name})
+    assert {spec.name for spec in found} <= named
+
+
+@pytest.mark.parametrize("name", SIMPLEST)
+def test_a_family_shrinks_to_its_simplest(smallest, name: str) -> None:
+    assert smallest(strategies.family_named(name)(dimensions=SMALL)) == SIMPLEST[name]

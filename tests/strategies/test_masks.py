@@ -1,0 +1,130 @@
+"""Masks of the library with the numbers that break kernels, and what they shrink to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from attncheck import strategies
+from attncheck.mods.library import build_mask, check_mask
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.strategies.masks import PLAIN_MASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.problem import Problem
+
+DIMENSIONS = Dimensions(batch=2, heads=1, query=40, kv=50)
+LONGEST = 50
+
+
+def has_a_hidden_row(p: Problem) -> bool:
+    """Whether some row sees no key."""
+    return bool((~seen(p.mask, p.dimensions).any(-1)).any())
+
+
+def seen(mask: Spec, dimensions: Dimensions) -> torch.Tensor:
+    shape = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
+    return build_mask(mask, dimensions)(
+        torch.arange(dimensions.batch)[:, None, None, None],
+        torch.arange(dimensions.heads)[:, None, None],
+        torch.arange(dimensions.query)[:, None],
+        torch.arange(dimensions.kv),
+    ).expand(shape)
+
+
+# What masks are to reach, by the argument that says so.
+EXTREMES: dict[str, Callable[[dict], bool]] = {
+    "window of 0": lambda v: v.get("window") == 0,
+    "window of all": lambda v: v.get("window") == LONGEST,
+    "window beyond": lambda v: v.get("window", 0) > LONGEST,
+    "window at a tile": lambda v: v.get("window") in {15, 16, 17, 31, 32, 33},
+    "prefix of 0": lambda v: v.get("prefix") == 0,
+    "prefix of all": lambda v: v.get("prefix") == DIMENSIONS.kv,
+    "prefix beyond": lambda v: v.get("prefix", 0) > DIMENSIONS.kv,
+    "empty document first": lambda v: v.get("lengths", (1,))[0] == 0 and sum(v["lengths"]) == 50,
+    "empty document within": lambda v: 0 in v.get("lengths", ())[1:-1],
+    "empty document last": lambda v: v.get("lengths", (1,))[-1] == 0 and sum(v["lengths"]) == 50,
+    "many documents": lambda v: len(v.get("lengths", ())) > 3,
+    "only padding": lambda v: 0 in v.get("lengths", ()) and sum(v["lengths"]) < 50,
+}
+
+
+@pytest.fixture
+def arguments(drawn) -> list[dict]:
+    found = drawn(strategies.masks(dimensions=DIMENSIONS), 600)
+    for spec in found:
+        check_mask(spec, DIMENSIONS)
+    assert {spec.name for spec in found} == set(PLAIN_MASKS)
+    return [spec.values for spec in found]
+
+
+def test_extremes_are_drawn(arguments) -> None:
+    missing = [what for what, wanted in EXTREMES.items() if not any(map(wanted, arguments))]
+    assert missing == []
+
+
+CAUSES: dict[str, tuple[Callable[[Problem], bool], dict]] = {
+    "padding": (lambda p: p.mask.name == "padding", {"mask": Spec.of("padding", lengths=[1])}),
+    "a window of 0": (
+        lambda p: p.mask.values.get("window") == 0,
+        {"mask": Spec.of("sliding_window", window=0)},
+    ),
+    "a window": (
+        lambda p: p.mask.name == "sliding_window",
+        {"mask": Spec.of("sliding_window", window=1)},
+    ),
+    "a window beyond the keys": (
+        lambda p: p.mask.values.get("window", 0) > p.kv >= p.query,
+        {"mask": Spec.of("sliding_window", window=2)},
+    ),
+    "a prefix of 0": (
+        lambda p: p.mask.values.get("prefix") == 0,
+        {"mask": Spec.of("prefix_lm", prefix=0)},
+    ),
+    "a prefix of all keys": (
+        lambda p: p.mask.values.get("prefix", 0) >= p.kv,
+        {"mask": Spec.of("prefix_lm", prefix=1)},
+    ),
+    "a prefix beyond": (
+        lambda p: p.mask.values.get("prefix", 0) > p.kv,
+        {"mask": Spec.of("prefix_lm", prefix=2)},
+    ),
+    "an empty document": (
+        lambda p: p.mask.name == "document" and 0 in p.mask.values["lengths"],
+        {"mask": Spec.of("document", lengths=[0, 1])},
+    ),
+    "two documents that are not empty": (
+        lambda p: p.mask.name == "document" and sum(n > 0 for n in p.mask.values["lengths"]) > 1,
+        {"kv": 2, "mask": Spec.of("document", lengths=[1, 1])},
+    ),
+    "a row that sees nothing, though others do": (
+        lambda p: has_a_hidden_row(p) and bool(seen(p.mask, p.dimensions).any()),
+        {"query": 2, "mask": Spec.of("causal_bottom_right")},
+    ),
+    "a sequence of padding": (
+        lambda p: p.mask.name == "padding" and 0 in p.mask.values["lengths"],
+        {"mask": Spec.of("padding", lengths=[0])},
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_failure_shrinks_to_its_cause(smallest, cause: str) -> None:
+    from attncheck.problem import Problem
+
+    wanted, changes = CAUSES[cause]
+    found = smallest(
+        strategies.problems(shapes=strategies.shapes(longest=40, head_dims=(1,))), wanted
+    )
+    assert found == Problem(**{"query": 1, "kv": 1, "head_dim": 1, "dtype": "fp32"} | changes)
+
+
+def test_a_row_that_sees_nothing_shrinks_to_one_hidden_key(smallest) -> None:
+    found = smallest(strategies.problems(), has_a_hidden_row)
+    nothing = {Spec.of("sliding_window", window=0), Spec.of("padding", lengths=[0])}
+    assert found.shape == "B1 H1 Q1 K1 D1"
+    assert found.mask in nothing
