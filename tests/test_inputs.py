@@ -152,3 +152,24 @@ def test_same_bits_on_a_gpu():
     drawn = inputs.draw(problem, "cuda")
     assert drawn.q.is_cuda
     assert equal(drawn.to("cpu"), inputs.draw(problem))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.mT.contiguous().mT,
+        lambda x: torch.nn.functional.pad(x, (3, 2), value=torch.nan)[..., 3:-2],
+        lambda x: torch.cat((x.new_full((1,), torch.nan), x.flatten()))[1:].view(x.shape),
+        lambda x: x[:, :1].expand_as(x),
+    ],
+    ids=["transposed", "gapped", "offset", "expanded"],
+)
+def test_a_clone_is_laid_out_alike_in_memory_of_its_own(view):
+    drawn = inputs.draw(Problem(**SMALL))
+    laid_out = drawn.replace(k=view(drawn.k))
+    cloned = laid_out.clone()
+    assert torch.equal(cloned.k, laid_out.k)
+    assert cloned.k.stride() == laid_out.k.stride()
+    assert cloned.k.storage_offset() == laid_out.k.storage_offset()
+    cloned.k.zero_()
+    assert bool(laid_out.k.any())

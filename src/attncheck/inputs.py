@@ -96,8 +96,8 @@ class Inputs:
         return self._with(lambda tensor: tensor.to(device))
 
     def clone(self) -> Inputs:
-        """The same numbers in memory of their own."""
-        return self._with(torch.Tensor.clone)
+        """The same numbers in memory of their own, laid out alike: strides, gaps and all."""
+        return self._with(_cloned)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         changed: dict[str, Any] = {n: change(tensor) for n, tensor in self.tensors().items()}
@@ -182,6 +182,13 @@ def rounded(exact: Inputs, problem: Problem) -> Inputs:
         else:
             stored[name] = _stored(values, fmt)
     return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all the memory that a tensor is a view of, seen through the same view."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = tensor.as_strided((size,), (1,), 0).clone()
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _is_softmax(problem: Problem) -> bool:

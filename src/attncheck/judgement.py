@@ -11,13 +11,17 @@ __all__ = ["BlindSpot", "Judgement", "Place", "Precision", "Rule", "Status", "Wo
 Status = Literal["pass", "warn", "inconclusive", "fail"]
 """``warn``: something is odd, and no proof of a fault. ``inconclusive``: the judge cannot tell."""
 
-Rule = Literal["", "finite", "empty rows", "structure", "bound", "improbable", "precision"]
+Rule = Literal[
+    "", "finite", "empty rows", "structure", "bound", "improbable", "precision", "relation"
+]
 """What a verdict other than ``pass`` rests on, in the order in which the rules are asked.
 
 ``finite``: NaN or infinite where the exact result is not. ``empty rows``: a row that sees no key is
 not exactly 0 and −∞. ``structure``: an exact probe has another answer. ``bound``: beyond the
 deterministic bound, a proof. ``improbable``: beyond the probabilistic bound, p < 1e-6 on generic
 inputs. ``precision``: within every bound, and less accurate than a kernel of this arithmetic is.
+``relation``: two runs, or a run and its own inputs, do not agree as they must; no other rule is
+asked with it.
 """
 
 
@@ -40,8 +44,10 @@ class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             empty where none is declared.
         got: What the kernel gave.
         exact: The exact result.
-        allowance: The deterministic bound of |got − exact|.
-        budget: What the allowance is made of, by the names of ``docs/bounds.md``; sums to it.
+        allowance: The deterministic bound of |got − exact|; of a relation those of both sides, or
+            0 where bits are compared.
+        budget: What the allowance is made of, by the names of ``docs/bounds.md``; sums to it. Empty
+            of a relation.
     """
 
     tensor: Literal["out", "lse"]
@@ -120,6 +126,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         out_over_probable: Largest |error| ÷ probabilistic bound over the sampled rows.
         lse_over_probable: The same of LSE.
         worst: The element of the largest share; None where nothing was compared.
+        wrong: Elements of the worst one's tensor that are beyond what is allowed.
+        compared: Elements of it that were compared.
         rows: Rows that see a key.
         rows_sampled: Those on which the probabilistic bound, z and the blind spot were computed.
         rows_unbounded: Rows without a finite allowance, which nothing was asked of: a score lies
@@ -141,6 +149,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     out_over_probable: float | None = None
     lse_over_probable: float | None = None
     worst: Worst | None = None
+    wrong: int = 0
+    compared: int = 0
     rows: int = 0
     rows_sampled: int = 0
     rows_unbounded: int = 0

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attncheck.errors import ProblemError
 
 if TYPE_CHECKING:
     from attncheck.problem import Problem
 
-__all__ = ["Allowed", "Parameters", "check_parameters", "fits_all", "no_parameters"]
+__all__ = [
+    "PROMISES",
+    "Allowed",
+    "Parameters",
+    "Promise",
+    "check_parameters",
+    "fits_all",
+    "no_parameters",
+]
 
 Parameters = Mapping[str, int | float]
 Allowed = Mapping[str, Sequence[int]]
+
+Promise = Literal["repeat", "batch", "layout", "hidden"]
+"""What a kernel may promise of its bits, beyond being right.
+
+``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
+of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.
+``layout``: strides do not change bits. ``hidden``: what the mask hides may be NaN or overflow.
+"""
+
+PROMISES: tuple[Promise, ...] = ("repeat", "batch", "layout", "hidden")
 
 
 def fits_all(problem: Problem) -> None:

@@ -9,7 +9,7 @@ import torch
 from attncheck import inputs as inputs_room
 from attncheck.errors import ProblemError, UnknownName
 from attncheck.examine.executor import Failure
-from attncheck.examine.relate import Broken, relate
+from attncheck.examine.relate import relate
 from attncheck.mods.spec import Spec
 from attncheck.problem import Case, Problem
 from attncheck.relations import RELATIONS, Finding, relation_named
@@ -43,9 +43,18 @@ def ask(subject: Subject, question: str, **changes: object) -> Finding | Failure
     return relate(subject, Case(problem=asked, question=question, parameters=parameters))
 
 
-@pytest.mark.parametrize("question", RELATIONS)
-@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-@pytest.mark.parametrize("distribution", ["normal", "large_logits", "negative_logits"])
+@pytest.mark.parametrize(
+    "question", [name for name, each in RELATIONS.items() if each.unfit(problem()) is None]
+)
+@pytest.mark.parametrize(
+    ("dtype", "distribution"),
+    [
+        ("fp32", "large_logits"),
+        ("tf32", "negative_logits"),
+        ("fp16", "normal"),
+        ("bf16", "large_logits"),
+    ],
+)
 def test_a_right_kernel_passes(question: str, dtype: str, distribution: str) -> None:
     assert ask(planted("Right"), question, dtype=dtype, distribution=distribution) is None
 
@@ -81,20 +90,6 @@ def test_a_kernel_that_raises_fails_with_its_message() -> None:
     assert found.message == "RuntimeError: illegal memory access"
 
 
-@pytest.mark.parametrize(
-    ("fault", "question", "says"),
-    [
-        *(("Wide", question, "in a kernel that gives the same bits twice") for question in FUTURES),
-        ("Restless", "repeat", "in a deterministic kernel"),
-    ],
-)
-def test_a_failure_says_what_the_relation_presupposes(fault: str, question: str, says: str) -> None:
-    found = ask(planted(fault), question)
-    assert found is not None
-    case = Case(problem=problem(), question=question)
-    assert says in str(Broken(kernel=fault, case=case, found=found))
-
-
 def test_the_finding_says_where_what_and_how_many() -> None:
     finding = ask(planted("Strict"), "first_row")
     assert isinstance(finding, Finding)
@@ -109,6 +104,8 @@ def test_a_relation_leaves_its_inputs_as_they_are() -> None:
     drawn = inputs_room.draw(problem(dtype="tf32"))
     before = [t.clone() for t in (drawn.q, drawn.k, drawn.v)]
     for relation in RELATIONS.values():
+        if relation.unfit(drawn.problem):
+            continue
         allowed = relation.allowed(drawn.problem)
         relation.runs(drawn, {name: values[0] for name, values in allowed.items()})
     for tensor, copy in zip((drawn.q, drawn.k, drawn.v), before, strict=True):

@@ -19,6 +19,7 @@ from attncheck.judge.bounds import deterministic
 from attncheck.judge.probable import deviations, probable
 from attncheck.judge.scores import likely_radius, rounds_operands, score_error
 from attncheck.oracles.conditions import blocks, conditions, is_whole, sampled, shown, slopes
+from attncheck.outputs import Outputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from attncheck.judgement import Place
     from attncheck.mods.running_error import RunningError
 
-__all__ = ["allowance", "budget", "row_bounds"]
+__all__ = ["allowance", "budget", "certain", "row_bounds"]
 
 
 def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
@@ -63,6 +64,16 @@ def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[
     judged = _Judged.of(evidence, arithmetic, rows)
     found = judged.deterministic
     return judged.allowed(found.out, found.lse)
+
+
+def certain(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
+    """The deterministic bounds of every row, as ``allowance`` has them, and nothing else."""
+    found = _Found.of(evidence)
+    for rows in blocks(evidence.case.problem, evidence.inputs.device):
+        judged = _Judged.of(evidence, arithmetic, rows)
+        found.bound(judged, judged.deterministic)
+    whole = found.allowance()
+    return Outputs(whole.out, whole.lse)
 
 
 def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str, float]:
@@ -103,7 +114,8 @@ class _Judged:
 
     def of_likely_errors(self, evidence: Evidence, sigmas: float) -> ScoreModError | None:
         """``mod``, with what it makes of errors within ``sigmas`` standard deviations."""
-        analysis = evidence.running_error(self.arithmetic)
+        # Without a score mod nothing is traced: that would cost more than the bound.
+        analysis = None if self.mod is None else evidence.running_error(self.arithmetic)
         if self.mod is None or analysis is None:
             return self.mod
         scores = replace(self.scores, radius=likely_radius(self.scores, sigmas))

@@ -153,8 +153,7 @@ def _judgement(
         raise UsageError(
             f"out.dtype={out.dtype}, but the arithmetic gives out in {arithmetic.output.name}."
         )
-    evidence = Evidence(Case(problem=problem), str(device))
-    evidence.__dict__["inputs"] = inputs  # not drawn: given
+    evidence = Evidence(Case(problem=problem), str(device), inputs)
     outputs = Outputs(out.detach(), None if lse is None else lse.detach())
     result = Execution(outputs=outputs, seconds=None, tiling=None, arithmetic=arithmetic)
     return judged(result, evidence)

@@ -31,6 +31,7 @@ def compare(
     environment: str,
     executor: Executor | None = None,
     timed: bool = True,
+    brief: bool = False,
 ) -> Record:
     """Run ``subject`` on the Case of ``evidence``, compare it with the exact result, and judge.
 
@@ -41,6 +42,8 @@ def compare(
         environment: Fingerprint of this process.
         executor: How to call the kernel; in this process by default.
         timed: Whether it is called until its median time is known.
+        brief: Whether the verdict alone is asked for: without errors beside their yardsticks, and
+            as ``judging.judged`` says.
 
     Never raises for what the kernel does: an exception, a broken contract or an input written to
     becomes a Record with status ``error``; so does a Case whose exact result does not fit into
@@ -53,8 +56,16 @@ def compare(
         environment=environment,
         executor=executor or InProcess(),
         timed=timed,
-        answer=lambda record, result: _compared(record, result, evidence),
+        answer=lambda record, result: (
+            _verdict(record, result, evidence) if brief else _compared(record, result, evidence)
+        ),
+        brief=brief,
     )
+
+
+def _verdict(record: Record, result: Execution, evidence: Evidence) -> Record:
+    judgement = judged(result, evidence, brief=True)
+    return replace(record, status=judgement.status, judgement=judgement)
 
 
 def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:

@@ -41,19 +41,31 @@ class Evidence:
     Attributes:
         case: The Case; of a probe's the inputs are the probe's.
         device: ``cpu`` or ``cuda``, where kernels run and the truth is computed.
+
+    Args:
+        case: The Case.
+        device: Where.
+        inputs: What is read, where it is not drawn: tensors that were given, or a relation's.
     """
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str, inputs: Inputs | None = None) -> None:
         self.case = case
         self.device = device
+        if inputs is not None:
+            self.__dict__["inputs"] = inputs
         self._allowances: dict[Arithmetic, Allowance] = {}
         self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
         self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
         self._ideal_rmse: dict[Tiling, float] = {}
 
-    def establish(self) -> None:
-        """Compute inputs, truth and floor now, so that nothing a kernel does can change them."""
-        _ = self.inputs, self.truth, self.floor_rmse, self.input_rmse
+    def establish(self, *, yardsticks: bool = True) -> None:
+        """Compute inputs and truth now, so that nothing a kernel does can change them.
+
+        With ``yardsticks`` also what its errors are compared with.
+        """
+        _ = self.inputs, self.truth
+        if yardsticks:
+            _ = self.floor_rmse, self.input_rmse
         self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -18,14 +19,19 @@ if TYPE_CHECKING:
     from attncheck.examine.evidence import Evidence
     from attncheck.examine.executor import Execution
     from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.judgement import Judgement, Place
+    from attncheck.judgement import BlindSpot, Judgement, Place
     from attncheck.subjects.contract import Tiling
 
 __all__ = ["judged"]
 
 
 def judged(
-    result: Execution, evidence: Evidence, *, structure: str = "", ideal: bool = True
+    result: Execution,
+    evidence: Evidence,
+    *,
+    structure: str = "",
+    ideal: bool = True,
+    brief: bool = False,
 ) -> Judgement:
     """The verdict on what a kernel gave on the Case of ``evidence``.
 
@@ -34,7 +40,28 @@ def judged(
         evidence: The Case. What is costly is kept in it, once per arithmetic or tiling.
         structure: What an exact probe found wrong, in one line; empty where nothing.
         ideal: Whether it is compared with ideal kernels too; of a probe it is not.
+        brief: Whether nobody asks what a pass rests on: then only a failure says what its allowance
+            is made of, and nothing what the Case could not have shown.
     """
+    facts = functools.partial(_decided, result, evidence, structure=structure, ideal=ideal)
+    if not brief:
+        blind_spot = evidence.blind_spot(
+            result.arithmetic, exposes_lse=result.outputs.lse is not None
+        )
+        return facts(budgeted=True, blind_spot=blind_spot)
+    found = facts(budgeted=False, blind_spot=None)
+    return facts(budgeted=True, blind_spot=None) if found.status == "fail" else found
+
+
+def _decided(
+    result: Execution,
+    evidence: Evidence,
+    *,
+    structure: str,
+    ideal: bool,
+    budgeted: bool,
+    blind_spot: BlindSpot | None,
+) -> Judgement:
     outputs, arithmetic, tiling = result.outputs, result.arithmetic, result.tiling
 
     def parts(tensor: Literal["out", "lse"], place: Place) -> dict[str, float]:
@@ -49,11 +76,11 @@ def judged(
         allowance=evidence.allowance(arithmetic),
         arithmetic=arithmetic,
         generic=evidence.generic,
-        blind_spot=evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None),
+        blind_spot=blind_spot,
         tiles=(tiling.block_query, tiling.block_kv) if tiling else None,
         structure=structure,
-        budget=parts,
-        other_lse=lambda: _tighter(evidence, arithmetic),
+        budget=parts if budgeted else None,
+        other_lse=(lambda: _tighter(evidence, arithmetic)) if budgeted else None,
         **(_ideals(evidence, arithmetic, tiling) if ideal else {}),
     )
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.errors import UsageError
 from attncheck.examine.executor import InProcess
 from attncheck.examine.recorded import recorded
-from attncheck.examine.relate import command
 from attncheck.oracles.indices import Indices, visible
 from attncheck.outputs import Outputs
 from attncheck.probes import probe_named
 from attncheck.probes.explanation import explained
 from attncheck.probes.margins import WeightErrors
-from attncheck.problem import Case
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
     from attncheck.record import Record
     from attncheck.subjects.contract import Subject
 
-__all__ = ["broken", "probe", "replay", "shown"]
+__all__ = ["probe", "shown"]
 
 
 def probe(
@@ -39,6 +35,7 @@ def probe(
     variant: str,
     environment: str,
     executor: Executor | None = None,
+    brief: bool = False,
 ) -> Record:
     """Run ``subject`` on the Case of ``evidence``, whose question is a probe, and judge.
 
@@ -52,12 +49,13 @@ def probe(
         variant: The plan's name for the question.
         environment: Fingerprint of this process.
         executor: How to call the kernel; in this process by default.
+        brief: As of ``check.compare``.
 
     Never raises for what the kernel does; see ``check.compare``.
     """
 
     def answer(record: Record, result: Execution) -> Record:
-        judgement = _judged(result, evidence)
+        judgement = _judged(result, evidence, brief=brief)
         return replace(record, status=judgement.status, judgement=judgement)
 
     return recorded(
@@ -68,49 +66,8 @@ def probe(
         executor=executor or InProcess(),
         timed=False,
         answer=answer,
+        brief=brief,
     )
-
-
-def broken(kernel: str, record: Record) -> str:
-    """A probe's Record that is no pass, in words: what is wrong, the whole Case, how to repeat it.
-
-    Args:
-        kernel: The kernel as it was asked for: a name, or ``file.py::name``.
-        record: What ``probe`` gave.
-    """
-    case = Case.from_json(record.case)
-    parameters = "".join(f" {name}={number}" for name, number in case.parameters.items())
-    judgement = record.judgement
-    lines = [
-        f"{record.status}: {judgement.reason if judgement else record.reason}",
-        f"  kernel    {kernel}",
-        f"  problem   {case.problem}",
-        f"  question  {case.question}{parameters}: {probe_named(case.question).summary}",
-        f"  case      {case.id}",
-        f"Reproduce: {command(kernel, case, 'probe')}",
-    ]
-    return "\n".join(lines)
-
-
-def replay(kernel: str, case: str, *, device: str | None = None) -> str:
-    """What ``probe`` finds for a kernel (a name or ``file.py::name``) and a Case in JSON.
-
-    ``holds`` for a pass. Raises UsageError for a kernel or Case that cannot be.
-    """
-    from attncheck.examine.environment import default_device, prepare
-    from attncheck.examine.evidence import Evidence
-    from attncheck.subjects.load import load
-
-    device = device or default_device()
-    prepare(device)
-    try:
-        asked = Case.from_json(json.loads(case))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"the case is not JSON: {error}.") from None
-    probe_named(asked.question).check(asked.problem, asked.parameters)
-    evidence = Evidence(asked, device)
-    record = probe(load(kernel), evidence, variant=asked.question, environment="")
-    return "holds" if record.status == "pass" else broken(kernel, record)
 
 
 def shown(problem: Problem, device: torch.device | str = "cpu") -> Seen:
@@ -120,7 +77,7 @@ def shown(problem: Problem, device: torch.device | str = "cpu") -> Seen:
     return lambda rows: visible(mask, Indices.of(batch, heads, rows, kv, device))
 
 
-def _judged(result: Execution, evidence: Evidence) -> Judgement:
+def _judged(result: Execution, evidence: Evidence, *, brief: bool) -> Judgement:
     from attncheck.examine.judging import judged
 
     case, inputs = evidence.case, evidence.inputs
@@ -131,7 +88,9 @@ def _judged(result: Execution, evidence: Evidence) -> Judgement:
         cut=arithmetic.weights_error if arithmetic.truncates else 0.0,
     )
     found = probe_named(case.question).read(inputs, result.outputs, seen, errors=errors)
-    judgement = judged(result, evidence, structure=found.message if found else "", ideal=False)
+    judgement = judged(
+        result, evidence, structure=found.message if found else "", ideal=False, brief=brief
+    )
     if judgement.status == "warn":
         return replace(judgement, status="pass", rule="", reason="", warnings=())
     judgement = replace(judgement, warnings=())

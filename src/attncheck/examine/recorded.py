@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.examine.evidence import Evidence
-    from attncheck.problem import Problem
+    from attncheck.problem import Case, Problem
     from attncheck.record import Status
     from attncheck.subjects.contract import Subject
 
-__all__ = ["arrangement", "recorded"]
+__all__ = ["arrangement", "asked", "recorded"]
 
 
 def recorded(
@@ -29,6 +29,7 @@ def recorded(
     executor: Executor,
     timed: bool,
     answer: Callable[[Record, Execution], Record],
+    brief: bool = False,
 ) -> Record:
     """Run ``subject`` on the Case of ``evidence``; what it gives becomes a Record by ``answer``.
 
@@ -40,19 +41,20 @@ def recorded(
         executor: How to call the kernel.
         timed: Whether it is called until its median time is known.
         answer: (Record of what was asked, what the kernel gave) → the Record.
+        brief: Whether no yardsticks are needed besides the exact result.
 
     Never raises for what the kernel does: an exception, a broken contract or an input written to
     becomes a Record with status ``error``; so does a Case whose exact result does not fit into
     memory. A Refused becomes one with ``unsupported``.
     """
-    record = _asked(subject, evidence, variant, environment)
+    record = asked(subject, evidence.case, evidence.device, variant, environment)
     refusal = executor.refusal(subject, evidence.case.problem, evidence.device)
     if isinstance(refusal, Failure):
         return replace(record, status="error", reason=refusal.message)
     if refusal:
         return replace(record, status="unsupported", reason=refusal)
     try:
-        evidence.establish()  # before any kernel has run
+        evidence.establish(yardsticks=not brief)  # before any kernel has run
         result = executor.run(subject, evidence.inputs, timed=timed)
         if isinstance(result, Failure):
             status: Status = "unsupported" if result.kind == "refused" else "error"
@@ -64,17 +66,16 @@ def recorded(
         return replace(record, status="error", reason="out of memory for the exact result")
 
 
-def _asked(subject: Subject, evidence: Evidence, variant: str, environment: str) -> Record:
+def asked(subject: Subject, case: Case, device: str, variant: str, environment: str) -> Record:
     """What is known before the kernel is asked."""
-    problem = evidence.case.problem
     return Record(
-        case_id=evidence.case.id,
-        case=evidence.case.to_json(),
+        case_id=case.id,
+        case=case.to_json(),
         kernel=subject.name,
         variant=variant,
-        heads=arrangement(problem),
+        heads=arrangement(case.problem),
         status="error",  # until it has run
-        interpreted=subject.triton and evidence.device == "cpu",
+        interpreted=subject.triton and device == "cpu",
         environment=environment,
     )
 

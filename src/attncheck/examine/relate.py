@@ -1,56 +1,78 @@
-"""One kernel, one Case whose question is a relation: does it hold?"""
+"""One kernel on one Case whose question is a relation gives one Record."""
 
 from __future__ import annotations
 
-import json
-import shlex
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from attncheck import inputs as inputs_room
-from attncheck.errors import UsageError
+from attncheck.examine.allowances import certain
+from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Executor, Failure, InProcess
-from attncheck.outputs import Outputs
+from attncheck.examine.recorded import asked
+from attncheck.judge.sentences import tile
+from attncheck.judgement import Judgement, Place, Worst
 from attncheck.problem import Case
 from attncheck.relations import relation_named
 
 if TYPE_CHECKING:
-    from attncheck.relations import Finding
+    from collections.abc import Sequence
+
+    from attncheck.inputs import Inputs
+    from attncheck.record import Record, Status
+    from attncheck.relations import Finding, Relation
+    from attncheck.relations.relation import Errors
     from attncheck.subjects.contract import Subject
 
-__all__ = ["Broken", "command", "relate", "replay"]
+__all__ = ["relate", "related", "runs"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
-    """A relation that does not hold for a kernel.
+def runs(case: Case, device: str) -> tuple[Inputs, ...]:
+    """The inputs of each run that the Case's relation asks for, in order.
 
-    Attributes:
-        kernel: The kernel as it was asked for: a name, or ``file.py::name``.
-        case: What was asked.
-        found: What is wrong, or why the kernel gave nothing.
+    Raises:
+        UsageError: for a question that is no relation, or that cannot be asked of the Problem.
     """
+    relation = relation_named(case.question)
+    relation.check(case.problem, case.parameters)
+    return relation.runs(inputs_room.draw(case.problem, device), case.parameters)
 
-    kernel: str
-    case: Case
-    found: Finding | Failure
 
-    def __str__(self) -> str:
-        parameters = "".join(f" {name}={n}" for name, n in self.case.parameters.items())
-        summary = relation_named(self.case.question).summary
-        what = self.found.message
-        if isinstance(self.found, Failure):
-            what = f"the kernel failed: {what}"
-        return "\n".join(
-            [
-                what,
-                f"  kernel    {self.kernel}",
-                f"  problem   {self.case.problem}",
-                f"  question  {self.case.question}{parameters}: {summary}",
-                f"  case      {self.case.id}",
-                f"Reproduce: {command(self.kernel, self.case)}",
-            ]
-        )
+def related(
+    subject: Subject,
+    case: Case,
+    *,
+    device: str,
+    variant: str = "",
+    environment: str = "",
+    executor: Executor | None = None,
+) -> Record:
+    """Run ``subject`` on the inputs that the Case's relation asks for, and compare what it gives.
+
+    ``pass`` where the relation holds and ``fail`` where it does not, by the rule ``relation``; a
+    kernel that raised gives ``error``, and one that takes a run's Problem not, or does not promise
+    what the relation asks, ``unsupported``. Bits are compared where the kernel promises them; else
+    the runs may be as far apart as the judge's bounds of each allow.
+
+    Args:
+        subject: The kernel.
+        case: A Case whose question is a name in ``relations.RELATIONS``.
+        device: ``cpu`` or ``cuda``.
+        variant: A name for the question in a report.
+        environment: Fingerprint of this process.
+        executor: How to call the kernel; in this process by default.
+
+    Raises:
+        UsageError: as ``runs``.
+    """
+    record = asked(subject, case, device, variant, environment)
+    found = relate(subject, case, executor, device=device)
+    if isinstance(found, Failure):
+        status: Status = "unsupported" if found.kind == "refused" else "error"
+        return replace(record, status=status, reason=found.message)
+    judgement = _judgement(found, subject, case, device)
+    return replace(record, status=judgement.status, judgement=judgement)
 
 
 def relate(
@@ -60,68 +82,88 @@ def relate(
     *,
     device: str = "cpu",
 ) -> Finding | Failure | None:
-    """Run ``subject`` on the inputs that the Case's relation asks for, and compare what it gives.
-
-    Args:
-        subject: The kernel; it must take the Case's Problem.
-        case: A Case whose question is a name in ``relations.RELATIONS``.
-        executor: How to call the kernel; in this process by default.
-        device: ``cpu`` or ``cuda``.
+    """What is wrong with what ``subject`` gives; arguments as of ``related``.
 
     Returns:
-        None where the relation holds. A Failure, which is not None, where the kernel raised.
-
-    Raises:
-        UsageError: for a question that is no relation, or that cannot be asked of the Problem.
+        None where the relation holds. A Failure, which is not None, where there are no outputs.
     """
     relation = relation_named(case.question)
-    relation.check(case.problem, case.parameters)
-    runs = relation.runs(inputs_room.draw(case.problem, device), case.parameters)
-    outputs = []
-    for inputs in runs:
-        result = (executor or InProcess()).run(subject, inputs)
-        if not isinstance(result, Execution):
+    unpromised = _unpromised(relation, subject)
+    if unpromised:
+        return Failure(kind="refused", message=unpromised)
+    asked_runs = runs(case, device)
+    done = _executed(subject, asked_runs, executor or InProcess())
+    if isinstance(done, Failure):
+        return done
+    if relation.needs_lse and any(each.outputs.lse is None for each in done):
+        return Failure(kind="refused", message="gives no LSE")
+    exact = _exact(relation, subject, len(done))
+    errors = None if exact else _errors(asked_runs, done, device)
+    return relation.holds(asked_runs, [each.outputs for each in done], case.parameters, errors)
+
+
+def _unpromised(relation: Relation, subject: Subject) -> str:
+    """Why the relation is not asked of this kernel; empty where it is."""
+    if relation.promise == "hidden" and "hidden" not in subject.promises:
+        return "does not promise that what the mask hides may be NaN or overflow"
+    return ""
+
+
+def _exact(relation: Relation, subject: Subject, count: int) -> bool:
+    """Whether bits are compared."""
+    repeats = count == 1 or "repeat" in subject.promises
+    return repeats and (not relation.promise or relation.promise in subject.promises)
+
+
+def _executed(
+    subject: Subject, asked_runs: Sequence[Inputs], executor: Executor
+) -> list[Execution] | Failure:
+    for inputs in asked_runs:
+        refusal = executor.refusal(subject, inputs.problem, inputs.device.type)
+        if refusal is not None:
+            return (
+                refusal
+                if isinstance(refusal, Failure)
+                else Failure(kind="refused", message=refusal)
+            )
+    done = []
+    for inputs in asked_runs:
+        result = executor.run(subject, inputs)
+        if isinstance(result, Failure):
             return result
-        outputs.append(_kept(result.outputs))
-    return relation.holds(runs, outputs, case.parameters)
+        done.append(result)
+    return done
 
 
-def replay(kernel: str, case: str, *, device: str | None = None) -> str:
-    """What ``relate`` finds for a kernel (a name or ``file.py::name``) and a Case in JSON.
-
-    Raises UsageError for a kernel or Case that cannot be.
-    """
-    from attncheck.examine.environment import default_device, prepare
-    from attncheck.subjects.load import load
-
-    device = device or default_device()
-    prepare(device)
-    try:
-        asked = Case.from_json(json.loads(case))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"the case is not JSON: {error}.") from None
-    subject = load(kernel)
-    reason = subject.absent(device) or subject.unsupported(asked.problem, device)
-    if reason:
-        raise UsageError(f"{kernel} does not take {asked.problem} on {device}: {reason}.")
-    found = relate(subject, asked, device=device)
-    return "holds" if found is None else str(Broken(kernel=kernel, case=asked, found=found))
+def _errors(asked_runs: Sequence[Inputs], done: Sequence[Execution], device: str) -> Errors:
+    """How far each run may be from the exact result, by the judge's deterministic bound."""
+    allowed = []
+    for inputs, result in zip(asked_runs, done, strict=True):
+        evidence = Evidence(Case(problem=inputs.problem), device, inputs)
+        allowed.append(certain(evidence, result.arithmetic))
+    return allowed
 
 
-def _kept(outputs: Outputs) -> Outputs:
-    """Copies: a kernel that returns the same buffer each time would be compared with itself."""
-    return Outputs(outputs.out.clone(), None if outputs.lse is None else outputs.lse.clone())
-
-
-def command(kernel: str, case: Case, examiner: str = "relate") -> str:
-    """The shell command that asks ``case`` of ``kernel`` again.
-
-    Args:
-        kernel: A name, or ``file.py::name``.
-        case: What is asked, whole.
-        examiner: The module of ``examine`` whose ``replay`` asks it.
-    """
-    text = json.dumps(case.to_json(), separators=(",", ":"))
-    module = f"attncheck.examine.{examiner}"
-    code = f"import sys; from {module} import replay; print(replay(*sys.argv[1:]))"
-    return f'python -c "{code}" {shlex.quote(kernel)} {shlex.quote(text)}'
+def _judgement(found: Finding | None, subject: Subject, case: Case, device: str) -> Judgement:
+    if found is None:
+        return Judgement(status="pass")
+    tiling = subject.tiling(case.problem, device)
+    tiles = (tiling.block_query, tiling.block_kv) if tiling else None
+    batch, head, query, *dim = found.place
+    at = Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+    return Judgement(
+        status="fail",
+        rule="relation",
+        reason=found.message,
+        worst=Worst(
+            tensor="lse" if found.tensor == "lse" else "out",
+            at=at,
+            tile=tile(at, tiles, case.problem.query),
+            got=found.value,
+            exact=found.expected,
+            allowance=found.allowed,
+            budget={},
+        ),
+        wrong=found.count,
+        compared=found.compared,
+    )

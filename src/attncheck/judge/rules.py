@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from attncheck.judge.sentences import beyond, element, number
-from attncheck.judge.shares import Share, at, largest, of_rows, place, share
+from attncheck.judge.shares import Share, at, largest, of_rows, place, share, shares
 
 if TYPE_CHECKING:
     from attncheck.judge.allowance import Allowance
@@ -101,6 +101,13 @@ class Compared:
     def share(self) -> Share | None:
         """The largest share of the deterministic bound."""
         return share(self.name, self.got, self.exact, self.allowance, self.counted)
+
+    def count(self) -> tuple[int, int]:
+        """Elements that are not within their bound, and elements that were asked about."""
+        error = self.got.to(torch.float64) - self.exact
+        beyond = self.counted & ~(shares(error, self.allowance) <= 1)  # NaN is beyond
+        wrong = beyond | (~self.alive & (self.got != self.empty))
+        return int(wrong.sum()), int((self.counted | ~self.alive).sum())
 
 
 def finite(compared: Compared) -> list[Finding]:

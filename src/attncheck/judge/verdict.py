@@ -101,6 +101,10 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
     )
     findings = _findings(facts, allowance, arithmetic, structure=structure, generic=generic)
     status, first, others = _summary(findings)
+    worst = _worst(first, facts, tiles, budget)
+    wrong, compared = next(
+        (one.count() for one in both if worst and one.name == worst.tensor), (0, 0)
+    )
     return Judgement(
         status=status,
         rule=first.rule if first else "",
@@ -110,7 +114,9 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
         lse_over_bound=_size(facts.bounds.get("lse")),
         out_over_probable=_size(facts.probable["out"]),
         lse_over_probable=_size(facts.probable.get("lse")),
-        worst=_worst(first, facts, tiles, budget),
+        worst=worst,
+        wrong=wrong,
+        compared=compared,
         rows=int(alive.sum()),
         rows_sampled=_sampled(allowance, alive),
         rows_unbounded=int((alive & ~both[0].counted.any(-1)).sum()),

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from attncheck.formats import round_to
 from attncheck.relations.finding import Finding, wrong
-from attncheck.relations.relation import Parameters, Relation
+from attncheck.relations.fit import of_attention
+from attncheck.relations.relation import Errors, Parameters, Relation
+from attncheck.relations.single_weights import as_read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +68,7 @@ def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     descale = inputs.descale
     if descale is not None:
         descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))
-    v = round_to(inputs.v.double(), inputs.problem.formats.products).to(inputs.v.dtype)
+    v = as_read(inputs.v, inputs.problem)
     q = inputs.q
     if not _weight_is_rounded(inputs.problem):
         q = q.clone()
@@ -75,7 +76,9 @@ def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     return (inputs.replace(q=q, v=v, descale=descale),)
 
 
-def _holds(runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters) -> Finding | None:
+def _holds(
+    runs: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, ___: Errors
+) -> Finding | None:
     (inputs,), (given,) = runs, outputs
     values = inputs.v[:, :, :1].repeat_interleave(inputs.problem.group, dim=1)
     return wrong("out", given.out[:, :, :1], values.to(given.out.dtype))
@@ -86,10 +89,10 @@ FIRST_ROW = Relation(
     summary="row 0, which sees key 0 alone, returns V's row 0 of its kv head, h // group",
     runs=_runs,
     holds=_holds,
-    unfit=_unfit,
+    unfit=of_attention(_unfit),
 )
 """Holds for every right kernel: the weight is 1, in P's format exactly, and 1 · v = v.
 
-V is first rounded to the format in which P·V reads it (tf32). See ``_weight_is_rounded`` for
+V is first rounded to what P·V reads of it (``single_weights``). See ``_weight_is_rounded`` for
 fp32, where q's row 0 is made 0. The sign of a zero is left open.
 """

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import torch
-
-from attncheck import inputs as inputs_room
-from attncheck.inputs import Inputs
-from attncheck.relations.finding import Finding, moved
-from attncheck.relations.relation import Parameters, Relation
+from attncheck.relations import fills
+from attncheck.relations.agreement import agree, mapped
+from attncheck.relations.fit import of_attention
+from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from attncheck.inputs import Inputs
     from attncheck.mods.spec import Spec
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
+    from attncheck.question import Promise
+    from attncheck.relations.fills import Fill
+    from attncheck.relations.finding import Finding
 
 __all__ = ["FUTURE_KEYS", "FUTURE_KEYS_HUGE", "FUTURE_KEYS_NAN", "first_hidden"]
-
-Fill = Callable[[Inputs], tuple[torch.Tensor, torch.Tensor]]
-
-_HUGE = 1e30
 
 
 def first_hidden(problem: Problem, row: int) -> int:
@@ -69,61 +68,36 @@ def _runs(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[Inputs, .
 
 
 def _holds(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters
+    _: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
 ) -> Finding | None:
-    before, after = outputs
-    past = slice(int(parameters["row"]) + 1)
-    found = moved("out", after.out[:, :, past], before.out[:, :, past])
-    if found or before.lse is None or after.lse is None:
-        return found
-    return moved("lse", after.lse[:, :, past], before.lse[:, :, past])
+    def past(given: Outputs) -> Outputs:
+        return mapped(given, lambda tensor: tensor[:, :, : int(parameters["row"]) + 1])
+
+    before, after = map(past, outputs)
+    # What a row does not see is no part of its error either: the first run's is the second's.
+    return agree(after, before, errors and [past(errors[0])] * 2)
 
 
-def _others(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Another draw, normal whatever the first: constant values would change nothing."""
-    seed = (inputs.problem.seed + 1) % 2**63
-    other = inputs_room.draw(
-        inputs.problem.replace(distribution="normal", seed=seed), inputs.q.device
-    )
-    return other.k, other.v
-
-
-def _nan(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full_like(inputs.k, torch.nan), torch.full_like(inputs.v, torch.nan)
-
-
-def _huge(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """1e30, in every other key the largest finite number: q·k may overflow, to inf − inf even."""
-    largest = inputs.problem.formats.storage.max
-
-    def filled(like: torch.Tensor) -> torch.Tensor:
-        huge = torch.full_like(like, min(_HUGE, largest))
-        huge[:, :, ::2] = largest
-        return huge
-
-    return filled(inputs.k), filled(inputs.v)
-
-
-def _relation(name: str, what: str, fill: Fill) -> Relation:
+def _relation(name: str, what: str, fill: Fill, promise: Promise = "hidden") -> Relation:
     """Rows up to ``row`` keep every bit of out and LSE when later keys and values are ``what``.
 
     A hidden key has weight 0 and its value is multiplied by it or left out, so nothing of it may
     arrive: not a NaN (0 · NaN), not an overflowed score. To the last bit this holds for a kernel
-    that gives the same bits twice and whose tiling, order and number of splits depend on shapes
-    and mask alone, not on what K and V hold. All the kernels that we know are like that; lazy
-    rescaling is too, as its maximum is that of visible scores.
+    whose tiling, order and number of splits depend on shapes and mask alone, not on what K and V
+    hold. All the kernels that we know are like that; lazy rescaling is too, as its maximum is that
+    of visible scores.
     """
     return Relation(
         name=name,
-        summary=f"rows up to `row` keep every bit when the keys and values after it are {what} "
-        "(in a kernel that gives the same bits twice: see repeat)",
+        summary=f"rows up to `row` keep every bit when the keys and values after it are {what}",
+        promise=promise,
         runs=partial(_runs, fill),
         holds=_holds,
-        unfit=_unfit,
+        unfit=of_attention(_unfit),
         allowed=_rows,
     )
 
 
-FUTURE_KEYS = _relation("future_keys", "others", _others)
-FUTURE_KEYS_NAN = _relation("future_keys_nan", "NaN", _nan)
-FUTURE_KEYS_HUGE = _relation("future_keys_huge", "huge", _huge)
+FUTURE_KEYS = _relation("future_keys", "others", fills.others, promise="repeat")
+FUTURE_KEYS_NAN = _relation("future_keys_nan", "NaN", fills.nan)
+FUTURE_KEYS_HUGE = _relation("future_keys_huge", "huge", fills.huge)

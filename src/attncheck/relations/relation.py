@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attncheck.errors import ProblemError
-from attncheck.question import Allowed, Parameters, check_parameters, fits_all, no_parameters
+from attncheck.question import (
+    Allowed,
+    Parameters,
+    Promise,
+    check_parameters,
+    fits_all,
+    no_parameters,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
     from attncheck.relations.finding import Finding
 
-__all__ = ["Parameters", "Relation"]
+__all__ = ["Errors", "Holds", "Parameters", "Relation"]
+
+Errors = Sequence["Outputs"] | None
+"""What each run may be off by, in float64; None where bits are compared."""
+
+Holds = Callable[[Sequence["Inputs"], Sequence["Outputs"], Parameters, Errors], "Finding | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """Something that holds to the last bit between what a right kernel gives.
+    """Something that holds between what a right kernel gives in several runs, without an oracle.
 
-    All of it is pure: no kernel, no oracle.
+    All of it is pure: no kernel, no oracle, no judge.
 
     Attributes:
         name: The question of a Case.
-        summary: What must hold, and of which kernels if not of every right one, in one line: a
-            failure quotes it.
-        runs: (inputs, parameters) → the inputs of each run of the kernel, in order. What is given
-            is not changed; tensors may be shared between runs.
-        holds: (inputs of each run, outputs of each run, parameters) → what is wrong, or None.
+        summary: What must hold, in one line: a failure quotes it.
+        runs: (inputs, parameters) → the inputs of each run of the kernel, in order; of other
+            Problems too. What is given is not changed; tensors may be shared between runs.
+        holds: (inputs of each run, outputs of each run, parameters, errors) → what is wrong, or
+            None. ``errors`` is None where bits are compared. Else it has for each run how far its
+            out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` may be from
+            the exact result, and what the runs may be apart follows from that. The value of a
+            Finding is an element of the last run.
+        promise: What a kernel must promise for bits to be compared; empty where every right
+            kernel's agree; ``bounds`` where no kernel's need to. Of a kernel that does not promise
+            it, the relation is asked within bounds; with ``hidden`` it is not asked. Bits of two
+            runs are compared only of a kernel that promises ``repeat``.
+        needs_lse: Whether it is asked only of kernels that give LSE.
         unfit: Why the relation says nothing of a Problem, in one line; None if it does.
         allowed: The numbers that may be asked of a Problem, by name, smallest first.
     """
@@ -39,7 +58,9 @@ class Relation:
     name: str
     summary: str
     runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
-    holds: Callable[[Sequence[Inputs], Sequence[Outputs], Parameters], Finding | None]
+    holds: Holds
+    promise: Promise | Literal["", "bounds"] = ""
+    needs_lse: bool = False
     unfit: Callable[[Problem], str | None] = fits_all
     allowed: Callable[[Problem], Allowed] = no_parameters
 

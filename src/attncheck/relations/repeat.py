@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.relations.finding import Finding, moved
-from attncheck.relations.relation import Parameters, Relation
+from attncheck.relations.agreement import agree
+from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
+    from attncheck.relations.finding import Finding
 
 __all__ = ["REPEAT"]
 
@@ -20,18 +21,18 @@ def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     return inputs, inputs
 
 
-def _holds(_: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters) -> Finding | None:
+def _holds(
+    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
+) -> Finding | None:
     before, after = outputs
-    found = moved("out", after.out, before.out)
-    if found or before.lse is None or after.lse is None:
-        return found
-    return moved("lse", after.lse, before.lse)
+    return agree(after, before, errors)
 
 
 REPEAT = Relation(
     name="repeat",
-    summary="two runs on the same inputs agree to the last bit (in a deterministic kernel)",
+    summary="two runs on the same inputs agree",
     runs=_runs,
     holds=_holds,
+    promise="repeat",
 )
-"""Holds for a deterministic kernel only: atomics and unordered splits change the order of sums."""
+"""D1: to the last bit in a deterministic kernel; atomics change the order of sums."""

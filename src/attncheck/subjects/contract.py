@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attncheck.judge.arithmetic import Arithmetic
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
+    from attncheck.question import Promise
 
 __all__ = ["Call", "Refused", "Subject", "Tiling", "capability", "with_full_tanh"]
 
@@ -62,11 +63,14 @@ class Subject(ABC):
         name: What it is called on the command line and in every report.
         summary: One line for ``attncheck list``.
         triton: Whether it is written in Triton, and so interpreted on a CPU.
+        promises: What it promises of its bits (``question.PROMISES``); what it does not promise is
+            asked within bounds, or not at all.
     """
 
     name: str
     summary: str
     triton: bool = False
+    promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
 
     def absent(self, device: str) -> str | None:
         """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""

@@ -13,6 +13,7 @@ from attncheck.judge.arithmetic import FP32
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
+from attncheck.question import PROMISES
 from attncheck.subjects.contract import Call, Subject, Tiling, with_full_tanh
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Flash(Subject):
 
     triton = True
     hopper: Tiles = HOPPER
+    promises = frozenset(PROMISES)
     max_num_imprecise_acc: int | None = 0
 
     def absent(self, device: str) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from attncheck.formats import FORMATS, Format
 from attncheck.problem import OPERATIONS
+from attncheck.question import PROMISES
 from attncheck.subjects.contract import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.ideal_attention import Index, attention
 from attncheck.subjects.ideal_softmax import ideal_softmax
@@ -67,6 +68,7 @@ class Ideal(Subject):
     log2_e = math.log2(math.e)
     first_maximum = -math.inf
     hidden_score = -math.inf
+    promises = frozenset(PROMISES)
 
     def __init__(
         self, tiling: Tiling | None = None, *, tf32: Literal["nearest", "truncate"] = "nearest"

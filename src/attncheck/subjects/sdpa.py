@@ -15,7 +15,7 @@ from attncheck.formats import FORMATS, Format
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
-from attncheck.subjects.contract import Call, Subject
+from attncheck.subjects.contract import Call, Refused, Subject
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
 
@@ -75,10 +75,19 @@ class Sdpa(Subject):
         )
 
     def prepare(self, inputs: Inputs) -> Call:
-        """Write the mask and the bias out as one ``attn_mask``, where they need one."""
+        """Write the mask and the bias out as one ``attn_mask``, where they need one.
+
+        Raises Refused where torch does not take tensors of these strides.
+        """
         problem, device = inputs.problem, str(inputs.q.device)
         mask = self._mask(problem, device)
         arguments = _arguments(problem)
+        tensors = (inputs.q, inputs.k, inputs.v)
+        # What is contiguous ``unsupported`` has asked about.
+        if self._backend != "math" and not all(tensor.is_contiguous() for tensor in tensors):
+            refused = self._reason_against(*tensors, mask, problem)
+            if refused:
+                raise Refused(refused)
 
         def call() -> Outputs:
             with self._settings(problem):
@@ -167,7 +176,17 @@ class Sdpa(Subject):
         """
         dtype = problem.formats.storage.torch_dtype
         q, k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
-        mask = self._mask(problem, device)
+        return self._reason_against(q, k, v, self._mask(problem, device), problem)
+
+    def _reason_against(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        problem: Problem,
+    ) -> str | None:
+        """The same for q, k and v themselves: strides and alignment count too."""
         with warnings.catch_warnings(record=True) as caught, self._settings(problem):
             warnings.simplefilter("always")
             try:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from attncheck.errors import TraceError
-from attncheck.mods import trace
+from attncheck.mods import library, trace
 
 if TYPE_CHECKING:
     from attncheck.mods.expression import Expression
     from attncheck.mods.library import MaskMod, ScoreMod
+    from attncheck.mods.spec import Spec
     from attncheck.problem import Problem
 
 __all__ = ["traced_mask", "traced_score"]
+
+# A relation asks for the same Problem in several runs, and a trace costs more than a small kernel.
+_KEPT = 64
 
 
 def traced_mask(problem: Problem, device: str) -> Expression:
@@ -21,16 +26,33 @@ def traced_mask(problem: Problem, device: str) -> Expression:
     Raises TraceError where the trace and the callable disagree: then neither the kernel nor the
     mask is wrong, but the trace.
     """
+    return (_kept_mask if _stays(problem.mask) else _mask)(problem, device)
+
+
+def traced_score(problem: Problem, device: str) -> Expression:
+    """The score mod as traced, checked like the mask."""
+    return (_kept_score if _stays(problem.score) else _score)(problem, device)
+
+
+def _stays(spec: Spec) -> bool:
+    """Whether its names mean the same next time."""
+    return all(part.name in library.BUILT_IN for part in spec.walk())
+
+
+def _mask(problem: Problem, device: str) -> Expression:
     mod = problem.mask_mod(device)
     name = f"mask {str(problem.mask)!r}"
     return _checked(trace.trace_mask(mod, device), mod, problem, device, name)
 
 
-def traced_score(problem: Problem, device: str) -> Expression:
-    """The score mod as traced, checked like the mask."""
+def _score(problem: Problem, device: str) -> Expression:
     mod = problem.score_mod(device)
     name = f"score mod {str(problem.score)!r}"
     return _checked(trace.trace_score(mod, device), mod, problem, device, name)
+
+
+_kept_mask = functools.lru_cache(maxsize=_KEPT)(_mask)
+_kept_score = functools.lru_cache(maxsize=_KEPT)(_score)
 
 
 def _checked(

@@ -1,0 +1,213 @@
+"""Some sequences, rows and keys of a Problem as a Problem of its own, mods and tensors included.
+
+A mask or score mod counts from the excerpt's first sequence, row and key on. What the library has a
+name for keeps it, since many kernels know masks by name only; other masks become expressions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from attncheck.errors import ProblemError
+from attncheck.inputs import Descale, Inputs
+from attncheck.mods.library import FULL
+from attncheck.mods.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.problem import Problem
+
+__all__ = ["Excerpt", "said"]
+
+# Score mods that read no index, and those that read heads and the distance of key and row alone.
+_NO_INDEX = {"none", "softcap", "temperature"}
+_DISTANCE = {"alibi", "relative_bias"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """What is taken of a Problem: none of the ranges is empty.
+
+    Attributes:
+        sequences: Of the batch.
+        rows: Query rows.
+        keys: Keys and values.
+    """
+
+    sequences: range
+    rows: range
+    keys: range
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        *,
+        sequences: range | None = None,
+        rows: range | None = None,
+        keys: range | None = None,
+    ) -> Excerpt:
+        """What is not named is taken whole."""
+        return cls(
+            sequences=range(problem.batch) if sequences is None else sequences,
+            rows=range(problem.query) if rows is None else rows,
+            keys=range(problem.kv) if keys is None else keys,
+        )
+
+    @property
+    def offset(self) -> int:
+        """How much further the first row is than the first key."""
+        return self.rows.start - self.keys.start
+
+    @property
+    def from_the_start(self) -> bool:
+        """Whether every index is what it was."""
+        return not (self.sequences.start or self.rows.start or self.keys.start)
+
+    def problem(self, whole: Problem) -> Problem:
+        """The excerpt as a Problem; raises ProblemError where its mods cannot be said."""
+        score = _score(whole.score, self)
+        if score is None:
+            raise ProblemError(f"{whole.score} reads indices that an excerpt cannot shift.")
+        return whole.replace(
+            batch=len(self.sequences),
+            query=len(self.rows),
+            kv=len(self.keys),
+            mask=_mask(whole.mask, whole, self),
+            score=score,
+        )
+
+    def inputs(self, whole: Inputs) -> Inputs:
+        """Its tensors, contiguous and in memory of their own; raises as ``problem``."""
+        b, rows, keys = (slice(r.start, r.stop) for r in (self.sequences, self.rows, self.keys))
+        scales = whole.descale
+        return Inputs(
+            problem=self.problem(whole.problem),
+            q=whole.q[b, :, rows].clone(memory_format=torch.contiguous_format),
+            k=whole.k[b, :, keys].clone(memory_format=torch.contiguous_format),
+            v=whole.v[b, :, keys].clone(memory_format=torch.contiguous_format),
+            descale=scales and Descale(q=scales.q[b], k=scales.k[b], v=scales.v[b]),
+        )
+
+
+def said(whole: Problem, excerpt: Excerpt) -> bool:
+    """Whether the excerpt's mods can be said, so that it is a Problem."""
+    try:
+        excerpt.problem(whole)
+    except ProblemError:
+        return False
+    return True
+
+
+def _score(score: Spec, at: Excerpt) -> Spec | None:
+    if score.name == "chain":
+        parts = [_score(part, at) for part in score.parts]
+        return None if None in parts else Spec.of("chain", *cast("list[Spec]", parts))
+    if score.name == "expression":
+        return _rewritten(score, at)
+    same = score.name in _NO_INDEX or (score.name in _DISTANCE and at.offset == 0)
+    return score if same or at.from_the_start else None
+
+
+def _mask(mask: Spec, whole: Problem, at: Excerpt) -> Spec:
+    if mask.name in {"and", "or", "not"}:
+        return Spec.of(mask.name, *(_mask(part, whole, at) for part in mask.parts))
+    if mask.name in _SHIFTED:
+        return _SHIFTED[mask.name](mask, at)
+    if mask.name in {"causal", "causal_bottom_right"}:
+        return _diagonal(at.offset + (whole.kv - whole.query) * (mask.name != "causal"), at)
+    if mask == FULL or at.from_the_start:
+        return mask
+    raise ProblemError(f"{mask} cannot be shifted: nothing is known of it but its name.")
+
+
+def _diagonal(offset: int, at: Excerpt) -> Spec:
+    """Row i sees the keys j ≤ i + offset."""
+    if offset == 0:
+        return Spec.of("causal")
+    if offset == len(at.keys) - len(at.rows):
+        return Spec.of("causal_bottom_right")
+    return Spec.of("expression", text=f"{_row(offset)} >= kv_idx")
+
+
+def _row(offset: int) -> str:
+    return f"q_idx + {offset}" if offset > 0 else f"q_idx - {-offset}" if offset else "q_idx"
+
+
+def _window(mask: Spec, at: Excerpt) -> Spec:
+    if at.offset == 0:
+        return mask
+    # A window beyond every distance is any such window: whole numbers have to fit in 32 bits.
+    window = min(cast("int", mask.values["window"]), at.rows.stop + at.keys.stop)
+    row = _row(at.offset)
+    return Spec.of("expression", text=f"({row} >= kv_idx) & ({row} < kv_idx + {window})")
+
+
+def _prefix(mask: Spec, at: Excerpt) -> Spec:
+    prefix = max(0, cast("int", mask.values["prefix"]) - at.keys.start)
+    if at.offset == 0:
+        return Spec.of("prefix_lm", prefix=prefix)
+    return Spec.of(
+        "expression", text=f"(kv_idx < {min(prefix, len(at.keys))}) | ({_row(at.offset)} >= kv_idx)"
+    )
+
+
+def _padding(mask: Spec, at: Excerpt) -> Spec:
+    lengths = cast("tuple[int, ...]", mask.values["lengths"])
+    taken = lengths[at.sequences.start : at.sequences.stop]
+    return Spec.of(
+        "padding",
+        lengths=[max(0, min(length - at.keys.start, len(at.keys))) for length in taken],
+    )
+
+
+def _document(mask: Spec, at: Excerpt) -> Spec:
+    """Documents that begin before the excerpt lose what lies before it, and may become empty."""
+    lengths = cast("tuple[int, ...]", mask.values["lengths"])
+    ends = list(accumulate(lengths))
+    if at.offset == 0:
+        first = at.rows.start
+        left = (end - max(end - length, first) for length, end in zip(lengths, ends, strict=True))
+        return Spec.of("document", lengths=[max(0, length) for length in left])
+    blocks = []
+    for length, end in zip(lengths, ends, strict=True):
+        rows = range(max(end - length, at.rows.start), min(end, at.rows.stop))
+        keys = range(max(end - length, at.keys.start), min(end, at.keys.stop))
+        if rows and keys:
+            blocks.append(_block(rows, keys, at))
+    return Spec.of("or", *blocks) if blocks else Spec.of("not", FULL)
+
+
+def _block(rows: range, keys: range, at: Excerpt) -> Spec:
+    """These rows see these keys."""
+    sides = ((rows, at.rows.start, "q_idx"), (keys, at.keys.start, "kv_idx"))
+    text = " & ".join(
+        f"({name} >= {which.start - first}) & ({name} < {which.stop - first})"
+        for which, first, name in sides
+    )
+    return Spec.of("expression", text=text)
+
+
+def _rewritten(written: Spec, at: Excerpt) -> Spec:
+    """An expression with every index counted from the whole's start."""
+    text = cast("str", written.values["text"])
+    starts = {"b": at.sequences.start, "q_idx": at.rows.start, "kv_idx": at.keys.start}
+    for name, start in starts.items():
+        if start:
+            text = re.sub(rf"\b{name}\b", f"({name} + {start})", text)
+    return Spec.of("expression", text=text)
+
+
+_SHIFTED: dict[str, Callable[[Spec, Excerpt], Spec]] = {
+    "sliding_window": _window,
+    "prefix_lm": _prefix,
+    "padding": _padding,
+    "document": _document,
+    "expression": _rewritten,
+}

@@ -1,0 +1,66 @@
+"""What a relation is about, and why it says nothing of a Problem."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attncheck.mods.spec import Spec
+    from attncheck.problem import Problem
+
+__all__ = ["INDICES", "Unfit", "indices_read", "of_attention", "of_softmax"]
+
+Unfit = Callable[["Problem"], "str | None"]
+
+INDICES = frozenset({"b", "h", "q_idx", "kv_idx"})
+
+_PLACES = frozenset({"q_idx", "kv_idx"})
+_READ = {
+    "full": frozenset[str](),
+    "causal": _PLACES,
+    "causal_bottom_right": _PLACES,
+    "sliding_window": _PLACES,
+    "prefix_lm": _PLACES,
+    "document": _PLACES,
+    "padding": frozenset({"b", "kv_idx"}),
+    **dict.fromkeys(("and", "or", "not", "chain"), frozenset[str]()),  # their parts do
+    **dict.fromkeys(("none", "softcap", "temperature"), frozenset[str]()),
+    "alibi": _PLACES | {"h"},
+}
+
+
+def of_attention(*reasons: Unfit) -> Unfit:
+    """``unfit`` of a relation about attention: the first of ``reasons`` that there is."""
+    return _of("attention", reasons)
+
+
+def of_softmax(*reasons: Unfit) -> Unfit:
+    """``unfit`` of a relation about a softmax of scores."""
+    return _of("softmax", reasons)
+
+
+def indices_read(mod: Spec) -> frozenset[str]:
+    """Which of b, h, q_idx and kv_idx a mask or score mod reads, as far as its names tell.
+
+    All of them where they do not.
+    """
+    return frozenset[str]().union(*map(_read_by, mod.walk()))
+
+
+def _read_by(part: Spec) -> frozenset[str]:
+    if part.name == "expression":
+        return INDICES.intersection(re.findall(r"\w+", str(part.values["text"])))
+    if part.name == "relative_bias":  # clamped to 0, a distance is no distance
+        return frozenset({"h"}) | (_PLACES if part.values["distance"] else frozenset())
+    return _READ.get(part.name, INDICES)
+
+
+def _of(operation: str, reasons: tuple[Unfit, ...]) -> Unfit:
+    def unfit(problem: Problem) -> str | None:
+        if problem.operation != operation:
+            return f"it is about {operation}"
+        return next(filter(None, (reason(problem) for reason in reasons)), None)
+
+    return unfit

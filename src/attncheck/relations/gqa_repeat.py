@@ -1,0 +1,65 @@
+"""Grouped heads give what they give when each query head has a copy of its key head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.inputs import Descale
+from attncheck.relations.agreement import agree
+from attncheck.relations.fit import of_attention
+from attncheck.relations.relation import Errors, Parameters, Relation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
+    from attncheck.problem import Problem
+    from attncheck.relations.finding import Finding
+
+__all__ = ["GQA_REPEAT"]
+
+
+def _unfit(problem: Problem) -> str | None:
+    return None if problem.group > 1 else "each of its query heads has a key head of its own"
+
+
+def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
+    problem, scales = inputs.problem, inputs.descale
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        """Head h // group for each h; by a view, since fp8 tensors know few operations."""
+        batch, kv_heads, *rest = tensor.shape
+        shape = (batch, kv_heads, problem.group, *rest)
+        return tensor.unsqueeze(2).expand(shape).reshape(batch, problem.heads, *rest)
+
+    each = scales and Descale(q=repeated(scales.q), k=repeated(scales.k), v=repeated(scales.v))
+    copies = inputs.replace(
+        problem=problem.replace(kv_heads=problem.heads),
+        k=repeated(inputs.k),
+        v=repeated(inputs.v),
+        descale=each,
+    )
+    return copies, inputs
+
+
+def _holds(
+    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
+) -> Finding | None:
+    copies, grouped = outputs
+    return agree(grouped, copies, errors)
+
+
+GQA_REPEAT = Relation(
+    name="gqa_repeat",
+    summary="grouped query heads give what they give with their key head repeated for each",
+    runs=_runs,
+    holds=_holds,
+    promise="batch",
+    unfit=of_attention(_unfit),
+)
+"""Holds for every right kernel within bounds: head h reads key head h // group. To the last bit
+where a head's bits depend on its own q, k and v alone; a kernel that packs a group's heads into the
+rows of one tile, or splits keys by the number of key heads, does not promise it."""

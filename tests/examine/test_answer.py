@@ -1,0 +1,136 @@
+"""One Case, one Record, whatever is asked; and what a kernel's promises change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attncheck import probes
+from attncheck.errors import UnknownName
+from attncheck.examine import questions
+from attncheck.examine.answer import answered
+from attncheck.mods.spec import Spec
+from attncheck.outputs import Outputs
+from attncheck.problem import Case, Problem
+from attncheck.relations import RELATIONS
+from attncheck.subjects.contract import Refused
+from attncheck.subjects.ideal import Ideal
+
+PROBLEM = Problem(heads=2, kv_heads=1, query=5, kv=6, head_dim=8, mask=Spec.of("causal"))
+
+
+class Moved(Ideal):
+    """Another last bit of LSE in every second call: harmless rounding, and not repeatable."""
+
+    name = "moved"
+    calls = 0
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+
+        def moved():
+            self.calls += 1
+            given = call()
+            upward = torch.nextafter(given.lse, torch.full_like(given.lse, torch.inf))
+            return Outputs(given.out, upward if self.calls % 2 else given.lse)
+
+        return moved
+
+
+class Restless(Moved):
+    promises = frozenset({"hidden"})
+
+
+class Doubled(Restless):
+    """Twice as large in every second call, which no rounding is."""
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+        return lambda: Outputs(call().out * (1 + self.calls % 2))
+
+
+class Unsure(Ideal):
+    promises = frozenset({"repeat"})
+
+
+class Picky(Ideal):
+    def prepare(self, inputs):
+        def refuse():
+            raise Refused("not today")
+
+        return refuse
+
+
+def status(subject, question, parameters=None):
+    record = answered(
+        subject, Case(problem=PROBLEM, question=question, parameters=parameters or {}), device="cpu"
+    )
+    return record.status
+
+
+@pytest.mark.parametrize("question", ["compare", "repeat"])
+def test_the_ideal_kernel_passes(question) -> None:
+    assert status(Ideal(), question) == "pass"
+
+
+def test_a_probe_is_answered() -> None:
+    case = probes.cases("decode", PROBLEM)[0]
+    assert answered(Ideal(), case, device="cpu").status == "pass"
+
+
+def test_a_last_bit_fails_who_promises_bits() -> None:
+    record = answered(Moved(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    assert (record.status, record.judgement.rule) == ("fail", "relation")
+    assert record.judgement.worst.tensor == "lse"
+    assert record.judgement.worst.allowance == 0
+    assert record.judgement.wrong == record.judgement.compared == 2 * 5
+    assert record.judgement.worst.tile == "query tile 0, rows 0–4"
+
+
+def test_a_last_bit_is_within_the_bounds_of_who_does_not() -> None:
+    assert status(Restless(), "repeat") == "pass"
+
+
+def test_more_than_rounding_is_not() -> None:
+    record = answered(Doubled(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    assert record.status == "fail"
+    assert record.judgement.worst.allowance > 0
+    assert "±" in record.judgement.reason
+
+
+def test_what_is_not_promised_of_hidden_keys_is_not_asked() -> None:
+    assert status(Unsure(), "future_keys_nan", {"row": 0}) == "unsupported"
+    assert status(Unsure(), "future_keys", {"row": 0}) == "pass"
+
+
+def test_a_refusal_as_it_is_called_is_unsupported() -> None:
+    record = answered(Picky(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    assert (record.status, record.reason) == ("unsupported", "not today")
+
+
+def test_wrong_elements_of_a_comparison_are_counted() -> None:
+    class Half(Ideal):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def half():
+                given = call()
+                given.out[:, 0] *= 0.5
+                return given
+
+            return half
+
+    judgement = answered(Half(), Case(problem=PROBLEM), device="cpu").judgement
+    assert judgement.worst.at.head == 0
+    assert 0 < judgement.wrong <= 5 * 8 < judgement.compared == 2 * 5 * 8
+
+
+def test_an_unknown_question_is_a_usage_error() -> None:
+    with pytest.raises(UnknownName, match="question 'wrong' is not known"):
+        answered(Ideal(), Case(problem=PROBLEM, question="wrong"), device="cpu")
+
+
+@pytest.mark.parametrize("question", ["compare", *RELATIONS, *probes.PROBES])
+def test_every_question_has_a_summary_of_one_line(question: str) -> None:
+    assert questions.summary(question)
+    assert "\n" not in questions.summary(question)

@@ -1,0 +1,120 @@
+"""An excerpt's mods are the whole's at the places it was taken from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attncheck import inputs as inputs_room
+from attncheck.errors import ProblemError
+from attncheck.mods.spec import Spec
+from attncheck.relations.excerpt import Excerpt, said
+
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=3),
+    "no window": Spec.of("sliding_window", window=0),
+    "huge window": Spec.of("sliding_window", window=2**31 - 1),
+    "prefix": Spec.of("prefix_lm", prefix=4),
+    "huge prefix": Spec.of("prefix_lm", prefix=2**31 - 1),
+    "padding": Spec.of("padding", lengths=[3, 9, 0]),
+    "document": Spec.of("document", lengths=[0, 3, 0, 1, 4, 9]),
+    "expression": Spec.of("expression", text="(q_idx * 2 - kv_idx) % 3 <= b"),
+    "and": Spec.of("and", Spec.of("causal"), Spec.of("document", lengths=[4, 8])),
+    "not or": Spec.of("not", Spec.of("or", Spec.of("causal"), Spec.of("prefix_lm", prefix=2))),
+}
+SCORES = {
+    "softcap": Spec.of("softcap", cap=3.0),
+    "alibi": Spec.of("alibi"),
+    "bias": Spec.of("relative_bias", distance=2, seed=1),
+    "written": Spec.of("expression", text="score * (kv_idx + 1) - q_idx + b"),
+    "chain": Spec.of("chain", Spec.of("temperature", temperature=2.0), Spec.of("alibi")),
+}
+PARTS = {
+    "whole": (range(3), range(7), range(9)),
+    "later keys": (range(3), range(7), range(4, 9)),
+    "earlier keys": (range(3), range(7), range(4)),
+    "last rows": (range(3), range(5, 7), range(9)),
+    "middle": (range(1, 2), range(2, 6), range(2, 5)),
+    "apart": (range(2, 3), range(5), range(6, 9)),
+    "below": (range(3), range(4, 7), range(1, 3)),
+}
+
+
+def places(sequences, rows, keys):
+    """Indices of all places, (batch, heads, query, kv) each."""
+    ranges = (sequences, range(2), rows, keys)
+    return torch.meshgrid(*(torch.tensor(list(each)) for each in ranges), indexing="ij")
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("query", [7, 9])
+def test_a_mask_is_shifted(mask, part, query, small) -> None:
+    whole = small(MASKS[mask], batch=3, heads=2, query=query, kv=9)
+    excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), PARTS[part], strict=True)))
+    shifted = excerpt.problem(whole)
+    own = places(*(range(len(each)) for each in PARTS[part]))
+    seen = shifted.mask_mod()(*own).expand(own[0].shape)
+    assert torch.equal(seen, whole.mask_mod()(*places(*PARTS[part])).expand(own[0].shape))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("score", SCORES)
+def test_a_score_mod_is_shifted_or_refused(score, part, small) -> None:
+    whole = small(batch=3, heads=2, query=7, kv=9, score=SCORES[score])
+    excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), PARTS[part], strict=True)))
+    read_apart = score in {"alibi", "bias", "chain"} and excerpt.offset != 0
+    assert said(whole, excerpt) != read_apart
+    if read_apart:
+        with pytest.raises(ProblemError, match="cannot shift"):
+            excerpt.problem(whole)
+        return
+    own, there = places(*(range(len(each)) for each in PARTS[part])), places(*PARTS[part])
+    values = torch.linspace(-4, 4, own[0].numel(), dtype=torch.float64).view(own[0].shape)
+    scored = excerpt.problem(whole).score_mod()(values, *own)
+    assert torch.equal(scored, whole.score_mod()(values, *there))
+
+
+@pytest.mark.parametrize(
+    ("mask", "excerpt", "name"),
+    [
+        ("causal", {"rows": range(4, 9)}, "causal_bottom_right"),
+        ("causal", {"rows": range(4)}, "causal"),
+        ("causal", {"keys": range(3, 9)}, "causal_bottom_right"),
+        ("causal_bottom_right", {"rows": range(4, 9)}, "causal_bottom_right"),
+        ("causal", {"rows": range(2, 5), "keys": range(2, 5)}, "causal"),
+        ("window", {"rows": range(4)}, "sliding_window"),
+        ("padding", {"keys": range(4, 9)}, "padding"),
+        ("document", {"rows": range(3, 6), "keys": range(3, 6)}, "document"),
+    ],
+)
+def test_a_name_is_kept_where_there_is_one(mask, excerpt, name, small) -> None:
+    whole = small(MASKS[mask], batch=3, query=9, kv=9)
+    assert Excerpt.of(whole, **excerpt).problem(whole).mask.name == name
+
+
+def test_what_cannot_be_said_is_refused(small) -> None:
+    # As long as a text may be: there is no room for an offset.
+    whole = small(Spec.of("expression", text=f"kv_idx >={'0':>191}"))
+    assert said(whole, Excerpt.of(whole, keys=range(3)))
+    assert not said(whole, Excerpt.of(whole, keys=range(3, 7)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_tensors_are_cut_and_lie_in_memory_of_their_own(dtype, small) -> None:
+    inputs = inputs_room.draw(small(dtype=dtype))
+    excerpt = Excerpt(sequences=range(1, 2), rows=range(2, 5), keys=range(3))
+    cut = excerpt.inputs(inputs)
+    for tensor, whole, rows in (
+        (cut.q, inputs.q, slice(2, 5)),
+        (cut.k, inputs.k, slice(3)),
+        (cut.v, inputs.v, slice(3)),
+    ):
+        assert torch.equal(tensor.float(), whole[1:2, :, rows].float())
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    if cut.descale is not None:
+        assert torch.equal(cut.descale.k, inputs.descale.k[1:2])
