@@ -18,6 +18,7 @@ from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
 from attncheck.subjects.contract import Subject
 from attncheck.subjects.conventions import CONVENTIONS, adopted, convention_named
+from attncheck.subjects.conventions.options import ConventionOptions
 from attncheck.subjects.load import load
 
 if TYPE_CHECKING:
@@ -149,6 +150,129 @@ def test_what_has_no_default_is_passed():
     assert isinstance(InProcess().run(sdpa(strict), draw(small(mask=CAUSAL))), Execution)
 
 
+# Other names for the same.
+
+
+def tutorial(q, k, v, causal, sm_scale):
+    """What Triton's tutorial has: both are required."""
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
+
+
+def one_mask(q, k, v, mask=None, softmax_scale=None):
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "reason"),
+    [
+        (tutorial, {}, None),
+        (tutorial, {"mask": CAUSAL}, None),
+        (tutorial, {"mask": CAUSAL, "scale": 0.7}, None),
+        (tutorial, {"mask": CAUSAL, "query": 30, "kv": 20}, None),
+        (tutorial, {"mask": WINDOW}, "takes no attn_mask"),
+        (tutorial, {"kv_heads": 2}, "takes no enable_gqa"),
+        (one_mask, {"mask": WINDOW, "scale": 0.7}, None),
+        (one_mask, {"mask": CAUSAL}, None),
+    ],
+)
+def test_other_names_for_the_same_are_known(function, changes, reason, exact):
+    problem = small(**changes)
+    subject = adopted(function, "kernel")
+    assert subject.summary.startswith("sdpa convention")
+    assert subject.unsupported(problem, "cpu") == reason
+    if reason is None:
+        inputs = draw(problem)
+        assert exact(inputs).excess(subject.run(inputs)) <= 1
+
+
+def test_what_goes_into_keywords_has_torchs_names():
+    passed = {}
+
+    def kernel(q, k, v, *, sm_scale=None, **keywords):
+        passed.update(keywords, sm_scale=sm_scale)
+        return q
+
+    sdpa(kernel).run(draw(small(scale=0.7, mask=WINDOW)))
+    assert set(passed) == {"sm_scale", "attn_mask", "is_causal", "dropout_p", "enable_gqa"}
+    assert passed["sm_scale"] == small(scale=0.7).scale
+
+
+def test_a_flag_that_is_aligned_otherwise_is_not_asked_of_the_other_mask():
+    options = ConventionOptions(causal="bottom_right")
+    subject = adopted(tutorial, "kernel", "sdpa", options)
+    assert subject.unsupported(small(mask=CAUSAL), "cpu") == "takes no attn_mask"
+    assert subject.unsupported(small(mask=Spec.of("causal_bottom_right")), "cpu") is None
+
+
+def test_lse_is_asked_for_where_the_signature_has_a_flag():
+    def flagged(q, k, v, return_lse=False):
+        scores = (q @ k.mT) / math.sqrt(q.shape[-1])
+        out = scores.softmax(-1) @ v
+        return (out, scores.logsumexp(-1)) if return_lse else out
+
+    inputs = draw(small(dtype="fp32"))
+    assert sdpa(flagged).run(inputs).lse is not None
+    options = ConventionOptions(returns_lse=False)
+    assert adopted(flagged, "kernel", None, options).run(inputs).lse is None
+    notes = Notes()
+    sdpa(notes).run(inputs)
+    assert "return_lse" not in notes.keywords
+
+
+def test_a_softmax_is_no_question_for_a_function_of_attention():
+    softmax = Problem(operation="softmax", query=8)
+    for name in ("sdpa", "flash_attn", "flex"):
+        subject = adopted(bare, "kernel", name)
+        assert subject.unsupported(softmax, "cpu") == f"the {name} convention is of attention"
+
+
+def of_flash_attn(q, k, v): ...
+
+
+of_flash_attn.__module__ = "flash_attn.flash_attn_interface"
+
+
+@pytest.mark.parametrize(
+    ("signature", "convention"),
+    [
+        ("q, k, v", "sdpa"),
+        ("q, k, v, causal, sm_scale", "sdpa"),
+        ("q, k, v, is_causal=False, softmax_scale=None", "sdpa"),
+        ("q, k, v, causal=False, softmax_scale=None", "flash_attn"),
+        ("q, k, v, window_size=(-1, -1)", "flash_attn"),
+        ("q, k, v, alibi_slopes=None", "flash_attn"),
+        ("q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=None", "varlen"),
+        ("q, k, v, score_mod=None", "flex"),
+        ("q, k, v, block_mask=None, scale=None, enable_gqa=False", "flex"),
+    ],
+)
+def test_the_convention_that_a_signature_shows_is_taken_and_said(signature, convention):
+    kernel = eval(f"lambda {signature}: q")  # noqa: S307  # a signature of this file's
+    assert adopted(kernel, "kernel").summary.startswith(f"{convention} convention: takes ")
+
+
+def test_a_name_shows_it_where_the_signature_does_not():
+    assert adopted(of_flash_attn, "kernel").summary.startswith("flash_attn convention")
+    from torch.nn.attention.flex_attention import flex_attention
+
+    taken = "score_mod, block_mask, scale, enable_gqa, return_aux, return_lse"
+    assert adopted(flex_attention, "kernel").summary == f"flex convention: takes {taken}"
+
+
+def test_a_subject_has_no_options_but_its_own():
+    options = ConventionOptions(lse="base2")
+    assert adopted(sdpa(bare), "kernel", None, options).startswith("be a function: a Subject says")
+
+
+def test_options_are_checked_and_promises_kept():
+    with pytest.raises(UnknownName, match="lse 'base10' is not known"):
+        ConventionOptions(lse="base10")
+    with pytest.raises(UnknownName, match="empty_row 'one' is not known"):
+        ConventionOptions(empty_row="one")
+    options = ConventionOptions(promises=frozenset({"batch"}))
+    assert adopted(bare, "kernel", None, options).promises == {"batch"}
+
+
 # What it gives.
 
 
@@ -223,7 +347,7 @@ def defaults(q, k, v=None): ...
 def named(q, k, attn_mask): ...
 
 
-def needs(q, k, v, sm_scale): ...
+def needs(q, k, v, block_size): ...
 
 
 def anything(*tensors, is_causal=False): ...
@@ -256,7 +380,7 @@ def test_the_signature_says_what_it_takes(found, summary):
         (two, "be a function of query, key and value: its first three"),
         (defaults, "be a function of query, key and value: its first three"),
         (named, "be a function of query, key and value: its first three"),
-        (needs, "need no 'sm_scale', for which"),
+        (needs, "need no 'block_size', for which"),
     ],
 )
 def test_what_is_no_such_function(found, reason):
@@ -274,9 +398,10 @@ def test_a_triton_function_is_not_what_launches_it():
 
 
 def test_conventions_by_name():
-    assert list(CONVENTIONS) == ["native", "sdpa"]
-    with pytest.raises(UnknownName, match=r"'flash_attn' is not known: choose from native, sdpa\."):
-        convention_named("flash_attn")
+    assert list(CONVENTIONS) == ["native", "sdpa", "flash_attn", "varlen", "flex"]
+    known = "flash_attn, flex, native, sdpa, varlen"
+    with pytest.raises(UnknownName, match=f"'paged' is not known: choose from {known}\\."):
+        convention_named("paged")
     subject = sdpa(bare)
     assert adopted(subject, "kernel") is subject
     assert adopted(subject, "kernel", "native") is subject
@@ -323,7 +448,7 @@ def test_what_else_a_module_may_hold(mine):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "convention", "message"),
+    ("asked", "convention", "message"),
     [
         ("mine_of_conventions:gone", None, "mine_of_conventions has no 'gone'"),
         ("no_such_module:kernel", None, "importing no_such_module raised ModuleNotFoundError"),
@@ -331,13 +456,14 @@ def test_what_else_a_module_may_hold(mine):
         ("mine_of_conventions:", None, "there is no name after ':'"),
         ("mine_of_conventions:torch", None, "is module: it must be a Subject, or be a function of"),
         ("mine_of_conventions:kernel", "native", "it must be a Subject"),
-        ("mine_of_conventions:kernel", "flex", "'flex' is not known: choose from native, sdpa"),
+        ("mine_of_conventions:kernel", "paged", "'paged' is not known: choose from flash_attn, "),
+        ("mine_of_conventions:kernel", "varlen", "it must take cu_seqlens_q, as the varlen"),
         ("ideal", "sdpa", "is attncheck's own: leave its convention out"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_line(mine, kernel, convention, message):
+def test_what_cannot_be_loaded_is_said_in_one_line(mine, asked, convention, message):
     with pytest.raises(UsageError, match=message) as error:
-        load(kernel, convention)
+        load(asked, convention)
     assert "\n" not in str(error.value)
 
 

@@ -172,7 +172,7 @@ def test_numbers_of_a_score_mod_recompile_nothing():
     given = torch.zeros(4)
     for seed in (1, 1, 2, 3):
         spec = Spec.of("relative_bias", distance=9, seed=seed)
-        mod = flex._score_mod(small(score=spec), "cpu")
+        mod = flex.score_mod(small(score=spec), "cpu")
         for _ in range(2):
             compiled(mod, given)
     assert counter.frame_count == 1

@@ -29,8 +29,9 @@ _EXIT_CODES = {"pass": 0, "fail": 1, "untested": 5}
 @click.option(
     "--convention",
     metavar="NAME",
-    help="How the kernel is called: sdpa (like F.scaled_dot_product_attention) or native (a "
-    "Subject). Default: the one that fits.",
+    help="How the kernel is called: sdpa (like F.scaled_dot_product_attention), flash_attn (like "
+    "flash_attn_func), varlen (like flash_attn_varlen_func), flex (like flex_attention) or native "
+    "(a Subject). Default: the one that its signature shows.",
 )
 @click.option(
     "--dtype",
@@ -79,7 +80,7 @@ def check(  # noqa: PLR0913  # one parameter per option
     """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
 
     SPEC is FILE.py::NAME, package.module:NAME, or a kernel of `attncheck list`. NAME is a function
-    that is called like F.scaled_dot_product_attention and gives out, or (out, LSE), or a Subject.
+    of query, key and value in a known convention that gives out, or (out, LSE), or a Subject.
 
     Exit code 1 when an answer is more than rounding away or the kernel raised, or when no question
     would have noticed a whole class of fault; 5 when it takes none.

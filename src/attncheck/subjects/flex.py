@@ -20,6 +20,7 @@ from attncheck.subjects.memory import too_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import ScoreMod
     from attncheck.problem import Problem
 
-__all__ = ["Flex", "block_mask"]
+__all__ = ["Flex", "block_mask", "score_mod", "uncompiled"]
 
 _SMALLEST_GPU_DIM = 16  # tl.dot's smallest
 _COMPILED_AT_A_TIME = 64
@@ -68,7 +69,7 @@ class Flex(Subject):
     def prepare(self, inputs: Inputs) -> Call:
         """Make the block mask, and compile on CUDA, which takes seconds."""
         problem, device = inputs.problem, inputs.q.device
-        score = None if problem.score == library.NONE else _score_mod(problem, str(device))
+        score = None if problem.score == library.NONE else score_mod(problem, str(device))
         blocks = None if problem.mask == library.FULL else block_mask(problem, str(device))
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)
@@ -84,16 +85,16 @@ class Flex(Subject):
         return call
 
 
-def _score_mod(problem: Problem, device: str) -> ScoreMod:
+def score_mod(problem: Problem, device: str) -> ScoreMod:
     """The Problem's, with scores of the dtype that it gets: flex would keep a float64 table's."""
     mod = problem.score_mod(device)
 
-    def score_mod(
+    def of_its_dtype(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
     ) -> torch.Tensor:
         return mod(score, b, h, q, kv).to(score.dtype)
 
-    return score_mod
+    return of_its_dtype
 
 
 def block_mask(problem: Problem, device: str) -> BlockMask:
@@ -129,9 +130,14 @@ def _attention(
 
 
 def _eager(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """flex_attention's own dense formula, without the tracing that it does and warns about."""
-    with mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True):
+    """flex_attention's own dense formula."""
+    with uncompiled():
         return _attention(*arguments)
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Within, flex_attention that is not compiled does no tracing, and does not warn of it."""
+    return mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True)
 
 
 @functools.lru_cache(maxsize=_COMPILED_AT_A_TIME)

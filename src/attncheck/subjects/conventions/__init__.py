@@ -6,16 +6,24 @@ from typing import TYPE_CHECKING
 
 from attncheck.errors import UnknownName
 from attncheck.subjects.conventions.convention import Convention
+from attncheck.subjects.conventions.flash_attn import FLASH_ATTN
+from attncheck.subjects.conventions.flex import FLEX
 from attncheck.subjects.conventions.native import NATIVE
+from attncheck.subjects.conventions.options import ConventionOptions
 from attncheck.subjects.conventions.sdpa import SDPA
+from attncheck.subjects.conventions.varlen import VARLEN
 
 if TYPE_CHECKING:
     from attncheck.subjects.contract import Subject
 
 __all__ = ["CONVENTIONS", "Convention", "adopted", "convention_named"]
 
-# In the order in which they are tried: a Subject that is callable stays one.
-CONVENTIONS: dict[str, Convention] = {c.name: c for c in (NATIVE, SDPA)}
+CONVENTIONS: dict[str, Convention] = {c.name: c for c in (NATIVE, SDPA, FLASH_ATTN, VARLEN, FLEX)}
+
+# Who is asked first whether an object shows that it is theirs. Where none is sure it is SDPA's.
+_SURE = (NATIVE, VARLEN, FLEX, SDPA, FLASH_ATTN)
+
+_AS_USUAL = ConventionOptions()
 
 
 def convention_named(name: str) -> Convention:
@@ -25,13 +33,20 @@ def convention_named(name: str) -> Convention:
     return CONVENTIONS[name]
 
 
-def adopted(found: object, name: str, convention: str | None = None) -> Subject | str:
+def adopted(
+    found: object,
+    name: str,
+    convention: str | None = None,
+    options: ConventionOptions = _AS_USUAL,
+) -> Subject | str:
     """``found`` as a Subject.
 
     Args:
         found: What a file or module holds.
         name: What reports are to call it.
-        convention: A name of ``CONVENTIONS``; None for the first that it fits.
+        convention: A name of ``CONVENTIONS``; None for the one that its signature, or its name,
+            shows, which is sdpa where they show none.
+        options: Where it differs from its convention.
 
     Returns:
         The Subject, or why there is none, to stand after ``it must``.
@@ -39,11 +54,13 @@ def adopted(found: object, name: str, convention: str | None = None) -> Subject 
     Raises:
         UnknownName: for a convention that is not known.
     """
-    tried = [convention_named(convention)] if convention else list(CONVENTIONS.values())
-    reasons = []
-    for each in tried:
-        reason = each.unfit(found)
-        if reason is None:
-            return each.adopt(found, name)
-        reasons.append(reason)
-    return ", or ".join(reasons)
+    if convention:
+        taken = convention_named(convention)
+    else:
+        taken = next((each for each in _SURE if each.claims(found)), SDPA)
+    reason = taken.unfit(found)
+    if reason is not None:
+        return reason if convention else f"be a Subject, or {reason}"
+    if taken is NATIVE and options != _AS_USUAL:
+        return "be a function: a Subject says itself how it is called"
+    return taken.adopt(found, name, options)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.subjects.contract import Subject
+    from attncheck.subjects.conventions.options import ConventionOptions
 
 __all__ = ["Convention"]
 
@@ -20,12 +21,14 @@ class Convention:
     Attributes:
         name: What it is called on the command line.
         summary: One line.
+        claims: Whether an object shows that it is of this convention and of no other.
         unfit: Why an object is none of this convention, to stand after ``it must``: ``be a
             Subject``; None where it is one.
-        adopt: (object, name for reports) → the Subject that it is then.
+        adopt: (object, name for reports, options) → the Subject that it is then.
     """
 
     name: str
     summary: str
+    claims: Callable[[object], bool]
     unfit: Callable[[object], str | None]
-    adopt: Callable[[object, str], Subject]
+    adopt: Callable[[object, str, ConventionOptions], Subject]

@@ -22,6 +22,8 @@ class FlashOnTheCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         called: Whether it was.
     """
 
+    supports_higher_order_operators = True  # flex_attention is one: it passes through as it is
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.called = False

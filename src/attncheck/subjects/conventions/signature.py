@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
-__all__ = ["Taken", "taken"]
+__all__ = ["Taken", "called", "parameter_names", "taken"]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -21,10 +21,31 @@ class Taken:
     Attributes:
         keywords: All of them.
         required: Those that it gives no default.
+        named: Those that its signature names; the others go into its ``**keywords``, or it has no
+            signature.
     """
 
     keywords: frozenset[str]
     required: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
+
+    def spelled(
+        self, spellings: Mapping[str, tuple[str, ...]], by_name: Collection[str] = ()
+    ) -> dict[str, tuple[str, ...]]:
+        """By meaning, the names under which it takes it: all that it requires, else one.
+
+        What goes into ``**keywords`` has the convention's own name, the first of each meaning; of
+        the meanings in ``by_name`` nothing does.
+        """
+        found = {}
+        for meaning, names in spellings.items():
+            required = tuple(name for name in names if name in self.required)
+            one = [name for name in names if name in self.named] or [
+                name for name in names[:1] if name in self.keywords and meaning not in by_name
+            ]
+            if required or one:
+                found[meaning] = required or (one[0],)
+        return found
 
 
 def taken(function: object, keywords: Collection[str]) -> Taken | str:
@@ -42,19 +63,32 @@ def taken(function: object, keywords: Collection[str]) -> Taken | str:
         return "be a function of query, key and value"
     if type(function).__module__.partition(".")[0] == "triton":
         return "be the Python function that launches this Triton function"
-    try:
-        signature = inspect.signature(_called(function))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
+    parameters = _parameters(function)
+    if parameters is None:
         return Taken(frozenset(keywords))
-    return _read(list(signature.parameters.values()), frozenset(keywords))
+    return _read(parameters, frozenset(keywords))
 
 
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+def parameter_names(function: object) -> frozenset[str]:
+    """Names in the signature; none where there is none."""
+    parameters = _parameters(function) if callable(function) else None
+    return frozenset(parameter.name for parameter in parameters or ())
+
+
+def called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call of ``function`` calls: a ``torch.nn.Module``'s ``forward``."""
     import torch
 
     return function.forward if isinstance(function, torch.nn.Module) else function
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(called(function)).parameters.values())
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
+        return None
 
 
 def _read(parameters: list[inspect.Parameter], keywords: frozenset[str]) -> Taken | str:
@@ -67,18 +101,17 @@ def _read(parameters: list[inspect.Parameter], keywords: frozenset[str]) -> Take
             break
     if len(tensors) < 3 and not anything:
         return "be a function of query, key and value: its first three arguments, without defaults"
-    named = {p.name: p for p in parameters if p not in tensors}
+    parameters = [p for p in parameters if p not in tensors]
+    required = _required(parameters)
+    named = keywords & {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return Taken(keywords, _required(named) & keywords)
-    others = _required(named) - keywords
+        return Taken(keywords, required & keywords, named)
+    others = required - keywords
     if others:
         return f"need no {min(others)!r}, for which the convention has no value"
-    by_name = {n for n, p in named.items() if p.kind is not p.POSITIONAL_ONLY}
-    return Taken(keywords & by_name, _required(named))
+    return Taken(named, required, named)
 
 
-def _required(named: dict[str, inspect.Parameter]) -> frozenset[str]:
+def _required(parameters: list[inspect.Parameter]) -> frozenset[str]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return frozenset(
-        name for name, p in named.items() if p.default is p.empty and p.kind not in variable
-    )
+    return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in variable)

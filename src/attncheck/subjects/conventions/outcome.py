@@ -1,0 +1,79 @@
+"""What a function of a convention returned, read as out and LSE."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attncheck.subjects.conventions.options import ConventionOptions
+
+__all__ = ["BrokenConvention", "Returned", "in_natural_logarithm", "read", "shaped"]
+
+
+class BrokenConvention(Exception):
+    """What a function returned, or did to its inputs, is not what its convention says; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What was found where out and LSE should be; whether it is a tensor, the executor asks."""
+
+    out: Any
+    lse: Any = None
+
+
+def read(given: object, convention: str, most: int, options: ConventionOptions) -> Returned:
+    """``out``, ``(out, lse)``, or with up to ``most`` things in all.
+
+    Raises BrokenConvention for anything else, and for a missing LSE where one is declared.
+    """
+    if isinstance(given, torch.Tensor):
+        found = Returned(given)
+    elif isinstance(given, tuple | list) and 2 <= len(given) <= most:
+        second = given[1]
+        # FlexAttention's AuxOutput holds LSE by name.
+        lse = second if isinstance(second, torch.Tensor) else getattr(second, "lse", second)
+        found = Returned(given[0], lse)
+    else:
+        many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+        raise BrokenConvention(
+            f"it returned {type(given).__name__}{many}: the {convention} convention gives out, or "
+            "(out, lse)"
+        )
+    if options.returns_lse is False:
+        return Returned(found.out)
+    if options.returns_lse and found.lse is None:
+        raise BrokenConvention("it gave no LSE, which it is declared to give")
+    return found
+
+
+def shaped(
+    name: str, value: Any, axes: str, known: Mapping[tuple[int, ...], Callable[..., Any]]
+) -> Any:
+    """``value`` brought back by what ``known`` has for its shape; what is no tensor stays.
+
+    Raises BrokenConvention for a tensor of another shape.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = tuple(value.shape)
+    if shape not in known:
+        wanted = " or ".join(str(one) for one in known)
+        raise BrokenConvention(f"{name}.shape={shape}, but should be {wanted} ({axes})")
+    return known[shape](value)
+
+
+def in_natural_logarithm(lse: Any) -> Any:
+    """A base-2 LSE times ln 2, rounded once more to its own dtype; what is no such tensor stays.
+
+    B18 of the manual counts three roundings of LSE at its own size: such a kernel's own, and this.
+    """
+    if not isinstance(lse, torch.Tensor) or not lse.is_floating_point():
+        return lse
+    return (lse.double() * math.log(2)).to(lse.dtype)

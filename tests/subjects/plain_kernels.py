@@ -1,0 +1,122 @@
+"""Right functions of every convention in plain torch, for tests to bend."""
+
+# ruff: noqa: PLR0917  (signatures are those of flash-attn)
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+
+def attend(q, k, v, seen, scale=None, score_mod=None):
+    """Out and natural-log LSE of ``(batch, heads, length, dim)``; rows without keys: 0 and −∞."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q.float() @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if score_mod is not None:
+        scores = score_mod(scores, *indices(scores))
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()
+    return (weights @ v).to(q.dtype), lse
+
+
+def indices(scores):
+    return torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
+
+
+def banded(query, kv, left, right, at):
+    """What rows see from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
+    distance = torch.arange(kv) - torch.arange(query)[:, None] - at
+    seen = torch.ones(query, kv, dtype=torch.bool)
+    seen &= (distance >= -left) if left >= 0 else True
+    return seen & ((distance <= right) if right >= 0 else True)
+
+
+def flash(q, k, v, scale, causal, window, softcap, slopes, fault=""):
+    """One batch of ``(batch, length, heads, dim)`` as flash-attn computes it."""
+    query, kv = q.shape[1], k.shape[1]
+    at = 0 if fault == "top_left" else kv - query
+    left, right = window
+    right = 0 if causal else right
+    left += (fault == "window") * (left >= 0)
+
+    def scored(score, b, h, i, j):
+        score = softcap * torch.tanh(score / softcap) if softcap else score
+        sign = 1 if fault == "alibi" else -1
+        return score if slopes is None else score + sign * slopes[h] * (i + at - j).abs()
+
+    seen = banded(query, kv, left, right, at)
+    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale, scored)
+    return out.transpose(1, 2), lse
+
+
+def flash_attn_with(fault=""):
+    """``flash_attn_func`` with a planted fault."""
+
+    def flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
+        if fault == "axes":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = flash(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
+        if fault == "axes":
+            out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+        lse = lse / math.log(2) if fault == "base2" else lse
+        lse = lse.masked_fill(lse.isneginf(), math.inf)  # as flash-attn does
+        return (out, lse, None) if return_attn_probs else out
+
+    return flash_attn_func
+
+
+def varlen_with(fault=""):
+    """``flash_attn_varlen_func`` with a planted fault."""
+
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        return_attn_probs=False,
+    ):
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        starts = [(0, 0), *zip(cu_seqlens_q[1:].tolist(), cu_seqlens_k[1:].tolist(), strict=True)]
+        if fault == "ignores_starts":
+            starts = [(0, 0), (len(q), len(k))]
+        outs, lses = [], []
+        for (q0, k0), (q1, k1) in itertools.pairwise(starts):
+            assert q1 - q0 <= max_seqlen_q or fault
+            assert k1 - k0 <= max_seqlen_k or fault
+            one = (q[None, q0:q1], k[None, k0:k1], v[None, k0:k1])
+            rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
+            out, lse = flash(*one, *rest)
+            outs.append(out[0])
+            lses.append(lse[0])
+        out, lse = torch.cat(outs), torch.cat(lses, 1)
+        if fault == "padded_lse":  # none, but what flash-attn gave before 2.6
+            lse = torch.nn.utils.rnn.pad_sequence([x.mT for x in lses], batch_first=True).mT
+        lse = lse.mT if fault == "total_first" else lse
+        return (out, lse, None) if return_attn_probs else out
+
+    return flash_attn_varlen_func

@@ -1,0 +1,260 @@
+"""Kernels by the names that a project, or an installed package, has given them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.subjects import configured
+from attncheck.subjects.configuration_file import entry_from, with_table, write
+from attncheck.subjects.declared import Declared
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.load import load, names
+
+KERNEL = "def kernel(q, k, v, is_causal=False): return q\n"
+MINE = '{header}\nentry = "kernels.py::kernel"\nconvention = "sdpa"\nhead_dims = [64]\n'
+HEADERS = {
+    "pyproject.toml": "[tool.attncheck.kernels.mine]",
+    "attncheck.toml": "[kernels.mine]",
+}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "kernels.py").write_text(KERNEL)
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def points(monkeypatch):
+    """``points(name="module:attribute", …)``: what packages have published."""
+
+    def publish(*pairs, **values):
+        found = [
+            EntryPoint(name, value, configured.GROUP) for name, value in (*pairs, *values.items())
+        ]
+        monkeypatch.setattr(configured.metadata, "entry_points", lambda group: found)
+
+    return publish
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_kernel_of_the_nearest_file_upwards(project, name):
+    (project / name).write_text(MINE.format(header=HEADERS[name]))
+    subject = load("mine")
+    assert isinstance(subject, Declared)
+    assert subject.name == "mine"
+    assert subject.capabilities.head_dims == (64,)
+    assert "mine" in names()
+
+
+def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
+    (project / "pyproject.toml").write_text(MINE.format(header=HEADERS["pyproject.toml"]))
+    (project / "below" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
+    assert load("mine").name == "mine"
+    (project / "below" / "attncheck.toml").write_text("[kernels]\n")
+    with pytest.raises(UnknownName, match="kernel 'mine' is not known"):
+        load("mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[tool.attncheck.kernels.mine]\nentry = ?\n", "is no TOML: .*line 2"),
+        ("[tool.attncheck.kernel.mine]\n", "key 'kernel' is not known: choose from kernels"),
+        ("[tool.attncheck]\nkernels = 3\n", "kernels must be a table"),
+        ("[tool]\nattncheck = 3\n", "tool.attncheck must be a table"),
+        ("[tool.attncheck.kernels]\nmine = 3\n", "kernels.mine: expected table, got whole number"),
+        ("[tool.attncheck.kernels.mine]\n", "kernels.mine: .*missing required field entry"),
+        ("[tool.attncheck.kernels.flex]\nentry = 'a:b'\n", "attncheck has a kernel of this name"),
+        ("[tool.attncheck.kernels.'a:b']\nentry = 'a:b'\n", "a kernel's name has no ':'"),
+        ("[tool.attncheck.kernels.mine]\nentry = 'kernels'\n", "neither FILE.py::NAME nor package"),
+        ("[tool.attncheck.kernels.mine]\nentry = 'kernels.py::x'\n", "has no 'x'"),
+        ("[tool.attncheck.kernels.mine]\nentry = 'gone.py::x'\n", "there is no file"),
+        (
+            "[tool.attncheck.kernels.mine]\nentry = 'kernels.py::kernel'\nconvention = 'ours'\n",
+            "convention 'ours' is not known",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_is_one_line(project, text, said):
+    (project / "pyproject.toml").write_text(text)
+    with pytest.raises(UsageError, match=said) as error:
+        load("mine")
+    assert "\n" not in str(error.value)
+
+
+def test_two_files_of_one_folder(project):
+    for name, header in HEADERS.items():
+        (project / name).write_text(MINE.format(header=header))
+    with pytest.raises(UsageError, match=r"attncheck.toml and pyproject.toml .* keep one"):
+        load("mine")
+
+
+def test_an_unknown_name_lists_all_of_them(project, points):
+    (project / "pyproject.toml").write_text(MINE.format(header=HEADERS["pyproject.toml"]))
+    points(theirs="somewhere:kernel")
+    with pytest.raises(UnknownName, match=r"choose from flex, ideal, mine, .*theirs"):
+        load("yours")
+
+
+def test_a_broken_file_is_no_reason_to_refuse_a_kernel_of_attnchecks(project):
+    (project / "pyproject.toml").write_text("[tool.attncheck")
+    assert load("ideal").name == "ideal"
+
+
+def test_a_name_that_attncheck_has_too_is_not_guessed(project):
+    (project / "attncheck.toml").write_text("[kernels.ideal]\nentry = 'kernels.py::kernel'\n")
+    with pytest.raises(UsageError, match="one of yours is called so too"):
+        load("ideal")
+
+
+def test_a_module_beside_the_file(project):
+    (project / "beside_the_file.py").write_text(KERNEL)
+    (project / "attncheck.toml").write_text(
+        '[kernels.mine]\nentry = "beside_the_file:kernel"\nconvention = "sdpa"\n'
+    )
+    assert load("mine").name == "mine"
+
+
+def test_a_table_for_a_kernel_of_attnchecks(project):
+    (project / "attncheck.toml").write_text(
+        '[kernels.mine]\nentry = "ideal"\nempty_row = "zero"\nlse = true\npromises = ["repeat"]\n'
+    )
+    subject = load("mine")
+    assert subject.promises == {"repeat"}
+    assert isinstance(subject.inner, Ideal)
+
+
+PUBLISHED = """
+from attncheck.subjects.ideal import Ideal
+class Theirs(Ideal):
+    name = "theirs"
+subject = Theirs()
+def function(q, k, v, is_causal=False): return q
+table = {"entry": function, "convention": "sdpa", "head_dims": [64]}
+named = {"entry": "published_kernels:function", "convention": "sdpa"}
+wrong = {"entry": function, "head_dim": [64]}
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    (tmp_path / "published_kernels.py").write_text(PUBLISHED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("published_kernels", None)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("value", "tabled"),
+    [("subject", False), ("function", False), ("table", True), ("named [extra]", True)],
+)
+def test_an_entry_point_may_be_a_kernel_or_a_table(points, value, tabled):
+    points(theirs=f"published_kernels:{value}")
+    subject = load("theirs")
+    assert subject.name == "theirs"
+    assert isinstance(subject, Declared) is tabled
+
+
+@pytest.mark.usefixtures("package")
+def test_a_wrong_entry_point_is_one_line(points):
+    points(theirs="published_kernels:wrong", gone="no_such_package_at_all:x")
+    with pytest.raises(UsageError, match=r"entry point 'theirs' .* key 'head_dim' is not known"):
+        load("theirs")
+    with pytest.raises(UsageError, match="importing no_such_package_at_all raised ModuleNotFound"):
+        load("gone")
+
+
+def test_two_packages_with_one_name(points):
+    points(("theirs", "one:kernel"), ("theirs", "two:kernel"))
+    with pytest.raises(UsageError, match="several entry points: one:kernel and two:kernel"):
+        load("theirs")
+
+
+def test_the_same_entry_point_found_twice_is_one(points):
+    points(("theirs", "one:kernel"), ("theirs", "one:kernel"))
+    assert len(configured.entry_points()["theirs"]) == 1
+
+
+OLD = """[tool.attncheck.kernels.mine]
+entry = 'old'
+[[tool.attncheck.kernels.mine.override]]
+when = { dtype = 'fp16' }
+"""
+TABLE = "[tool.attncheck.kernels.mine]\nentry = 'new.py::kernel'\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", TABLE),
+        ("# mine\r\n[project]\r\nx = 1", "# mine\r\n[project]\r\nx = 1\r\n\r\n" + TABLE),
+        (
+            OLD + "[tool.other]\n# kept\n",
+            "[tool.other]\n# kept\n\n" + TABLE,
+        ),
+        (
+            "[tool.attncheck.kernels.mine2]\nentry = 'a:b'\n",
+            "[tool.attncheck.kernels.mine2]\nentry = 'a:b'\n\n" + TABLE,
+        ),
+    ],
+)
+def test_a_table_is_added_or_replaced_and_nothing_else_moves(tmp_path, before, after):
+    path = tmp_path / "pyproject.toml"
+    path.write_bytes(before.encode())
+    path.chmod(0o640)
+    write(path, with_table(path, "mine", TABLE))
+    wanted = after if "\r\n" not in before else after.replace(TABLE, TABLE.replace("\n", "\r\n"))
+    assert path.read_bytes().decode() == wanted
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [one.name for one in tmp_path.iterdir()] == ["pyproject.toml"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tool.attncheck.kernels = { mine = { entry = 'a:b' } }\n",
+        "x = '''\n[tool.attncheck.kernels.mine]\n'''\n",
+    ],
+)
+def test_what_cannot_be_edited_is_left_alone(tmp_path, text):
+    path = tmp_path / "pyproject.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="cannot be added to: do it there"):
+        with_table(path, "mine", TABLE)
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "real.toml").write_text("x = 1\n")
+    (tmp_path / "pyproject.toml").symlink_to(tmp_path / "real.toml")
+    write(tmp_path / "pyproject.toml", "x = 2\n")
+    assert (tmp_path / "pyproject.toml").is_symlink()
+    assert (tmp_path / "real.toml").read_text() == "x = 2\n"
+
+
+def test_an_entry_is_relative_to_its_file(project):
+    assert (
+        entry_from("kernels.py::kernel", project / "pyproject.toml") == "below/kernels.py::kernel"
+    )
+    assert entry_from("package:kernel", project / "pyproject.toml") == "package:kernel"
+
+
+def test_the_help_of_every_verb_needs_no_torch():
+    code = (
+        "import sys; from attncheck.cli import attncheck\n"
+        "for verb in ('probe', 'init', 'list'):\n"
+        "    attncheck.main([verb, '--help'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,325 @@
+"""flash_attn and varlen: right functions pass on what can be passed, and each fact can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.examine.check import compare
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.executor import Execution, InProcess
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.subjects.contract import Subject
+from attncheck.subjects.conventions import adopted
+from attncheck.subjects.conventions.options import ConventionOptions
+
+
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+PLAIN = module_of(Path(__file__).with_name("plain_kernels.py"))
+CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
+WINDOW, SOFTCAP, ALIBI = (
+    Spec.of("sliding_window", window=7),
+    Spec.of("softcap", cap=2),
+    Spec.of("alibi"),
+)
+DOCUMENTS = Spec.of("document", lengths=[5, 0, 9, 6])
+PADDING = Spec.of("padding", lengths=[30, 7])
+
+
+def label(value):
+    """A short name for what a test is given."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={one}" for key, one in value.items()) or "plain"
+    return str(value)
+
+
+def both(*parts):
+    return Spec.of("and", *parts)
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "query": 20, "head_dim": 16, "dtype": "fp32"}
+    return Problem(**(sizes | changes))
+
+
+def subject_of(function, convention, **options) -> Subject:
+    subject = adopted(function, "kernel", convention, ConventionOptions(**options))
+    assert isinstance(subject, Subject), subject
+    return subject
+
+
+def record_of(subject, problem):
+    evidence = Evidence(Case(problem=problem), "cpu")
+    return compare(subject, evidence, variant="", environment="", timed=False)
+
+
+BOTH = [
+    {},
+    {"mask": CAUSAL},
+    {"mask": CAUSAL, "dtype": "bf16", "kv_heads": 2},
+    {"mask": BOTTOM_RIGHT, "kv": 31, "scale": 0.7},
+    {"mask": BOTTOM_RIGHT, "query": 31, "kv": 20},
+    {"mask": CAUSAL, "query": 31, "kv": 20},
+    {"mask": WINDOW, "value_dim": 8},
+    {"mask": both(WINDOW, CAUSAL), "kv_heads": 1},
+    {"score": SOFTCAP, "mask": BOTTOM_RIGHT, "kv": 23},
+    {"score": ALIBI, "mask": CAUSAL},
+    {"score": Spec.of("chain", SOFTCAP, ALIBI), "mask": WINDOW},
+]
+PACKED = [
+    {"mask": DOCUMENTS},
+    {"mask": both(CAUSAL, DOCUMENTS), "kv_heads": 2},
+    {"mask": both(DOCUMENTS, WINDOW), "score": ALIBI},
+    {"mask": DOCUMENTS, "query": 12, "dtype": "bf16"},
+    {"mask": DOCUMENTS, "kv": 9},
+    {"mask": PADDING, "kv": 30},
+    {"mask": Spec.of("padding", lengths=[0, 20])},
+]
+KERNELS = {"flash_attn": PLAIN.flash_attn_with, "varlen": PLAIN.varlen_with}
+
+
+@pytest.mark.parametrize("options", [{}, {"returns_lse": True}], ids=label)
+@pytest.mark.parametrize(
+    ("convention", "changes"),
+    [(c, changes) for c in KERNELS for changes in BOTH] + [("varlen", p) for p in PACKED],
+    ids=label,
+)
+def test_a_right_function_passes(convention, changes, options):
+    subject = subject_of(KERNELS[convention](), convention, **options)
+    record = record_of(subject, small(**changes))
+    assert record.status == "pass", (record.reason, record.judgement)
+    assert record.lse is not None
+
+
+@pytest.mark.parametrize(
+    ("convention", "fault", "changes", "options"),
+    [
+        ("flash_attn", "top_left", {"mask": BOTTOM_RIGHT, "kv": 31}, {}),
+        ("flash_attn", "", {"mask": BOTTOM_RIGHT, "kv": 31}, {"causal": "top_left"}),
+        ("flash_attn", "base2", {}, {}),
+        ("flash_attn", "", {}, {"lse": "base2"}),
+        ("flash_attn", "axes", {"heads": 20}, {}),
+        ("flash_attn", "window", {"mask": WINDOW}, {}),
+        ("flash_attn", "alibi", {"mask": CAUSAL, "score": ALIBI}, {}),
+        ("varlen", "ignores_starts", {"mask": DOCUMENTS}, {}),
+        ("varlen", "ignores_starts", {"mask": CAUSAL}, {}),
+        ("varlen", "top_left", {"mask": BOTTOM_RIGHT, "kv": 31}, {}),
+        ("varlen", "window", {"mask": both(DOCUMENTS, WINDOW)}, {}),
+    ],
+    ids=label,
+)
+def test_each_fact_can_fail(convention, fault, changes, options):
+    subject = subject_of(KERNELS[convention](fault), convention, **options)
+    record = record_of(subject, small(**changes))
+    assert record.status == "fail", record.reason
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "changes"),
+    [
+        ("base2", {"lse": "base2"}, {}),
+        ("top_left", {"causal": "top_left"}, {"mask": CAUSAL, "kv": 31}),
+        ("top_left", {"causal": "top_left"}, {"mask": CAUSAL, "query": 31, "kv": 20}),
+        ("top_left", {"causal": "top_left"}, {"mask": CAUSAL, "kv": 31, "score": ALIBI}),
+        ("base2", {"returns_lse": False}, {"mask": CAUSAL}),
+    ],
+    ids=label,
+)
+def test_an_option_makes_it_right(fault, options, changes):
+    subject = subject_of(PLAIN.flash_attn_with(fault), "flash_attn", **options)
+    record = record_of(subject, small(**changes))
+    assert record.status == "pass", record.reason
+    assert (record.lse is None) == (options.get("returns_lse") is False)
+
+
+@pytest.mark.parametrize("fault", ["total_first", "padded_lse"])
+def test_other_axes_of_a_packed_lse_are_known(fault):
+    subject = subject_of(PLAIN.varlen_with(fault), "varlen", returns_lse=True)
+    for mask in (DOCUMENTS, Spec.of("full")):
+        assert record_of(subject, small(mask=mask)).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("convention", "changes", "reason"),
+    [
+        ("flash_attn", {"mask": CAUSAL, "kv": 31}, "no causal flag or window_size is the mask"),
+        ("flash_attn", {"mask": WINDOW, "kv": 31}, "no causal flag or window_size is the mask"),
+        ("flash_attn", {"mask": WINDOW, "query": 31, "kv": 20}, "no causal flag or window_size"),
+        ("flash_attn", {"mask": Spec.of("sliding_window", window=0)}, "no causal flag or"),
+        ("flash_attn", {"mask": Spec.of("prefix_lm", prefix=3)}, "no causal flag or window_size"),
+        ("flash_attn", {"mask": DOCUMENTS}, "no causal flag or window_size is the mask"),
+        ("flash_attn", {"score": ALIBI}, "alibi_slopes are -slope·|i + kv - query - j|"),
+        ("flash_attn", {"score": ALIBI, "mask": BOTTOM_RIGHT, "kv": 31}, "alibi_slopes are"),
+        ("flash_attn", {"score": Spec.of("temperature", temperature=2)}, "neither softcap nor"),
+        ("flash_attn", {"score": Spec.of("chain", ALIBI, SOFTCAP)}, "neither softcap nor"),
+        ("flash_attn", {"dtype": "e4m3"}, "takes no q_descale"),
+        ("flash_attn", {"dtype": "tf32"}, "the CPU has no tf32 products"),
+        ("varlen", {"mask": Spec.of("or", CAUSAL, DOCUMENTS)}, "is no band in each of some"),
+        (
+            "varlen",
+            {"mask": both(Spec.of("padding", lengths=[9, 20]), DOCUMENTS)},
+            "is no band in each of some",
+        ),
+        ("varlen", {"mask": both(CAUSAL, PADDING), "kv": 30}, "no causal flag or window_size"),
+        ("varlen", {"mask": both(CAUSAL, DOCUMENTS), "kv": 16}, "no causal flag or window_size"),
+    ],
+    ids=label,
+)
+def test_what_cannot_be_said_exactly_is_not_asked(convention, changes, reason):
+    subject = subject_of(KERNELS[convention](), convention)
+    assert reason in (subject.unsupported(small(**changes), "cpu") or "")
+
+
+@pytest.mark.parametrize(
+    ("takes", "mask", "passed"),
+    [
+        ("causal", CAUSAL, {"causal": True}),
+        ("causal", Spec.of("full"), {"causal": False}),
+        ("is_causal", CAUSAL, {"is_causal": True}),
+        ("window_size", CAUSAL, {"window_size": (-1, 0)}),
+        ("window_size", WINDOW, {"window_size": (6, 0)}),
+        ("causal, window_size", WINDOW, {"causal": True, "window_size": (6, 0)}),
+        ("causal, window_size", CAUSAL, {"causal": True, "window_size": (-1, -1)}),
+        ("causal", WINDOW, "takes no window_size"),
+        ("softmax_scale", CAUSAL, "takes no causal"),
+        ("sm_scale", Spec.of("full"), {"sm_scale": 0.25}),
+        ("softcap, alibi_slopes", Spec.of("full"), {"softcap": 0.0, "alibi_slopes": None}),
+        ("return_lse", Spec.of("full"), {"return_lse": True}),
+    ],
+)
+def test_required_keywords_are_always_passed(takes, mask, passed):
+    """As are all that say what the mask is."""
+    seen = {}
+    names = takes.split(", ")
+    scope = {"seen": seen}
+    given = ", ".join(f"{name}={name}" for name in names)
+    # One function for each signature would say no more.
+    exec(f"def kernel(q, k, v, {takes}):\n    seen.update({given})\n    return v", scope)  # noqa: S102
+    subject, problem = subject_of(scope["kernel"], "flash_attn"), small(mask=mask)
+    if isinstance(passed, str):
+        assert subject.unsupported(problem, "cpu") == passed
+        return
+    subject.run(draw(problem))
+    assert seen == passed
+
+
+def test_descales_of_fp8_are_passed():
+    seen = {}
+
+    def kernel(q, k, v, q_descale=None, k_descale=None, v_descale=None, causal=False):
+        seen.update(q=q_descale, k=k_descale, v=v_descale)
+        return q.bfloat16()
+
+    inputs = draw(small(dtype="e4m3", kv_heads=2))
+    assert isinstance(InProcess().run(subject_of(kernel, None), inputs), Execution)
+    assert all(torch.equal(seen[name], getattr(inputs.descale, name)) for name in "qkv")
+    assert seen["q"].shape == (2, 2)
+
+
+def test_tensors_have_the_axes_of_the_convention():
+    shapes = {}
+
+    def fixed(q, k, v, window_size=(-1, -1)):
+        shapes["flash_attn"] = [(tuple(x.shape), x.is_contiguous()) for x in (q, k, v)]
+        return q[..., :8]
+
+    def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        shapes["varlen"] = [(tuple(x.shape), x.is_contiguous()) for x in (q, k, v)]
+        shapes["places"] = [cu_seqlens_q.tolist(), cu_seqlens_k.tolist()]
+        shapes["longest"] = (max_seqlen_q, max_seqlen_k)
+        return q[..., :8]
+
+    problem = small(kv=30, kv_heads=2, value_dim=8)
+    assert subject_of(fixed, None).run(draw(problem)).out.shape == (2, 4, 20, 8)
+    whole = [((2, 20, 4, 16), True), ((2, 30, 2, 16), True), ((2, 30, 2, 8), True)]
+    assert shapes["flash_attn"] == whole
+    assert subject_of(packed, None).run(draw(problem.replace(mask=PADDING))).out.shape[0] == 2
+    assert shapes["varlen"] == [((40, 4, 16), True), ((37, 2, 16), True), ((37, 2, 8), True)]
+    assert shapes["places"] == [[0, 20, 40], [0, 30, 37]]
+    assert shapes["longest"] == (20, 30)
+
+
+def test_strides_of_the_inputs_reach_the_kernel():
+    strides = []
+
+    def kernel(q, k, v, window_size=(-1, -1)):
+        strides.append(q.stride())
+        return v
+
+    inputs = draw(small())
+    wide = torch.zeros(2, 4, 20, 32)
+    wide[..., ::2] = inputs.q
+    subject_of(kernel, None).run(inputs.replace(q=wide[..., ::2]))
+    assert strides == [(2560, 32, 640, 2)]
+
+
+@pytest.mark.parametrize("convention", KERNELS)
+@pytest.mark.parametrize(
+    ("gives", "message"),
+    [
+        (lambda q: [q], "it returned list of 1: the {} convention gives out, or (out, lse)"),
+        (lambda q: None, "it returned NoneType: the {} convention"),
+        (lambda q: (q,) * 5, "it returned tuple of 5: the {} convention"),
+        (lambda q: (None, None), "out is NoneType, but should be a tensor."),
+        (lambda q: q[..., :3], "out.shape="),
+        (lambda q: (q, q), "lse.shape="),
+        (lambda q: (q, 3.0), "lse is float, but should be a tensor."),
+        (lambda q: q.double(), "out.dtype=torch.float64, but should be torch.float32."),
+        (lambda q: q.to("meta"), "out.device=meta, but should be cpu."),
+        (lambda q: q.mul_(2), "wrote to its input q"),
+        (lambda q: q.nothing, "AttributeError"),
+    ],
+    ids=range(11),
+)
+def test_what_it_may_not_give(convention, gives, message):
+    def fixed(q, k, v):
+        return gives(q)
+
+    def packed(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        return gives(q)
+
+    function = {"flash_attn": fixed, "varlen": packed}[convention]
+    record = record_of(subject_of(function, convention), small())
+    assert record.status == "error"
+    assert message.format(convention) in record.reason, record.reason
+
+
+def test_an_lse_that_is_declared_must_come():
+    def kernel(q, k, v, window_size=(-1, -1)):
+        return v
+
+    record = record_of(subject_of(kernel, "flash_attn", returns_lse=True), small())
+    assert record.status == "error"
+    assert record.reason.endswith("it gave no LSE, which it is declared to give")
+
+
+def test_rows_without_keys_may_have_either_infinite_lse():
+    """flash-attn gives +∞ there, and −∞ where it splits the keys."""
+    problem = small(mask=BOTTOM_RIGHT, query=31, kv=20)
+    inputs = draw(problem)
+    outputs = subject_of(PLAIN.flash_attn_with(), "flash_attn").run(inputs)
+    assert (outputs.lse[:, :, :11] == -math.inf).all()
+    assert outputs.lse[:, :, 11:].isfinite().all()
+
+
+def test_a_function_without_its_tensors_is_none_of_the_convention():
+    def kernel(q, k, v, cu_seqlens_q): ...
+
+    assert adopted(kernel, "kernel", "varlen") == (
+        "take cu_seqlens_k, as the varlen convention has it"
+    )
+    assert adopted(lambda q, k, v: q, "kernel", "varlen").startswith("take cu_seqlens_q")

@@ -1,0 +1,119 @@
+"""flex: a function that takes a mask and a score mod as callables."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from attncheck.examine.check import compare
+from attncheck.examine.evidence import Evidence
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.subjects.conventions import adopted
+from attncheck.subjects.conventions.options import ConventionOptions
+
+
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+PLAIN = module_of(Path(__file__).with_name("plain_kernels.py"))
+CAUSAL = Spec.of("causal")
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "query": 20, "head_dim": 16, "dtype": "fp32"}
+    return Problem(**(sizes | changes))
+
+
+def record_of(function, problem, **options):
+    subject = adopted(function, "kernel", "flex", ConventionOptions(**options))
+    evidence = Evidence(Case(problem=problem), "cpu")
+    return compare(subject, evidence, variant="", environment="", timed=False)
+
+
+def masked(fault=""):
+    """A kernel that takes the callable itself."""
+
+    def kernel(q, k, v, mask_mod=None, score_mod=None, scale=None, *, enable_gqa, return_lse=False):
+        assert enable_gqa or q.shape[1] == k.shape[1]
+        shape = torch.zeros(*q.shape[:3], k.shape[2])
+        b, h, i, j = PLAIN.indices(shape)
+        i, j = (j, i) if fault == "turned" else (i, j)
+        seen = shape == 0 if mask_mod is None else mask_mod(b, h, i, j)
+        score_mod = None if fault == "no_score" else score_mod
+        out, lse = PLAIN.attend(q, k, v, seen | torch.zeros_like(b, dtype=bool), scale, score_mod)
+        return (out, lse) if return_lse else out
+
+    return kernel
+
+
+def lse_alone(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False):
+    return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
+
+
+PROBLEMS = {
+    "plain": {},
+    "causal": {"mask": CAUSAL, "kv": 31},
+    "gqa": {"mask": Spec.of("causal_bottom_right"), "kv": 31, "kv_heads": 2, "scale": 0.7},
+    "tall": {"mask": CAUSAL, "query": 31, "kv": 20, "dtype": "bf16"},
+    "documents": {"mask": Spec.of("document", lengths=[5, 0, 15]), "score": Spec.of("alibi")},
+    "padding": {"mask": Spec.of("padding", lengths=[0, 20]), "value_dim": 8},
+    "softcap": {"score": Spec.of("softcap", cap=2.0), "mask": Spec.of("prefix_lm", prefix=4)},
+    "bias": {"score": Spec.of("relative_bias", distance=4, seed=0)},
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    "function", [flex_attention, lse_alone, masked()], ids=["torch", "out", "callable"]
+)
+def test_a_right_function_passes(function, name):
+    record = record_of(function, small(**PROBLEMS[name]))
+    assert record.status == "pass", record.reason
+    assert (record.lse is None) == (function is lse_alone)
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "options"),
+    [
+        ("turned", {"mask": CAUSAL}, {}),
+        ("no_score", {"score": Spec.of("alibi")}, {}),
+        ("", {}, {"lse": "base2"}),
+    ],
+    ids=["turned", "no_score", "base2"],
+)
+def test_each_fact_can_fail(fault, changes, options):
+    assert record_of(masked(fault), small(**changes), **options).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "changes", "reason"),
+    [
+        ("score_mod=None", {"mask": CAUSAL}, "takes no block_mask"),
+        ("block_mask=None", {"score": Spec.of("alibi")}, "takes no score_mod"),
+        ("block_mask=None", {"scale": 0.7}, "takes no scale"),
+        ("block_mask=None", {"kv_heads": 2}, "takes no enable_gqa"),
+        ("block_mask=None", {"dtype": "e4m3"}, "the flex convention has no descales"),
+        ("block_mask=None", {"mask": CAUSAL, "query": 2**20}, "mask, of which blocks are made,"),
+    ],
+)
+def test_what_the_signature_lacks_is_not_asked(parameters, changes, reason):
+    kernel = eval(f"lambda q, k, v, {parameters}: q")  # noqa: S307  # a signature of this file's
+    said = adopted(kernel, "kernel").unsupported(small(**changes), "cpu")
+    assert reason in (said or "")
+
+
+def test_lse_that_is_not_wanted_is_not_asked_for():
+    assert record_of(flex_attention, small(), returns_lse=False).lse is None
+    record = record_of(lambda q, k, v, score_mod=None: q, small(), returns_lse=True)
+    assert "it gave no LSE" in record.reason

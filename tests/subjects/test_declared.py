@@ -1,0 +1,237 @@
+"""A kernel within its table: outside it nothing is asked, inside it nothing may be refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attncheck.errors import UsageError
+from attncheck.examine.answer import answered
+from attncheck.formats import dtype_named
+from attncheck.judge.arithmetic import default
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.subjects import conventions
+from attncheck.subjects.capability_table import read
+from attncheck.subjects.conventions.options import ConventionOptions
+from attncheck.subjects.declared import Declared
+from attncheck.subjects.ideal import Ideal
+
+PLAIN = Problem(query=32, head_dim=64, dtype="fp32")
+AT_80 = Problem(query=32, head_dim=80, dtype="fp32")
+
+
+def right(q, k, v, is_causal=False):
+    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        hidden = ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(hidden, -math.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+def without_lse(q, k, v, is_causal=False):
+    return right(q, k, v, is_causal)[0]
+
+
+def only_64(q, k, v, is_causal=False):
+    if q.shape[-1] != 64:
+        raise ValueError("head_dim must be 64")
+    return right(q, k, v, is_causal)
+
+
+def half_at_80(q, k, v, is_causal=False):
+    out, lse = right(q, k, v, is_causal)
+    return (out / 2 if q.shape[-1] == 80 else out), lse
+
+
+def table(**fields):
+    return read({"entry": "mine.py::kernel", **fields}, "kernels.mine")
+
+
+def declared(function, **fields):
+    subject = conventions.adopted(function, "mine", "sdpa", ConventionOptions())
+    assert not isinstance(subject, str), subject
+    return Declared(subject, table(**fields), "mine")
+
+
+def record(subject, problem=PLAIN):
+    return answered(subject, Case(problem=problem), device="cpu")
+
+
+WHOLE = {"dtypes": ["fp32"], "head_dims": [64, 80], "masks": ["none", "causal"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "reason"),
+    [
+        ({"dtypes": ["bf16"]}, {}, "dtype fp32 is not declared: its table has bf16"),
+        ({"head_dims": [80, [64, 32]]}, {}, "head_dim=64 is not declared: its table has 80, 64/32"),
+        ({"masks": ["window"]}, {}, "mask full is not declared: its table has window"),
+        ({"scores": ["alibi"]}, {}, "score mod none is not declared: its table has alibi"),
+        ({"gqa": False}, {"heads": 4, "kv_heads": 2}, "2 query heads to a key head: its table"),
+        ({"rectangular": False}, {"kv": 40}, "32 queries and 40 keys: its table says rectangular"),
+        ({"scale": False}, {"scale": 0.3}, "other than 1/√head_dim: its table says scale = false"),
+        ({"length_multiple": 24}, {}, "its table says length_multiple = 24"),
+        ({"max_kv": 31}, {}, "length 32: its table says max_kv = 31"),
+        (
+            {"override": [{"when": {"dtype": "fp32"}, "head_dims": [32]}]},
+            {},
+            "head_dim=64 is not declared: its table has 32",
+        ),
+    ],
+)
+def test_what_the_table_has_no_place_for_is_not_asked(fields, changes, reason):
+    asked = record(declared(right, **fields), PLAIN.replace(**changes))
+    assert asked.status == "unsupported"
+    assert reason in asked.reason
+
+
+def test_a_kernel_that_is_wrong_outside_its_table_is_never_asked():
+    outside = record(declared(half_at_80, head_dims=[64]), AT_80)
+    assert outside.status == "unsupported"
+    inside = record(declared(half_at_80, head_dims=[64, 80]), AT_80)
+    assert inside.status == "fail"  # so it would have been
+
+
+def test_declared_but_refused_is_a_failure():
+    problem = AT_80
+    asked = record(declared(only_64, **WHOLE), problem)
+    assert asked.status == "error"
+    assert "declared, but refused: ValueError: head_dim must be 64" in asked.reason
+    assert record(declared(only_64, **WHOLE)).status == "pass"
+    # What the table is silent on, here the masks, it may refuse.
+    silent = {name: value for name, value in WHOLE.items() if name != "masks"}
+    assert record(declared(only_64, **silent), problem).status == "unsupported"
+
+
+def test_declared_but_refused_beforehand_is_a_failure():
+    asked = record(declared(right, **WHOLE, gqa=True), PLAIN.replace(heads=2, kv_heads=1))
+    assert asked.status == "error"
+    assert "declared, but refused: takes no enable_gqa" in asked.reason
+
+
+def test_what_is_refused_only_together_is_not_in_the_table():
+    """Top-left causal is a flag for equal lengths, where this flag is bottom-right otherwise."""
+    options = ConventionOptions(causal="bottom_right")
+    subject = conventions.adopted(right, "mine", "sdpa", options)
+    causal = PLAIN.replace(mask=Spec.of("causal"))
+    kernel = Declared(subject, table(**WHOLE, rectangular=True), "mine")
+    assert record(kernel, causal).status == "pass"
+    assert record(kernel, causal.replace(kv=40)).status == "unsupported"
+
+
+def test_what_the_machine_lacks_is_no_refusal():
+    asked = record(declared(right, **WHOLE | {"dtypes": ["tf32"]}), PLAIN.replace(dtype="tf32"))
+    assert (asked.status, asked.reason) == ("unsupported", "the CPU has no tf32 products")
+
+
+@pytest.mark.parametrize(
+    ("function", "lse", "status", "exposed"),
+    [
+        (right, True, "pass", True),
+        (right, False, "pass", False),
+        (without_lse, False, "pass", False),
+        (without_lse, True, "error", False),
+    ],
+)
+def test_lse_is_what_the_table_says(function, lse, status, exposed):
+    asked = record(declared(function, lse=lse))
+    assert (asked.status, asked.lse is not None) == (status, exposed)
+
+
+def test_a_declared_arithmetic_replaces_the_default_one():
+    kernel = Declared(Ideal(), table(arithmetic={"p_in_sum": True, "exp2_ulps": 1.0}), "mine")
+    arithmetic = kernel.arithmetic(PLAIN.replace(dtype="bf16"), "cpu")
+    assert arithmetic.sums_rounded_weights
+    assert arithmetic.exp2_ulps == 1.0
+    assert kernel.summary.endswith("; declares looser arithmetic: sums_rounded_weights=1")
+    tight = Declared(Ideal(), table(arithmetic={"exp2_ulps": 1.0}), "mine")
+    assert tight.summary == Ideal().summary
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weights_scale", 0.5),
+        ("lazy_rescale", 8.0),
+        ("sums_rounded_weights", True),
+        ("normalised_weights", True),
+        ("exp2_ulps", 8.0),
+        ("block_kv", 8),
+        ("splits", 4),
+    ],
+)
+def test_whatever_is_looser_is_said(name, value):
+    kernel = Declared(Ideal(), table(arithmetic={name: value}), "mine")
+    assert f"looser arithmetic: {name}=" in kernel.summary
+    usual = getattr(default(dtype_named("bf16")), name)
+    assert "looser" not in Declared(Ideal(), table(arithmetic={name: usual}), "mine").summary
+
+
+def test_an_override_of_the_arithmetic_holds_where_it_says():
+    override = {"when": {"dtype": ["fp16"]}, "arithmetic": {"splits": 4}}
+    kernel = Declared(Ideal(), table(override=[override]), "mine")
+    assert kernel.arithmetic(PLAIN, "cpu").splits == 1
+    assert kernel.arithmetic(PLAIN.replace(dtype="fp16"), "cpu").splits == 4
+
+
+def test_promises_are_the_tables_or_else_the_kernels():
+    assert Declared(Ideal(), table(promises=["repeat"]), "mine").promises == {"repeat"}
+    assert Declared(Ideal(), table(), "mine").promises == Ideal().promises
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ([{"when": {"dtype": "fp32"}, "gqa": True}], None),
+        ([{"when": {"dtype": "fp16"}, "gqa": True}], "gqa = false"),
+        (
+            [{"when": {"dtype": "fp32"}, "gqa": True}, {"when": {"mask": "none"}, "gqa": False}],
+            "gqa = false",
+        ),
+        ([{"when": {"phase": "backward"}, "gqa": True}], "gqa = false"),
+        ([{"when": {"device": "cpu", "head_dim": [32, 64]}, "gqa": True}], None),
+    ],
+)
+def test_later_overrides_win(override, reason):
+    found = table(gqa=False, override=override).refuses(PLAIN.replace(heads=2, kv_heads=1))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"entrie": "x"}, "key 'entrie' is not known: choose from entry, convention, dtypes"),
+        ({"dtypes": "bf16"}, "dtypes: expected list, got text"),
+        ({"dtypes": ["int8"]}, "dtype 'int8' is not known: choose from"),
+        ({"head_dims": [300]}, "head_dims=300 must be 1–256"),
+        ({"head_dims": ["64"]}, r"head_dims\[0\]: expected whole number or list"),
+        ({"masks": ["triangle"]}, "masks 'triangle' is not known: choose from any, causal"),
+        ({"scores": ["and"]}, "scores 'and' is not known"),
+        ({"gqa": 1}, "gqa: expected bool, got whole number"),
+        ({"lse": "base3"}, 'lse: .*"natural" or "base2"'),
+        ({"empty_row": "one"}, 'empty_row: .*"zero" or "nan" or "mean"'),
+        ({"promises": ["speed"]}, "promises 'speed' is not known: choose from batch, hidden"),
+        ({"max_query": 0}, "max_query=0 must be at least 1"),
+        ({"override": [{"gqa": True}]}, "missing required field when"),
+        ({"override": [{"when": {}}]}, r"override\[0\].when is empty"),
+        ({"override": [{"when": {"dtype": "x"}}]}, r"override\[0\].when.dtype 'x' is not known"),
+        ({"override": [{"when": {"speed": 1}}]}, r"key 'override\[0\].when.speed' is not known"),
+        ({"arithmetic": {"splits": 0}}, "arithmetic: splits=0 must be an integer of at least 1"),
+        (
+            {"arithmetic": {"exp3": 0}},
+            "key 'arithmetic.exp3' is not known: choose from block_kv, e",
+        ),
+        (
+            {"arithmetic": {"p_in_sum": True, "sums_rounded_weights": False}},
+            "are one thing: give one",
+        ),
+        ({"dtypes": ["e4m3"], "arithmetic": {"weights_scale": 512.0}}, "arithmetic: P reaches"),
+    ],
+)
+def test_a_table_that_cannot_be_is_one_line(fields, said):
+    with pytest.raises(UsageError, match=f"^kernels.mine: .*{said}") as error:
+        table(**fields)
+    assert "\n" not in str(error.value)
