@@ -33,7 +33,7 @@ def list_(*, as_json: bool, device: str | None) -> None:
 
 def _echo(catalogue: dict[str, Any]) -> None:
     for title, entries in catalogue.items():
-        if title not in {"support", "device"}:
+        if entries and title not in {"support", "device"}:
             click.echo(f"{title}:")
             _echo_entries(entries)
     click.echo(f"what supports what on {catalogue['device']} (variants at the default shape):")
@@ -57,12 +57,30 @@ def _catalogue(device: str) -> dict[str, Any]:
     return {
         "device": device,
         "kernels": {s.name: s.summary for s in subjects},
+        **_kernels_of_others(),
         "variants": {name: v.summary for name, v in VARIANTS.items()},
         "dtypes": dtypes,
         "distributions": {name: d.summary for name, d in DISTRIBUTIONS.items()},
         "masks": {name: e.summary for name, e in MASKS.items()},
         "score mods": {name: e.summary for name, e in SCORES.items()},
         "support": {s.name: _support(s, device) for s in subjects},
+    }
+
+
+def _kernels_of_others() -> dict[str, dict[str, str]]:
+    """Those of the configuration and of installed packages, none of which is imported."""
+    from attncheck.subjects import configured
+
+    project = configured.configuration()
+    points = configured.entry_points()
+    return {
+        "configured kernels": {
+            name: f"{table.entry} ({table.convention or 'any'} convention)"
+            for name, table in project.kernels.items()
+        },
+        "kernels of packages": {
+            name: " and ".join(point.value for point in several) for name, several in points.items()
+        },
     }
 
 

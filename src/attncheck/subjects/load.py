@@ -1,75 +1,262 @@
-"""A subject by its name, from a file (``path/to/file.py::name``) or a module (``module:name``)."""
+"""A subject by what a user calls it.
+
+A kernel of attncheck's by its name; ``path/to/file.py::name`` or ``package.module:name``; a name of
+the project's configuration; or of the entry-point group ``attncheck.kernels``.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import UsageError
+from attncheck.errors import UnknownName, UsageError
 from attncheck.source_files import brief, member, member_of_module
-from attncheck.subjects import builtin
+from attncheck.subjects import builtin, configured
 from attncheck.subjects.contract import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["is_reference", "load"]
+    from attncheck.subjects.capabilities import Capabilities
+    from attncheck.subjects.conventions.options import ConventionOptions
+
+__all__ = ["Candidate", "candidate", "is_reference", "load", "names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An object that is to become a Subject.
+
+    Attributes:
+        kernel: What it was asked for by; errors quote it.
+        found: The object.
+        name: What reports are to call it.
+        entry: How a table names the object; a file is relative to the working directory.
+        capabilities: Its table; None where nobody has written one.
+    """
+
+    kernel: str
+    found: object
+    name: str
+    entry: str
+    capabilities: Capabilities | None = None
+
+    def adopted(
+        self, convention: str | None = None, options: ConventionOptions | None = None
+    ) -> Subject:
+        """The Subject, without its table.
+
+        Args:
+            convention: A name in ``conventions.CONVENTIONS``; None for the table's, or the one
+                that the object shows.
+            options: What of the convention is otherwise; None for what the table says.
+
+        Raises:
+            UsageError: where it is none of the convention.
+        """
+        from attncheck.subjects import conventions
+
+        convention = convention or (self.capabilities.convention if self.capabilities else None)
+        found = self._made(convention)
+        if options is None:
+            options = self._options(native=isinstance(found, Subject))
+        subject = conventions.adopted(found, self.name, convention, options)
+        if isinstance(subject, str):
+            kind = type(found).__name__
+            raise UsageError(f"kernel {self.kernel!r} is {kind}: it must {subject}.")
+        return subject
+
+    def conventions(self) -> tuple[str, ...]:
+        """Those that it may follow, the likeliest first; none where it is no kernel."""
+        from attncheck.subjects.conventions import CONVENTIONS
+
+        table = self.capabilities
+        if table is not None and table.convention is not None:
+            return (table.convention,)
+        found = self._made(None)
+        # Not what only may be: what shows that it is of one convention stands before.
+        able = [each for each in CONVENTIONS.values() if each.unfit(found) is None]
+        return tuple(each.name for each in sorted(able, key=lambda each: not each.claims(found)))
+
+    def options(self) -> ConventionOptions:
+        """What its table says of its convention."""
+        return self._options(native=isinstance(self._made(None), Subject))
+
+    def _made(self, convention: str | None) -> object:
+        """The object, or the Subject that it makes."""
+        makes = convention in {None, "native"} and _makes_one(self.found)
+        return _made(self.found, self.kernel) if makes else self.found
+
+    def _options(self, *, native: bool) -> ConventionOptions:
+        """Of a Subject only what differs from every Subject's."""
+        from attncheck.subjects.conventions.options import ConventionOptions
+
+        table = self.capabilities
+        if table is None:
+            return ConventionOptions()
+        options = ConventionOptions(
+            lse=table.lse if isinstance(table.lse, str) else "",
+            empty_row=table.empty_row or "",
+            causal=table.causal or "",
+        )
+        if native:
+            return replace(
+                options,
+                lse="" if table.lse == "natural" else options.lse,
+                empty_row="" if table.empty_row == "zero" else options.empty_row,
+            )
+        return replace(
+            options,
+            promises=None if table.promises is None else frozenset(table.promises),
+            returns_lse=None if table.lse is None else table.lse is not False,
+        )
 
 
 def is_reference(kernel: str) -> bool:
-    """Whether ``kernel`` is of a file or module, and no name of attncheck's."""
+    """Whether ``kernel`` is of a file or module, and no name."""
     return ":" in kernel
+
+
+def names() -> tuple[str, ...]:
+    """Every name that ``load`` knows; raises UsageError for a configuration that cannot be."""
+    return (*builtin.SUBJECTS, *configured.configuration().kernels, *configured.entry_points())
 
 
 def load(kernel: str, convention: str | None = None) -> Subject:
     """The subject called ``kernel``.
 
     Args:
-        kernel: A name in ``builtin.SUBJECTS``, or ``file.py::name`` or ``package.module:name``,
-            where ``name`` is a Subject, a subclass that needs no arguments, a function that returns
-            one, or a function in the calling convention. The file is imported; one that uses
-            Triton decides then whether it is interpreted, so call ``examine.environment.prepare``
-            first.
+        kernel: A name in ``builtin.SUBJECTS``; ``file.py::name`` or ``package.module:name``, where
+            ``name`` is a Subject, a subclass that needs no arguments, a function that returns one,
+            or a function in the calling convention; a name of the nearest configuration
+            (``configured.configuration``) or of an entry point, with its table (``Declared``).
+            The file is imported; one that uses Triton decides then whether it is interpreted, so
+            call ``examine.environment.prepare`` first.
         convention: A name in ``conventions.CONVENTIONS``; None for the first that fits.
 
     Raises:
         UsageError: when there is no such subject, in one line that says why.
     """
-    if not is_reference(kernel):
-        _check_builtin(kernel, convention)
-        return builtin.subject_named(kernel)
-    from attncheck.subjects.conventions import adopted, convention_named
+    found = candidate(kernel, convention)
+    subject = found.adopted(convention)
+    if kernel in builtin.SUBJECTS:
+        return subject
+    if found.capabilities is not None:
+        from attncheck.subjects.declared import Declared
 
-    file, _, name = kernel.partition(":")
-    if file.endswith(".py") and not name.startswith(":"):
-        raise UsageError(f"kernel {kernel!r}: a file takes two colons: {file}::{name or 'NAME'}.")
-    if convention is not None:
-        convention_named(convention)  # before somebody's file is imported
-    read = member if "::" in kernel else member_of_module
-    found = read(kernel, f"kernel {kernel!r}")
-    if convention in {None, "native"} and _makes_one(found):
-        found = _made(found, kernel)
-    subject = adopted(found, kernel, convention)
-    if isinstance(subject, str):
-        kind = type(found).__name__
-        raise UsageError(f"kernel {kernel!r} is {kind}: it must {subject}.")
-    _check_names(subject, kernel)
+        _check_said(subject, kernel, "summary", "one line on it")
+        return Declared(subject, found.capabilities, found.name)
+    _check_said(subject, kernel, "name", "what reports call it")
+    _check_said(subject, kernel, "summary", "one line on it")
+    if subject.name in builtin.SUBJECTS:
+        raise UsageError(
+            f"kernel {kernel!r} is called {subject.name!r}, as a kernel of attncheck's is: "
+            "give it a name of its own."
+        )
     return subject
 
 
-def _check_builtin(kernel: str, convention: str | None) -> None:
-    """Raises UsageError for what was meant to be a file or module, and for a convention."""
-    if kernel not in builtin.SUBJECTS and ("/" in kernel or "." in kernel):
-        written = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
-        module, dot, name = kernel.rpartition(".")
-        if dot and "/" not in kernel and not kernel.endswith(".py"):
-            written = f"{module}:{name}"
+def candidate(kernel: str, convention: str | None = None) -> Candidate:
+    """What ``kernel`` names, imported; raises as ``load``, the convention's name checked first."""
+    if kernel in builtin.SUBJECTS:
+        _check_builtin(kernel, convention)
+        subject = builtin.subject_named(kernel)
+        return Candidate(kernel=kernel, found=subject, name=kernel, entry=kernel)
+    if convention is not None and (is_reference(kernel) or kernel in names()):
+        from attncheck.subjects.conventions import convention_named
+
+        convention_named(convention)  # before somebody's file is imported
+    if is_reference(kernel):
+        found = _referred(kernel, f"kernel {kernel!r}")
+        return Candidate(kernel=kernel, found=found, name=kernel, entry=kernel)
+    return _named(kernel)
+
+
+def _named(kernel: str) -> Candidate:
+    """Of the configuration or an entry point."""
+    project, points = configured.configuration(), configured.entry_points().get(kernel, ())
+    table, what = project.kernels.get(kernel), f"kernel {kernel!r}"
+    if table is not None:
+        entry = _from_here(table.entry, project.folder)
+        found = _entry(entry, project.folder, what)
+        return Candidate(kernel=kernel, found=found, name=kernel, entry=entry, capabilities=table)
+    if len(points) > 1:
+        values = " and ".join(sorted(point.value for point in points))
+        raise UsageError(f"{what} is several entry points: {values}; uninstall all but one.")
+    if points:
+        return _published(kernel, points[0].value)
+    _check_meant(kernel)
+    raise UnknownName("kernel", kernel, names())
+
+
+def _published(kernel: str, value: str) -> Candidate:
+    """Of the entry point ``value``: ``package.module:name``, perhaps with extras after it."""
+    what = f"kernel {kernel!r} (entry point {value})"
+    entry = value.partition("[")[0].strip()
+    found, table = configured.published(kernel, member_of_module(entry, what), value)
+    if found is None and table is not None:
+        entry = table.entry
+        found = _entry(entry, Path.cwd(), what)
+    return Candidate(kernel=kernel, found=found, name=kernel, entry=entry, capabilities=table)
+
+
+def _from_here(entry: str, folder: Path) -> str:
+    """An entry that is relative to ``folder``."""
+    file, colons, name = entry.partition("::")
+    return f"{folder / file}{colons}{name}" if colons else entry
+
+
+def _referred(kernel: str, what: str) -> Any:
+    """The object of ``file.py::name`` or ``package.module:name``."""
+    file, _, name = kernel.partition(":")
+    if file.endswith(".py") and not name.startswith(":"):
+        raise UsageError(f"{what}: a file takes two colons: {file}::{name or 'NAME'}.")
+    return (member if "::" in kernel else member_of_module)(kernel, what)
+
+
+def _entry(entry: str, folder: Path, what: str) -> Any:
+    """The object that a table's entry names; modules are looked for in ``folder`` too."""
+    if entry in builtin.SUBJECTS:
+        return builtin.subject_named(entry)
+    if not is_reference(entry):
         raise UsageError(
-            f"kernel {kernel!r} is no kernel of attncheck's, and names no function of a file or "
-            f"module: write {written}."
+            f"{what}: its entry {entry!r} is neither FILE.py::NAME nor package.module:NAME."
         )
-    if convention not in {None, "native"} and kernel in builtin.SUBJECTS:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return _referred(entry, what)
+
+
+def _check_builtin(kernel: str, convention: str | None) -> None:
+    """Raises UsageError for a convention, and for a name that somebody means otherwise."""
+    if convention not in {None, "native"}:
         raise UsageError(f"kernel {kernel!r} is attncheck's own: leave its convention out.")
+    others: tuple[str, ...] = ()
+    with suppress(UsageError):  # a file that is wrong elsewhere is no reason to refuse ours
+        others = (*configured.entry_points(), *configured.nearest()[1])
+    if kernel in others:
+        raise UsageError(
+            f"kernel {kernel!r} is attncheck's own, and one of yours is called so too: "
+            "give yours another name."
+        )
+
+
+def _check_meant(kernel: str) -> None:
+    """Raises UsageError for what was meant to be a file or module."""
+    if "/" not in kernel and "." not in kernel:
+        return
+    written = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
+    module, dot, name = kernel.rpartition(".")
+    if dot and "/" not in kernel and not kernel.endswith(".py"):
+        written = f"{module}:{name}"
+    raise UsageError(
+        f"kernel {kernel!r} is no kernel of attncheck's, and names no function of a file or "
+        f"module: write {written}."
+    )
 
 
 def _makes_one(found: object) -> bool:
@@ -90,19 +277,13 @@ def _takes_anything(found: Callable[..., object]) -> bool:
     return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-def _check_names(subject: Subject, kernel: str) -> None:
-    """Reports call it by its name, and must not mistake it for a kernel of attncheck's."""
-    for attribute, what in (("name", "what reports call it"), ("summary", "one line on it")):
-        text = getattr(subject, attribute, None)
-        if not isinstance(text, str) or not text.strip():
-            kind = type(subject).__name__
-            raise UsageError(
-                f'kernel {kernel!r} has no {attribute}: add {attribute} = "…" ({what}) to {kind}.'
-            )
-    if subject.name in builtin.SUBJECTS:
+def _check_said(subject: Subject, kernel: str, attribute: str, what: str) -> None:
+    """Raises UsageError for a Subject without what reports need of it."""
+    text = getattr(subject, attribute, None)
+    if not isinstance(text, str) or not text.strip():
+        kind = type(subject).__name__
         raise UsageError(
-            f"kernel {kernel!r} is called {subject.name!r}, as a kernel of attncheck's is: "
-            "give it a name of its own."
+            f'kernel {kernel!r} has no {attribute}: add {attribute} = "…" ({what}) to {kind}.'
         )
 
 

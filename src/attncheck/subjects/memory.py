@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["too_large"]
+__all__ = ["TooLarge", "too_large"]
 
 
-def too_large(what: str, size: int, device: str) -> str | None:
+class TooLarge(str):
+    """A reason that lies in the machine, and not in the kernel."""
+
+    __slots__ = ()
+
+
+def too_large(what: str, size: int, device: str) -> TooLarge | None:
     """Why ``what`` of ``size`` bytes cannot be, in one line; None where ``device`` can hold it."""
     there = _memory(device)
     if size <= there:
         return None
-    return f"its {what} would take {size / 2**30:,.0f} GiB of {there / 2**30:,.0f} GiB"
+    return TooLarge(f"its {what} would take {size / 2**30:,.0f} GiB of {there / 2**30:,.0f} GiB")
 
 
 def _memory(device: str) -> int:

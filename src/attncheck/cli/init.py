@@ -1,0 +1,113 @@
+"""``attncheck init``: writes the table that a probe proposes into the project's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.options import device_option, quiet_option
+from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_probe
+from attncheck.cli.standard_output import Verb, standard_output
+
+if TYPE_CHECKING:
+    from attncheck.runner.probing import Probed
+    from attncheck.subjects.load import Candidate
+
+__all__ = ["init"]
+
+
+@click.command(cls=Verb)
+@click.argument("spec", metavar="SPEC")
+@click.option("--name", metavar="NAME", help="What the kernel is called (default: as in SPEC).")
+@click.option(
+    "--file",
+    "file",
+    metavar="FILE",
+    help="Where its table goes (default: the nearest attncheck.toml or pyproject.toml).",
+)
+@click.option("--force", is_flag=True, help="Replace a table of this name.")
+@click.option("--dry-run", is_flag=True, help="Show the table, and write nothing.")
+@convention_option
+@device_option("Where the kernel is tried (default: cuda where there is a GPU).")
+@quiet_option
+@click.make_pass_decorator(Interrupts, ensure=True)
+def init(  # noqa: PLR0913  # one parameter per option
+    interrupts: Interrupts,
+    /,
+    *,
+    spec: str,
+    name: str | None,
+    file: str | None,
+    force: bool,
+    dry_run: bool,
+    convention: str | None,
+    device: str | None,
+    quiet: bool,
+) -> int:
+    """Write what a kernel takes, as `attncheck probe` finds it, into a file of the project.
+
+    Everything else in the file stays as it is, to the byte. Afterwards the kernel has a name:
+    `attncheck check NAME`, `pytest --pyargs attncheck.properties --kernel NAME`.
+
+    Exit code 5, and nothing is written, when the kernel takes nothing.
+    """
+    from attncheck.subjects.configuration_file import check_name, usual, with_table, write
+
+    path = Path(file) if file else usual()
+    name = name or name_of(spec)
+    check_name(name, path, force=force or dry_run)  # before a minute is spent
+    _, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
+    if found.base is None:
+        return _nothing(spec, found)
+    table = _table(kernel, found, path, name)
+    text = with_table(path, name, table)
+    if not dry_run:
+        interrupts.check()
+        write(path, text)
+    with standard_output():
+        click.echo(table)
+        click.echo(_next(path, name, dry_run=dry_run, found=found))
+    return 0
+
+
+def _table(kernel: Candidate, found: Probed, path: Path, name: str) -> str:
+    """The proposal, with what only its author can say kept from the table that it replaces."""
+    from msgspec.structs import replace
+
+    from attncheck.runner.proposal import proposed
+    from attncheck.subjects.capability_table import written
+    from attncheck.subjects.configuration_file import entry_from
+    from attncheck.subjects.configured import header
+
+    proposal, comments = proposed(found, entry_from(kernel.entry, path))
+    before = kernel.capabilities
+    if before is not None:
+        kept = ("arithmetic", "backward", "sources", "max_query", "max_kv", "override")
+        proposal = replace(proposal, **{field: getattr(before, field) for field in kept})
+    return written(proposal, header(path, name), comments)
+
+
+def _next(path: Path, name: str, *, dry_run: bool, found: Probed) -> str:
+    from attncheck.runner.proposal import is_capability
+
+    lines = [f"{'would be written' if dry_run else 'written'} to {path}"]
+    tried = filter(is_capability, found.tried)
+    wrong = [f"{one.aspect} {one.what}" for one in tried if one.verdict == "wrong"]
+    if wrong:
+        lines.append(f"wrong answers, which stay in the table: {', '.join(dict.fromkeys(wrong))}")
+    if not dry_run:
+        lines += [
+            "next:",
+            f"  attncheck check {name}",
+            f"  pytest --pyargs attncheck.properties --kernel {name}",
+        ]
+    return "\n".join(lines)
+
+
+def _nothing(spec: str, found: Probed) -> int:
+    reason = next((one.reason for one in found.tried if one.reason), "it refuses everything")
+    click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
+    return NOTHING_TAKEN

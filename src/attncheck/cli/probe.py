@@ -1,0 +1,141 @@
+"""``attncheck probe``: what does this kernel take? It proposes the table of its capabilities."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.options import device_option, quiet_option
+from attncheck.cli.standard_output import Verb, standard_output
+
+if TYPE_CHECKING:
+    from attncheck.runner.probing import Probed
+    from attncheck.subjects.load import Candidate
+
+__all__ = ["NOTHING_TAKEN", "convention_option", "name_of", "probe", "run_probe"]
+
+NOTHING_TAKEN = 5
+"""Exit code."""
+
+_QUESTIONS = 70  # about: how far a probe is
+
+convention_option = click.option(
+    "--convention",
+    metavar="NAME",
+    help="How the kernel is called (default: the one by which it is right).",
+)
+
+
+@click.command(cls=Verb)
+@click.argument("spec", metavar="SPEC")
+@convention_option
+@device_option("Where the kernel runs (default: cuda where there is a GPU).")
+@click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
+@quiet_option
+@click.make_pass_decorator(Interrupts, ensure=True)
+def probe(
+    interrupts: Interrupts,
+    /,
+    *,
+    spec: str,
+    convention: str | None,
+    device: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Try tiny problems on a kernel, and propose the table of what it takes.
+
+    SPEC is FILE.py::NAME, package.module:NAME, or a name of `attncheck list`. Each dtype, head_dim,
+    mask, score mod and shape is taken, refused, raised at, or answered wrongly. Nothing is written:
+    `attncheck init` does that.
+
+    Exit code 0, whatever is found; 5 when the kernel takes nothing.
+    """
+    from attncheck.cli import probe_page
+    from attncheck.runner.proposal import proposed
+    from attncheck.subjects.capability_table import written
+    from attncheck.subjects.configuration_file import entry_from, usual
+    from attncheck.subjects.configured import header
+
+    device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
+    name, table = name_of(spec), ""
+    if found.base is not None:
+        path = usual()
+        proposal, comments = proposed(found, entry_from(kernel.entry, path))
+        table = written(proposal, header(path, name), comments)
+    with standard_output():
+        if as_json:
+            click.echo(json.dumps(_as_json(name, device, found, table), indent=2))
+        else:
+            probe_page.show(kernel.name, found, device)
+            if table:
+                probe_page.show_table(table)
+    return 0 if found.base is not None else NOTHING_TAKEN
+
+
+def run_probe(
+    interrupts: Interrupts,
+    spec: str,
+    convention: str | None,
+    device: str | None,
+    *,
+    quiet: bool,
+) -> tuple[str, Candidate, Probed]:
+    """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
+    # Before torch is imported: see ``attncheck check``.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from attncheck.cli.progress import progress
+    from attncheck.errors import UsageError
+    from attncheck.examine.environment import default_device, prepare, require_device
+    from attncheck.runner.probing import probed
+    from attncheck.subjects.load import candidate
+
+    interrupts.check()
+    device = device or default_device()
+    require_device(device)
+    prepare(device)  # before the file's own Triton functions are decorated
+    kernel = candidate(spec, convention)
+    first = kernel.adopted(convention)  # says why it cannot be
+    absent = first.absent(device)
+    if absent:
+        raise UsageError(f"kernel {spec!r} cannot run on {device}: {absent}.")
+    conventions = (convention,) if convention else kernel.conventions()
+
+    with progress(_QUESTIONS, quiet=quiet) as advance:
+
+        def next_question(what: str) -> None:
+            interrupts.check()
+            advance(what)
+
+        found = probed(
+            kernel.adopted, conventions, kernel.options(), device=device, advance=next_question
+        )
+    return device, kernel, found
+
+
+def name_of(spec: str) -> str:
+    """What a table of the kernel is called unless it is told: as the function is."""
+    from attncheck.subjects import builtin
+
+    if spec in builtin.SUBJECTS:
+        return f"my-{spec}"
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", spec.rpartition(":")[2]).strip("-")
+    return name or "kernel"
+
+
+def _as_json(name: str, device: str, found: Probed, table: str) -> dict[str, object]:
+    import msgspec
+
+    return {
+        "kernel": name,
+        "device": device,
+        "convention": found.convention,
+        "problem": str(found.base) if found.base else None,
+        "tried": msgspec.to_builtins(found.tried),
+        "table": table,
+    }

@@ -1,0 +1,72 @@
+"""What a probe makes of an answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from attncheck.examine.executor import Failure
+    from attncheck.problem import Problem
+    from attncheck.record import Record
+
+__all__ = ["Tried", "Verdict", "as_tried", "of_failure", "verdict_of"]
+
+Verdict = Literal["takes", "refuses", "raises", "wrong"]
+"""``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or it
+broke its contract. ``wrong``: an answer that is no rounding."""
+
+_OF_STATUS: dict[str, Verdict] = {"unsupported": "refuses", "error": "raises", "fail": "wrong"}
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was tried.
+
+    Attributes:
+        aspect: The field of the table that it is for; ``lengths``, ``batch`` and ``strides`` have
+            none.
+        what: What was tried of it.
+        verdict: See ``Verdict``; of a promise, whether it was kept.
+        reason: Why not, in one line; empty where it takes it.
+        problem: What was asked, in one line.
+    """
+
+    aspect: str
+    what: str
+    verdict: Verdict
+    reason: str = ""
+    problem: str = ""
+
+
+def verdict_of(record: Record) -> Verdict:
+    """What the kernel did with what was asked."""
+    return _OF_STATUS.get(record.status, "takes")
+
+
+def as_tried(aspect: str, what: str, record: Record, problem: Problem | str) -> Tried:
+    """The answer of ``record`` to ``what``, which was asked as ``problem``."""
+    said, judgement = verdict_of(record), record.judgement
+    reason = record.reason
+    if judgement is not None:
+        told = judgement.rule != "relation"  # which the question's name says
+        reason = f"{judgement.rule}: {judgement.reason}" if told else judgement.reason
+    return Tried(
+        aspect=aspect,
+        what=what,
+        verdict=said,
+        reason="" if said == "takes" else reason,
+        problem=str(problem),
+    )
+
+
+def of_failure(aspect: str, what: str, said: str | Failure, problem: Problem) -> Tried:
+    """The answer of a kernel that gave none: it refused, or raised."""
+    refuses = isinstance(said, str) or said.kind == "refused"
+    return Tried(
+        aspect=aspect,
+        what=what,
+        verdict="refuses" if refuses else "raises",
+        reason=said if isinstance(said, str) else said.message,
+        problem=str(problem),
+    )

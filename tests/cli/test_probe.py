@@ -1,0 +1,118 @@
+"""``attncheck probe`` and ``attncheck init`` as they are typed, of a kernel that refuses a lot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from attncheck.cli.probe import name_of
+from attncheck.errors import UsageError
+
+# Quick: it takes one dtype, one head_dim, and neither masks nor score mods.
+MINE = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+print("imported")
+def kernel(q, k, v):
+    if q.shape[-1] != 64 or v.shape[-1] != 64 or q.dtype != torch.float32 or q.shape[2] % 64:
+        raise ValueError("takes fp32, head_dim 64 and lengths of 64 alone")
+    return scaled_dot_product_attention(q, k, v)
+def refuses(q, k, v):
+    raise ValueError("only on Tuesdays")
+def raises(q, k, v):
+    raise RuntimeError("no\\nway")
+def two(q, k): ...
+def exits(q, k, v):
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def attncheck(mine, monkeypatch, capsys):
+    """``attncheck(word, …)`` in this process: exit code and standard output, of a short probe."""
+    from attncheck.cli import attncheck as group
+    from attncheck.runner import probe_questions, probing
+
+    monkeypatch.setattr(probe_questions, "HEAD_DIMS", (64, 80))
+    monkeypatch.setattr(probing, "RELATIONS", {"repeat": probing.RELATIONS["repeat"]})
+
+    def run(*words):
+        code = group.main(list(words), standalone_mode=False)
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_the_table_is_shown_and_nothing_is_written(attncheck, mine):
+    code, shown = attncheck("probe", "mine.py::kernel", "--device", "cpu")
+    assert code == 0
+    assert "refuses  80: ValueError: takes fp32, head_dim 64 and lengths of 64 alone" in shown
+    _, _, table = shown.partition("\n\n")
+    found = tomllib.loads(table)["tool"]["attncheck"]["kernels"]["kernel"]
+    assert found["entry"] == "mine.py::kernel"
+    assert (found["dtypes"], found["head_dims"]) == (["fp32"], [64])
+    assert (found["masks"], found["length_multiple"]) == (["full"], 64)
+    assert list(mine.glob("*.toml")) == []
+
+
+def test_json_alone_on_standard_output(attncheck):
+    _, shown = attncheck("probe", "mine.py::kernel", "--convention", "sdpa", "--json")
+    found = json.loads(shown)
+    assert (found["kernel"], found["convention"]) == ("kernel", "sdpa")
+    assert {one["verdict"] for one in found["tried"]} == {"takes", "refuses"}
+    assert found["table"].startswith("[tool.attncheck.kernels.kernel]\n")
+
+
+@pytest.mark.parametrize("kernel", ["refuses", "raises", "exits"])
+def test_a_kernel_that_takes_nothing(attncheck, kernel):
+    code, shown = attncheck("probe", f"mine.py::{kernel}")
+    assert code == 5
+    assert "It takes nothing that was tried." in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("mine.py::two",), "or be a function of query"),
+        (("nosuch",), "kernel 'nosuch' is not known: choose from"),
+        (("mine.py::kernel", "--convention", "ours"), "convention 'ours' is not known"),
+        (("sdpa-cudnn",), "cannot run on cpu: needs a CUDA GPU"),
+    ],
+)
+def test_bad_input_is_a_usage_error(attncheck, arguments, said):
+    with pytest.raises(UsageError, match=said) as error:
+        attncheck("probe", *arguments, "--device", "cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_bad_input_is_one_line(mine):
+    words = [sys.executable, "-m", "attncheck", "probe", "mine.py::gone"]
+    run = subprocess.run(words, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.splitlines()[-1] == (
+        "attncheck: kernel 'mine.py::gone': mine.py has no 'gone'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("mine.py::kernel", "kernel"),
+        ("package.module:Class.method", "Class-method"),
+        ("ideal", "my-ideal"),
+        ("mine", "mine"),
+    ],
+)
+def test_a_table_is_called_as_the_function_is(spec, name):
+    assert name_of(spec) == name
