@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from attncheck import probes
+from attncheck.examine.answer import answered
 from attncheck.examine.evidence import Evidence
-from attncheck.examine.probe import broken, probe, replay, shown
+from attncheck.examine.probe import probe, shown
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
+from attncheck.problem import Case, Problem
+from attncheck.reporting.diagnosis import diagnosis
 from attncheck.source_files import import_file
+from attncheck.subjects.builtin import subject_named
 
 PLANTED = Path(__file__).parent / "planted.py"
 planted = import_file(PLANTED, "planted faults")
@@ -135,16 +138,15 @@ def test_one_wrong_head_is_told_by_its_rows_alone():
     assert (found.count, found.compared) == (2 * 24, 2 * 4 * 24)
 
 
-def test_a_failure_can_be_run_again(tmp_path):
+def test_a_failure_can_be_run_again():
     case = probes.case("decode", problem("causal", "bf16"))
     record = probe(planted.CausalPlus(), Evidence(case, "cpu"), variant="", environment="")
-    said = broken(f"{PLANTED}::CausalPlus", record)
-    assert "batch 0, head 0, row 0: key 1 is too many" in said
-    assert f"case      {case.id}" in said
-    assert "question  decode round=0: q·k = 0 and V a code" in said
-    kernel, text = re.search(r"(\S+::CausalPlus) '(\{.*\})'$", said.splitlines()[-1]).groups()
-    assert replay(kernel, text, device="cpu") == said
-    assert replay("ideal", text, device="cpu") == "holds"
+    said = diagnosis(record, kernel="planted")
+    assert said.startswith("FAIL structure decode: batch 0, head 0, row 0: key 1 is too many")
+    assert "\n  question   decode round=0\n" in said
+    again = Case.from_json(record.case)
+    assert answered(planted.CausalPlus(), again, device="cpu") == record
+    assert answered(subject_named("ideal"), again, device="cpu").status == "pass"
 
 
 def test_a_coarse_exp_is_right_where_it_is_declared():

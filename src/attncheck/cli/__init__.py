@@ -15,10 +15,13 @@ import click
 from attncheck import __version__
 from attncheck.cli.check import check
 from attncheck.cli.doctor import doctor
+from attncheck.cli.init import init
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.list import list_
 from attncheck.cli.mods import mods
 from attncheck.cli.oracles import oracles
+from attncheck.cli.probe import probe
+from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
 from attncheck.cli.standard_output import Group, discard
 from attncheck.errors import AttncheckError, UsageError
@@ -50,6 +53,9 @@ def attncheck() -> None:
 
 
 attncheck.add_command(check)
+attncheck.add_command(repro)
+attncheck.add_command(probe)
+attncheck.add_command(init)
 attncheck.add_command(rmse)
 attncheck.add_command(list_)
 attncheck.add_command(doctor)

@@ -51,6 +51,8 @@ def explanation_lines(record: Record, width: int) -> Iterator[Text]:
     if found.worst is not None:
         yield from _worst(found)
         yield from _budget(found.worst, width)
+    if not found.arithmetic:  # a relation, which no bound was asked about
+        return
     yield from _shares(found)
     if found.precision is not None:
         yield from _precision(found.precision)
@@ -86,7 +88,11 @@ def _worst(found: Judgement) -> Iterator[Text]:
         f", {figures.share(error / worst.allowance)} × what is allowed" if worst.allowance else ""
     )
     yield _fact("error", figures.scientific(error) + times)
-    yield _fact("allowed", figures.scientific(worst.allowance))
+    exactly = ", bit for bit" if found.rule == "relation" and not worst.allowance else ""
+    yield _fact("allowed", figures.scientific(worst.allowance) + exactly)
+    if found.compared:
+        whose = "elements" if worst.tensor == "out" else "rows"
+        yield _fact("wrong", f"{found.wrong} of {found.compared} {whose}")
 
 
 def _index(worst: Worst) -> str:

@@ -58,8 +58,21 @@ def write(report: Report, directory: Path | str, stem: str = "rmse") -> tuple[Pa
     return write_texts(texts, directory)
 
 
-def write_texts(texts: Mapping[str, str], directory: Path | str) -> tuple[Path, ...]:
-    """Write each text, by its file's name, into ``directory``: as ``write`` does it."""
+def write_texts(
+    texts: Mapping[str, str],
+    directory: Path | str,
+    *,
+    what: str = "reports",
+    instead: str = "--out",
+) -> tuple[Path, ...]:
+    """Write each text, by its file's name, into ``directory``: as ``write`` does it.
+
+    Args:
+        texts: By name.
+        directory: Made if need be.
+        what: They are, for the message of an error.
+        instead: What to choose another of then.
+    """
     directory = Path(directory)
     paths = {directory / name: text for name, text in texts.items()}
     drafts: dict[Path, Path] = {}
@@ -71,7 +84,7 @@ def write_texts(texts: Mapping[str, str], directory: Path | str) -> tuple[Path, 
         for path, draft in drafts.items():
             draft.replace(path)
     except (OSError, ValueError) as error:
-        raise UsageError(_refusal(directory, error)) from None
+        raise UsageError(_refusal(directory, error, what, instead)) from None
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)
@@ -98,9 +111,11 @@ def _nearest(directory: Path) -> Path:
     return directory
 
 
-def _refusal(directory: Path, error: OSError | ValueError) -> str:
+def _refusal(
+    directory: Path, error: OSError | ValueError, what: str = "reports", instead: str = "--out"
+) -> str:
     reason = getattr(error, "strerror", None) or str(error)
     return (
-        f"reports cannot be written to {one_line(str(directory))!r}: {one_line(reason)}; "
-        "choose another --out."
+        f"{what} cannot be written to {one_line(str(directory))!r}: {one_line(reason)}; "
+        f"choose another {instead}."
     )

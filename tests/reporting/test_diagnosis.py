@@ -1,0 +1,149 @@
+"""A failed property in plain text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from attncheck.failure_record import Failed
+from attncheck.judgement import Judgement, Place, Worst
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.reporting.asked import asked
+from attncheck.reporting.diagnosis import diagnosis, diagnosis_of, problem_line
+from attncheck.reporting.explain import as_explanation
+
+PROBLEM = Problem(query=1, kv=2, head_dim=1, mask=Spec.of("causal"))
+HIDDEN = """\
+FAIL relation hidden_keys_nan: out[0, 0, 0, 0] = nan, but should be 0.46875 bit for bit
+  kernel     mine.py::kernel on cpu
+  problem    bf16 causal B1 H1 Q1 K2 D1 normal seed 0
+  question   hidden_keys_nan row=0: every bit stays
+  test       test_poison.py::test_hidden
+  worst      out[0, 0, 0, 0] (batch, head, query, dim) in query tile 0, rows 0–0
+  got        nan
+  should be  0.46875
+  allowed    0 (bit for bit)
+  wrong      1 of 1 elements
+Reproduce: attncheck repro abcdefghij"""
+
+
+def related(allowance=0.0, **changes):
+    worst = Worst(
+        tensor="out",
+        at=Place(batch=0, head=0, query=0, dim=0),
+        tile="query tile 0, rows 0–0",
+        got=math.nan,
+        exact=0.46875,
+        allowance=allowance,
+        budget={},
+    )
+    fields = {
+        "status": "fail",
+        "rule": "relation",
+        "reason": "out[0, 0, 0, 0] = nan, but should be 0.46875 bit for bit",
+        "worst": worst,
+        "wrong": 1,
+        "compared": 1,
+    }
+    return Judgement(**(fields | changes))
+
+
+@pytest.fixture
+def hidden(make):
+    case = Case(problem=PROBLEM, question="hidden_keys_nan", parameters={"row": 0})
+    nothing = dict.fromkeys(("out", "lse"))
+    return make.record(
+        case=case.to_json(), status="fail", judgement=related(), interpreted=False, **nothing
+    )
+
+
+def kept(make, record, **changes):
+    fields = {"id": "abcdefghij", "kernel": "mine.py::kernel", "device": "cpu"}
+    fields |= {"question": "every bit stays", "test": "test_poison.py::test_hidden"}
+    return Failed(**(fields | {"record": record, "environment": make.environment()} | changes))
+
+
+def test_a_relation_that_failed(make, hidden):
+    assert diagnosis_of(kept(make, hidden)) == HIDDEN
+
+
+def test_a_bound_names_its_parts_and_its_arithmetic(make):
+    record = make.judged(
+        status="fail",
+        rule="bound",
+        reason="out[0, 1, 127, 63] is off",
+        wrong=3,
+        compared=32768,
+        warnings=("lse is off, too",),
+    )
+    lines = diagnosis(record, kernel="mine", device="cpu").splitlines()
+    assert lines[0] == "FAIL bound compare: out[0, 1, 127, 63] is off"
+    assert lines[1:3] == [
+        "  kernel     mine on cpu in Triton's interpreter",
+        "  problem    bf16 full B1 H4 Q128 K96 D64 normal seed 0",
+    ]
+    assert lines[-4:] == [
+        "  allowed    3.12e-02 = output rounding 2.3e-02 + weights 7.8e-03",
+        "  wrong      3 of 32768 elements",
+        "  also       lse is off, too",
+        "  judged as  bf16 products, fp32 sums, P in bf16, bf16 out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "head"),
+    [("error", "ERROR compare: RuntimeError: planted"), ("unsupported", "NOT TAKEN compare: ")],
+)
+def test_what_was_not_judged_has_its_reason(make, status, head):
+    text = diagnosis(make.refused("k", status, "RuntimeError: planted"), kernel="k")
+    assert text.splitlines()[0].startswith(head)
+    assert "worst" not in text
+
+
+def test_a_long_message_is_cut(make):
+    text = diagnosis(make.refused("k", "error", "word " * 1000), kernel="k")
+    assert max(map(len, text.splitlines())) < 600
+    assert text.splitlines()[0].endswith("…")
+
+
+def test_foreign_text_is_inert(make, hidden):
+    foul = "\x1b[31mred\x1b[0m\n\u202eback"
+    failed = kept(make, hidden, kernel=foul, question=foul, test=foul)
+    text = diagnosis_of(failed)
+    assert text.count("\n") == HIDDEN.count("\n")
+    assert text.count("red back") == 3
+    assert not set(text) & {"\x1b", "\u202e"}
+
+
+def test_bounds_of_both_runs_are_named(make, hidden):
+    judged = related(allowance=0.5)
+    record = make.record(case=hidden.case, status="fail", judgement=judged)
+    text = diagnosis(record, kernel="k")
+    assert "  allowed    5.00e-01 (the judge's bounds of the runs that are compared)" in text
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(heads=4, kv_heads=2, query=5, mask=Spec.of("sliding_window", window=3)),
+        Problem(query=5, score=Spec.of("softcap", cap=20.0), dtype="e4m3"),
+        Problem(query=5, head_dim=48, value_dim=16),
+        Problem(query=5, head_dim=48, scale=0.3),
+        Problem(operation="softmax", query=4, kv=7, dtype="fp32"),
+        Problem(query=5, mask=Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[3]))),
+    ],
+    ids=["window", "softcap", "dims", "scale", "softmax", "and"],
+)
+def test_a_problem_is_one_line_as_it_calls_itself(make, problem):
+    record = make.record(case=Case(problem=problem).to_json())
+    assert problem_line(asked(record)) == str(problem)
+
+
+def test_the_explanation_of_a_relation_has_no_bounds(make, hidden):
+    page = as_explanation(hidden)
+    assert "fail: relation: out[0, 0, 0, 0] = nan" in page
+    assert "allowed       0, bit for bit\n  wrong         1 of 1 elements\n" in page
+    assert "bound" not in page.replace("the element", "")
+    assert "judged as" not in page

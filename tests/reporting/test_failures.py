@@ -1,0 +1,158 @@
+"""Failures that are kept, and found again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+from msgspec.structs import replace
+
+from attncheck.errors import UsageError
+from attncheck.failure_record import Failed
+from attncheck.reporting import failures
+from attncheck.reporting.as_json import as_json
+from attncheck.reporting.failures import Found, find, is_id, keep, load_failed
+
+
+@pytest.fixture
+def failed(make):
+    record = make.judged(status="fail", rule="bound", worst=make.worst(got=math.nan))
+    record = replace(record, reason="nan", case_id="casecasexx")
+    return Failed(
+        id="abcdefgh27",
+        kernel="mine.py::kernel",
+        convention="sdpa",
+        device="cpu",
+        test="test_it",
+        record=record,
+        environment=make.environment(),
+    )
+
+
+@pytest.fixture
+def reports(tmp_path):
+    return tmp_path / "reports"
+
+
+def test_what_is_kept_comes_back(failed, reports):
+    path = keep(failed, reports / "failures")
+    assert path == reports / "failures" / "abcdefgh27.json"
+    again = load_failed(path)
+    assert math.isnan(again.record.judgement.worst.got)
+    assert again.record.reason == "nan"
+    assert str(again) == str(failed)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no draft is left
+
+
+@pytest.mark.parametrize("wanted", ["abcdefgh27", "casecasexx"], ids=["its id", "its Case's"])
+def test_an_id_is_looked_up(failed, reports, wanted):
+    keep(failed, reports / "failures")
+    found = find(wanted, reports)
+    assert (found.kernel, found.convention, found.device) == ("mine.py::kernel", "sdpa", "cpu")
+    assert (found.case, found.test) == (failed.record.case, "test_it")
+
+
+def test_an_id_is_looked_up_in_reports(make, reports):
+    case, asked = "abcdefghij", "attncheck check mine.py::f --convention=flash_attn"
+    records = [make.record("mine.py::f"), make.record("other", case_id="othercasex")]
+    (reports / "h200").mkdir(parents=True)
+    (reports / "h200" / "check.json").write_text(as_json(make.report(*records, command=asked)))
+    (reports / "other.json").write_text(f'{{"id": "{case}"}}')
+    found = find(case, reports)
+    assert (found.kernel, found.convention, found.device) == ("mine.py::f", "flash_attn", "cpu")
+
+
+def test_of_several_kernels_one_is_chosen(make, reports):
+    kernels = ["one", "two", "three"]
+    records = [make.record(kernel, status="fail") for kernel in kernels[:2]]
+    report = make.report(*records, make.record("three"))
+    reports.mkdir()
+    (reports / "rmse.json").write_text(as_json(report))
+    with pytest.raises(UsageError, match=r"abcdefghij was asked of one, two: choose .* --kernel"):
+        find("abcdefghij", reports)
+    assert find("abcdefghij", reports, "two").kernel == "two"
+    assert find("abcdefghij", reports, "mine.py::new").case == records[0].case
+
+
+def test_the_oldest_goes(failed, reports, monkeypatch):
+    monkeypatch.setattr(failures, "KEPT", 2)
+    for age, name in enumerate("abc"):
+        path = keep(replace(failed, id=name * 10), reports)
+        os.utime(path, (1000 + age, 1000 + age))
+    keep(replace(failed, id="d" * 10), reports)
+    assert sorted(path.stem[0] for path in reports.iterdir()) == ["c", "d"]
+
+
+@pytest.mark.parametrize("text", ["../x", "abcdefgh", "ABCDEFGHIJ", "abcdefgh/j", "abcdefghij0"])
+def test_what_is_no_id(failed, reports, text):
+    assert not is_id(text)
+    with pytest.raises(UsageError, match="is no id"):
+        keep(replace(failed, id=text), reports)
+    assert not reports.exists()
+    with pytest.raises(UsageError, match=r"cannot be read: No such file or directory\.$"):
+        find(text, reports)
+
+
+def test_an_unknown_id_says_where_it_was_looked_for(failed, reports):
+    with pytest.raises(UsageError, match="there is no folder"):
+        find("zzzzzzzzzz", reports)
+    keep(failed, reports / "failures")
+    (reports / "rmse.json").write_text("{}")
+    said = "nothing is known of 'zzzzzzzzzz': .*1 kept failures and 1 other JSON files"
+    with pytest.raises(UsageError, match=said):
+        find("zzzzzzzzzz", reports)
+
+
+def test_a_broken_file_is_named(failed, reports):
+    path = keep(failed, reports / "failures")
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(UsageError, match=r"abcdefgh27\.json is no failure of attncheck: Input"):
+        find("abcdefgh27", reports)
+
+
+def test_what_is_not_written_is_a_line(failed, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"failures cannot be written to .*choose another folder"):
+        keep(failed, tmp_path / "file")
+
+
+def written(folder, data):
+    path = folder / "given.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return str(path)
+
+
+def test_a_file_is_what_is_in_it(failed, tmp_path):
+    case, problem = {"problem": {"query": 3}, "question": "repeat"}, {"query": 3}
+    assert find(str(keep(failed, tmp_path))).kernel == failed.kernel
+    assert find(written(tmp_path, case)).case == case
+    found = find(written(tmp_path, problem))
+    assert found == Found(case={"problem": problem}, source=found.source)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ('{"query": 3', "is no failure, case or problem of attncheck: Input data was truncated"),
+        ("[]", "it has neither a record, nor a problem, nor a query length"),
+        ({"records": []}, "is a report: give the id of one of its records"),
+        ({"record": {}, "schema": 99}, "schema is 99, this version reads 1"),
+        ({"record": {}, "schema": True}, "schema is True"),
+        ({"record": {}, "schema": 1}, "is no failure of attncheck: Object missing required field"),
+        ("[" * 10000, "is no failure, case or problem"),
+    ],
+    ids=["truncated", "a list", "a report", "schema", "no schema", "fields", "deep"],
+)
+def test_a_file_that_cannot_be_is_a_line(tmp_path, data, says):
+    with pytest.raises(UsageError) as raised:
+        find(written(tmp_path, data))
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_too_large_is_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(failures, "_LARGEST", 8)
+    with pytest.raises(UsageError, match="is larger than 8 bytes"):
+        find(written(tmp_path, {"query": 3}))

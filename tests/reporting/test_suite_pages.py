@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from attncheck.errors import UsageError
+from attncheck.record import Environment
+from attncheck.reporting import suite_pages
+from attncheck.suite_record import Outcome, SuiteReport, Tally
+
+ENVIRONMENT = Environment(
+    device="cpu", machine="x86_64", python="3.11", torch="2.13", numpy="2", attncheck="1"
+)
+
+
+def outcome(kernel="ideal", outcome="passed", reason="", **problems):
+    return Outcome(
+        file="test_causal.py",
+        test="test_first_row",
+        kernel=kernel,
+        dtype="bf16",
+        family="causal",
+        outcome=outcome,
+        reason=reason,
+        tally=Tally(problems=problems, seconds=0.5, compiling=0.1),
+    )
+
+
+def report(*outcomes, seconds=2.0, processes=1):
+    return SuiteReport(
+        command="pytest properties",
+        environment=ENVIRONMENT,
+        tier="smoke",
+        processes=processes,
+        seconds=seconds,
+        untaken={"sdpa-math": {"e4m3": "takes no fp8", "e5m2": "takes no fp8", "tf32": "no GPU"}},
+        outcomes=outcomes,
+    )
+
+
+MIXED = report(
+    outcome(**{"pass": 3, "warn": 1}),
+    outcome("flex", "known", "0 · NaN", fail=1),
+    outcome("mine", "failed", "relation repeat: out moved", fail=1, unsupported=2),
+    outcome("mine", "skipped", "takes no mask"),
+    processes=4,
+)
+
+
+def test_the_table_says_how_many_and_how_fast() -> None:
+    text = suite_pages.render(MIXED, "table")
+    assert "tier smoke, 4 processes: 6 problems in 2 s (3 a second), 20% of the work" in text
+    assert "sdpa-math takes no e4m3, e5m2: takes no fp8; tf32: no GPU" in text
+    assert "4 tests: 1 passed, 1 known, 1 failed, 1 skipped" in text
+
+
+def test_a_kernel_has_a_row_of_its_own() -> None:
+    rows = [line.split() for line in suite_pages.render(MIXED, "table").splitlines()]
+    kernels = {row[0]: row[1:] for row in rows if len(row) == 12}  # 500 ms are two words
+    assert kernels["ideal"][:3] == ["1", "4", "1"]
+    assert kernels["mine"][:2] == ["2", "1"], "a refusal is no problem that was answered"
+
+
+@pytest.mark.parametrize("reason", ["0 · NaN", "relation repeat: out moved"])
+def test_failures_say_why(reason: str) -> None:
+    assert reason in suite_pages.render(MIXED, "md")
+
+
+def test_json_comes_back() -> None:
+    assert suite_pages.load(suite_pages.render(MIXED, "json")) == MIXED
+
+
+def test_another_schema_is_refused() -> None:
+    with pytest.raises(UsageError):
+        suite_pages.load('{"schema": 99}')
+
+
+def test_nothing_asked_divides_by_nothing() -> None:
+    text = suite_pages.render(report(seconds=0.0), "table")
+    assert "0 problems in 0 s\n" in text
