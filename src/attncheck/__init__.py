@@ -8,15 +8,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attncheck.examine.assertion import assert_attention_close
     from attncheck.recordings.recorder import capture
+    from attncheck.strategies.problems import problems
+    from attncheck.suite.check import check
+    from attncheck.suite.given import given
 
-__all__ = ["__version__", "assert_attention_close", "capture"]
+__all__ = [
+    "__version__",
+    "assert_attention_close",
+    "capture",
+    "check",
+    "given",
+    "problems",
+]
 
 __version__ = "0.1.0"
 
-# Imported when they are asked for: they need torch, ``--help`` does not.
+# Imported when they are asked for: they need torch or Hypothesis, ``--help`` does not.
 _ROOMS = {
     "assert_attention_close": "attncheck.examine.assertion",
     "capture": "attncheck.recordings.recorder",
+    "check": "attncheck.suite.check",
+    "given": "attncheck.suite.given",
+    "problems": "attncheck.strategies.problems",
 }
 
 

@@ -1,142 +1,214 @@
-"""pytest plugin: which kernels the properties judge.
+"""pytest plugin: which kernels the properties judge, on what, and how hard.
 
-``--kernel NAME`` (repeatable) names a kernel of attncheck's or ``path/to/file.py::name``. A test
-that asks for the fixture ``attncheck_kernel`` runs once for each. Nothing heavy is imported until
-a test asks for it: this module is loaded by every pytest of the environment.
+``--kernel SPEC`` (repeatable) names a kernel: see ``attncheck.suite.options`` for this and the
+other options. A test that ``suite.asks`` made runs once for each kernel × dtype × mask family; any
+other test that asks for the fixture ``kernel`` once for each kernel, and one that asks for
+``problem`` once for each of a dozen Problems. Nothing heavy is imported until a test asks for it:
+this module is loaded by every pytest of the environment.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from attncheck.suite import options as suite_options
+from attncheck.suite import profiles
+from attncheck.suite.marks import MARK
+from attncheck.suite.outcomes import WORKER_OUTPUT, Outcomes, attach
+from attncheck.suite.ownership import is_ours
+
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
-    from attncheck.examine.under_test import UnderTest
+    from attncheck.problem import Problem
+    from attncheck.suite.known_failures import KnownFailure
+    from attncheck.suite.session import Session
+    from attncheck.suite.under_test import UnderTest
 
-__all__ = ["DEFAULT_KERNELS", "attncheck_kernel", "load_profile"]
+__all__ = ["kernel", "problem"]
 
-DEFAULT_KERNELS = ("triton-flash2", "ideal")
-_FIXTURE = "attncheck_kernel"
-_LOADED = pytest.StashKey["dict[str, UnderTest]"]()
+_OPTIONS = pytest.StashKey[suite_options.Options]()
+_SESSION: pytest.StashKey[Session] = pytest.StashKey()
+_KNOWN: pytest.StashKey[KnownFailure] = pytest.StashKey()
+_OUTCOMES = "attncheck-outcomes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--kernel``."""
-    parser.getgroup("attncheck").addoption(
-        "--kernel",
-        action="append",
-        dest="attncheck_kernels",
-        metavar="NAME",
-        help="kernel that the properties judge: a name (attncheck list) or file.py::subject "
-        f"(repeatable; default: {' and '.join(DEFAULT_KERNELS)})",
-    )
+    """Adds ``--attncheck-kernel`` and the others."""
+    suite_options.add(parser)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Generator[None]:
+    """Reads ``--kernel`` and the other short names, where no conftest or plugin has them."""
+    result = yield
+    args[:] = suite_options.spelled_out(parser, args)
+    if suite_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
+        profiles.register()
+    return result
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Loads the kernels that were asked for, so that a wrong name ends pytest at once."""
-    config.stash[_LOADED] = {}
-    for name in _asked(config):
-        _load(config, name, required=True)
+    config.addinivalue_line(
+        "markers", f"{MARK}(asked): a property of kernels, once for each kernel × dtype × family"
+    )
+    config.stash[_OPTIONS] = options = suite_options.options_of(config)
+    config.pluginmanager.register(Outcomes(), _OUTCOMES)
+    if options.report and not hasattr(config, "workerinput"):
+        from attncheck.suite.report import Written
+
+        args = [str(arg) for arg in config.invocation_params.args]
+        config.pluginmanager.register(Written(options, args, _outcomes(config)))
+    if options.kernels or options.device:
+        _ = _session(config).kernels
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each kernel, its name in the test's id."""
-    if _FIXTURE not in metafunc.fixturenames:
+    """One test for each kernel × dtype × mask family, or for each kernel, or Problem."""
+    ours = [name for name in ("kernel", "problem") if is_ours(metafunc, name)]
+    if not ours:
         return
-    # Collected before any test runs: none has imported triton yet in a way that cannot be undone.
-    _device()
-    names = _asked(metafunc.config) or DEFAULT_KERNELS
-    metafunc.parametrize(_FIXTURE, names, ids=map(_id, names), indirect=True, scope="session")
+    from attncheck.suite import parametrized
+
+    session = _session(metafunc.config)
+    if "kernel" in ours:
+        parametrized.kernels(metafunc, session)
+    if "problem" in ours:
+        parametrized.problems(metafunc, session.options.dtypes)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Takes out properties that concern none of the kernels, and looks for known failures."""
+    if _SESSION not in config.stash:
+        return
+    from attncheck.suite import expected
+
+    items[:] = expected.asked(items)
+    try:
+        known = expected.known_failures(session, items, config.stash[_SESSION])
+    except pytest.UsageError as error:
+        if not hasattr(config, "workerinput"):
+            raise
+        # A process of pytest-xdist would take all down with it: it tells, and tests nothing.
+        _outcomes(config).error = str(error)
+        items.clear()
+        return
+    for item, entry in known.items():
+        item.stash[_KNOWN] = entry
 
 
 @pytest.fixture(scope="session")
-def attncheck_kernel(request: pytest.FixtureRequest) -> UnderTest:
-    """The kernel under test, on the GPU where there is one; else Triton is interpreted."""
-    name: str = request.param
-    return _load(request.config, name, required=False)
+def kernel(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
+    """The kernel under test.
+
+    On the CPU with one thread: at these sizes several mostly wait for each other, and where other
+    processes want the cores too they were ten times slower than one.
+    """
+    import torch
+
+    under_test = _session(request.config).under_test(request.param)
+    threads = torch.get_num_threads()
+    if under_test.device == "cpu":
+        torch.set_num_threads(1)
+    yield under_test
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def problem(request: pytest.FixtureRequest) -> Problem:
+    """One of the dozen Problems of ``attncheck check``, in ``--dtype`` or bf16."""
+    found: Problem = request.param
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Asks a known failure its Case, in place of a search."""
+    __tracebackhide__ = True
+    under_test = _under_test(pyfuncitem)
+    if under_test is None or _KNOWN not in pyfuncitem.stash:
+        return None
+    from attncheck.suite import expected
+
+    expected.ask_again(pyfuncitem.stash[_KNOWN], under_test)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Says why nothing was tested, where a kernel takes none of the drawn problems."""
+    """Keeps what failed, once it is as small as it gets; of a property it is the whole failure."""
+    __tracebackhide__ = True
+    under_test = _under_test(item)
+    if under_test is not None:
+        from attncheck.suite import gpu
+
+        gpu.skip_where_lost(item.config.stash[_SESSION])
+        under_test.begin()
     try:
         return (yield)
-    except Exception as error:
-        kernel = getattr(item, "funcargs", {}).get(_FIXTURE)
-        if kernel is None or not kernel.refused or not _found_no_example(error):
+    except AssertionError as error:
+        keep = getattr(error, "keep", None)
+        if keep is None:
             raise
-        message = f"nothing was tested: {kernel.name} takes no problem of this test"
-        pytest.fail(f"{message} on {kernel.device}: {kernel.refused}.", pytrace=False)
+        if under_test is not None and under_test.lost is not None:
+            item.config.stash[_SESSION].lost_by = item.nodeid
+        text, facts = keep(item.nodeid)
+        item.user_properties.extend(facts)
+        if item.get_closest_marker(MARK) is None:
+            raise
+    _fail(text)
 
 
-def load_profile() -> None:
-    """Registers the Hypothesis profiles and makes ``attncheck-dev`` the current one.
-
-    ``--hypothesis-profile attncheck-ci`` chooses the other: no randomness, more examples.
-    """
-    from hypothesis import HealthCheck, Phase, settings
-
-    common = settings(
-        deadline=None,  # an interpreted kernel takes as long as it takes
-        # A kernel that takes few problems leaves few examples, and none is reported as a failure.
-        # Our own message explains; Hypothesis' needs as many runs again.
-        phases=[phase for phase in Phase if phase is not Phase.explain],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
-    settings.register_profile("attncheck-dev", common, max_examples=60)
-    settings.register_profile("attncheck-ci", common, max_examples=150, derandomize=True)
-    settings.load_profile("attncheck-dev")
+def _fail(text: str) -> NoReturn:
+    """A frame that is not hidden: where all are, pytest says so below the text."""
+    pytest.fail(text, pytrace=False)
 
 
-def _asked(config: pytest.Config) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(config.getoption("attncheck_kernels") or ()))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Says what became of a test of a kernel."""
+    report = yield
+    if _SESSION in item.config.stash:
+        attach(report, item, _under_test(item))
+    return report
 
 
-def _device() -> str:
-    """Where kernels run, and Triton made ready for it."""
-    from attncheck.examine.environment import default_device, prepare
-
-    device = default_device()
-    prepare(device)
-    return device
-
-
-def _load(config: pytest.Config, name: str, *, required: bool) -> UnderTest:
-    """The kernel called ``name``, loaded once; an absent one that was not asked for is skipped."""
-    loaded = config.stash[_LOADED]
-    if name not in loaded:
-        from attncheck.errors import UsageError
-        from attncheck.examine.under_test import UnderTest
-        from attncheck.subjects.load import load
-
-        device = _device()
-        try:
-            subject = load(name)
-        except UsageError as error:
-            raise pytest.UsageError(f"--kernel: {error}") from None
-        reason = subject.absent(device)
-        if reason and required:
-            raise pytest.UsageError(f"--kernel: {name} cannot run on {device}: {reason}.")
-        if reason:
-            pytest.skip(f"{name} cannot run on {device}: {reason}")
-        loaded[name] = UnderTest(name, subject, device)
-    return loaded[name]
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tells the process that talks to the user what was found out while tests were collected."""
+    config, outcomes = session.config, _outcomes(session.config)
+    if _SESSION in config.stash:
+        outcomes.found(untaken=config.stash[_SESSION].untaken)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[WORKER_OUTPUT] = outcomes.collected()
 
 
-def _id(name: str) -> str:
-    """``wide`` of ``some/file.py`` is ``file.wide``: a ``::`` would cut the test's own id."""
-    path, separator, subject = name.rpartition("::")
-    return f"{Path(path).stem}.{subject}" if separator else name
+def _under_test(item: pytest.Item) -> UnderTest | None:
+    """What a test got as ``kernel``, where that is ours."""
+    got = getattr(item, "funcargs", {}).get("kernel")
+    if got is None or _SESSION not in item.config.stash:
+        return None
+    from attncheck.suite.under_test import UnderTest
+
+    return got if isinstance(got, UnderTest) else None
 
 
-def _found_no_example(error: Exception) -> bool:
-    if "hypothesis" not in sys.modules:
-        return False
-    from hypothesis.errors import Unsatisfiable
+def _outcomes(config: pytest.Config) -> Outcomes:
+    found: Outcomes = config.pluginmanager.getplugin(_OUTCOMES)
+    return found
 
-    return isinstance(error, Unsatisfiable)
+
+def _session(config: pytest.Config) -> Session:
+    if _SESSION not in config.stash:
+        from attncheck.suite.session import Session
+
+        profiles.register()
+        config.stash[_SESSION] = Session(options=config.stash[_OPTIONS])
+    return config.stash[_SESSION]

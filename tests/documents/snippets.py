@@ -112,7 +112,7 @@ class Snippets:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: set[str] = set()
-        for name in ("properties", "pyproject.toml"):
+        for name in ("examples", "properties", "pyproject.toml"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "few_examples.py").write_text(_FEW_EXAMPLES)
 

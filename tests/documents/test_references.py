@@ -19,7 +19,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-VERBS = ("check", "rmse", "list", "doctor", "oracles", "mods")
+VERBS = ("check", "rmse", "list", "doctor", "oracles", "mods", "repro")
 
 # Everything before the tox environment; the two commands differ in nothing else.
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install --quiet tox && .venv/bin/tox -q -e "
@@ -95,27 +95,43 @@ def test_options_of_a_verb_are_those_of_its_help(verb):
     assert documented == [record[0] for record in records if record]
 
 
+def options_of_the_plugin():
+    """Name without ``--attncheck-`` → what stands for its value."""
+    from attncheck.suite import options
+
+    class Group:
+        def getgroup(self, *_):
+            return self
+
+        def addoption(self, name, *, metavar, **_):
+            found[name.removeprefix("--attncheck-")] = metavar
+
+    found = {}
+    options.add(Group())
+    return found
+
+
 def test_options_of_the_properties_are_those_of_the_plugin():
-    documented = {code_in(row[0])[0] for row in rows("docs/properties.md", "option")}
-    plugin = read("src/attncheck/pytest_plugin.py")
-    options = re.findall(r'"(--[\w-]+)"', plugin)
-    profiles = re.findall(r'register_profile\("([\w-]+)"', plugin)
-    assert options
-    assert profiles
-    expected = {f"{option} NAME" for option in options}
-    expected |= {f"--hypothesis-profile {profile}" for profile in profiles}
-    assert documented - {"--hypothesis-seed N"} == expected  # that one is Hypothesis's
+    documented = [code_in(row[0])[0].split() for row in rows("docs/properties.md", "option")]
+    names = [
+        (name.removeprefix("--").removeprefix("attncheck-"), value) for name, value in documented
+    ]
+    assert dict(names) == options_of_the_plugin()
 
 
-def test_the_profiles_have_the_examples_that_the_page_names():
-    plugin = read("src/attncheck/pytest_plugin.py")
-    profile = r'register_profile\("([\w-]+)", .*\bmax_examples=(\d+)'
-    documented = {}
-    for option, meaning in rows("docs/properties.md", "option"):
-        if "--hypothesis-profile" in option:
-            documented[code_in(option)[0].split()[1]] = re.match(r"\d+", meaning)[0]
-    assert documented
-    assert documented == dict(re.findall(profile, plugin))
+def test_the_page_names_every_property_profile_and_length():
+    from attncheck.suite.profiles import PROFILES
+    from attncheck.suite.tiers import TIERS
+
+    properties = [row[0] for row in rows("docs/properties.md", "property")]
+    assert sorted(properties) == sorted(p.stem for p in ROOT.glob("properties/test_*.py"))
+    text = " ".join(prose("docs/properties.md").split())
+    assert all(f"`{profile}`" in text for profile in PROFILES)
+    cpu, gpu = (
+        "{:,}, {:,} and {:,}".format(*(getattr(tier, name) for tier in TIERS.values()))
+        for name in ("longest", "longest_gpu")
+    )
+    assert f"Lengths go up to {cpu} on a CPU and up to {gpu} on a GPU" in text
 
 
 def test_tables_name_everything_there_is():

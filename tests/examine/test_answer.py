@@ -7,7 +7,7 @@ import torch
 
 from attncheck import probes
 from attncheck.errors import UnknownName
-from attncheck.examine import questions
+from attncheck.examine import questions, relate
 from attncheck.examine.answer import answered
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
@@ -134,3 +134,27 @@ def test_an_unknown_question_is_a_usage_error() -> None:
 def test_every_question_has_a_summary_of_one_line(question: str) -> None:
     assert questions.summary(question)
     assert "\n" not in questions.summary(question)
+
+
+def test_a_kernel_of_another_operation_is_not_asked() -> None:
+    class Softmax(Ideal):
+        def concerns(self, problem):
+            return problem.operation == "softmax"
+
+    for question in ("compare", "repeat", "decode"):
+        case = probes.cases(question, PROBLEM)[0] if question == "decode" else None
+        record = answered(Softmax(), case or Case(problem=PROBLEM, question=question), device="cpu")
+        assert (record.status, record.reason) == ("unsupported", "it is not about attention")
+
+
+def test_where_nothing_is_bounded_nothing_passes(monkeypatch) -> None:
+    def unbounded(runs, *_):
+        nothing = [torch.full(tuple(run.q.shape[:3]), torch.inf) for run in runs]
+        return [Outputs(inf[..., None].expand(*inf.shape, 8), inf) for inf in nothing]
+
+    monkeypatch.setattr(relate, "_errors", unbounded)
+    record = answered(
+        Ideal(), Case(problem=PROBLEM, question="values_added", parameters={"run": 1}), device="cpu"
+    )
+    assert record.status == "inconclusive"
+    assert "no element of out has a finite bound" in record.judgement.reason

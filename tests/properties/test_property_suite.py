@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +16,10 @@ FUTURE = "test_future_keys_do_not_matter"
 
 
 def judge(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``pytest properties …`` from the root, the same examples every time."""
-    command = [sys.executable, "-m", "pytest", "properties", "-q", "-p", "no:cacheprovider"]
+    """``pytest properties …`` from the root, in one dtype."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]
     return subprocess.run(
-        [*command, "--hypothesis-profile=attncheck-ci", "--no-header", *arguments],
+        [*command, "--dtype=fp32", *arguments],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
         capture_output=True,
@@ -36,80 +35,71 @@ def kernel(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def wide() -> subprocess.CompletedProcess[str]:
-    return judge("-k", "causal", kernel("wide"))
+    return judge("properties/test_causal.py", kernel("wide"))
 
 
 def test_a_mask_one_key_too_wide_fails(wide: subprocess.CompletedProcess[str]) -> None:
     assert wide.returncode == 1
-    assert f"{FUTURE}[planted.wide]" in wide.stdout
-    assert "3 failed, 2 passed" in wide.stdout
+    assert f"{FUTURE}[planted.wide-fp32-causal]" in wide.stdout
+    assert "passed" not in wide.stdout
 
 
 def test_it_shrinks_to_one_row_and_two_keys(wide: subprocess.CompletedProcess[str]) -> None:
-    assert "problem   fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in wide.stdout
-    assert "question  future_keys row=0: " in wide.stdout
+    assert "problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in wide.stdout
+    assert "question   future_keys row=0: " in wide.stdout
     assert re.search(
         r"out\[0, 0, 0, 0\] = \S+, but should be \S+ bit for bit \(1 of 1 ", wide.stdout
     )
 
 
+def test_what_failed_is_the_whole_text(wide: subprocess.CompletedProcess[str]) -> None:
+    assert not re.search("hypothesis|Traceback|hidden", wide.stdout.lower().replace("/hyp", ""))
+
+
 def test_its_reproducer_reproduces_it(wide: subprocess.CompletedProcess[str]) -> None:
-    command = re.search(r"Reproduce: (python -c .*)", wide.stdout)
+    _, _, after = wide.stdout.partition(f"{FUTURE}[planted.wide-fp32-causal]")
+    command = re.search(r"Reproduce: attncheck (repro \w{10})\n", after)
     assert command
-    _, *arguments = shlex.split(command[1])
     again = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "attncheck", *command[1].split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    case = re.search(r"  case      (\w{10})\n", wide.stdout)
-    assert case
-    assert case[0] in again.stdout
+    assert again.returncode == 1
     assert "bit for bit" in again.stdout
 
 
 def test_a_triton_mask_one_key_too_wide_fails() -> None:
-    done = judge("-k", "future_keys", kernel("WideFlash2"))
+    done = judge("properties/test_causal.py", "-k", "future_keys", kernel("WideFlash2"))
     assert done.returncode == 1
-    assert "problem   fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in done.stdout
+    assert "problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in done.stdout
 
 
 def test_a_dropped_diagonal_fails() -> None:
-    done = judge("-k", "causal", kernel("Strict"))
+    done = judge("properties/test_causal.py", "-k", "exact", kernel("Strict"))
     assert done.returncode == 1
-    assert "1 failed, 4 passed" in done.stdout
-    assert "problem   fp32 causal B1 H1 Q1 K1 D1 normal seed 0\n" in done.stdout
-
-
-def test_each_property_fails_on_a_fault_of_its_own() -> None:
-    faults = {
-        "Leaky": "test_nan_in_future_keys_does_not_matter",
-        "LeakyLse": FUTURE,
-        "WrongHead": "test_first_row_is_the_first_value",
-        "Biased": "test_zero_values_give_zero",
-        "Restless": "test_two_runs_agree",
-    }
-    done = judge("--tb=no", *map(kernel, faults))
-    for fault, test in faults.items():
-        assert f"{test}[planted.{fault}]" in done.stdout
+    assert "problem    fp32 causal B1 H1 Q1 K1 D1 normal seed 0\n" in done.stdout
 
 
 def test_a_kernel_that_raises_fails_with_its_message() -> None:
-    done = judge("-k", "two_runs", kernel("Raising"))
+    done = judge("properties/test_determinism.py", "-k", "two_runs and full", kernel("Raising"))
     assert done.returncode == 1
-    assert "the kernel failed: RuntimeError: illegal memory access" in done.stdout
+    assert "RuntimeError: illegal memory access" in done.stdout
     assert " Q1 K2 D1 " in done.stdout
 
 
 def test_a_kernel_without_fault_passes() -> None:
-    done = judge("-k", "causal", kernel("right"))
+    done = judge("properties/test_causal.py", kernel("right"))
     assert (done.returncode, done.stdout.count("failed")) == (0, 0)
-    assert "5 passed" in done.stdout
+    assert "passed" in done.stdout
 
 
 def test_a_kernel_that_takes_nothing_does_not_pass() -> None:
-    done = judge("-k", "two_runs", kernel("Picky"))
-    assert done.returncode == 1
-    assert "nothing was tested" in done.stdout
-    assert "head_dim must be 512" in done.stdout
+    done = judge("properties/test_causal.py", kernel("Picky"))
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert f"no tests of {PLANTED}::Picky in fp32: head_dim must be 512" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -123,7 +113,7 @@ def test_a_kernel_that_takes_nothing_does_not_pass() -> None:
     ],
 )
 def test_a_wrong_kernel_ends_pytest_in_one_line(option: str, message: str) -> None:
-    done = judge(option)
+    done = judge("properties", option)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr + done.stdout

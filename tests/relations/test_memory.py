@@ -30,7 +30,7 @@ def test_the_ideal_kernel_keeps_every_bit(question, dtype, small, ask, numbers) 
 
 @pytest.mark.parametrize("question", [*STRIDES, "call_order"])
 def test_triton_flash2_keeps_every_bit(question, small, ask, numbers) -> None:
-    asked = small(CAUSAL, batch=1, heads=2, kv_heads=1)
+    asked = small(CAUSAL, batch=1, heads=2, kv_heads=2)
     assert ask("triton-flash2", question, asked, **numbers(question, asked)[-1]) is None
 
 

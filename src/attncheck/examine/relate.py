@@ -10,7 +10,7 @@ from attncheck import inputs as inputs_room
 from attncheck.examine.allowances import certain
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Executor, Failure, InProcess
-from attncheck.examine.recorded import asked
+from attncheck.examine.recorded import asked, refused
 from attncheck.judge.sentences import tile
 from attncheck.judgement import Judgement, Place, Worst
 from attncheck.problem import Case
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from attncheck.subjects.contract import Subject
 
 __all__ = ["relate", "related", "runs"]
+
+_UNBOUNDED = "no element of out has a finite bound: nothing can be said of it"
 
 
 def runs(case: Case, device: str) -> tuple[Inputs, ...]:
@@ -68,6 +70,9 @@ def related(
     """
     record = asked(subject, case, device, variant, environment)
     found = relate(subject, case, executor, device=device)
+    if isinstance(found, Failure) and found.kind == "unbounded":
+        judgement = Judgement(status="inconclusive", rule="relation", reason=found.message)
+        return replace(record, status="inconclusive", judgement=judgement)
     if isinstance(found, Failure):
         status: Status = "unsupported" if found.kind == "refused" else "error"
         return replace(record, status=status, reason=found.message)
@@ -85,7 +90,8 @@ def relate(
     """What is wrong with what ``subject`` gives; arguments as of ``related``.
 
     Returns:
-        None where the relation holds. A Failure, which is not None, where there are no outputs.
+        None where the relation holds. A Failure, which is not None, where there are no outputs, or
+        (kind ``unbounded``) where any output would be within the bounds.
     """
     relation = relation_named(case.question)
     unpromised = _unpromised(relation, subject)
@@ -99,13 +105,17 @@ def relate(
         return Failure(kind="refused", message="gives no LSE")
     exact = _exact(relation, subject, len(done))
     errors = None if exact else _errors(asked_runs, done, device)
-    return relation.holds(asked_runs, [each.outputs for each in done], case.parameters, errors)
+    outputs = [each.outputs for each in done]
+    found = relation.holds(asked_runs, outputs, case.parameters, errors)
+    if found is None and any(not bool(each.out.isfinite().any()) for each in errors or ()):
+        return Failure(kind="unbounded", message=_UNBOUNDED)
+    return found
 
 
 def _unpromised(relation: Relation, subject: Subject) -> str:
     """Why the relation is not asked of this kernel; empty where it is."""
-    if relation.promise == "hidden" and "hidden" not in subject.promises:
-        return "does not promise that what the mask hides may be NaN or overflow"
+    if relation.only_promised and relation.promise not in subject.promises:
+        return f"does not promise {relation.promise!r}"
     return ""
 
 
@@ -119,7 +129,7 @@ def _executed(
     subject: Subject, asked_runs: Sequence[Inputs], executor: Executor
 ) -> list[Execution] | Failure:
     for inputs in asked_runs:
-        refusal = executor.refusal(subject, inputs.problem, inputs.device.type)
+        refusal = refused(subject, inputs.problem, inputs.device.type, executor)
         if refusal is not None:
             return (
                 refusal

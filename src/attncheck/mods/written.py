@@ -106,11 +106,15 @@ def read_score(text: str, dimensions: Dimensions) -> str:
         raise ProblemError("gives a truth value: a score mod gives a number, as in score * 0.5.")
     if not part.scored:
         raise ProblemError("does not read score: a score mod begins with it, as in score + kv_idx.")
-    return part.code
+    return real(part).code  # of whole numbers too: what follows in a chain computes with it
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def _compiled(name: str, arguments: tuple[str, ...], code: str) -> Any:
-    """A function of its own, so that torch.compile and the tracer read plain operations."""
+    """A function of its own, so that torch.compile and the tracer read plain operations.
+
+    The same one for the same text: torch.compile would compile another anew.
+    """
     import torch
 
     source = f"def {name}({', '.join(arguments)}):\n    return {code}\n"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.outputs import Outputs
+from attncheck.relations.fills import replaced
 from attncheck.relations.finding import Finding, same
 
 if TYPE_CHECKING:
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["agree", "mapped"]
 
 
-def agree(value: Outputs, expected: Outputs, errors: Sequence[Outputs] | None) -> Finding | None:
+def agree(
+    value: Outputs,
+    expected: Outputs,
+    errors: Sequence[Outputs] | None,
+    *,
+    signed_zeros: bool = True,
+) -> Finding | None:
     """What of ``value`` is not what is expected; LSE where both have one.
 
     Args:
@@ -24,8 +31,13 @@ def agree(value: Outputs, expected: Outputs, errors: Sequence[Outputs] | None) -
         expected: In the same axes.
         errors: How far each of the runs that the two are made of may be from the exact result, in
             these axes: together they may be apart by the sum. None: every bit must agree.
+        signed_zeros: Whether the sign of a zero in out is a bit like any.
     """
-    found = same("out", value.out, expected.out, _sum(errors, "out"))
+    out = expected.out
+    if not signed_zeros:
+        zeros = (value.out == 0) & (out == 0)
+        out = replaced(out, value.out, zeros)
+    found = same("out", value.out, out, _sum(errors, "out"))
     if found or value.lse is None or expected.lse is None:
         return found
     return same("lse", value.lse, expected.lse, _sum(errors, "lse"))

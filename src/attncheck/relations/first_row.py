@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from attncheck.relations.fills import replaced
 from attncheck.relations.finding import Finding, wrong
 from attncheck.relations.fit import of_attention
 from attncheck.relations.relation import Errors, Parameters, Relation
@@ -39,28 +40,19 @@ def _sees_key_0_alone(mask: Spec, problem: Problem) -> bool:
     return False
 
 
-def _weight_is_rounded(problem: Problem) -> bool:
-    """Whether the weight of a single key is exactly 1 in P and its inverse is lost in out.
-
-    A kernel that fuses exp2(s·c − m·c) gets exp2 of m·c's rounding error, which is at most
-    |m·c|·2**-24: that vanishes in a format of p bits for |m| < 2**(23 − p), 4096 in fp16.
-    In fp32 it shows.
-    """
-    return problem.formats.output.significand <= 11
-
-
 def _unfit(problem: Problem) -> str | None:
     if not _sees_key_0_alone(problem.mask, problem):
         return "its mask does not show row 0 key 0 alone, as far as its name tells"
-    if not _weight_is_rounded(problem) and any(
-        part.name not in _KEEP_ZERO for part in problem.score.walk()
-    ):
-        return "its score mod moves a score of 0, so that in fp32 the weight may not be exactly 1"
+    if any(part.name not in _KEEP_ZERO for part in problem.score.walk()):
+        return "its score mod moves a score of 0, so that the weight may not be exactly 1"
     return None
 
 
 def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    """V as the product reads it, and in fp32 a first score of 0, whose exponential is 1 at once.
+    """V as the product reads it, and a first score of 0, whose exponential is 1 at once.
+
+    Of another score it may not be: a kernel that fuses exp2(s·c − m·c) gets exp2 of m·c's rounding
+    error, up to |m·c|·2^-24, which shows in fp16 from scores of 4,096 on and in fp32 always.
 
     In fp8 V's descale becomes 1, for the product with another would be rounded twice: to fp32, and
     to out.
@@ -69,10 +61,9 @@ def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     if descale is not None:
         descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))
     v = as_read(inputs.v, inputs.problem)
-    q = inputs.q
-    if not _weight_is_rounded(inputs.problem):
-        q = q.clone()
-        q[:, :, 0] = 0.0
+    first = torch.zeros(1, 1, inputs.problem.query, 1, dtype=torch.bool, device=inputs.device)
+    first[:, :, 0] = True
+    q = replaced(inputs.q, torch.zeros_like(inputs.q), first)
     return (inputs.replace(q=q, v=v, descale=descale),)
 
 
@@ -93,6 +84,6 @@ FIRST_ROW = Relation(
 )
 """Holds for every right kernel: the weight is 1, in P's format exactly, and 1 · v = v.
 
-V is first rounded to what P·V reads of it (``single_weights``). See ``_weight_is_rounded`` for
-fp32, where q's row 0 is made 0. The sign of a zero is left open.
+q's row 0 is 0, and V is rounded to what P·V reads of it (``single_weights``). The sign of a zero is
+left open.
 """

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from attncheck.mods.spec import Spec
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
-    from attncheck.question import Promise
     from attncheck.relations.fills import Fill
     from attncheck.relations.finding import Finding
 
@@ -75,22 +74,24 @@ def _holds(
 
     before, after = map(past, outputs)
     # What a row does not see is no part of its error either: the first run's is the second's.
-    return agree(after, before, errors and [past(errors[0])] * 2)
+    return agree(after, before, errors and [past(errors[0])] * 2, signed_zeros=False)
 
 
-def _relation(name: str, what: str, fill: Fill, promise: Promise = "hidden") -> Relation:
+def _relation(name: str, what: str, fill: Fill, *, poison: bool) -> Relation:
     """Rows up to ``row`` keep every bit of out and LSE when later keys and values are ``what``.
 
     A hidden key has weight 0 and its value is multiplied by it or left out, so nothing of it may
     arrive: not a NaN (0 · NaN), not an overflowed score. To the last bit this holds for a kernel
     whose tiling, order and number of splits depend on shapes and mask alone, not on what K and V
-    hold. All the kernels that we know are like that; lazy rescaling is too, as its maximum is that
-    of visible scores.
+    hold: that is what ``hidden`` promises. One whose rows of a tile rescale together where one of
+    them must, or that skips a tile by what it holds, does not promise it, and is asked within
+    bounds. The sign of a zero is left open: a row that sees nothing may have that of 0 · v.
     """
     return Relation(
         name=name,
         summary=f"rows up to `row` keep every bit when the keys and values after it are {what}",
-        promise=promise,
+        promise="hidden",
+        only_promised=poison,
         runs=partial(_runs, fill),
         holds=_holds,
         unfit=of_attention(_unfit),
@@ -98,6 +99,6 @@ def _relation(name: str, what: str, fill: Fill, promise: Promise = "hidden") -> 
     )
 
 
-FUTURE_KEYS = _relation("future_keys", "others", fills.others, promise="repeat")
-FUTURE_KEYS_NAN = _relation("future_keys_nan", "NaN", fills.nan)
-FUTURE_KEYS_HUGE = _relation("future_keys_huge", "huge", fills.huge)
+FUTURE_KEYS = _relation("future_keys", "others", fills.others, poison=False)
+FUTURE_KEYS_NAN = _relation("future_keys_nan", "NaN", fills.nan, poison=True)
+FUTURE_KEYS_HUGE = _relation("future_keys_huge", "huge", fills.huge, poison=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
-    from attncheck.question import Allowed, Promise
+    from attncheck.question import Allowed
     from attncheck.relations.fills import Fill
     from attncheck.relations.finding import Finding
 
@@ -52,26 +52,28 @@ def _holds(
 
     before, after = map(alone, outputs)
     # What a row does not see is no part of its error either: the first run's is the second's.
-    found = agree(after, before, errors and [alone(errors[0])] * 2)
+    found = agree(after, before, errors and [alone(errors[0])] * 2, signed_zeros=False)
     if found is None:
         return None
     batch, head, _, *dim = found.place
     return replace(found, place=(batch, head, row, *dim))
 
 
-def _relation(name: str, what: str, fill: Fill, promise: Promise = "hidden") -> Relation:
+def _relation(name: str, what: str, fill: Fill, *, poison: bool) -> Relation:
     """Row ``row`` keeps every bit of out and LSE when what it does not see becomes ``what``.
 
     For any mask, as its callable has it: a key of a sequence and key head is replaced where no head
     that reads it shows it to the row; other rows may see it, and change. A hidden key has weight 0,
     and its value is multiplied by it or left out. To the last bit this holds for a kernel in which
-    a row's order of operations depends on shapes and mask alone; see ``future_keys``, which takes
+    a row's order of operations depends on shapes and mask alone (promise ``hidden``); see
+    ``future_keys``, which takes
     the mask's definition by name, and so does not share a mask's mistake.
     """
     return Relation(
         name=name,
         summary=f"row `row` keeps every bit when keys and values that it does not see are {what}",
-        promise=promise,
+        promise="hidden",
+        only_promised=poison,
         runs=partial(_runs, fill),
         holds=_holds,
         unfit=of_attention(_unfit),
@@ -79,6 +81,6 @@ def _relation(name: str, what: str, fill: Fill, promise: Promise = "hidden") -> 
     )
 
 
-HIDDEN_KEYS = _relation("hidden_keys", "others", fills.others, promise="repeat")
-HIDDEN_KEYS_NAN = _relation("hidden_keys_nan", "NaN", fills.nan)
-HIDDEN_KEYS_HUGE = _relation("hidden_keys_huge", "huge", fills.huge)
+HIDDEN_KEYS = _relation("hidden_keys", "others", fills.others, poison=False)
+HIDDEN_KEYS_NAN = _relation("hidden_keys_nan", "NaN", fills.nan, poison=True)
+HIDDEN_KEYS_HUGE = _relation("hidden_keys_huge", "huge", fills.huge, poison=True)

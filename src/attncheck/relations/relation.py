@@ -48,9 +48,11 @@ class Relation:
             Finding is an element of the last run.
         promise: What a kernel must promise for bits to be compared; empty where every right
             kernel's agree; ``bounds`` where no kernel's need to. Of a kernel that does not promise
-            it, the relation is asked within bounds; with ``hidden`` it is not asked. Bits of two
+            it, the relation is asked within bounds. Bits of two
             runs are compared only of a kernel that promises ``repeat``.
         needs_lse: Whether it is asked only of kernels that give LSE.
+        only_promised: Whether it is not asked of a kernel that does not promise it: bounds say
+            nothing of it.
         unfit: Why the relation says nothing of a Problem, in one line; None if it does.
         allowed: The numbers that may be asked of a Problem, by name, smallest first.
     """
@@ -61,6 +63,7 @@ class Relation:
     holds: Holds
     promise: Promise | Literal["", "bounds"] = ""
     needs_lse: bool = False
+    only_promised: bool = False
     unfit: Callable[[Problem], str | None] = fits_all
     allowed: Callable[[Problem], Allowed] = no_parameters
 

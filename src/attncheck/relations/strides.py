@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.inputs import Inputs
+from attncheck.question import fits_all
 from attncheck.relations.agreement import agree
 from attncheck.relations.fit import of_attention
 from attncheck.relations.relation import Errors, Parameters, Relation
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.outputs import Outputs
+    from attncheck.problem import Problem
     from attncheck.relations.finding import Finding
 
 __all__ = ["STRIDES"]
@@ -99,7 +101,23 @@ def _expanded(inputs: Inputs) -> Inputs:
     return inputs.replace(k=k, v=v)
 
 
-def _relation(name: str, how: str, layout: Layout) -> Relation:
+def _one_head(problem: Problem) -> str | None:
+    lengths = max(problem.query, problem.kv)
+    return "heads lie beside each other already" if problem.heads == 1 or lengths == 1 else None
+
+
+def _one_pair(problem: Problem) -> str | None:
+    pairs = problem.batch * problem.kv_heads
+    return "its one key head lies where any view of it does" if pairs == 1 else None
+
+
+def _one_line(problem: Problem) -> str | None:
+    return "a vector has no other layout" if 1 in {problem.kv, problem.head_dim} else None
+
+
+def _relation(
+    name: str, how: str, layout: Layout, same: Callable[[Problem], str | None] = fits_all
+) -> Relation:
     """Every bit stays when ``layout`` changes strides alone.
 
     Holds for every right kernel within bounds, and to the last bit where the order of sums does not
@@ -111,7 +129,7 @@ def _relation(name: str, how: str, layout: Layout) -> Relation:
         runs=partial(_runs, layout),
         holds=_holds,
         promise="layout",
-        unfit=of_attention(),
+        unfit=of_attention(same),
     )
 
 
@@ -120,6 +138,7 @@ STRIDES = (
         "strides_heads_last",
         "with heads beside each other in memory (batch, length, heads, dim)",
         partial(_each, change=_heads_last),
+        _one_head,
     ),
     _relation(
         "strides_gapped",
@@ -132,7 +151,7 @@ STRIDES = (
         partial(_each, change=_offset),
     ),
     _relation("strides_packed", "as views of one buffer", _packed),
-    _relation("strides_expanded", "with one k and v for all by strides of 0", _expanded),
-    _relation("strides_transposed", "with k's dim not innermost in memory", _transposed),
+    _relation("strides_expanded", "with one k and v for all by strides of 0", _expanded, _one_pair),
+    _relation("strides_transposed", "with k's dim not innermost in memory", _transposed, _one_line),
 )
 """A kernel that takes another layout than it was given reads other rows, or a gap's NaN."""

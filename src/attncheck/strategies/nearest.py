@@ -18,7 +18,7 @@ __all__ = ["supported"]
 Changes = dict[str, Any]
 
 _COMMON_HEAD_DIMS = (64, 128, 32, 256)
-_LARGEST_TILE = 128
+_LARGEST_TILE, _SMALLEST_TILE = 128, 16
 
 
 def supported(
@@ -29,7 +29,7 @@ def supported(
     With another head_dim the scale changes too, so that scores stay as large as they were.
 
     kv, mask, score mod and values stay, except that kv may grow to whole tiles, so that what was
-    chosen for them (a key to hide, say) stays possible.
+    chosen for them (a key to hide, say) stays possible; it shrinks only where all else is refused.
     """
     for changes in _fewest_first(problem, dtypes):
         try:
@@ -71,7 +71,9 @@ def _default_scale(problem: Problem) -> bool:
 
 def _lengths(problem: Problem) -> list[Changes]:
     whole = -(-problem.kv // _LARGEST_TILE) * _LARGEST_TILE
-    return [{}, {"query": problem.kv}, {"query": whole, "kv": whole}]
+    # One row is what decoding takes, and few keys what lies whole in one tile.
+    few = {"query": min(problem.query, _SMALLEST_TILE), "kv": min(problem.kv, _SMALLEST_TILE)}
+    return [{}, {"query": problem.kv}, {"query": whole, "kv": whole}, {"query": 1}, few]
 
 
 def _heads(problem: Problem) -> list[Changes]:

@@ -14,7 +14,8 @@ from torch.nn.attention import flex_attention as flex
 
 from attncheck.mods import library
 from attncheck.outputs import Outputs
-from attncheck.subjects.contract import Call, Subject, with_full_tanh
+from attncheck.source_files import brief
+from attncheck.subjects.contract import Call, Refused, Subject, with_full_tanh
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
 
@@ -33,6 +34,8 @@ __all__ = ["Flex", "block_mask", "score_mod", "uncompiled"]
 
 _SMALLEST_GPU_DIM = 16  # tl.dot's smallest
 _COMPILED_AT_A_TIME = 64
+# What torch 2.11 says on an H200, of shapes as ordinary as 65 queries with grouped heads.
+_NO_TILES = ("NoValidChoicesError", "out of resource")
 
 
 class Flex(Subject):
@@ -157,7 +160,17 @@ def _compiled(structure: Problem) -> Callable[..., tuple[torch.Tensor, torch.Ten
 
 
 def _compile_now(call: Call) -> None:
-    """One call, so that compiling is no part of a timed one; its advice on speed is not for us."""
+    """One call, so that compiling is no part of a timed one; its advice on speed is not for us.
+
+    Raises Refused where torch's compiler finds no tiles that fit the GPU.
+    """
+    from torch._inductor.exc import InductorError
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        call()
+        try:
+            call()
+        except InductorError as error:
+            if any(said in str(error) for said in _NO_TILES):
+                raise Refused(f"torch's compiler finds no tiles for it: {brief(error)}") from error
+            raise

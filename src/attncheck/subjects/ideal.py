@@ -131,7 +131,13 @@ class Ideal(Subject):
         return keys < kv
 
     def product(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """fp32 (tiles, rows, n) × (tiles, n, m): q·k, or P·V of one tile of keys."""
+        """fp32 (tiles, rows, n) × (tiles, n, m): q·k, or P·V of one tile of keys.
+
+        A single column gets one of zeros beside it: torch multiplies a matrix by a vector in
+        another order when it is alone in its batch (torch 2.13 on a CPU).
+        """
+        if columns.shape[-1] == 1:
+            return torch.bmm(rows, torch.nn.functional.pad(columns, (0, 1)))[..., :1]
         return torch.bmm(rows, columns)
 
     def scores(self, products: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.subjects.contract import Call, Refused, Subject
+from attncheck.subjects.empty_rows import empty_rows, settled
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
 
@@ -35,9 +36,13 @@ _BACKENDS = {
     "math": (SDPBackend.MATH, "unfused: scores and weights in memory"),
     "flash": (SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
     "efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention (CUTLASS)"),
-    "cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN"),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN: rows that see no key hold anything"),
 }
 _ON_THE_CPU = ("math", "flash")
+# On an H200 (torch 2.11) flash takes tensors that begin elsewhere; a misaligned address then takes
+# the GPU from the process. Nobody says that cuDNN looks either.
+_WANT_ALIGNMENT = ("flash", "cudnn")
+_VECTOR = 16  # bytes
 
 
 class Sdpa(Subject):
@@ -56,6 +61,7 @@ class Sdpa(Subject):
         self._kernel, description = _BACKENDS[backend]
         self.name = f"sdpa-{backend}"
         self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
+        self._wants_alignment = backend in _WANT_ALIGNMENT
 
     def absent(self, device: str) -> str | None:
         """The CPU has torch's unfused formula and its own flash kernel."""
@@ -82,7 +88,13 @@ class Sdpa(Subject):
         problem, device = inputs.problem, str(inputs.q.device)
         mask = self._mask(problem, device)
         arguments = _arguments(problem)
+        # Finite garbage: it counts for nothing.
+        dead = (
+            empty_rows(problem, device) if self._backend == "cudnn" and mask is not None else None
+        )
         tensors = (inputs.q, inputs.k, inputs.v)
+        if self._wants_alignment and inputs.device.type == "cuda" and not _aligned(tensors):
+            raise Refused("it reads 16 bytes at a time, and its inputs do not begin at 16 bytes")
         # What is contiguous ``unsupported`` has asked about.
         if self._backend != "math" and not all(tensor.is_contiguous() for tensor in tensors):
             refused = self._reason_against(*tensors, mask, problem)
@@ -94,9 +106,17 @@ class Sdpa(Subject):
                 out = torch.nn.functional.scaled_dot_product_attention(
                     inputs.q, inputs.k, inputs.v, attn_mask=mask, **arguments
                 )
-            return Outputs(out)
+            given = Outputs(out)
+            return given if dead is None else settled(given, inputs, "unspecified", dead=dead)
 
         return call
+
+    def _garbage(self, problem: Problem, device: str) -> torch.Tensor | None:
+        """Rows ``(batch, heads, query)`` that see no key, where cuDNN leaves finite garbage."""
+        if self._backend != "cudnn" or problem.mask == library.FULL or is_causal(problem):
+            return None
+        dead = empty_rows(problem, device)
+        return dead if bool(dead.any()) else None
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
         """The default; what torch's kernels do otherwise is declared."""
@@ -196,6 +216,10 @@ class Sdpa(Subject):
         if chosen == self._kernel.value:
             return None
         return _reason(str(w.message) for w in caught)
+
+
+def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.data_ptr() % _VECTOR == 0 for tensor in tensors)
 
 
 def with_short_exp(assumed: Arithmetic, device: str) -> Arithmetic:

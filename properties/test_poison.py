@@ -1,0 +1,43 @@
+"""What the mask hides may be anything: a cache that nobody has written to, say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.suite import asks
+
+if TYPE_CHECKING:
+    from attncheck.problem import Case
+    from attncheck.suite import UnderTest
+
+
+@asks(
+    "hidden_keys_nan",
+    families=("causal", "sliding_window", "padding", "document"),
+    shapes={"shortest_kv": 2},
+)
+def test_nan_in_hidden_keys(kernel: UnderTest, case: Case) -> None:
+    """Hidden keys and values may be NaN, and no bit moves: 0 · NaN is NaN to who multiplies."""
+    kernel.must_hold(case)
+
+
+@asks(
+    "hidden_keys_huge",
+    families=("causal", "sliding_window", "padding", "document"),
+    shapes={"shortest_kv": 2},
+)
+def test_huge_hidden_keys(kernel: UnderTest, case: Case) -> None:
+    """Hidden keys and values may be so large that q·k overflows, and no bit moves."""
+    kernel.must_hold(case)
+
+
+@asks("future_keys_nan", families=("causal",), shapes={"shortest_kv": 2})
+def test_nan_in_the_future(kernel: UnderTest, case: Case) -> None:
+    """Keys and values after a row may be NaN, as in a cache that is not yet full."""
+    kernel.must_hold(case)
+
+
+@asks("future_keys_huge", families=("causal",), shapes={"shortest_kv": 2})
+def test_huge_future(kernel: UnderTest, case: Case) -> None:
+    """Keys and values after a row may be huge."""
+    kernel.must_hold(case)

@@ -1,0 +1,97 @@
+"""The AssertionError of a kernel that answers wrongly: its text is the diagnosis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.examine.questions import summary
+from attncheck.examine.reproduce import failed
+from attncheck.problem import Case
+from attncheck.reporting.diagnosis import diagnosis, diagnosis_of
+from attncheck.reporting.failures import keep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attncheck.record import Record
+
+__all__ = ["DoNotHold", "DoesNotHold"]
+
+
+class DoesNotHold(AssertionError):
+    """A kernel does not answer a Case rightly.
+
+    Hypothesis raises one for every example that fails on the way to the smallest; so the text is
+    written when it is read, and a file when ``keep`` is called.
+
+    Attributes:
+        record: What the kernel answered.
+        kernel: What it was asked for by.
+        device: ``cpu`` or ``cuda``.
+        remark: What is to be said besides; empty for nothing.
+    """
+
+    def __init__(self, record: Record, *, kernel: str, device: str, remark: str = "") -> None:
+        super().__init__(record.case_id)
+        self.record = record
+        self.kernel = kernel
+        self.device = device
+        self.remark = remark
+        self._kept = ""
+
+    def __str__(self) -> str:
+        if self._kept:
+            return self._kept
+        question = summary(str(self.record.case["question"]))
+        text = diagnosis(
+            self.record, kernel=self.kernel, device=self.device, question_summary=question
+        )
+        return self._with_remark(text)
+
+    def keep(self, test: str) -> tuple[str, list[tuple[str, object]]]:
+        """Write it among the failures, where ``attncheck repro`` finds it.
+
+        Returns:
+            The text with the failure's id, and facts by name, for a JUnit report.
+        """
+        kept = failed(self.record, kernel=self.kernel, device=self.device, test=test)
+        keep(kept)
+        self._kept = self._with_remark(diagnosis_of(kept))
+        return self._kept, list(self._facts(kept.id))
+
+    def _facts(self, identifier: str) -> Iterator[tuple[str, object]]:
+        problem = Case.from_json(self.record.case).problem
+        yield "attncheck_failure", identifier
+        yield "attncheck_kernel", self.kernel
+        yield "attncheck_device", self.device
+        yield "attncheck_problem", problem.id
+        yield "attncheck_seed", problem.seed
+        found = self.record.judgement
+        if found and found.out_over_bound is not None:
+            yield "attncheck_error_over_bound", found.out_over_bound
+
+    def _with_remark(self, text: str) -> str:
+        return f"{text}\n{self.remark}" if self.remark else text
+
+
+class DoNotHold(AssertionError):
+    """A kernel does not answer some of several Cases rightly.
+
+    Attributes:
+        failures: Of each Case, in the order in which they were asked.
+        asked: How many were asked.
+    """
+
+    def __init__(self, failures: Sequence[DoesNotHold], asked: int) -> None:
+        super().__init__(asked)
+        self.failures = tuple(failures)
+        self.asked = asked
+
+    def __str__(self) -> str:
+        head = f"{len(self.failures)} of {self.asked} questions are answered wrongly"
+        return "\n\n".join([head, *map(str, self.failures)])
+
+    def keep(self, test: str) -> tuple[str, list[tuple[str, object]]]:
+        """As DoesNotHold; the facts are those of the first."""
+        facts = [failure.keep(test)[1] for failure in self.failures]
+        return str(self), facts[0]

@@ -1,0 +1,78 @@
+"""A few Problems of each mask family: does a kernel take any of them? Asked before a search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from attncheck.examine.executor import Executor, Failure, InProcess
+from attncheck.mods.spec import Spec
+from attncheck.problem import SOFTMAX_DTYPES, Problem
+from attncheck.strategies import nearest
+from attncheck.suite.marks import SOFTMAX
+
+if TYPE_CHECKING:
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["NOT_CONCERNED", "refusal", "samples"]
+
+NOT_CONCERNED = "such problems do not concern it"
+
+# Whole tiles, and lengths that fit none; short ones, and one row, for kernels that take no others.
+_LENGTHS = ((64, 64), (77, 93), (16, 16), (1, 64), (1, 1))
+_MASKS: dict[str, Spec] = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "sliding_window": Spec.of("sliding_window", window=17),
+    "prefix_lm": Spec.of("prefix_lm", prefix=5),
+    "expression": Spec.of("expression", text="q_idx >= kv_idx + 3"),
+}
+
+
+def samples(family: str, dtype: str) -> tuple[Problem, ...]:
+    """Problems of ``family`` in ``dtype``, plainest first; none where there can be none."""
+    if family == SOFTMAX:
+        able = dtype in SOFTMAX_DTYPES
+        return (Problem(operation=SOFTMAX, query=4, kv=64, dtype=dtype),) if able else ()
+    return tuple(
+        Problem(query=query, kv=kv, dtype=dtype, mask=_mask(family, query, kv))
+        for query, kv in _LENGTHS
+    )
+
+
+def refusal(
+    subject: Subject, family: str, dtype: str, device: str, executor: Executor | None = None
+) -> str:
+    """Why ``subject`` takes no sample of ``family`` in ``dtype``, nor one near; empty if it does.
+
+    ``NOT_CONCERNED`` where they are no question for it. A kernel that raises when it is asked
+    counts as one that takes them: then the property says what it raised.
+    """
+    executor = executor or InProcess()
+    reasons: Counter[str] = Counter()
+
+    def takes(problem: Problem) -> bool:
+        said = executor.refusal(subject, problem, device)
+        if said is None or isinstance(said, Failure):
+            return True
+        reasons[said] += 1
+        return False
+
+    for problem in samples(family, dtype):
+        if not executor.concerns(subject, problem):
+            continue
+        if nearest.supported(problem, takes, (dtype,)) is not None:
+            return ""
+    # Shapes were moved until they fit: what it says only then is not about them.
+    return min(reasons, key=lambda reason: reasons[reason], default=NOT_CONCERNED)
+
+
+def _mask(family: str, query: int, kv: int) -> Spec:
+    if family == "document":
+        total = max(query, kv)
+        return Spec.of("document", lengths=[total // 2, total - total // 2])
+    padding = Spec.of("padding", lengths=[-(-3 * kv // 4)])
+    if family == "composition":
+        return Spec.of("and", Spec.of("causal"), padding)
+    return padding if family == "padding" else _MASKS[family]

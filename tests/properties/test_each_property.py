@@ -1,0 +1,134 @@
+"""Every property fails a kernel with the fault that it is for, for each question that it asks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from attncheck.probes import PROBES
+from attncheck.relations import RELATIONS
+
+# module.test, question, fault, family if not the first, dtype if not fp32
+PLANTED = """
+softmax.softmax_is_exact compare calls.Softmax
+softmax.shift_and_order_of_scores softmax_shift calls.Softmax
+softmax.shift_and_order_of_scores softmax_shift calls.SoftmaxWithoutMaximum
+softmax.shift_and_order_of_scores softmax_columns calls.SoftmaxLoopFloor
+softmax.rows_alone_decide softmax_rows calls.LastRowBlind
+softmax.rows_alone_decide repeat calls.Unsteady
+softmax.weights_add_up_to_one ones arithmetic.TailKeysAtZero
+softmax.weights_add_up_to_one ones arithmetic.LoopFloor32 causal bf16
+softmax.order_of_keys_does_not_matter key_permutation arithmetic.LoopFloor
+softmax.shift_of_keys_leaves_out key_shift arithmetic.TailKeysAtZero
+softmax.saturated_row_is_a_value one_hot misread.NextKeysValue
+causal.attention_is_exact compare misread.RowBelow
+causal.attention_is_exact compare misread.TopLeft causal_bottom_right
+causal.attention_is_exact compare misread.BottomRight causal bf16
+causal.attention_is_exact compare arithmetic.MaskSkippedWhenWhole
+causal.rows_see_their_keys decode misread.RowBelow causal bf16
+causal.rows_see_their_keys isolated misread.TopLeft causal_bottom_right
+causal.future_keys_do_not_matter future_keys misread.RowBelow
+causal.first_row_is_the_first_value first_row misread.Interleaved
+window.attention_is_exact compare misread.WindowWider
+window.rows_see_their_keys decode misread.WindowWider sliding_window bf16
+window.rows_see_their_keys isolated misread.WindowWider
+window.far_keys_do_not_matter hidden_keys misread.WindowWider
+window.far_keys_do_not_matter future_keys misread.RowBelow
+window.window_beyond_the_length_is_none window_beyond misread.WindowWraps
+prefix_lm.attention_is_exact compare misread.PrefixShorter
+prefix_lm.rows_see_their_keys decode misread.PrefixShorter prefix_lm bf16
+prefix_lm.rows_see_their_keys isolated misread.PrefixShorter
+prefix_lm.prefix_of_nothing_and_of_everything prefix_zero misread.PrefixAtLeastTwo
+prefix_lm.prefix_of_nothing_and_of_everything prefix_full misread.PrefixShorter
+document.attention_is_exact compare misread.DocumentsIgnored
+document.rows_see_their_keys decode misread.DocumentsIgnored document bf16
+document.rows_see_their_keys isolated misread.DocumentsIgnored
+document.documents_one_by_one documents misread.DocumentsIgnored
+document.other_documents_do_not_matter hidden_keys misread.DocumentsIgnored
+score_mods.library_is_exact compare misread.BiasNotScaled
+score_mods.library_is_exact compare misread.ScoreModIgnored causal bf16
+score_mods.chains_are_exact compare misread.ScoreModIgnored
+score_mods.expressions_are_exact compare misread.BiasNotScaled
+score_mods.endless_cap_is_none softcap_infinite misread.SoftcapAtMost50
+compositions.attention_is_exact compare misread.LastPartIgnored
+compositions.attention_is_exact compare misread.RowBelow expression
+compositions.rows_see_their_keys decode misread.LastPartIgnored composition bf16
+compositions.rows_see_their_keys isolated misread.RowBelow expression
+compositions.masks_with_score_mods compare misread.ScoreModIgnored
+shapes.ragged_lengths_are_exact compare arithmetic.LoopFloor
+shapes.ragged_lengths_are_exact compare arithmetic.NotRescaled full bf16
+shapes.ragged_lengths_are_exact decode arithmetic.TailKeysAtZero32
+shapes.extreme_head_dims_are_exact compare misread.GarbageDims
+shapes.rows_alone_are_rows_of_all rectangular misread.TopLeft
+shapes.split_and_merge split_merge arithmetic.Base2Lse
+shapes.padded_dims pad_head_dim misread.GarbageDims
+shapes.padded_dims pad_value_dim arithmetic.LastColumnLost
+gqa.attention_is_exact compare misread.Interleaved
+gqa.groups_equal_repeated_heads gqa_repeat misread.Interleaved
+lse.zero_query_counts_keys zero_query arithmetic.Base2Lse
+lse.zero_query_counts_keys zero_query misread.PaddingSeen padding
+lse.shift_of_logits_shifts_it logit_shift arithmetic.Base2Lse
+lse.levels_of_logits negative arithmetic.MaximumFromZero
+lse.levels_of_logits positive arithmetic.UnscaledLse
+lse.levels_of_logits two_level arithmetic.TailKeysAtZero
+masked_rows.empty_rows_are_zero empty_rows arithmetic.EmptyRowsNan
+masked_rows.empty_rows_are_zero empty_rows arithmetic.EmptyRowsMean padding
+masked_rows.empty_rows_are_zero empty_rows arithmetic.EmptyRowsLseInf causal_bottom_right
+masked_rows.empty_rows_are_zero empty_rows arithmetic.Sentinel causal_bottom_right bf16
+masked_rows.rows_beside_them_are_exact compare misread.PaddingSeen
+masked_rows.rows_beside_them_are_exact compare misread.TopLeft causal_bottom_right
+poison.nan_in_hidden_keys hidden_keys_nan arithmetic.HiddenTimesZero
+poison.huge_hidden_keys hidden_keys_huge arithmetic.HiddenKeysOverflow
+poison.nan_in_the_future future_keys_nan arithmetic.HiddenTimesZero
+poison.huge_future future_keys_huge arithmetic.HiddenKeysOverflow
+dtypes.every_distribution_is_exact compare arithmetic.RoundedScores
+dtypes.every_distribution_is_exact compare arithmetic.RoundedWeights full bf16
+dtypes.large_logits_are_exact compare arithmetic.MaximumFromZero
+dtypes.values_are_linear values_scaled misread.ValuesClamped
+dtypes.values_are_linear values_added arithmetic.OutSaturates
+dtypes.values_are_linear zero_values arithmetic.Biased
+dtypes.scale_may_be_in_the_query scaled_query misread.ScaleIgnored
+dtypes.descales descale misread.DescaleIgnored causal e4m3
+dtypes.exact_sums ramp arithmetic.LoopFloor
+dtypes.exact_sums mean arithmetic.OutRoundedTwice full bf16
+determinism.two_runs_agree repeat calls.Unsteady
+determinism.two_runs_agree call_order calls.LeavesTraces
+determinism.alone_equals_in_a_batch alone_in_batch calls.BatchDependent
+determinism.order_of_heads_and_sequences head_permutation arithmetic.HeadsApart
+determinism.order_of_heads_and_sequences batch_permutation arithmetic.HeadsApart
+"""
+
+
+ROWS = [line.split() for line in PLANTED.strip().splitlines()]
+LAYOUTS = "layouts.strides_do_not_matter"
+
+
+@pytest.mark.parametrize("row", ROWS, ids="-".join)
+def test_a_property_fails_the_fault_it_is_for(suite, row: list[str]) -> None:
+    name, question, fault, *rest = row
+    asked = suite.properties[name]
+    family, dtype = [*rest, *(asked.families[0], "fp32")[len(rest) :]]
+    kernel = suite.under_test(fault, family, dtype)
+    case = suite.failing(kernel, dataclasses.replace(asked, questions=(question,)))
+    assert case is not None, f"{fault} passes"
+    assert case.question == question
+
+
+@pytest.mark.parametrize("question", [name for name in RELATIONS if name.startswith("strides")])
+def test_strides_are_used(suite, question: str) -> None:
+    asked = dataclasses.replace(suite.properties[LAYOUTS], questions=(question,))
+    fault = "OffsetIgnored" if question == "strides_offset" else "AsContiguous"
+    assert suite.failing(suite.under_test(f"misread.{fault}", "full", "fp32"), asked)
+
+
+def test_every_property_and_question_has_its_fault(suite) -> None:
+    asked = {(name, q) for name, each in suite.properties.items() for q in each.questions}
+    assert {(name, question) for name, question, *_ in ROWS} == {
+        pair for pair in asked if pair[0] != LAYOUTS
+    }
+
+
+def test_every_question_is_asked_by_a_property(suite) -> None:
+    asked = {question for each in suite.properties.values() for question in each.questions}
+    assert asked == {"compare", *RELATIONS, *PROBES}

@@ -1,0 +1,200 @@
+"""What failures shrink to, beside the smallest failing problem that a small grid has."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attncheck.examine import questions as of_kernels
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+QUERIES = (1, 2, 17)
+LONGEST = 40
+
+
+def plain(query: int, kv: int, *, name: str = "full") -> list[Spec]:
+    return [Spec.of(name)]
+
+
+def windows(query: int, kv: int) -> list[Spec]:
+    return [Spec.of("sliding_window", window=n) for n in range(min(4, kv + 1))]
+
+
+def prefixes(query: int, kv: int) -> list[Spec]:
+    return [Spec.of("prefix_lm", prefix=n) for n in range(min(4, kv + 1))]
+
+
+def two_documents(query: int, kv: int) -> list[Spec]:
+    total = max(query, kv)
+    return [Spec.of("document", lengths=[n, total - n]) for n in range(1, min(3, total))]
+
+
+def padded(query: int, kv: int) -> list[Spec]:
+    return [Spec.of("padding", lengths=[kv - n]) for n in range(min(3, kv + 1))]
+
+
+CAUSAL = partial(plain, name="causal")
+BOTTOM_RIGHT = partial(plain, name="causal_bottom_right")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A planted fault, the property that finds it, and the masks of the grid."""
+
+    planted: str
+    finds: str
+    question: str = "compare"
+    masks: Callable[[int, int], list[Spec]] = plain
+    tile: int = 16
+    dtype: str = "fp32"
+    heads: tuple[tuple[int, int], ...] = ((1, 1),)
+    dims: tuple[int, ...] = (1,)
+    batch: int = 1
+    seeds: int = 1
+
+    @property
+    def family(self) -> str:
+        return self.masks(2, 2)[0].name
+
+    def __str__(self) -> str:
+        return f"{self.planted}-{self.question}-{self.family}"
+
+
+FAULTS = [
+    Fault(
+        planted="misread.RowBelow",
+        finds="causal.future_keys_do_not_matter",
+        question="future_keys",
+        masks=CAUSAL,
+    ),
+    Fault(
+        planted="misread.TopLeft",
+        finds="causal.rows_see_their_keys",
+        question="decode",
+        masks=BOTTOM_RIGHT,
+    ),
+    Fault(
+        planted="misread.WindowWider",
+        finds="window.far_keys_do_not_matter",
+        question="hidden_keys",
+        masks=windows,
+    ),
+    Fault(
+        planted="misread.PrefixShorter",
+        finds="prefix_lm.rows_see_their_keys",
+        question="decode",
+        masks=prefixes,
+    ),
+    Fault(
+        planted="misread.DocumentsIgnored",
+        finds="document.rows_see_their_keys",
+        question="decode",
+        masks=two_documents,
+    ),
+    Fault(
+        planted="misread.Interleaved",
+        finds="causal.first_row_is_the_first_value",
+        question="first_row",
+        masks=CAUSAL,
+        heads=((4, 2), (6, 2), (6, 3)),
+    ),
+    Fault(
+        planted="misread.GarbageDims",
+        finds="shapes.extreme_head_dims_are_exact",
+        dims=(1, 2, 3),
+    ),
+    Fault(
+        planted="arithmetic.TailKeysAtZero32",
+        finds="shapes.ragged_lengths_are_exact",
+        question="decode",
+        tile=32,
+    ),
+    Fault(planted="arithmetic.LoopFloor", finds="shapes.ragged_lengths_are_exact"),
+    Fault(
+        planted="arithmetic.LoopFloor32",
+        finds="shapes.ragged_lengths_are_exact",
+        question="decode",
+        tile=32,
+    ),
+    Fault(
+        planted="arithmetic.NotRescaled",
+        finds="shapes.ragged_lengths_are_exact",
+        seeds=6,  # it shows where the largest score is in the second tile
+    ),
+    Fault(
+        planted="arithmetic.MaskSkippedWhenWhole",
+        finds="causal.rows_see_their_keys",
+        question="decode",
+        masks=CAUSAL,
+    ),
+    Fault(
+        planted="arithmetic.EmptyRowsMean",
+        finds="masked_rows.empty_rows_are_zero",
+        question="empty_rows",
+        masks=padded,
+    ),
+    Fault(
+        planted="arithmetic.MaximumFromZero",
+        finds="lse.levels_of_logits",
+        question="negative",
+    ),
+    Fault(
+        planted="calls.BatchDependent",
+        finds="determinism.alone_equals_in_a_batch",
+        question="alone_in_batch",
+        masks=CAUSAL,
+        batch=2,
+    ),
+]
+
+
+def grid(fault: Fault) -> Iterator[Case]:
+    """Every Case of few rows, up to 40 keys, few numbers and few dims, the smallest first."""
+    lengths = sorted(itertools.product(QUERIES, range(1, LONGEST + 1)), key=sum)
+    others = list(itertools.product(fault.heads, fault.dims, range(fault.seeds)))
+    for (query, kv), (heads, dim, seed) in itertools.product(lengths, others):
+        for mask in fault.masks(query, kv):
+            problem = Problem(
+                batch=fault.batch,
+                heads=heads[0],
+                kv_heads=heads[1],
+                query=query,
+                kv=kv,
+                head_dim=dim,
+                dtype=fault.dtype,
+                mask=mask,
+                seed=seed,
+            )
+            yield from asked(fault.question, problem)
+
+
+def asked(question: str, problem: Problem) -> Iterator[Case]:
+    """The Cases with the first two of each of the question's numbers, if it can be asked."""
+    problem = of_kernels.asked_of(question, problem)
+    if of_kernels.unfit(question, problem) is None:
+        allowed = of_kernels.allowed(question, problem)
+        for values in itertools.product(*(each[:2] for each in allowed.values())):
+            numbers = dict(zip(allowed, values, strict=True))
+            yield Case(problem=problem, question=question, parameters=numbers)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_it_shrinks_to_within_a_tile_of_the_smallest_that_fails(suite, fault: Fault) -> None:
+    of_property = suite.properties[fault.finds]
+    kernel = suite.under_test(fault.planted, fault.family, fault.dtype)
+    smallest = next(case.problem for case in grid(fault) if suite.fails(kernel, case))
+    only = dataclasses.replace(of_property, questions=(fault.question,))
+    case = suite.failing(kernel, only, shrink=True)
+    assert case is not None
+    for length in ("query", "kv", "head_dim"):
+        apart = getattr(case.problem, length) - getattr(smallest, length)
+        assert abs(apart) <= fault.tile, f"{length}: {case.problem}, smallest: {smallest}"

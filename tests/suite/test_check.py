@@ -1,0 +1,149 @@
+"""``attncheck.check`` and ``@attncheck.given`` in a test file of a kernel's author."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import seed, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+import attncheck
+from attncheck.errors import UsageError
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.strategies import shapes
+from attncheck.subjects.ideal import Ideal
+
+CAUSAL = Problem(query=5, kv=7, head_dim=8, dtype="fp32", mask=Spec.of("causal"))
+DOCUMENT = CAUSAL.replace(mask=Spec.of("document", lengths=[3, 4]))
+
+
+def right(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+    return scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def bottom_right(query, key, value, is_causal=False, scale=None):
+    rows, keys = query.shape[-2], key.shape[-2]
+    mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows) if is_causal else None
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def raising(query, key, value, is_causal=False, scale=None):
+    raise RuntimeError("illegal memory access")
+
+
+def test_a_right_function_gives_its_records() -> None:
+    (record,) = attncheck.check(right, CAUSAL, device="cpu")
+    assert record.status == "pass"
+
+
+def test_a_wrong_one_raises_its_diagnosis() -> None:
+    with pytest.raises(AssertionError, match="FAIL bound compare: out") as raised:
+        attncheck.check(bottom_right, CAUSAL, device="cpu")
+    assert "test_check.py::bottom_right on cpu" in str(raised.value)
+
+
+def test_one_that_raises_fails_with_what_it_said() -> None:
+    with pytest.raises(AssertionError, match="RuntimeError: illegal memory access"):
+        attncheck.check(raising, CAUSAL, device="cpu")
+
+
+def test_any_question_may_be_asked() -> None:
+    case = Case(problem=CAUSAL, question="future_keys", parameters={"row": 0})
+    for asked in ((CAUSAL, "zero_values"), (case, "compare")):
+        (record,) = attncheck.check(Ideal(), asked[0], question=asked[1], device="cpu")
+        assert record.status == "pass"
+        assert record.case["question"] != "compare"
+
+
+def test_what_it_does_not_take_is_said_and_is_no_failure() -> None:
+    (record,) = attncheck.check("sdpa-math", CAUSAL.replace(dtype="e4m3"), device="cpu")
+    assert record.status == "unsupported"
+
+
+def test_all_that_is_wrong_is_said_at_once(monkeypatch) -> None:
+    import attncheck.suite.check as room
+
+    asked = room.questions("bf16")
+    monkeypatch.setattr(
+        room, "questions", lambda _: [one for one in asked if one.name.startswith("causal")]
+    )
+    with pytest.raises(AssertionError) as raised:
+        attncheck.check(bottom_right, device="cpu")
+    assert "2 of 4 questions are answered wrongly" in str(raised.value)
+    assert str(raised.value).count("FAIL bound compare") == 2
+
+
+def test_nothing_tested_is_no_pass(monkeypatch) -> None:
+    import attncheck.suite.check as room
+
+    monkeypatch.setattr(room, "questions", lambda _: [type("One", (), {"case": FP8})])
+    with pytest.raises(AssertionError, match="nothing was tested: sdpa-math takes none of 1"):
+        attncheck.check("sdpa-math", device="cpu", dtypes="e4m3")
+
+
+FP8 = Case(problem=CAUSAL.replace(dtype="e4m3"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel": 3}, "kernel 'int' is int: it must "),
+        ({"kernel": right, "problem": 3}, "problem is int: it must be a Problem or a Case."),
+        ({"kernel": right, "dtypes": ()}, "dtypes is empty"),
+        ({"kernel": right, "device": "tpu"}, "device 'tpu' is not known: choose from cpu, cuda."),
+        ({"kernel": "flash9"}, "kernel 'flash9' is not known"),
+        ({"kernel": right, "problem": CAUSAL, "question": "why"}, "question 'why' is not known"),
+    ],
+    ids=["kernel", "problem", "dtypes", "device", "name", "question"],
+)
+def test_what_cannot_be_is_said_in_one_line(arguments, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        attncheck.check(**({"device": "cpu"} | arguments))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+SMALL = {"shapes": shapes(longest=9, most_heads=2, head_dims=(8,)), "dtypes": ("fp32",)}
+
+
+def causal(*, dimensions):
+    return st.just(Spec.of("causal"))
+
+
+def test_problems_are_drawn_without_a_deadline_until_one_fails() -> None:
+    @seed(0)
+    @attncheck.given(attncheck.problems(**SMALL, masks=causal))
+    def holds(problem: Problem) -> None:
+        attncheck.check(bottom_right, problem, device="cpu")
+
+    assert holds._hypothesis_internal_use_settings.deadline is None
+    with pytest.raises(AssertionError, match="fp32 causal B1 H1 Q1 K2 D8"):
+        holds()
+
+
+def test_settings_of_ones_own_hold() -> None:
+    drawn = []
+
+    @attncheck.given(problem=attncheck.problems(**SMALL))
+    @settings(max_examples=3, database=None)
+    def holds(problem: Problem) -> None:
+        drawn.append(problem)
+
+    holds()
+    assert len(drawn) == 3
+
+
+def test_what_is_not_taken_is_drawn_anew() -> None:
+    taken = []
+
+    @attncheck.given(attncheck.problems(**(SMALL | {"dtypes": ("fp32", "e4m3")})))
+    @settings(max_examples=5, database=None, derandomize=True, deadline=None)
+    def holds(problem: Problem) -> None:
+        taken.extend(attncheck.check("sdpa-math", problem, device="cpu"))
+
+    holds()
+    assert {record.status for record in taken} == {"pass"}

@@ -1,0 +1,218 @@
+"""The file of known failures: read strictly, asked anew, and never longer than it must be."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from attncheck.errors import UsageError
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.subjects.ideal import Ideal
+from attncheck.suite.expected import known_failures
+from attncheck.suite.kernels import Kernel
+from attncheck.suite.known_failures import read
+from attncheck.suite.marks import MARK
+from attncheck.suite.options import Options
+from attncheck.suite.session import Param, Session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CAUSAL = Case(problem=Problem(query=3, head_dim=4, mask=Spec.of("causal")))
+CASE = json.dumps(CAUSAL.to_json())
+GOOD = {
+    "test": '"test_a.py::test_it"',
+    "kernel": '"*ideal"',
+    "reason": '"theirs"',
+    "case": f"'{CASE}'",
+}
+PROPERTY = """
+from attncheck.suite import asks
+
+@asks("compare", families=("full", "causal"), dtypes=("bf16",))
+def test_it(kernel, case):
+    kernel.must_hold(case)
+
+@asks("compare", families=("softmax",))
+def test_softmax(kernel, case):
+    kernel.must_hold(case)
+"""
+WRONG = """
+import torch
+from attncheck.outputs import Outputs
+from attncheck.subjects.ideal import Ideal
+
+class Half(Ideal):
+    name = "half"
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+        def halved():
+            right = call()
+            return Outputs(right.out / 2, right.lse)
+        return halved
+"""
+
+
+def entry(**fields: str) -> str:
+    lines = [f"{name} = {value}" for name, value in (GOOD | fields).items() if value]
+    return "\n".join(["[[failure]]", *lines, ""])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("failure = 3", "failure must be a list"),
+        ("[other]", "unknown key 'other': it holds [[failure]] alone"),
+        ("[[failure", "k.toml: "),
+        (entry(because='"x"'), "k.toml, entry 1: unknown key 'because': choose from test, kernel"),
+        (entry(reason=""), "k.toml, entry 1: reason is missing"),
+        (
+            entry() + entry(test='"test_it"'),
+            "k.toml, entry 2: test 'test_it' must be FILE.py::TEST",
+        ),
+        (entry(kernel="3"), "entry 1: kernel must be text, not 3"),
+        (entry(device='"tpu"'), "entry 1: device 'tpu' is not known: choose from cpu, cuda"),
+        (entry(dtypes='["bf17"]'), "entry 1: dtypes 'bf17' is not known: choose from fp32"),
+        (entry(dtypes='"bf16"'), "entry 1: dtypes must be a list, not 'bf16'"),
+        (entry(families='["diagonal"]'), "entry 1: families 'diagonal' is not known: choose from"),
+        (entry(case='"{"'), "entry 1: case: "),
+        (entry(case='\'{"question": "compare"}\''), "entry 1: case: a case is a JSON object"),
+        (entry(case="{problem = {query = 0}}"), "entry 1: case: query=0 must be"),
+    ],
+)
+def test_what_is_wrong_in_it_is_said_in_one_line(tmp_path, text: str, message: str) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        read(path)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_entry_matches_by_patterns(tmp_path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text(entry(test='"test_*.py::*"', dtypes='["bf16", "fp16"]', families='["causal"]'))
+    (found,) = read(path)
+    kernel = Kernel(name="my-ideal", id="my-ideal", subject=Ideal())
+    param = Param(kernel=kernel, dtype="fp16", family="causal")
+    assert found.matches("test_b.py::test_x", param, "cpu")
+    assert not found.matches("b.py::test_x", param, "cpu")
+    assert not found.matches("test_b.py::test_x", Param(kernel=kernel, dtype="fp16"), "cpu")
+    assert found.case_in("fp16").problem == CAUSAL.problem.replace(dtype="fp16")
+    assert found.case_in("fp32") == CAUSAL
+
+
+def test_an_entry_about_every_dtype_is_asked_in_that_of_the_test(tmp_path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text(entry())
+    (found,) = read(path)
+    assert found.dtypes == ()
+    assert found.case_in("fp32").problem == CAUSAL.problem.replace(dtype="fp32")
+
+
+def test_one_that_still_fails_is_expected_to(repository) -> None:
+    (repository.path / "known_failures.toml").write_text(entry(kernel='"wrong.py::Half"'))
+    done = repository("--kernel=wrong.py::Half", "-rx", "-n", "1", wrong=WRONG, test_a=PROPERTY)
+    assert done.returncode == 1  # the softmax is wrong too, and not known to be
+    assert "2 xfailed" in done.stdout, done.stdout + done.stderr
+    assert "test_it[wrong.Half-bf16-causal] - theirs" in done.stdout
+
+
+def test_one_that_no_longer_fails_is_a_failure(repository) -> None:
+    (repository.path / "known_failures.toml").write_text(entry(families='["causal"]'))
+    done = repository("--kernel=ideal", "-k", "test_it", test_a=PROPERTY)
+    assert "1 failed, 1 passed" in done.stdout
+    assert "known failure no longer fails: ideal on cpu answers pass" in done.stdout
+    assert "remove known_failures.toml, entry 1" in done.stdout
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_one_that_matches_no_test_is_an_error(repository, processes) -> None:
+    mine = repository.path / "mine.toml"
+    mine.write_text(entry(test='"test_a.py::test_nobody"'))
+    done = repository(
+        "--kernel=ideal", "-k", "nothing", f"--known-failures={mine}", *processes, test_a=PROPERTY
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    message = "mine.toml, entry 1: test 'test_a.py::test_nobody' of kernel '*ideal' matches no test"
+    assert message in done.stdout + done.stderr
+
+
+class Item:
+    """A test of a property for the ideal kernel."""
+
+    originalname = name = "test_it"
+
+    def __init__(self, path: Path) -> None:
+        kernel = Kernel(name="ideal", id="ideal", subject=Ideal())
+        self.path = path
+        self.callspec = SimpleNamespace(
+            params={"kernel": Param(kernel=kernel, dtype="bf16", family="causal")}
+        )
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name == MARK
+
+
+def session_of(*args: str) -> Any:
+    config = SimpleNamespace(args=args, getoption=lambda _, default: default)
+    return SimpleNamespace(config=config, testsfailed=0, isinitpath=lambda path: "." in args)
+
+
+def judged(**options: Any) -> Session:
+    found = Session(options=Options(device="cpu", **options))
+    found.kernels = tuple(
+        Kernel(name=name, id=name, subject=Ideal()) for name in options.get("kernels", ["ideal"])
+    )
+    return found
+
+
+def unmatched(folder: Path, entry: str, args: tuple[str, ...], **options: Any) -> bool:
+    """Whether an entry is an error, where test_a.py and test_b.py lie in ``folder``."""
+    (folder / "known_failures.toml").write_text(entry)
+    for file in ("test_a.py", "test_b.py"):
+        (folder / file).touch()
+    files = [arg for arg in args if arg.endswith(".py")] or ["test_a.py", "test_b.py"]
+    error = ""
+    try:
+        known_failures(
+            session_of(*args), [Item(folder / file) for file in files], judged(**options)
+        )
+    except pytest.UsageError as raised:
+        error = str(raised)
+    return "matches no test that was collected" in error
+
+
+TYPO = '"test_a.py::test_typo"'
+
+
+def test_only_what_was_collected_wholly_is_judged(tmp_path) -> None:
+    assert unmatched(tmp_path, entry(test=TYPO), (".",))
+    assert unmatched(tmp_path, entry(test=TYPO), ("test_a.py",))
+    assert unmatched(tmp_path, entry(test='"test_typo.py::test_it"'), (".",))
+    assert not unmatched(tmp_path, entry(test='"test_typo.py::test_it"'), ("test_a.py",))
+    assert not unmatched(tmp_path, entry(test=TYPO), ("test_b.py",))
+    assert not unmatched(tmp_path, entry(test=TYPO), ("test_a.py::test_it", "test_b.py"))
+    assert not unmatched(tmp_path, entry(), (".",))
+
+
+def test_only_what_was_asked_for_is_judged(tmp_path) -> None:
+    assert unmatched(tmp_path, entry(kernel='"idael"'), (".",))
+    assert not unmatched(tmp_path, entry(kernel='"flex"'), (".",))  # built in, and not here
+    assert not unmatched(tmp_path, entry(kernel='"idael"'), (".",), kernels=("ideal",))
+    assert unmatched(tmp_path, entry(dtypes='["fp16"]'), (".",))
+    assert not unmatched(tmp_path, entry(dtypes='["fp16"]'), (".",), dtypes=("bf16",))
+    assert unmatched(tmp_path, entry(test=TYPO, device='"cpu"'), (".",))
+    assert not unmatched(tmp_path, entry(test=TYPO, device='"cuda"'), (".",))
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path) -> None:
+    with pytest.raises(pytest.UsageError, match=r"--known-failures: no\.toml: No such file"):
+        known_failures(
+            session_of("."), [Item(tmp_path / "test_a.py")], judged(known_failures="no.toml")
+        )

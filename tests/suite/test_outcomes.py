@@ -1,0 +1,117 @@
+"""What is said at the end: of every test, over processes, and with which exit code."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from attncheck.suite.summary import lines
+from attncheck.suite_record import Outcome, Tally
+
+PROPERTY = """
+from attncheck.suite import asks
+
+@asks("compare", families=("full", "causal"), dtypes=("fp32", "bf16"))
+def test_it(kernel, case):
+    kernel.must_hold(case)
+"""
+KERNELS = """
+from attncheck.outputs import Outputs
+from attncheck.subjects.ideal import Ideal
+
+class Picky(Ideal):
+    name = "picky"
+
+    def unsupported(self, problem, device):
+        if problem.dtype != "bf16" or problem.mask.name == "causal":
+            return f"no {problem.mask.name} in {problem.dtype}"
+
+class Nothing(Ideal):
+    name = "nothing"
+
+    def unsupported(self, problem, device):
+        if problem.mask.name != "document":
+            return "only documents"
+
+class Raising(Ideal):
+    name = "raising"
+
+    def prepare(self, inputs):
+        raise RuntimeError("illegal memory access")
+"""
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_the_summary_is_of_all_processes(repository, processes) -> None:
+    done = repository(
+        "--kernel=kernels.py::Picky", "-rs", *processes, kernels=KERNELS, test_a=PROPERTY
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed, 1 skipped" in done.stdout
+    assert "no causal in bf16" in done.stdout
+    assert "kernels.py::Picky  4 problems in " in done.stdout
+    assert "4 problems in " in done.stdout
+    assert "0 % was compiling" in done.stdout
+    assert "no tests of kernels.py::Picky in fp32: no " in done.stdout
+
+
+def test_where_all_is_skipped_nothing_was_tested(repository) -> None:
+    done = repository("--kernel=kernels.py::Nothing", kernels=KERNELS, test_a=PROPERTY)
+    assert "4 skipped" in done.stdout
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_where_nothing_is_collected_nothing_was_tested(repository) -> None:
+    done = repository("--kernel=ideal", "--dtype=fp16", test_a=PROPERTY)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_a_kernel_that_always_raises_fails_with_what_it_raised(repository) -> None:
+    done = repository(
+        *("--kernel=kernels.py::Raising", "--junitxml=junit.xml", "-k", "bf16-full"),
+        kernels=KERNELS,
+        test_a=PROPERTY,
+    )
+    assert done.returncode == 1
+    assert "ERROR compare: RuntimeError: illegal memory access" in done.stdout, done.stdout
+    assert "Reproduce: attncheck repro " in done.stdout
+    assert "Traceback" not in done.stdout
+    assert "hidden" not in done.stdout
+    (failure,) = (repository.path / "reports" / "failures").iterdir()
+    junit = ET.parse(repository.path / "junit.xml")  # noqa: S314  # our own report
+    facts = {each.get("name"): each.get("value") for each in junit.iter("property")}
+    assert facts["attncheck_failure"] == failure.stem
+    assert facts["attncheck_kernel"] == "kernels.py::Raising"
+    assert facts["attncheck_device"] == "cpu"
+    assert facts["attncheck_seed"] == "0"
+
+
+def outcome(kernel: str, **tally: object) -> Outcome:
+    return Outcome(
+        file="test_a.py",
+        test="test_it",
+        kernel=kernel,
+        dtype="bf16",
+        family="full",
+        outcome="passed",
+        tally=Tally(**tally),
+    )
+
+
+def test_it_adds_up() -> None:
+    outcomes = [
+        outcome("b", problems={"pass": 3, "unsupported": 2}, seconds=2.0, compiling=1.0),
+        outcome("b", problems={"pass": 1, "warn": 1}, seconds=2.0),
+        outcome("aa", problems={"pass": 1_000}, seconds=4.0, compiling=1.0),
+        outcome("none"),
+    ]
+    untaken = {"b": {"tf32": "no", "e4m3": "no"}, "aa": {"tf32": "never"}}
+    assert list(lines(outcomes, untaken, 10.0)) == [
+        "aa  1,000 problems in 4.0 s, 25 % compiling",
+        "b   5 problems (2 unsupported, 1 warn) in 4.0 s, 25 % compiling",
+        "1,005 problems in 10 s: 100.5 a second; of the time spent on them 25 % was compiling",
+        "no tests of b in tf32, b in e4m3: no",
+        "no tests of aa in tf32: never",
+    ]
+    assert not list(lines([], {}, 1.0))

@@ -1,0 +1,78 @@
+"""Which tests the fixtures ``kernel`` and ``problem`` make of a test, and of whose."""
+
+from __future__ import annotations
+
+OF_THEIR_OWN = """
+import pytest
+
+@pytest.mark.parametrize("kernel", ["gaussian", "laplace"])
+def test_marked(kernel):
+    assert kernel in ("gaussian", "laplace")
+
+@pytest.mark.parametrize(("size", "kernel"), [(3, "box")])
+def test_marked_together(size, kernel):
+    assert (size, kernel) == (3, "box")
+
+class TestFixture:
+    @pytest.fixture
+    def problem(self):
+        return "mine"
+
+    def test_it(self, problem):
+        assert problem == "mine"
+
+def test_generated(kernel):
+    assert kernel == "from a conftest"
+"""
+CONFTEST = """
+def pytest_generate_tests(metafunc):
+    if metafunc.function.__name__ == "test_generated":
+        metafunc.parametrize("kernel", ["from a conftest"])
+"""
+OURS = """
+from attncheck.problem import Case
+
+def test_it(kernel):
+    assert kernel.device == "cpu"
+
+def test_both(kernel, problem):
+    kernel.must_hold(Case(problem=problem))
+"""
+TWO = ("--kernel=ideal", "--kernel=sdpa-math", "--device=cpu")
+
+
+NOTHING_HEAVY = """
+def pytest_sessionfinish(session):
+    import sys
+    assert not {"torch", "triton", "hypothesis", "numpy"} & set(sys.modules)
+"""
+
+
+def test_kernels_and_problems_of_their_own_are_left_alone(repository) -> None:
+    done = repository(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
+    assert "5 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_ours_are_the_kernels_that_are_asked_for(repository) -> None:
+    done = repository("--collect-only", *TWO, test_a=OURS)
+    found = set(done.stdout.splitlines())
+    assert found >= {"test_a.py::test_it[ideal]", "test_a.py::test_it[sdpa-math]"}
+    assert "test_a.py::test_both[ideal-causal-wide]" in found
+
+
+def test_a_kernel_that_does_not_take_a_problem_is_skipped(repository) -> None:
+    done = repository("-k", "gqa or one-key", "-rs", "--dtype=e4m3", *TWO, test_a=OURS)
+    assert "2 passed, 2 skipped" in done.stdout, done.stdout
+    assert "sdpa-math takes no such problem on cpu: takes no fp8 inputs" in done.stdout
+
+
+def test_by_default_they_are_the_projects_own(repository) -> None:
+    (repository.path / "attncheck.toml").write_text(
+        '[kernels.mine]\nentry = "mine.py::fwd"\nconvention = "sdpa"\n'
+    )
+    done = repository(
+        "--collect-only",
+        test_a="def test_it(kernel): pass",
+        mine="def fwd(query, key, value, is_causal=False): pass",
+    )
+    assert done.stdout.splitlines()[0] == "test_a.py::test_it[mine]", done.stdout + done.stderr

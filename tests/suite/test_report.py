@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+
+from attncheck.suite.report import command
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["properties", "-n", "2"], "pytest properties -n 2"),
+        (["--attncheck-report", "some/dir", "-q"], "pytest -q"),
+        (["--attncheck-report=some/dir", "-q"], "pytest -q"),
+        (["/home/me/properties/test_causal.py::test_x"], "pytest test_causal.py::test_x"),
+        (["--known-failures=/home/me/mine.toml"], "pytest --known-failures=mine.toml"),
+        (["-k", "causal and bf16"], "pytest -k 'causal and bf16'"),
+    ],
+)
+def test_the_command_names_no_folder(args: list[str], said: str) -> None:
+    assert command(args) == said

@@ -1,0 +1,155 @@
+"""The search for a Case that fails: what it ends with, and when nothing was tested."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from attncheck.outputs import Outputs
+from attncheck.problem import Case, Problem
+from attncheck.subjects.contract import Refused
+from attncheck.subjects.ideal import Ideal
+from attncheck.suite import asks, cases, profiles
+from attncheck.suite.diagnosed import DoesNotHold
+from attncheck.suite.search import search
+from attncheck.suite.tiers import TIERS
+from attncheck.suite.under_test import UnderTest
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+    from attncheck.subjects.contract import Call
+
+profiles.register()
+MOST_NEAR = 90  # problems that are tried in place of a refused one
+CASES = st.integers(1, 40).map(
+    lambda kv: Case(problem=Problem(query=2, kv=kv, head_dim=4, dtype="fp32"))
+)
+
+
+class Halves(Ideal):
+    """Wrong from seven keys on."""
+
+    name = "halves"
+
+    def prepare(self, inputs: Inputs) -> Call:
+        call = super().prepare(inputs)
+
+        def spoiled() -> Outputs:
+            right = call()
+            return Outputs(right.out / (2 if self.wrong(inputs.problem) else 1), right.lse)
+
+        return spoiled
+
+    def wrong(self, problem: Problem) -> bool:
+        return problem.kv >= 7
+
+
+class Seldom(Halves):
+    """Wrong on the first long problem that it meets, and never again."""
+
+    name = "seldom"
+    spoilt = False
+
+    def wrong(self, problem: Problem) -> bool:
+        first = problem.kv >= 7 and not self.spoilt
+        self.spoilt = self.spoilt or first
+        return first
+
+
+class Refusing(Ideal):
+    name = "refusing"
+
+    def prepare(self, inputs: Inputs) -> Call:
+        raise Refused("not on Mondays")
+
+
+def under_test(subject: Ideal) -> UnderTest:
+    tier = dataclasses.replace(TIERS["smoke"], examples=20)
+    return UnderTest(subject.name, subject, "cpu", dtype="fp32", family="full", tier=tier)
+
+
+def holds(kernel: UnderTest, case: Case) -> None:
+    kernel.must_hold(case)
+
+
+def test_it_ends_with_the_smallest_case_and_its_diagnosis() -> None:
+    kernel = under_test(Halves())
+    with pytest.raises(DoesNotHold, match=r"FAIL bound compare: out\[0, \d, ") as raised:
+        search(holds, kernel, CASES)
+    assert Case.from_json(raised.value.record.case).problem.kv == 7
+    assert kernel.tally.problems["fail"] > 1
+
+
+def test_a_failure_of_another_case_is_raised_as_itself() -> None:
+    def beside(case: Case) -> list[Case]:
+        return [Case(problem=case.problem.replace(kv=case.problem.kv + 6))]
+
+    with pytest.raises(DoesNotHold) as raised:
+        search(holds, under_test(Halves()), CASES, beside)
+    assert Case.from_json(raised.value.record.case).problem.kv == 7
+
+
+def test_a_kernel_that_fails_now_and_then_is_told_so() -> None:
+    with pytest.raises(DoesNotHold, match="It does not fail every time"):
+        search(holds, under_test(Seldom()), CASES)
+
+
+def test_a_kernel_that_refuses_everything_as_it_is_called_is_skipped() -> None:
+    with pytest.raises(pytest.skip.Exception, match="takes no such problem on cpu: not on Mondays"):
+        search(holds, under_test(Refusing()), CASES)
+
+
+def test_a_property_of_nothing_fails() -> None:
+    with pytest.raises(pytest.fail.Exception, match="nothing was tested"):
+        search(holds, under_test(Ideal()), CASES.filter(lambda _: False))
+
+
+def test_what_is_drawn_is_the_same_every_time_and_another_for_each_kernel() -> None:
+    def drawn(name: str) -> list[int]:
+        kernel = under_test(Ideal())
+        kernel.name = name
+        seen: list[int] = []
+        search(lambda _, case: seen.append(case.problem.kv), kernel, CASES)
+        return seen
+
+    assert drawn("a") == drawn("a")
+    assert drawn("a") != drawn("b")
+    assert len(drawn("a")) == 20
+
+
+def test_each_tier_draws_as_many_as_it_says() -> None:
+    for tier in TIERS.values():
+        assert hypothesis.settings.get_profile(tier.profile).deadline is None
+        assert tier.examples >= tier.examples_on("cpu", triton=True) > 1
+        assert tier.examples_on("cuda", triton=True) > 1  # the first is the plainest
+
+
+def test_a_kernel_that_refuses_the_first_few_is_not_asked_hundreds() -> None:
+    class Picky(Ideal):
+        name = "picky"
+        asked = 0
+
+        def unsupported(self, problem: Problem, device: str) -> str | None:
+            self.asked += 1
+            return "head_dim must be 512"
+
+    kernel = under_test(picky := Picky())
+    (mark,) = _property.pytestmark
+    with pytest.raises(pytest.skip.Exception, match="head_dim must be 512"):
+        search(holds, kernel, cases(kernel, mark.args[0]))
+    assert picky.asked < 200 * MOST_NEAR
+
+
+@asks("compare", families=("full",))
+def _property(kernel: UnderTest, case: Case) -> None: ...
+
+
+def test_a_kernel_that_takes_few_is_asked_as_often_as_any() -> None:
+    kernel = under_test(Ideal())
+    rare = st.integers(1, 400).filter(lambda kv: kv % 20 == 3)
+    search(holds, kernel, rare.map(lambda kv: Case(problem=Problem(query=1, kv=kv, head_dim=2))))
+    assert kernel.tally.total >= 20

@@ -1,0 +1,109 @@
+"""Which tests a property becomes, of which kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attncheck.strategies.families import MASK_FAMILIES
+from attncheck.subjects.ideal import Ideal
+from attncheck.suite import asks
+from attncheck.suite.kernels import Kernel
+from attncheck.suite.marks import MARK, SOFTMAX
+from attncheck.suite.options import Options
+from attncheck.suite.samples import NOT_CONCERNED, refusal, samples
+from attncheck.suite.session import Session
+
+if TYPE_CHECKING:
+    from attncheck.problem import Problem
+    from attncheck.suite.asking import Asked
+
+
+class Narrow(Ideal):
+    """Takes head_dim 128 in whole tiles, in fp16 and, unmasked, in bf16."""
+
+    name = "narrow"
+
+    def concerns(self, problem: Problem) -> bool:
+        return problem.operation == "attention" and not problem.formats.scaled
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        if problem.head_dim != 128 or problem.query % 64 or problem.kv % 64:
+            return "head_dim must be 128"
+        if problem.dtype == "bf16" and problem.mask.name != "full":
+            return "bf16 has no mask"
+        return None if problem.dtype in {"fp16", "bf16"} else f"{problem.dtype} is not compiled in"
+
+
+class Raising(Ideal):
+    name = "raising"
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        raise RuntimeError("no driver")
+
+
+def asked(*families: str, **more: object) -> Asked:
+    @asks("compare", families=families, **more)
+    def test_it(kernel: object, case: object) -> None: ...
+
+    (mark,) = test_it.pytestmark
+    assert mark.name == MARK
+    return mark.args[0]
+
+
+def session(*subjects: Ideal, **options: object) -> Session:
+    found = Session(options=Options(device="cpu", **options))
+    found.kernels = tuple(Kernel(name=s.name, id=s.name, subject=s) for s in subjects)
+    return found
+
+
+def test_a_test_for_each_kernel_dtype_and_family_in_that_order() -> None:
+    params = session(Ideal(), Narrow()).params(asked("full", "causal"))
+    ids = [param.id for param in params]
+    assert ids[:3] == ["ideal-fp32-full", "ideal-fp32-causal", "ideal-tf32-full"]
+    assert ids[-4:] == [
+        *["narrow-fp16-full", "narrow-fp16-causal", "narrow-bf16-full", "narrow-bf16-causal"]
+    ]
+
+
+def test_a_family_that_is_not_taken_says_why() -> None:
+    params = session(Narrow(), dtypes=("bf16",)).params(asked("full", "causal"))
+    assert [param.refused for param in params] == ["", "bf16 has no mask"]
+
+
+def test_a_dtype_that_is_not_taken_is_said_once() -> None:
+    found = session(Narrow())
+    found.params(asked("full"))
+    assert set(found.untaken["narrow"]) == {"fp32", "tf32"}  # fp8 does not concern it
+    assert not session(Narrow()).params(asked(SOFTMAX))
+
+
+def test_what_was_asked_for_by_name_and_does_not_concern_it_is_said() -> None:
+    found = session(Narrow(), kernels=("narrow",), dtypes=("e4m3",))
+    assert not found.params(asked("full"))
+    assert found.untaken == {"narrow": {"e4m3": NOT_CONCERNED}}
+
+
+def test_a_property_of_some_dtypes_is_asked_of_these() -> None:
+    params = session(Ideal()).params(asked("full", dtypes=("e4m3", "e5m2")))
+    assert [param.dtype for param in params] == ["e4m3", "e5m2"]
+
+
+def test_a_kernel_that_raises_when_it_is_asked_is_tested() -> None:
+    assert not refusal(Raising(), "causal", "bf16", "cpu")
+
+
+@pytest.mark.parametrize("family", [*MASK_FAMILIES, SOFTMAX])
+def test_every_family_has_samples(family: str) -> None:
+    found = samples(family, "bf16")
+    assert found
+    assert not refusal(Ideal(), family, "bf16", "cpu")
+    assert all(each.mask.name == family for each in found) or family in {"composition", SOFTMAX}
+
+
+def test_a_kernel_is_under_test_with_what_its_id_says() -> None:
+    found = session(Ideal())
+    (param,) = found.params(asked("causal", dtypes=("bf16",)))
+    kernel = found.under_test(param)
+    assert (kernel.name, kernel.dtype, kernel.family) == ("ideal", "bf16", "causal")
