@@ -64,6 +64,15 @@ def test_another_kernel_is_asked_the_same(repro, kept):
     code, said = repro(kept.id, "--kernel", "ideal")
     assert code == 0
     assert said.startswith("PASS compare\n  kernel     ideal on cpu\n")
+    assert "when it was kept" not in said
+
+
+def test_what_holds_now_failed_when_it_was_kept(repro, kept):
+    mended = failed(kept.record, kernel="ideal", device="cpu", test="test_causal.py::test_it")
+    keep(mended)
+    code, said = repro(mended.id)
+    assert code == 0
+    assert "It failed when it was kept: the kernel has been mended since" in said
 
 
 def test_two_kernels_have_two_ids(kept):

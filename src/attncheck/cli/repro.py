@@ -181,6 +181,12 @@ def _write(  # who is asked what
     write_texts({path.name: text}, path.parent, what="the script", instead="--script")
 
 
+_HOLDS_NOW = (
+    "It failed when it was kept: the kernel has been mended since, or its answer depends on the "
+    "calls before it."
+)
+
+
 def _show(record: Record, found: Found, *, kernel: str, device: str) -> None:
     import sys
 
@@ -195,5 +201,8 @@ def _show(record: Record, found: Found, *, kernel: str, device: str) -> None:
         question_summary=summary(str(record.case["question"])),
         test=found.test,
     )
+    same = found.test and kernel == found.kernel
+    if same and record.status not in {"fail", "error", "unsupported"}:
+        said += f"\n{_HOLDS_NOW}"
     with standard_output():
         screen.put(f"{said}\n", sys.stdout)

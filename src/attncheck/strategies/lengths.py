@@ -25,7 +25,8 @@ def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
     """Lengths from ``shortest`` to ``longest``, half of them 1–3 or within one of a tile's edge.
 
     One choice among the lengths in order, edges repeated: that shrinks to the shortest length
-    that fails, whether it is an edge or not.
+    that fails, whether it is an edge or not, where all longer ones fail too. A fault at some
+    lengths alone (every 32nd, say) shrinks to one of the first of them.
 
     Raises:
         UsageError: unless 1 ≤ shortest ≤ longest.

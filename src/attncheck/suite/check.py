@@ -118,6 +118,8 @@ def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str])
     if problem is not None:
         kind = type(problem).__name__
         raise UsageError(f"problem is {kind}: it must be a Problem or a Case.")
+    if question != COMPARE:
+        raise UsageError(f"question={question!r} is asked of a Problem: give one.")
     names = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if not names:
         raise UsageError("dtypes is empty: give at least one, such as 'bf16'.")
