@@ -18,6 +18,16 @@ def test_two_runs_agree(kernel: UnderTest, case: Case) -> None:
     kernel.must_hold(case)
 
 
+@asks(
+    "mask_order",
+    families=("causal", "sliding_window"),
+    shapes={"shortest_query": 2, "shortest_kv": 2},
+)
+def test_masks_are_not_kept(kernel: UnderTest, case: Case) -> None:
+    """A call under another mask, at the same lengths, leaves nothing for the next one."""
+    kernel.must_hold(case)
+
+
 @asks("alone_in_batch", families=("causal",))
 def test_alone_equals_in_a_batch(kernel: UnderTest, case: Case) -> None:
     """A sequence alone gives the bits that it gives in a batch."""

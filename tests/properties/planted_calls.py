@@ -84,6 +84,23 @@ class LeavesTraces(Ideal):
         return call
 
 
+class MaskKeptByShape(Ideal):
+    """Applies the mask of the first call of these lengths to all calls of them."""
+
+    name = "planted-MaskKeptByShape"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: dict[tuple[int, int], Problem] = {}
+
+    def prepare(self, inputs: Inputs) -> Call:
+        problem = inputs.problem
+        if problem.operation != "attention":
+            return super().prepare(inputs)
+        kept = self.masks.setdefault((problem.query, problem.kv), problem)
+        return super().prepare(inputs.replace(problem=problem.replace(mask=kept.mask)))
+
+
 class Softmax(Ideal):
     """One block that reads what is behind a row as 0, and sums it: of softmax alone."""
 

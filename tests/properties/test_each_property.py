@@ -94,6 +94,7 @@ dtypes.exact_sums ramp arithmetic.LoopFloor
 dtypes.exact_sums mean arithmetic.OutRoundedTwice full bf16
 determinism.two_runs_agree repeat calls.Unsteady
 determinism.two_runs_agree call_order calls.LeavesTraces
+determinism.masks_are_not_kept mask_order calls.MaskKeptByShape
 determinism.alone_equals_in_a_batch alone_in_batch calls.BatchDependent
 determinism.order_of_heads_and_sequences head_permutation arithmetic.HeadsApart
 determinism.order_of_heads_and_sequences batch_permutation arithmetic.HeadsApart

@@ -18,6 +18,7 @@ from attncheck.relations.hidden_keys import HIDDEN_KEYS, HIDDEN_KEYS_HUGE, HIDDE
 from attncheck.relations.key_permutation import KEY_PERMUTATION
 from attncheck.relations.key_shift import KEY_SHIFT
 from attncheck.relations.logit_shift import LOGIT_SHIFT
+from attncheck.relations.mask_order import MASK_ORDER
 from attncheck.relations.one_hot import ONE_HOT
 from attncheck.relations.pad_head_dim import PAD_HEAD_DIM
 from attncheck.relations.pad_value_dim import PAD_VALUE_DIM
@@ -76,6 +77,7 @@ RELATIONS: dict[str, Relation] = {
         *STRIDES,
         REPEAT,
         CALL_ORDER,
+        MASK_ORDER,
         ALONE_IN_BATCH,
         SOFTMAX_SHIFT,
         SOFTMAX_COLUMNS,
