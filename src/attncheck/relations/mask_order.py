@@ -64,6 +64,6 @@ MASK_ORDER = Relation(
     unfit=of_attention(_unfit),
 )
 """Holds for every right kernel: nothing is left of the call between. Finds what is kept by shape,
-be it a mask, a block mask or a plan, where the shape was first met under another mask: the rows alone
-are of another shape, and not mistaken. See ``rectangular`` for why they are rows of the whole.
+be it a mask, a block mask or a plan, where the shape was first met under another mask: the rows
+alone are of another shape, and not mistaken. See ``rectangular`` for why they are the whole's.
 """
