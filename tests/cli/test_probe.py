@@ -45,6 +45,7 @@ def attncheck(mine, monkeypatch, capsys):
     from attncheck.runner import probe_questions, probing
 
     monkeypatch.setattr(probe_questions, "HEAD_DIMS", (64, 80))
+    monkeypatch.setenv("COLUMNS", "160")  # pytest-xdist sets another in its processes
     monkeypatch.setattr(probing, "RELATIONS", {"repeat": probing.RELATIONS["repeat"]})
 
     def run(*words):

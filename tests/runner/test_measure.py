@@ -85,9 +85,9 @@ def test_a_cell_that_concerns_nobody_is_neither_drawn_nor_reported(monkeypatch):
     evidence = measure_room.Evidence
 
     class Told(evidence):
-        def establish(self):
+        def establish(self, **asked):
             drawn.append(self.case.problem.operation)
-            super().establish()
+            super().establish(**asked)
 
     monkeypatch.setattr(measure_room, "Evidence", Told)
     report = measured(cells("full", "softmax"), [Rows()])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from attncheck.examine.check import compare
 from attncheck.examine.evidence import Evidence
+from attncheck.examine.executor import InProcess
 from attncheck.examine.probe import probe
 from attncheck.examine.questions import check_question
+from attncheck.examine.recorded import asked
 from attncheck.examine.relate import related
 from attncheck.probes import PROBES
 from attncheck.relations import RELATIONS
@@ -49,6 +53,11 @@ def answered(
     """
     check_question(case.question)
     said = {"variant": variant, "environment": environment}
+    executor = executor or InProcess()
+    if not executor.concerns(subject, case.problem):
+        record = asked(subject, case, device, variant, environment)
+        reason = f"it is not about {case.problem.operation}"
+        return replace(record, status="unsupported", reason=reason)
     if case.question in RELATIONS:
         return related(subject, case, device=device, executor=executor, **said)
     evidence = Evidence(case, device)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attncheck.record import Status
     from attncheck.subjects.contract import Subject
 
-__all__ = ["arrangement", "asked", "recorded", "refused"]
+__all__ = ["arrangement", "asked", "recorded"]
 
 
 def recorded(
@@ -48,7 +48,7 @@ def recorded(
     memory. A Refused becomes one with ``unsupported``.
     """
     record = asked(subject, evidence.case, evidence.device, variant, environment)
-    refusal = refused(subject, evidence.case.problem, evidence.device, executor)
+    refusal = executor.refusal(subject, evidence.case.problem, evidence.device)
     if isinstance(refusal, Failure):
         return replace(record, status="error", reason=refusal.message)
     if refusal:
@@ -64,15 +64,6 @@ def recorded(
         if not out_of_memory(error):
             raise
         return replace(record, status="error", reason="out of memory for the exact result")
-
-
-def refused(
-    subject: Subject, problem: Problem, device: str, executor: Executor
-) -> str | Failure | None:
-    """Why ``problem`` is not asked of ``subject``; None where it is."""
-    if not executor.concerns(subject, problem):
-        return f"it is not about {problem.operation}"
-    return executor.refusal(subject, problem, device)
 
 
 def asked(subject: Subject, case: Case, device: str, variant: str, environment: str) -> Record:

@@ -10,7 +10,7 @@ from attncheck import inputs as inputs_room
 from attncheck.examine.allowances import certain
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Executor, Failure, InProcess
-from attncheck.examine.recorded import asked, refused
+from attncheck.examine.recorded import asked
 from attncheck.judge.sentences import tile
 from attncheck.judgement import Judgement, Place, Worst
 from attncheck.problem import Case
@@ -129,7 +129,7 @@ def _executed(
     subject: Subject, asked_runs: Sequence[Inputs], executor: Executor
 ) -> list[Execution] | Failure:
     for inputs in asked_runs:
-        refusal = refused(subject, inputs.problem, inputs.device.type, executor)
+        refusal = executor.refusal(subject, inputs.problem, inputs.device.type)
         if refusal is not None:
             return (
                 refusal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,8 @@ from msgspec.structs import replace
 
 from attncheck import probes
 from attncheck.errors import ProblemError
-from attncheck.examine.check import compare
+from attncheck.examine.answer import answered
 from attncheck.examine.environment import environment, fingerprint, prepare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.probe import probe
 from attncheck.mods.spec import Spec
 from attncheck.problem import LARGEST_HEAD_DIM, Case, Problem
 from attncheck.record import Report
@@ -191,9 +188,5 @@ def ask(report: Report, subject: Subject, question: Question) -> Report:
     """``report`` with the Record of one question more: its ``variant`` is the question's name."""
     ((key, env),) = report.environments.items()
     device = "cpu" if env.device == "cpu" else "cuda"
-    probes_it = question.case.question in probes.PROBES
-    examine = probe if probes_it else functools.partial(compare, timed=False)
-    record = examine(
-        subject, Evidence(question.case, device), variant=question.name, environment=key
-    )
+    record = answered(subject, question.case, device=device, variant=question.name, environment=key)
     return replace(report, records=(*report.records, record))
