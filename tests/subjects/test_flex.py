@@ -15,6 +15,7 @@ from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
 from attncheck.subjects import flex, memory
+from attncheck.subjects.contract import Refused
 from attncheck.subjects.flex import Flex
 
 MASKS = {
@@ -181,3 +182,21 @@ def test_numbers_of_a_score_mod_recompile_nothing():
 def _scores(mod, given):
     index = torch.arange(4)
     return mod(given, index * 0, index % 2, index, index)
+
+
+@pytest.mark.parametrize(
+    ("says", "refuses"),
+    [
+        ("NoValidChoicesError: No choices to select", True),
+        ("OutOfMemoryError: out of resource: Required: 245760 Hardware limit:232448", True),
+        ("AssertionError: a bug", False),
+    ],
+)
+def test_tiles_that_fit_no_gpu_are_a_refusal_and_bugs_are_not(says, refuses):
+    from torch._inductor.exc import InductorError
+
+    def call():
+        raise InductorError(RuntimeError(says), None)
+
+    with pytest.raises(Refused if refuses else InductorError):
+        flex._compile_now(call)

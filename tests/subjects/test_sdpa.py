@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attncheck.inputs import draw
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
-from attncheck.subjects import memory
+from attncheck.subjects import memory, sdpa
 from attncheck.subjects.sdpa import Sdpa, attention_bias, attention_mask
 
 MASKS = {
@@ -228,3 +228,20 @@ def test_torchs_short_exp_is_within_what_is_declared(dtype):
     error = (lse.double().exp() / problem.kv - 1).abs().max()
     ulps = Sdpa("flash").arithmetic(problem, "cpu").exp2_ulps
     assert error <= ulps * 2.0**-23
+
+
+def test_tensors_that_begin_between_vectors_are_told_apart():
+    aligned = torch.zeros(64, dtype=torch.bfloat16)
+    assert sdpa._aligned([aligned, aligned[8:]])
+    assert not sdpa._aligned([aligned, aligned[1:]])
+
+
+def test_cudnn_counts_for_nothing_in_rows_that_see_no_key():
+    blind = Problem(batch=2, query=3, kv=4, mask=Spec.of("padding", lengths=[4, 0]))
+    assert sdpa.Sdpa("cudnn")._garbage(blind, "cpu").squeeze(1).tolist() == [
+        [False] * 3,
+        [True] * 3,
+    ]
+    seeing = blind.replace(mask=Spec.of("padding", lengths=[4, 1]))
+    assert sdpa.Sdpa("cudnn")._garbage(seeing, "cpu") is None
+    assert sdpa.Sdpa("efficient")._garbage(blind, "cpu") is None

@@ -40,8 +40,8 @@ _BACKENDS = {
 }
 _ON_THE_CPU = ("math", "flash")
 # On an H200 (torch 2.11) flash takes tensors that begin elsewhere; a misaligned address then takes
-# the GPU from the process. Nobody says that cuDNN looks either.
-_WANT_ALIGNMENT = ("flash", "cudnn")
+# the GPU from the process. The efficient one raises as it is called; nobody says what cuDNN does.
+_WANT_ALIGNMENT = ("flash", "efficient", "cudnn")
 _VECTOR = 16  # bytes
 
 
@@ -61,7 +61,6 @@ class Sdpa(Subject):
         self._kernel, description = _BACKENDS[backend]
         self.name = f"sdpa-{backend}"
         self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
-        self._wants_alignment = backend in _WANT_ALIGNMENT
 
     def absent(self, device: str) -> str | None:
         """The CPU has torch's unfused formula and its own flash kernel."""
@@ -93,7 +92,7 @@ class Sdpa(Subject):
             empty_rows(problem, device) if self._backend == "cudnn" and mask is not None else None
         )
         tensors = (inputs.q, inputs.k, inputs.v)
-        if self._wants_alignment and inputs.device.type == "cuda" and not _aligned(tensors):
+        if self._backend in _WANT_ALIGNMENT and device != "cpu" and not _aligned(tensors):
             raise Refused("it reads 16 bytes at a time, and its inputs do not begin at 16 bytes")
         # What is contiguous ``unsupported`` has asked about.
         if self._backend != "math" and not all(tensor.is_contiguous() for tensor in tensors):
