@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attncheck.kernels.assembler import sound_assembler
 from attncheck.kernels.launch import block_dim, scales
 from attncheck.kernels.tile import (
     factor_of,
@@ -78,17 +79,20 @@ def flash2_forward(
     identity = score is None
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
     # fmt: off
-    _forward[grid](
-        q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(), heads,
-        heads // kv_heads, query, kv, head_dim, value_dim, scale * _LOG2E if identity else scale,
-        scales(descale), mask.captured, () if score is None else score.captured,
-        MASK=mask.function, SCORE=mask.function if score is None else score.function,
-        IDENTITY=identity, CAUSAL=launch.causal, FREE=launch.free, SCALED=descale is not None,
-        WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query, BLOCK_K=launch.block_kv,
-        BLOCK_D=block_dim(head_dim, q.dtype), BLOCK_V=block_dim(value_dim, v.dtype),
-        PRECISION=launch.precision, IMPRECISE=launch.max_num_imprecise_acc,
-        num_warps=launch.warps, num_stages=launch.stages,
-    )
+    with sound_assembler(q.device.type):
+        _forward[grid](
+            q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(), heads,
+            heads // kv_heads, query, kv, head_dim, value_dim,
+            scale * _LOG2E if identity else scale, scales(descale), mask.captured,
+            () if score is None else score.captured, MASK=mask.function,
+            SCORE=mask.function if score is None else score.function, IDENTITY=identity,
+            CAUSAL=launch.causal, FREE=launch.free, SCALED=descale is not None,
+            WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query,
+            BLOCK_K=launch.block_kv, BLOCK_D=block_dim(head_dim, q.dtype),
+            BLOCK_V=block_dim(value_dim, v.dtype),
+            PRECISION=launch.precision, IMPRECISE=launch.max_num_imprecise_acc,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )
     # fmt: on
     return out, lse
 

@@ -1,0 +1,69 @@
+"""Which ptxas makes machine code of our kernels: on Hopper not the one of CUDA 12.8.
+
+That one, Triton 3.6's default, may give a wgmma whose operand B is in shared memory a wrong
+descriptor. Its high half is a constant; ptxas adds it to the low half in 64 bits and takes the
+carry's zero from a uniform register that holds the warp's number instead. Seen in the machine code
+of ``flash2_forward`` at value dims up to 16 (``UIADD3.X UR7, UR4, -0x3ffffff0`` behind
+``R2UR UR4, <thread / 32>``), and on an H200: wrong numbers that differ from run to run, and reads
+beyond shared memory (compute-sanitizer names that instruction). The ptxas of CUDA 12.9, which
+Triton 3.6 carries for Blackwell, and 13.4 make right code of the same PTX.
+
+Other kernels of the process are assembled as ever: what attncheck judges is what its author runs.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING
+
+from triton import knobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+__all__ = ["sound_assembler"]
+
+_HOPPER = 90
+_SOUND = (12, 9)
+
+
+def sound_assembler(device: str) -> AbstractContextManager[None]:
+    """Within it, kernels for ``device`` (``cpu`` or ``cuda``) are made by a ptxas without that bug.
+
+    Changes nothing where the default is sound, where no other ptxas came with Triton, and where
+    somebody chose one (``TRITON_PTXAS_PATH``).
+    """
+    path = _replacement() if device == "cuda" else None
+    return _using(path) if path else nullcontext()
+
+
+@contextmanager
+def _using(path: str) -> Iterator[None]:
+    with knobs.nvidia.scope():
+        knobs.nvidia.ptxas = path
+        yield
+
+
+@cache
+def _replacement() -> str | None:
+    from triton.compiler import make_backend
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    if target.backend != "cuda" or target.arch != _HOPPER or "TRITON_PTXAS_PATH" in os.environ:
+        return None
+    # Triton asks once a process which ptxas there is, for the names of its cache: of everybody's.
+    make_backend(target).hash()
+    return chosen(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell)
+
+
+def chosen(default: knobs.NvidiaTool, other: knobs.NvidiaTool) -> str | None:
+    """The path of ``other`` where it is sound and ``default`` is not."""
+    return other.path if _version(default) < _SOUND <= _version(other) else None
+
+
+def _version(tool: knobs.NvidiaTool) -> tuple[int, ...]:
+    return tuple(map(int, tool.version.split(".")))

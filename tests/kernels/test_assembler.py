@@ -1,0 +1,41 @@
+"""Which ptxas our kernels get, and that nobody else gets it."""
+
+import os
+from contextlib import nullcontext
+
+import pytest
+from triton import knobs
+
+from attncheck.kernels import assembler
+
+
+def tool(version):
+    return knobs.NvidiaTool(path=f"/ptxas-{version}", version=version)
+
+
+@pytest.mark.parametrize(
+    ("default", "other", "path"),
+    [
+        ("12.8", "12.9", "/ptxas-12.9"),  # Triton 3.6
+        ("12.8", "13.4", "/ptxas-13.4"),
+        ("12.8", "12.8", None),  # no better one
+        ("12.9", "13.4", None),  # Triton 3.9: sound as it is
+        ("13.10", "12.9", None),
+    ],
+)
+def test_another_ptxas_is_chosen_where_the_default_is_wrong_and_it_is_not(default, other, path):
+    assert assembler.chosen(tool(default), tool(other)) == path
+
+
+def test_the_interpreter_needs_none():
+    assert isinstance(assembler.sound_assembler("cpu"), nullcontext)
+
+
+def test_other_kernels_keep_theirs(monkeypatch):
+    path = knobs.nvidia.ptxas_blackwell.path
+    before = knobs.nvidia.ptxas.path
+    monkeypatch.setattr(assembler, "_replacement", lambda: path)
+    with assembler.sound_assembler("cuda"):
+        assert knobs.nvidia.ptxas.path == path
+    assert knobs.nvidia.ptxas.path == before != path
+    assert "TRITON_PTXAS_PATH" not in os.environ
