@@ -15,6 +15,7 @@ from attncheck.distributions import DISTRIBUTIONS
 from attncheck.errors import ProblemError, UnknownName, UsageError
 from attncheck.formats import DTYPES, fp32
 from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
 from attncheck.problem import Case, Problem
 
 RICH = Problem(
@@ -124,6 +125,8 @@ def test_ids_differ_between_problems():
         {"dtype": "bf16"},
         {"score": Spec.of("none")},
         {"scale": 0.25},
+        {"sink": True},
+        {"paging": Paging(size=16)},
         {"distribution": "normal"},
         {"seed": 8},
     ]

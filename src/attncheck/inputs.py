@@ -7,6 +7,7 @@ stored number times its descale.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 
 from attncheck import distributions
 from attncheck.distributions import Sizes
+from attncheck.draws import Draws
 from attncheck.errors import ProblemError
 from attncheck.formats import FORMATS, Format, round_to
 
@@ -26,6 +28,7 @@ __all__ = ["Descale", "Inputs", "draw", "originals", "rounded"]
 
 # Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB.
 _CHUNK = 1 << 18
+_LN2 = 0.6931471805599453
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,6 +55,7 @@ class Inputs:
         descale: Of fp8 alone: the number meant is the stored one times its descale.
         x: Of a softmax alone: its scores ``(batch, heads, query, kv)``; q, k and v are empty then,
             their last axis is 0.
+        sink: Of a Problem with one: each head's logit, fp32 ``(heads,)``, natural, in every dtype.
 
     Raises:
         ProblemError: for a tensor whose shape or dtype is not the Problem's.
@@ -63,17 +67,20 @@ class Inputs:
     v: torch.Tensor
     descale: Descale | None = None
     x: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         problem, sizes = self.problem, _sizes(self.problem)
-        for name, given in (("descale", problem.formats.scaled), ("x", _is_softmax(problem))):
+        for name, given in (
+            ("descale", problem.formats.scaled),
+            ("x", _is_softmax(problem)),
+            ("sink", problem.sink),
+        ):
             if (getattr(self, name) is not None) != given:
                 wanted = "needs its" if given else "has no"
                 raise ProblemError(f"{problem.operation} in {problem.dtype} {wanted} {name}.")
         for name, tensor in self.tensors().items():
-            scales = name.endswith("_descale")
-            shape = (problem.batch, problem.kv_heads) if scales else getattr(sizes, name)
-            dtype = torch.float32 if scales else problem.formats.storage.torch_dtype
+            shape, dtype = _should_be(name, problem, sizes)
             if tuple(tensor.shape) != shape:
                 raise ProblemError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
             if tensor.dtype != dtype:
@@ -85,11 +92,12 @@ class Inputs:
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name: q, k, v and, where there are any, q_descale … and x."""
+        """Every tensor by name: q, k, v and, where there are any, q_descale …, x and sink."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         if self.descale is not None:
             named |= {f"{name}_descale": getattr(self.descale, name) for name in named}
-        return named if self.x is None else named | {"x": self.x}
+        more = {"x": self.x, "sink": self.sink}
+        return named | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def to(self, device: str | torch.device) -> Inputs:
         """The same numbers on another device."""
@@ -114,6 +122,7 @@ class Inputs:
         v: torch.Tensor | None = None,
         descale: Descale | None = None,
         x: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
     ) -> Inputs:
         """These Inputs with other tensors, or of another Problem; checked like any."""
         return Inputs(
@@ -123,6 +132,7 @@ class Inputs:
             v=self.v if v is None else v,
             descale=descale or self.descale,
             x=self.x if x is None else x,
+            sink=self.sink if sink is None else sink,
         )
 
     def promoted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -164,7 +174,9 @@ def originals(problem: Problem) -> Inputs:
     if not _is_softmax(problem):
         drawn = distributions.draw(problem.distribution, sizes, problem.seed)
         q, k, v = map(torch.from_numpy, drawn)
-        return Inputs(problem=exact, q=q, k=k, v=v)
+        for tensor in (k, v):
+            _share(tensor, problem)
+        return Inputs(problem=exact, q=q, k=k, v=v, sink=_sink(problem) if problem.sink else None)
     scores = distributions.draw_scores(problem.distribution, sizes, problem.seed)
     q, k, v = (torch.empty(getattr(sizes, name), dtype=torch.float64) for name in ("q", "k", "v"))
     return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores))
@@ -175,8 +187,10 @@ def rounded(exact: Inputs, problem: Problem) -> Inputs:
     fmt = problem.formats.storage
     stored, scales = {}, {}
     for name, values in exact.tensors().items():
-        if problem.formats.scaled:
-            scales[name] = scale = _descale(values, problem.kv_heads, fmt)
+        if name == "sink":
+            stored[name] = values
+        elif problem.formats.scaled:
+            scales[name] = scale = _of_all(_descale(values, problem.kv_heads, fmt), name, problem)
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
             stored[name] = _stored(values / each[..., None, None], fmt)
         else:
@@ -184,11 +198,42 @@ def rounded(exact: Inputs, problem: Problem) -> Inputs:
     return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
 
 
+def _sink(problem: Problem) -> torch.Tensor:
+    """fp32 logits ``(heads,)`` that matter: spread around what a row's scores may add up to."""
+    amplitude = problem.scale * math.sqrt(problem.head_dim)
+    drawn = Draws(problem.seed).normal("sink", (problem.heads,))
+    usual = _LN2 * (problem.kv.bit_length() - 1)  # ln kv, in products alone: the same bits anywhere
+    return torch.from_numpy(usual + 2.0 * amplitude * drawn).float()
+
+
+def _share(tensor: torch.Tensor, problem: Problem) -> None:
+    """Pages that all sequences share hold what the first one's do."""
+    if problem.paging is not None:
+        keys = problem.paging.shared * problem.paging.size
+        tensor[:, :, :keys] = tensor[:1, :, :keys].clone()
+
+
+def _of_all(scale: torch.Tensor, name: str, problem: Problem) -> torch.Tensor:
+    """One descale for all sequences, the largest, where they share pages: what is stored is one."""
+    if name == "q" or problem.paging is None or not problem.paging.shared:
+        return scale
+    return scale.amax(0, keepdim=True).expand_as(scale).contiguous()
+
+
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of all the memory that a tensor is a view of, seen through the same view."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = tensor.as_strided((size,), (1,), 0).clone()
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _should_be(name: str, problem: Problem, sizes: Sizes) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the tensor called ``name``."""
+    if name.endswith("_descale"):
+        return (problem.batch, problem.kv_heads), torch.float32
+    if name == "sink":
+        return (problem.heads,), torch.float32
+    return getattr(sizes, name), problem.formats.storage.torch_dtype
 
 
 def _is_softmax(problem: Problem) -> bool:

@@ -17,6 +17,7 @@ from attncheck.errors import ProblemError, UnknownName
 from attncheck.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
 from attncheck.mods import library
 from attncheck.mods.spec import Dimensions, Spec
+from attncheck.paging import Paging
 
 if TYPE_CHECKING:
     from attncheck.mods.library import MaskMod, ScoreMod
@@ -35,7 +36,11 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "scale": 1.0,
     "mask": library.FULL,
     "score": library.NONE,
+    "sink": False,
+    "paging": None,
 }
+# What came later: left out of JSON at its default.
+_SINCE = {"operation": "attention", "sink": False, "paging": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,11 @@ class Problem:
         mask: Which keys a row sees.
         score: What is done to a score before the softmax.
         scale: Factor of q·k, rounded to fp32 (default: 1/√head_dim).
+        sink: Whether each head has a logit of its own that takes part in the softmax as one more
+            key of value 0, which every row sees; LSE includes it. It is no score: no scale, mask
+            or score mod is for it.
+        paging: How keys and values lie in memory; None for one after the other. It changes no
+            number of the result.
         distribution: A name of ``distributions.DISTRIBUTIONS``.
         seed: Which draw of it.
 
@@ -82,6 +92,8 @@ class Problem:
     mask: Spec = library.FULL
     score: Spec = library.NONE
     scale: float = 0.0
+    sink: bool = False
+    paging: Paging | None = None
     distribution: str = "normal"
     seed: int = 0
 
@@ -96,6 +108,7 @@ class Problem:
         self._default("value_dim", self.head_dim)
         self._check_sizes(_SIZES)
         self._check_scale()
+        self._check_memory()
         self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
         library.check_mask(self.mask, self.dimensions)
         library.check_score(self.score, self.dimensions)
@@ -154,6 +167,12 @@ class Problem:
                 f"scale={self.scale!r} must be a positive number in the range of fp32."
             )
 
+    def _check_memory(self) -> None:
+        if not isinstance(self.sink, bool):
+            raise ProblemError(f"sink={self.sink!r} must be true or false.")
+        if self.paging is not None and not isinstance(self.paging, Paging):
+            raise ProblemError(f"paging={self.paging!r} must be a Paging or None.")
+
     def _check_names(self) -> None:
         if self.operation not in OPERATIONS:
             raise UnknownName("operation", self.operation, OPERATIONS)
@@ -190,12 +209,13 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         """A JSON object; ``from_json`` gives the same Problem back.
 
-        An attention's operation is not named: ids are those of the time before there was another.
+        What came later is named only where it is not at its default: ids stay what they were.
         """
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.operation == "attention":
-            del data["operation"]
-        return data | {"mask": self.mask.to_json(), "score": self.score.to_json()}
+        data |= {"mask": self.mask.to_json(), "score": self.score.to_json()}
+        if self.paging is not None:
+            data["paging"] = self.paging.to_json()
+        return {k: v for k, v in data.items() if k not in _SINCE or v != _SINCE[k]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Problem:
@@ -208,7 +228,9 @@ class Problem:
         if "query" not in data:
             raise ProblemError("a problem needs its query length.")
         mods = {name: Spec.from_json(data[name]) for name in ("mask", "score") if name in data}
-        return cls(**{**data, **mods})
+        paging = data.get("paging")
+        paged = {} if paging is None else {"paging": Paging.from_json(paging)}
+        return cls(**{**data, **mods, **paged})
 
     @property
     def id(self) -> str:
@@ -230,6 +252,8 @@ class Problem:
     def __str__(self) -> str:
         said = [self.dtype, str(self.mask) if self.operation == "attention" else self.operation]
         said += [str(self.score)] if self.score != library.NONE else []
+        said += ["sink"] if self.sink else []
+        said += [str(self.paging)] if self.paging else []
         said += [self.shape, self.distribution, f"seed {self.seed}"]
         usual = self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
         return " ".join(said if usual else [*said, f"scale {self.scale:g}"])

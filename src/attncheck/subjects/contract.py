@@ -65,12 +65,14 @@ class Subject(ABC):
         triton: Whether it is written in Triton, and so interpreted on a CPU.
         promises: What it promises of its bits (``question.PROMISES``); what it does not promise is
             asked within bounds, or not at all.
+        sinks: Whether it takes a Problem's sink.
     """
 
     name: str
     summary: str
     triton: bool = False
     promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
+    sinks: bool = False
 
     def absent(self, device: str) -> str | None:
         """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""
@@ -80,10 +82,13 @@ class Subject(ABC):
     def concerns(self, problem: Problem) -> bool:
         """Whether ``problem`` is a question for this kernel at all.
 
-        A kernel for attention is not asked about softmax: no cell, no row, no reason. What a
-        reader would expect it to take, and it does not, is for ``unsupported``.
+        A kernel for attention is not asked about softmax, nor one without pages or sinks about
+        those: no cell, no row, no reason. What a reader would expect it to take, and it does not,
+        is for ``unsupported``.
         """
-        return problem.operation == "attention"
+        if problem.operation != "attention" or problem.paging is not None:
+            return False
+        return self.sinks or not problem.sink
 
     @abstractmethod
     def unsupported(self, problem: Problem, device: str) -> str | None:

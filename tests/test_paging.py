@@ -1,0 +1,68 @@
+"""Paging and sinks as parts of a Problem, and what is drawn for them."""
+
+import pytest
+import torch
+
+from attncheck.errors import ProblemError
+from attncheck.inputs import draw
+from attncheck.paging import Paging
+from attncheck.problem import Problem
+
+PAGED = Problem(batch=3, heads=2, query=1, kv=70, paging=Paging(size=16, seed=5, shared=2))
+
+
+def test_json_names_what_came_later_only_where_it_is_there():
+    assert not {"sink", "paging"} & set(Problem(query=4).to_json())
+    assert Problem(query=4).id == Problem.from_json(Problem(query=4).to_json()).id
+    for problem in (PAGED, Problem(query=4, sink=True)):
+        assert Problem.from_json(problem.to_json()) == problem
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"size": 0}, {"size": 2**20}, {"size": True}, {"size": 16, "seed": -1}, {"size": 16.0}],
+)
+def test_pages_that_cannot_be(given):
+    with pytest.raises(ProblemError, match="paging"):
+        Paging(**given)
+
+
+@pytest.mark.parametrize("data", [{}, 3, {"size": 16, "colour": 1}])
+def test_json_that_is_no_paging(data):
+    with pytest.raises(ProblemError, match="paging"):
+        Problem.from_json({"query": 4, "paging": data})
+
+
+@pytest.mark.parametrize("given", [{"sink": 1}, {"paging": 16}])
+def test_problems_that_cannot_be(given):
+    with pytest.raises(ProblemError):
+        Problem(query=4, **given)
+
+
+def test_a_softmax_has_neither():
+    for given in ({"sink": True}, {"paging": Paging(size=16)}):
+        with pytest.raises(ProblemError, match="no meaning"):
+            Problem(operation="softmax", query=4, **given)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_shared_pages_hold_the_same(dtype):
+    inputs = draw(PAGED.replace(dtype=dtype))
+    for tensor in (inputs.k, inputs.v):
+        stored = tensor.view(torch.uint8)
+        assert torch.equal(stored[0, :, :32], stored[2, :, :32])
+        assert not torch.equal(stored[0, :, 32:], stored[2, :, 32:])
+    if inputs.descale is not None:
+        assert torch.equal(inputs.descale.k[0], inputs.descale.k[2])
+
+
+def test_a_sink_is_a_logit_of_each_head_in_every_dtype():
+    problem = Problem(heads=3, query=5, kv=9, sink=True)
+    sinks = {dtype: draw(problem.replace(dtype=dtype)).sink for dtype in ("fp32", "bf16", "e4m3")}
+    assert all(torch.equal(sink, sinks["fp32"]) for sink in sinks.values())
+    assert sinks["fp32"].shape == (3,)
+    assert sinks["fp32"].dtype is torch.float32
+    with pytest.raises(ProblemError, match="needs its sink"):
+        draw(problem.replace(sink=False)).replace(problem=problem)
+    with pytest.raises(ProblemError, match=r"sink.shape"):
+        draw(problem).replace(sink=torch.zeros(2))
