@@ -34,7 +34,7 @@ def test_the_interpreter_needs_none():
 def test_other_kernels_keep_theirs(monkeypatch):
     path = knobs.nvidia.ptxas_blackwell.path
     before = knobs.nvidia.ptxas.path
-    monkeypatch.setattr(assembler, "_replacement", lambda: path)
+    monkeypatch.setattr(assembler, "replacement", lambda: path)
     with assembler.sound_assembler("cuda"):
         assert knobs.nvidia.ptxas.path == path
     assert knobs.nvidia.ptxas.path == before != path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,8 +47,25 @@ def checkup() -> dict[str, Any]:
     else:
         how = "compiled" if device == "cuda" else "interpreted"
         ready = {"name": "triton", "ok": True, "finding": f"kernels are {how} on {device}"}
-    tests = [ready, *(_self_test(builtin.subject_named(n), device) for n in builtin.names())]
+    tests = [ready, *_assembler(device)]
+    tests += [_self_test(builtin.subject_named(n), device) for n in builtin.names()]
     return {"environment": msgspec.to_builtins(environment(device)), "self_tests": tests}
+
+
+def _assembler(device: str) -> list[dict[str, Any]]:
+    """That Triton's own ptxas is not to be trusted, where that is so; it concerns other kernels."""
+    if device == "cpu" or not find_spec("triton"):
+        return []
+    from attncheck.kernels.assembler import replacement
+
+    better = replacement()
+    if better is None:
+        return []
+    finding = (
+        "CUDA 12.8's gives some wgmma wrong operands: wrong numbers, illegal accesses. Ours do "
+        f"without it; for your Triton kernels set TRITON_PTXAS_PATH={better}"
+    )
+    return [{"name": "ptxas", "ok": True, "finding": finding}]
 
 
 def _self_test(subject: Subject, device: str) -> dict[str, Any]:

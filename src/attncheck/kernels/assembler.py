@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["sound_assembler"]
+__all__ = ["replacement", "sound_assembler"]
 
 _HOPPER = 90
 _SOUND = (12, 9)
@@ -36,7 +36,7 @@ def sound_assembler(device: str) -> AbstractContextManager[None]:
     Changes nothing where the default is sound, where no other ptxas came with Triton, and where
     somebody chose one (``TRITON_PTXAS_PATH``).
     """
-    path = _replacement() if device == "cuda" else None
+    path = replacement() if device == "cuda" else None
     return _using(path) if path else nullcontext()
 
 
@@ -48,7 +48,11 @@ def _using(path: str) -> Iterator[None]:
 
 
 @cache
-def _replacement() -> str | None:
+def replacement() -> str | None:
+    """The ptxas that our kernels get on this machine's GPU; None where Triton's default is sound.
+
+    None as well where there is no other, and where somebody chose one.
+    """
     from triton.compiler import make_backend
     from triton.runtime import driver
 
