@@ -9,6 +9,7 @@ this module is loaded by every pytest of the environment.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -108,14 +109,14 @@ def pytest_collection_modifyitems(
 def kernel(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
     """The kernel under test.
 
-    On the CPU with one thread: at these sizes several mostly wait for each other, and where other
-    processes want the cores too they were ten times slower than one.
+    On the CPU, and in a process among several, with one thread of torch: at these sizes more mostly
+    wait for each other, and where other processes want the cores too they were ten times slower.
     """
     import torch
 
     under_test = _session(request.config).under_test(request.param)
     threads = torch.get_num_threads()
-    if under_test.device == "cpu":
+    if under_test.device == "cpu" or "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     yield under_test
     torch.set_num_threads(threads)
