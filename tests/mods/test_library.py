@@ -17,10 +17,10 @@ from attncheck.mods.spec import Dimensions, Spec
 DIMENSIONS = Dimensions(batch=2, heads=4, query=5, kv=7)
 CAUSAL = Spec.of("causal")
 ALL_MASKS = (
-    "and, causal, causal_bottom_right, document, expression, full, not, or, padding, prefix_lm, "
-    "sliding_window"
+    "and, causal, causal_bottom_right, document, documents, expression, full, neighborhood, "
+    "neighborhood_morton, neighborhood_tiled, not, offset, or, padding, prefix_lm, sliding_window"
 )
-ALL_SCORES = "alibi, chain, expression, none, relative_bias, softcap, temperature"
+ALL_SCORES = "alibi, bias, chain, expression, none, offset, relative_bias, softcap, temperature"
 
 MASK_ERRORS = [
     (
@@ -72,6 +72,60 @@ MASK_ERRORS = [
     (
         Spec.of("padding", lengths=[3, 8]),
         "padding.lengths has a length 8: none may exceed kv=7.",
+    ),
+    (
+        Spec.of("documents", query_lengths=[5], kv_lengths=[3, 3]),
+        "documents.kv_lengths cover 6 positions: they must cover kv=7.",
+    ),
+    (
+        Spec.of("documents", query_lengths=[4, 0], kv_lengths=[3, 4]),
+        "documents.query_lengths cover 4 positions: they must cover query=5.",
+    ),
+    (
+        Spec.of("documents", query_lengths=[5], kv_lengths=[3, 4]),
+        "documents has 1 query_lengths and 2 kv_lengths: each document has one of each.",
+    ),
+    (
+        Spec.of("neighborhood", canvas=[0, 3], kernel=[1]),
+        "neighborhood.canvas=[0, 3] must be two whole numbers from 1 to 16777216: rows, columns.",
+    ),
+    (
+        Spec.of("neighborhood", canvas=[3], kernel=[1, 1]),
+        "neighborhood.canvas=[3] must be two whole numbers from 1 to 16777216: rows, columns.",
+    ),
+    (
+        Spec.of("neighborhood", canvas=9, kernel=[1, 1]),
+        "neighborhood.canvas=9 must be two whole numbers from 1 to 16777216: rows, columns.",
+    ),
+    (
+        Spec.of("neighborhood_morton", canvas=[4096, 4097], kernel=[1, 1]),
+        "neighborhood_morton.canvas=[4096, 4097] has more than 16777216 cells.",
+    ),
+    (
+        Spec.of("neighborhood", canvas=[3, 4], kernel=[3, 5]),
+        "neighborhood.kernel=[3, 5] is larger than the canvas [3, 4].",
+    ),
+    (
+        Spec.of("neighborhood_tiled", canvas=[3, 4], kernel=[3, 3], tile=[4, 1]),
+        "neighborhood_tiled.tile=[4, 1] is larger than the canvas [3, 4].",
+    ),
+    (
+        Spec.of("neighborhood_tiled", canvas=[3, 4], kernel=[3, 3]),
+        "neighborhood_tiled needs its argument 'tile'.",
+    ),
+    (Spec.of("offset", CAUSAL), "offset needs its argument 'rows'."),
+    (Spec.of("offset", rows=1), "offset has 0 parts: it takes exactly one part."),
+    (
+        Spec.of("offset", CAUSAL, rows=-1),
+        "offset.rows=-1 must be a whole number from 0 to 2147483642.",
+    ),
+    (
+        Spec.of("offset", Spec.of("offset", CAUSAL, rows=2**31 - 8), rows=3),
+        "offset.rows=2147483640 must be a whole number from 0 to 2147483639.",
+    ),
+    (  # of the long problem: 5 rows behind 3
+        Spec.of("offset", Spec.of("document", lengths=[7]), rows=3),
+        "document.lengths cover 7 positions: they must cover max(query, kv)=8.",
     ),
     (Spec.of("causal", CAUSAL), "causal takes no parts: only a composition does."),
     (Spec.of("not"), "not has 0 parts: it takes exactly one part."),
@@ -127,6 +181,15 @@ SCORE_ERRORS = [
         f"relative_bias.seed={2**63} must be a whole number from 0 to {2**63 - 1}.",
     ),
     (Spec.of("relative_bias", distance=1), "relative_bias needs its argument 'seed'."),
+    (Spec.of("bias", seed=0, per_head=0), "bias needs its argument 'per_batch'."),
+    (
+        Spec.of("bias", seed=0, per_batch=2, per_head=0),
+        "bias.per_batch=2 must be a whole number from 0 to 1.",
+    ),
+    (
+        Spec.of("offset", Spec.of("bias", seed=0, per_batch=0, per_head=1), rows=2**27),
+        "bias of shape (1, 4, 134217733, 7) has 3758096524 numbers: at most 2147483647.",
+    ),
     (Spec.of("chain"), "chain has 0 parts: it takes at least one part."),
     (Spec.of("none", Spec.of("none")), "none takes no parts: only a composition does."),
 ]

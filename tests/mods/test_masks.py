@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.mods import compose, masks
+from attncheck.mods import compose, masks, neighborhoods
 from attncheck.mods.library import MASKS, build_mask
 from attncheck.mods.spec import Dimensions, Spec
 
 WIDE = Dimensions(batch=2, heads=3, query=5, kv=7)
 TALL = Dimensions(batch=2, heads=3, query=6, kv=4)
+CANVAS = Dimensions(batch=1, heads=1, query=13, kv=13)
+NINE = Dimensions(batch=1, heads=1, query=9, kv=9)
+LAST = Dimensions(batch=1, heads=1, query=3, kv=7)
 
 FULL = """
 1111111
@@ -122,6 +125,116 @@ TALL_DOCUMENTS_1_4_1 = """
 ....
 """
 
+# A canvas of 2 × 3, or 3 × 2, and a key beyond it: a window touches every edge of it.
+CELLS_1_BY_2 = """
+11.....
+11.....
+.11....
+...11..
+...11..
+"""
+CELLS_2_BY_1 = """
+1..1...
+.1..1..
+..1..1.
+1..1...
+.1..1..
+"""
+# Rows of the canvas are keys 0 1 2 3, 4 5 6 7 and 8 9 10 11; the last row is beyond it.
+CANVAS_3_BY_4 = """
+111.111.111..
+111.111.111..
+.111.111.111.
+.111.111.111.
+111.111.111..
+111.111.111..
+.111.111.111.
+.111.111.111.
+111.111.111..
+111.111.111..
+.111.111.111.
+.111.111.111.
+.............
+"""
+# Tiles of 2 × 3: keys 0–5 are columns 0–2 of rows 0 and 1, keys 6 and 7 column 3 of the two, keys
+# 8–10 columns 0–2 of row 2, key 11 column 3. A window of 1 × 3 stays in its row.
+TILED_3_BY_4 = """
+111..........
+111..........
+.11...1......
+...111.......
+...111.......
+....11.1.....
+.11...1......
+....11.1.....
+........111..
+........111..
+.........111.
+.........111.
+.............
+"""
+ONE_CELL = """
+1......
+.......
+.......
+.......
+.......
+"""
+# Along the Z curve of 3 × 4: rows 0 and 1 are keys 0 1 4 5 and 2 3 6 7, row 2 is 8 9 10 11.
+MORTON_3_BY_4 = """
+11..1........
+11..1........
+..11..1......
+..11..1......
+.1..11.......
+.1..11.......
+...1..11.....
+...1..11.....
+........111..
+........111..
+.........111.
+.........111.
+.............
+"""
+# Even: 2 × 2 has the cells before it, where there are any.
+EVEN_3_BY_3 = """
+11.11....
+11.11....
+.11.11...
+11.11....
+11.11....
+.11.11...
+...11.11.
+...11.11.
+....11.11
+"""
+TWO_DOCUMENTS_AND_EMPTY_ONES = """
+1......
+1......
+...1111
+...1111
+...1111
+"""
+LATER_BOTTOM_RIGHT = """
+11111..
+111111.
+1111111
+"""
+LATER_WINDOW_3 = """
+.111...
+..111..
+...111.
+....111
+.....11
+"""
+LATER_DOCUMENTS = """
+..11...
+..11...
+....111
+....111
+....111
+"""
+
 TABLES = [
     (WIDE, Spec.of("full"), [FULL, FULL]),
     (WIDE, Spec.of("causal"), [CAUSAL, CAUSAL]),
@@ -145,6 +258,45 @@ TABLES = [
         WIDE,
         Spec.of("expression", text="(q_idx % 3 <= kv_idx) & (abs(q_idx - kv_idx) // 2 < b + 1)"),
         [WRITTEN_IN_0, WRITTEN_IN_1],
+    ),
+    (WIDE, Spec.of("neighborhood", canvas=[2, 3], kernel=[1, 2]), [CELLS_1_BY_2] * 2),
+    (WIDE, Spec.of("neighborhood", canvas=[2, 3], kernel=[2, 1]), [CELLS_2_BY_1] * 2),
+    (WIDE, Spec.of("neighborhood", canvas=[1, 1], kernel=[1, 1]), [ONE_CELL] * 2),
+    (CANVAS, Spec.of("neighborhood", canvas=[3, 4], kernel=[3, 3]), [CANVAS_3_BY_4]),
+    (NINE, Spec.of("neighborhood", canvas=[3, 3], kernel=[2, 2]), [EVEN_3_BY_3]),
+    (
+        CANVAS,
+        Spec.of("neighborhood_tiled", canvas=[3, 4], kernel=[1, 3], tile=[2, 3]),
+        [TILED_3_BY_4],
+    ),
+    (
+        CANVAS,
+        Spec.of("neighborhood_tiled", canvas=[3, 4], kernel=[3, 3], tile=[1, 4]),
+        [CANVAS_3_BY_4],
+    ),
+    (CANVAS, Spec.of("neighborhood_morton", canvas=[3, 4], kernel=[1, 3]), [MORTON_3_BY_4]),
+    (
+        WIDE,
+        Spec.of("documents", query_lengths=[2, 0, 3, 0], kv_lengths=[1, 2, 4, 0]),
+        [TWO_DOCUMENTS_AND_EMPTY_ONES] * 2,
+    ),
+    (
+        WIDE,
+        Spec.of("documents", query_lengths=[2, 0, 9], kv_lengths=[1, 2, 9]),
+        [TWO_DOCUMENTS_AND_EMPTY_ONES] * 2,
+    ),
+    (LAST, Spec.of("offset", Spec.of("causal_bottom_right"), rows=2), [LATER_BOTTOM_RIGHT]),
+    (LAST, Spec.of("offset", Spec.of("causal"), rows=4), [LATER_BOTTOM_RIGHT]),
+    (WIDE, Spec.of("offset", Spec.of("sliding_window", window=3), rows=3), [LATER_WINDOW_3] * 2),
+    (
+        WIDE,
+        Spec.of("offset", Spec.of("document", lengths=[2, 2, 5]), rows=2),
+        [LATER_DOCUMENTS] * 2,
+    ),
+    (
+        WIDE,
+        Spec.of("offset", Spec.of("offset", Spec.of("sliding_window", window=3), rows=1), rows=2),
+        [LATER_WINDOW_3] * 2,
     ),
     (
         WIDE,
@@ -212,6 +364,41 @@ def test_indices_may_be_of_either_width(index_dtype: torch.dtype) -> None:
     indices = [torch.arange(n, dtype=index_dtype) for n in (1, 1, 5, 5)]
     mask = masks.document(torch.tensor([0, 0, 1, 1, 1]))
     assert mask(*indices).all()
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (1, 7), (5, 3), (4, 4), (6, 5)], ids=str)
+def test_every_cell_sees_a_whole_window(sides: tuple[int, int]) -> None:
+    """And the rest of the query and the keys nothing, in whichever order."""
+    cells = sides[0] * sides[1]
+    longer = Dimensions(batch=1, heads=1, query=cells + 2, kv=cells + 3)
+    at = torch.zeros((), dtype=torch.int64)
+    indices = (at, at, torch.arange(longer.query)[:, None], torch.arange(longer.kv))
+    for tall in range(1, sides[0] + 1):
+        for wide in range(1, sides[1] + 1):
+            drawn = {"canvas": list(sides), "kernel": [tall, wide]}
+            for spec in (
+                Spec.of("neighborhood", **drawn),
+                Spec.of("neighborhood_morton", **drawn),
+                Spec.of("neighborhood_tiled", **drawn, tile=[1 + sides[0] // 2, 1 + sides[1] // 3]),
+            ):
+                seen = build_mask(spec, longer)(*indices)
+                assert seen[:cells].sum(-1).eq(tall * wide).all()
+                assert not seen[cells:].any()
+                assert not seen[:, cells:].any()
+
+
+def test_a_z_curve_leaves_out_what_lies_outside() -> None:
+    assert neighborhoods.morton_order((4, 4)).tolist() == [
+        0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15
+    ]  # fmt: skip
+    assert neighborhoods.morton_order((3, 3)).tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
+    assert neighborhoods.morton_order((1, 5)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_documents_beyond_the_memory_cost_nothing() -> None:
+    """Lengths may be as large as numbers are."""
+    spec = Spec.of("document", lengths=[2, 2**31 - 1])
+    assert build_mask(spec, NINE)(*[torch.arange(9)] * 4).all()
 
 
 def test_compositions_need_a_part() -> None:

@@ -72,6 +72,56 @@ def test_relative_bias_draws_its_table_from_its_seed() -> None:
     assert not torch.equal(applied(built), applied(other))
 
 
+def test_bias_adds_what_stands_at_its_row_and_key() -> None:
+    table = torch.tensor([[[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]]])
+    assert applied(scores.bias(table)).tolist() == [
+        [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]],
+        [[9.0, 20.0, 31.0], [48.0, 42.0, 60.5]],
+    ]
+    apart = torch.cat([table, 100.0 * table], 1)
+    assert applied(scores.bias(apart))[1].tolist() == [
+        [999.0, 2000.0, 3001.0],
+        [4008.0, 4992.0, 6000.5],
+    ]
+
+
+def added(spec: Spec, dimensions: Dimensions) -> torch.Tensor:
+    """What an additive score mod adds, (batch, heads, query, kv)."""
+    shape = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
+    indices = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
+    return build_score(spec, dimensions)(torch.zeros(shape, dtype=torch.float64), *indices)
+
+
+@pytest.mark.parametrize("per_head", [0, 1])
+@pytest.mark.parametrize("per_batch", [0, 1])
+def test_bias_is_drawn_for_each_row_and_key(per_batch: int, per_head: int) -> None:
+    spec = Spec.of("bias", seed=3, per_batch=per_batch, per_head=per_head)
+    large, small = (Dimensions(batch=2, heads=3, query=q, kv=kv) for q, kv in ((40, 50), (7, 9)))
+    table = added(spec, large)
+    assert torch.equal(table.float().double(), table)
+    assert 0.9 < table.std() < 1.1
+    assert table.abs().max() < 8.3  # of standard normal draws, none is beyond
+    assert torch.equal(table[0], table[1]) == (not per_batch)
+    assert torch.equal(table[:, 0], table[:, 2]) == (not per_head)
+    assert len(table[0, 0].unique()) > 1990
+    # A part of a Problem has a part of its bias.
+    assert torch.equal(added(spec, small), table[:, :, :7, :9])
+    assert not torch.equal(added(Spec.of("bias", **{**spec.values, "seed": 4}), large), table)
+
+
+def test_offset_is_the_part_of_later_rows() -> None:
+    long = Dimensions(batch=1, heads=2, query=9, kv=7)
+    short = Dimensions(batch=1, heads=2, query=4, kv=7)
+    for part in (
+        Spec.of("alibi"),
+        Spec.of("bias", seed=1, per_batch=0, per_head=1),
+        Spec.of("offset", Spec.of("relative_bias", distance=3, seed=0), rows=0),
+    ):
+        later = added(Spec.of("offset", part, rows=5), short)
+        assert torch.equal(later, added(part, long)[:, :, 5:])
+        assert not torch.equal(later, added(part, short))
+
+
 def test_softcap_is_cap_tanh_of_the_quotient() -> None:
     result = applied(build_score(Spec.of("softcap", cap=2.0), DIMENSIONS)).flatten().tolist()
     flat = [number for head in START for row in head for number in row]
@@ -124,9 +174,11 @@ def test_score_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
         "softcap": {"cap": 3.0},
         "temperature": {"temperature": 3.0},
         "relative_bias": {"distance": 2, "seed": 0},
+        "bias": {"seed": 0, "per_batch": 1, "per_head": 1},
+        "offset": {"rows": 1},
         "expression": {"text": "where(b == 0, 0.1, 2) * kv_idx / 3 + score"},
     }
-    parts = [Spec.of("alibi")] if name == "chain" else []
+    parts = [Spec.of("alibi")] if SCORES[name].compose else []
     mod = build_score(Spec.of(name, *parts, **numbers.get(name, {})), DIMENSIONS)
     index = torch.tensor(1)
     assert mod(torch.tensor(1.0, dtype=dtype), index, index, index, index).dtype is dtype
@@ -138,10 +190,12 @@ def test_additive_means_independent_of_the_score() -> None:
     cap = Spec.of("softcap", cap=2.0)
     assert is_additive(Spec.of("chain", Spec.of("alibi"), Spec.of("none")))
     assert not is_additive(Spec.of("chain", Spec.of("alibi"), cap))
+    assert is_additive(Spec.of("offset", Spec.of("alibi"), rows=1))
+    assert not is_additive(Spec.of("offset", cap, rows=1))
     for name, entry in SCORES.items():
-        if name == "chain":
+        if entry.compose:
             continue
-        given = {"seed": 1, "text": "score * 0.5"}
+        given = {"seed": 1, "per_batch": 0, "per_head": 1, "text": "score * 0.5"}
         arguments = {k: given.get(k, 2) for k in entry.arguments}
         mod = build_score(Spec.of(name, **arguments), DIMENSIONS)
         added = applied(mod) - torch.tensor(START)

@@ -19,6 +19,7 @@ __all__ = [
     "causal",
     "causal_bottom_right",
     "document",
+    "documents",
     "full",
     "padding",
     "prefix_lm",
@@ -74,6 +75,20 @@ def document(document_of: Tensor) -> MaskMod:
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return document_of[q_idx] == document_of[kv_idx]
+
+    return mask
+
+
+def documents(query_of: Tensor, kv_of: Tensor) -> MaskMod:
+    """Row i sees the keys of the document of its number.
+
+    Args:
+        query_of: Which document a row belongs to, integers (query,).
+        kv_of: Which document a key belongs to, integers (kv,).
+    """
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return query_of[q_idx] == kv_of[kv_idx]
 
     return mask
 

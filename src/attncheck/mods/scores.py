@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.mods.tables import reader
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = ["alibi", "none", "relative_bias", "softcap", "temperature"]
+__all__ = ["alibi", "bias", "none", "relative_bias", "softcap", "temperature"]
 
 
 def none(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -33,6 +35,20 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + slopes[h].to(score.dtype) * (kv_idx - q_idx)
+
+    return biased
+
+
+def bias(table: Tensor) -> ScoreMod:
+    """Adds table[b, h, q_idx, kv_idx], as the float ``attn_mask`` of torch's SDPA.
+
+    Args:
+        table: fp32 (batch or 1, heads or 1, query, kv).
+    """
+    read = reader(table)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + read(b, h, q_idx, kv_idx).to(score.dtype)
 
     return biased
 

@@ -30,8 +30,15 @@ PLAIN_MASKS = [
     Spec.of("sliding_window", window=1),
     Spec.of("sliding_window", window=6),
     Spec.of("prefix_lm", prefix=3),
-    Spec.of("document", lengths=[3, 0, 10, 8]),
+    Spec.of("document", lengths=[3, 0, 10, 80]),
     Spec.of("padding", lengths=[3, 21]),
+    Spec.of("documents", query_lengths=[3, 0, 99], kv_lengths=[0, 9, 12]),
+    Spec.of("neighborhood", canvas=[3, 5], kernel=[2, 3]),  # blocks end beyond the canvas
+    Spec.of("neighborhood_tiled", canvas=[3, 5], kernel=[3, 3], tile=[2, 3]),
+    Spec.of("neighborhood_tiled", canvas=[7, 4], kernel=[3, 3], tile=[2, 2]),
+    Spec.of("neighborhood_morton", canvas=[3, 5], kernel=[3, 2]),
+    Spec.of("offset", Spec.of("causal_bottom_right"), rows=3),
+    Spec.of("offset", Spec.of("neighborhood_morton", canvas=[4, 4], kernel=[3, 3]), rows=5),
     Spec.of("expression", text="(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)"),
 ]
 PLAIN_SCORES = [
@@ -39,6 +46,12 @@ PLAIN_SCORES = [
     Spec.of("alibi"),
     Spec.of("relative_bias", distance=4, seed=1),
     Spec.of("relative_bias", distance=0, seed=1),
+    *(
+        Spec.of("bias", seed=1, per_batch=batch, per_head=head)
+        for batch, head in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ),
+    Spec.of("offset", Spec.of("alibi"), rows=3),
+    Spec.of("offset", Spec.of("bias", seed=1, per_batch=0, per_head=1), rows=3),
     Spec.of("temperature", temperature=2.5),
     Spec.of("temperature", temperature=1),
     Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.5)"),
@@ -73,6 +86,7 @@ any_mask = st.recursive(
         st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("and", *of)),
         st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("or", *of)),
         parts.map(lambda of: Spec.of("not", of)),
+        parts.map(lambda of: Spec.of("offset", of, rows=2)),
     ),
     max_leaves=5,
 )

@@ -1,0 +1,192 @@
+"""Our block masks and torch's own, both ways."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as flex
+
+from attncheck.errors import ProblemError
+from attncheck.mods import masks as written
+from attncheck.mods.block_mask import EMPTY, FULL, BlockMask, block_mask
+from attncheck.mods.block_mask_torch import from_torch, to_torch
+from attncheck.mods.library import build_mask
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.strategies import compositions, masks
+
+QUERY, KV = 37, 50
+SHARED = Dimensions(batch=3, heads=4, query=QUERY, kv=KV)
+
+
+def by_head_and_sequence(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx < 5 * (h + 1)) & (kv_idx < 50 - 11 * b)
+
+
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "bottom right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=9),
+    "window of nothing": Spec.of("sliding_window", window=0),
+    "prefix": Spec.of("prefix_lm", prefix=21),
+    "documents": Spec.of("document", lengths=[7, 0, 20, 23]),
+    "padding": Spec.of("padding", lengths=[50, 0, 33]),
+    "expression": Spec.of("expression", text="(q_idx + h) % 3 <= kv_idx // 16"),
+    "and": Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[50, 16, 33])),
+    "or": Spec.of("or", Spec.of("causal"), Spec.of("document", lengths=[16, 34])),
+    "not": Spec.of("not", Spec.of("sliding_window", window=20)),
+}
+BLOCKS = [(16, 16), (8, 32), (5, 7), (37, 50), (64, 64), (128, 128)]
+
+
+def theirs(mod, dimensions, blocks, **options):
+    """Torch's own, for every sequence and head."""
+    d = dimensions
+    return flex.create_block_mask(
+        mod, d.batch, d.heads, d.query, d.kv, device="cpu", BLOCK_SIZE=blocks, **options
+    )
+
+
+def ours(mod, dimensions, blocks):
+    return block_mask(mod, dimensions, block_query=blocks[0], block_kv=blocks[1])
+
+
+def listed(counts, indices):
+    """The lists of a pair of torch's tables: what stands beyond a count means nothing."""
+    places = product(*map(range, counts.shape))
+    return {place: indices[place][: int(counts[place])].tolist() for place in places}
+
+
+TABLES = (
+    ("kv_num_blocks", "kv_indices"),
+    ("full_kv_num_blocks", "full_kv_indices"),
+    ("q_num_blocks", "q_indices"),
+    ("full_q_num_blocks", "full_q_indices"),
+)
+
+
+def all_tables(mask, dimensions):
+    """Every list that ``flex_attention`` reads of a BlockMask, for every sequence and head."""
+    outer = (dimensions.batch, dimensions.heads)
+    return {
+        names: listed(
+            *(getattr(mask, n).expand(*outer, *getattr(mask, n).shape[2:]) for n in names)
+        )
+        for names in TABLES
+    }
+
+
+def transposed_tables(mask, dimensions):
+    """The same lists of ours, those for the backward pass from ``transposed``."""
+    turned = mask.transposed()
+    tables = {
+        **{names: (mask, names) for names in TABLES[:2]},
+        **dict(zip(TABLES[2:], ((turned, names) for names in TABLES[:2]), strict=True)),
+    }
+    outer = (dimensions.batch, dimensions.heads)
+    return {
+        key: listed(*(getattr(of, n).expand(*outer, *getattr(of, n).shape[2:]) for n in names))
+        for key, (of, names) in tables.items()
+    }
+
+
+def same(mod, dimensions, blocks):
+    """Whether ours and torch's say the same, tables and conversions, both ways."""
+    mine, other = ours(mod, dimensions, blocks), theirs(mod, dimensions, blocks)
+    tables = all_tables(other, dimensions)
+    assert transposed_tables(mine, dimensions) == tables
+    converted = to_torch(mine, mod)
+    assert all_tables(converted, dimensions) == tables
+    assert converted.BLOCK_SIZE == other.BLOCK_SIZE
+    assert converted.seq_lengths == other.seq_lengths
+    assert converted.mask_mod is mod
+    back = from_torch(other)
+    assert torch.equal(back.kinds(), mine.kinds().expand_as(back.kinds()))
+    assert torch.equal(from_torch(converted).kinds(), mine.kinds())
+    sizes = ("query", "kv", "block_query", "block_kv")
+    assert all(getattr(back, size) == getattr(mine, size) for size in sizes)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_every_table_is_torchs(name, blocks):
+    same(build_mask(MASKS[name], SHARED), SHARED, blocks)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+def test_a_mask_of_its_own_for_each_sequence_and_head(blocks):
+    same(by_head_and_sequence, SHARED, blocks)
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_whatever_is_composed_at_whatever_length(data):
+    lengths = st.integers(1, 24)
+    dimensions = Dimensions(batch=2, heads=2, query=data.draw(lengths), kv=data.draw(lengths))
+    drawn = masks(dimensions=dimensions) | compositions(dimensions=dimensions)
+    mod = build_mask(data.draw(drawn, label="mask"), dimensions)
+    same(mod, dimensions, data.draw(st.tuples(*(st.integers(1, 26),) * 2), label="blocks"))
+
+
+@pytest.mark.parametrize("was", [0, 1, 2])
+def test_a_tile_of_another_kind_is_found(was):
+    mod = build_mask(MASKS["bottom right"], SHARED)
+    mine = ours(mod, SHARED, (8, 8))
+    kinds = mine.kinds()
+    kinds[tuple((kinds == was).nonzero()[0].tolist())] = (was + 1) % 3
+    wrong = BlockMask.from_kinds(kinds, query=QUERY, kv=KV, block_query=8, block_kv=8)
+    tables = all_tables(theirs(mod, SHARED, (8, 8)), SHARED)
+    assert transposed_tables(mine, SHARED) == tables
+    assert transposed_tables(wrong, SHARED) != tables
+
+
+def test_masks_without_full_tiles_of_their_own_are_all_partial():
+    mod = build_mask(MASKS["causal"], SHARED)
+    merged = from_torch(theirs(mod, SHARED, (8, 8), separate_full_blocks=False))
+    kinds = merged.kinds()
+    assert not (kinds == FULL).any()
+    assert torch.equal(
+        kinds != EMPTY, (ours(mod, SHARED, (8, 8)).kinds() != EMPTY).expand(3, 4, 5, 7)
+    )
+
+
+def test_tables_without_batch_and_heads_and_narrower_than_the_keys():
+    """As ``from_kv_blocks`` may be given: two tiles listed of six, in any order."""
+    given = flex.BlockMask.from_kv_blocks(
+        torch.tensor([1, 2], dtype=torch.int32),
+        torch.tensor([[3, 0], [5, 1]], dtype=torch.int32),
+        BLOCK_SIZE=(16, 16),
+        seq_lengths=(20, 90),
+        compute_q_blocks=False,
+    )
+    mask = from_torch(given)
+    assert mask.kinds().tolist() == [[[[0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1]]]]
+    assert mask.kv_indices[0, 0].tolist() == [[3, 0, 0, 0, 0, 0], [1, 5, 0, 0, 0, 0]]
+
+
+def test_a_tile_that_is_listed_twice_is_refused():
+    one, first = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    twice = flex.BlockMask.from_kv_blocks(one, first, one, first, BLOCK_SIZE=(16, 16))
+    with pytest.raises(ProblemError, match="hold 3"):
+        from_torch(twice)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("mod", [written.causal, by_head_and_sequence], ids=["shared", "each"])
+def test_flex_attention_takes_it_and_gives_the_same_bits(heads, mod):
+    """Heads of a mask are query heads, however many heads the keys have."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, heads[0], QUERY, 16, generator=generator)
+    k, v = (torch.randn(3, heads[1], KV, 16, generator=generator) for _ in range(2))
+    from attncheck.subjects.flex import uncompiled
+
+    def attended(mask):
+        with uncompiled():
+            return flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    mine = to_torch(ours(mod, SHARED, (16, 16)), mod)
+    assert torch.equal(attended(mine), attended(theirs(mod, SHARED, (16, 16))))
