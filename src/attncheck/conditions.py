@@ -28,6 +28,9 @@ class Rows:
 class Conditions:
     """Exact quantities of some rows, float64, with every key of the problem.
 
+    A sink is a key like any, after the last: its k and v are 0, and every row sees it. kv below is
+    one more then.
+
     Attributes:
         rows: Which rows.
         q: ``(heads, rows, head_dim)`` as meant: fp8's stored numbers times their descale.
@@ -37,7 +40,7 @@ class Conditions:
         scale: Factor of q·k.
         products: ``scale · q·k``, ``(heads, rows, kv)``; of a softmax its scores. 0 where the mask
             hides the key, and in place of −∞.
-        scores: After the score mod; 0 where not seen.
+        scores: After the score mod; 0 where not seen. Of a sink the logit itself.
         seen: bool: what the mask shows and the score mod does not make −∞.
         maximum: Of the seen scores, ``(heads, rows)``; 0 in rows that see no key.
         total: Σ exp(score − maximum) over the seen keys; 0 in rows that see no key.
@@ -46,6 +49,7 @@ class Conditions:
         given_scores: Whether the scores were inputs (a softmax): q, k and v are empty then, their
             last axis is 0, and nothing was multiplied.
         has_score_mod: Whether a score mod stands between products and scores.
+        has_sink: Whether the last key is a sink.
     """
 
     rows: Rows
@@ -62,11 +66,14 @@ class Conditions:
     lse: torch.Tensor
     given_scores: bool = False
     has_score_mod: bool = False
+    has_sink: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreModError:
     """What a score mod makes of an error of its score, and adds of its own; ``(heads, rows, kv)``.
+
+    Nothing of a sink, which it does not see: its error stays as it is.
 
     Attributes:
         radius: Largest |mod evaluated in fp32 on a score within its radius − exact mod|, on both

@@ -20,7 +20,7 @@ from attncheck.mods.to_mpmath import evaluator as on_mpmath
 from attncheck.oracles.numbers import Mp
 from attncheck.oracles.numbers.ball import BITS, Ball
 from attncheck.problem import Problem
-from attncheck.runner.plan import VARIANTS, Shape
+from attncheck.runner.variants import VARIANTS, Shape
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]

@@ -25,7 +25,7 @@ from attncheck.oracles.numbers import Float64
 from attncheck.oracles.numbers.ball import Ball
 from attncheck.outputs import Outputs
 from attncheck.problem import Problem
-from attncheck.runner.plan import VARIANTS, Shape
+from attncheck.runner.variants import VARIANTS, Shape
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]

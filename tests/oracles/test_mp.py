@@ -20,8 +20,9 @@ from attncheck.mods.to_mpmath import evaluator
 from attncheck.oracles.flash1 import flash1_forward
 from attncheck.oracles.flash2 import flash2_forward
 from attncheck.oracles.numbers import Mp
+from attncheck.oracles.split import split_forward
 from attncheck.problem import Problem
-from attncheck.runner.plan import VARIANTS, Shape
+from attncheck.runner.variants import VARIANTS, Shape
 
 PROMISED = -40  # log10 of the distance at 50 digits, in the manual
 
@@ -30,6 +31,7 @@ SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
 ODD = {
     "flash1, odd blocks": lambda mp, i: flash1_forward(mp, i, block_query=2, block_kv=3),
     "flash2, odd blocks": lambda mp, i: flash2_forward(mp, i, block_query=3, block_kv=2),
+    "split, more than keys": lambda mp, i: split_forward(mp, i, splits=9),
 }
 
 

@@ -25,6 +25,7 @@ ORACLES = {
     "flash1": lambda inputs: oracles.flash1(inputs, block_query=5, block_kv=4),
     "flash1 in 20 digits": lambda inputs: oracles.RECURRENCES["flash1"](MP, inputs).rounded(MP),
     "flash2": lambda inputs: oracles.flash2(inputs, block_query=5, block_kv=4),
+    "split": lambda inputs: oracles.split(inputs, splits=5),
     "streaming": lambda inputs: oracles.streaming(
         inputs, blocks=Blocks(rows=64, query=8, query_most=8, kv=8, cell=4)
     ),

@@ -28,6 +28,8 @@ PROMISED = 1e-13  # of ordinary inputs, in the manual
 ORACLES = oracles.ORACLES | {
     "flash1": lambda inputs: oracles.flash1(inputs, block_query=2, block_kv=3),
     "flash2": lambda inputs: oracles.flash2(inputs, block_query=3, block_kv=4),
+    "split": lambda inputs: oracles.split(inputs, splits=4),
+    "split, more than keys": lambda inputs: oracles.split(inputs, splits=14),
     "streaming, many tiles": lambda inputs: oracles.streaming(inputs, blocks=SMALL),
 }
 every_oracle = pytest.mark.parametrize("oracle", ORACLES.values(), ids=ORACLES.keys())
@@ -148,6 +150,21 @@ def test_blocks_may_have_any_size(oracle, block_query, block_kv, allowance):
 def test_empty_blocks_are_refused(oracle, sizes):
     with pytest.raises(UsageError, match="must be at least 1"):
         oracle(_tiny(), **sizes)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 28, 29, 30, 100])
+def test_splits_may_be_any_number(splits, allowance):
+    """More than keys too; in most of them some rows see nothing."""
+    inputs = _tiny(query=33, kv=29, mask=Spec.of("sliding_window", window=3))
+    found = oracles.split(inputs, splits=splits)
+    assert not allowance(inputs).misses(oracles.dense(inputs), found)
+    assert (found.lse[:, :, 31:] == -math.inf).all()
+
+
+@pytest.mark.parametrize("splits", [0, -1])
+def test_no_splits_are_refused(splits):
+    with pytest.raises(UsageError, match=f"splits={splits} must be at least 1"):
+        oracles.split(_tiny(), splits=splits)
 
 
 @every_oracle

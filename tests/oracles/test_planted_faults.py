@@ -44,11 +44,42 @@ FAULTS = {
     "flash2: O is not rescaled": ("flash2", "out = rescale * out", "out = out"),
     "flash2: l is not rescaled": ("flash2", "total = rescale * total", "total = total"),
     "flash2: O is not divided": ("flash2", "out / numbers.select(alive, total, 1.0)", "out"),
+    "split: merged without weights": (
+        "split in 3",
+        "out = out + weight * result.out",
+        "out = out + result.out",
+    ),
+    "split: the first has weight 1": ("split in 3", "out = total * first.out", "out = first.out"),
+    "split: one is dropped": (
+        "split in 3",
+        "first, *others = results",
+        "first, *others, _ = results",
+    ),
+    "split: an empty one counts": (
+        "split in 11",
+        "numbers.full((*rows, 1), -math.inf)",
+        "numbers.full((*rows, 1), 0.0)",
+    ),
+    "split: keys are counted from its own first": (
+        "split in 3",
+        "scores(q, mine, rows, keys)",
+        "scores(q, mine, rows, range(len(keys)))",
+    ),
+    "split: the last key is left out": ("split in 3", "cuts = [keys * ", "cuts = [(keys - 1) * "),
+    "split: O is not divided": ("split in 3", "out / numbers.select(alive, total, 1.0)", "out"),
+    "split: LSE without the largest": (
+        "split in 3",
+        "reference + numbers.log(total), -math.inf",
+        "numbers.log(total), -math.inf",
+    ),
 }
 
 
 def _recurrence(name, module):
     """The one called ``name``, from ``module``; blocks of 4 and 3."""
+    if name.startswith("split"):
+        splits = int(name.removeprefix("split in "))
+        return lambda numbers, inputs: module.split_forward(numbers, inputs, splits=splits)
     if name.startswith("flash"):
         forward = getattr(module, f"{name}_forward")
         return lambda numbers, inputs: forward(numbers, inputs, block_query=4, block_kv=3)
@@ -62,7 +93,7 @@ def _inputs():
 
 
 def _module(name):
-    room = name if name.startswith("flash") else "softmax"
+    room = name.split()[0] if name.startswith(("flash", "split")) else "softmax"
     return importlib.import_module(f"attncheck.oracles.{room}")
 
 

@@ -35,7 +35,9 @@ def steps(conditions: Conditions, arithmetic: Arithmetic) -> torch.Tensor:
 
 
 def _tiles(conditions: Conditions, arithmetic: Arithmetic) -> int:
-    return -(-conditions.seen.shape[-1] // arithmetic.block_kv) + arithmetic.splits
+    """A sink is a step of its own, where it comes first or last (B29)."""
+    keys = conditions.seen.shape[-1] - conditions.has_sink
+    return -(-keys // arithmetic.block_kv) + arithmetic.splits + conditions.has_sink
 
 
 def additions(conditions: Conditions, arithmetic: Arithmetic) -> torch.Tensor:

@@ -68,7 +68,15 @@ class Exposure:
         }
         kept = {
             name: getattr(known, name)
-            for name in ("rows", "k", "v", "scale", "given_scores", "has_score_mod")
+            for name in (
+                "rows",
+                "k",
+                "v",
+                "scale",
+                "given_scores",
+                "has_score_mod",
+                "has_sink",
+            )
         }
         return Exposure(
             known=type(known)(**part, **kept),

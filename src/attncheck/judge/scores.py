@@ -1,4 +1,4 @@
-"""Errors of the scores before any score mod: equations B5–B8 of the manual."""
+"""Errors of the scores before any score mod: equations B5–B8 and B29 of the manual."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ __all__ = [
 # rounded itself and multiplied with one rounding.
 _PRESCALED = 4
 
+# A sink in the units of q·k: divided by the scale, or multiplied by what 1 is when divided by it.
+_DIVIDED_SINK = 4
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreError:
     """Errors of scale · q·k, float64 ``(heads, rows, kv)``; infinite where it may overflow.
+
+    Of a sink, the last key: those of bringing it into the units of the scores.
 
     Attributes:
         radius: Largest |computed − exact|.
@@ -48,8 +53,8 @@ class ScoreError:
 def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     """The error of ``conditions.products`` as a kernel of this arithmetic computes them.
 
-    A softmax is given its scores: their error is 0, but for what may overflow. Source: B5–B8 in
-    ``docs/bounds.md``.
+    A softmax is given its scores: their error is 0, but for what may overflow. Source: B5–B8, and
+    B29 of a sink, in ``docs/bounds.md``.
     """
     if conditions.given_scores:
         nothing = torch.zeros_like(conditions.products)
@@ -63,10 +68,11 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
         contracted = torch.minimum(contracted, scale * cut)
     contracted = contracted * (1 + operands) + operands * scale * size
     radius = _scaled(conditions, arithmetic, contracted, size)
+    variance = _variance(conditions, arithmetic, size, cut)
+    if conditions.has_sink:
+        radius[..., -1], variance[..., -1] = _of_sink(conditions, arithmetic)
     return ScoreError(
-        radius=radius,
-        variance=_variance(conditions, arithmetic, size, cut),
-        bias=_bias(conditions, arithmetic, size, cut),
+        radius=radius, variance=variance, bias=_bias(conditions, arithmetic, size, cut)
     )
 
 
@@ -83,6 +89,18 @@ def factor_roundings(arithmetic: Arithmetic) -> int:
 def rounds_operands(arithmetic: Arithmetic) -> bool:
     """Whether q or k is rounded once more, which moves scores of a row together (B6)."""
     return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
+
+
+def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+    """B29: radius and variance of a sink's error, ``(heads, rows)``."""
+    sink = conditions.scores[..., -1].abs()
+    count, fmt = 2 * factor_roundings(arithmetic) + _DIVIDED_SINK, arithmetic.computes
+    smallest = 2.0**fmt.min_exponent
+    radius = count * arithmetic.unit / (1 - count * arithmetic.unit) * sink + smallest * 4
+    # An exponent is the sink times log2 e, or divided by the scale and multiplied by it again.
+    reach = max(1.0, 1.0 / abs(conditions.scale)) if conditions.scale else math.inf
+    radius = torch.where(2 * sink * reach > fmt.max, torch.inf, radius)
+    return radius, count * (arithmetic.unit * sink).square() / 3
 
 
 def _roundings(conditions: Conditions, arithmetic: Arithmetic) -> float:

@@ -16,6 +16,7 @@ from attncheck.oracles.flash2 import flash2_forward
 from attncheck.oracles.numbers import Float64
 from attncheck.oracles.softmax import SOFTMAXES as _SOFTMAXES
 from attncheck.oracles.softmax_rows import softmax_by_rows
+from attncheck.oracles.split import split_forward
 from attncheck.oracles.streaming import streaming
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "dense",
     "flash1",
     "flash2",
+    "split",
     "streaming",
     "truth",
 ]
@@ -50,6 +52,7 @@ MAY_OVERFLOW = frozenset({"naive"})
 """What cannot be finite everywhere in float64, by its definition."""
 
 _BLOCK = 16  # of the registered recurrences: a small problem has several blocks
+_SPLITS = 3
 
 
 def _flash1(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
@@ -58,6 +61,10 @@ def _flash1(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
 
 def _flash2(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
     return flash2_forward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK)
+
+
+def _split(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
+    return split_forward(numbers, inputs, splits=_SPLITS)
 
 
 def _attention_by(softmax: Softmax) -> Recurrence:
@@ -86,6 +93,7 @@ RECURRENCES: dict[str, Recurrence] = {
     **{name: _attention_by(softmax) for name, softmax in _SOFTMAXES.items()},
     "flash1": _flash1,
     "flash2": _flash2,
+    "split": _split,
 }
 """Attention in any number system, by name."""
 
@@ -123,6 +131,12 @@ def flash2(inputs: Inputs, *, block_query: int, block_kv: int) -> Outputs:
     numbers = Float64(inputs.device)
     result = flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
     return result.rounded(numbers)
+
+
+def split(inputs: Inputs, *, splits: int) -> Outputs:
+    """Splits of the keys, merged by LSE, in float64; raises UsageError for fewer than one split."""
+    numbers = Float64(inputs.device)
+    return split_forward(numbers, inputs, splits=splits).rounded(numbers)
 
 
 def truth(inputs: Inputs) -> Outputs:

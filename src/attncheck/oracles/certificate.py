@@ -110,7 +110,15 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
         scores = numbers.exact(x)
         return Result(*safe(numbers, scores, ~numbers.is_minus_infinity(scores)))
     blocks = _key_blocks(numbers, inputs, head, query)
-    return Result(*rows_of(numbers, blocks, (1, 1, len(query), problem.value_dim)))
+    shape = (1, 1, len(query), problem.value_dim)
+    return Result(*rows_of(numbers, blocks, shape, _sink(numbers, inputs, head)))
+
+
+def _sink(numbers: Numbers[A], inputs: Inputs, head: int) -> A | None:
+    """That of one head, ``(1, 1, 1, 1)``."""
+    if inputs.sink is None:
+        return None
+    return numbers.exact(inputs.sink[head % inputs.problem.heads].double().view(1, 1, 1, 1))
 
 
 def _key_blocks(

@@ -59,6 +59,10 @@ def conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions:
         products = q @ k.mT * problem.scale
         scores, by_mask = _scored(inputs, products, rows), shown(problem, rows)
         k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
+    if inputs.sink is not None:
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        products = torch.nn.functional.pad(products, (0, 1))
+        scores = torch.cat([scores, _sinks(inputs.sink, rows)], -1)
     attended = by_mask & ~torch.isneginf(scores)
     scores = torch.where(attended, scores, 0.0)
     maximum = torch.where(attended, scores, -math.inf).amax(-1)
@@ -80,11 +84,15 @@ def conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions:
         lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
         given_scores=problem.operation == "softmax",
         has_score_mod=problem.score != library.NONE,
+        has_sink=problem.sink,
     )
 
 
 def shown(problem: Problem, rows: Rows) -> Tensor:
-    """What the mask alone shows, bool ``(heads, rows, kv)``; of a softmax everything."""
+    """What the mask alone shows, bool ``(heads, rows, kv)``; of a softmax everything.
+
+    As in Conditions a sink is the last key.
+    """
     shape = (len(rows.heads), len(rows.query), problem.kv)
     if problem.operation == "softmax":
         return torch.ones(shape, dtype=torch.bool, device=rows.query.device)
@@ -92,7 +100,7 @@ def shown(problem: Problem, rows: Rows) -> Tensor:
     found = torch.empty(shape, dtype=torch.bool, device=rows.query.device)
     for part, at in _indices(problem, rows):
         found[part] = visible(mask, at)[0]
-    return found
+    return torch.nn.functional.pad(found, (0, 1), value=True) if problem.sink else found
 
 
 def blocks(problem: Problem, device: torch.device | str) -> Iterator[Rows]:
@@ -204,12 +212,16 @@ def slopes(inputs: Inputs, known: Conditions) -> Tensor:
     """The score mod's derivative at the products, ``(heads, rows, kv)``; 1 where there is none.
 
     A central difference of the original callable: its relative error is some 2^-35 of a smooth mod.
+    Of a sink 1, as without a mod.
     """
     if not known.has_score_mod:
         return torch.ones_like(known.products)
-    step = _STEP * known.products.abs().clamp(min=1.0)
-    ends = [_scored(inputs, known.products + sign * step, known.rows) for sign in (1, -1)]
-    return torch.where(known.seen, (ends[0] - ends[1]) / (2 * step), 0.0)
+    kv = inputs.problem.kv
+    products = known.products[..., :kv]
+    step = _STEP * products.abs().clamp(min=1.0)
+    ends = [_scored(inputs, products + sign * step, known.rows) for sign in (1, -1)]
+    slope = torch.where(known.seen[..., :kv], (ends[0] - ends[1]) / (2 * step), 0.0)
+    return torch.nn.functional.pad(slope, (0, 1), value=1.0) if known.has_sink else slope
 
 
 def _scored(inputs: Inputs, products: Tensor, rows: Rows) -> Tensor:
@@ -220,6 +232,12 @@ def _scored(inputs: Inputs, products: Tensor, rows: Rows) -> Tensor:
         # A copy goes in: a score mod may write to what it is given.
         scores[part] = scored(mod, products[part][None].clone(), at)[0]
     return scores
+
+
+def _sinks(sink: Tensor, rows: Rows) -> Tensor:
+    """Each row's own, float64 ``(heads, rows, 1)``."""
+    heads = torch.arange(rows.heads.start, rows.heads.stop, device=sink.device) % len(sink)
+    return sink.double()[heads, None, None].expand(-1, len(rows.query), 1)
 
 
 def _promoted(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from attncheck.oracles.result import Result
 from attncheck.oracles.scores import Scores
+from attncheck.oracles.sink import sink_of
 from attncheck.oracles.softmax import safe
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ A = TypeVar("A", bound="Array")
 def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
     """``softmax(score) · v`` with the whole score matrix at once.
 
-    A row that attends to no key gives 0 and an LSE of −∞.
+    A row that attends to no key gives 0 and an LSE of −∞, or its head's sink where there are sinks.
 
     Args:
         numbers: The number system.
@@ -36,7 +37,7 @@ def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe
     q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
     k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
     scores, attended = Scores.of(numbers, inputs)(q, k, range(problem.query), range(problem.kv))
-    weights, lse = softmax(numbers, scores, attended)
+    weights, lse = softmax(numbers, scores, attended, sink_of(numbers, inputs))
     return Result(numbers.weigh(weights, v, attended), lse)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from attncheck.oracles.blocks import query_and_key_blocks
 from attncheck.oracles.result import Result
 from attncheck.oracles.scores import Scores
+from attncheck.oracles.sink import sink_of, start
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ def flash1_forward(
 
     Key blocks are outermost. Inside, every query block is read with what it has come to so far,
     rescaled and written back: O is divided by l at every step, as in the paper. Blocks may have any
-    size; no block is skipped: a mask only hides.
+    size; no block is skipped: a mask only hides. A sink is in l and m before the first block.
 
     Args:
         numbers: The number system.
@@ -74,13 +75,11 @@ class _SoFar(Generic[A]):
 
     @classmethod
     def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _SoFar[A]:
-        """Line 2 of the algorithm: O = 0, l = 0, m = −∞."""
+        """Line 2 of the algorithm: O = 0, l = 0, m = −∞; with a sink l = 1 and m = sink."""
         shape = (inputs.problem.batch, inputs.problem.heads, len(rows))
-        return cls(
-            out=numbers.full((*shape, inputs.problem.value_dim), 0.0),
-            total=numbers.full((*shape, 1), 0.0),
-            largest=numbers.full((*shape, 1), -math.inf),
-        )
+        largest, total = start(numbers, (*shape, 1), sink_of(numbers, inputs))
+        out = numbers.full((*shape, inputs.problem.value_dim), 0.0)
+        return cls(out=out, total=total, largest=largest)
 
     def with_keys(self, numbers: Numbers[A], scores: A, values: A, attended: Tensor) -> _SoFar[A]:
         """Lines 10 to 13 of Algorithm 1: another block of keys and their scores."""

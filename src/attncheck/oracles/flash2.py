@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from attncheck.oracles.blocks import query_and_key_blocks
 from attncheck.oracles.result import Result
 from attncheck.oracles.scores import Scores
+from attncheck.oracles.sink import sink_of, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,7 +29,7 @@ def flash2_forward(
     """Dao, "FlashAttention-2" (2023), Algorithm 1: query blocks outside, key blocks inside.
 
     Blocks may have any size; the last of either kind is as short as it must be. No block is
-    skipped: a mask only hides.
+    skipped: a mask only hides. A sink is in l and m before the first key block.
 
     Args:
         numbers: The number system.
@@ -54,14 +55,22 @@ def flash2_forward(
             k_block, v_block = (numbers.rows(array, block.start, block.stop) for array in (k, v))
             yield *scores(mine, k_block, rows, block), v_block
 
-    heads = (problem.batch, problem.heads)
-    results = [rows_of(numbers, blocks(r), (*heads, len(r), problem.value_dim)) for r in queries]
+    sink = sink_of(numbers, inputs)
+
+    def results_of(rows: range) -> tuple[A, A]:
+        shape = (problem.batch, problem.heads, len(rows), problem.value_dim)
+        return rows_of(numbers, blocks(rows), shape, sink)
+
+    results = [results_of(rows) for rows in queries]
     out, lse = (numbers.join_rows(part) for part in zip(*results, strict=True))
     return Result(out, lse)
 
 
 def rows_of(
-    numbers: Numbers[A], blocks: Iterable[tuple[A, Tensor, A]], shape: tuple[int, int, int, int]
+    numbers: Numbers[A],
+    blocks: Iterable[tuple[A, Tensor, A]],
+    shape: tuple[int, int, int, int],
+    sink: A | None = None,
 ) -> tuple[A, A]:
     """Out and LSE of some rows, from their key blocks: lines 4 to 15 of the algorithm.
 
@@ -70,13 +79,13 @@ def rows_of(
         blocks: Scores ``(batch, heads, rows, keys)``, what is attended (bool, of that shape) and
             values ``(batch, heads, keys, value_dim)``, one block of keys after another.
         shape: Of out: ``(batch, heads, rows, value_dim)``.
+        sink: Of these heads, where they have one: ``(1, heads, 1, 1)``.
 
     Returns:
         Out and natural-log LSE ``(batch, heads, rows, 1)``.
     """
     out = numbers.full(shape, 0.0)  # O, not yet divided by l
-    total = numbers.full((*shape[:3], 1), 0.0)  # l
-    largest = numbers.full((*shape[:3], 1), -math.inf)  # m
+    largest, total = start(numbers, (*shape[:3], 1), sink)  # m and l
     for block, attended, values in blocks:
         raised = numbers.maximum(largest, numbers.rowmax(block))
         # A row that has not attended to a key has no maximum yet: −∞ − (−∞) would be NaN.

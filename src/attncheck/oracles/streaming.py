@@ -46,7 +46,8 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
 
     Returns:
         Float64 out ``(batch, heads, query, value_dim)`` and natural-log LSE
-        ``(batch, heads, query)``. Rows that attend to no key are 0 and −∞.
+        ``(batch, heads, query)``. Rows that attend to no key are 0 and −∞, or the head's sink where
+        there are sinks.
     """
     problem, device = inputs.problem, inputs.q.device
     blocks = blocks or blocks_for(device)
@@ -78,6 +79,7 @@ class _Tiles:
         self.q = q.view(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
         self.score_mod = problem.score_mod(str(self.device))
         self.plain = is_identity(self.score_mod, self.device)
+        self.sink = None if inputs.sink is None else self._by_key_head(inputs.sink.double())
         self.nonfinite = Nonfinite.among(self.v)
         if self.nonfinite:
             self.v = self.nonfinite.finite
@@ -87,10 +89,16 @@ class _Tiles:
         self.v = _with_ones(self.v)
         self._buffer = q.new_empty(0)
 
+    def _by_key_head(self, sink: Tensor) -> Tensor:
+        """A view ``(batch, kv_heads, group)`` of numbers ``(heads,)``."""
+        problem = self.problem
+        return sink.view(problem.kv_heads, problem.group).expand(problem.batch, -1, -1)
+
     def _largest_score(self) -> float:
-        """Bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz."""
+        """Bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz, and of the sinks."""
         norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (self.q, self.k)]
-        return self.problem.scale * float(norms[0] * norms[1])
+        of_keys = self.problem.scale * float(norms[0] * norms[1])
+        return of_keys if self.sink is None else max(of_keys, float(self.sink.abs().amax()))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """``scale · q·kᵀ`` of one tile, ``(heads, rows, keys)``, in the buffer.
@@ -118,6 +126,12 @@ class _Rows:
         # Query heads that share a key head are rows of one product: K is not repeated.
         self.q = q.flatten(0, 1).flatten(1, 2)
         self.sums = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
+        self.sink = None if tiles.sink is None else self._of_rows(tiles.sink)
+
+    def _of_rows(self, sink: Tensor) -> Tensor:
+        """Each row's own, ``(kv heads, group · rows, 1)``."""
+        own = self.heads.of(sink).flatten(0, 1)[..., None]
+        return own.expand(-1, -1, len(self.rows)).reshape(*self.q.shape[:2], 1)
 
     def add(self, run: Run) -> None:
         """Add the keys of one tile."""
@@ -157,6 +171,11 @@ class _Bounded(_Rows):
     Nothing overflows or underflows, and nothing is lost: s − m would be one rounding more.
     """
 
+    def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
+        super().__init__(tiles, heads, rows)
+        if self.sink is not None:
+            self.total.copy_(self.sink.exp())
+
     def add(self, run: Run) -> None:
         weights = self.tiles.scores(self.q, self.keys(self.tiles.k, run)).exp_()
         if run.partial:
@@ -171,13 +190,16 @@ class _Online(_Rows):
     """Milakov and Gimelshein's online softmax (2018): weights relative to the running maximum.
 
     Attributes:
-        largest: Maximum so far, ``(kv heads, group · rows, 1)``.
+        largest: Maximum so far, the sink's too, ``(kv heads, group · rows, 1)``.
         counts: How many attended values are NaN, +∞ and −∞, where V is not finite.
     """
 
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
         super().__init__(tiles, heads, rows)
         self.largest = torch.full_like(self.total, -math.inf)
+        if self.sink is not None:  # a key of value 0 that came first
+            self.largest = self.sink
+            self.total.copy_(self.sink != -math.inf)
         self.counts: Tensor | float = 0.0
 
     def add(self, run: Run) -> None:

@@ -44,9 +44,11 @@ class Ideal(Subject):
       number a batch and key head. P is multiplied by the dtype's weights_scale before it is rounded
       (saturating; 2^-τ of that where a lazy maximum lets P reach 2^τ), and O at the end by
       fp32(v's descale / weights_scale).
-    * Rows that see no key give 0 and −∞. A key or value that the mask hides from a row cannot
-      reach it, whatever it holds, NaN included. A score mod's −∞ hides nothing: the key has weight
-      0, and its value, if not finite, gives NaN. Nor does −∞ become another weight where
+    * A sink is natural: with one, scores are too, as with a score mod. It is there before the first
+      tile: the maximum starts as the sink and the row sum as 1.
+    * Rows that see no key give 0 and −∞, or the sink. A key or value that the mask hides from a row
+      cannot reach it, whatever it holds, NaN included. A score mod's −∞ hides nothing: the key has
+      weight 0, and its value, if not finite, gives NaN. Nor does −∞ become another weight where
       descales are so small that c underflows to 0.
 
     A tiling of FlashAttention-1 (Dao et al. 2022, algorithm 1) differs in that a step's P is
@@ -69,6 +71,7 @@ class Ideal(Subject):
     first_maximum = -math.inf
     hidden_score = -math.inf
     promises = frozenset(PROMISES)
+    sinks = True
 
     def __init__(
         self, tiling: Tiling | None = None, *, tf32: Literal["nearest", "truncate"] = "nearest"
@@ -77,7 +80,7 @@ class Ideal(Subject):
         self._tf32 = tf32
 
     def concerns(self, problem: Problem) -> bool:
-        """Attention and softmax."""
+        """Attention, with sinks and pages or without, and softmax."""
         return problem.operation in OPERATIONS
 
     def unsupported(self, problem: Problem, device: str) -> str | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.inputs import Inputs
+    from attncheck.problem import Problem
     from attncheck.subjects.ideal import Ideal
 
 __all__ = ["Index", "attention"]
@@ -76,8 +77,8 @@ class _Factors:
         self.scale = problem.scale * products
         log2_scale = fp32(problem.scale * kernel.log2_e)
         log2_e = fp32(kernel.log2_e)
-        plain = problem.score == library.NONE
-        self.exponent = log2_scale * products if plain else torch.full_like(products, log2_e)
+        in_nats = _in_nats(problem)
+        self.exponent = torch.full_like(products, log2_e) if in_nats else log2_scale * products
         self.weights = kernel.weights_scale(problem)
         self.out = values / self.weights
 
@@ -98,6 +99,8 @@ class _Pass:
         self.mask = problem.mask_mod(self.device)
         self.score = None if problem.score == library.NONE else problem.score_mod(self.device)
         self.factors = _Factors(kernel, inputs)
+        self.in_nats = _in_nats(problem)
+        self.sink = inputs.sink
 
     def outputs(self) -> Outputs:
         problem = self.problem
@@ -110,12 +113,7 @@ class _Pass:
 
     def _rows(self, first: int, last: int) -> Outputs:
         q = self.q[:, :, first:last]
-        shape = q.shape[:3]
-        running = _Running(
-            q.new_full(shape, self.kernel.first_maximum),
-            q.new_zeros(shape),
-            q.new_zeros((*shape, self.problem.value_dim)),
-        )
+        running = self._start(q)
         starts = list(range(0, self.k.shape[2], self.tile.block_kv))
         for start in reversed(starts) if self.tile.reverse else starts:
             seen, at = self._seen(first, q.shape[2], start)
@@ -125,6 +123,15 @@ class _Pass:
                 step = self._flash1 if self.tile.recurrence == "flash1" else self._flash2
                 step(running, s, seen, self._kv_heads_expanded(self.v[:, :, keys]))
         return self._finish(running)
+
+    def _start(self, q: torch.Tensor) -> _Running:
+        """Before the first tile: nothing, or the sink, as a tile of one such key leaves it."""
+        shape = q.shape[:3]
+        maximum, total = q.new_full(shape, self.kernel.first_maximum), q.new_zeros(shape)
+        if self.sink is not None:
+            maximum = self.sink[:, None].expand(shape)
+            total = (~torch.isneginf(maximum)).to(total.dtype)
+        return _Running(maximum, total, q.new_zeros((*shape, self.problem.value_dim)))
 
     def _seen(self, first: int, rows: int, start: int) -> tuple[torch.Tensor, Index]:
         """Which keys the rows see; padding is asked about as the last row and key, then hidden."""
@@ -141,12 +148,13 @@ class _Pass:
         return seen.expand(problem.batch, problem.heads, rows, -1), at
 
     def _scores(self, q: torch.Tensor, seen: torch.Tensor, at: Index, keys: slice) -> torch.Tensor:
-        """Scores of a tile, −∞ where not seen: q·k, or the score mod's, which are natural."""
+        """Scores of a tile, −∞ where not seen: q·k, or natural ones, the score mod's."""
         s = self.kernel.scores(self._product(q, self._kv_heads_expanded(self.k[:, :, keys]).mT))
+        if self.in_nats:
+            s = s * self.factors.scale[..., None]
         if self.score:
-            scaled = s * self.factors.scale[..., None]
             # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
-            s = self.score(scaled, at.b, at.h, at.q_idx, at.kv_idx).to(scaled.dtype)
+            s = self.score(s, at.b, at.h, at.q_idx, at.kv_idx).to(s.dtype)
         return torch.where(seen, s, self.kernel.hidden_score)
 
     def _flash2(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
@@ -183,7 +191,7 @@ class _Pass:
     def _weights(self, s: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
         """exp2 of the scores below ``maximum``, in fp32; 0 where a score is −∞."""
         base, c = _finite(maximum)[..., None], self.factors.exponent[..., None]
-        if self.score:
+        if self.in_nats:
             # The difference first: c times a finite score may be beyond fp32.
             return _power_of_two(self.kernel.exp2, (s - base) * c, s)
         # A fused multiply-add: float64 holds s·c exactly, and the sum is rounded to fp32.
@@ -217,7 +225,7 @@ class _Pass:
             out = self.kernel.normalised(out, torch.where(dead, 1.0, run.total)[..., None])
         out = torch.where(dead[..., None], 0.0, out * self.factors.out[..., None])
         log = torch.log(torch.where(dead, 1.0, run.total).double()).float()
-        unit = 1.0 if self.score else self.factors.scale
+        unit = 1.0 if self.in_nats else self.factors.scale
         lse = torch.where(dead, -math.inf, run.maximum * unit + log)
         return Outputs(out.to(self.problem.formats.output.torch_dtype), lse)
 
@@ -231,6 +239,11 @@ class _Pass:
         tiles = rows.reshape(batch * heads * blocks, self.tile.block_query, inner)
         repeated = columns.flatten(0, 1).repeat_interleave(blocks, dim=0)
         return self.kernel.product(tiles, repeated).view(batch, heads, length, -1)
+
+
+def _in_nats(problem: Problem) -> bool:
+    """Whether scores are multiplied by the scale before the softmax: mods and sinks are natural."""
+    return problem.score != library.NONE or problem.sink
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Numbers(Protocol[A]):
         ...
 
     def full(self, shape: Sequence[int], value: float) -> A:
-        """An array that holds ``value`` (0 or −∞) everywhere."""
+        """An array that holds ``value`` (0, 1 or −∞) everywhere."""
         ...
 
     def rows(self, array: A, start: int, stop: int) -> A:

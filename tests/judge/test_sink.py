@@ -1,0 +1,264 @@
+"""The bounds of Problems with a sink: right kernels keep to them, and faults of the sink do not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncheck.conditions import Rows
+from attncheck.examine.check import compare
+from attncheck.examine.evidence import Evidence, ensemble_tilings
+from attncheck.mods.spec import Spec
+from attncheck.oracles.conditions import conditions
+from attncheck.outputs import Outputs
+from attncheck.problem import Case, Problem
+from attncheck.strategies import masks, problems, scores, shapes
+from attncheck.subjects.contract import Subject, Tiling
+from attncheck.subjects.ideal import Ideal
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+
+EXAMPLES = 25
+LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)
+SMALL = {"longest": 40, "most_heads": 4, "head_dims": (1, 16, 17)}
+WITH_SINKS = problems(
+    shapes=shapes(**SMALL),
+    masks=masks,
+    scores=st.one_of(st.just(Spec.of("none")), scores()),
+    sinks=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The problems are tiny, and threads that wait for each other are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Written(Subject):
+    """All keys at once in fp32, written down again: each of the usual ways to have a sink.
+
+    Args:
+        way: ``log2``: sink · log2 e beside scores in log2 units; ``raw``: sink ÷ scale beside q·k;
+            ``natural``: in exp; ``after``: out and LSE of the keys alone are scaled afterwards, in
+            fp32; ``parts``: the keys in two parts and the sink as a third, merged by LSE.
+        fault: See ``FAULTS``.
+    """
+
+    summary = "for a test"
+    sinks = True
+
+    def __init__(self, way: str = "natural", fault: str = "") -> None:
+        self.name, self.way, self.fault = f"{way} {fault}", way, fault
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        del problem, device
+        return None
+
+    def arithmetic(self, problem: Problem, device: str):
+        merged = self.way in {"after", "parts"}
+        found = replace(super().arithmetic(problem, device), splits=3 if merged else 1)
+        return replace(found, weights_scale=1.0)
+
+    def prepare(self, inputs: Inputs):
+        return lambda: self.attention(inputs)
+
+    def sink(self, inputs: Inputs) -> torch.Tensor:
+        """fp32 ``(heads, 1, 1)``, natural."""
+        assert inputs.sink is not None
+        sink = inputs.sink
+        if self.fault == "scaled":
+            sink = sink * inputs.problem.scale
+        if self.fault == "head + 1":
+            sink = sink.roll(-1)
+        if self.fault == "taken for log2":
+            sink = sink / LOG2E
+        if self.fault == "ignored":
+            sink = torch.full_like(sink, -math.inf)
+        return sink[:, None, None]
+
+    def attention(self, inputs: Inputs) -> Outputs:
+        problem, softmax = inputs.problem, self.softmax(inputs)
+        kv, apart = problem.kv, self.way in {"after", "parts"}
+        cuts = (0, kv // 2, kv) if self.way == "parts" else (0, kv)
+        keys = [slice(*ends) for ends in pairwise(cuts) if ends[0] < ends[1]]
+        inside = self.fault == "twice" or not apart
+        parts = [softmax(part, with_sink=inside) for part in keys]
+        if not inside:
+            parts.append(softmax(slice(0, 0), with_sink=True))
+        out, lse = _merged(parts)
+        if self.fault == "not in LSE":
+            lse = softmax(slice(kv), with_sink=False)[1]
+        if inputs.descale is not None:
+            out = out * inputs.descale.v.repeat_interleave(problem.group, 1)[..., None, None]
+        return Outputs(out.to(problem.formats.output.torch_dtype), lse[..., 0].float())
+
+    def softmax(self, inputs: Inputs):
+        """What gives out and LSE of some keys, the sink among them or not."""
+        x, seen, scale, v = _products(inputs)
+        sink, one = self.sink(inputs), torch.ones(())
+        if inputs.problem.score.name != "none":
+            x, scale = _modded(inputs, x * scale), one
+        s, sink, unit, exp = {
+            "log2": lambda: (x * (scale * LOG2E), sink * LOG2E, 1 / LOG2E, torch.exp2),
+            "raw": lambda: (x, sink / scale, scale, lambda d: torch.exp(d * scale)),
+        }.get(self.way, lambda: (x * scale, sink, one, torch.exp))()
+        s = s.masked_fill(~seen, -math.inf)
+        own = sink.expand(*s.shape[:-1], 1)
+
+        def of(keys: slice, *, with_sink: bool):
+            scores = torch.cat([s[..., keys], own], -1) if with_sink else s[..., keys]
+            m = scores.amax(-1, keepdim=True)
+            p = torch.where(scores == -math.inf, 0.0, exp(scores - _finite(m)))
+            total = p.sum(-1, keepdim=True)
+            values = v[..., keys, :]
+            weights = Ideal().operand(p[..., : values.shape[-2]], inputs.problem.formats.weights)
+            lse = torch.where(total > 0, m * unit + total.log(), -math.inf)
+            return weights @ values / torch.where(total > 0, total, 1.0), lse
+
+        return of
+
+
+def _products(inputs: Inputs):
+    """q·k in fp32, what is seen, the factor, and V; all by query head."""
+    problem = inputs.problem
+    q, k, v = (t.float() for t in (inputs.q, inputs.k, inputs.v))
+    if problem.dtype == "tf32":
+        q, k, v = (Ideal().operand(t, problem.formats.products) for t in (q, k, v))
+    k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
+    scale = torch.tensor(problem.scale, dtype=torch.float32)
+    if inputs.descale is not None:
+        both = (inputs.descale.q * inputs.descale.k).repeat_interleave(problem.group, 1)
+        scale = scale * both[..., None, None]
+    axes = (torch.arange(n) for n in (problem.batch, problem.heads, problem.query, problem.kv))
+    b, h, i, j = axes
+    seen = problem.mask_mod()(b[:, None, None, None], h[:, None, None], i[:, None], j)
+    products = q @ k.mT
+    return products, seen.expand(products.shape), scale, v
+
+
+def _modded(inputs: Inputs, s: torch.Tensor) -> torch.Tensor:
+    problem = inputs.problem
+    axes = (torch.arange(n) for n in s.shape)
+    b, h, i, j = axes
+    mod = problem.score_mod()
+    return mod(s, b[:, None, None, None], h[:, None, None], i[:, None], j).float()
+
+
+def _finite(m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+def _merged(parts):
+    """By LSE, in fp32; a part of LSE −∞ counts for nothing."""
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    m = _finite(lses.amax(0))
+    weights = torch.exp(lses - m)
+    total = weights.sum(0)
+    out = sum(w * out for w, (out, _) in zip(weights, parts, strict=True))
+    alive = total > 0
+    lse = torch.where(alive, m + torch.where(alive, total, 1.0).log(), -math.inf)
+    return out / torch.where(alive, total, 1.0), lse
+
+
+WAYS = ("natural", "log2", "raw", "after", "parts")
+FAULTS = ("ignored", "not in LSE", "scaled", "head + 1", "taken for log2", "twice")
+KERNELS = {f"written: {way}": Written(way) for way in WAYS} | {
+    f"ideal {tiling}": Ideal(tiling)
+    for tiling in (
+        *ensemble_tilings(Problem(query=1)),
+        Tiling(block_query=16, block_kv=16, recurrence="flash1"),
+    )
+}
+
+
+def _status(kernel: Subject, problem: Problem):
+    evidence = Evidence(Case(problem=problem), "cpu")
+    return compare(kernel, evidence, variant="", environment="", brief=True)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_right_kernels_keep_to_the_bounds(name):
+    """Where nothing is allowed to fail: with large scores, dead rows, score mods and descales."""
+    kernel = KERNELS[name]
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @given(problem=WITH_SINKS)
+    def holds(problem: Problem) -> None:
+        if "lazy" in name and problem.formats.scaled:
+            return  # P would lose its scale to it
+        found = _status(kernel, problem)
+        assert found.status not in {"fail", "error"}, (str(problem), found.reason, found.judgement)
+
+    holds()
+
+
+USUAL = [
+    Problem(dtype=dtype, mask=mask, heads=4, kv_heads=2, query=32, kv=48, head_dim=32, sink=True)
+    for dtype in ("fp32", "bf16", "fp16", "e4m3")
+    for mask in (Spec.of("full"), Spec.of("padding", lengths=[20]))
+]
+
+
+@pytest.mark.parametrize("problem", USUAL, ids=str)
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_planted_faults_are_caught(fault, problem):
+    found = _status(Written("parts" if fault == "twice" else "log2", fault), problem)
+    assert (found.status == "fail") == bool(fault), found.judgement
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught_where_no_row_sees_a_key(fault):
+    """Out is 0 whatever the sink: LSE tells."""
+    empty = Spec.of("sliding_window", window=0)
+    problem = Problem(dtype="bf16", mask=empty, heads=4, query=8, kv=8, head_dim=16, sink=True)
+    found = _status(Written("parts" if fault == "twice" else "log2", fault), problem)
+    assert found.status == "fail", found.judgement
+    assert found.judgement.worst.tensor == "lse"
+
+
+@settings(max_examples=EXAMPLES, deadline=None, database=None)
+@given(problem=WITH_SINKS)
+def test_conditions_have_one_key_more(problem):
+    """Its own quantities are those of the exact result, whose LSE has it."""
+    evidence = Evidence(Case(problem=problem), "cpu")
+    every = Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
+    known = conditions(evidence.inputs, evidence.truth, every)
+    assert known.has_sink
+    assert known.seen[..., -1].all()
+    assert known.v[:, -1].eq(0).all()
+    assert known.products[..., -1].eq(0).all()
+    sink = evidence.inputs.sink.double().repeat(problem.batch)
+    assert torch.equal(known.scores[..., -1], sink[:, None].expand(-1, problem.query))
+    finite = known.lse.isfinite()
+    lse = known.maximum + known.total.log()
+    close = (lse - known.lse).abs() <= 1e-12 * (1 + known.lse.abs())
+    assert close[finite].all()
+
+
+def test_a_sink_has_an_error_of_its_own_units_alone():
+    """No rounding of q·k, whatever q: 8 roundings of the sink itself."""
+    from attncheck.judge.arithmetic import default
+    from attncheck.judge.scores import score_error
+
+    problem = Problem(query=4, kv=4, dtype="bf16", sink=True)
+    evidence = Evidence(Case(problem=problem), "cpu")
+    known = conditions(evidence.inputs, evidence.truth, Rows(range(1), torch.arange(4)))
+    found = score_error(known, default(problem.formats)).radius[..., -1]
+    expected = 8 * 2.0**-24 * known.scores[..., -1].abs()
+    assert torch.allclose(found, expected, rtol=1e-5)
+    other = replace(known, q=known.q * 100)
+    assert torch.equal(score_error(other, default(problem.formats)).radius[..., -1], found)

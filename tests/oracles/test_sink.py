@@ -1,0 +1,191 @@
+"""A sink is one more key of value 0: oracles against a slow loop over keys and one pair more."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.inputs import Inputs, draw
+from attncheck.mods.spec import Spec
+from attncheck.oracles.certificate import enclosed, one_head, proven_error
+from attncheck.oracles.conditions import blocks
+from attncheck.oracles.numbers import Float64, Mp
+from attncheck.oracles.tiles import Blocks
+from attncheck.problem import Problem
+
+PROMISED = 1e-13  # of ordinary inputs, in the manual
+DIGITS = 50
+IN_DIGITS = mpmath.mpf(10) ** -45
+
+# The same again, in Python on integers, for 7 queries and 5 keys.
+MASKS = {
+    Spec.of("full"): lambda _b, _i, _j: True,
+    Spec.of("causal_bottom_right"): lambda _b, i, j: j <= i - 2,
+    Spec.of("sliding_window", window=0): lambda _b, _i, _j: False,
+    Spec.of("padding", lengths=[0, 3]): lambda b, _i, j: j < (0, 3)[b],
+}
+SINKS = {
+    "drawn": None,
+    "huge": [1e4, -1e4, 1e4, 0.0],
+    "beyond exp": [700.0, -700.0, 1e30, -1e30],
+    "none": [-math.inf, 2.0, -math.inf, -3.0],
+}
+MANY_TILES = Blocks(rows=24, query=4, query_most=8, kv=2, cell=1)
+FINITE = {name: run for name, run in oracles.ORACLES.items() if name not in oracles.MAY_OVERFLOW}
+ASKED = FINITE | {"many tiles": lambda inputs: oracles.streaming(inputs, blocks=MANY_TILES)}
+every_oracle = pytest.mark.parametrize("oracle", ASKED.values(), ids=ASKED.keys())
+
+
+@dataclass
+class Exact:
+    """Object arrays of mpmath numbers: out ``(batch, heads, query, dim)``, LSE without dim."""
+
+    out: np.ndarray
+    lse: np.ndarray
+
+
+def _inputs(mask: Spec, sinks: str = "drawn", **changes: object) -> Inputs:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 7, "kv": 5, "head_dim": 4}
+    drawn = draw(Problem(**(sizes | {"value_dim": 3, "mask": mask, "sink": True} | changes)))
+    given = SINKS[sinks]
+    return drawn if given is None else drawn.replace(sink=torch.tensor(given))
+
+
+def _with_one_key_more(inputs: Inputs) -> Exact:
+    """Each row's own keys, and a pair of score sink[h] and value 0 that every row sees."""
+    p, sees = inputs.problem, MASKS[inputs.problem.mask]
+    q, k, v = (tensor.tolist() for tensor in inputs.promoted())
+    out = np.empty((p.batch, p.heads, p.query, p.value_dim), dtype=object)
+    lse = np.empty(out.shape[:3], dtype=object)
+    with mpmath.workdps(DIGITS + 20):
+        for b, h, i in np.ndindex(lse.shape):
+            g = h * p.kv_heads // p.heads
+            pairs = [
+                (mpmath.fdot(q[b][h][i], k[b][g][j]) * p.scale, v[b][g][j])
+                for j in range(p.kv)
+                if sees(b, i, j)
+            ]
+            pairs.append((mpmath.mpf(inputs.sink[h].item()), [0.0] * p.value_dim))
+            weights = [mpmath.exp(score) for score, _ in pairs]
+            total = mpmath.fsum(weights)
+            lse[b, h, i] = mpmath.log(total) if total else mpmath.ninf
+            for d in range(p.value_dim):
+                terms = (w * value[d] for w, (_, value) in zip(weights, pairs, strict=True))
+                out[b, h, i, d] = mpmath.fsum(terms) / total if total else mpmath.mpf(0)
+    return Exact(out, lse)
+
+
+def _close(got: object, exact: object, allowed: mpmath.mpf) -> bool:
+    """Relative to 1 or to the number, if that is more; infinities are equal or not."""
+    return got == exact or abs(got - exact) <= allowed * max(1, abs(exact))
+
+
+@pytest.mark.parametrize("sinks", SINKS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@every_oracle
+def test_float64_is_attention_with_one_key_more(oracle, mask, sinks):
+    inputs = _inputs(mask, sinks)
+    given, exact = oracle(inputs), _with_one_key_more(inputs)
+    for got, right in ((given.out, exact.out), (given.lse, exact.lse)):
+        pairs = zip(got.flatten().tolist(), right.flat, strict=True)
+        assert all(_close(mpmath.mpf(one), other, PROMISED) for one, other in pairs)
+
+
+def test_naive_softmax_is_naive_with_a_sink():
+    """exp(sink) stands in the denominator as it is, and overflows as any score's does."""
+    mask = Spec.of("full")
+    ordinary = oracles.ORACLES["naive"](_inputs(mask))
+    assert torch.allclose(ordinary.out, oracles.dense(_inputs(mask)).out, rtol=0, atol=PROMISED)
+    assert oracles.ORACLES["naive"](_inputs(mask, "huge")).lse.isinf().any()
+
+
+@pytest.mark.parametrize("name", oracles.RECURRENCES)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_many_digits_are_those_of_one_key_more(name, mask):
+    numbers = Mp(DIGITS)
+    for sinks in ("drawn", "huge"):
+        inputs = _inputs(mask, sinks, query=7)
+        result, exact = oracles.RECURRENCES[name](numbers, inputs), _with_one_key_more(inputs)
+        for got, right in ((result.out, exact.out), (result.lse[..., 0], exact.lse)):
+            assert all(_close(a, b, IN_DIGITS) for a, b in zip(got.flat, right.flat, strict=True))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_balls_enclose_it_and_prove_float64(mask):
+    ball = pytest.importorskip("attncheck.oracles.numbers.ball")
+    inputs = _inputs(mask, "huge", batch=2)
+    exact, numbers = _with_one_key_more(inputs), ball.Ball()
+    for rows in blocks(inputs.problem, "cpu"):
+        proof = proven_error(oracles.truth(inputs), enclosed(numbers, inputs, rows), rows)
+        assert bool((proof.out <= PROMISED).all())
+        assert bool((proof.lse <= PROMISED * 1e4).all())
+    # One that forgets the sink is proven to be far off.
+    without = oracles.truth(inputs.replace(sink=torch.full((4,), -math.inf)))
+    far = proven_error(without, enclosed(numbers, inputs, rows), rows)
+    assert bool((far.lse > 1).any())
+    assert exact.lse[0, 0, 0] >= 1e4
+
+
+@pytest.mark.parametrize(
+    "score", [Spec.of("softcap", cap=1.0), Spec.of("temperature", temperature=4.0)]
+)
+@every_oracle
+def test_a_score_mod_is_not_for_the_sink(oracle, score):
+    """Against the recurrence without a sink, merged with it: LSE' = ln(e^LSE + e^sink)."""
+    inputs = _inputs(Spec.of("causal_bottom_right"), score=score)
+    plain = oracles.dense(inputs.replace(sink=torch.full((4,), -math.inf)))
+    sink = inputs.sink.double()[:, None]
+    lse = torch.logaddexp(plain.lse, sink)
+    out = plain.out * (plain.lse - lse).exp()[..., None]
+    given = oracle(inputs)
+    assert torch.allclose(given.out, out, rtol=0, atol=PROMISED)
+    assert torch.allclose(given.lse, lse, rtol=0, atol=PROMISED)
+
+
+@every_oracle
+def test_rows_without_keys_have_the_sink_as_lse(oracle):
+    inputs = _inputs(Spec.of("sliding_window", window=0))
+    given = oracle(inputs)
+    assert torch.equal(given.out, torch.zeros_like(given.out))
+    assert torch.allclose(given.lse, inputs.sink.double()[:, None], rtol=0, atol=PROMISED)
+
+
+def test_one_head_has_its_own_sink():
+    """What a certificate encloses of batch · heads + head."""
+    inputs = _inputs(Spec.of("full"))
+    whole = oracles.dense(inputs).lse.flatten(0, 1)
+    for head in range(8):
+        alone = one_head(Float64(), inputs, head, torch.arange(7)).lse[0, 0, :, 0]
+        assert torch.allclose(alone, whole[head], rtol=0, atol=PROMISED)
+
+
+PLANTED = {
+    "not in LSE": ("softmax", "total = total + numbers.exp(sink - largest)", "pass"),
+    "not the maximum": ("softmax", "largest = numbers.maximum(largest, sink)", "pass"),
+    "another head's": ("sink", "inputs.sink.double()", "inputs.sink.double().roll(1)"),
+    "scaled": ("sink", "inputs.sink.double()", "(inputs.sink.double() * inputs.problem.scale)"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_caught(fault, planted, monkeypatch):
+    """The comparison with one key more is no formality."""
+    room, right, wrong = PLANTED[fault]
+    module = planted(importlib.import_module(f"attncheck.oracles.{room}"), right, wrong)
+    dense = importlib.import_module("attncheck.oracles.dense")
+    softmax = module.safe if room == "softmax" else dense.safe
+    if room == "sink":
+        monkeypatch.setattr(dense, "sink_of", module.sink_of)
+    mask = Spec.of("full")
+    inputs = _inputs(mask, "beyond exp" if fault == "not the maximum" else "drawn")
+    given = dense.dense_attention(Float64(), inputs, softmax).rounded(Float64())
+    exact = _with_one_key_more(inputs)
+    pairs = zip(given.lse.flatten().tolist(), exact.lse.flat, strict=True)
+    assert not all(_close(mpmath.mpf(one), other, PROMISED) for one, other in pairs)
