@@ -3,9 +3,10 @@
     python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
 One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/flash.py``,
-which were chosen by it. Spilled bytes are ptxas's stack a thread, with this triton's ptxas. In fp8
-there are two more kinds: V stored transposed, and the tensor core's own accumulator. The last
-columns count tensor-core instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32
+which were chosen by it. Spilled bytes are ptxas's stack a thread, with this triton's ptxas.
+FlashAttention-2 walks over a list of tiles under a mask; there are three more kinds of it, without
+such a list, with pages, and as it is launched again where values are not finite; and in fp8 two
+more: V stored transposed, and the tensor core's own accumulator. The last columns count tensor-core instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32
 additions, by which fp8 products get out of the tensor core's accumulator.
 """
 
@@ -31,6 +32,7 @@ from triton.compiler import ASTSource
 from attncheck.formats import DTYPES
 from attncheck.kernels import flash1_forward, flash2_forward
 from attncheck.kernels.launch import block_dim
+from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import TritonMod, to_triton
 from attncheck.problem import Problem
@@ -50,13 +52,21 @@ class Kind:
     """One way to call a kernel."""
 
     mods: dict[str, Spec] = field(default_factory=dict)
+    dense: bool = False
+    careful: bool = False
+    page: int = 0
+    sink: bool = False
     transposed: bool = False
     fast: bool = False
 
 
+CAUSAL = {"mask": Spec.of("causal")}
 KINDS = {
     "full": Kind(),
-    "causal": Kind(mods={"mask": Spec.of("causal")}),
+    "causal": Kind(mods=CAUSAL),
+    "dense": Kind(mods=CAUSAL, dense=True),
+    "careful": Kind(mods=CAUSAL, careful=True),
+    "paged": Kind(mods=CAUSAL, page=16, sink=True),
     "document": Kind(mods={"mask": Spec.of("document", lengths=[2048, 2048])}),
     "softcap": Kind(mods={"score": Spec.of("softcap", cap=20.0)}),
     "vt": Kind(transposed=True),
@@ -83,6 +93,11 @@ def launch_of(name: str, problem: Problem, kind: Kind) -> Any:
     return made.launch(problem, "cuda")
 
 
+def listed(problem: Problem, kind: Kind) -> bool:
+    """Whether the subject lists the tiles to visit."""
+    return not kind.dense and problem.mask != FULL
+
+
 def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[str, int]]:
     """The kernel as it is launched for contiguous tensors, and its launch options."""
     kernel = KERNELS[name][0]
@@ -94,7 +109,9 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
     dim = block_dim(problem.head_dim, problem.formats.storage.torch_dtype)
     constants: dict[str, Any] = {
         "MASK": mask.function, "SCORE": score.function, "IDENTITY": identity,
-        "CAUSAL": chosen.causal, "FREE": chosen.free, "BLOCK_Q": chosen.block_query,
+        "CAUSAL": chosen.causal, "FREE": chosen.free, "CAREFUL": kind.careful,
+        "SINK": kind.sink, "PAGE": kind.page,
+        "LISTED": listed(problem, kind), "BLOCK_Q": chosen.block_query,
         "BLOCK_K": chosen.block_kv, "BLOCK_D": dim, "BLOCK_V": dim, "SCALED": scaled,
         "WEIGHTS_SCALE": chosen.weights_scale, "PRECISION": chosen.precision,
         "IMPRECISE": chosen.max_num_imprecise_acc, "group": 1,
@@ -108,9 +125,12 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), STORED[problem.dtype])
     types["out_ptr"] = STORED[problem.formats.output.name]
     types |= dict.fromkeys(("lse_ptr", "state_ptr", "total_ptr", "m_ptr"), "*fp32")
-    types |= {"factor": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= {"factor": "fp32", "again_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
     types |= {
         "descale": ("*fp32",) * 3 if scaled else (),
+        "sink": ("*fp32",) if kind.sink else (),
+        "tiles": ("*i32", "*i32", *("i32",) * 6) if listed(problem, kind) else (),
+        "pages": ("*i32", "i32") if kind.page else (),
         "mask_captured": types_of(mask),
         "score_captured": () if identity else types_of(score),
     }
@@ -122,7 +142,8 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
-    return source, {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    stages = 1 if kind.careful else chosen.stages
+    return source, {"num_warps": chosen.warps, "num_stages": stages}
 
 
 def tool(name: str, *arguments: str | Path) -> str:
@@ -172,8 +193,10 @@ def main() -> None:
 
 
 def concerned(kind: Kind, name: str, dtype: str) -> bool:
-    """Whether there is such a call: two kinds are FlashAttention-2's in fp8 alone."""
-    return not (kind.transposed or kind.fast) or (name == "flash2" and DTYPES[dtype].scaled)
+    """Whether there is such a call: five kinds are FlashAttention-2's, two of them in fp8 alone."""
+    if kind.transposed or kind.fast:
+        return name == "flash2" and DTYPES[dtype].scaled
+    return not (kind.dense or kind.careful or kind.page) or name == "flash2"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ brings them forward by that block of keys, and writes them back. O is normalised
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +14,14 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import block_dim, scales
+from attncheck.kernels.launch import LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
     factor_of,
+    hidden,
+    key_rows,
     loaded,
+    loaded_keys,
+    loaded_values,
     log_sum,
     power,
     scores,
@@ -33,9 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["flash1_forward"]
 
-_LOG2E = 1.4426950408889634
-
-
 def flash1_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -47,6 +47,7 @@ def flash1_forward(
     launch: Launch,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
@@ -64,15 +65,18 @@ def flash1_forward(
         launch: Tile sizes and the like; ``free`` has no effect.
         descale: In fp8, what the stored numbers are to be multiplied by.
         out_dtype: Of out (default: q's dtype).
+        sink: fp32 ``(heads,)``, natural: one more key of value 0 with this score, which every row
+            sees and no mod changes.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
-        log. Rows that see no key: 0 and −inf. What the keys and values hold that the mask hides
-        from a row, NaN included, does not reach it. A score mod's −inf hides nothing: the key has
-        weight 0, and its value, if not finite, reaches the row all the same. A row that sees an
-        infinite value gets it; or NaN where it sees both signs, and where a much larger score of
-        another block makes its block's weight 0. Scores may be as large as fp32 allows with a score
-        mod, and up to 2.36e38 (that divided by log2 e) without one: beyond, a row is not right.
+        log. Rows that see no key: 0 and −inf, or the sink. What the keys and values hold that the
+        mask hides from a row, NaN included, does not reach it. A score mod's −inf hides nothing:
+        the key has weight 0, and its value, if not finite, reaches the row all the same. A row that
+        sees an infinite value gets it; or NaN where it sees both signs, and where a much larger
+        score of another block makes its block's weight 0. Scores may be as large as fp32 allows
+        with a score mod, and up to 2.36e38 (that divided by log2 e) without one: beyond, a row is
+        not right.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2]
@@ -81,9 +85,8 @@ def flash1_forward(
     out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     state = torch.zeros(shape, dtype=torch.float32, device=q.device)
-    total = torch.zeros(shape[:3], dtype=torch.float32, device=q.device)
-    m = torch.full(shape[:3], -math.inf, dtype=torch.float32, device=q.device)
     identity = score is None
+    m, total = _started(shape[:3], sink, identity, q.device)
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
     for start in range(0, kv, launch.block_kv):
         # fmt: off
@@ -91,7 +94,7 @@ def flash1_forward(
             _step[grid](
                 start, q, k, v, out, lse, state, total, m, *q.stride(), *k.stride(), *v.stride(),
                 heads, heads // kv_heads, query, kv, head_dim, value_dim,
-                scale * _LOG2E if identity else scale, scales(descale), mask.captured,
+                scale * LOG2E if identity else scale, scales(descale), mask.captured,
                 () if score is None else score.captured, MASK=mask.function,
                 SCORE=mask.function if score is None else score.function, IDENTITY=identity,
                 CAUSAL=launch.causal, SCALED=descale is not None,
@@ -103,6 +106,17 @@ def flash1_forward(
             )
         # fmt: on
     return out, lse
+
+
+def _started(
+    shape: tuple[int, ...], sink: torch.Tensor | None, identity: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and l of rows that have seen no key, or the sink alone, ``(batch, heads, query)``."""
+    total = torch.full(shape, 0.0 if sink is None else 1.0, dtype=torch.float32, device=device)
+    m = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+    if sink is not None:
+        m.copy_((sink * LOG2E if identity else sink)[:, None])
+    return m, total
 
 
 # A column of forty names says less than five lines of them.
@@ -141,19 +155,24 @@ def _step(
         k_ptr += b64 * k_batch + (h64 // group) * k_head
         v_ptr += b64 * v_batch + (h64 // group) * v_head
         keys = start + tl.arange(0, BLOCK_K)
-        seen = visible(b, h, rows, keys, kv, mask_captured, MASK, True, BLOCK_Q, BLOCK_K)
-        s = scores(
-            q_block, k_ptr, k_row, k_col, head_dim, b, h, rows, keys, kv, seen,
-            factor_of(factor, descale, kv_head, SCALED), score_captured, SCORE, IDENTITY, True,
-            BLOCK_D, PRECISION, IMPRECISE,
+        k_at = key_rows(keys, kv, k_row, 0, k_ptr, 0)
+        k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
+        v_at = key_rows(keys, kv, v_row, 0, v_ptr, 0)
+        v_block = loaded_values(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
+        seen = visible(b, h, rows, keys, kv, mask_captured, MASK, BLOCK_Q, BLOCK_K)
+        s = hidden(
+            scores(
+                q_block, k_block, b, h, rows, keys, factor_of(factor, descale, kv_head, SCALED),
+                score_captured, SCORE, IDENTITY, PRECISION, IMPRECISE,
+            ),
+            seen,
         )
         # Line 10: this block's own maximum, weights and sum. 0 stands in for a maximum of −inf.
         m_block = tl.max(s, 1)
         p = power(s - tl.where(m_block == float("-inf"), 0.0, m_block)[:, None], IDENTITY)
         product = with_values(
-            p, v_ptr, v_row, v_col, value_dim, keys, kv, seen,
-            tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), True, BLOCK_V, WEIGHTS_SCALE, PRECISION,
-            IMPRECISE,
+            p, v_block, seen, tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), True, WEIGHTS_SCALE,
+            PRECISION, IMPRECISE,
         )
         # Line 11: the new maximum and sum; line 12: O, normalised.
         m_new = tl.maximum(m, m_block)

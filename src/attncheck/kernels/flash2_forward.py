@@ -1,11 +1,19 @@
 """FlashAttention-2 forward in Triton, for any mask and score mod.
 
 The recurrence is Dao 2023 (arXiv:2307.08691), Algorithm 1: one program owns a block of query rows
-and walks over blocks of keys with a running maximum m, a running sum l and an unnormalised O.
+and walks over blocks of keys with a running maximum m, a running sum l and an unnormalised O. Which
+blocks those are a list may say, as FlexAttention's block mask does (Dong et al. 2024,
+arXiv:2412.05496): what the mask hides wholly is not visited, what it leaves whole is not masked.
+
+A value that is not finite shows in the sums of every row of its tile, and stays: 0 · NaN is NaN.
+Where a row of a tile may not see a value, a second launch does those blocks of rows again, with
+care: see ``tile.with_values``. In the first that would cost registers, and so the second program
+on a processor, even where all is finite.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,25 +21,30 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import block_dim, scales
+from attncheck.kernels.launch import LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
+    advanced,
+    all_finite,
     factor_of,
+    hidden,
+    key_rows,
     loaded,
+    loaded_keys,
+    loaded_values,
     log_sum,
-    power,
+    normalised,
     scores,
+    started,
     visible,
     with_values,
 )
 
 if TYPE_CHECKING:
     from attncheck.inputs import Descale
-    from attncheck.kernels.launch import Launch
+    from attncheck.kernels.launch import KernelPages, Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
 __all__ = ["flash2_forward"]
-
-_LOG2E = 1.4426950408889634
 
 
 def flash2_forward(
@@ -45,55 +58,71 @@ def flash2_forward(
     launch: Launch,
     descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
+    sink: torch.Tensor | None = None,
+    tiles: VisitList | None = None,
+    pages: KernelPages | None = None,
+    kv: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
     Args:
         q: ``(batch, heads, query, head_dim)``, any strides.
-        k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
-        v: ``(batch, kv_heads, kv, value_dim)``; in fp8 it may well be a view of memory that holds
-            the keys of a column in a row, which is how a tensor core wants it.
+        k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads. With ``pages``
+            ``(pages, kv_heads, size, head_dim)``.
+        v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``; in fp8 it may well be a
+            view of memory that holds the keys of a column in a row, which is how a tensor core
+            wants it.
         scale: Factor of q·k, an fp32 number.
         mask: The traced mask.
         score: The traced score mod; None leaves scores as they are.
-        launch: Tile sizes and the like.
+        launch: Tile sizes and the like; ``causal`` has no effect.
         descale: In fp8, what the stored numbers are to be multiplied by.
         out_dtype: Of out (default: q's dtype).
+        sink: fp32 ``(heads,)``, natural: one more key of value 0 with this score, which every row
+            sees and no mod changes.
+        tiles: The tiles to visit, which must hold all that the mask shows; None visits all.
+        pages: Where keys and values are, if not one after the other.
+        kv: How many keys there are, with ``pages``.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
-        log. Rows that see no key: 0 and −inf. What the keys and values hold that the mask hides
-        from a row, NaN included, does not reach it. A score mod's −inf hides nothing: the key has
-        weight 0, and its value, if not finite, reaches the row all the same. A row that sees an
-        infinite value gets it; or NaN where it sees both signs, where the value's weight underflows
-        to 0, and where a later, much larger score makes the weight of everything before it 0.
-        Scores may be as large as fp32 allows with a score mod, and up to 2.36e38 (that divided by
-        log2 e) without one: beyond, a row is not right.
+        log. Rows that see no key: 0 and −inf, or the sink. What the keys and values hold that the
+        mask hides from a row, NaN included, does not reach it. A score mod's −inf hides nothing:
+        the key has weight 0, and its value, if not finite, reaches the row all the same. A row that
+        sees an infinite value gets it; or NaN where it sees both signs, where the value's weight
+        underflows to 0, and where a later, much larger score makes the weight of everything before
+        it 0. Scores may be as large as fp32 allows with a score mod, and up to 2.36e38 (that
+        divided by log2 e) without one: beyond, a row is not right.
     """
     batch, heads, query, head_dim = q.shape
-    kv_heads, kv = k.shape[1], k.shape[2]
+    kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
     value_dim = v.shape[3]
     shape = (batch, heads, query, value_dim)
     out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
     identity = score is None
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
+    again = torch.empty(grid, dtype=torch.int32, device=q.device)
     # fmt: off
-    with sound_assembler(q.device.type):
-        _forward[grid](
-            q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(), heads,
-            heads // kv_heads, query, kv, head_dim, value_dim,
-            scale * _LOG2E if identity else scale, scales(descale), mask.captured,
-            () if score is None else score.captured, MASK=mask.function,
-            SCORE=mask.function if score is None else score.function, IDENTITY=identity,
-            CAUSAL=launch.causal, FREE=launch.free, SCALED=descale is not None,
-            WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query,
-            BLOCK_K=launch.block_kv, BLOCK_D=block_dim(head_dim, q.dtype),
-            BLOCK_V=block_dim(value_dim, v.dtype),
-            PRECISION=launch.precision, IMPRECISE=launch.max_num_imprecise_acc,
-            num_warps=launch.warps, num_stages=launch.stages,
-        )
+    run = partial(
+        _forward[grid], q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(),
+        *out.stride(), heads, heads // kv_heads, query, kv, head_dim, value_dim,
+        scale * LOG2E if identity else scale, scales(descale), () if sink is None else (sink,),
+        () if tiles is None else tiles.arguments(), () if pages is None else pages.arguments(),
+        mask.captured, () if score is None else score.captured, MASK=mask.function,
+        SCORE=mask.function if score is None else score.function, IDENTITY=identity,
+        LISTED=tiles is not None, FREE=launch.free, SINK=sink is not None,
+        PAGE=0 if pages is None else pages.size, SCALED=descale is not None,
+        WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query, BLOCK_K=launch.block_kv,
+        BLOCK_D=block_dim(head_dim, q.dtype), BLOCK_V=block_dim(value_dim, v.dtype),
+        PRECISION=launch.precision, IMPRECISE=launch.max_num_imprecise_acc, num_warps=launch.warps,
+    )
     # fmt: on
+    with sound_assembler(q.device.type):
+        run(CAREFUL=False, num_stages=launch.stages)
+        # A GPU is not waited for: there the programs look for themselves.
+        if not launch.free and (q.device.type != "cpu" or bool(again.any())):
+            run(CAREFUL=True, num_stages=1)
     return out, lse
 
 
@@ -101,57 +130,62 @@ def flash2_forward(
 # fmt: off
 @triton.jit
 def _forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row,
-    k_col, v_batch, v_head, v_row, v_col, out_batch, out_head, out_row, out_col, heads, group,
-    query, kv, head_dim, value_dim, factor, descale, mask_captured, score_captured,
-    MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr, CAUSAL: tl.constexpr,
-    FREE: tl.constexpr, SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, again_ptr, q_batch, q_head, q_row, q_col, k_batch,
+    k_head, k_row, k_col, v_batch, v_head, v_row, v_col, out_batch, out_head, out_row, out_col,
+    heads, group, query, kv, head_dim, value_dim, factor, descale, sink, tiles, pages, mask_captured,
+    score_captured, MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
+    LISTED: tl.constexpr, FREE: tl.constexpr, CAREFUL: tl.constexpr, SINK: tl.constexpr,
+    PAGE: tl.constexpr, SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):
-    first_row = tl.program_id(0) * BLOCK_Q
+    again = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    if CAREFUL:
+        if tl.load(again) == 0:
+            return
+    # The last block first: under a causal mask it is the longest, and the short ones fill the end.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1) // heads
     h = tl.program_id(1) % heads
-    rows = first_row + tl.arange(0, BLOCK_Q)
+    rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     value_cols = tl.arange(0, BLOCK_V)
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     q_ptr += b64 * q_batch + h64 * q_head
     q_block = loaded(q_ptr, rows, tl.arange(0, BLOCK_D), q_row, q_col, query, head_dim)
-    k_ptr += b64 * k_batch + (h64 // group) * k_head
-    v_ptr += b64 * v_batch + (h64 // group) * v_head
+    k_ptr += (h64 // group) * k_head
+    v_ptr += (h64 // group) * v_head
+    table = k_ptr  # without pages it is not read
+    if PAGE == 0:
+        k_ptr += b64 * k_batch
+        v_ptr += b64 * v_batch
+    else:
+        table = pages[0] + b64 * pages[1]
     kv_head = tl.program_id(1) // group  # group divides heads
     factor = factor_of(factor, descale, kv_head, SCALED)
+    sink_ptr = q_ptr
+    if SINK:
+        sink_ptr = sink[0]
+    visits = q_ptr
+    if LISTED:
+        visits = tiles[0] + b64 * tiles[2] + h64 * tiles[3] + block.to(tl.int64) * tiles[4]
+        steps = tl.load(tiles[1] + b64 * tiles[5] + h64 * tiles[6] + block.to(tl.int64) * tiles[7])
+    else:
+        steps = tl.cdiv(kv, BLOCK_K)
 
-    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
+    m, total = started(sink_ptr, h, SINK, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-
-    end = kv
-    whole = 0  # keys before it are visible to every row of the block
-    if CAUSAL:
-        end = tl.minimum(kv, first_row + BLOCK_Q)
-        if FREE:
-            whole = tl.minimum(kv, first_row + 1) // BLOCK_K * BLOCK_K
-    elif FREE:
-        whole = kv // BLOCK_K * BLOCK_K
-    if FREE:
-        for start in range(0, whole, BLOCK_K):
-            m, total, acc = _step(
-                start, q_block, k_ptr, v_ptr, k_row, k_col, v_row, v_col, m, total, acc, b, h,
-                rows, kv, head_dim, value_dim, factor, mask_captured, score_captured, MASK, SCORE,
-                IDENTITY, False, WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION,
-                IMPRECISE,
-            )
-    for start in range(whole, end, BLOCK_K):
+    for step in range(0, steps):
+        start, partial = _visit(visits, step, kv, LISTED, FREE, BLOCK_K)
         m, total, acc = _step(
-            start, q_block, k_ptr, v_ptr, k_row, k_col, v_row, v_col, m, total, acc, b, h, rows,
-            kv, head_dim, value_dim, factor, mask_captured, score_captured, MASK, SCORE, IDENTITY,
-            True, WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+            start, partial, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,
+            table, m, total, acc, b, h, rows, kv, head_dim, value_dim, factor, mask_captured,
+            score_captured, MASK, SCORE, IDENTITY, PAGE, CAREFUL, WEIGHTS_SCALE, BLOCK_Q, BLOCK_K,
+            BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
         )
-
-    empty = total == 0.0
-    out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+    if not FREE and not CAREFUL:
+        tl.store(again, 1 - all_finite(acc).to(tl.int32))
+    out = normalised(acc, total)
     if SCALED:
         out = out * (tl.load(descale[2] + kv_head) / WEIGHTS_SCALE)
     tl.store(
@@ -171,32 +205,52 @@ def _forward(
 
 
 @triton.jit
+def _visit(visits, step, kv, LISTED: tl.constexpr, FREE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """First key of the tile that a step visits, and whether something in it may be hidden."""
+    if LISTED:
+        tile = tl.load(visits + step)
+        start = (tile >> 1) * BLOCK_K
+        partial = (tile & 1) == 0
+    else:
+        start = step * BLOCK_K
+        partial = not FREE or start + BLOCK_K > kv
+    return start, partial
+
+
+@triton.jit
 def _step(
-    start, q_block, k_ptr, v_ptr, k_row, k_col, v_row, v_col, m, total, acc, b, h, rows, kv,
-    head_dim, value_dim, factor, mask_captured, score_captured, MASK: tl.constexpr,
-    SCORE: tl.constexpr, IDENTITY: tl.constexpr, MASKED: tl.constexpr,
-    WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    start, partial, q_block, k_ptr, v_ptr, k_page, k_row, k_col, v_page, v_row, v_col, table, m,
+    total, acc, b, h, rows, kv, head_dim, value_dim, factor, mask_captured, score_captured,
+    MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr, PAGE: tl.constexpr,
+    CAREFUL: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):
-    """One block of keys: scores, running maximum (in their units), rescale, P·V."""
+    """One tile: scores, running maximum (in their units), rescale, P·V.
+
+    CAREFUL keeps out of P·V what is not finite in values that some row does not see.
+    """
     keys = start + tl.arange(0, BLOCK_K)
-    seen = visible(b, h, rows, keys, kv, mask_captured, MASK, MASKED, BLOCK_Q, BLOCK_K)
+    k_at = key_rows(keys, kv, k_row, k_page, table, PAGE)
+    k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
+    v_at = key_rows(keys, kv, v_row, v_page, table, PAGE)
+    v_block = loaded_values(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
     s = scores(
-        q_block, k_ptr, k_row, k_col, head_dim, b, h, rows, keys, kv, seen, factor,
-        score_captured, SCORE, IDENTITY, MASKED, BLOCK_D, PRECISION, IMPRECISE,
+        q_block, k_block, b, h, rows, keys, factor, score_captured, SCORE, IDENTITY, PRECISION,
+        IMPRECISE,
     )
-    m_new = tl.maximum(m, tl.max(s, 1))
-    # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = power(s - shift[:, None], IDENTITY)
-    alpha = power(m - shift, IDENTITY)
-    total = total * alpha + tl.sum(p, 1)
+    seen = tl.full([BLOCK_Q, BLOCK_K], True, tl.int1)
+    if CAREFUL:
+        if partial:
+            seen = visible(b, h, rows, keys, kv, mask_captured, MASK, BLOCK_Q, BLOCK_K)
+        s = hidden(s, seen)
+    elif partial:
+        s = hidden(s, visible(b, h, rows, keys, kv, mask_captured, MASK, BLOCK_Q, BLOCK_K))
+    p, alpha, m, total = advanced(s, m, total, IDENTITY)
     acc = with_values(
-        p, v_ptr, v_row, v_col, value_dim, keys, kv, seen, acc * alpha[:, None], MASKED, BLOCK_V,
-        WEIGHTS_SCALE, PRECISION, IMPRECISE,
+        p, v_block, seen, acc * alpha[:, None], CAREFUL, WEIGHTS_SCALE, PRECISION, IMPRECISE
     )
-    return m_new, total, acc
+    return m, total, acc
 
 
 # fmt: on

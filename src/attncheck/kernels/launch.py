@@ -1,4 +1,4 @@
-"""What our attention forwards are compiled for, and how their tiles cover a head dim."""
+"""What our attention forwards are compiled for, and what they walk over besides q, k and v."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
     from attncheck.inputs import Descale
 
-__all__ = ["Launch", "block_dim", "scales"]
+__all__ = ["LOG2E", "KernelPages", "Launch", "VisitList", "block_dim", "scales"]
+
+LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +26,9 @@ class Launch:
             which tensor cores contract 32 at a time.
         warps, stages: Warps per program and depth of the load pipeline.
         precision: ``input_precision`` of fp32 products: ``ieee`` or ``tf32``.
-        causal: Keys after a row's own index are never visible: their tiles are skipped.
-        free: The mask hides nothing else, so that tiles it leaves whole need no mask.
+        causal: Keys after a row's own index are never visible: FlashAttention-1 skips their tiles.
+            Others have a ``VisitList``.
+        free: The mask hides nothing: tiles that lie wholly inside need no mask.
         max_num_imprecise_acc: How many products of fp8 operands may be added up in the accumulator
             of Hopper's fp8 instructions (QGMMA), which keeps about 13 bits, before the sum goes to
             an fp32 register. 0: none. Triton 3.6 to 3.9 then widens fp8 to fp16, which holds every
@@ -33,6 +36,7 @@ class Launch:
             benchmarks/spills.py counts). None: Triton's default, on Hopper all of them. Of no
             effect on other operands, on other GPUs and in the interpreter.
         weights_scale: What P is multiplied by before it is rounded to v's format: a power of two.
+        splits: Into how many parts the keys are cut, each a program's: of decoding alone.
     """
 
     block_query: int
@@ -44,6 +48,59 @@ class Launch:
     free: bool = False
     max_num_imprecise_acc: int | None = 0
     weights_scale: float = 1.0
+    splits: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisitList:
+    """Which tiles each block of query rows has to visit, in order; what is not listed is hidden.
+
+    Attributes:
+        tiles: int32 ``(batch, heads, query_blocks, most)``: 2 · key block, plus 1 where the tile
+            lies wholly inside and every row of it sees every key; ascending.
+        counts: int32 ``(batch, heads, query_blocks)``: how many of them are there.
+
+    Batch and heads may be 1, for all of them. Blocks are those of the launch.
+    """
+
+    tiles: torch.Tensor
+    counts: torch.Tensor
+
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """Both tensors and their strides along batch, heads and blocks, 0 where one is for all."""
+        counts = self.counts.contiguous()
+        tiles = self.tiles.contiguous()
+        return (tiles, counts, *_strides(tiles), *_strides(counts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelPages:
+    """Where the pages of a paged cache are.
+
+    Attributes:
+        table: int32 ``(batch, most_pages)``: the numbers of each sequence's pages in order. Key j
+            of sequence b is in slot j % size of page ``table[b, j // size]``; what comes after a
+            sequence's last page is not read.
+        size: Keys in a page.
+    """
+
+    table: torch.Tensor
+    size: int
+
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """The table and its stride along the batch."""
+        table = self.table.contiguous()
+        return (table, table.stride(0))
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Along the first three axes; 0 along batch and heads of size 1."""
+    batch, heads, blocks = (tensor.stride(axis) for axis in range(3))
+    return (
+        batch if tensor.shape[0] > 1 else 0,
+        heads if tensor.shape[1] > 1 else 0,
+        blocks,
+    )
 
 
 def block_dim(dim: int, dtype: torch.dtype) -> int:

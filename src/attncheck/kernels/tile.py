@@ -1,10 +1,13 @@
-"""One tile of attention on the device: what both FlashAttention forwards do with it.
+"""One tile of attention on the device: what our attention forwards do with it.
 
 Rows are a block of queries, columns a block of keys. Without a score mod (IDENTITY) scores are in
 log2 units: the natural ones times log2 e, which the factor of q·k holds already. With one they stay
 natural, since log2 e times a finite score may be beyond fp32 (torch.finfo's smallest number added
 to every score of a row hides no key), and a difference of two of them is multiplied. Every offset
 is 64-bit: batch · heads · length · dim passes 2^31 in ordinary use, and a stride alone may.
+
+``rows`` (BLOCK_Q,) and ``keys`` (BLOCK_K,) are indices as the mods read them; ``h`` is a number or,
+where the rows of a tile are of several heads, (BLOCK_Q, 1).
 """
 
 # Each argument's meaning is the same throughout. A column of names says less than a line of them.
@@ -15,7 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["factor_of", "loaded", "log_sum", "power", "scores", "visible", "with_values"]
+__all__ = [
+    "advanced", "all_finite", "factor_of", "hidden", "key_rows", "loaded", "loaded_keys",
+    "loaded_values", "log_sum", "normalised", "power", "scores", "started", "visible",
+    "with_values",
+]
 
 
 @triton.jit
@@ -24,6 +31,43 @@ def loaded(pointer, i, j, i_stride, j_stride, i_size, j_size):
     return tl.load(
         pointer + i[:, None].to(tl.int64) * i_stride + j[None, :].to(tl.int64) * j_stride,
         mask=(i[:, None] < i_size) & (j[None, :] < j_size),
+        other=0.0,
+    )
+
+
+@triton.jit
+def key_rows(keys, kv, row_stride, page_stride, table, PAGE: tl.constexpr):
+    """Where the rows of ``keys`` begin in a cache, (BLOCK_K,) int64.
+
+    With pages of PAGE keys, ``table`` points to the numbers of this sequence's pages in order; of
+    a key beyond the last nothing is read. With PAGE 0 they are ``row_stride`` apart.
+    """
+    if PAGE == 0:
+        at = keys.to(tl.int64) * row_stride
+    else:
+        page = tl.load(table + keys // PAGE, mask=keys < kv, other=0)
+        at = page.to(tl.int64) * page_stride + (keys % PAGE).to(tl.int64) * row_stride
+    return at
+
+
+@triton.jit
+def loaded_keys(k_ptr, at, k_col, keys, kv, head_dim, BLOCK_D: tl.constexpr):
+    """K of a tile as its product takes it, (BLOCK_D, BLOCK_K); ``at`` as of ``key_rows``."""
+    cols = tl.arange(0, BLOCK_D)
+    return tl.load(
+        k_ptr + at[None, :] + cols[:, None].to(tl.int64) * k_col,
+        mask=(cols[:, None] < head_dim) & (keys[None, :] < kv),
+        other=0.0,
+    )
+
+
+@triton.jit
+def loaded_values(v_ptr, at, v_col, keys, kv, value_dim, BLOCK_V: tl.constexpr):
+    """V of a tile, (BLOCK_K, BLOCK_V); ``at`` as of ``key_rows``."""
+    cols = tl.arange(0, BLOCK_V)
+    return tl.load(
+        v_ptr + at[:, None] + cols[None, :].to(tl.int64) * v_col,
+        mask=(keys[:, None] < kv) & (cols[None, :] < value_dim),
         other=0.0,
     )
 
@@ -38,35 +82,33 @@ def factor_of(factor, descale, kv_head, SCALED: tl.constexpr):
 
 @triton.jit
 def visible(
-    b, h, rows, keys, kv, captured, MASK: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    b, h, rows, keys, kv, captured, MASK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Which keys each row sees, (BLOCK_Q, BLOCK_K) whatever the mask reads; all if not MASKED."""
-    if MASKED:
-        seen = MASK(b, h, rows[:, None], keys[None, :], captured) & (keys < kv)[None, :]
-        seen = tl.broadcast_to(seen, [BLOCK_Q, BLOCK_K])
-    else:
-        seen = tl.full([BLOCK_Q, BLOCK_K], True, tl.int1)
-    return seen
+    """Which keys each row sees, (BLOCK_Q, BLOCK_K) whatever the mask reads."""
+    seen = MASK(b, h, rows[:, None], keys[None, :], captured) & (keys < kv)[None, :]
+    return tl.broadcast_to(seen, [BLOCK_Q, BLOCK_K])
 
 
 @triton.jit
 def scores(
-    q_block, k_ptr, k_row, k_col, head_dim, b, h, rows, keys, kv, seen, factor, captured,
-    SCORE: tl.constexpr, IDENTITY: tl.constexpr, MASKED: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+    q_block, k_block, b, h, rows, keys, factor, captured, SCORE: tl.constexpr,
+    IDENTITY: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """Scores of a tile, −inf where not ``seen``; in log2 units if IDENTITY, else natural."""
-    k_block = loaded(k_ptr, tl.arange(0, BLOCK_D), keys, k_col, k_row, head_dim, kv)
+    """Scores of a tile, of hidden keys too; in log2 units if IDENTITY, else natural."""
     product = tl.dot(
         q_block, k_block, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
     )
     s = product * factor
     if not IDENTITY:
         s = SCORE(s, b, h, rows[:, None], keys[None, :], captured)
-    if MASKED:
-        s = tl.where(seen, s, float("-inf"))
     return s
+
+
+@triton.jit
+def hidden(s, seen):
+    """Scores, −inf where not ``seen``."""
+    return tl.where(seen, s, float("-inf"))
 
 
 @triton.jit
@@ -75,6 +117,43 @@ def power(difference, IDENTITY: tl.constexpr):
     if not IDENTITY:
         difference = difference * 1.4426950408889634
     return tl.exp2(difference)
+
+
+@triton.jit
+def started(sink, h, SINK: tl.constexpr, IDENTITY: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Maximum and row sum (BLOCK_Q,) of rows that have seen no key yet: −inf and 0.
+
+    With SINK they have seen one of value 0 and score ``sink[h]``, a natural one in memory: that
+    score in the units of ``scores``, and 1.
+    """
+    if SINK:
+        logit = tl.load(sink + h)
+        if IDENTITY:
+            logit = logit * 1.4426950408889634
+        m = tl.zeros([BLOCK_Q], tl.float32) + logit
+        total = tl.full([BLOCK_Q], 1.0, tl.float32)
+    else:
+        m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+    return m, total
+
+
+@triton.jit
+def advanced(s, m, total, IDENTITY: tl.constexpr):
+    """A tile's weights, the factor of what was summed before it, and the new maximum and sum."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = power(s - shift[:, None], IDENTITY)
+    alpha = power(m - shift, IDENTITY)
+    return p, alpha, m_new, total * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def normalised(acc, total):
+    """What rows whose weights add up to ``total`` give; 0 where there are none."""
+    empty = total == 0.0
+    return tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
 
 
 @triton.jit
@@ -90,27 +169,32 @@ def log_sum(m, total, IDENTITY: tl.constexpr):
 
 @triton.jit
 def with_values(
-    p, v_ptr, v_row, v_col, value_dim, keys, kv, seen, acc, MASKED: tl.constexpr,
-    BLOCK_V: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    IMPRECISE: tl.constexpr,
+    p, v_block, seen, acc, MASKED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
     """``acc`` plus WEIGHTS_SCALE · P·V, P rounded to v's format.
 
     A value that the mask hides has weight 0, but 0 · NaN is NaN: where some row may not see a
-    value, those that are not finite leave the product and are added to the rows that see them. A
-    score of −inf that a score mod gave is a weight of 0 and no more: its value is ``seen``.
+    value (MASKED), those that are not finite leave the product and are added to the rows that see
+    them. A score of −inf that a score mod gave is a weight of 0 and no more: its value is ``seen``.
     """
-    v_block = loaded(v_ptr, keys, tl.arange(0, BLOCK_V), v_row, v_col, kv, value_dim)
     weights = (p * WEIGHTS_SCALE).to(v_block.dtype)
     if MASKED:
         wide = v_block.to(tl.float32)
         finite = tl.abs(wide) < float("inf")
-        if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+        if not all_finite(wide):
             acc += _not_finite(wide, finite, seen)
             v_block = _where(finite, v_block)
     return tl.dot(
         weights, v_block, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
     )
+
+
+@triton.jit
+def all_finite(values):
+    """Whether all of fp32 ``values`` are, a scalar."""
+    finite = tl.abs(values) < float("inf")
+    return tl.min(tl.min(finite.to(tl.int32), 1), 0) != 0
 
 
 @triton.jit

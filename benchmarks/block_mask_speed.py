@@ -1,0 +1,228 @@
+"""Time saved by the tiles that our FlashAttention-2 does not visit, beside its own dense kernel.
+
+    python benchmarks/block_mask_speed.py [--length N] [--dims D ...] [--heads H] [--repeats R]
+        [--device cuda|cpu] [--alone] [--json PATH] [--md PATH]
+
+For each head dim and mask: median milliseconds of the kernel without a mask, of the same kernel
+over the tiles of the mask's block mask, and the quotient of the two beside the ideal one, which is
+all tiles ÷ visited tiles. Partial tiles cost the mask besides, so that the ideal is not quite to be
+had. On a GPU compiled ``flex_attention`` stands beside, with and without the same mask, unless
+``--alone``. All calls are timed in turn in one process, each several times in a CUDA graph between
+two events. What is skipped must not show: out and LSE are compared with the same kernel's that
+visits every tile.
+
+On a CPU kernels are interpreted: the run shows that it works, and its times say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from in_processes import write_json
+
+from attncheck.examine.environment import default_device, environment, prepare
+from attncheck.inputs import Inputs
+from attncheck.mods.library import FULL
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects.flex import Flex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.subjects.contract import Subject
+
+_DOCUMENTS = 8
+_READING = (
+    "*Dense*: the same kernel without a mask. *Ideal*: all tiles ÷ visited tiles. *Same bits*: out "
+    "and LSE are those of the kernel that visits every tile."
+)
+
+
+def masks(length: int) -> dict[str, Spec]:
+    """Those that are timed, by the name that the table has."""
+    even = [length // _DOCUMENTS] * (_DOCUMENTS - 1)
+    return {
+        "causal": Spec.of("causal"),
+        f"window of {length // 8:,}": Spec.of("sliding_window", window=length // 8),
+        f"{_DOCUMENTS} documents": Spec.of("document", lengths=[*even, length - sum(even)]),
+    }
+
+
+def drawn(problem: Problem, device: str) -> Inputs:
+    """Standard normal tensors: what they are made of changes no time."""
+    torch.manual_seed(0)
+    dtype = problem.formats.storage.torch_dtype
+    q_shape = (problem.batch, problem.heads, problem.query, problem.head_dim)
+    k_shape = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim)
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in (q_shape, k_shape, k_shape))
+    return Inputs(problem=problem, q=q, k=k, v=v)
+
+
+def repeated(call: Callable[[], object], device: str, times: int) -> Callable[[], object]:
+    """``times`` calls in a row; on a GPU as a CUDA graph, so that it never waits for Python."""
+    if device == "cpu":
+        return call
+    call()  # compiled, which cannot be recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return graph.replay
+
+
+def seconds(calls: Callable[[], object], device: str, times: int) -> float:
+    """Of one call, where ``calls`` are ``times`` of them."""
+    if device == "cpu":
+        start = time.perf_counter()
+        calls()
+        return time.perf_counter() - start
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_event.record()
+    calls()
+    end_event.record()
+    end_event.synchronize()
+    return start_event.elapsed_time(end_event) / 1e3 / times
+
+
+def medians(
+    calls: dict[str, Callable[[], object]], device: str, repeats: int, times: int
+) -> dict[str, float]:
+    """Median milliseconds of each, over interleaved repeats after one that is not kept."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    together = {name: repeated(call, device, times) for name, call in calls.items()}
+    for repeat in range(repeats + 1):
+        for name, call in together.items():
+            spent = seconds(call, device, times)
+            if repeat:
+                taken[name].append(spent)
+    return {name: 1e3 * statistics.median(values) for name, values in taken.items()}
+
+
+def measured(problem: Problem, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each mask at the sizes of ``problem``."""
+    device, named = options.device, masks(problem.kv)
+    inputs = drawn(problem, device)
+    of = {name: inputs.replace(problem=problem.replace(mask=mask)) for name, mask in named.items()}
+    kernels: dict[str, Subject] = {"ours": Flash2()}
+    if device == "cuda" and not options.alone:
+        kernels["flex"] = Flex()
+    calls = {
+        (kernel, name): subject.prepare(asked)
+        for kernel, subject in kernels.items()
+        for name, asked in {"dense": inputs, **of}.items()
+    }
+    taken = medians(
+        {"/".join(key): call for key, call in calls.items()}, device, options.repeats, options.times
+    )
+    rows = []
+    for name, asked in of.items():
+        every, visited = tiles(asked.problem, device)
+        row: dict[str, Any] = {"head_dim": problem.head_dim, "mask": name}
+        row |= {"tiles": every, "visited": visited, "ideal": every / visited}
+        for kernel in kernels:
+            dense, masked = taken[f"{kernel}/dense"], taken[f"{kernel}/{name}"]
+            row[kernel] = {"dense_ms": dense, "masked_ms": masked, "speed_up": dense / masked}
+        row["share_of_ideal"] = row["ours"]["speed_up"] / row["ideal"]
+        row["same_bits"] = same_bits(calls["ours", name](), Flash2(dense=True).run(asked))
+        rows.append(row)
+    return rows
+
+
+def tiles(problem: Problem, device: str) -> tuple[int, int]:
+    """How many tiles there are, and how many of them our kernel visits."""
+    subject, where = Flash2(), torch.device(device)
+    launch = subject.launch(problem, device)
+    visits = subject.visited(problem, where)["tiles"]
+    blocks = -(-problem.kv // launch.block_kv)
+    return visits.counts.numel() * blocks, int(visits.counts.sum())
+
+
+def same_bits(got: Any, expected: Any) -> bool:
+    """Whether out and LSE are the same, bit for bit."""
+    return torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
+
+
+def page(found: dict[str, Any]) -> str:
+    """Markdown: a line for each head dim and mask."""
+    env, rows = found["environment"], found["rows"]
+    heads = ["head dim", "mask", "dense ms", "masked ms", "speed-up", "ideal", "share of ideal"]
+    heads += ["same bits"]
+    flex = all("flex" in row for row in rows)
+    heads += ["flex dense ms", "flex masked ms", "flex speed-up"] if flex else []
+    lines = [
+        "# Block masks: the time of tiles that are not visited",
+        "",
+        f"{env['device']}; torch {env['torch']}, triton {env['triton'] or '–'}. {found['shape']}.",
+        _READING,
+        "",
+        f"| {' | '.join(heads)} |",
+        f"| --: | --- |{' --: |' * (len(heads) - 2)}",
+    ]
+    lines += [f"| {' | '.join(_cells(row, flex=flex))} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any], *, flex: bool) -> list[str]:
+    ours = row["ours"]
+    cells = [str(row["head_dim"]), row["mask"], f"{ours['dense_ms']:.3f}"]
+    cells += [f"{ours['masked_ms']:.3f}", f"{ours['speed_up']:.2f}×", f"{row['ideal']:.2f}×"]
+    cells += [f"{100 * row['share_of_ideal']:.0f} %", "yes" if row["same_bits"] else "**no**"]
+    if flex:
+        other = row["flex"]
+        cells += [f"{other['dense_ms']:.3f}", f"{other['masked_ms']:.3f}"]
+        cells += [f"{other['speed_up']:.2f}×"]
+    return cells
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default_device())
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, help="default: 16, 1 on a CPU")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--repeats", type=int, help="default: 15, 1 on a CPU")
+    parser.add_argument("--times", type=int, default=3, help="calls between two events")
+    parser.add_argument("--alone", action="store_true", help="without flex_attention, a peer")
+    parser.add_argument("--json", type=Path, default=Path("reports/block_mask_speed.json"))
+    parser.add_argument("--md", type=Path, default=Path("reports/block_mask_speed.md"))
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    options.heads = options.heads or (16 if on_gpu else 1)
+    options.repeats = options.repeats or (15 if on_gpu else 1)
+    return options
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = arguments()
+    prepare(options.device)
+    sizes = {"batch": options.batch, "heads": options.heads, "query": options.length}
+    found: dict[str, Any] = {
+        "environment": json.loads(msgspec.json.encode(environment(options.device))),
+        "shape": f"{options.dtype}, batch {options.batch}, {options.heads} heads, "
+        f"{options.length:,} rows and keys",
+        "rows": [],
+    }
+    for dim in options.dims:
+        problem = Problem(**sizes, head_dim=dim, dtype=options.dtype, mask=FULL)
+        found["rows"] += measured(problem, options)
+        write_json(options.json, found)
+    options.md.write_text(page(found))
+    print(page(found), end="")
+
+
+if __name__ == "__main__":
+    main()

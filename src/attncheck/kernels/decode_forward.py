@@ -1,0 +1,301 @@
+"""Decoding in Triton: few query rows over many keys, in splits, for any mask and score mod.
+
+Flash-Decoding (Dao et al. 2023): the keys are cut into splits, so that one sequence fills a GPU. A
+program takes one split and the rows of all query heads that read one kv head, so that each key is
+loaded once for all of them, and walks over its keys as FlashAttention-2 does (Dao 2023,
+arXiv:2307.08691, Algorithm 1). What the splits give is in memory, in fp32; a second launch merges
+it by LSE: out = Σ e^LSE_i out_i / Σ e^LSE_i, LSE = ln Σ e^LSE_i.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.launch import LOG2E, block_dim, scales
+from attncheck.kernels.tile import (
+    advanced,
+    all_finite,
+    factor_of,
+    hidden,
+    key_rows,
+    loaded_keys,
+    loaded_values,
+    log_sum,
+    normalised,
+    power,
+    scores,
+    started,
+    visible,
+    with_values,
+)
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Descale
+    from attncheck.kernels.launch import KernelPages, Launch
+    from attncheck.mods.to_triton import TritonMod
+
+__all__ = ["decode_forward"]
+
+_MERGED_ROWS = 16  # of a program that merges
+
+
+def decode_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    mask: TritonMod,
+    score: TritonMod | None,
+    launch: Launch,
+    descale: Descale | None = None,
+    out_dtype: torch.dtype | None = None,
+    sink: torch.Tensor | None = None,
+    pages: KernelPages | None = None,
+    kv: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
+
+    The query·group rows that read a kv head are packed: row r is query r // group of head
+    kv_head · group + r % group. Split s of S has the key blocks from blocks·s // S to before
+    blocks·(s + 1) // S, which may be none.
+
+    Between the launches what the splits give is in memory, in fp32: out
+    ``(splits, batch, heads, query, value_dim)`` and natural LSE ``(splits, batch, heads, query)``.
+
+    Args:
+        q: ``(batch, heads, query, head_dim)``, any strides.
+        k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads. With ``pages``
+            ``(pages, kv_heads, size, head_dim)``.
+        v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``.
+        scale: Factor of q·k, an fp32 number.
+        mask: The traced mask.
+        score: The traced score mod; None leaves scores as they are.
+        launch: ``splits``, of which there may be more than blocks of keys, tile sizes and the like.
+            ``block_query`` counts packed rows, a block of them a program; ``causal`` has no effect.
+        descale: In fp8, what the stored numbers are to be multiplied by.
+        out_dtype: Of out (default: q's dtype).
+        sink: fp32 ``(heads,)``, natural: one more key of value 0 with this score, which every row
+            sees and no mod changes.
+        pages: Where keys and values are, if not one after the other.
+        kv: How many keys there are, with ``pages``.
+
+    Returns:
+        out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
+        log. Rows that see no key: 0 and −inf, or the sink. What the keys and values hold that the
+        mask hides from a row, NaN included, does not reach it. A score mod's −inf hides nothing:
+        the key has weight 0, and its value, if not finite, reaches the row all the same. A row that
+        sees an infinite value gets it; or NaN where it sees both signs, where the value's weight
+        underflows to 0, and where a much larger score, later or of another split, makes the weight
+        of what it was summed with 0. Scores may be as large as fp32 allows with a score mod, and up
+        to 2.36e38 (that divided by log2 e) without one: beyond, a row is not right.
+    """
+    batch, heads, query, head_dim = q.shape
+    kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
+    value_dim, group = v.shape[3], heads // kv_heads
+    rows = batch * heads * query
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    part = torch.empty((launch.splits, rows, value_dim), **fp32)
+    part_lse = torch.empty((launch.splits, rows), **fp32)
+    shape = (batch, heads, query)
+    out = torch.empty((*shape, value_dim), dtype=out_dtype or q.dtype, device=q.device)
+    lse = torch.empty(shape, **fp32)
+    identity = score is None
+    grid = (launch.splits, batch * kv_heads, triton.cdiv(query * group, launch.block_query))
+    # fmt: off
+    with sound_assembler(q.device.type):
+        _split[grid](
+            q, k, v, part, part_lse, *q.stride(), *k.stride(), *v.stride(), rows, kv_heads, group,
+            query, kv, head_dim, value_dim, scale * LOG2E if identity else scale,
+            scales(descale), () if pages is None else pages.arguments(), mask.captured,
+            () if score is None else score.captured, MASK=mask.function,
+            SCORE=mask.function if score is None else score.function, IDENTITY=identity,
+            FREE=launch.free, PAGE=0 if pages is None else pages.size, SCALED=descale is not None,
+            WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query,
+            BLOCK_K=launch.block_kv, BLOCK_D=block_dim(head_dim, q.dtype),
+            BLOCK_V=block_dim(value_dim, v.dtype), PRECISION=launch.precision,
+            IMPRECISE=launch.max_num_imprecise_acc, num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
+        _merge[(triton.cdiv(rows, _MERGED_ROWS),)](
+            part, part_lse, out, lse, () if sink is None else (sink,), launch.splits, rows, heads,
+            query, value_dim, SINK=sink is not None, BLOCK_R=_MERGED_ROWS,
+            BLOCK_V=int(triton.next_power_of_2(value_dim)), num_warps=4,
+        )
+    # fmt: on
+    return out, lse
+
+
+# A column of forty names says less than five lines of them.
+# fmt: off
+@triton.jit
+def _split(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row,
+    k_col, v_batch, v_head, v_row, v_col, rows_of_all, kv_heads, group, query, kv, head_dim,
+    value_dim, factor, descale, pages, mask_captured, score_captured, MASK: tl.constexpr,
+    SCORE: tl.constexpr, IDENTITY: tl.constexpr, FREE: tl.constexpr, PAGE: tl.constexpr,
+    SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+):
+    b = tl.program_id(1) // kv_heads
+    b64 = b.to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    packed = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    here = packed < query * group
+    rows = packed // group
+    heads = (tl.program_id(1) % kv_heads) * group + packed % group
+    cols = tl.arange(0, BLOCK_D)
+    q_at = heads.to(tl.int64) * q_head + rows.to(tl.int64) * q_row
+    q_block = tl.load(
+        q_ptr + b64 * q_batch + q_at[:, None] + cols[None, :].to(tl.int64) * q_col,
+        mask=here[:, None] & (cols[None, :] < head_dim),
+        other=0.0,
+    )
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    table = k_ptr  # without pages it is not read
+    if PAGE == 0:
+        k_ptr += b64 * k_batch
+        v_ptr += b64 * v_batch
+    else:
+        table = pages[0] + b64 * pages[1]
+    factor = factor_of(factor, descale, tl.program_id(1), SCALED)
+
+    blocks = tl.cdiv(kv, BLOCK_K)
+    split = tl.program_id(0).to(tl.int64)
+    first = (split * blocks // tl.num_programs(0)).to(tl.int32)
+    last = ((split + 1) * blocks // tl.num_programs(0)).to(tl.int32)
+    whole = first  # blocks before it are visible to every row
+    if FREE:
+        whole = tl.maximum(first, tl.minimum(last, kv // BLOCK_K))
+    m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)  # the sink is merged, once
+    acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+    if FREE:
+        for block in range(first, whole):
+            m, total, acc = _step(
+                block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table,
+                m, total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
+                score_captured, MASK, SCORE, IDENTITY, PAGE, False, False, WEIGHTS_SCALE, BLOCK_Q,
+                BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+            )
+    for block in range(whole, last):
+        m, total, acc = _step(
+            block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
+            total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
+            score_captured, MASK, SCORE, IDENTITY, PAGE, True, False, WEIGHTS_SCALE, BLOCK_Q,
+            BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+        )
+    # A value that is not finite reaches every row's sum, of rows that do not see it too, and stays:
+    # then all is done again with care.
+    if not FREE:  # noqa: SIM102  (this one is decided when it is compiled)
+        if not all_finite(acc):
+            m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+            acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+            for block in tl.range(first, last, num_stages=1):
+                m, total, acc = _step(
+                    block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,
+                    table, m, total, acc, b, heads, rows, kv, head_dim, value_dim, factor,
+                    mask_captured, score_captured, MASK, SCORE, IDENTITY, PAGE, True, True,
+                    WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+                )
+
+    out = normalised(acc, total)
+    if SCALED:
+        out = out * (tl.load(descale[2] + tl.program_id(1)) / WEIGHTS_SCALE)
+    value_cols = tl.arange(0, BLOCK_V)
+    # (batch, heads, query) in a row, of this split.
+    row_at = split * rows_of_all + (b64 * kv_heads * group + heads) * query + rows
+    tl.store(
+        out_ptr + row_at[:, None] * value_dim + value_cols[None, :],
+        out,
+        mask=here[:, None] & (value_cols[None, :] < value_dim),
+    )
+    tl.store(lse_ptr + row_at, log_sum(m, total, IDENTITY), mask=here)
+
+
+@triton.jit
+def _step(
+    block, q_block, k_ptr, v_ptr, k_page, k_row, k_col, v_page, v_row, v_col, table, m, total, acc,
+    b, heads, rows, kv, head_dim, value_dim, factor, mask_captured, score_captured,
+    MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr, PAGE: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, WEIGHTS_SCALE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+):
+    """One block of keys: scores, running maximum (in their units), rescale, P·V.
+
+    CAREFUL keeps out of P·V what is not finite in values that some row does not see.
+    """
+    keys = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    k_at = key_rows(keys, kv, k_row, k_page, table, PAGE)
+    k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
+    v_at = key_rows(keys, kv, v_row, v_page, table, PAGE)
+    v_block = loaded_values(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
+    h = heads[:, None]
+    s = scores(
+        q_block, k_block, b, h, rows, keys, factor, score_captured, SCORE, IDENTITY, PRECISION,
+        IMPRECISE,
+    )
+    seen = tl.full([BLOCK_Q, BLOCK_K], True, tl.int1)
+    if MASKED:
+        seen = visible(b, h, rows, keys, kv, mask_captured, MASK, BLOCK_Q, BLOCK_K)
+        s = hidden(s, seen)
+    p, alpha, m, total = advanced(s, m, total, IDENTITY)
+    acc = with_values(
+        p, v_block, seen, acc * alpha[:, None], CAREFUL, WEIGHTS_SCALE, PRECISION, IMPRECISE
+    )
+    return m, total, acc
+
+
+@triton.jit
+def _merge(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink, splits, rows, heads, query, value_dim,
+    SINK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """Out and LSE of some rows from those of the splits, which have weight e^(LSE_i − largest).
+
+    A split of which a row sees nothing has LSE −inf and out 0.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    here = row < rows
+    cols = tl.arange(0, BLOCK_V)
+    inside = here[:, None] & (cols[None, :] < value_dim)
+    sink_ptr = part_lse_ptr
+    if SINK:
+        sink_ptr = sink[0]
+    largest, total = started(sink_ptr, row // query % heads, SINK, False, BLOCK_R)
+    own = largest
+    at = row
+    for _ in range(splits):
+        lse = tl.load(part_lse_ptr + at, mask=here, other=float("-inf"))
+        largest = tl.maximum(largest, lse)
+        at += rows
+    # A row that sees nothing has no largest; 0 stands in so that −inf − −inf never happens.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = total * power(own - shift, False)
+    acc = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
+    at = row
+    for _ in range(splits):
+        lse = tl.load(part_lse_ptr + at, mask=here, other=float("-inf"))
+        part = tl.load(
+            part_ptr + at[:, None] * value_dim + cols[None, :], mask=inside, other=0.0
+        )
+        weight = power(lse - shift, False)
+        total += weight
+        acc += weight[:, None] * part
+        at += rows
+    tl.store(
+        out_ptr + row[:, None] * value_dim + cols[None, :],
+        normalised(acc, total).to(out_ptr.dtype.element_ty),
+        mask=inside,
+    )
+    tl.store(lse_ptr + row, log_sum(shift, total, False), mask=here)
+
+
+# fmt: on

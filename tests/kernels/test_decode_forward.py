@@ -1,0 +1,333 @@
+"""Decoding: within the judge's bounds in any number of splits; faults in it are caught."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from attncheck.examine.check import compare
+from attncheck.examine.environment import prepare
+from attncheck.examine.evidence import Evidence
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
+from attncheck.problem import Case, Problem
+from attncheck.subjects.decode import MOST_ROWS, Decode, splits_of
+from attncheck.subjects.load import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.judgement import Judgement
+
+FULL, BOTTOM_RIGHT = Spec.of("full"), Spec.of("causal_bottom_right")
+WINDOW = Spec.of("offset", Spec.of("sliding_window", window=20), rows=98)
+PADDING = Spec.of("padding", lengths=[0, 33])
+MASKS = (FULL, BOTTOM_RIGHT, WINDOW, PADDING)
+ALIBI = Spec.of("offset", Spec.of("alibi"), rows=98)
+KV, BLOCKS = 101, 2  # of 64 keys
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The problems are tiny, and threads that wait for each other are slower than one."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: the properties judge them on the GPU")
+    prepare("cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(**changes) -> Problem:
+    """Three rows of two groups of three heads each; value_dim is not head_dim."""
+    sizes = {"batch": 2, "heads": 6, "kv_heads": 2, "query": 3, "kv": KV, "head_dim": 16}
+    return Problem(**(sizes | {"value_dim": 8, "dtype": "fp32"} | changes))
+
+
+def judged(problem: Problem, subject: Decode) -> Judgement:
+    """What the judge says of it beside exact attention."""
+    evidence = Evidence(Case(problem=problem), "cpu", draw(problem))
+    record = compare(subject, evidence, variant="", environment="", timed=False, brief=True)
+    assert record.judgement is not None, record.reason
+    return record.judgement
+
+
+def assert_passes(problem: Problem, splits: int | None = None) -> None:
+    judgement = judged(problem, Decode(splits))
+    assert judgement.status == "pass", judgement.reason
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, KV + 1])
+def test_any_number_of_splits(splits):
+    """From 3 on some are empty; a sequence of nothing but padding sees none of them."""
+    assert_passes(small(mask=PADDING, dtype="bf16"), splits)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_masks_in_every_dtype(mask, dtype):
+    assert_passes(small(mask=mask, dtype=dtype, distribution="large_logits"))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        ALIBI,
+        Spec.of("softcap", cap=5.0),
+        Spec.of("relative_bias", distance=9, seed=1),
+        Spec.of("chain", Spec.of("temperature", temperature=0.7), ALIBI),
+    ],
+    ids=str,
+)
+def test_scores_are_asked_with_the_head_and_row_that_they_are_of(score):
+    assert_passes(small(mask=BOTTOM_RIGHT, score=score))
+
+
+@pytest.mark.parametrize(
+    ("heads", "query"), [((1, 1), 1), ((8, 1), 4), ((6, 3), 5), ((4, 4), 33), ((16, 1), 8)], ids=str
+)
+def test_any_group_and_rows_up_to_128(heads, query):
+    """16 to 128 packed rows, and blocks that they do not fill."""
+    problem = small(heads=heads[0], kv_heads=heads[1], query=query, batch=1, mask=BOTTOM_RIGHT)
+    rows = query * heads[0] // heads[1]
+    assert rows <= Decode().launch(problem, "cpu").block_query < max(17, 2 * rows)
+    assert_passes(problem)
+
+
+def test_rows_in_several_blocks(monkeypatch):
+    """As on a GPU, where a block of all rows may not fit."""
+    launched = Decode.launch
+
+    def small_blocks(*asked):
+        return dataclasses.replace(launched(*asked), block_query=16)
+
+    monkeypatch.setattr(Decode, "launch", small_blocks)
+    assert_passes(small(query=7, mask=BOTTOM_RIGHT, score=ALIBI, sink=True))
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (3, 40), (64, 17), (80, 80)], ids=str)
+def test_any_dims(dims):
+    assert_passes(small(head_dim=dims[0], value_dim=dims[1], dtype="bf16"))
+
+
+@pytest.mark.parametrize("kv", [1, 31, 32, 33, 64, 65, 256])
+def test_any_number_of_keys(kv):
+    assert_passes(small(kv=kv, mask=BOTTOM_RIGHT))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 4])
+@pytest.mark.parametrize("mask", [BOTTOM_RIGHT, PADDING], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_a_sink_is_merged_once(dtype, mask, splits):
+    assert_passes(small(mask=mask, dtype=dtype, score=ALIBI, sink=True), splits)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("size", [1, 16, 48])
+@pytest.mark.parametrize("mask", [FULL, PADDING, BOTTOM_RIGHT], ids=str)
+def test_keys_in_pages(mask, size, dtype):
+    paging = Paging(size=size, seed=3, shared=1)
+    assert_passes(small(mask=mask, dtype=dtype, paging=paging, sink=True))
+
+
+def test_rows_that_see_nothing_are_zero_or_the_sink():
+    inputs = draw(small(mask=PADDING))
+    outputs = Decode().run(inputs)
+    assert (outputs.out[0] == 0).all()
+    assert (outputs.lse[0] == -math.inf).all()
+    inputs = draw(small(mask=PADDING, sink=True))
+    outputs = Decode().run(inputs)
+    assert (outputs.out[0] == 0).all()
+    assert torch.equal(outputs.lse[0], inputs.sink[:, None].expand(-1, 3))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_hidden_values_that_are_not_finite_move_no_bit(value):
+    """And those that a row sees reach it, and no other row of its block."""
+    inputs = draw(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
+    v = inputs.v.clone()
+    v[:, :, -1, 3] = value  # the last row sees it alone
+    clean, spoilt = Decode(2).run(inputs), Decode(2).run(inputs.replace(v=v))
+    assert torch.equal(spoilt.out[:, :, 0], clean.out[:, :, 0])
+    assert torch.equal(spoilt.lse, clean.lse)
+    seen = spoilt.out[:, :, 1]
+    assert torch.equal(
+        seen[..., [0, 1, 2, 4, 5, 6, 7]], clean.out[:, :, 1][..., [0, 1, 2, 4, 5, 6, 7]]
+    )
+    assert (seen[..., 3].isnan() if math.isnan(value) else seen[..., 3] == value).all()
+
+
+def test_what_it_does_not_take():
+    decode = load("triton-decode")
+    assert decode.unsupported(small(query=MOST_ROWS // 3), "cpu") is None
+    reason = decode.unsupported(small(query=MOST_ROWS // 3 + 1), "cpu")
+    assert reason == "query · group = 129: it is for decoding, at most 128"
+    assert decode.concerns(small(paging=Paging(size=16)))
+    assert not decode.concerns(Problem(operation="softmax", query=2, kv=3))
+
+
+def test_splits_follow_the_number_of_keys_alone():
+    """On a GPU one for four blocks of keys; in the interpreter one a block, up to three."""
+    assert [splits_of(kv, 64, "cuda") for kv in (1, 448, 512, 4096, 2**20)] == [1, 1, 2, 16, 64]
+    assert [splits_of(kv, 64, "cpu") for kv in (1, 65, 129, 4096)] == [1, 2, 3, 3]
+    problem = small()
+    own = Decode().launch(problem, "cpu").splits
+    assert own == Decode().launch(problem.replace(batch=1, heads=2), "cpu").splits == BLOCKS
+
+
+def test_it_is_launched_otherwise():
+    launches = Decode().launches(small(), "cpu")
+    splits = {name: each.launch(small(), "cpu").splits for name, each in launches.items()}
+    assert splits == {"1 split": 1, "3 splits": 3, "7 splits": 7}  # 2 are its own, 3 are too many
+    longer = Decode().launches(small(kv=1000), "cpu")
+    assert list(longer) == ["1 split", "2 splits", "7 splits", "9 splits"]
+
+
+def test_the_judge_is_told_how_many_parts_are_merged():
+    """A sink is one; only what is in one part rounds as the ideal kernel at its tiling does."""
+    for splits, sink, parts in ((1, False, 1), (1, True, 2), (7, False, 7), (7, True, 8)):
+        problem = small(sink=sink)
+        assert Decode(splits).arithmetic(problem, "cpu").splits == parts
+        assert (Decode(splits).tiling(problem, "cpu") is None) == (parts > 1)
+
+
+def test_one_part_rounds_as_the_ideal_kernel_does():
+    """Within what the judge allows to a declared tiling, and it asks."""
+    assert_passes(small(head_dim=40, value_dim=40, dtype="bf16", query=32), splits=1)
+
+
+MERGED = "acc += weight[:, None] * part"
+HEADS = "heads = (tl.program_id(1) % kv_heads) * group + packed % group"
+SEEN = "seen = visible(b, h, rows, keys, kv"
+STORED = "log_sum(m, total, IDENTITY), mask=here"
+FAULTS = {
+    # what is wrong: (right, wrong, the Problem that shows it, its splits)
+    "merged without weights": (MERGED, "acc += part", {}, 2),
+    "one split is dropped": (
+        "(sink,), launch.splits, rows",
+        "(sink,), launch.splits - 1, rows",
+        {},
+        2,
+    ),
+    "an empty split counts": (
+        STORED,
+        STORED.replace("log_sum", "tl.where(total == 0.0, 0.0, log_sum").replace("Y),", "Y)),"),
+        {},
+        3,
+    ),
+    "heads are interleaved": (
+        HEADS,
+        "heads = tl.program_id(1) % kv_heads + packed % group * kv_heads",
+        {},
+        2,
+    ),
+    "rows and heads are exchanged": ("rows = packed // group", "rows = packed % query", {}, 2),
+    "the mask gets the split's own keys": (
+        SEEN,
+        SEEN.replace("keys", "keys % BLOCK_K"),
+        {"mask": PADDING},
+        2,
+    ),
+    "the mask gets no row": (
+        SEEN,
+        SEEN.replace("rows", "rows * 0"),
+        {"mask": BOTTOM_RIGHT},
+        2,
+    ),
+    "the score gets the first head": (
+        "s = scores(\n        q_block, k_block, b, h,",
+        "s = scores(\n        q_block, k_block, b, h * 0,",
+        {"score": ALIBI},
+        2,
+    ),
+    "the sink is counted in every split": (
+        "total += weight",
+        "total += weight + power(own - shift, False)",
+        {"sink": True},
+        2,
+    ),
+    "no sink": (
+        "total = total * power(own - shift, False)",
+        "total = total * 0",
+        {"sink": True},
+        2,
+    ),
+    "LSE of the last split": ("log_sum(shift, total, False)", "lse", {}, 2),
+    "the last keys are left out": (
+        "blocks = tl.cdiv(kv, BLOCK_K)",
+        "blocks = kv // BLOCK_K",
+        {},
+        2,
+    ),
+    "values without their descale": (
+        "(tl.load(descale[2] + tl.program_id(1)) / WEIGHTS_SCALE)",
+        "(1.0 / WEIGHTS_SCALE)",
+        {"dtype": "e4m3"},
+        2,
+    ),
+    "the descale of the first kv head": (
+        "factor_of(factor, descale, tl.program_id(1), SCALED)",
+        "factor_of(factor, descale, 0, SCALED)",
+        {"dtype": "e4m3"},
+        2,
+    ),
+}
+
+
+def with_a_fault(folder: Path, right: str, wrong: str) -> Callable[..., object]:
+    """The forward from a copy of its source that has one."""
+    source = Path(importlib.util.find_spec("attncheck.kernels.decode_forward").origin).read_text()
+    assert source.count(right) == 1, right
+    copy = folder / "planted_decode.py"
+    copy.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("planted_decode", copy)
+    sys.modules["planted_decode"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.decode_forward
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_noticed(fault, tmp_path, monkeypatch):
+    right, wrong, changes, splits = FAULTS[fault]
+    problem = small(**changes)
+    assert judged(problem, Decode(splits)).status == "pass"
+    planted = with_a_fault(tmp_path, right, wrong)
+    monkeypatch.setattr(Decode, "forward", lambda self: planted)
+    assert judged(problem, Decode(splits)).status == "fail"
+
+
+CARELESS = ("if not all_finite(acc):", "if False:")
+
+
+def test_a_careless_kernel_lets_hidden_values_through(tmp_path, monkeypatch):
+    planted = with_a_fault(tmp_path, *CARELESS)
+    monkeypatch.setattr(Decode, "forward", lambda self: planted)
+    inputs = draw(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
+    v = inputs.v.clone()
+    v[:, :, -1] = math.nan
+    assert Decode(2).run(inputs.replace(v=v)).out[:, :, 0].isnan().any()
+
+
+COMPILE = Path(__file__).parent / "compile_decode.py"
+
+
+def test_compiles_for_hopper_and_hardly_spills(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, COMPILE],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
