@@ -398,10 +398,10 @@ def test_a_triton_function_is_not_what_launches_it():
 
 
 def test_conventions_by_name():
-    assert list(CONVENTIONS) == ["native", "sdpa", "flash_attn", "varlen", "flex"]
-    known = "flash_attn, flex, native, sdpa, varlen"
-    with pytest.raises(UnknownName, match=f"'paged' is not known: choose from {known}\\."):
-        convention_named("paged")
+    assert list(CONVENTIONS) == ["native", "sdpa", "flash_attn", "varlen", "flex", "paged"]
+    known = "flash_attn, flex, native, paged, sdpa, varlen"
+    with pytest.raises(UnknownName, match=f"'ragged' is not known: choose from {known}\\."):
+        convention_named("ragged")
     subject = sdpa(bare)
     assert adopted(subject, "kernel") is subject
     assert adopted(subject, "kernel", "native") is subject
@@ -456,7 +456,7 @@ def test_what_else_a_module_may_hold(mine):
         ("mine_of_conventions:", None, "there is no name after ':'"),
         ("mine_of_conventions:torch", None, "is module: it must be a Subject, or be a function of"),
         ("mine_of_conventions:kernel", "native", "it must be a Subject"),
-        ("mine_of_conventions:kernel", "paged", "'paged' is not known: choose from flash_attn, "),
+        ("mine_of_conventions:kernel", "ragged", "'ragged' is not known: choose from flash_attn, "),
         ("mine_of_conventions:kernel", "varlen", "it must take cu_seqlens_q, as the varlen"),
         ("ideal", "sdpa", "is attncheck's own: leave its convention out"),
     ],

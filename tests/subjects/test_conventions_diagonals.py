@@ -68,6 +68,20 @@ def test_a_window_that_is_found_is_the_band_and_one_that_is_there_is_found(botto
     assert found > 1000
 
 
+@pytest.mark.parametrize("bottom_right", [True, False])
+def test_a_lead_is_a_band_that_lies_elsewhere(bottom_right):
+    """Where keys are counted on from ``lead`` the band is ``lead`` lower in a sequence's own."""
+    found = 0
+    for low, high, lead in itertools.product(EDGES, EDGES, (-2, 0, 3)):
+        elsewhere = Band(*(None if edge is None else edge + lead for edge in (low, high)))
+        for lengths in LENGTHS:
+            plain = window(Band(low, high), [lengths], bottom_right=bottom_right)
+            leads = {"bottom_right": bottom_right, "leads": [lead]}
+            assert window(elsewhere, [lengths], **leads) == plain
+            found += plain is not None
+    assert found > 100
+
+
 @pytest.mark.parametrize(
     "mask",
     [
@@ -77,6 +91,9 @@ def test_a_window_that_is_found_is_the_band_and_one_that_is_there_is_found(botto
         Spec.of("sliding_window", window=3),
         Spec.of("sliding_window", window=0),
         Spec.of("and", Spec.of("sliding_window", window=3), Spec.of("causal_bottom_right")),
+        Spec.of("offset", Spec.of("causal"), rows=2),
+        Spec.of("offset", Spec.of("offset", Spec.of("causal_bottom_right"), rows=1), rows=2),
+        Spec.of("offset", Spec.of("sliding_window", window=3), rows=2),
     ],
     ids=str,
 )

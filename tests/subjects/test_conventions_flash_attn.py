@@ -38,6 +38,10 @@ WINDOW, SOFTCAP, ALIBI = (
 )
 DOCUMENTS = Spec.of("document", lengths=[5, 0, 9, 6])
 PADDING = Spec.of("padding", lengths=[30, 7])
+UNLIKE = Spec.of("documents", query_lengths=[0, 4, 0, 9, 7], kv_lengths=[3, 9, 2, 9, 7])
+# Rows and keys unlike in the first that has both: bottom-right in each is so in the whole.
+SHIFTED = Spec.of("documents", query_lengths=[4, 9, 7], kv_lengths=[9, 9, 7])
+UNSHIFTED = Spec.of("documents", query_lengths=[4, 9, 0, 7], kv_lengths=[4, 9, 0, 7])
 
 
 def label(value):
@@ -88,6 +92,10 @@ PACKED = [
     {"mask": DOCUMENTS, "kv": 9},
     {"mask": PADDING, "kv": 30},
     {"mask": Spec.of("padding", lengths=[0, 20])},
+    {"mask": UNLIKE, "kv": 30, "kv_heads": 1},
+    {"mask": Spec.of("documents", query_lengths=[20, 0], kv_lengths=[0, 6]), "kv": 6},
+    {"mask": both(SHIFTED, BOTTOM_RIGHT), "kv": 25, "query": 20},
+    {"mask": both(UNSHIFTED, CAUSAL, WINDOW), "score": ALIBI},
 ]
 KERNELS = {"flash_attn": PLAIN.flash_attn_with, "varlen": PLAIN.varlen_with}
 
@@ -118,6 +126,8 @@ def test_a_right_function_passes(convention, changes, options):
         ("varlen", "ignores_starts", {"mask": DOCUMENTS}, {}),
         ("varlen", "ignores_starts", {"mask": CAUSAL}, {}),
         ("varlen", "top_left", {"mask": BOTTOM_RIGHT, "kv": 31}, {}),
+        ("varlen", "top_left", {"mask": both(SHIFTED, BOTTOM_RIGHT), "kv": 25}, {}),
+        ("varlen", "ignores_starts", {"mask": UNLIKE, "kv": 30}, {}),
         ("varlen", "window", {"mask": both(DOCUMENTS, WINDOW)}, {}),
     ],
     ids=label,
@@ -176,6 +186,12 @@ def test_other_axes_of_a_packed_lse_are_known(fault):
         ),
         ("varlen", {"mask": both(CAUSAL, PADDING), "kv": 30}, "no causal flag or window_size"),
         ("varlen", {"mask": both(CAUSAL, DOCUMENTS), "kv": 16}, "no causal flag or window_size"),
+        ("varlen", {"mask": both(CAUSAL, UNLIKE), "kv": 30}, "no causal flag or window_size"),
+        (
+            "varlen",
+            {"mask": both(BOTTOM_RIGHT, SHIFTED), "kv": 25, "score": ALIBI},
+            "not this bias without causal",
+        ),
     ],
     ids=label,
 )
@@ -199,6 +215,8 @@ def test_what_cannot_be_said_exactly_is_not_asked(convention, changes, reason):
         ("sm_scale", Spec.of("full"), {"sm_scale": 0.25}),
         ("softcap, alibi_slopes", Spec.of("full"), {"softcap": 0.0, "alibi_slopes": None}),
         ("return_lse", Spec.of("full"), {"return_lse": True}),
+        ("dropout_p", CAUSAL, "takes no causal"),
+        ("dropout_p, causal", CAUSAL, {"dropout_p": 0.0, "causal": True}),
     ],
 )
 def test_required_keywords_are_always_passed(takes, mask, passed):
@@ -228,6 +246,36 @@ def test_descales_of_fp8_are_passed():
     assert isinstance(InProcess().run(subject_of(kernel, None), inputs), Execution)
     assert all(torch.equal(seen[name], getattr(inputs.descale, name)) for name in "qkv")
     assert seen["q"].shape == (2, 2)
+
+
+def test_packed_descales_are_those_of_each_part():
+    """As flash-attn has them: (sequences as it counts them, kv heads)."""
+    seen = {}
+
+    def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, **scales):
+        q_descale, k_descale, v_descale = (scales[f"{name}_descale"] for name in "qkv")
+        seen.update(q=q_descale, k=k_descale, v=v_descale, parts=len(cu_seqlens_q) - 1)
+        seen["dropout_p"] = dropout_p
+        return q.bfloat16()
+
+    inputs = draw(small(dtype="e4m3", kv_heads=2, mask=DOCUMENTS))
+    assert isinstance(InProcess().run(subject_of(kernel, None), inputs), Execution)
+    assert (seen["parts"], seen["dropout_p"]) == (8, 0.0)
+    for name in "qkv":
+        whole = getattr(inputs.descale, name)
+        assert torch.equal(seen[name], whole.repeat_interleave(4, 0))
+
+
+@pytest.mark.parametrize("convention", KERNELS)
+def test_scales_of_blocks_are_none_of_the_convention(convention):
+    def fixed(q, k, v, softmax_scale=None, *, k_block_scales): ...
+
+    def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, k_block_scales): ...
+
+    function = {"flash_attn": fixed, "varlen": packed}[convention]
+    assert adopted(function, "kernel", convention) == (
+        "need no 'k_block_scales', for which the convention has no value"
+    )
 
 
 def test_tensors_have_the_axes_of_the_convention():

@@ -62,13 +62,18 @@ def test_a_mask_reaches_the_kernel(backend, dtype, mask, lengths, exact):
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "padding"])
-@pytest.mark.parametrize("score", ["alibi", "relative_bias", "chain"])
+@pytest.mark.parametrize("score", ["alibi", "relative_bias", "bias", "offset", "chain"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_an_added_score_reaches_the_kernel(backend, dtype, score, mask, exact):
     relative = Spec.of("relative_bias", distance=9, seed=1)
-    spec = {"alibi": Spec.of("alibi"), "relative_bias": relative}.get(score)
-    spec = spec or Spec.of("chain", Spec.of("none"), Spec.of("alibi"))
+    spec = {
+        "alibi": Spec.of("alibi"),
+        "relative_bias": relative,
+        "bias": Spec.of("bias", seed=1, per_batch=1, per_head=0),
+        "offset": Spec.of("offset", Spec.of("bias", seed=1, per_batch=0, per_head=1), rows=3),
+        "chain": Spec.of("chain", Spec.of("none"), Spec.of("alibi")),
+    }[score]
     problem = small(kv=57, dtype=dtype, mask=MASKS[mask], score=spec)
     kernel = Sdpa(backend)
     assert kernel.unsupported(problem, "cpu") is None

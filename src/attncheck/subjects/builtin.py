@@ -30,6 +30,9 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         "attncheck.subjects.flash2", "Flash2FastAccumulation"
     ),
     "triton-flash1": _made_when_asked("attncheck.subjects.flash1", "Flash1"),
+    "triton-varlen": _made_when_asked("attncheck.subjects.varlen", "Varlen"),
+    "triton-paged": _made_when_asked("attncheck.subjects.paged", "Paged"),
+    "triton-decode": _made_when_asked("attncheck.subjects.decode", "Decode"),
     "ideal": _made_when_asked("attncheck.subjects.ideal", "Ideal"),
     "sdpa-math": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "math"),
     "sdpa-flash": _made_when_asked("attncheck.subjects.sdpa", "Sdpa", "flash"),

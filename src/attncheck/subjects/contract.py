@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -113,6 +113,15 @@ class Subject(ABC):
         """The tiling it uses on ``problem``, where it is known and declared."""
         del problem, device
         return None
+
+    def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
+        """The same kernel launched otherwise, by names that say how; none if it has one launch.
+
+        Other tiles or another number of splits, say: what a caller never chooses and what must not
+        matter beyond rounding. Each is a Subject of its own, with its own tiling and arithmetic.
+        """
+        del problem, device
+        return {}
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
         """The arithmetic by which it is judged on ``problem``.

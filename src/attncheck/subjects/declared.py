@@ -45,6 +45,7 @@ class Declared(Subject):
         self.name = name
         self.summary = _summary(inner, capabilities)
         self.triton = inner.triton
+        self.sinks = inner.sinks
         self.promises = inner.promises
         if capabilities.promises is not None:
             self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))

@@ -11,7 +11,6 @@ import torch
 
 from attncheck.judge.arithmetic import FP32
 from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.question import PROMISES
 from attncheck.subjects.contract import Call, Subject, Tiling, with_full_tanh
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 
     from attncheck.inputs import Inputs
     from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.kernels.launch import Launch
+    from attncheck.kernels.launch import KernelPages, Launch, VisitList
+    from attncheck.mods.spec import Spec
     from attncheck.problem import Problem
 
 __all__ = ["HOPPER", "Flash", "Tiles", "launch"]
@@ -56,6 +56,7 @@ class Flash(Subject):
     triton = True
     hopper: Tiles = HOPPER
     promises = frozenset(PROMISES)
+    sinks = True
     max_num_imprecise_acc: int | None = 0
 
     def absent(self, device: str) -> str | None:
@@ -106,6 +107,15 @@ class Flash(Subject):
         """V as it lies in memory when the kernel reads it."""
         return v
 
+    def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
+        """K and v as they lie in memory when the kernel reads them, and their pages if any."""
+        return inputs.k, self.values(inputs.v), None
+
+    def visited(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
+        """What its launcher gets of the tiles that it has to visit; nothing if it goes by names."""
+        del problem, device
+        return {}
+
     def prepare(self, inputs: Inputs) -> Call:
         """Trace the mods, print them as Triton functions, and bind the launches."""
         problem, device = inputs.problem, inputs.device.type
@@ -119,13 +129,15 @@ class Flash(Subject):
         mask = to_triton(traced_mask(problem, device))
         identity = problem.score == library.NONE
         score = None if identity else to_triton(traced_score(problem, device))
-        v = self.values(inputs.v)
+        k, v, pages = self.stored(inputs)
+        paged = {} if pages is None else {"pages": pages, "kv": problem.kv}
         chosen = self.launch(problem, device)
+        visited = self.visited(problem, inputs.device)
 
         def call() -> Outputs:
             out, lse = forward(
                 inputs.q,
-                inputs.k,
+                k,
                 v,
                 scale=problem.scale,
                 mask=mask,
@@ -133,6 +145,9 @@ class Flash(Subject):
                 launch=chosen,
                 descale=inputs.descale,
                 out_dtype=problem.formats.output.torch_dtype,
+                sink=inputs.sink,
+                **visited,
+                **paged,
             )
             return Outputs(out, lse)
 
@@ -153,7 +168,7 @@ def launch(problem: Problem, device: str, hopper: Tiles = HOPPER) -> Launch:
         **tiles,
         precision="tf32" if problem.dtype == "tf32" else "ieee",
         causal=_hides_future(problem.mask),
-        free=problem.mask in (library.FULL, Spec.of("causal")),
+        free=problem.mask == library.FULL,
         weights_scale=problem.formats.weights_scale,
     )
 

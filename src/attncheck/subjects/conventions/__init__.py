@@ -10,6 +10,7 @@ from attncheck.subjects.conventions.flash_attn import FLASH_ATTN
 from attncheck.subjects.conventions.flex import FLEX
 from attncheck.subjects.conventions.native import NATIVE
 from attncheck.subjects.conventions.options import ConventionOptions
+from attncheck.subjects.conventions.paged import PAGED
 from attncheck.subjects.conventions.sdpa import SDPA
 from attncheck.subjects.conventions.varlen import VARLEN
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CONVENTIONS", "Convention", "adopted", "convention_named"]
 
-CONVENTIONS: dict[str, Convention] = {c.name: c for c in (NATIVE, SDPA, FLASH_ATTN, VARLEN, FLEX)}
+CONVENTIONS: dict[str, Convention] = {
+    c.name: c for c in (NATIVE, SDPA, FLASH_ATTN, VARLEN, FLEX, PAGED)
+}
 
 # Who is asked first whether an object shows that it is theirs. Where none is sure it is SDPA's.
-_SURE = (NATIVE, VARLEN, FLEX, SDPA, FLASH_ATTN)
+_SURE = (NATIVE, VARLEN, PAGED, FLEX, SDPA, FLASH_ATTN)
 
 _AS_USUAL = ConventionOptions()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,9 +15,13 @@ if TYPE_CHECKING:
     from attncheck.problem import Problem
     from attncheck.subjects.conventions.options import ConventionOptions
 
-__all__ = ["Argument", "Arguments", "Asked", "Made", "needed", "offered", "spare"]
+__all__ = ["SINKS", "Argument", "Arguments", "Asked", "Made", "needed", "offered", "spare"]
 
 When = Literal["needed", "offered", "required"]
+
+SINKS = ("sinks", "sink", "s_aux", "learnable_sink", "softmax_sink", "attention_sinks")
+"""Names for each head's logit, fp32 ``(heads,)``: those of gpt-oss, of flash-attn's Hopper kernels
+and CuTe ones, and others that say the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,21 @@ class Asked:
 
         usual = self.problem.scale == fp32(self.problem.head_dim**-0.5)
         return spare(self.problem.scale) if usual else needed(self.problem.scale)
+
+    def sinks(self) -> Argument:
+        """Each head's logit, fp32 ``(heads,)``; −∞, which weighs nothing, where there is none."""
+        heads = self.problem.heads
+
+        def make(inputs: Inputs) -> torch.Tensor:
+            if inputs.sink is not None:
+                return inputs.sink
+            return inputs.q.new_full((heads,), -math.inf, dtype=torch.float32)
+
+        if self.problem.sink:
+            return needed(Made(make=make, text="sink"))
+        return spare(
+            Made(make=make, text=f'torch.full(({heads},), -float("inf"), device=q.device)')
+        )
 
     def lse_flag(self) -> Argument:
         """Whether LSE is asked for."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attncheck.subjects.conventions.convention import Convention
-from attncheck.subjects.conventions.signature import Taken, parameter_names, taken
+from attncheck.subjects.conventions.signature import Taken, parameter_names, required_names, taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import Tensor
+
+    from attncheck.inputs import Inputs
     from attncheck.problem import Problem
     from attncheck.subjects.contract import Subject
     from attncheck.subjects.conventions.arguments import Arguments, Asked
@@ -42,6 +45,11 @@ class Calling:
         bottom_right: How causal masks and windows are aligned where the lengths differ.
         empty_lse: What LSE may be of a row that sees no key.
         within: What is entered around a call on (device).
+        declined: Arguments for which it has no value, with the reason: a function that requires
+            one is none of this convention.
+        tensors: What it is given by position, where keys and values are laid out together; None
+            for what the layout makes of each.
+        paged: Whether keys and values lie in pages: it is asked Problems with paging, and no other.
     """
 
     name: str
@@ -56,9 +64,14 @@ class Calling:
     bottom_right: bool = False
     empty_lse: tuple[float, ...] = (float("-inf"),)
     within: Callable[[str], AbstractContextManager[object]] = lambda _device: nullcontext()
+    declined: Mapping[str, str] = field(default_factory=dict)
+    tensors: Callable[[Layout, Inputs], tuple[Tensor, Tensor, Tensor]] | None = None
+    paged: bool = False
 
     def takes(self, function: object) -> Taken | str:
         """What the function takes of it, or why it is no such function."""
+        for name in required_names(function) & set(self.declined):
+            return f"need no {name!r}: {self.declined[name]}"
         names = [name for names in self.spellings.values() for name in names]
         found = taken(function, names)
         if isinstance(found, str):

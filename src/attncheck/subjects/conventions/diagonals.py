@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
+
+from attncheck.mods.compose import later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,6 +50,8 @@ _BANDS: dict[str, Callable[[Spec, Dimensions], Band]] = {
 
 def band(mask: Spec, dimensions: Dimensions) -> Band | None:
     """The mask as a band; None where it is none, or nobody says so."""
+    if mask.name == "offset":
+        return _later(mask, dimensions)
     if mask.name != "and":
         known = _BANDS.get(mask.name)
         return known(mask, dimensions) if known else None
@@ -59,6 +64,17 @@ def band(mask: Spec, dimensions: Dimensions) -> Band | None:
     return whole
 
 
+def _later(mask: Spec, dimensions: Dimensions) -> Band | None:
+    """Of rows that are further than their index says: the part's band, moved."""
+    rows = mask.values["rows"]
+    assert isinstance(rows, int)
+    found = band(mask.parts[0], later(mask.values, dimensions))
+    if found is None:
+        return None
+    low, high = (None if limit is None else limit + rows for limit in (found.low, found.high))
+    return Band(low, high)
+
+
 def offset(lengths: Lengths, *, bottom_right: bool) -> int:
     """``j - i`` on the diagonal: 0 where it is aligned top-left, else what ends in the corner."""
     query, kv = lengths
@@ -66,36 +82,50 @@ def offset(lengths: Lengths, *, bottom_right: bool) -> int:
 
 
 def window(
-    seen: Band, sequences: Iterable[Lengths], *, bottom_right: bool
+    seen: Band,
+    sequences: Iterable[Lengths],
+    *,
+    bottom_right: bool,
+    leads: Iterable[int] | None = None,
 ) -> tuple[int, int] | None:
     """``(left, right)`` with which a kernel's window is ``seen`` in every sequence.
 
     Row i of such a window sees the keys ``i + offset - left`` to ``i + offset + right``; -1 is no
     limit. None where no window is it: the diagonal lies elsewhere, or differs between sequences.
+
+    Args:
+        seen: The band, in indices that may count on through several sequences.
+        sequences: Their lengths.
+        bottom_right: How the window is aligned.
+        leads: By how much the index of a sequence's first key is above that of its first row, for
+            each; None: by nothing.
     """
-    alive = [(lengths, offset(lengths, bottom_right=bottom_right)) for lengths in sequences]
-    alive = [(lengths, at) for lengths, at in alive if min(lengths) > 0]  # others see nothing
+    alive = [
+        (query - lead, kv + lead, offset((query, kv), bottom_right=bottom_right) + lead)
+        for (query, kv), lead in zip(sequences, repeat(0) if leads is None else leads, strict=False)
+        if min(query, kv) > 0  # others see nothing
+    ]
     low, high = seen.low, seen.high
     # Of a window's left edge everything is mirrored: rows for keys, and signs.
-    left = _edge(None if low is None else -low, [(query, -at) for (query, _), at in alive])
-    right = _edge(high, [(kv, at) for (_, kv), at in alive])
+    left = _edge(None if low is None else -low, [(query, -at) for query, _, at in alive])
+    right = _edge(high, [(kv, at) for _, kv, at in alive])
     return None if left is None or right is None else (left, right)
 
 
 def _edge(limit: int | None, sequences: list[tuple[int, int]]) -> int | None:
-    """The number for ``limit`` that holds in all sequences of (length beyond, offset)."""
+    """The number for ``limit`` that holds in all sequences of (first index beyond, offset)."""
     if limit is None:
         return -1
     exact = [limit - at for _, at in sequences if limit >= at]
     for edge in [*exact, -1]:
-        if all(_holds(edge, limit, length, at) for length, at in sequences):
+        if all(_holds(edge, limit, end, at) for end, at in sequences):
             return edge
     return None
 
 
-def _holds(edge: int, limit: int, length: int, at: int) -> bool:
+def _holds(edge: int, limit: int, end: int, at: int) -> bool:
     """Whether a window's ``edge`` shows what ``limit`` does: both may be beyond the last key."""
-    beyond = limit >= length - 1
+    beyond = limit >= end - 1
     if edge < 0:
         return beyond
-    return edge + at == limit or (beyond and edge + at >= length - 1)
+    return edge + at == limit or (beyond and edge + at >= end - 1)

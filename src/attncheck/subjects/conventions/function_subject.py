@@ -87,9 +87,15 @@ class FunctionSubject(Subject):
         self.takes = frozenset(name for names in self._spelled.values() for name in names)
         self.summary = f"{calling.name} convention: {_listed(self._spelled)}"
         self.triton = _uses_triton(function)
+        self.sinks = "sinks" in self._spelled
         if options.promises is not None:
             self.promises = cast("frozenset[Promise]", options.promises)
         self._reached_flash: set[str] = set()
+
+    def concerns(self, problem: Problem) -> bool:
+        """Attention with pages where its convention is of pages, and without them elsewhere."""
+        paged = problem.paging is not None
+        return paged == self._calling.paged and super().concerns(problem.replace(paging=None))
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """What the convention cannot pass, the function does not take, or no memory holds."""
@@ -106,7 +112,7 @@ class FunctionSubject(Subject):
         assert not isinstance(arguments, str), arguments
         passed = {n: v.make(inputs) if isinstance(v, Made) else v for n, v in arguments.items()}
         layout = self._calling.layout(problem)
-        tensors = _given(layout, inputs)
+        tensors = self._tensors(layout, inputs)
         dead = self._empty_rows(inputs)  # before the call, which is timed
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
         notes = FlashOnTheCpu() if device.type == "cpu" else None
@@ -135,9 +141,14 @@ class FunctionSubject(Subject):
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
         """The default; P may be divided by its sum before it is rounded, as unfused kernels do.
 
-        Where its call has reached torch's flash kernel on the CPU, exp is as short as it is there.
+        A sink may be merged through LSE, after the keys. Where its call has reached torch's flash
+        kernel on the CPU, exp is as short as it is there.
         """
-        assumed = replace(super().arithmetic(problem, device), normalised_weights=True)
+        assumed = replace(
+            super().arithmetic(problem, device),
+            normalised_weights=True,
+            splits=2 if problem.sink else 1,
+        )
         return with_short_exp(assumed, device) if problem.id in self._reached_flash else assumed
 
     def script(self, problem: Problem) -> str | None:
@@ -147,8 +158,8 @@ class FunctionSubject(Subject):
         and gives out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` with
         natural logarithm, or None. ``torch`` must be imported. A mask that is written out is read
         from a global ``mask``, bool, that broadcasts to ``(batch, heads, query, kv)``; descales
-        from ``q_descale``, ``k_descale`` and ``v_descale``. Rows that see no key are as the kernel
-        gives them. None for what cannot be written so.
+        from ``q_descale``, ``k_descale`` and ``v_descale``, sinks from ``sink``. Rows that see no
+        key are as the kernel gives them. None for what cannot be written so.
         """
         arguments = self._arguments(problem)
         if isinstance(arguments, str):
@@ -165,6 +176,9 @@ class FunctionSubject(Subject):
         """What no function of the convention can be asked."""
         if problem.operation != "attention":
             return f"the {self.convention} convention is of attention"
+        if (problem.paging is not None) != self._calling.paged:
+            pages = "is of keys in pages" if self._calling.paged else "has no pages"
+            return f"the {self.convention} convention {pages}"
         if problem.formats.scaled and "q_descale" not in self._calling.spellings:
             return f"the {self.convention} convention has no descales, which fp8 inputs need"
         if problem.dtype == "tf32" and device == "cpu":
@@ -201,11 +215,19 @@ class FunctionSubject(Subject):
         said = self.options.causal
         return said == "bottom_right" if said else self._calling.bottom_right
 
+    def _tensors(
+        self, layout: Layout, inputs: Inputs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What it is given by position."""
+        if self._calling.tensors is not None:
+            return self._calling.tensors(layout, inputs)
+        return layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
+
     def _check_inputs(
         self, layout: Layout, inputs: Inputs, tensors: tuple[torch.Tensor, ...]
     ) -> None:
         """Raises BrokenConvention where it wrote to a copy, which the executor does not see."""
-        again = _given(layout, inputs)
+        again = self._tensors(layout, inputs)
         for name, its, mine in zip("qkv", tensors, again, strict=True):
             copied = its.data_ptr() != getattr(inputs, name).data_ptr()
             if copied and not torch.equal(_bytes(its), _bytes(mine)):
@@ -218,8 +240,8 @@ class FunctionSubject(Subject):
     def _empty_rows(self, inputs: Inputs) -> torch.Tensor | None:
         """Rows that are looked at before the judge does; None where there are none."""
         as_judged = self._empty_row == "zero" and self._calling.empty_lse == (-math.inf,)
-        if as_judged or inputs.problem.mask == library.FULL:
-            return None
+        if as_judged or inputs.problem.mask == library.FULL or inputs.problem.sink:
+            return None  # with a sink no row has nothing to weigh
         dead = empty_rows(inputs.problem, inputs.device)
         return dead if bool(dead.any()) else None
 
@@ -234,10 +256,6 @@ class FunctionSubject(Subject):
         if self.options.lse == "base2":
             lse = in_natural_logarithm(lse)
         return Outputs(out, lse)
-
-
-def _given(layout: Layout, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
-from attncheck.subjects.conventions.diagonals import Band, Lengths, band
+from attncheck.subjects.conventions.diagonals import Lengths
 from attncheck.subjects.conventions.layouts import Layout
 
 if TYPE_CHECKING:
@@ -27,16 +28,18 @@ Segments = list[list[Lengths]]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A Problem whose mask is: every row sees a band of the keys of its own part.
+    """A Problem whose mask is: a row sees keys of its own part, of which ``rest`` hides some.
 
     Attributes:
         segments: The parts.
-        band: What a row sees of its part's keys, the same in a part's own indices: its rows and
-            its keys begin at one index.
+        rest: What hides keys within a part, a mask in the Problem's own indices; ``full`` where
+            nothing does.
+        cut: Whether the mask names the parts; else they are whole sequences.
     """
 
     segments: Segments
-    band: Band
+    rest: Spec
+    cut: bool
 
     def lengths(self) -> list[Lengths]:
         """Query rows and keys of all parts, in the order in which they are packed."""
@@ -46,17 +49,36 @@ class Packed:
         """Where each part begins, and where the last one ends: of queries (0) or keys (1)."""
         return [0, *accumulate(part[side] for part in self.lengths())]
 
+    def places(self) -> list[tuple[int, int, int]]:
+        """By which numbers the Problem's mods know each part: b, its first q_idx and kv_idx."""
+        found = []
+        for b, parts in enumerate(self.segments):
+            row = key = 0
+            for rows, keys in parts:
+                found.append((b, row, key))
+                row, key = row + rows, key + keys
+        return found
+
+    def leads(self) -> list[int]:
+        """By how much the first kv_idx of each part is above its first q_idx."""
+        return [key - row for _, row, key in self.places()]
+
 
 def packed(problem: Problem) -> Packed | None:
-    """The Problem packed; None where its mask is no such one."""
+    """The Problem packed; None where its mask names parts more than once."""
     parts = list(_conjuncts(problem.mask))
     cuts = [part for part in parts if part.name in _CUTS]
-    rest = Spec.of("and", *(part for part in parts if part.name not in _CUTS))
-    seen = band(rest, problem.dimensions)
-    if seen is None or len(cuts) > 1:
+    rest = [part for part in parts if part.name not in _CUTS and part != FULL]
+    if len(cuts) > 1:
         return None
     segments = _CUTS[cuts[0].name](problem, cuts[0]) if cuts else _whole(problem)
-    return Packed(segments, seen)
+    return Packed(segments, _all_of(rest), bool(cuts))
+
+
+def _all_of(parts: list[Spec]) -> Spec:
+    if len(parts) < 2:
+        return parts[0] if parts else FULL
+    return Spec.of("and", *parts)
 
 
 def _conjuncts(mask: Spec) -> Iterator[Spec]:
@@ -74,25 +96,36 @@ def _padded(problem: Problem, padding: Spec) -> Segments:
     return [[(problem.query, length)] for length in _numbers(padding)]
 
 
-def _documents(problem: Problem, document: Spec) -> Segments:
+def _document(problem: Problem, document: Spec) -> Segments:
     """A document's rows and keys, cut where those of the Problem end; the lengths may go beyond."""
-    ends = list(accumulate(_numbers(document)))
-    parts = [
-        tuple(min(end, last) - min(start, last) for last in (problem.query, problem.kv))
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
-    return [[(query, kv) for query, kv in parts] for _ in range(problem.batch)]
+    lengths = _numbers(document)
+    rows, keys = (_cut(lengths, last) for last in (problem.query, problem.kv))
+    return [list(zip(rows, keys, strict=True)) for _ in range(problem.batch)]
 
 
-def _numbers(spec: Spec) -> tuple[int, ...]:
-    lengths = spec.values["lengths"]
+def _documents(problem: Problem, documents: Spec) -> Segments:
+    """The same where a document's rows and keys are not as many."""
+    rows = _cut(_numbers(documents, "query_lengths"), problem.query)
+    keys = _cut(_numbers(documents, "kv_lengths"), problem.kv)
+    return [list(zip(rows, keys, strict=True)) for _ in range(problem.batch)]
+
+
+def _cut(lengths: tuple[int, ...], last: int) -> list[int]:
+    """What of each length lies before ``last``."""
+    ends = [min(end, last) for end in accumulate(lengths)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _numbers(spec: Spec, name: str = "lengths") -> tuple[int, ...]:
+    lengths = spec.values[name]
     assert isinstance(lengths, tuple)
     return lengths
 
 
 _CUTS: dict[str, Callable[[Problem, Spec], Segments]] = {
     "padding": _padded,
-    "document": _documents,
+    "document": _document,
+    "documents": _documents,
 }
 
 

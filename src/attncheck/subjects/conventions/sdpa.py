@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.mods import library
 from attncheck.subjects.conventions.arguments import (
+    SINKS,
     Argument,
     Arguments,
     Asked,
@@ -34,6 +35,7 @@ _ALIASES = {
 }
 # torch's own gives no LSE.
 _LSE = {"return_lse": ("return_lse", "return_softmax_lse")}
+_SINKS = {"sinks": SINKS}
 _OWN = {"attn_mask", "mask", "is_causal", "enable_gqa", "sm_scale"}
 
 
@@ -59,10 +61,11 @@ def arguments(asked: Asked) -> Arguments | str:
         "dropout_p": offered(0.0),
         "is_causal": offered(flagged),
         "return_lse": asked.lse_flag(),
+        "sinks": asked.sinks(),
     }
     if causal and mask.when == "needed" and "attn_mask" not in asked.able:
         # What else it lacks is said first.
-        lacks = [n for n in ("enable_gqa", "scale") if wanted[n].when == "needed"]
+        lacks = [n for n in ("enable_gqa", "scale", "sinks") if wanted[n].when == "needed"]
         lacks = [name for name in lacks if name not in asked.able]
         return f"takes no {lacks[0]}" if lacks else "takes no attn_mask or is_causal"
     return wanted
@@ -94,10 +97,10 @@ def _claims(names: frozenset[str], dotted: str) -> bool:
 CALLING = Calling(
     name="sdpa",
     summary="a function of query, key, value, called like F.scaled_dot_product_attention",
-    spellings={name: (name, *_ALIASES.get(name, ())) for name in KEYWORDS} | _LSE,
+    spellings={name: (name, *_ALIASES.get(name, ())) for name in KEYWORDS} | _LSE | _SINKS,
     arguments=arguments,
     layout=bhsd,
-    by_name=frozenset(_LSE),
+    by_name=frozenset(_LSE | _SINKS),
     claims=_claims,
 )
 

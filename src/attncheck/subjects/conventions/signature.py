@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-__all__ = ["Taken", "called", "parameter_names", "taken"]
+__all__ = ["Taken", "called", "parameter_names", "required_names", "taken"]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -73,6 +73,12 @@ def parameter_names(function: object) -> frozenset[str]:
     """Names in the signature; none where there is none."""
     parameters = _parameters(function) if callable(function) else None
     return frozenset(parameter.name for parameter in parameters or ())
+
+
+def required_names(function: object) -> frozenset[str]:
+    """Names in the signature that have no default, beyond the first three: those are tensors."""
+    parameters = _parameters(function) if callable(function) else None
+    return _required((parameters or [])[3:])
 
 
 def called(function: Callable[..., Any]) -> Callable[..., Any]:

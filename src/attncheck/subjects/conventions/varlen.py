@@ -8,11 +8,13 @@ import torch
 
 from attncheck.subjects.conventions.arguments import Arguments, Asked, Made, needed, offered
 from attncheck.subjects.conventions.calling import Calling, convention_of
+from attncheck.subjects.conventions.diagonals import band
 from attncheck.subjects.conventions.packing import Packed, packed, packed_layout
 from attncheck.subjects.conventions.windowed import EMPTY_LSE, LSE_FLAGS, SPELLINGS, windowed
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
+    from attncheck.problem import Problem
 
 __all__ = ["VARLEN"]
 
@@ -21,10 +23,12 @@ _SIDES = ("q", "k")
 
 def arguments(asked: Asked) -> Arguments | str:
     """The convention's arguments for a Problem, or why it has none."""
-    found = packed(asked.problem)
-    if found is None:
-        return f"the mask {asked.problem.mask} is no band in each of some sequences"
-    wanted = windowed(asked, found.band, found.lengths())
+    problem = asked.problem
+    found = packed(problem)
+    seen = band(found.rest, problem.dimensions) if found else None
+    if found is None or seen is None:
+        return f"the mask {problem.mask} is no band in each of some sequences"
+    wanted = windowed(asked, seen, found.lengths(), found.leads())
     if isinstance(wanted, str):
         return wanted
     places: Arguments = {}
@@ -32,7 +36,7 @@ def arguments(asked: Asked) -> Arguments | str:
         longest = max(lengths[side] for lengths in found.lengths())
         places[f"cu_seqlens_{name}"] = needed(_starts(found, side))
         places[f"max_seqlen_{name}"] = offered(longest)
-    return places | wanted
+    return places | wanted | _descales(problem, found)
 
 
 def _starts(found: Packed, side: int) -> Made:
@@ -43,6 +47,22 @@ def _starts(found: Packed, side: int) -> Made:
         return torch.tensor(starts, dtype=torch.int32, device=inputs.device)
 
     return Made(make=make, text=f"torch.tensor({starts}, dtype=torch.int32, device=q.device)")
+
+
+def _descales(problem: Problem, found: Packed) -> Arguments:
+    """fp32 ``(parts, kv_heads)`` each: a part has those of its sequence."""
+    if not problem.formats.scaled:
+        return {}
+    sequences = [b for b, _, _ in found.places()]
+
+    def made(name: str) -> Made:
+        def make(inputs: Inputs) -> torch.Tensor:
+            scale: torch.Tensor = getattr(inputs.descale, name)
+            return scale[sequences]
+
+        return Made(make=make, text=f"{name}_descale[{sequences}]")
+
+    return {f"{name}_descale": needed(made(name)) for name in "qkv"}
 
 
 def _claims(names: frozenset[str], dotted: str) -> bool:
@@ -63,7 +83,7 @@ VARLEN = convention_of(
         arguments=arguments,
         layout=packed_layout,
         claims=_claims,
-        by_name=LSE_FLAGS,
+        by_name=LSE_FLAGS | {"sinks"},
         musts=("cu_seqlens_q", "cu_seqlens_k"),
         most=4,
         bottom_right=True,

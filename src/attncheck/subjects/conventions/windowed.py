@@ -12,6 +12,7 @@ import torch
 
 from attncheck.mods.library import alibi_slopes
 from attncheck.subjects.conventions.arguments import (
+    SINKS,
     Arguments,
     Asked,
     Made,
@@ -40,6 +41,7 @@ SPELLINGS = {
     "q_descale": ("q_descale",),
     "k_descale": ("k_descale",),
     "v_descale": ("v_descale",),
+    "sinks": SINKS,
     "return_attn_probs": ("return_lse", "return_softmax_lse", "return_attn_probs"),
 }
 """By meaning, the names that functions have for it."""
@@ -56,19 +58,33 @@ _NO_WINDOW = (-1, -1)
 _SCORES = {(), ("softcap",), ("alibi",), ("softcap", "alibi")}
 
 
-def windowed(asked: Asked, seen: Band | None, sequences: list[Lengths]) -> Arguments | str:
-    """Arguments for a mask that is a band in each of ``sequences``, or why there are none."""
+def windowed(
+    asked: Asked,
+    seen: Band | None,
+    sequences: list[Lengths],
+    leads: list[int] | None = None,
+) -> Arguments | str:
+    """Arguments for a mask that is a band in each of ``sequences``, or why there are none.
+
+    ``leads`` are as ``diagonals.window`` has them.
+    """
     problem = asked.problem
+    leads = leads or [0] * len(sequences)
     edges = None
     if seen is not None:
-        edges = window(seen, sequences, bottom_right=asked.bottom_right)
+        edges = window(seen, sequences, bottom_right=asked.bottom_right, leads=leads)
     if edges is None:
         return f"no causal flag or window_size is the mask {problem.mask} at these lengths"
     scores = list(_flat(problem.score))
     if tuple(score.name for score in scores) not in _SCORES:
         return f"neither softcap nor alibi_slopes are the score mod {problem.score}"
     mods = {score.name: score for score in scores}
-    if "alibi" in mods and not _slopes_fit(edges, sequences, bottom_right=asked.bottom_right):
+    offsets = {
+        offset(lengths, bottom_right=asked.bottom_right) + lead
+        for lengths, lead in zip(sequences, leads, strict=True)
+        if min(lengths)
+    }
+    if "alibi" in mods and not _slopes_fit(edges, offsets):
         return "alibi_slopes are -slope·|i + kv - query - j|: not this bias without causal"
     softcap = mods.get("softcap")
     return {
@@ -78,6 +94,7 @@ def windowed(asked: Asked, seen: Band | None, sequences: list[Lengths]) -> Argum
         "alibi_slopes": needed(_slopes(problem)) if "alibi" in mods else spare(None),
         **_descales(problem),
         **_edges(edges, asked.able),
+        "sinks": asked.sinks(),
         "return_attn_probs": asked.lse_flag(),
     }
 
@@ -100,12 +117,11 @@ def _flat(score: Spec) -> Iterator[Spec]:
         yield from _flat(part)
 
 
-def _slopes_fit(edges: tuple[int, int], sequences: list[Lengths], *, bottom_right: bool) -> bool:
+def _slopes_fit(edges: tuple[int, int], offsets: set[int]) -> bool:
     """Whether -slope·|i + offset - j| is alibi's slope·(j - i) wherever a key is seen.
 
     It is for j up to i + offset, but for slope·offset: out is the same then, and LSE is not.
     """
-    offsets = {offset(lengths, bottom_right=bottom_right) for lengths in sequences if min(lengths)}
     return edges[1] == 0 and offsets <= {0}
 
 

@@ -1,0 +1,83 @@
+"""A right function of the paged convention in plain torch, for tests to bend."""
+
+# ruff: noqa: PLR0917  (the signature is that of flash-attn)
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+_SPEC = importlib.util.spec_from_file_location(
+    "plain_kernels", Path(__file__).with_name("plain_kernels.py")
+)
+PLAIN = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = PLAIN
+_SPEC.loader.exec_module(PLAIN)
+
+
+def gathered(cache, row, length, fault):
+    """A sequence's keys or values ``(length, kv_heads, dim)``, found by its row of the table."""
+    size = cache.shape[1] + (fault == "page_size")
+    keys = torch.arange(length)
+    flat = row[keys // size].long() * cache.shape[1] + keys % size
+    return cache.flatten(0, 1)[flat.clamp(max=cache.shape[0] * cache.shape[1] - 1)]
+
+
+def with_kvcache(fault=""):
+    """``flash_attn_with_kvcache`` on pages, with a planted fault and without what it may write."""
+
+    def flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        cache_seqlens=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
+        s_aux=None,
+    ):
+        assert k is None
+        assert v is None
+        assert cache_seqlens.dtype == block_table.dtype == torch.int32
+        size, (batch, most) = k_cache.shape[1], block_table.shape
+        table, lengths = block_table, cache_seqlens.tolist()
+        if fault == "transposed":
+            table = table.flatten()[
+                (torch.arange(most) * batch + torch.arange(batch)[:, None]) % table.numel()
+            ]
+        if fault == "shared":  # of the first sequence, for all
+            table = torch.cat((table[:1, :2].expand(batch, 2), table[:, 2:]), 1)
+        if fault == "tail":  # whole pages
+            lengths = [-(-n // size) * size for n in lengths]
+        if fault == "beyond":
+            lengths = [most * size] * batch
+        outs, lses = [], []
+        for b, length in enumerate(lengths):
+            keys, values = (
+                gathered(cache, table[b], length, fault)[None].float()
+                for cache in (k_cache, v_cache)
+            )
+            rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
+            out, lse = PLAIN.flash(q[b : b + 1].float(), keys, values, *rest)
+            outs.append(out)
+            lses.append(lse)
+        out, lse = torch.cat(outs), torch.cat(lses)
+        if s_aux is not None:
+            total = torch.logaddexp(lse, s_aux[:, None])
+            out = out * (lse - total).exp().transpose(1, 2)[..., None]
+            lse = total
+        lse = lse.masked_fill(lse.isneginf(), math.inf)
+        return (out.to(q.dtype), lse) if return_softmax_lse else out.to(q.dtype)
+
+    return flash_attn_with_kvcache

@@ -1,0 +1,166 @@
+"""triton-paged in the interpreter: the bits of triton-flash2, from wherever keys lie."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attncheck.examine.answer import answered
+from attncheck.examine.environment import prepare
+from attncheck.inputs import draw
+from attncheck.mods.paging import page_table
+from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
+from attncheck.problem import Case, Problem
+from attncheck.runner.measure import measure
+from attncheck.runner.plan import plan
+from attncheck.subjects import paged
+from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects.paged import Paged
+from attncheck.subjects.pages import cached, lengths_of, table_of
+
+PADDING = Spec.of("padding", lengths=[70, 20])
+BOTTOM_RIGHT = Spec.of("causal_bottom_right")
+SHARED = Paging(size=16, seed=1, shared=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted():
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: the properties judge them on the GPU")
+    prepare("cpu")
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 1, "kv": 70, "head_dim": 16}
+    return Problem(**(sizes | {"paging": SHARED} | changes))
+
+
+def status(subject, problem, question="compare", **parameters):
+    case = Case(problem=problem, question=question, parameters=parameters)
+    return answered(subject, case, device="cpu", brief=True).status
+
+
+def test_the_problem_of_the_manual_passes():
+    problem = Problem(batch=2, heads=4, kv_heads=2, query=1, kv=70, paging=SHARED)
+    record = answered(Paged(), Case(problem=problem), device="cpu")
+    assert record.status == "pass"
+    assert record.lse is not None
+
+
+SAME = {
+    "decoding": {},
+    "prefill": {"query": 40, "mask": BOTTOM_RIGHT},
+    "padding": {"mask": PADDING, "query": 3},
+    "no keys": {"mask": Spec.of("padding", lengths=[0, 48]), "query": 2},
+    "both": {"mask": Spec.of("and", PADDING, Spec.of("causal")), "query": 33},
+    "sink": {"sink": True, "mask": PADDING},
+    "score": {"score": Spec.of("alibi"), "query": 5},
+    "odd pages": {"paging": Paging(size=3, seed=2), "mask": PADDING},
+    "pages of a key": {"paging": Paging(size=1), "kv": 20},
+    "pages larger than tiles": {"paging": Paging(size=256), "query": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "bf16") for name in SAME]
+    + [("padding", dtype) for dtype in ("fp32", "tf32", "fp16", "e4m3", "e5m2")],
+)
+def test_its_bits_are_those_of_keys_in_order(name, dtype):
+    inputs = draw(small(**SAME[name], dtype=dtype))
+    in_order = Flash2().run(inputs.replace(problem=inputs.problem.replace(paging=None)))
+    in_pages = Paged().run(inputs)
+    assert torch.equal(in_pages.out, in_order.out)
+    assert torch.equal(in_pages.lse, in_order.lse)
+
+
+def test_it_reads_what_lies_in_pages(monkeypatch):
+    """Or the test above would hold of a kernel that never looks at them."""
+
+    def emptied(inputs):
+        found = cached(inputs)
+        return dataclasses.replace(found, k=torch.zeros_like(found.k))
+
+    monkeypatch.setattr(paged, "cached", emptied)
+    assert status(Paged(), small()) == "fail"
+
+
+FAULTS = {
+    "a page is one key longer": ("table + keys // PAGE,", "table + keys // (PAGE + 1),"),
+    "slots one further": ("(keys % PAGE)", "((keys + 1) % PAGE)"),
+    "every sequence has the first one's pages": ("pages[0] + b64 * pages[1]", "pages[0]"),
+    "the table transposed": ("pages[0] + b64 * pages[1]", "pages[0] + b64"),
+    "the last page's tail is seen": ("& (keys < kv)[None, :]", ""),
+    "places in memory are masked": (
+        "elif partial:\n        s = hidden(s, visible(b, h, rows, keys,",
+        "elif partial:\n        s = hidden(s, visible(b, h, rows, (k_at // k_row).to(tl.int32),",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, tmp_path, planted):
+    kernel = planted(tmp_path, "flash2_forward", *FAULTS[fault])
+
+    class Faulty(Paged):
+        def forward(self):
+            return kernel
+
+    # Full shows a key too many, and bottom-right of three rows hides some.
+    mask = {"mask": BOTTOM_RIGHT} if "masked" in fault else {}
+    problem = small(query=3, paging=Paging(size=16, seed=3), **mask)
+    assert status(Faulty(), problem) == "fail"
+
+
+def test_tables_and_lengths():
+    problem = small(mask=Spec.of("and", PADDING, Spec.of("padding", lengths=[33, 90 - 20])))
+    assert lengths_of(problem) == (33, 20)
+    assert lengths_of(small()) == (70, 70)
+    assert lengths_of(small(mask=Spec.of("not", PADDING))) == (70, 70)
+    inputs = draw(problem)
+    assert torch.equal(table_of(inputs).table, page_table(SHARED, 2, 70, (33, 20)).table)
+
+
+def test_pages_that_are_no_longer_alike_are_apart():
+    inputs = draw(small(paging=Paging(size=16, seed=1, shared=3)))
+    for key, shared in ((0, 0), (15, 0), (16, 1), (47, 2), (48, 3)):
+        v = inputs.v.clone()
+        v[1, 0, key, 3] += 1
+        expected = page_table(inputs.problem.paging, 2, 70, shared=shared)
+        assert torch.equal(table_of(inputs.replace(v=v)).table, expected.table)
+
+
+def test_it_concerns_pages_alone():
+    assert Paged().concerns(small())
+    assert Paged().concerns(small(sink=True))
+    assert not Paged().concerns(small(paging=None))
+    assert not Paged().concerns(Problem(operation="softmax", query=4))
+    assert not Flash2().concerns(small())
+
+
+@pytest.mark.parametrize("mask", [None, PADDING], ids=["full", "padding"])
+def test_relations_hold(mask):
+    problem = small(query=2, **({} if mask is None else {"mask": mask}))
+    numbers = {"size": 3, "order": 2, "shared": 0}
+    odd = problem.replace(paging=Paging(size=17, seed=4, shared=1))
+    assert status(Paged(), odd, "pages", **numbers) == "pass"
+    if mask is not None:
+        assert status(Paged(), problem, "hidden_keys_nan", row=1) == "pass"
+
+
+def test_rmse_measures_it():
+    cells = plan(
+        dtypes=["bf16"],
+        variants=["full", "paged", "paged_decode"],
+        shapes=["1x2x64x16"],
+        distributions=["normal"],
+        seed=0,
+    )
+    report = measure(cells, [Paged()], device="cpu", command="")
+    assert {(r.variant, r.status) for r in report.records} == {
+        ("paged", "pass"),
+        ("paged_decode", "pass"),
+    }

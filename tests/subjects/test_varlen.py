@@ -1,0 +1,249 @@
+"""triton-varlen: what it takes, how it packs it, and that compare finds what packing gets wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attncheck.examine.check import compare
+from attncheck.examine.evidence import Evidence
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.subjects.conventions.packing import packed
+from attncheck.subjects.varlen import Varlen
+
+CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
+DOCUMENT = Spec.of("document", lengths=[5, 0, 1, 6, 9])
+# Rows and keys unlike in the first of them that has both: bottom-right in each is so in the whole.
+FIRST = {
+    "mask": Spec.of("documents", query_lengths=[0, 3, 0, 8, 1], kv_lengths=[0, 9, 0, 8, 1]),
+    "query": 12,
+    "kv": 18,
+}
+# … in the last: top-left in each is so in the whole.
+LAST = {
+    "mask": Spec.of("documents", query_lengths=[0, 4, 8, 0], kv_lengths=[0, 4, 9, 3]),
+    "query": 12,
+    "kv": 16,
+}
+
+
+def both(*parts):
+    return Spec.of("and", *parts)
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 12, "head_dim": 16, "dtype": "fp32"}
+    return Problem(**(sizes | changes))
+
+
+def status(subject, problem) -> str:
+    record = compare(
+        subject, Evidence(Case(problem=problem), "cpu"), variant="", environment="", timed=False
+    )
+    return f"{record.status} {record.reason}".strip()
+
+
+TAKEN = [
+    {},
+    {"mask": CAUSAL, "value_dim": 8},
+    {"mask": BOTTOM_RIGHT, "kv": 17},
+    {"mask": BOTTOM_RIGHT, "kv": 7, "dtype": "bf16"},
+    {"mask": Spec.of("padding", lengths=[0, 9])},
+    {"mask": DOCUMENT, "query": 21, "dtype": "e4m3"},
+    {"mask": both(DOCUMENT, CAUSAL), "query": 21, "kv": 9},
+    {"mask": both(Spec.of("prefix_lm", prefix=8), DOCUMENT), "query": 21, "batch": 1},
+    FIRST,
+    LAST | {"dtype": "e5m2"},
+    FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"]), "score": Spec.of("alibi")},
+    LAST | {"mask": both(CAUSAL, LAST["mask"]), "score": Spec.of("softcap", cap=2.0)},
+    {"mask": Spec.of("document", lengths=[1] * 12), "batch": 1},
+]
+
+
+@pytest.mark.parametrize("changes", TAKEN, ids=lambda c: str(c.get("mask", "full")))
+def test_it_is_exact(changes):
+    problem = small(**changes)
+    assert Varlen().unsupported(problem, "cpu") is None
+    assert status(Varlen(), problem) == "pass"
+
+
+@pytest.mark.parametrize(
+    ("changes", "alignment", "masked"),
+    [
+        ({}, "", False),
+        ({"mask": CAUSAL}, "bottom_right", False),
+        ({"mask": CAUSAL, "kv": 17}, "top_left", False),
+        ({"mask": BOTTOM_RIGHT, "kv": 17}, "bottom_right", False),
+        (FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"])}, "bottom_right", False),
+        (LAST | {"mask": both(CAUSAL, LAST["mask"])}, "top_left", False),
+        (FIRST | {"mask": both(CAUSAL, FIRST["mask"])}, "", True),
+        ({"mask": both(DOCUMENT, Spec.of("not", CAUSAL))}, "", True),
+        ({"mask": Spec.of("sliding_window", window=3)}, "", True),
+    ],
+    ids=str,
+)
+def test_the_flag_is_used_where_it_is_the_mask(changes, alignment, masked, monkeypatch):
+    asked = {}
+
+    def forward(*_tensors, **keywords):
+        asked.update(keywords)
+        rows, heads = 2 * small(**changes).query, 4
+        return torch.zeros(rows, heads, 16), torch.zeros(heads, rows)
+
+    monkeypatch.setattr(Varlen, "forward", lambda _: forward)
+    Varlen().run(draw(small(**changes)))
+    assert asked["causal"] == alignment
+    assert (asked["mask"] is not None) == masked
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (both(DOCUMENT, Spec.of("padding", lengths=[3, 4])), "more than once"),
+        (both(DOCUMENT, DOCUMENT), "more than once"),
+        (Spec.of("or", DOCUMENT, CAUSAL), "neither documents nor padding nor a band"),
+        (Spec.of("prefix_lm", prefix=3), "neither documents nor padding nor a band"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_take_it_says(mask, reason):
+    assert reason in (Varlen().unsupported(small(mask=mask), "cpu") or "")
+
+
+def test_it_is_asked_with_sinks_and_not_about_pages_or_softmax():
+    subject = Varlen()
+    assert subject.concerns(small(sink=True))
+    assert not subject.concerns(Problem(operation="softmax", query=3))
+
+
+def test_a_sink_takes_part():
+    problem = small(mask=both(CAUSAL, LAST["mask"]), **{k: LAST[k] for k in ("query", "kv")})
+    assert status(Varlen(), problem.replace(sink=True)) == "pass"
+
+
+def test_tiles_are_declared_where_documents_do_not_move_them():
+    aligned = small(mask=Spec.of("document", lengths=[32, 0, 64, 7]), query=103)
+    assert Varlen().tiling(aligned, "cpu").block_kv == 32
+    assert Varlen().tiling(small(), "cpu") is not None
+    moved = small(mask=DOCUMENT, query=21)
+    assert Varlen().tiling(moved, "cpu") is None
+
+
+class Planted(Varlen):
+    """Changes what the kernel gets, or what it gives."""
+
+    def forward(self):
+        right = super().forward()
+        return lambda *tensors, **keywords: self.after(
+            *right(*tensors, **self.before(dict(keywords))), keywords
+        )
+
+    def before(self, keywords):
+        return keywords
+
+    def after(self, out, lse, keywords):
+        return out, lse
+
+
+class KeysOffByOne(Planted):
+    """Each document's keys begin one key later, but for the first."""
+
+    def before(self, keywords):
+        starts = keywords["cu_seqlens_k"].clone()
+        starts[1:-1] = (starts[1:-1] + 1).clamp(max=int(starts[-1]))
+        return keywords | {"cu_seqlens_k": starts}
+
+
+class LastKeyLost(Planted):
+    """The last one's end is one key early."""
+
+    def before(self, keywords):
+        starts = keywords["cu_seqlens_k"].clone()
+        starts[-1] -= 1
+        return keywords | {"cu_seqlens_k": starts}
+
+
+class TopLeft(Planted):
+    """Causal from the first row and key of a document."""
+
+    def before(self, keywords):
+        aligned = {"causal": "top_left"} if keywords["causal"] else {}
+        return keywords | aligned
+
+
+class EmptyOneShifts(Planted):
+    """Keys of a document without any are not there, and those of the next are its."""
+
+    def before(self, keywords):
+        starts = keywords["cu_seqlens_k"]
+        kept = [0, *(n for n in (starts[1:] - starts[:-1]).tolist() if n)]
+        ends = torch.tensor(kept).cumsum(0)
+        padded = ends[-1].repeat(len(starts))
+        padded[: len(ends)] = ends
+        return keywords | {"cu_seqlens_k": padded.int()}
+
+
+class LseOfAnother(Planted):
+    """LSE of the rows of another document."""
+
+    def after(self, out, lse, keywords):
+        longest = int(keywords["cu_seqlens_q"].diff().max())
+        return out, lse.roll(longest, 1)
+
+
+class PositionsOfTheWhole(Planted):
+    """The mods count on through all documents of the batch."""
+
+    def before(self, keywords):
+        starts = [keywords[f"cu_seqlens_{name}"][:-1] for name in "qk"]
+        return keywords | {"places": torch.stack([keywords["places"][:, 0], *starts], 1)}
+
+
+class FirstDescale(Planted):
+    """The descales of the first document for all."""
+
+    def before(self, keywords):
+        given = keywords["descale"]
+        first = {n: getattr(given, n)[:1].expand_as(getattr(given, n)) for n in "qkv"}
+        return keywords | {"descale": type(given)(**first)}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        (KeysOffByOne, FIRST),
+        (LastKeyLost, FIRST),
+        (TopLeft, {"mask": BOTTOM_RIGHT, "kv": 17}),
+        (TopLeft, FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"])}),
+        (EmptyOneShifts, {"mask": Spec.of("padding", lengths=[0, 9])}),
+        (
+            EmptyOneShifts,
+            {"mask": Spec.of("documents", query_lengths=[2, 10], kv_lengths=[0, 12])},
+        ),
+        (LseOfAnother, FIRST),
+        (
+            PositionsOfTheWhole,
+            {"mask": both(Spec.of("prefix_lm", prefix=8), DOCUMENT), "query": 21},
+        ),
+    ],
+    ids=str,
+)
+def test_compare_finds_a_fault(fault, changes, dtype):
+    problem = small(**changes, dtype=dtype)
+    assert status(fault(), problem).startswith("fail")
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+def test_compare_finds_a_descale_of_another_document(dtype):
+    assert status(FirstDescale(), small(dtype=dtype)).startswith("fail")
+
+
+def test_places_are_those_of_the_problem():
+    problem = small(mask=LAST["mask"], query=12, kv=16)
+    found = packed(problem)
+    assert found.places()[:4] == [(0, 0, 0), (0, 0, 0), (0, 4, 4), (0, 12, 13)]
+    assert found.places()[4:] == [(1, row, key) for _, row, key in found.places()[:4]]
+    assert found.starts(1) == [0, 0, 4, 13, 16, 16, 20, 29, 32]
