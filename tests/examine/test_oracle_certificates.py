@@ -16,7 +16,7 @@ from attncheck.examine.oracle_certificates import certificates
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.problem import Problem
-from attncheck.runner.plan import VARIANTS, Shape
+from attncheck.runner.variants import VARIANTS, Shape
 
 SMALL = Problem(heads=2, kv_heads=1, query=6, kv=5, head_dim=4, value_dim=3, dtype="fp32")
 
@@ -129,7 +129,7 @@ def test_all_oracles_have_a_certificate_and_the_naive_one_is_not_proven_where_it
         if record.oracle != "naive":
             assert record.holds(report.limit), record
     assert asked == {
-        "sharp": ["truth", "naive", "safe", "online", "flash1", "flash2"],
+        "sharp": ["truth", "naive", "safe", "online", "flash1", "flash2", "split"],
         "softmax": ["truth", "naive", "safe", "online"],
     }
     (naive,) = [r for r in report.records if (r.variant, r.oracle) == ("sharp", "naive")]

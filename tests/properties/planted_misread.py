@@ -11,6 +11,7 @@ from attncheck.inputs import Descale
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
+from attncheck.strategies.masks import NEIGHBORHOODS
 from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
 
@@ -109,7 +110,65 @@ class DocumentsIgnored(OtherMask):
     """Packed documents see each other."""
 
     def masks(self, problem: Problem) -> dict:
-        return {"document": lambda _: FULL}
+        return {"document": lambda _: FULL, "documents": lambda _: FULL}
+
+
+class SameLengths(OtherMask):
+    """A document's keys are where its rows are, and as many."""
+
+    def masks(self, problem: Problem) -> dict:
+        def rows_alone(spec: Spec) -> Spec:
+            lengths = spec.values["query_lengths"]
+            return Spec.of("document", lengths=[*lengths[:-1], lengths[-1] + problem.kv])
+
+        return {"documents": rows_alone}
+
+
+class EmptyOneShifts(OtherMask):
+    """Where a document or sequence has no keys, the keys of the next are taken for its."""
+
+    def masks(self, problem: Problem) -> dict:
+        def moved(lengths: tuple[int, ...]) -> list[int]:
+            kept = [length for length in lengths if length]
+            return kept + [0] * (len(lengths) - len(kept))
+
+        return {
+            "padding": lambda s: Spec.of("padding", lengths=moved(s.values["lengths"])),
+            "documents": lambda s: Spec.of(
+                "documents",
+                query_lengths=list(s.values["query_lengths"]),
+                kv_lengths=moved(s.values["kv_lengths"]),
+            ),
+        }
+
+
+class WindowSmaller(OtherMask):
+    """A neighborhood without its last line of cells."""
+
+    def masks(self, problem: Problem) -> dict:
+        def smaller(spec: Spec) -> Spec:
+            kernel = [max(1, side - 1) for side in spec.values["kernel"]]
+            return Spec.of(spec.name, **{**spec.values, "kernel": kernel})
+
+        return dict.fromkeys(NEIGHBORHOODS, smaller)
+
+
+class CellsRowByRow(OtherMask):
+    """Whatever order cells are in, they are taken row by row."""
+
+    def masks(self, problem: Problem) -> dict:
+        def plain(spec: Spec) -> Spec:
+            sides = {name: spec.values[name] for name in ("canvas", "kernel")}
+            return Spec.of("neighborhood", **sides)
+
+        return dict.fromkeys(NEIGHBORHOODS, plain)
+
+
+class CanvasIgnored(OtherMask):
+    """Every cell sees every key."""
+
+    def masks(self, problem: Problem) -> dict:
+        return dict.fromkeys(NEIGHBORHOODS, lambda _: FULL)
 
 
 class PaddingSeen(OtherMask):

@@ -74,6 +74,30 @@ class TopLeft(Ideal):
         return super().prepare(inputs)
 
 
+class FromRowZero(Ideal):
+    """Decodes as if its first row were row 0: the mask is asked without its offset."""
+
+    name = "planted-from-row-zero"
+
+    def prepare(self, inputs):
+        problem = inputs.problem
+        if problem.mask.name == "offset":
+            problem = problem.replace(mask=problem.mask.parts[0])
+        return super().prepare(inputs.replace(problem=problem))
+
+
+class ScoredFromRowZero(Ideal):
+    """The same of the score mod alone."""
+
+    name = "planted-scored-from-row-zero"
+
+    def prepare(self, inputs):
+        problem = inputs.problem
+        if problem.score.name == "offset":
+            problem = problem.replace(score=problem.score.parts[0])
+        return super().prepare(inputs.replace(problem=problem))
+
+
 class Neighbours(Ideal):
     """A row sees the last key of the document before its own."""
 
@@ -86,6 +110,20 @@ class Neighbours(Ideal):
     def visible(self, mask, at):
         later = (at.kv_idx + 1).clamp(max=self.last)
         return super().visible(mask, at) | mask(at.b, at.h, at.q_idx, later)
+
+
+class SameLengths(Ideal):
+    """A document's keys are as many as its rows, from the number of its first row on."""
+
+    name = "planted-same-lengths"
+
+    def prepare(self, inputs):
+        problem = inputs.problem
+        if problem.mask.name == "documents":
+            lengths = list(problem.mask.values["query_lengths"])
+            lengths[-1] += problem.kv
+            problem = problem.replace(mask=Spec.of("document", lengths=lengths))
+        return super().prepare(inputs.replace(problem=problem))
 
 
 class MeanOfNothing(_After):

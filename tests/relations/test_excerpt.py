@@ -23,6 +23,8 @@ MASKS = {
     "document": Spec.of("document", lengths=[0, 3, 0, 1, 4, 9]),
     "expression": Spec.of("expression", text="(q_idx * 2 - kv_idx) % 3 <= b"),
     "and": Spec.of("and", Spec.of("causal"), Spec.of("document", lengths=[4, 8])),
+    "offset": Spec.of("offset", Spec.of("causal_bottom_right"), rows=3),
+    "later": Spec.of("offset", Spec.of("sliding_window", window=3), rows=3),
     "not or": Spec.of("not", Spec.of("or", Spec.of("causal"), Spec.of("prefix_lm", prefix=2))),
 }
 SCORES = {

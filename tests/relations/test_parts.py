@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attncheck.examine.executor import Failure
+from attncheck.inputs import draw
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.relations import Finding, relation_named
@@ -23,7 +24,11 @@ WINDOW = Spec.of("sliding_window", window=2)
 PADDING = Spec.of("padding", lengths=[2, 7])
 DOCUMENT = Spec.of("document", lengths=[2, 0, 3, 4])
 CAUSAL_DOCUMENT = Spec.of("and", CAUSAL, DOCUMENT)
+# Of rows and keys unlike: one without rows, one without keys, one without either.
+DOCUMENTS = Spec.of("documents", query_lengths=[1, 0, 0, 2, 2], kv_lengths=[2, 1, 0, 0, 4])
+CAUSAL_DOCUMENTS = Spec.of("and", CAUSAL, DOCUMENTS)
 SQUARE = {"query": 7, "kv": 7}
+ALIBI = Spec.of("alibi")
 
 ASKED = [
     ("split_merge", FULL),
@@ -31,8 +36,12 @@ ASKED = [
     ("split_merge", PADDING),
     ("rectangular", CAUSAL),
     ("rectangular", WINDOW),
+    ("prefill_rows", PADDING),
+    ("prefill_rows", WINDOW),
     ("documents", DOCUMENT),
     ("documents", CAUSAL_DOCUMENT),
+    ("documents", DOCUMENTS),
+    ("documents", CAUSAL_DOCUMENTS),
     ("alone_in_batch", PADDING),
 ]
 
@@ -67,8 +76,14 @@ def test_sdpa_passes(question, mask, small, ask, numbers) -> None:
         ("WithoutLastKey", "split_merge", {"mask": CAUSAL, **SQUARE}, {"cut": 1}),
         ("TopLeft", "rectangular", {"mask": CAUSAL, **SQUARE}, {"rows": 2, "last": 1}),
         ("TopLeft", "rectangular", {"mask": BOTTOM_RIGHT, **SQUARE}, {"rows": 2, "last": 1}),
+        ("FromRowZero", "prefill_rows", {"mask": CAUSAL}, {"rows": 2}),
+        ("FromRowZero", "prefill_rows", {"mask": WINDOW}, {"rows": 1}),
+        ("ScoredFromRowZero", "prefill_rows", {"score": ALIBI}, {"rows": 1}),
         ("Neighbours", "documents", {"mask": DOCUMENT}, {}),
         ("MeanOfNothing", "documents", {"mask": DOCUMENT, "query": 9, "kv": 5}, {}),
+        ("Neighbours", "documents", {"mask": DOCUMENTS}, {}),
+        ("MeanOfNothing", "documents", {"mask": DOCUMENTS}, {}),
+        ("SameLengths", "documents", {"mask": DOCUMENTS}, {}),
         ("FirstLength", "alone_in_batch", {"mask": PADDING}, {"sequence": 1}),
         ("LargeBatch", "alone_in_batch", {"mask": PADDING}, {"sequence": 1}),
     ],
@@ -162,6 +177,7 @@ def test_no_error_within_those_of_the_parts_passes_the_merges() -> None:
         ("split_merge", {"kv": 1}, "one key cannot be cut"),
         ("split_merge", {"score": Spec.of("alibi")}, "later keys alone"),
         ("rectangular", {"query": 1}, "one row has no part"),
+        ("prefill_rows", {"query": 1}, "no rows before it"),
         ("documents", {}, "neither document nor"),
         ("documents", {"mask": Spec.of("or", CAUSAL, DOCUMENT)}, "neither document nor"),
         ("alone_in_batch", {"batch": 1}, "is alone"),
@@ -171,9 +187,26 @@ def test_a_problem_of_which_nothing_can_be_said(question, changes, reason, small
     assert reason in relation_named(question).unfit(small(**changes))
 
 
-@pytest.mark.parametrize("question", ["split_merge", "rectangular", "documents", "alone_in_batch"])
+@pytest.mark.parametrize(
+    "question", ["split_merge", "rectangular", "prefill_rows", "documents", "alone_in_batch"]
+)
 def test_a_softmax_has_none_of_these_parts(question, softmax) -> None:
     assert relation_named(question).unfit(softmax()) == "it is about attention"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_any_mods_can_be_decoded_behind_a_prefill(rows, small, ask) -> None:
+    mask = Spec.of("and", Spec.of("prefix_lm", prefix=2), PADDING)
+    score = Spec.of("chain", ALIBI, Spec.of("softcap", cap=5.0))
+    asked = small(mask, score=score, sink=True)
+    assert ask(Ideal(), "prefill_rows", asked, rows=rows) is None
+
+
+def test_mods_that_read_no_row_are_decoded_by_their_own_names(small) -> None:
+    drawn = draw(small(PADDING, score=Spec.of("softcap", cap=5.0)))
+    _, last = relation_named("prefill_rows").runs(drawn, {"rows": 2})
+    assert (last.problem.mask, last.problem.score) == (PADDING, drawn.problem.score)
+    assert torch.equal(last.q, drawn.q[:, :, -2:])
 
 
 def test_rows_at_the_end_are_not_asked_where_they_cannot_be_said(small) -> None:

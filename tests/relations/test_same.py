@@ -148,6 +148,7 @@ def test_halved_inputs_are_the_same_numbers(dtype, small) -> None:
     ("question", "changes", "reason"),
     [
         ("window_beyond", {}, "neither causal nor sliding_window"),
+        ("window_beyond", {"mask": Spec.of("offset", CAUSAL, rows=3)}, "neither causal nor"),
         ("prefix_zero", {}, "neither causal nor prefix_lm"),
         ("prefix_full", {"mask": CAUSAL}, "neither full nor prefix_lm"),
         ("softcap_infinite", {"score": Spec.of("alibi")}, "neither none nor softcap"),

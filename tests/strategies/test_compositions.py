@@ -9,6 +9,7 @@ import pytest
 from attncheck import strategies
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.spec import Dimensions, Spec
+from attncheck.strategies.masks import PLAIN_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +28,9 @@ def test_compositions_are_of_every_kind_and_depth(drawn) -> None:
     for spec in found:
         build_mask(spec, DIMENSIONS)
     assert {spec.name for spec in found} == COMPOSED
-    assert {depth(spec) for spec in found} == {1, 2, 3}
+    assert {depth(spec) for spec in found} == {1, 2, 3, 4}  # the last one an offset's part
     parts = {part.name for spec in found for part in spec.walk()}
-    assert parts == COMPOSED | set(strategies.MASK_FAMILIES) - {"composition", "expression"}
+    assert parts == COMPOSED | {"offset", *PLAIN_MASKS}
     assert {len(spec.parts) for spec in found if spec.name != "not"} == {2, 3}
 
 
@@ -40,8 +41,17 @@ def test_chains_are_of_library_and_written_score_mods(drawn) -> None:
     assert {len(spec.parts) for spec in found} == {2, 3}
     parts = {part.name for spec in found for part in spec.parts}
     assert parts == {
-        "none", "alibi", "softcap", "temperature", "relative_bias", "expression"
+        "none", "alibi", "softcap", "temperature", "relative_bias", "bias", "offset", "expression"
     }  # fmt: skip
+
+
+def test_an_offset_fits_the_longer_problem_and_reaches_beyond_the_keys(drawn) -> None:
+    found = drawn(strategies.family_named("offset")(dimensions=DIMENSIONS))
+    for spec in found:
+        build_mask(spec, DIMENSIONS)
+    assert {spec.parts[0].name for spec in found} == set(PLAIN_MASKS)
+    rows = {spec.values["rows"] for spec in found}
+    assert {0, 1, DIMENSIONS.kv, DIMENSIONS.kv + 7} <= rows
 
 
 CAUSES: dict[str, tuple[Callable[[Spec], bool], Spec]] = {
@@ -53,8 +63,19 @@ CAUSES: dict[str, tuple[Callable[[Spec], bool], Spec]] = {
         lambda spec: spec.name == "or" and Spec.of("causal") in spec.parts,
         Spec.of("or", FULL, Spec.of("causal")),
     ),
+    "an offset": (
+        lambda spec: any(part.name == "offset" for part in spec.parts),
+        Spec.of("and", FULL, Spec.of("offset", FULL, rows=0)),
+    ),
+    "a later row of a causal mask": (
+        lambda spec: any(
+            part.name == "offset" and part.values["rows"] and part.parts[0].name == "causal"
+            for part in spec.parts
+        ),
+        Spec.of("and", FULL, Spec.of("offset", Spec.of("causal"), rows=1)),
+    ),
     "two levels": (
-        lambda spec: depth(spec) > 1,
+        lambda spec: any(part.name in COMPOSED for part in spec.parts),
         Spec.of("and", FULL, Spec.of("and", FULL, FULL)),
     ),
     "a not within": (

@@ -17,8 +17,19 @@ SIMPLEST = {
     "prefix_lm": Spec.of("prefix_lm", prefix=0),
     "padding": Spec.of("padding", lengths=[1]),
     "document": Spec.of("document", lengths=[1]),
+    "documents": Spec.of("documents", query_lengths=[1], kv_lengths=[1]),
+    "packed": Spec.of("documents", query_lengths=[1], kv_lengths=[1]),
+    "neighborhood": Spec.of("neighborhood", canvas=[1, 1], kernel=[1, 1]),
+    "offset": Spec.of("offset", Spec.of("full"), rows=0),
     "composition": Spec.of("and", Spec.of("full"), Spec.of("full")),
     "expression": Spec.of("expression", text="q_idx >= kv_idx"),
+}
+
+
+NAMES = {
+    "composition": {"and", "or", "not"},
+    "packed": {"documents", "and"},
+    "neighborhood": {"neighborhood", "neighborhood_tiled", "neighborhood_morton"},
 }
 
 
@@ -34,8 +45,7 @@ def test_a_family_fits_its_dimensions(drawn, name: str, sizes: tuple[int, int]) 
     found = drawn(strategies.family_named(name)(dimensions=dimensions), 40)
     for spec in found:
         build_mask(spec, dimensions)
-    named = {"composition": {"and", "or", "not"}}.get(name, {name})
-    assert {spec.name for spec in found} <= named
+    assert {spec.name for spec in found} <= NAMES.get(name, {name})
 
 
 @pytest.mark.parametrize("name", SIMPLEST)

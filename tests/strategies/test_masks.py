@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from attncheck import strategies
-from attncheck.mods.library import build_mask, check_mask
+from attncheck.mods.library import MASKS, build_mask, check_mask
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.strategies.masks import PLAIN_MASKS
+from attncheck.strategies.masks import NEIGHBORHOODS, PLAIN_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +66,78 @@ def arguments(drawn) -> list[dict]:
 def test_extremes_are_drawn(arguments) -> None:
     missing = [what for what, wanted in EXTREMES.items() if not any(map(wanted, arguments))]
     assert missing == []
+
+
+def test_plain_masks_are_all_but_what_has_a_page_of_its_own() -> None:
+    composed = {name for name, entry in MASKS.items() if entry.compose}
+    others = {"documents", "expression", *NEIGHBORHOODS, *composed}
+    assert set(PLAIN_MASKS) == set(MASKS) - others
+
+
+# What canvases are to reach: (rows, columns), the cells of the shorter length, kernel, tile.
+CANVASES: dict[str, Callable[[dict], bool]] = {
+    "as many cells as rows": lambda v: math.prod(v["canvas"]) == DIMENSIONS.query,
+    "as many cells as keys": lambda v: math.prod(v["canvas"]) == DIMENSIONS.kv,
+    "fewer cells": lambda v: math.prod(v["canvas"]) < DIMENSIONS.query,
+    "more cells": lambda v: math.prod(v["canvas"]) > DIMENSIONS.kv,
+    "one row": lambda v: v["canvas"][0] == 1,
+    "one column": lambda v: v["canvas"][1] == 1,
+    "wide": lambda v: 1 < v["canvas"][0] < v["canvas"][1],
+    "tall": lambda v: v["canvas"][0] > v["canvas"][1] > 1,
+    "one cell": lambda v: v["kernel"] == (1, 1),
+    "the whole canvas": lambda v: v["kernel"] == v["canvas"] and min(v["canvas"]) > 1,
+    "even": lambda v: v["kernel"][0] % 2 == 0 and v["kernel"][1] % 2 == 0,
+    "odd, within": lambda v: all(
+        1 < n < side and n % 2 for n, side in zip(v["kernel"], v["canvas"], strict=True)
+    ),
+    "ragged tiles": lambda v: all(
+        1 < n < side and side % n
+        for n, side in zip(v.get("tile", (1, 1)), v["canvas"], strict=True)
+    ),
+    "whole tiles": lambda v: all(
+        1 < n < side and side % n == 0
+        for n, side in zip(v.get("tile", (1, 1)), v["canvas"], strict=True)
+    ),
+}
+
+
+def test_canvases_of_every_kind_are_drawn(drawn) -> None:
+    found = drawn(strategies.family_named("neighborhood")(dimensions=DIMENSIONS), 600)
+    for spec in found:
+        check_mask(spec, DIMENSIONS)
+    assert {spec.name for spec in found} == set(NEIGHBORHOODS)
+    missing = [
+        what for what, wanted in CANVASES.items() if not any(wanted(s.values) for s in found)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (lambda v: v["canvas"][0] > 1, {"canvas": (40, 1), "kernel": (1, 1)}),
+        (lambda v: v["kernel"][0] > 1, {"canvas": (40, 1), "kernel": (2, 1)}),
+        (lambda v: min(v["kernel"]) > 1, {"canvas": (20, 2), "kernel": (2, 2)}),
+        (lambda v: v.get("tile"), {"canvas": (40, 1), "kernel": (1, 1), "tile": (1, 1)}),
+    ],
+    ids=["a canvas", "a window", "a window of two sides", "tiles"],
+)
+def test_a_canvas_shrinks_to_its_cause(smallest, wanted, expected) -> None:
+    family = strategies.family_named("neighborhood")(dimensions=DIMENSIONS)
+    assert smallest(family, lambda spec: bool(wanted(spec.values))).values == expected
+
+
+def test_documents_without_rows_or_without_keys_are_drawn(drawn) -> None:
+    found = drawn(strategies.family_named("documents")(dimensions=DIMENSIONS), 300)
+    lengths = [
+        list(zip(spec.values["query_lengths"], spec.values["kv_lengths"], strict=True))
+        for spec in found
+    ]
+    assert {len(each) for each in lengths} == {1, 2, 3, 4}
+    documents = [document for each in lengths for document in each]
+    assert {(rows > 0, keys > 0) for rows, keys in documents} == {
+        (a, b) for a in (True, False) for b in (True, False)
+    }
 
 
 CAUSES: dict[str, tuple[Callable[[Problem], bool], dict]] = {

@@ -16,6 +16,7 @@ from attncheck.mods import library
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.problem import Case, Problem
 from attncheck.relations import relation_named
+from attncheck.strategies.masks import PLAIN_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,7 @@ def test_problems_reach_what_kernels_get_wrong(drawn) -> None:
     assert {p.dtype for p in found} == {"fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"}
     assert {p.operation for p in found} == {"attention"}
     assert {p.distribution for p in found} == set(DISTRIBUTIONS)
-    assert {p.mask.name for p in found} == set(library.MASKS) - {"and", "or", "not", "expression"}
+    assert {p.mask.name for p in found} == set(PLAIN_MASKS)
     assert {p.score.name for p in found} == set(library.SCORES) - {"chain", "expression"}
     assert {amplitude(p) for p in found} == set(strategies.AMPLITUDES)
     assert all(p.batch * p.heads <= 8 for p in found)
@@ -92,6 +93,17 @@ def test_shapes_keep_to_their_limits(drawn) -> None:
     assert any(s.query == s.kv for s in found)
     assert max(max(s.query, s.kv) for s in found) == 50
     assert max(s.batch * s.heads for s in found) == 2
+
+
+def test_few_rows_behind_many_keys(drawn) -> None:
+    """As decoding has them: no square makes the query longer, and groups are as large as asked."""
+    found = drawn(strategies.shapes(longest_query=4, longest=70, largest_group=8, most_heads=8))
+    assert {sizes.query for sizes in found} == {1, 2, 3, 4}
+    assert max(sizes.kv for sizes in found) > 64
+    assert {sizes.heads // sizes.kv_heads for sizes in found} == set(range(1, 9))
+    assert any(sizes.query == sizes.kv > 1 for sizes in found)
+    usual = drawn(strategies.shapes())
+    assert max(sizes.heads // sizes.kv_heads for sizes in usual) == 5
 
 
 def test_causal_masks_hide_something_of_two_keys(drawn) -> None:

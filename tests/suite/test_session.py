@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attncheck.strategies import pagings
 from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import asks
@@ -107,3 +108,41 @@ def test_a_kernel_is_under_test_with_what_its_id_says() -> None:
     (param,) = found.params(asked("causal", dtypes=("bf16",)))
     kernel = found.under_test(param)
     assert (kernel.name, kernel.dtype, kernel.family) == ("ideal", "bf16", "causal")
+
+
+class OfPages(Ideal):
+    """Takes keys in pages of 64 alone."""
+
+    name = "of-pages"
+
+    def concerns(self, problem: Problem) -> bool:
+        return problem.paging is not None
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        return None if problem.paging.size == 64 else "pages of 64"
+
+
+def test_properties_of_pages_are_asked_of_kernels_of_pages() -> None:
+    class Plain(Ideal):
+        name = "plain"
+
+        def concerns(self, problem: Problem) -> bool:
+            return problem.operation == "attention" and problem.paging is None
+
+    both = {"dtypes": ("bf16",)}
+    plain, paged = asked("full", **both), asked("full", **both, pagings=pagings())
+    found = session(Plain(), OfPages())
+    assert [param.id for param in found.params(plain)] == ["plain-bf16-full"]
+    assert [param.id for param in found.params(paged)] == ["of-pages-bf16-full"]
+    assert not found.untaken
+
+
+@pytest.mark.parametrize("family", MASK_FAMILIES)
+def test_every_family_has_samples_in_pages(family: str) -> None:
+    assert all(each.paging for each in samples(family, "bf16", paged=True))
+    assert not refusal(OfPages(), family, "bf16", "cpu", paged=True)
+    assert refusal(OfPages(), family, "bf16", "cpu") == NOT_CONCERNED
+
+
+def test_a_softmax_has_no_pages() -> None:
+    assert not samples(SOFTMAX, "bf16", paged=True)

@@ -175,13 +175,23 @@ def _at(
     problem, rows = evidence.case.problem, known.rows
     device = known.products.device
     heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)[:, None, None]
-    return analysis.at(
-        known.products,
-        scores.radius,
+    found = analysis.at(
+        known.products[..., : problem.kv],
+        scores.radius[..., : problem.kv],
         heads // problem.heads,
         heads % problem.heads,
         rows.query[None, :, None],
         torch.arange(problem.kv, device=device)[None, None, :],
+    )
+    return _with_sink(found, scores) if known.has_sink else found
+
+
+def _with_sink(mod: ScoreModError, scores: ScoreError) -> ScoreModError:
+    """The sink is no score of the mod's: its error stays what it is."""
+    return ScoreModError(
+        radius=torch.cat([mod.radius, scores.radius[..., -1:]], -1),
+        own=torch.nn.functional.pad(mod.own, (0, 1)),
+        jump=torch.nn.functional.pad(mod.jump, (0, 1), value=False),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from attncheck.examine.check import compare
+from attncheck.examine.concerned import unconcerned
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import InProcess
 from attncheck.examine.probe import probe
@@ -56,7 +57,7 @@ def answered(
     executor = executor or InProcess()
     if not executor.concerns(subject, case.problem):
         record = asked(subject, case, device, variant, environment)
-        reason = f"it is not about {case.problem.operation}"
+        reason = unconcerned(subject, case.problem, executor)
         return replace(record, status="unsupported", reason=reason)
     if case.question in RELATIONS:
         return related(subject, case, device=device, executor=executor, **said)

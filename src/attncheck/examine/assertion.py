@@ -46,6 +46,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
     score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None,
     descale: Descale | tuple[Tensor, Tensor, Tensor] | None = None,
+    sink: Tensor | None = None,
     arithmetic: Arithmetic | None = None,
     problem: Problem | Inputs | None = None,
     generic: bool = False,
@@ -68,9 +69,11 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
         scale: Factor of q·k, read as fp32; None for 1/√head_dim.
         descale: Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each;
             None for 1.
+        sink: Each head's logit, ``(heads,)``, fp32, bf16 or fp16, natural: one more key of value 0
+            that every row sees, and that LSE includes; −∞ for none.
         arithmetic: The kernel's; None for what is usual at these dtypes on this device. One whose
             products are tf32 says that fp32 tensors are multiplied so.
-        problem: In place of q to scale: Inputs, or a Problem whose Inputs are drawn here.
+        problem: In place of q to sink: Inputs, or a Problem whose Inputs are drawn here.
         generic: Whether the tensors are random and without structure (``torch.randn``): then what
             rounding does once in a million times is a failure, not a warning.
 
@@ -92,6 +95,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
         "score_mod": score_mod,
         "scale": scale,
         "descale": descale,
+        "sink": sink,
     }
     with _asked(out, problem, given, options, arithmetic, generic=generic) as inputs:
         found = _judgement(out, lse, inputs, arithmetic)
@@ -147,8 +151,10 @@ def _judgement(
         _checked("lse", lse, rows, inputs)
     if arithmetic is None:
         assumed = default(problem.formats, capability(device.type))
-        # Whoever made out may have divided P by its sum before it was rounded.
-        arithmetic = replace(assumed, output=output, normalised_weights=True)
+        # Whoever made out may have divided P by its sum before it was rounded, and have merged a
+        # sink with what keys alone gave.
+        splits = 2 if problem.sink else 1
+        arithmetic = replace(assumed, output=output, normalised_weights=True, splits=splits)
     elif arithmetic.output != output:
         raise UsageError(
             f"out.dtype={out.dtype}, but the arithmetic gives out in {arithmetic.output.name}."

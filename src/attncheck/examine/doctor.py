@@ -13,6 +13,7 @@ from attncheck import inputs as inputs_room
 from attncheck.errors import AttncheckError
 from attncheck.examine.environment import default_device, environment, prepare
 from attncheck.examine.executor import Execution, InProcess
+from attncheck.paging import Paging
 from attncheck.problem import Problem
 from attncheck.subjects import builtin
 
@@ -29,6 +30,7 @@ _UNIFORM = Problem(heads=2, kv_heads=1, query=32, head_dim=16, distribution="zer
 _PROBLEMS = (
     _UNIFORM,
     _UNIFORM.replace(dtype="e4m3"),
+    _UNIFORM.replace(paging=Paging(size=16)),
     Problem(operation="softmax", query=32, distribution="zero_q"),
 )
 

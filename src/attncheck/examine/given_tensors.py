@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["GivenTensors"]
 
 _DEVICES = ("cpu", "cuda")
+_SINKS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Nothing that is kept by name may be another call's.
 _NUMBERS = itertools.count(1)
@@ -52,6 +53,7 @@ class GivenTensors:
         scale: Factor of q·k, read as fp32; None for 1/√head_dim.
         descale: Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each;
             1 where it is None.
+        sink: Each head's logit beside its keys, fp32 ``(heads,)``; None for none.
         tf32: Whether fp32 tensors are multiplied in tf32.
         generic: Whether the numbers are random, without structure.
     """
@@ -64,6 +66,7 @@ class GivenTensors:
     score_mod: Callable[..., Tensor] | None = None
     scale: float | None = None
     descale: Descale | tuple[Tensor, Tensor, Tensor] | None = None
+    sink: Tensor | None = None
     tf32: bool = False
     generic: bool = False
 
@@ -90,7 +93,7 @@ class GivenTensors:
             problem = self._problem().replace(mask=mask, score=score, distribution=given)
             q, k, v = (tensor.detach() for tensor in (self.q, self.k, self.v))
             descale = self._descale(problem)
-            yield Inputs(problem=problem, q=q, k=k, v=v, descale=descale)
+            yield Inputs(problem=problem, q=q, k=k, v=v, descale=descale, sink=self._sink())
 
     def _check_tensors(self) -> None:
         for name in ("q", "k", "v"):
@@ -127,6 +130,7 @@ class GivenTensors:
             value_dim=self.v.shape[3],
             dtype=self._dtype(),
             scale=self.scale or 0.0,
+            sink=self.sink is not None,
         )
 
     def _dtype(self) -> str:
@@ -206,6 +210,26 @@ class GivenTensors:
                 )
         q, k, v = self.descale
         return Descale(q=q, k=k, v=v)
+
+    def _sink(self) -> Tensor | None:
+        """Exactly what is meant: fp32 holds bf16 and fp16."""
+        sink = self.sink
+        if sink is None:
+            return None
+        if not isinstance(sink, torch.Tensor):
+            raise UsageError(f"sink is {type(sink).__name__}: it must be a tensor.")
+        if tuple(sink.shape) != self.q.shape[1:2]:
+            raise UsageError(
+                f"sink.shape={tuple(sink.shape)} must be (heads,) = {tuple(self.q.shape[1:2])}."
+            )
+        if sink.dtype not in _SINKS:
+            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SINKS)
+            raise UsageError(f"sink.dtype={sink.dtype} is not known: choose from {able}.")
+        if sink.device != self.q.device:
+            raise UsageError(f"sink.device={sink.device}, but q.device={self.q.device}.")
+        if bool((sink.isnan() | sink.isposinf()).any()):
+            raise UsageError("sink holds NaN or ∞: a logit is finite, or −∞ for none.")
+        return sink.detach().float()
 
 
 def _entry(mod: Callable[..., Tensor]) -> Entry[Any]:

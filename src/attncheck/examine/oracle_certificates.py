@@ -48,6 +48,7 @@ ORACLES = {
     "online": "Milakov & Gimelshein's running maximum, one pass",
     "flash1": "FlashAttention's recurrence, key blocks outermost",
     "flash2": "FlashAttention-2's recurrence, query blocks outermost",
+    "split": "splits of the keys, each on its own, merged by LSE",
 }
 """What each oracle is, in a line."""
 

@@ -53,9 +53,10 @@ def related(
     """Run ``subject`` on the inputs that the Case's relation asks for, and compare what it gives.
 
     ``pass`` where the relation holds and ``fail`` where it does not, by the rule ``relation``; a
-    kernel that raised gives ``error``, and one that takes a run's Problem not, or does not promise
-    what the relation asks, ``unsupported``. Bits are compared where the kernel promises them; else
-    the runs may be as far apart as the judge's bounds of each allow.
+    kernel that raised gives ``error``; one that takes a run's Problem not, does not promise what
+    the relation asks, or has no other launches where it asks about those, ``unsupported``. Bits are
+    compared where the kernel promises them; else the runs may be as far apart as the judge's bounds
+    of each allow.
 
     Args:
         subject: The kernel.
@@ -76,7 +77,7 @@ def related(
     if isinstance(found, Failure):
         status: Status = "unsupported" if found.kind == "refused" else "error"
         return replace(record, status=status, reason=found.message)
-    judgement = _judgement(found, subject, case, device)
+    judgement = _judgement(found, _last(subject, case, device), case, device)
     return replace(record, status=judgement.status, judgement=judgement)
 
 
@@ -98,7 +99,10 @@ def relate(
     if unpromised:
         return Failure(kind="refused", message=unpromised)
     asked_runs = runs(case, device)
-    done = _executed(subject, asked_runs, executor or InProcess())
+    subjects = _subjects(subject, case, device, len(asked_runs))
+    if isinstance(subjects, Failure):
+        return subjects
+    done = _executed(subjects, asked_runs, executor or InProcess())
     if isinstance(done, Failure):
         return done
     if relation.needs_lse and any(each.outputs.lse is None for each in done):
@@ -125,10 +129,32 @@ def _exact(relation: Relation, subject: Subject, count: int) -> bool:
     return repeats and (not relation.promise or relation.promise in subject.promises)
 
 
+def _subjects(
+    subject: Subject, case: Case, device: str, count: int
+) -> tuple[Subject, ...] | Failure:
+    """Who makes each run: the kernel, and of some relations at last another launch of it."""
+    if not relation_named(case.question).relaunched:
+        return (subject,) * count
+    try:
+        others = list(subject.launches(case.problem, device).values())
+    except Exception as error:  # noqa: BLE001  # foreign code may raise anything
+        said = f"asked for its launches it raised {type(error).__name__}: {error}"
+        return Failure(kind="error", message=said)
+    if not others:
+        return Failure(kind="refused", message="has no launch but its own")
+    return (*(subject,) * (count - 1), others[int(case.parameters["launch"]) % len(others)])
+
+
+def _last(subject: Subject, case: Case, device: str) -> Subject:
+    """Who made the last run, which a Finding is about."""
+    subjects = _subjects(subject, case, device, 1)
+    return subject if isinstance(subjects, Failure) else subjects[-1]
+
+
 def _executed(
-    subject: Subject, asked_runs: Sequence[Inputs], executor: Executor
+    subjects: Sequence[Subject], asked_runs: Sequence[Inputs], executor: Executor
 ) -> list[Execution] | Failure:
-    for inputs in asked_runs:
+    for subject, inputs in zip(subjects, asked_runs, strict=True):
         refusal = executor.refusal(subject, inputs.problem, inputs.device.type)
         if refusal is not None:
             return (
@@ -137,7 +163,7 @@ def _executed(
                 else Failure(kind="refused", message=refusal)
             )
     done = []
-    for inputs in asked_runs:
+    for subject, inputs in zip(subjects, asked_runs, strict=True):
         result = executor.run(subject, inputs)
         if isinstance(result, Failure):
             return result

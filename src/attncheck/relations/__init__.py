@@ -17,11 +17,15 @@ from attncheck.relations.head_permutation import HEAD_PERMUTATION
 from attncheck.relations.hidden_keys import HIDDEN_KEYS, HIDDEN_KEYS_HUGE, HIDDEN_KEYS_NAN
 from attncheck.relations.key_permutation import KEY_PERMUTATION
 from attncheck.relations.key_shift import KEY_SHIFT
+from attncheck.relations.launches import LAUNCHES
 from attncheck.relations.logit_shift import LOGIT_SHIFT
 from attncheck.relations.mask_order import MASK_ORDER
+from attncheck.relations.neighborhood_order import NEIGHBORHOOD_ORDER
 from attncheck.relations.one_hot import ONE_HOT
 from attncheck.relations.pad_head_dim import PAD_HEAD_DIM
 from attncheck.relations.pad_value_dim import PAD_VALUE_DIM
+from attncheck.relations.pages import PAGES
+from attncheck.relations.prefill_rows import PREFILL_ROWS
 from attncheck.relations.prefix_ends import PREFIX_FULL, PREFIX_ZERO
 from attncheck.relations.rectangular import RECTANGULAR
 from attncheck.relations.relation import Relation
@@ -64,7 +68,9 @@ RELATIONS: dict[str, Relation] = {
         BATCH_PERMUTATION,
         SPLIT_MERGE,
         RECTANGULAR,
+        PREFILL_ROWS,
         DOCUMENTS,
+        NEIGHBORHOOD_ORDER,
         WINDOW_BEYOND,
         PREFIX_ZERO,
         PREFIX_FULL,
@@ -75,10 +81,12 @@ RELATIONS: dict[str, Relation] = {
         SCALED_QUERY,
         DESCALE,
         *STRIDES,
+        PAGES,
         REPEAT,
         CALL_ORDER,
         MASK_ORDER,
         ALONE_IN_BATCH,
+        LAUNCHES,
         SOFTMAX_SHIFT,
         SOFTMAX_COLUMNS,
         SOFTMAX_ROWS,

@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["DOCUMENTS"]
 
 
+# Masks that name documents, and where they say the rows and the keys of each.
+_SIDES = {"document": ("lengths", "lengths"), "documents": ("query_lengths", "kv_lengths")}
+
+
 def _document(mask: Spec) -> Spec | None:
-    """The mask's document part, which is the mask itself or a part of an ``and``."""
+    """The mask's part that names documents: the mask itself, or a part of an ``and``."""
     parts = mask.parts if mask.name == "and" else (mask,)
-    return next((part for part in parts if part.name == "document"), None)
+    return next((part for part in parts if part.name in _SIDES), None)
 
 
 def _rest(mask: Spec) -> Spec:
@@ -41,19 +45,27 @@ def _rest(mask: Spec) -> Spec:
 
 def _excerpts(problem: Problem) -> list[Excerpt]:
     """Each document that has rows and keys; rows of the others see nothing."""
-    lengths = cast("tuple[int, ...]", cast("Spec", _document(problem.mask)).values["lengths"])
-    places = [range(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
-    cut = [(_within(place, problem.query), _within(place, problem.kv)) for place in places]
-    return [Excerpt.of(problem, rows=rows, keys=keys) for rows, keys in cut if rows and keys]
+    document = cast("Spec", _document(problem.mask))
+    rows, keys = (
+        _places(cast("tuple[int, ...]", document.values[name]), length)
+        for name, length in zip(_SIDES[document.name], (problem.query, problem.kv), strict=True)
+    )
+    return [
+        Excerpt.of(problem, rows=of_rows, keys=of_keys)
+        for of_rows, of_keys in zip(rows, keys, strict=True)
+        if of_rows and of_keys
+    ]
 
 
-def _within(place: range, length: int) -> range:
-    return range(min(place.start, length), min(place.stop, length))
+def _places(lengths: Sequence[int], end: int) -> list[range]:
+    """One after another, cut where the Problem ends; the lengths may go beyond."""
+    ends = list(accumulate(lengths))
+    return [range(min(at - n, end), min(at, end)) for n, at in zip(lengths, ends, strict=True)]
 
 
 def _unfit(problem: Problem) -> str | None:
     if _document(problem.mask) is None:
-        return "its mask is neither document nor an and with a document part"
+        return "its mask is neither document nor documents, nor an and with such a part"
     inside = problem.replace(mask=_rest(problem.mask))
     if not all(said(inside, each) for each in _excerpts(problem)):
         return "the rest of its mask, or its score mod, cannot be said of one document alone"
@@ -71,19 +83,24 @@ def _holds(
 ) -> Finding | None:
     *alone, whole = outputs
     rows = [each.rows for each in _excerpts(runs[-1].problem)]
-    expected = _joined(whole, alone, rows, hidden=-torch.inf)
+    expected = _joined(whole, alone, rows, _of_nothing(runs[-1]))
     if errors is None:
         return agree(whole, expected, None)
     *theirs, own = errors
-    return agree(whole, expected, [_joined(own, theirs, rows, hidden=0.0), own])
+    return agree(whole, expected, [_joined(own, theirs, rows, torch.zeros(1)), own])
+
+
+def _of_nothing(inputs: Inputs) -> torch.Tensor:
+    """LSE of rows that see no key; it broadcasts to ``(batch, heads, query)``."""
+    return torch.tensor([-torch.inf]) if inputs.sink is None else inputs.sink[:, None]
 
 
 def _joined(
-    like: Outputs, parts: Sequence[Outputs], rows: Sequence[range], *, hidden: float
+    like: Outputs, parts: Sequence[Outputs], rows: Sequence[range], nothing: torch.Tensor
 ) -> Outputs:
-    """The documents' rows in their places; elsewhere out is 0 and LSE ``hidden``."""
+    """The documents' rows in their places; elsewhere out is 0 and LSE ``nothing``."""
     out = torch.zeros_like(like.out)
-    lse = None if like.lse is None else torch.full_like(like.lse, hidden)
+    lse = None if like.lse is None else nothing.to(like.lse).expand_as(like.lse).clone()
     for part, place in zip(parts, rows, strict=True):
         out[:, :, place.start : place.stop] = part.out
         if lse is not None and part.lse is not None:
@@ -100,5 +117,5 @@ DOCUMENTS = Relation(
     unfit=of_attention(_unfit),
 )
 """Holds for every right kernel: a row sees keys of its own document alone. Rows of a document that
-has no keys give 0 and −∞. Where the mask is also causal (``and``), each document is. Within bounds:
-tiles begin elsewhere."""
+has no keys give 0 and −∞, and a sink its logit. Where the mask is also causal (``and``), each
+document is. Within bounds: tiles begin elsewhere."""

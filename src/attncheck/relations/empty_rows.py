@@ -9,7 +9,7 @@ import torch
 
 from attncheck.relations import sight
 from attncheck.relations.finding import Finding, wrong
-from attncheck.relations.fit import of_attention
+from attncheck.relations.fit import of_attention, without_sink
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ EMPTY_ROWS = Relation(
     summary="rows that see no key give exactly 0 in out and −inf in LSE",
     runs=_runs,
     holds=_holds,
-    unfit=of_attention(_unfit),
+    unfit=of_attention(without_sink, _unfit),
 )
 """Holds of every right kernel: a sum over nothing is 0, and so is what is made of it. The sign of a
 zero is left open. Which rows see no key is asked of the mask's callable."""

@@ -7,7 +7,7 @@ name for keeps it, since many kernels know masks by name only; other masks becom
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -21,6 +21,7 @@ from attncheck.mods.spec import Spec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attncheck.paging import Paging
     from attncheck.problem import Problem
 
 __all__ = ["Excerpt", "said"]
@@ -81,6 +82,7 @@ class Excerpt:
             kv=len(self.keys),
             mask=_mask(whole.mask, whole, self),
             score=score,
+            paging=_paging(whole.paging, self),
         )
 
     def inputs(self, whole: Inputs) -> Inputs:
@@ -93,6 +95,7 @@ class Excerpt:
             k=whole.k[b, :, keys].clone(memory_format=torch.contiguous_format),
             v=whole.v[b, :, keys].clone(memory_format=torch.contiguous_format),
             descale=scales and Descale(q=scales.q[b], k=scales.k[b], v=scales.v[b]),
+            sink=whole.sink,
         )
 
 
@@ -103,6 +106,11 @@ def said(whole: Problem, excerpt: Excerpt) -> bool:
     except ProblemError:
         return False
     return True
+
+
+def _paging(paging: Paging | None, at: Excerpt) -> Paging | None:
+    """Later keys do not begin with those that sequences share."""
+    return replace(paging, shared=0) if paging is not None and at.keys.start else paging
 
 
 def _score(score: Spec, at: Excerpt) -> Spec | None:
@@ -122,9 +130,22 @@ def _mask(mask: Spec, whole: Problem, at: Excerpt) -> Spec:
         return _SHIFTED[mask.name](mask, at)
     if mask.name in {"causal", "causal_bottom_right"}:
         return _diagonal(at.offset + (whole.kv - whole.query) * (mask.name != "causal"), at)
-    if mask == FULL or at.from_the_start:
+    if mask == FULL or (at.from_the_start and not _aligned_later(mask)):
         return mask
+    if mask.name == "offset":
+        return _mask(mask.parts[0], *_later(whole, at, cast("int", mask.values["rows"])))
     raise ProblemError(f"{mask} cannot be shifted: nothing is known of it but its name.")
+
+
+def _later(whole: Problem, at: Excerpt, rows: int) -> tuple[Problem, Excerpt]:
+    """The longer Problem of an ``offset``, in which the same rows come ``rows`` later."""
+    moved = range(at.rows.start + rows, at.rows.stop + rows)
+    return whole.replace(query=whole.query + rows, mask=FULL), replace(at, rows=moved)
+
+
+def _aligned_later(mask: Spec) -> bool:
+    """Whether fewer rows or keys make it another mask: it counts from the end, in an ``offset``."""
+    return any(part.name == "causal_bottom_right" for part in mask.walk())
 
 
 def _diagonal(offset: int, at: Excerpt) -> Spec:

@@ -11,7 +11,7 @@ from attncheck.relations.fit import of_attention
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
@@ -47,7 +47,7 @@ def exchanged_masks(
     names = {plain, other}
 
     def unfit(problem: Problem) -> str | None:
-        if any(part.name in names for part in problem.mask.walk()):
+        if any(part.name in names for part in _unshifted(problem.mask)):
             return None
         return f"its mask is neither {plain} nor {other}, nor composed of one"
 
@@ -70,11 +70,21 @@ def exchanged_masks(
     )
 
 
+_COMPOSED = {"and", "or", "not"}  # in an offset, rows are others: a number there means another mask
+
+
+def _unshifted(mask: Spec) -> Iterator[Spec]:
+    yield mask
+    if mask.name in _COMPOSED:
+        for part in mask.parts:
+            yield from _unshifted(part)
+
+
 def _exchanged(inputs: Inputs, names: set[str], new: Spec) -> Inputs:
     def within(mask: Spec) -> Spec:
         if mask.name in names:
             return new
-        return Spec.of(mask.name, *map(within, mask.parts)) if mask.parts else mask
+        return Spec.of(mask.name, *map(within, mask.parts)) if mask.name in _COMPOSED else mask
 
     return inputs.replace(problem=inputs.problem.replace(mask=within(inputs.problem.mask)))
 

@@ -9,7 +9,7 @@ import torch
 
 from attncheck.relations.fills import replaced
 from attncheck.relations.finding import Finding, wrong
-from attncheck.relations.fit import of_attention
+from attncheck.relations.fit import of_attention, without_sink
 from attncheck.relations.relation import Errors, Parameters, Relation
 from attncheck.relations.single_weights import as_read
 
@@ -80,7 +80,7 @@ FIRST_ROW = Relation(
     summary="row 0, which sees key 0 alone, returns V's row 0 of its kv head, h // group",
     runs=_runs,
     holds=_holds,
-    unfit=of_attention(_unfit),
+    unfit=of_attention(without_sink, _unfit),
 )
 """Holds for every right kernel: the weight is 1, in P's format exactly, and 1 · v = v.
 

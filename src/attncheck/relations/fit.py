@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from attncheck.mods.spec import Spec
     from attncheck.problem import Problem
 
-__all__ = ["INDICES", "Unfit", "indices_read", "of_attention", "of_softmax"]
+__all__ = ["INDICES", "Unfit", "indices_read", "of_attention", "of_softmax", "without_sink"]
 
 Unfit = Callable[["Problem"], "str | None"]
 
@@ -24,8 +24,12 @@ _READ = {
     "sliding_window": _PLACES,
     "prefix_lm": _PLACES,
     "document": _PLACES,
+    "documents": _PLACES,
+    "neighborhood": _PLACES,
+    "neighborhood_tiled": _PLACES,
+    "neighborhood_morton": _PLACES,
     "padding": frozenset({"b", "kv_idx"}),
-    **dict.fromkeys(("and", "or", "not", "chain"), frozenset[str]()),  # their parts do
+    **dict.fromkeys(("and", "or", "not", "offset", "chain"), frozenset[str]()),  # their parts do
     **dict.fromkeys(("none", "softcap", "temperature"), frozenset[str]()),
     "alibi": _PLACES | {"h"},
 }
@@ -41,6 +45,11 @@ def of_softmax(*reasons: Unfit) -> Unfit:
     return _of("softmax", reasons)
 
 
+def without_sink(problem: Problem) -> str | None:
+    """Why a relation that counts a row's keys, or moves their scores alone, says nothing."""
+    return "it has a sink" if problem.sink else None
+
+
 def indices_read(mod: Spec) -> frozenset[str]:
     """Which of b, h, q_idx and kv_idx a mask or score mod reads, as far as its names tell.
 
@@ -54,6 +63,9 @@ def _read_by(part: Spec) -> frozenset[str]:
         return INDICES.intersection(re.findall(r"\w+", str(part.values["text"])))
     if part.name == "relative_bias":  # clamped to 0, a distance is no distance
         return frozenset({"h"}) | (_PLACES if part.values["distance"] else frozenset())
+    if part.name == "bias":
+        each = (("b", "per_batch"), ("h", "per_head"))
+        return _PLACES.union(index for index, per in each if part.values[per])
     return _READ.get(part.name, INDICES)
 
 

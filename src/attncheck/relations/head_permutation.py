@@ -60,6 +60,7 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
         q=inputs.q[:, heads],
         k=inputs.k[:, key_heads],
         v=inputs.v[:, key_heads],
+        sink=None if inputs.sink is None else inputs.sink[heads],
         descale=scales
         and Descale(q=scales.q[:, key_heads], k=scales.k[:, key_heads], v=scales.v[:, key_heads]),
     )
@@ -83,5 +84,6 @@ HEAD_PERMUTATION = Relation(
     allowed=_allowed,
 )
 """Holds of the exact results where neither mask nor score mod reads h: head h is a function of its
-own q and of the keys and values of head h // group. To the last bit in a kernel whose rows know
-nothing of their place; else within the bounds of both runs, the first one's moved like its out."""
+own q and sink, and of the keys and values of head h // group. To the last bit in a kernel whose
+rows know nothing of their place; else within the bounds of both runs, the first one's moved like
+its out."""

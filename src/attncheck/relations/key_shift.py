@@ -14,7 +14,7 @@ from attncheck.mods import library
 from attncheck.outputs import Outputs
 from attncheck.relations.agreement import agree
 from attncheck.relations.fills import replaced
-from attncheck.relations.fit import of_attention
+from attncheck.relations.fit import of_attention, without_sink
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ KEY_SHIFT = Relation(
     runs=_runs,
     holds=_holds,
     promise="bounds",
-    unfit=of_attention(_unfit),
+    unfit=of_attention(without_sink, _unfit),
     allowed=_allowed,
 )
 """Holds of the exact results: softmax(s + t) = softmax(s) for a number t of the row's own, and

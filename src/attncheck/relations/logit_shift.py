@@ -10,7 +10,7 @@ from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.relations.agreement import agree
-from attncheck.relations.fit import of_attention
+from attncheck.relations.fit import of_attention, without_sink
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ LOGIT_SHIFT = Relation(
     runs=_runs,
     holds=_holds,
     promise="bounds",
-    unfit=of_attention(),
+    unfit=of_attention(without_sink),
     allowed=_allowed,
 )
 """Holds of the exact results after any score mod of the Problem's: softmax(s + t) = softmax(s), and

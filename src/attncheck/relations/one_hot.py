@@ -14,7 +14,7 @@ from attncheck.inputs import Inputs
 from attncheck.mods import library
 from attncheck.relations import sight
 from attncheck.relations.finding import Finding, wrong
-from attncheck.relations.fit import of_attention
+from attncheck.relations.fit import of_attention, without_sink
 from attncheck.relations.relation import Errors, Parameters, Relation
 from attncheck.relations.single_weights import as_read
 
@@ -138,7 +138,7 @@ ONE_HOT = Relation(
     "bit, and LSE is 0",
     runs=_runs,
     holds=_holds,
-    unfit=of_attention(_unfit),
+    unfit=of_attention(without_sink, _unfit),
     allowed=_allowed,
 )
 """Holds of every right kernel. A key's columns are the bits of its number and their complements; a

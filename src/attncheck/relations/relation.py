@@ -53,6 +53,8 @@ class Relation:
         needs_lse: Whether it is asked only of kernels that give LSE.
         only_promised: Whether it is not asked of a kernel that does not promise it: bounds say
             nothing of it.
+        relaunched: Whether the last run is by another launch of the kernel, the one that the
+            parameter ``launch`` counts (``Subject.launches``); asked only of a kernel that has any.
         unfit: Why the relation says nothing of a Problem, in one line; None if it does.
         allowed: The numbers that may be asked of a Problem, by name, smallest first.
     """
@@ -64,6 +66,7 @@ class Relation:
     promise: Promise | Literal["", "bounds"] = ""
     needs_lse: bool = False
     only_promised: bool = False
+    relaunched: bool = False
     unfit: Callable[[Problem], str | None] = fits_all
     allowed: Callable[[Problem], Allowed] = no_parameters
 

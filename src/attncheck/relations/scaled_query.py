@@ -26,6 +26,7 @@ __all__ = ["SCALED_QUERY"]
 _FIRST = 2
 _EXPONENTS = (4, 6, 10)
 _FP32 = FORMATS["fp32"]
+_LEAST_WITH_SINK = 2.0**-60  # of the scale, by which kernels divide a sink
 
 
 def _exponents(problem: Problem) -> Mapping[str, Sequence[int]]:
@@ -36,6 +37,8 @@ def _exponents(problem: Problem) -> Mapping[str, Sequence[int]]:
 def _unfit(problem: Problem) -> str | None:
     if problem.formats.scaled:
         return "fp8's stored q is as large as can be"
+    if problem.sink and not _LEAST_WITH_SINK <= problem.scale <= 1 / _LEAST_WITH_SINK:
+        return f"its sink divided by scale={problem.scale:g} may be no normal number"
     return None if _exponents(problem)["exponent"] else "its scale is a subnormal number, or nearly"
 
 

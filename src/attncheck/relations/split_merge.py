@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,7 +134,11 @@ def _unfit(problem: Problem) -> str | None:
 
 def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     one, other = _parts(inputs.problem, int(parameters["cut"]))
-    return one.inputs(inputs), other.inputs(inputs), inputs
+    return one.inputs(inputs), _without_sink(other.inputs(inputs)), inputs
+
+
+def _without_sink(inputs: Inputs) -> Inputs:
+    return replace(inputs, problem=inputs.problem.replace(sink=False), sink=None)
 
 
 def _holds(
@@ -155,4 +160,5 @@ SPLIT_MERGE = Relation(
     allowed=_cuts,
 )
 """Holds for every right kernel that gives LSE, in natural units: it is what split-KV decoding and
-ring attention do. Rows may see nothing of a part. For the allowance see ``merge_error``."""
+ring attention do. Rows may see nothing of a part. A sink is one key, of the first part alone. For
+the allowance see ``merge_error``."""

@@ -53,7 +53,8 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     fmt = inputs.problem.formats.storage
     v = _of_one_sign(inputs.v.double(), fmt)
     scaled = v * 2.0 ** int(parameters["power"])
-    first = inputs.replace(q=_smaller_q(inputs), v=v.to(fmt.torch_dtype))
+    sink = _smaller_sink(inputs)
+    first = inputs.replace(q=_smaller_q(inputs), v=v.to(fmt.torch_dtype), sink=sink)
     if first.descale is not None:
         ends = (2.0**-_DESCALE_EXPONENT, 2.0**_DESCALE_EXPONENT)
         first = first.replace(descale=replace(first.descale, v=first.descale.v.clamp(*ends)))
@@ -78,6 +79,14 @@ def _smaller_q(inputs: Inputs) -> torch.Tensor:
     factor = torch.pow(2.0, -exponent.clamp(min=0).double())[..., None, None]
     fmt = inputs.problem.formats.storage
     return round_to(inputs.q.double() * factor, fmt).to(fmt.torch_dtype)
+
+
+def _smaller_sink(inputs: Inputs) -> torch.Tensor | None:
+    """No larger than a score, and in fp16 no larger than any: keys keep half of the weight."""
+    if inputs.sink is None:
+        return None
+    fp16 = inputs.problem.formats.storage.name == "fp16"
+    return inputs.sink.clamp(-_LARGEST_SCORE, -_LARGEST_SCORE if fp16 else _LARGEST_SCORE)
 
 
 def _holds(
@@ -110,7 +119,8 @@ runs are chosen:
 * q is so small that |score| ≤ 24 (Cauchy–Schwarz on the longest rows of q and k): a weight,
   relative to any maximum before or after it, is at least e^-48 > 2^-70. A key's part of O, divided
   by the row sum or not, is thus at least 2^(-70 − 4 − 24) / kv, normal in fp32 for kv < 2^28.
-* Out is a mean of V: at least 2^(-4 − 8) in fp16, where 2^-14 is normal, and below 2^13.
+* Out is a mean of V: at least 2^(-4 − 8) in fp16, where 2^-14 is normal, and below 2^13. A sink is
+  24 at most, like any score, and in fp16 −24, so that out is half of the mean at least.
 * In fp8 V's descale lies within 2^±20; out is bf16.
 
 A P that rounds to 0 does so in both runs.

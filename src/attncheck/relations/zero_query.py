@@ -9,7 +9,7 @@ import torch
 from attncheck.outputs import Outputs
 from attncheck.relations import sight
 from attncheck.relations.agreement import agree
-from attncheck.relations.fit import of_attention
+from attncheck.relations.fit import of_attention, without_sink
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ ZERO_QUERY = Relation(
     runs=_runs,
     holds=_holds,
     promise="bounds",
-    unfit=of_attention(_unfit),
+    unfit=of_attention(without_sink, _unfit),
 )
 """Holds of the exact result: n equal scores of 0 weigh 1/n each. The kernel's is within its bound
 of that. Keys are counted by the mask's callable."""

@@ -10,6 +10,7 @@ from attncheck.strategies.expressions import expressions, score_expressions
 from attncheck.strategies.families import MASK_FAMILIES, MaskFamily, family_named
 from attncheck.strategies.lengths import lengths
 from attncheck.strategies.masks import causal_masks, masks
+from attncheck.strategies.paged import pagings
 from attncheck.strategies.parameters import parameters
 from attncheck.strategies.problems import AMPLITUDES, problems
 from attncheck.strategies.scores import scores
@@ -25,6 +26,7 @@ __all__ = [
     "family_named",
     "lengths",
     "masks",
+    "pagings",
     "parameters",
     "problems",
     "score_chains",

@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from attncheck.errors import UnknownName
-from attncheck.strategies.compositions import compositions
+from attncheck.strategies.compositions import compositions, offsets
 from attncheck.strategies.expressions import expressions
-from attncheck.strategies.masks import PLAIN_MASKS, masks
+from attncheck.strategies.masks import NEIGHBORHOODS, PLAIN_MASKS, masks
+from attncheck.strategies.packed import packings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,10 @@ MaskFamily: TypeAlias = "Callable[..., SearchStrategy[Spec]]"
 
 MASK_FAMILIES: dict[str, MaskFamily] = {
     **{name: partial(masks, names=(name,)) for name in PLAIN_MASKS},
+    "documents": partial(masks, names=("documents",)),
+    "packed": packings,
+    "neighborhood": partial(masks, names=NEIGHBORHOODS),
+    "offset": offsets,
     "composition": compositions,
     "expression": expressions,
 }

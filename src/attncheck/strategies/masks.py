@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from attncheck.errors import UnknownName
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Dimensions, Spec
+from attncheck.strategies.canvases import neighborhoods
 from attncheck.strategies.lengths import numbers
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["PLAIN_MASKS", "causal_masks", "masks"]
+__all__ = ["NEIGHBORHOODS", "PLAIN_MASKS", "causal_masks", "masks"]
 
 _BEYOND = 7  # keys: a window or prefix that is no multiple of anything beyond all keys
 _MOST_CUTS = 3
@@ -31,7 +33,7 @@ def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrateg
 
     Args:
         dimensions: What the masks must fit.
-        names: Which, simplest first (default: all).
+        names: Which, simplest first (default: PLAIN_MASKS).
 
     Raises:
         UnknownName: for a name that is none of the library's plain masks.
@@ -92,14 +94,38 @@ def _documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
     return st.tuples(cuts, empty).map(lambda drawn: _cut(*drawn, total))
 
 
+def _pairs_of_documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Up to four documents of rows and keys each, cut anywhere; shrinks to one.
+
+    A cut at 0, at the end or at another one leaves a document without rows, without keys or
+    without both.
+    """
+
+    def cuts(total: int) -> SearchStrategy[list[int]]:
+        return st.lists(numbers(0, total, total), min_size=_MOST_CUTS, max_size=_MOST_CUTS)
+
+    drawn = st.tuples(st.integers(0, _MOST_CUTS), cuts(dimensions.query), cuts(dimensions.kv))
+    return drawn.map(
+        lambda cut: Spec.of(
+            "documents",
+            query_lengths=_lengths(cut[1][: cut[0]], dimensions.query),
+            kv_lengths=_lengths(cut[2][: cut[0]], dimensions.kv),
+        )
+    )
+
+
 def _cut(cuts: list[int], empty: int | None, total: int) -> Spec:
     """Documents that end at ``cuts`` and ``total``, and an empty one as number ``empty``."""
-    ends = [*sorted(cuts), total]
-    starts = [0, *ends[:-1]]
-    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    lengths = _lengths(cuts, total)
     if empty is not None:
         lengths.insert(empty, 0)
     return Spec.of("document", lengths=lengths)
+
+
+def _lengths(cuts: list[int], total: int) -> list[int]:
+    """Of what ends at ``cuts`` and ``total``."""
+    ends = [*sorted(cuts), total]
+    return [end - start for start, end in pairwise([0, *ends])]
 
 
 def _paddings(dimensions: Dimensions) -> SearchStrategy[Spec]:
@@ -118,7 +144,14 @@ _MASKS: dict[str, Callable[[Dimensions], SearchStrategy[Spec]]] = {
     "prefix_lm": _prefixes,
     "padding": _paddings,
     "document": _documents,
+    "documents": _pairs_of_documents,
+    "neighborhood": neighborhoods,
+    "neighborhood_tiled": partial(neighborhoods, order="tiled"),
+    "neighborhood_morton": partial(neighborhoods, order="morton"),
 }
 
-PLAIN_MASKS = tuple(_MASKS)
+NEIGHBORHOODS = tuple(name for name in _MASKS if name.startswith("neighborhood"))
+"""The orders of a canvas's cells, simplest first."""
+
+PLAIN_MASKS = tuple(name for name in _MASKS if name not in {"documents", *NEIGHBORHOODS})
 """Simplest first: what a failure shrinks to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attncheck.errors import ProblemError
@@ -18,11 +19,16 @@ __all__ = ["supported"]
 Changes = dict[str, Any]
 
 _COMMON_HEAD_DIMS = (64, 128, 32, 256)
+_COMMON_PAGE_SIZES = (16, 64, 256)
 _LARGEST_TILE, _SMALLEST_TILE = 128, 16
 
 
 def supported(
-    problem: Problem, supports: Callable[[Problem], bool], dtypes: Sequence[str]
+    problem: Problem,
+    supports: Callable[[Problem], bool],
+    dtypes: Sequence[str],
+    *,
+    drops_sink: bool = False,
 ) -> Problem | None:
     """``problem`` itself, or as few of its fields changed as make ``supports`` true; else None.
 
@@ -30,8 +36,14 @@ def supported(
 
     kv, mask, score mod and values stay, except that kv may grow to whole tiles, so that what was
     chosen for them (a key to hide, say) stays possible; it shrinks only where all else is refused.
+
+    Args:
+        problem: What was drawn.
+        supports: What is asked.
+        dtypes: Those that ``problem`` may have instead, plainest first.
+        drops_sink: Whether it may do without its sink.
     """
-    for changes in _fewest_first(problem, dtypes):
+    for changes in _fewest_first(problem, dtypes, drops_sink=drops_sink):
         try:
             moved = problem.replace(**changes)
         except ProblemError:  # documents do not cover a length that has grown
@@ -41,12 +53,16 @@ def supported(
     return None
 
 
-def _fewest_first(problem: Problem, dtypes: Sequence[str]) -> Iterator[Changes]:
+def _fewest_first(
+    problem: Problem, dtypes: Sequence[str], *, drops_sink: bool
+) -> Iterator[Changes]:
     combinations = itertools.product(
         _dims(problem),
         _lengths(problem),
         _heads(problem),
+        _pagings(problem),
         _dtypes(problem, dtypes),
+        [{}, {"sink": False}] if problem.sink and drops_sink else [{}],
         [{}] if _default_scale(problem) else [{}, {"scale": 0.0}],
     )
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
@@ -78,6 +94,14 @@ def _lengths(problem: Problem) -> list[Changes]:
 
 def _heads(problem: Problem) -> list[Changes]:
     return [{}, {"kv_heads": problem.heads}]
+
+
+def _pagings(problem: Problem) -> list[Changes]:
+    """Pages stay pages: a kernel that takes none of a size may take others."""
+    if problem.paging is None:
+        return [{}]
+    sizes = [size for size in _COMMON_PAGE_SIZES if size != problem.paging.size]
+    return [{}, *({"paging": replace(problem.paging, size=size)} for size in sizes)]
 
 
 def _dtypes(problem: Problem, dtypes: Sequence[str]) -> list[Changes]:

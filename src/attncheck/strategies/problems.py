@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from attncheck.mods.spec import Spec
+    from attncheck.paging import Paging
 
 __all__ = ["AMPLITUDES", "problems"]
 
@@ -62,7 +63,7 @@ def _problems(
     )
 
 
-def problems(
+def problems(  # noqa: PLR0913  # each is a part of a Problem
     *,
     shapes: SearchStrategy[Sizes] | None = None,
     masks: Callable[..., SearchStrategy[Spec]] = any_masks,
@@ -70,6 +71,8 @@ def problems(
     dtypes: Iterable[str] = _DTYPES,
     distributions: Iterable[str] | None = None,
     amplitudes: Iterable[float] = AMPLITUDES,
+    pagings: SearchStrategy[Paging] | None = None,
+    sinks: bool | None = False,
     supports: Supports | None = None,
 ) -> SearchStrategy[Problem]:
     """Problems, small enough for an interpreted kernel unless ``shapes`` says otherwise.
@@ -81,10 +84,12 @@ def problems(
         dtypes: Which, plainest first.
         distributions: Which, plainest first (default: all, without those of recordings).
         amplitudes: Of scale · √head_dim, plainest first: the first is drawn more often.
+        pagings: How keys lie in pages (default: in none), as ``strategies.pagings()``.
+        sinks: Whether they have a sink; None for either, and none before one.
         supports: Whether the kernel takes a Problem. One that it does not take is moved to the
-            nearest that it does (same mask and values; other dims, lengths, kv heads or dtype)
-            and dropped only where there is none: a kernel of few head dims is tested as often as
-            one of many.
+            nearest that it does (same mask and values; other dims, lengths, kv heads or dtype, and
+            no sink where both are drawn) and dropped only where there is none: a kernel of few head
+            dims is tested as often as one of many.
 
     Raises:
         UnknownName: for a dtype or distribution that is not known.
@@ -100,6 +105,12 @@ def problems(
             "distribution": st.sampled_from(distributions),
             "seed": st.integers(0, _LARGEST_SEED),
         }
+        | ({} if pagings is None else {"paging": pagings})
+        | (
+            {}
+            if sinks is False
+            else {"sink": st.booleans() if sinks is None else st.just(value=True)}
+        )
     )
     drawn = _problems(
         any_shapes() if shapes is None else shapes,
@@ -111,8 +122,17 @@ def problems(
     if supports is None:
         return drawn
     # Where even the nearest is refused nothing can be derived: only then it is a filter.
-    moved = drawn.map(lambda problem: nearest.supported(problem, supports, dtypes))
+    moved = drawn.map(
+        lambda problem: nearest.supported(problem, supports, dtypes, drops_sink=sinks is None)
+    )
     return cast("SearchStrategy[Problem]", moved.filter(lambda problem: problem is not None))
+
+
+def _sinks(*, sinks: bool | None) -> dict[str, SearchStrategy[bool]]:
+    """Nothing is drawn where there are none: what was drawn before stays what it was."""
+    if sinks is False:
+        return {}
+    return {"sink": st.sampled_from((False, True) if sinks is None else (True,))}
 
 
 def _amplitudes(amplitudes: tuple[float, ...]) -> SearchStrategy[float]:

@@ -44,4 +44,11 @@ _SCORES: dict[str, SearchStrategy[Spec]] = {
     "relative_bias": st.integers(0, 8).map(
         lambda distance: Spec.of("relative_bias", distance=distance, seed=0)
     ),
+    "bias": st.tuples(st.integers(0, 1), st.integers(0, 1)).map(
+        lambda each: Spec.of("bias", seed=0, per_batch=each[0], per_head=each[1])
+    ),
 }
+_SCORES["offset"] = st.tuples(
+    st.one_of([_SCORES[name] for name in ("alibi", "relative_bias", "bias")]),
+    st.sampled_from((1, 0, 33)),
+).map(lambda drawn: Spec.of("offset", drawn[0], rows=drawn[1]))

@@ -53,6 +53,16 @@ class Asked:
     problems: dict[str, Any]
     where: Callable[[Problem], bool] | None = None
 
+    @property
+    def paged(self) -> bool:
+        """Whether it is about keys in pages."""
+        return "pagings" in self.problems
+
+    @property
+    def with_sink(self) -> bool:
+        """Whether it is about Problems with a sink alone."""
+        return self.problems.get("sinks", False) is True
+
     def fits(self, question: str, problem: Problem) -> bool:
         """Whether ``question`` of ``problem`` is what the property is about."""
         problem = of_kernels.asked_of(question, problem)

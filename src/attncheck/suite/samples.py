@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attncheck.examine.executor import Executor, Failure, InProcess
 from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
 from attncheck.problem import SOFTMAX_DTYPES, Problem
 from attncheck.strategies import nearest
 from attncheck.suite.marks import SOFTMAX
@@ -20,29 +21,46 @@ NOT_CONCERNED = "such problems do not concern it"
 
 # Whole tiles, and lengths that fit none; short ones, and one row, for kernels that take no others.
 _LENGTHS = ((64, 64), (77, 93), (16, 16), (1, 64), (1, 1))
+_PAGE = 16
 _MASKS: dict[str, Spec] = {
     "full": Spec.of("full"),
     "causal": Spec.of("causal"),
     "causal_bottom_right": Spec.of("causal_bottom_right"),
     "sliding_window": Spec.of("sliding_window", window=17),
     "prefix_lm": Spec.of("prefix_lm", prefix=5),
+    "neighborhood": Spec.of("neighborhood", canvas=[8, 8], kernel=[3, 3]),
+    "offset": Spec.of("offset", Spec.of("causal"), rows=3),
     "expression": Spec.of("expression", text="q_idx >= kv_idx + 3"),
 }
 
 
-def samples(family: str, dtype: str) -> tuple[Problem, ...]:
-    """Problems of ``family`` in ``dtype``, plainest first; none where there can be none."""
+def samples(
+    family: str, dtype: str, *, paged: bool = False, with_sink: bool = False
+) -> tuple[Problem, ...]:
+    """Problems of ``family`` in ``dtype``, plainest first; none where there can be none.
+
+    With ``paged`` their keys lie in pages; with ``with_sink`` they have a sink.
+    """
     if family == SOFTMAX:
-        able = dtype in SOFTMAX_DTYPES
+        able = dtype in SOFTMAX_DTYPES and not paged and not with_sink
         return (Problem(operation=SOFTMAX, query=4, kv=64, dtype=dtype),) if able else ()
+    common: dict[str, Any] = {"dtype": dtype, "sink": with_sink}
+    common["paging"] = Paging(size=_PAGE) if paged else None
     return tuple(
-        Problem(query=query, kv=kv, dtype=dtype, mask=_mask(family, query, kv))
+        Problem(query=query, kv=kv, mask=_mask(family, query, kv), **common)
         for query, kv in _LENGTHS
     )
 
 
 def refusal(
-    subject: Subject, family: str, dtype: str, device: str, executor: Executor | None = None
+    subject: Subject,
+    family: str,
+    dtype: str,
+    device: str,
+    executor: Executor | None = None,
+    *,
+    paged: bool = False,
+    with_sink: bool = False,
 ) -> str:
     """Why ``subject`` takes no sample of ``family`` in ``dtype``, nor one near; empty if it does.
 
@@ -59,7 +77,7 @@ def refusal(
         reasons[said] += 1
         return False
 
-    for problem in samples(family, dtype):
+    for problem in samples(family, dtype, paged=paged, with_sink=with_sink):
         if not executor.concerns(subject, problem):
             continue
         if nearest.supported(problem, takes, (dtype,)) is not None:
@@ -72,6 +90,11 @@ def _mask(family: str, query: int, kv: int) -> Spec:
     if family == "document":
         total = max(query, kv)
         return Spec.of("document", lengths=[total // 2, total - total // 2])
+    if family in {"documents", "packed"}:
+        cut = {
+            f"{name}_lengths": [n // 2, n - n // 2] for name, n in (("query", query), ("kv", kv))
+        }
+        return Spec.of("documents", **cut)
     padding = Spec.of("padding", lengths=[-(-3 * kv // 4)])
     if family == "composition":
         return Spec.of("and", Spec.of("causal"), padding)

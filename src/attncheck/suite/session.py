@@ -10,6 +10,7 @@ from attncheck.formats import DTYPES
 from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.suite.compiling import Compiling
 from attncheck.suite.kernels import Kernel, configured_kernels, kernels, ready
+from attncheck.suite.launched import has_launches_for
 from attncheck.suite.marks import SOFTMAX
 from attncheck.suite.samples import NOT_CONCERNED, refusal
 from attncheck.suite.under_test import UnderTest
@@ -58,7 +59,7 @@ class Session:
     untaken: dict[str, dict[str, str]] = field(default_factory=dict)
     lost_by: str = ""
     compiling: Compiling = field(default_factory=Compiling)
-    _refusals: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    _refusals: dict[tuple[str, str, str, bool, bool], str] = field(default_factory=dict)
 
     @cached_property
     def device(self) -> str:
@@ -80,9 +81,10 @@ class Session:
         return [
             Param(kernel=kernel, dtype=dtype, family=family, refused=refused)
             for kernel in self.kernels
+            if has_launches_for(kernel.subject, asked.questions)
             for dtype in self._dtypes(kernel, asked)
             for family in asked.families
-            if (refused := self._refusal(kernel, family, dtype)) != NOT_CONCERNED
+            if (refused := self._refusal_of(asked, kernel, family, dtype)) != NOT_CONCERNED
         ]
 
     def plain_params(self) -> list[Param]:
@@ -115,7 +117,11 @@ class Session:
     def _untaken(self, kernel: Kernel, dtype: str) -> bool:
         """Whether the kernel takes no problem of this dtype; then the reason is kept."""
         families = (*MASK_FAMILIES, SOFTMAX)
-        refusals = [self._refusal(kernel, family, dtype) for family in families]
+        refusals = [
+            self._refusal(kernel, family, dtype, paged=paged)
+            for family in families
+            for paged in (False, True)
+        ]
         if not all(refusals):
             return False
         reasons = [reason for reason in refusals if reason != NOT_CONCERNED]
@@ -125,8 +131,22 @@ class Session:
             self.untaken.setdefault(kernel.name, {})[dtype] = reasons[0]
         return True
 
-    def _refusal(self, kernel: Kernel, family: str, dtype: str) -> str:
-        key = (kernel.name, family, dtype)
+    def _refusal_of(self, asked: Asked, kernel: Kernel, family: str, dtype: str) -> str:
+        """Why the kernel takes no such problem as the property asks."""
+        return self._refusal(kernel, family, dtype, paged=asked.paged, with_sink=asked.with_sink)
+
+    def _refusal(
+        self,
+        kernel: Kernel,
+        family: str,
+        dtype: str,
+        *,
+        paged: bool = False,
+        with_sink: bool = False,
+    ) -> str:
+        key = (kernel.name, family, dtype, paged, with_sink)
         if key not in self._refusals:
-            self._refusals[key] = refusal(kernel.subject, family, dtype, self.device)
+            self._refusals[key] = refusal(
+                kernel.subject, family, dtype, self.device, paged=paged, with_sink=with_sink
+            )
         return self._refusals[key]

@@ -1,0 +1,72 @@
+"""Blocks of keys that a mask hides wholly or shows wholly: kernels leave out work at both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.strategies import scores
+from attncheck.suite import asks
+
+if TYPE_CHECKING:
+    from attncheck.problem import Case, Problem
+    from attncheck.suite import UnderTest
+
+FAMILIES = (
+    "causal",
+    "sliding_window",
+    "document",
+    "prefix_lm",
+    "neighborhood",
+    "composition",
+    "expression",
+)
+# Longer than a block of any kernel that is interpreted, which has blocks of 32 there.
+SEVERAL = {"shortest_query": 34, "shortest_kv": 34}
+EMPTY = 32
+
+
+def has_empty_blocks(problem: Problem) -> bool:
+    """So many rows after another see no key, as far as the mask's numbers tell."""
+    if problem.mask.name == "padding":
+        return 0 in problem.mask.values["lengths"]
+    return problem.query - problem.kv >= EMPTY
+
+
+@asks("compare", families=FAMILIES, shapes=SEVERAL, sinks=None)
+def test_attention_is_exact(kernel: UnderTest, case: Case) -> None:
+    """Every element is exact at lengths of several blocks, of which some are hidden or whole."""
+    kernel.must_hold(case)
+
+
+@asks(
+    "launches",
+    families=("full", "causal", "sliding_window", "document", "expression"),
+    shapes=SEVERAL,
+    scores=scores,
+    sinks=None,
+)
+def test_launches_agree(kernel: UnderTest, case: Case) -> None:
+    """Other blocks, other splits and a walk over all blocks give the same."""
+    kernel.must_hold(case)
+
+
+@asks(
+    "hidden_keys_nan",
+    families=("causal", "sliding_window", "document", "prefix_lm"),
+    shapes=SEVERAL,
+)
+def test_nan_in_hidden_blocks(kernel: UnderTest, case: Case) -> None:
+    """Keys and values of hidden blocks, and hidden ones of others, may be NaN: no bit moves."""
+    kernel.must_hold(case)
+
+
+@asks(
+    "compare",
+    "empty_rows",
+    families=("padding", "causal_bottom_right"),
+    shapes={"shortest_query": EMPTY + 1},
+    where=has_empty_blocks,
+)
+def test_blocks_of_empty_rows(kernel: UnderTest, case: Case) -> None:
+    """Blocks of rows that see no key give 0 and −∞, and those beside them what is exact."""
+    kernel.must_hold(case)

@@ -1,0 +1,96 @@
+"""Packed documents of unlike lengths: what kernels that take ``cu_seqlens`` are for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.strategies import scores
+from attncheck.subjects.conventions.packing import packed
+from attncheck.suite import asks
+
+if TYPE_CHECKING:
+    from attncheck.problem import Case, Problem
+    from attncheck.suite import UnderTest
+
+RAGGED = ("document", "documents", "padding")
+
+
+def lengths(problem: Problem) -> list[tuple[int, int]]:
+    """Rows and keys of each document, or of each sequence of a batch."""
+    found = packed(problem)
+    return found.lengths() if found else []
+
+
+def ragged(problem: Problem) -> bool:
+    """Not all documents are as long as one another, or some keys are padding."""
+    whole = {(problem.query, problem.kv)} if problem.mask.name == "padding" else set()
+    return len({*lengths(problem), *whole}) > 1
+
+
+def one_sided(problem: Problem) -> bool:
+    """Some document has rows and no keys, or keys and no rows."""
+    return any(max(both) > 0 == min(both) for both in lengths(problem))
+
+
+def rows_alone(problem: Problem) -> bool:
+    """Some document has rows and no keys."""
+    return any(rows > 0 == keys for rows, keys in lengths(problem))
+
+
+def alone(problem: Problem) -> bool:
+    """One document has everything."""
+    return (problem.query, problem.kv) in lengths(problem)
+
+
+@asks("compare", families=RAGGED, where=ragged)
+def test_attention_is_exact(kernel: UnderTest, case: Case) -> None:
+    """Every element, and LSE, is that of exact attention within documents up to rounding."""
+    kernel.must_hold(case)
+
+
+@asks("decode", "isolated", families=("documents", "packed"))
+def test_rows_see_their_keys(kernel: UnderTest, case: Case) -> None:
+    """Each row counts the keys of its own document and none of the neighbours'."""
+    kernel.must_hold(case)
+
+
+@asks("documents", families=("document", "documents", "packed"), where=ragged)
+def test_documents_one_by_one(kernel: UnderTest, case: Case) -> None:
+    """Documents packed give what each gives alone, whatever stands before it."""
+    kernel.must_hold(case)
+
+
+@asks("hidden_keys", families=RAGGED, where=ragged, shapes={"shortest_kv": 2})
+def test_other_documents_do_not_matter(kernel: UnderTest, case: Case) -> None:
+    """No bit of a document moves when another one's keys and values are others."""
+    kernel.must_hold(case)
+
+
+@asks("compare", families=("documents", "packed"), scores=scores)
+def test_positions_reach_score_mods(kernel: UnderTest, case: Case) -> None:
+    """A score mod reads the indices and the sequence that the whole has, in each document."""
+    kernel.must_hold(case)
+
+
+@asks("compare", families=("documents", "padding"), where=one_sided)
+def test_beside_empty_documents_it_is_exact(kernel: UnderTest, case: Case) -> None:
+    """A document without rows, or without keys, moves no other one."""
+    kernel.must_hold(case)
+
+
+@asks("empty_rows", families=("documents", "padding"), where=rows_alone)
+def test_documents_without_keys_are_zero(kernel: UnderTest, case: Case) -> None:
+    """Rows of a document without keys give 0 and an LSE of −∞."""
+    kernel.must_hold(case)
+
+
+@asks("compare", families=("document", "documents"), where=alone)
+def test_a_lone_document_is_exact(kernel: UnderTest, case: Case) -> None:
+    """One document of everything is plain attention."""
+    kernel.must_hold(case)
+
+
+@asks("compare", families=("packed",))
+def test_many_documents_are_exact(kernel: UnderTest, case: Case) -> None:
+    """Many documents, of one row and key each too, and causal in each from either corner."""
+    kernel.must_hold(case)

@@ -1,0 +1,90 @@
+"""Other launches of a kernel: which one is asked, by which bounds, and who has none."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck.examine.answer import answered
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.relations import relation_named
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+from attncheck.suite.launched import has_launches_for
+
+PROBLEM = Problem(batch=2, query=40, head_dim=8, dtype="bf16", mask=Spec.of("causal"))
+
+
+def tiled(block: int) -> Ideal:
+    return Ideal(Tiling(block_query=block, block_kv=block))
+
+
+class LastKeyUnseen(Ideal):
+    name = "planted-last-key-unseen"
+
+    def visible(self, mask, at):
+        return mask(at.b, at.h, at.q_idx, at.kv_idx) & (at.kv_idx < 39)
+
+
+class Launched(Ideal):
+    """Right by itself; of its other launches the last is wrong."""
+
+    name = "planted-launched"
+
+    def launches(self, problem, device):
+        assert (problem, device) == (PROBLEM, "cpu")
+        return {"16": tiled(16), "32": tiled(32), "wrong": LastKeyUnseen()}
+
+
+def ask(subject, launch: int):
+    case = Case(problem=PROBLEM, question="launches", parameters={"launch": launch})
+    return answered(subject, case, device="cpu")
+
+
+@pytest.mark.parametrize("launch", range(8))
+def test_launches_are_counted_round(launch: int) -> None:
+    expected = "fail" if launch % 3 == 2 else "pass"
+    assert ask(Launched(), launch).status == expected
+    assert launch in relation_named("launches").allowed(PROBLEM)["launch"]
+
+
+def test_the_failure_is_of_the_other_launch() -> None:
+    record = ask(Launched(), 2)
+    assert record.kernel == "planted-launched"
+    assert record.judgement.rule == "relation"
+    assert record.judgement.worst.at.query == 39
+    assert "±" in record.judgement.reason  # bounds, not bits: tiles round otherwise
+
+
+def test_a_kernel_without_launches_is_not_asked() -> None:
+    record = ask(Ideal(), 0)
+    assert (record.status, record.reason) == ("unsupported", "has no launch but its own")
+    assert not has_launches_for(Ideal(), ("launches",))
+    assert has_launches_for(Ideal(), ("launches", "repeat"))
+    assert has_launches_for(Ideal(), ("repeat",))
+    assert has_launches_for(Launched(), ("launches",))
+
+
+def test_a_kernel_that_raises_when_asked_for_them_is_an_error() -> None:
+    class Raising(Ideal):
+        def launches(self, problem, device):
+            raise KeyError("no such tile")
+
+    record = ask(Raising(), 0)
+    assert (record.status, record.reason) == (
+        "error",
+        "asked for its launches it raised KeyError: 'no such tile'",
+    )
+
+
+def test_a_launch_that_refuses_is_unsupported() -> None:
+    class Refusing(Ideal):
+        def launches(self, problem, device):
+            class Never(Ideal):
+                def unsupported(self, problem, device):
+                    return "no such tiles here"
+
+            return {"never": Never()}
+
+    record = ask(Refusing(), 0)
+    assert (record.status, record.reason) == ("unsupported", "no such tiles here")

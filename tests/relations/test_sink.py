@@ -1,0 +1,152 @@
+"""Relations of Problems with a sink: each holds of a right kernel, or says why it says nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from attncheck import inputs as inputs_room
+from attncheck.errors import ProblemError
+from attncheck.examine.relate import relate
+from attncheck.mods.spec import Spec
+from attncheck.outputs import Outputs
+from attncheck.paging import Paging
+from attncheck.probes import PROBES
+from attncheck.problem import Case, Problem
+from attncheck.relations import RELATIONS
+from attncheck.relations.excerpt import Excerpt
+from attncheck.subjects.ideal import Ideal
+
+SMALL = {"batch": 2, "heads": 6, "kv_heads": 2, "query": 6, "kv": 8, "head_dim": 8, "value_dim": 4}
+PADDED = Spec.of("padding", lengths=[5, 0])
+PROBLEMS = {
+    "full": {},
+    "causal": {"mask": Spec.of("causal")},
+    "causal e4m3": {"mask": Spec.of("causal"), "dtype": "e4m3"},
+    "causal fp16": {"mask": Spec.of("causal"), "dtype": "fp16", "distribution": "large_logits"},
+    "some rows see nothing": {"mask": PADDED, "dtype": "fp32"},
+    "documents": {"mask": Spec.of("document", lengths=[3, 4, 1])},
+    "a document without keys": {"mask": Spec.of("document", lengths=[2, 6]), "query": 8, "kv": 2},
+    "softcap": {"score": Spec.of("softcap", cap=5.0)},
+    "pages": {"paging": Paging(size=2, shared=1), "mask": Spec.of("causal_bottom_right")},
+}
+COUNTS = ("empty_rows", "first_row", "key_shift", "logit_shift", "one_hot", "zero_query")
+
+
+def problem(name: str = "full") -> Problem:
+    return Problem(**(SMALL | {"dtype": "bf16", "sink": True} | PROBLEMS[name]))
+
+
+def asked(kernel: Ideal, question: str, of: Problem, place: int = -1):
+    relation = RELATIONS[question]
+    parameters = {name: values[place] for name, values in relation.allowed(of).items()}
+    return relate(kernel, Case(problem=of, question=question, parameters=parameters))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("question", RELATIONS)
+def test_a_right_kernel_passes_or_is_not_asked(question, name):
+    of = problem(name)
+    if RELATIONS[question].unfit(of) is None:
+        for place in (0, -1):
+            assert asked(Ideal(), question, of, place) is None
+
+
+def test_what_counts_keys_says_nothing():
+    for question in COUNTS:
+        fit = [RELATIONS[question].unfit(problem(name)) for name in PROBLEMS]
+        assert None not in fit
+        assert "it has a sink" in fit
+        plain = [problem(name).replace(sink=False) for name in PROBLEMS]
+        assert None in [RELATIONS[question].unfit(each) for each in plain]
+
+
+def test_every_other_relation_says_something():
+    """A sink is no reason against what it does not touch."""
+    for question, relation in RELATIONS.items():
+        alone = [relation.unfit(problem(name).replace(sink=False)) for name in PROBLEMS]
+        with_sink = [relation.unfit(problem(name)) for name in PROBLEMS]
+        assert question in COUNTS or alone == with_sink, question
+
+
+def test_probes_count_keys_alone():
+    for probe in PROBES.values():
+        assert "sink" in (probe.unfit(problem()) or "")
+        with pytest.raises(ProblemError, match="it has a sink"):
+            probe.inputs(problem(), {})
+
+
+def test_heads_take_their_sink_along():
+    of = problem()
+    first, second = RELATIONS["head_permutation"].runs(inputs_room.draw(of), {"turn": 1})
+    order = [first.sink.tolist().index(sink) for sink in second.sink.tolist()]
+    assert sorted(order) == list(range(of.heads))
+    assert order != list(range(of.heads))
+    assert torch.equal(second.q, first.q[:, order])
+
+
+def test_excerpts_keep_the_sink_and_not_what_is_shared_no_more():
+    of = problem("pages")
+    whole = inputs_room.draw(of)
+    later = Excerpt.of(of, keys=range(2, of.kv)).inputs(whole)
+    assert torch.equal(later.sink, whole.sink)
+    assert later.problem.paging == Paging(size=2)
+    first = Excerpt.of(of, sequences=range(1), rows=range(3)).inputs(whole)
+    assert first.problem.paging == of.paging
+
+
+def test_one_part_of_a_split_has_the_sink():
+    of = problem()
+    first, second, whole = RELATIONS["split_merge"].runs(inputs_room.draw(of), {"cut": 3})
+    assert [run.problem.sink for run in (first, second, whole)] == [True, False, True]
+    assert second.sink is None
+
+
+FAULTS = {
+    "of the first head": lambda _, sink: sink[:1].expand_as(sink).contiguous(),
+    "by the place of the head": lambda p, sink: sink + torch.arange(p.heads),
+    "of the batch": lambda p, sink: sink + math.log(p.batch),
+    "per row": lambda p, sink: sink + math.log(p.query),
+    "per key": lambda p, sink: sink + math.log(p.kv),
+}
+
+
+class OtherSinks(Ideal):
+    """An ideal kernel that reads its sinks otherwise, or leaves them out of LSE."""
+
+    name = "planted"
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def prepare(self, inputs):
+        right = Ideal().run(inputs)
+        if inputs.sink is None:
+            return lambda: right
+        if self.fault in FAULTS:
+            sink = FAULTS[self.fault](inputs.problem, inputs.sink)
+            return Ideal().prepare(inputs.replace(sink=sink))
+        plain = inputs.problem.replace(sink=False)
+        without = Ideal().run(dataclasses.replace(inputs, problem=plain, sink=None))
+        return lambda: Outputs(right.out, without.lse)
+
+
+@pytest.mark.parametrize(
+    ("fault", "question", "name"),
+    [
+        ("of the first head", "head_permutation", "full"),
+        ("by the place of the head", "head_permutation", "full"),
+        ("of the batch", "alone_in_batch", "full"),
+        ("per row", "rectangular", "causal"),
+        ("per key", "split_merge", "full"),
+        ("not in LSE", "split_merge", "full"),
+        ("not in LSE", "documents", "a document without keys"),
+        ("per key", "documents", "documents"),
+    ],
+)
+def test_relations_catch_faults_of_the_sink(fault, question, name):
+    assert asked(OtherSinks(fault), question, problem(name)) is not None

@@ -1,0 +1,56 @@
+"""A property of sinks is a test of the kernels that take them, and of no other."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attncheck.subjects.conventions import adopted
+from attncheck.subjects.ideal import Ideal
+from attncheck.suite.marks import MARK
+from attncheck.suite.samples import NOT_CONCERNED, refusal, samples
+
+if TYPE_CHECKING:
+    from attncheck.suite.asking import Asked
+
+PROPERTIES = Path(__file__).parents[2] / "properties" / "test_sink.py"
+
+
+def asked_by_the_suite() -> list[Asked]:
+    spec = importlib.util.spec_from_file_location("of_the_suite_sink", PROPERTIES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tests = [test for name, test in vars(module).items() if name.startswith("test_")]
+    return [m.args[0] for test in tests for m in test.pytestmark if m.name == MARK]
+
+
+def plain(q, k, v, is_causal=False, scale=None, *, enable_gqa=False):
+    raise AssertionError("asked")
+
+
+def with_sinks(q, k, v, is_causal=False, scale=None, sinks=None, *, enable_gqa=False):
+    raise AssertionError("asked")
+
+
+def test_every_property_of_sinks_says_so():
+    found = asked_by_the_suite()
+    assert found
+    assert all(each.with_sink for each in found)
+
+
+@pytest.mark.parametrize("family", ["full", "causal", "padding"])
+def test_samples_have_a_sink(family):
+    assert all(problem.sink for problem in samples(family, "bf16", with_sink=True))
+    assert not any(problem.sink for problem in samples(family, "bf16"))
+    assert not samples("softmax", "bf16", with_sink=True)
+
+
+def test_kernels_without_sinks_are_not_concerned():
+    for subject, takes in ((adopted(plain, "plain"), False), (adopted(with_sinks, "with"), True)):
+        said = refusal(subject, "causal", "bf16", "cpu", with_sink=True)
+        assert said == ("" if takes else NOT_CONCERNED)
+        assert not refusal(subject, "causal", "bf16", "cpu")
+    assert not refusal(Ideal(), "causal", "bf16", "cpu", with_sink=True)
