@@ -38,7 +38,8 @@ def test_every_variant_is_proven(attncheck, tmp_path):
     report = certificate_pages.load(out)
     variants = [record.variant for record in report.truths]
     assert variants == ["full", "causal", "alibi", "softcap", "sharp", "softmax"]
-    assert list(report.oracles) == ["truth", "naive", "safe", "online", "flash1", "flash2"]
+    every = ["truth", "naive", "safe", "online", "flash1", "flash2", "split"]
+    assert list(report.oracles) == every
     assert list(report.arithmetics) == ["fp32"]  # of which least is allowed
     assert all(record.holds(report.limit) for record in report.truths)
     assert report.flint

@@ -140,7 +140,7 @@ def test_a_kernel_of_attnchecks_own(tmp_path):
     [
         ((), "Missing argument 'SPEC'"),
         (("mine.py::two",), "is function: it must be a Subject, or be a function of query"),
-        (("mine.py::kernel", "--convention", "paged"), "'paged' is not known: choose from flash"),
+        (("mine.py::kernel", "--convention", "ragged"), "'ragged' is not known: choose from flash"),
         (("mine.py::kernel", "--convention", "native"), "is function: it must be a Subject."),
         (("mine.py::kernel", "--question", "why"), "question 'why' is not known: choose from caus"),
         (("mine.py::kernel", "--head-dim", "0"), "0"),

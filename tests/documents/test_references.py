@@ -19,7 +19,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-VERBS = ("check", "rmse", "list", "doctor", "oracles", "mods", "repro")
+VERBS = ("check", "rmse", "list", "doctor", "oracles", "mods", "blocks", "repro")
 
 # Everything before the tox environment; the two commands differ in nothing else.
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install --quiet tox && .venv/bin/tox -q -e "

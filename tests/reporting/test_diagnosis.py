@@ -9,6 +9,7 @@ import pytest
 from attncheck.failure_record import Failed
 from attncheck.judgement import Judgement, Place, Worst
 from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
 from attncheck.problem import Case, Problem
 from attncheck.reporting.asked import asked
 from attncheck.reporting.diagnosis import diagnosis, diagnosis_of, problem_line
@@ -133,8 +134,10 @@ def test_bounds_of_both_runs_are_named(make, hidden):
         Problem(query=5, head_dim=48, scale=0.3),
         Problem(operation="softmax", query=4, kv=7, dtype="fp32"),
         Problem(query=5, mask=Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[3]))),
+        Problem(query=5, score=Spec.of("softcap", cap=20.0), sink=True),
+        Problem(query=5, sink=True, paging=Paging(size=16, shared=1), scale=0.3),
     ],
-    ids=["window", "softcap", "dims", "scale", "softmax", "and"],
+    ids=["window", "softcap", "dims", "scale", "softmax", "and", "sink", "pages"],
 )
 def test_a_problem_is_one_line_as_it_calls_itself(make, problem):
     record = make.record(case=Case(problem=problem).to_json())

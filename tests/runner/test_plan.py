@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from attncheck.errors import ProblemError, UnknownName
 from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
 from attncheck.problem import Problem
 from attncheck.runner import plan as plan_room
-from attncheck.runner.plan import DEFAULT_SHAPES, VARIANTS, Shape, Variant, plan
+from attncheck.runner.plan import plan
+from attncheck.runner.variants import ALL, DEFAULT_SHAPES, FURTHER, VARIANTS, Shape, Variant
 
 
 def cells(**changes):
@@ -72,6 +75,8 @@ def test_every_variant_fits_every_length():
         for variants in ([], list(VARIANTS)):
             made = cells(variants=variants, shapes=[f"1x1x{length}x4"])
             assert [c.variant for c in made] == list(VARIANTS)
+        made = cells(variants=[ALL], shapes=[f"1x1x{length}x4"])
+        assert [c.variant for c in made] == [*VARIANTS, *FURTHER]
 
 
 ATTENTION = [name for name in VARIANTS if name != "softmax"]
@@ -94,6 +99,56 @@ def test_what_each_variant_is(lengths, window, prefix):
         "softcap": (FULL, Spec.of("softcap", cap=20.0)),
         "document": (DOCUMENTS, NONE),
     }
+
+
+@pytest.mark.parametrize(
+    ("lengths", "canvas", "kernel", "tile", "documents"),
+    [
+        ("64/24", [8, 8], [3, 3], [8, 8], ([32, 16, 8, 8], [6, 12, 3, 3])),
+        ("24/64", [8, 8], [3, 3], [8, 8], ([12, 6, 3, 3], [16, 32, 8, 8])),
+        ("100", [4, 25], [3, 7], [4, 8], ([50, 25, 12, 13], [25, 50, 12, 13])),
+        ("7", [1, 7], [1, 3], [1, 7], ([3, 1, 0, 3], [1, 3, 0, 3])),
+    ],
+)
+def test_what_each_further_variant_is(lengths, canvas, kernel, tile, documents):
+    """A canvas has a cell for each position of the longer of the two lengths."""
+    window = {"canvas": canvas, "kernel": kernel}
+    queries, keys = documents
+    made = cells(variants=list(FURTHER), shapes=[f"1x1x{lengths}x4"])
+    asked = {c.variant: (c.problem.mask, c.problem.score) for c in made}
+    bottom_right = Spec.of("causal_bottom_right")
+    assert asked == {
+        "neighborhood": (Spec.of("neighborhood", **window), NONE),
+        "neighborhood_tiled": (Spec.of("neighborhood_tiled", **window, tile=tile), NONE),
+        "neighborhood_morton": (Spec.of("neighborhood_morton", **window), NONE),
+        "bias": (FULL, Spec.of("bias", seed=0, per_batch=0, per_head=0)),
+        "varlen": (Spec.of("documents", query_lengths=queries, kv_lengths=keys), NONE),
+        "sink": (CAUSAL, NONE),
+        "paged": (CAUSAL, NONE),
+        "decode": (bottom_right, NONE),
+        "paged_decode": (bottom_right, NONE),
+    }
+    assert canvas[0] * canvas[1] == max(made[0].problem.query, made[0].problem.kv)
+
+
+def test_sinks_pages_and_few_rows_are_those_of_their_variants():
+    made = {c.variant: c.problem for c in cells(variants=[ALL], shapes=["1x1x256x4"])}
+    assert [name for name, problem in made.items() if problem.sink] == ["sink"]
+    pages = {name: problem.paging for name, problem in made.items() if problem.paging}
+    assert pages == dict.fromkeys(("paged", "paged_decode"), Paging(size=64, seed=1))
+    few = {name: (p.query, p.kv) for name, p in made.items() if p.query < p.kv}
+    assert few == {"decode": (4, 256), "paged_decode": (4, 256)}
+    (small,) = cells(variants=["paged"], shapes=["1x1x255x4"])
+    assert small.problem.paging == Paging(size=16, seed=1)
+    (single,) = cells(variants=["decode"], shapes=["1x1x1/9x4"])
+    assert single.problem.query == 1
+
+
+def test_all_takes_in_what_is_named_beside_it_and_leaves_out_what_does_not_exist():
+    made = cells(variants=["causal", ALL], dtypes=["e4m3"])
+    assert {c.variant for c in made} == {*ATTENTION, *FURTHER}
+    made = cells(variants=[ALL])
+    assert list(dict.fromkeys(c.variant for c in made)) == [*VARIANTS, *FURTHER]
 
 
 def test_a_cell_is_what_was_asked_for():
@@ -132,13 +187,21 @@ def test_the_manual_names_the_default_shapes():
     assert said in manual
 
 
+def test_the_manual_names_every_variant_with_what_it_is():
+    manual = (Path(__file__).parents[2] / "docs" / "rmse.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", manual, re.MULTILINE)
+    known = VARIANTS | FURTHER
+    said = [(name, summary) for name, summary in rows if name in known and summary]
+    assert said[: len(known)] == [(v.name, v.summary) for v in known.values()]
+
+
 def test_nothing_twice():
     assert len(cells(dtypes=["bf16", "bf16"])) == 2  # MHA and GQA, once each
 
 
 def test_an_unknown_variant_lists_the_valid_ones():
     with pytest.raises(
-        UnknownName, match="'casual' is not known: choose from alibi, causal, document"
+        UnknownName, match="'casual' is not known: choose from alibi, all, bias, causal, decode"
     ):
         cells(variants=["casual"])
 

@@ -16,8 +16,9 @@ from attncheck.formats import FORMATS, round_to
 from attncheck.mods import library, own
 from attncheck.mods.spec import Spec
 from attncheck.runner import questions
-from attncheck.runner.plan import Shape, plan
+from attncheck.runner.plan import plan
 from attncheck.runner.questions import own_variant, recorded
+from attncheck.runner.variants import Shape
 
 SHAPE = Shape.parse("1x2x5x4")
 FULL, NONE = Spec.of("full"), Spec.of("none")

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from attncheck import __version__
+from attncheck.cli.blocks import blocks
 from attncheck.cli.check import check
 from attncheck.cli.doctor import doctor
 from attncheck.cli.init import init
@@ -61,6 +62,7 @@ attncheck.add_command(list_)
 attncheck.add_command(doctor)
 attncheck.add_command(oracles)
 attncheck.add_command(mods)
+attncheck.add_command(blocks)
 
 
 def main() -> None:

@@ -30,8 +30,9 @@ _EXIT_CODES = {"pass": 0, "fail": 1, "untested": 5}
     "--convention",
     metavar="NAME",
     help="How the kernel is called: sdpa (like F.scaled_dot_product_attention), flash_attn (like "
-    "flash_attn_func), varlen (like flash_attn_varlen_func), flex (like flex_attention) or native "
-    "(a Subject). Default: the one that its signature shows.",
+    "flash_attn_func), varlen (like flash_attn_varlen_func), flex (like flex_attention), "
+    "paged (like flash_attn_with_kvcache on pages) or native (a Subject). Default: the one that "
+    "its signature shows.",
 )
 @click.option(
     "--dtype",

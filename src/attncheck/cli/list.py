@@ -44,7 +44,7 @@ def _catalogue(device: str) -> dict[str, Any]:
     from attncheck.distributions import DISTRIBUTIONS
     from attncheck.formats import DTYPES
     from attncheck.mods.library import MASKS, SCORES
-    from attncheck.runner.plan import VARIANTS
+    from attncheck.runner.variants import FURTHER, VARIANTS
     from attncheck.subjects import builtin
 
     subjects = [builtin.subject_named(name) for name in builtin.names()]
@@ -58,7 +58,7 @@ def _catalogue(device: str) -> dict[str, Any]:
         "device": device,
         "kernels": {s.name: s.summary for s in subjects},
         **_kernels_of_others(),
-        "variants": {name: v.summary for name, v in VARIANTS.items()},
+        "variants": {name: v.summary for name, v in (VARIANTS | FURTHER).items()},
         "dtypes": dtypes,
         "distributions": {name: d.summary for name, d in DISTRIBUTIONS.items()},
         "masks": {name: e.summary for name, e in MASKS.items()},
@@ -87,7 +87,8 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
     from attncheck.formats import DTYPES
-    from attncheck.runner.plan import DEFAULT_SHAPES, plan
+    from attncheck.runner.plan import plan
+    from attncheck.runner.variants import ALL, DEFAULT_SHAPES
 
     why = subject.absent(device)
     if why:
@@ -96,7 +97,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
     for dtype in (d.name for d in DTYPES.values() if d.measured):
         cells = plan(
             dtypes=[dtype],
-            variants=[],
+            variants=[ALL],
             shapes=[DEFAULT_SHAPES[device]],
             distributions=["normal"],
             seed=0,

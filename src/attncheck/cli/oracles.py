@@ -85,8 +85,9 @@ def oracles(  # noqa: PLR0913  # one parameter per option
 ) -> int:
     """Measure each fp64 oracle's distance from the exact result, computed in many digits.
 
-    The oracles are the naive, safe and online softmax, both FlashAttention recurrences, and the
-    one that kernels are compared with. The naive one overflows where its definition must.
+    The oracles are the naive, safe and online softmax, both FlashAttention recurrences, splits
+    merged by LSE, and the one that kernels are compared with. The naive one overflows where its
+    definition must.
 
     Exit code 1 when another than the naive one is not finite where the exact result is, or when the
     recurrences, all run in so many digits, agree to fewer than all but ten of them.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from attncheck.cli.as_typed import as_typed
 from attncheck.cli.explain import explain
@@ -17,19 +16,29 @@ from attncheck.cli.options import (
     quiet_option,
     seed_option,
 )
+from attncheck.cli.rmse_asked import (
+    cells_of,
+    given,
+    refuse_beside,
+    refuse_unconcerned,
+    subjects_of,
+)
 from attncheck.cli.standard_output import Verb, standard_output
-from attncheck.cli.subjects import named, unconcerned
 
 if TYPE_CHECKING:
     from attncheck.record import Record, Report
-    from attncheck.runner.plan import Cell
-    from attncheck.subjects.contract import Subject
 
 __all__ = ["rmse"]
 
 FAILED, NOTHING_TESTED = 1, 5
+_WRITES_NOTHING = "prints one cell and writes no files"
 # Options that take a file: reports name it without its folder.
-_FILES = {"--kernel", "--mask", "--score", "--inputs"}
+_FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
+# What says what is measured, which a report that is there has said.
+_MEASURES = (
+    *("kernels", "variants", "mask", "score", "recording", "dtypes", "shapes", "distributions"),
+    *("seed", "device", "explained", "quiet"),
+)
 
 
 @click.command(cls=Verb)
@@ -45,7 +54,8 @@ _FILES = {"--kernel", "--mask", "--score", "--inputs"}
     "variants",
     multiple=True,
     metavar="NAME",
-    help="A mask and score mod, or softmax (repeatable; default: all).",
+    help="A mask and score mod, or softmax, or all (repeatable; default: the first eight of "
+    "`attncheck list`).",
 )
 @click.option(
     "--mask",
@@ -95,6 +105,21 @@ _FILES = {"--kernel", "--mask", "--score", "--inputs"}
 @format_option("table, json, md or csv")
 @out_option("rmse.json, rmse.md and rmse.csv")
 @click.option(
+    "--plot",
+    "plots",
+    multiple=True,
+    metavar="FILE",
+    help="Also draw the RMSE of every kernel, to FILE.png or FILE.svg (repeatable; needs "
+    "attncheck[plot]).",
+)
+@click.option(
+    "--from",
+    "source",
+    metavar="FILE",
+    help="Measure nothing: show the report that an earlier run wrote, rmse.json, again; files only "
+    "where --out or --plot says so.",
+)
+@click.option(
     "--explain",
     "explained",
     metavar="CELL",
@@ -118,6 +143,8 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     device: str | None,
     fmt: str,
     directory: str,
+    plots: tuple[str, ...],
+    source: str | None,
     explained: str | None,
     quiet: bool,
 ) -> int:
@@ -131,19 +158,20 @@ def rmse(  # noqa: PLR0913  # one parameter per option
 
     Exit code 1 when a verdict is fail or a kernel raised, 5 when no cell could be measured.
     """
+    _check(fmt, plots)
+    if source is not None:
+        refuse_beside("--from", _MEASURES, "shows what was measured")
+        return _shown_again(interrupts, source, fmt, directory if given("directory") else "", plots)
     from attncheck import reporting
     from attncheck.cli.progress import progress
-    from attncheck.errors import UnknownName
     from attncheck.examine.environment import default_device, require_device
     from attncheck.runner.measure import measure, pairs
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    if fmt not in reporting.FORMATS:
-        raise UnknownName("format", fmt, reporting.FORMATS)
     device = device or default_device()
     require_device(device)
-    subjects = _subjects(kernels, device)
-    cells = _cells(
+    subjects = subjects_of(kernels, device)
+    cells = cells_of(
         variants=variants,
         mask=mask,
         score=score,
@@ -155,9 +183,9 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         device=device,
     )
     if kernels:
-        _refuse_unconcerned(cells, subjects)
+        refuse_unconcerned(cells, subjects)
     if explained is not None:
-        _refuse_beside("--explain", ("fmt", "directory"), "prints one cell and writes no files")
+        refuse_beside("--explain", ("fmt", "directory", "plots"), _WRITES_NOTHING)
         return _exit_code(explain(explained, cells, subjects, device))
     total = sum(len(asked) for _, asked in pairs(cells, subjects, device))
     reporting.check_writable(directory)
@@ -170,83 +198,59 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         report = measure(cells, subjects, device=device, command=as_typed(files=_FILES), done=done)
     with interrupts.writing(directory):
         reporting.write(report, directory)
+        _draw(report, plots)
     with standard_output():
         reporting.show(report, fmt)
     return _exit_code(report)
 
 
-def _cells(  # noqa: PLR0913  # one parameter per option
-    *,
-    variants: tuple[str, ...],
-    mask: str | None,
-    score: str | None,
-    recording: str | None,
-    dtypes: tuple[str, ...],
-    shapes: tuple[str, ...],
-    distributions: tuple[str, ...],
-    seed: int,
-    device: str,
-) -> list[Cell]:
-    """What the options ask for: recorded inputs, own mods, or variants."""
-    from attncheck.examine.environment import prepare
-    from attncheck.runner.plan import DEFAULT_SHAPES, plan
-    from attncheck.runner.questions import own_variant, recorded
+def _check(fmt: str, plots: tuple[str, ...]) -> None:
+    """Raises UsageError for a format or a plot that cannot be."""
+    from attncheck import reporting
+    from attncheck.errors import UnknownName
 
-    if recording is not None:
-        replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
-        _refuse_beside("--inputs", replaced)
-        return recorded(recording, dtypes)
-    own = mask is not None or score is not None
-    if own:
-        _refuse_beside("--mask or --score", ("variants",))
-        prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
-    return plan(
-        dtypes=dtypes or ("bf16",),
-        variants=variants,
-        own=own_variant(mask, score) if own else None,
-        shapes=shapes or (DEFAULT_SHAPES[device],),
-        distributions=distributions or ("normal",),
-        seed=seed,
-    )
+    if fmt not in reporting.FORMATS:
+        raise UnknownName("format", fmt, reporting.FORMATS)
+    if plots:
+        from attncheck.reporting.plot import check_plots
+
+        check_plots(plots)
 
 
-def _refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
-    """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
-    from attncheck.errors import UsageError
-    from attncheck.runner.measure import concerned
+def _shown_again(
+    interrupts: Interrupts, source: str, fmt: str, directory: str, plots: tuple[str, ...]
+) -> int:
+    """Show the report of a file; the exit code is that of the run that made it.
 
-    for subject in subjects:
-        if not concerned(cells, [subject]):
-            raise UsageError(unconcerned(subject))
-
-
-def _refuse_beside(
-    option: str, others: tuple[str, ...], says: str = "already says what to compute"
-) -> None:
-    """Raises UsageError when an option that ``option`` takes the place of is given too.
-
-    Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
+    Raises UsageError for a file that is no report, and for a plot of one without numbers.
     """
-    from attncheck.errors import UsageError
+    from pathlib import Path
 
-    context = click.get_current_context()
-    typed = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name in others
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    ]
-    if typed:
-        raise UsageError(f"{option} {says}: leave out {' and '.join(typed)}.")
+    from attncheck import reporting
+
+    report = reporting.load(Path(source))
+    if plots:
+        from attncheck.reporting.plot import write_plots
+
+        write_plots(report, plots)
+    if directory:
+        with interrupts.writing(directory):
+            reporting.write(report, directory)
+    with standard_output():
+        reporting.show(report, fmt)
+    return _exit_code(report)
 
 
-def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
-    from attncheck.examine.environment import prepare
-    from attncheck.subjects import builtin
+def _draw(report: Report, plots: tuple[str, ...]) -> None:
+    """Draw what was measured just now; where that is nothing, say so and no more."""
+    if not plots:
+        return
+    from attncheck.reporting.plot import measured, write_plots
 
-    if any(":" in kernel for kernel in kernels):
-        prepare(device)  # before the file's own Triton functions are decorated
-    return named(kernels or builtin.names())
+    if measured(report):
+        write_plots(report, plots)
+    else:
+        click.echo("attncheck: nothing was measured: no plot is drawn.", err=True)
 
 
 def _exit_code(report: Report) -> int:

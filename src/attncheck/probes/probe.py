@@ -55,6 +55,8 @@ class Probe:
         """Why the probe cannot be asked of ``problem``, in one line; None if it can."""
         if problem.operation != "attention":
             return "it is about attention"
+        if problem.sink:
+            return "it has a sink, and counts are of keys alone"
         return self.unable(problem)
 
     def check(self, problem: Problem, parameters: Parameters) -> None:

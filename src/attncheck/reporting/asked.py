@@ -33,6 +33,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     distribution: str
     seed: int
     operation: str = "attention"
+    sink: bool = False
+    paging: dict[str, Any] | None = None
 
     @property
     def shape(self) -> str:

@@ -6,6 +6,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
 from attncheck.reporting import figures
 from attncheck.reporting.asked import Asked, asked
 from attncheck.reporting.inert import one_line
@@ -96,6 +97,8 @@ def problem_line(problem: Asked) -> str:
         shape = problem.shape.replace(" Q", f" H{problem.head_counts} Q", 1)
     if problem.score.get("name") != "none":
         mods.append(str(Spec.from_json(problem.score)))
+    mods += ["sink"] if problem.sink else []
+    mods += [str(Paging.from_json(problem.paging))] if problem.paging else []
     scale = "" if _usual_scale(problem) else f" scale {problem.scale:g}"
     said = [problem.dtype, *mods, shape, problem.distribution, f"seed {problem.seed}"]
     return " ".join(said) + scale

@@ -15,11 +15,11 @@ from attncheck.reporting.as_markdown import as_markdown
 from attncheck.reporting.inert import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from attncheck.record import Report
 
-__all__ = ["check_writable", "write", "write_texts"]
+__all__ = ["check_names", "check_writable", "write", "write_files", "write_texts"]
 
 _WRITERS = {"json": as_json, "md": as_markdown, "csv": as_csv}
 
@@ -29,17 +29,35 @@ def check_writable(directory: Path | str, stem: str = "rmse") -> None:
 
     A directory that does not exist yet is fine where it could be made.
     """
+    check_names(directory, [f"{stem}.{suffix}" for suffix in _WRITERS])
+
+
+def check_names(
+    directory: Path | str,
+    names: Iterable[str],
+    *,
+    what: str = "reports",
+    instead: str = "--out",
+) -> None:
+    """Raise UsageError unless ``write_files`` could write files of these names there now.
+
+    Args:
+        directory: Where; it may have to be made.
+        names: Of the files.
+        what: They are, for the message of an error.
+        instead: What to choose another of then.
+    """
     directory = Path(directory)
     try:
         place = _nearest(directory)
         # No name is taken: the file is gone when it is closed, also where it could be made.
         with tempfile.TemporaryFile(dir=place):
             pass
-        for suffix in _WRITERS:
-            if (directory / f"{stem}.{suffix}").is_dir():
-                raise IsADirectoryError(0, f"{stem}.{suffix} is a directory")
+        for name in names:
+            if (directory / name).is_dir():
+                raise IsADirectoryError(0, f"{name} is a directory")
     except (OSError, ValueError) as error:
-        raise UsageError(_refusal(directory, error)) from None
+        raise UsageError(_refusal(directory, error, what, instead)) from None
 
 
 def write(report: Report, directory: Path | str, stem: str = "rmse") -> tuple[Path, ...]:
@@ -65,22 +83,34 @@ def write_texts(
     what: str = "reports",
     instead: str = "--out",
 ) -> tuple[Path, ...]:
-    """Write each text, by its file's name, into ``directory``: as ``write`` does it.
+    """``write_files`` of texts in UTF-8."""
+    files = {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
+    return write_files(files, directory, what=what, instead=instead)
+
+
+def write_files(
+    files: Mapping[str, bytes],
+    directory: Path | str,
+    *,
+    what: str = "reports",
+    instead: str = "--out",
+) -> tuple[Path, ...]:
+    """Write each file, by its name, into ``directory``: as ``write`` does it.
 
     Args:
-        texts: By name.
+        files: What they hold, by name.
         directory: Made if need be.
         what: They are, for the message of an error.
         instead: What to choose another of then.
     """
     directory = Path(directory)
-    paths = {directory / name: text for name, text in texts.items()}
+    paths = {directory / name: content for name, content in files.items()}
     drafts: dict[Path, Path] = {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path, text in paths.items():
+        for path, content in paths.items():
             drafts[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            _write_through(drafts[path], text)
+            _write_through(drafts[path], content)
         for path, draft in drafts.items():
             draft.replace(path)
     except (OSError, ValueError) as error:
@@ -91,9 +121,9 @@ def write_texts(
     return tuple(paths)
 
 
-def _write_through(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8", newline="") as file:
-        file.write(text)
+def _write_through(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

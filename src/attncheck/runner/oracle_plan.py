@@ -8,7 +8,8 @@ from attncheck.distributions import DISTRIBUTIONS
 from attncheck.errors import UnknownName
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
-from attncheck.runner.plan import VARIANTS, Variant, plan
+from attncheck.runner.plan import plan
+from attncheck.runner.variants import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +43,7 @@ def oracle_plan(
     """Each variant on each distribution, in the order in which a report shows them.
 
     Args:
-        variants: Names of ``runner.plan.VARIANTS``, or ``sharp``; none: those of ``default``.
+        variants: Names of ``runner.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
         dtype: Of the inputs.
         shape: As typed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import msgspec
 from attncheck import inputs as inputs_room
 from attncheck.errors import UsageError
 from attncheck.examine.answer import answered
+from attncheck.examine.concerned import as_concerned
 from attncheck.examine.executor import Failure, InProcess
 from attncheck.problem import Case, Problem
 from attncheck.question import PROMISES
@@ -134,7 +136,9 @@ class _Probe:
     def _first_taken(self, convention: str) -> tuple[Problem | None, Verdict]:
         """The first Problem that gets an answer; else what was said to the first of all."""
         first: Tried | None = None
-        for problem in probe_questions.bases():
+        assert self._subject is not None, "a convention comes first"
+        asked = [as_concerned(self._subject, each) for each in probe_questions.bases()]
+        for problem in itertools.chain.from_iterable(asked):
             answer = self._refusal(convention, problem) or self._begun(convention, problem)
             if answer.verdict in {"takes", "wrong"}:
                 self._tried.append(answer)

@@ -10,7 +10,8 @@ from attncheck.mods.library import FULL, MASKS, NONE, SCORES, Entry
 from attncheck.mods.own import own_mask, own_score
 from attncheck.mods.spec import Spec
 from attncheck.recorded_names import without_recorded
-from attncheck.runner.plan import Cell, Variant, check_measured, check_memory
+from attncheck.runner.plan import Cell, check_measured, check_memory
+from attncheck.runner.variants import Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from attncheck import probes
 from attncheck.errors import ProblemError
 from attncheck.examine.answer import answered
+from attncheck.examine.concerned import as_concerned
 from attncheck.examine.environment import environment, fingerprint, prepare
 from attncheck.mods.spec import Spec
 from attncheck.problem import LARGEST_HEAD_DIM, Case, Problem
@@ -188,5 +190,9 @@ def ask(report: Report, subject: Subject, question: Question) -> Report:
     """``report`` with the Record of one question more: its ``variant`` is the question's name."""
     ((key, env),) = report.environments.items()
     device = "cpu" if env.device == "cpu" else "cuda"
-    record = answered(subject, question.case, device=device, variant=question.name, environment=key)
+    for problem in as_concerned(subject, question.case.problem):
+        case = dataclasses.replace(question.case, problem=problem)
+        record = answered(subject, case, device=device, variant=question.name, environment=key)
+        if record.status != "unsupported":
+            break
     return replace(report, records=(*report.records, record))

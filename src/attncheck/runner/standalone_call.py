@@ -130,6 +130,7 @@ def calling(
     scales = "descale=Descale(q=q_descale, k=k_descale, v=v_descale)"
     more = [scales] if problem.formats.scaled else []
     more += ["x=x"] if problem.operation == "softmax" else []
+    more += ["sink=sink"] if problem.sink else []
     call = _NATIVE.format(problem=problem.to_json(), more="".join(f", {one}" for one in more))
     made = _OURS.format(device=device, spec=spec, convention=convention or None)
     return _named(made, call, notes=(_NOTE_OURS,))

@@ -54,7 +54,7 @@ def of_module(folder: str, module: str, names: str) -> Any:
 def answered(asked: dict[str, Any], run: dict[str, Any], kernel: Any, names: dict[str, Any]) -> Any:
     """(out, LSE or None) of one run; raises ValueError for what is no output."""
     given = {n: tensor(asked["memory"], told, asked["device"]) for n, told in run["inputs"].items()}
-    names.update(given)  # a mask and descales are read as globals
+    names.update(given)  # a mask, descales and sinks are read as globals
     with torch.no_grad():
         out, lse = run["call"](kernel, given["q"], given["k"], given["v"])
     for name, got in (("out", out), ("lse", lse)):

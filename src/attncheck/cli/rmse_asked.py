@@ -1,0 +1,93 @@
+"""What ``attncheck rmse`` measures, from its options; and options that leave no room for others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from attncheck.cli.subjects import named, unconcerned
+
+if TYPE_CHECKING:
+    from attncheck.runner.plan import Cell
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["cells_of", "given", "refuse_beside", "refuse_unconcerned", "subjects_of"]
+
+
+def cells_of(  # noqa: PLR0913  # one parameter per option
+    *,
+    variants: tuple[str, ...],
+    mask: str | None,
+    score: str | None,
+    recording: str | None,
+    dtypes: tuple[str, ...],
+    shapes: tuple[str, ...],
+    distributions: tuple[str, ...],
+    seed: int,
+    device: str,
+) -> list[Cell]:
+    """What the options ask for: recorded inputs, own mods, or variants."""
+    from attncheck.examine.environment import prepare
+    from attncheck.runner.plan import plan
+    from attncheck.runner.questions import own_variant, recorded
+    from attncheck.runner.variants import DEFAULT_SHAPES
+
+    if recording is not None:
+        replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
+        refuse_beside("--inputs", replaced)
+        return recorded(recording, dtypes)
+    own = mask is not None or score is not None
+    if own:
+        refuse_beside("--mask or --score", ("variants",))
+        prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
+    return plan(
+        dtypes=dtypes or ("bf16",),
+        variants=variants,
+        own=own_variant(mask, score) if own else None,
+        shapes=shapes or (DEFAULT_SHAPES[device],),
+        distributions=distributions or ("normal",),
+        seed=seed,
+    )
+
+
+def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
+    """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
+    from attncheck.errors import UsageError
+    from attncheck.runner.measure import concerned
+
+    for subject in subjects:
+        if not concerned(cells, [subject]):
+            raise UsageError(unconcerned(subject))
+
+
+def refuse_beside(
+    option: str, others: tuple[str, ...], says: str = "already says what to compute"
+) -> None:
+    """Raises UsageError when an option that ``option`` takes the place of is given too.
+
+    Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
+    """
+    from attncheck.errors import UsageError
+
+    parameters = click.get_current_context().command.params
+    typed = [p.opts[0] for p in parameters if p.name in others and given(p.name)]
+    if typed:
+        raise UsageError(f"{option} {says}: leave out {' and '.join(typed)}.")
+
+
+def subjects_of(kernels: tuple[str, ...], device: str) -> list[Subject]:
+    """The kernels asked for, or all built in."""
+    from attncheck.examine.environment import prepare
+    from attncheck.subjects import builtin
+
+    if any(":" in kernel for kernel in kernels):
+        prepare(device)  # before the file's own Triton functions are decorated
+    return named(kernels or builtin.names())
+
+
+def given(name: str) -> bool:
+    """Whether the option of this parameter was typed, be it as its default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE

@@ -1,0 +1,82 @@
+"""The report as an image in PNG or SVG.
+
+matplotlib, the extra ``plot``, is imported when one is drawn and not before.
+"""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attncheck.errors import UsageError
+from attncheck.reporting.files import check_names, write_files
+from attncheck.reporting.inert import one_line
+from attncheck.reporting.marks import measured
+from attncheck.reporting.plot_figure import STYLE, figure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.record import Report
+
+__all__ = ["INSTALL", "SUFFIXES", "check_plots", "drawn", "measured", "write_plots"]
+
+SUFFIXES = (".png", ".svg")
+INSTALL = "pip install 'attncheck[plot]'"
+
+_DPI = 200  # 3200 × 1800 pixels or more; half of them are enough to read it
+
+
+def check_plots(paths: Sequence[str]) -> None:
+    """Raise UsageError unless a figure could be written to each of ``paths`` now.
+
+    For a name that does not end in one of ``SUFFIXES``, a folder that cannot be written to, and
+    where matplotlib is missing; nothing is drawn, and nothing left behind.
+    """
+    for path in map(Path, paths):
+        if path.suffix.lower() not in SUFFIXES:
+            raise UsageError(
+                f"plot {one_line(str(path))!r} does not end in {' or '.join(SUFFIXES)}: "
+                "the end of its name says what it is."
+            )
+    if paths and find_spec("matplotlib") is None:
+        raise UsageError(f"a plot needs matplotlib, which is not installed: {INSTALL}.")
+    for path in map(Path, paths):
+        check_names(path.parent, [path.name], what="plots", instead="--plot")
+
+
+def write_plots(report: Report, paths: Sequence[str]) -> None:
+    """Draw ``report`` once for each of ``paths``; each file replaces an older one in one step.
+
+    Raises:
+        UsageError: as ``check_plots``, and where no cell of the report was measured.
+    """
+    check_plots(paths)
+    files = [(path, drawn(report, path.suffix.lower())) for path in map(Path, paths)]
+    for path, image in files:
+        write_files({path.name: image}, path.parent, what="plots", instead="--plot")
+
+
+def drawn(report: Report, suffix: str) -> bytes:
+    """The image of ``report``, the same bytes for the same report and matplotlib.
+
+    Args:
+        report: What is shown.
+        suffix: One of ``SUFFIXES``.
+
+    Raises:
+        UsageError: where no cell of the report was measured.
+    """
+    import matplotlib as mpl
+
+    # matplotlib's own settings: a user's matplotlibrc changes no report.
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(STYLE)
+        file = io.BytesIO()
+        # Neither the date nor the version: they would be news where there is none.
+        metadata = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
+        figure(report).savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)
+    return file.getvalue()

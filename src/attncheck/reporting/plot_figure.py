@@ -1,0 +1,311 @@
+"""A Report as a figure of matplotlib: a panel for each dtype, RMSE on a log scale."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from attncheck.reporting.content import content
+from attncheck.reporting.inert import one_line
+from attncheck.reporting.marks import GAP, Column, Mark, Page, page
+
+if TYPE_CHECKING:
+    from attncheck.record import Report, Status
+
+__all__ = ["STYLE", "figure"]
+
+# Okabe and Ito's colours, told apart by colour-blind readers; yellow, which white paper hides, is
+# left out. Seven colours and nine shapes have no common divisor: 63 kernels look different.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_SHAPES = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_FAILED, _FLOOR, _IDEAL, _BAND = "#C00000", "#404040", "#8A8A8A", "#F3F3F3"
+
+_WIDTH, _LEAST_HEIGHT = 16.0, 9.0  # inches
+_LEFT, _RIGHT, _TOP, _BETWEEN, _PANEL = 0.85, 2.7, 0.95, 0.42, 1.9
+_LEVEL, _TILTED = 0.95, 1.6  # below the panels, by how the names of variants stand
+_APART = 0.015  # attention from softmax, in their mean width
+_LONGEST, _LINE = 24, 190
+_TICKS = ((1,), (1, 2, 5), tuple(range(1, 10)), tuple(1 + i / 2 for i in range(18)))
+_LEAST_TICKS = 3
+_MOST_ACROSS, _MOST_LEVEL = 44, 10  # slots and variants whose labels have room side by side
+_DOUBTED: frozenset[Status] = frozenset({"warn", "inconclusive"})
+STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "text.parse_math": False,  # names are foreign: a $ is a $
+    "svg.hashsalt": "attncheck",  # the same report gives the same bytes
+}
+"""matplotlib's settings for a figure."""
+
+
+def figure(report: Report) -> Any:
+    """A ``matplotlib.figure.Figure`` of ``report``, 16 inches wide and 9 or more high.
+
+    One panel for each dtype (and distribution and seed); on the x axis variants with their head
+    arrangements, on the y axis the RMSE of out against exact attention in fp64, in the units of
+    the values. Every measured cell and every one that raised is one mark.
+
+    Raises:
+        UsageError: where no cell of the report was measured.
+    """
+    from matplotlib.figure import Figure
+
+    shown = page(report)
+    tilted = sum(len(column.variants) for column in shown.columns) > _MOST_LEVEL
+    frame = _Frame(len(shown.panels), _TILTED if tilted else _LEVEL)
+    fig = Figure(figsize=(_WIDTH, frame.height))
+    widths = [ends[1] - ends[0] for ends in (column.ends for column in shown.columns)]
+    rows = fig.subplots(
+        frame.panels,
+        len(shown.columns),
+        sharex="col",
+        squeeze=False,
+        gridspec_kw={**frame.grid(), "wspace": _APART, "width_ratios": widths},
+    )
+    looks = {
+        k: (_COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)])
+        for i, k in enumerate(shown.kernels)
+    }
+    for row, panel in zip(rows, shown.panels, strict=True):
+        row[0].set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)
+        row[0].set_ylabel("RMSE of out")
+        for ax, column in zip(row, shown.columns, strict=True):
+            marks = [mark for mark in panel.marks if mark.operation == column.operation]
+            _draw_panel(ax, marks, column, looks)
+        for ax in row[1:]:
+            ax.yaxis.tick_right()
+    for ax, column in zip(rows[-1], shown.columns, strict=True):
+        _draw_variants(ax, column, tilted=tilted)
+    _draw_titles(fig, report, frame.height)
+    _draw_legend(fig, shown, looks, frame.height)
+    return fig
+
+
+class _Frame:
+    """How many inches go where: panels share what the margins leave, or the page grows."""
+
+    def __init__(self, panels: int, bottom: float) -> None:
+        self.panels, self.bottom = panels, bottom
+        between = (panels - 1) * _BETWEEN
+        self.height = max(_LEAST_HEIGHT, _TOP + bottom + between + panels * _PANEL)
+        self.panel = (self.height - _TOP - bottom - between) / panels
+
+    def grid(self) -> dict[str, float]:
+        """Margins as matplotlib takes them, parts of the whole."""
+        return {
+            "left": _LEFT / _WIDTH,
+            "right": 1 - _RIGHT / _WIDTH,
+            "top": 1 - _TOP / self.height,
+            "bottom": self.bottom / self.height,
+            "hspace": _BETWEEN / self.panel,
+        }
+
+
+_Looks = dict[str, tuple[str, str]]
+
+
+def _draw_panel(ax: Any, marks: list[Mark], column: Column, looks: _Looks) -> None:
+    _draw_scale(ax, marks)
+    ax.set_xlim(*column.ends)
+    for i, (_, left, right) in enumerate(column.variants):
+        if i % 2 == 0:
+            ax.axvspan(left - GAP / 2, right + GAP / 2, color=_BAND, zorder=0, linewidth=0)
+    _draw_yardsticks(ax, marks, column)
+    for kernel, (colour, shape) in looks.items():
+        _draw_kernel(ax, [m for m in marks if m.kernel == kernel], colour, shape)
+    failed = [m for m in marks if m.status == "fail"]
+    if failed:
+        ax.scatter(
+            [m.middle for m in failed],
+            [_height(ax, m) for m in failed],
+            s=110,
+            facecolors="none",
+            edgecolors=_FAILED,
+            linewidths=1.6,
+            zorder=6,
+            clip_on=False,
+            gid="failed",
+        )
+
+
+def _draw_scale(ax: Any, marks: list[Mark]) -> None:
+    """A log scale that holds every number, and twice the smallest at least."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    numbers = [x for m in marks for x in (m.rmse, m.floor, m.ideal)]
+    logs = [math.log10(x) for x in numbers if 0 < x < math.inf] or [0.0]
+    margin = max(0.15, 0.08 * (max(logs) - min(logs)))
+    low, high = 10 ** (min(logs) - margin), 10 ** (max(logs) + margin)
+    ax.set_yscale("log")
+    ax.set_ylim(low, high)
+    # Without a mark, as of softmax in fp8, there is nothing to read.
+    ax.yaxis.set_major_locator(FixedLocator(_ticks(low, high) if marks else []))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1e}".replace(".0e", "e")))
+    ax.grid(axis="y", color="#DDDDDD", linewidth=0.6, zorder=1)
+    ax.tick_params(axis="x", length=0)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between the two: as few to the power of ten as give at least three."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for digits in _TICKS:
+        # As a reader would write them: 2e-05, and not 2 · 10⁻⁵ with a rounding error.
+        numbers = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        ticks = [number for number in numbers if low <= number <= high]
+        if len(ticks) >= _LEAST_TICKS:
+            break
+    return ticks
+
+
+def _draw_yardsticks(ax: Any, marks: list[Mark], column: Column) -> None:
+    """The floor as a line through a whole slot, the ideal kernel below each mark's own place."""
+    floors = {
+        (mark.floor, slot.extent)
+        for slot in column.slots
+        for mark in marks
+        if slot.extent[0] < mark.middle < slot.extent[1]
+    }
+    ideals = {(mark.ideal, mark.reach) for mark in marks}
+    for gid, lines, colour, width, dashes in (
+        ("floor", floors, _FLOOR, 1.4, "solid"),
+        ("ideal", ideals, _IDEAL, 1.2, (0, (2, 1))),
+    ):
+        known = sorted((at, reach) for at, reach in lines if 0 < at < math.inf)
+        ax.hlines(
+            [at for at, _ in known],
+            [left for _, (left, _) in known],
+            [right for _, (_, right) in known],
+            colors=colour,
+            linewidths=width,
+            linestyles=[dashes],
+            zorder=3,
+            gid=gid,
+        )
+
+
+def _draw_kernel(ax: Any, marks: list[Mark], colour: str, shape: str) -> None:
+    """One kernel's marks: filled, hollow where there is a doubt, a cross where it raised."""
+    for raised, marker, gid in ((False, shape, "marks"), (True, "x", "raised")):
+        some = [m for m in marks if (m.status == "error") == raised]
+        if not some:
+            continue
+        hollow = [m.status in _DOUBTED for m in some]
+        filled = {  # marks side by side may touch: white keeps them apart
+            "edgecolors": [colour if h else "white" for h in hollow],
+            "facecolors": ["white" if h else colour for h in hollow],
+        }
+        ax.scatter(
+            [m.middle for m in some],
+            [_height(ax, m) for m in some],
+            s=26,
+            marker=marker,
+            linewidths=[1.5 if raised else 1.1 if h else 0.4 for h in hollow],
+            zorder=5,
+            clip_on=False,
+            gid=gid,
+            **({"color": colour} if raised else filled),
+        )
+
+
+def _height(ax: Any, mark: Mark) -> float:
+    """On the lower edge what is exact or raised, on the upper one what is no number."""
+    lowest, highest = map(float, ax.get_ylim())
+    if mark.rmse == 0 or mark.status == "error":
+        return lowest
+    return mark.rmse if math.isfinite(mark.rmse) else highest
+
+
+def _draw_variants(ax: Any, column: Column, *, tilted: bool) -> None:
+    """Below the last panel: head arrangements, and under them the variants."""
+    slots = column.slots
+    ax.set_xticks([slot.left + 0.5 for slot in slots], [slot.heads for slot in slots])
+    crowded = len(slots) > _MOST_ACROSS
+    ax.tick_params(axis="x", labelsize=7.5, labelrotation=90 if crowded else 0, pad=3)
+    for label, left, right in column.variants:
+        ax.annotate(
+            label,
+            ((left + right) / 2, 0),
+            (0, -30 if crowded else -18),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="right" if tilted else "center",
+            va="top",
+            rotation=32 if tilted else 0,
+            rotation_mode="anchor" if tilted else "default",
+            fontsize=9.5,
+            annotation_clip=False,
+        )
+
+
+def _draw_titles(fig: Any, report: Report, height: float) -> None:
+    lines = content(report).environments
+    fig.text(
+        _LEFT / _WIDTH,
+        1 - 0.30 / height,
+        "Distance from exact attention: RMSE of out against fp64, in the units of V",
+        fontsize=13,
+        fontweight="bold",
+        va="center",
+    )
+    for y, line in ((height - 0.55, lines[0] if lines else ""), (0.15, report.command)):
+        text = one_line(line)
+        text = text if len(text) <= _LINE else f"{text[: _LINE - 1]}…"
+        fig.text(_LEFT / _WIDTH, y / height, text, fontsize=8, color="#555555", va="center")
+
+
+def _draw_legend(fig: Any, shown: Page, looks: _Looks, height: float) -> None:
+    from matplotlib.lines import Line2D
+
+    def sign(**look: Any) -> Any:
+        return Line2D([], [], **({"linestyle": "none"} | look))
+
+    entries = {
+        _shortened(kernel): sign(marker=shape, color=colour, markersize=6)
+        for kernel, (colour, shape) in looks.items()
+    }
+    statuses = {mark.status for panel in shown.panels for mark in panel.marks}
+    entries["rounding floor"] = sign(linestyle="solid", color=_FLOOR, linewidth=1.4)
+    entries["ideal kernel"] = sign(linestyle=(0, (2, 1)), color=_IDEAL, linewidth=1.2)
+    hollow = {"color": "#555555", "markerfacecolor": "white"}
+    if "fail" in statuses:
+        entries["verdict: fail"] = sign(
+            marker="o", markersize=10, markerfacecolor="none", color=_FAILED, markeredgewidth=1.6
+        )
+    if statuses & _DOUBTED:
+        entries["warn, inconclusive"] = sign(marker="o", markersize=6, **hollow)
+    if "error" in statuses:
+        entries["raised, at the bottom"] = sign(marker="x", markersize=6, color="#555555")
+    legend = fig.legend(
+        list(entries.values()),
+        [str(i) for i in range(len(entries))],  # a name that begins with _ would be left out
+        loc="upper left",
+        bbox_to_anchor=(
+            1 - (_RIGHT - (0.12 if len(shown.columns) == 1 else 0.6)) / _WIDTH,
+            1 - (_TOP - 0.1) / height,
+        ),
+        frameon=False,
+        fontsize=9,
+        labelspacing=0.55,
+        handletextpad=0.5,
+    )
+    for text, name in zip(legend.get_texts(), entries, strict=True):
+        text.set_text(name)
+    if shown.unsupported:
+        cells = "1 cell" if shown.unsupported == 1 else f"{shown.unsupported} cells"
+        fig.text(
+            1 - 0.15 / _WIDTH,
+            0.15 / height,
+            f"{cells} without a mark: unsupported",
+            fontsize=8,
+            color="#555555",
+            ha="right",
+            va="center",
+        )
+
+
+def _shortened(name: str) -> str:
+    text = one_line(name) or "?"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -1,0 +1,122 @@
+"""``attncheck rmse --plot`` and ``--from``: what was measured, drawn and shown again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="plots need the extra plot")
+
+QUICK = ("--kernel", "ideal", "--variant", "causal", "--shape", "1x2x16x8", "-q")
+SOFTCAP = ("--kernel", "sdpa-flash", "--variant", "softcap", "--shape", "1x2x16x8", "-q")
+
+
+def attncheck(*arguments, cwd, before=""):
+    program = f"import sys\n{before}\nfrom attncheck.cli import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=cwd, capture_output=True, text=True
+    )
+
+
+def tree(path):
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    plots = ("--plot", "plots/rmse.png", "--plot", "rmse.svg")
+    return attncheck("rmse", *QUICK, *plots, cwd=folder), folder
+
+
+def test_a_plot_is_written_beside_the_reports(run):
+    done, folder = run
+    assert done.returncode == 0, done.stderr
+    reports = [f"reports/rmse.{suffix}" for suffix in ("csv", "json", "md")]
+    assert tree(folder) == ["plots/rmse.png", *reports, "rmse.svg"]
+    command = json.loads((folder / "reports" / "rmse.json").read_text())["command"]
+    assert command == f"attncheck rmse {' '.join(QUICK)} --plot rmse.png --plot rmse.svg"
+
+
+def test_a_report_is_shown_again_as_it_was(run, tmp_path):
+    done, folder = run
+    report = str(folder / "reports" / "rmse.json")
+    again = attncheck("rmse", "--from", report, "--plot", "again.svg", cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == done.stdout
+    assert (tmp_path / "again.svg").read_bytes() == (folder / "rmse.svg").read_bytes()
+    assert tree(tmp_path) == ["again.svg"]
+
+
+def test_a_report_shown_again_is_written_where_out_says(run, tmp_path):
+    _, folder = run
+    report = str(folder / "reports" / "rmse.json")
+    again = attncheck("rmse", "--from", report, "--out", "reports", "--format", "md", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    for name in tree(tmp_path):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    assert again.stdout == (folder / "reports" / "rmse.md").read_text()
+    assert len(tree(tmp_path)) == 3
+
+
+def test_the_exit_code_of_a_report_shown_again_is_that_of_its_run(run, tmp_path):
+    _, folder = run
+    report = json.loads((folder / "reports" / "rmse.json").read_text())
+    report["records"][0] |= {"status": "error", "reason": "planted", "judgement": None, "out": None}
+    (tmp_path / "failed.json").write_text(json.dumps(report))
+    again = attncheck("rmse", "--from", "failed.json", cwd=tmp_path)
+    assert again.returncode == 1
+    assert "planted" in again.stdout
+
+
+def test_showing_a_report_again_imports_neither_torch_nor_triton(run, tmp_path):
+    _, folder = run
+    report = str(folder / "reports" / "rmse.json")
+    before = "sys.modules['torch'] = sys.modules['triton'] = None"
+    again = attncheck("rmse", "--from", report, "--plot", "a.png", cwd=tmp_path, before=before)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((*QUICK, "--plot", "rmse.pdf"), "plot 'rmse.pdf' does not end in .png or .svg"),
+        ((*QUICK, "--plot", "taken/a.png"), "plots cannot be written to 'taken': Not a directory"),
+        ((*QUICK, "--explain", "ideal/causal/MHA", "--plot", "a.png"), "leave out --plot"),
+        (("--from", "taken"), "taken is no report of attncheck"),
+        (("--from", "gone.json"), "gone.json cannot be read"),
+        (("--from", "taken", "--seed", "0"), "--from shows what was measured: leave out --seed"),
+        (("--from", "taken", "--format", "pdf"), "format 'pdf' is not known"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says):
+    (tmp_path / "taken").write_text("{}")
+    done = attncheck("rmse", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert tree(tmp_path) == ["taken"]
+
+
+def test_without_matplotlib_a_plot_is_refused_and_everything_else_runs(tmp_path):
+    before = "sys.modules['matplotlib'] = None"
+    done = attncheck("rmse", *QUICK, "--plot", "a.png", cwd=tmp_path, before=before)
+    assert (done.returncode, tree(tmp_path)) == (2, [])
+    assert done.stderr == (
+        "attncheck: a plot needs matplotlib, which is not installed: "
+        "pip install 'attncheck[plot]'.\n"
+    )
+    assert attncheck("rmse", *QUICK, cwd=tmp_path, before=before).returncode == 0
+
+
+def test_where_nothing_was_measured_no_plot_is_drawn(tmp_path):
+    done = attncheck("rmse", *SOFTCAP, "--plot", "a.png", cwd=tmp_path)
+    assert done.returncode == 5
+    assert done.stderr == "attncheck: nothing was measured: no plot is drawn.\n"
+    assert tree(tmp_path) == [f"reports/rmse.{suffix}" for suffix in ("csv", "json", "md")]
+    again = attncheck("rmse", "--from", "reports/rmse.json", "--plot", "a.png", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "no cell that was measured" in again.stderr

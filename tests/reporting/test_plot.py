@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from attncheck.errors import UsageError
+from attncheck.reporting.marks import page
+from attncheck.reporting.plot import check_plots, drawn, write_plots
+
+pytest.importorskip("matplotlib", reason="plots need the extra plot")
+
+from attncheck.reporting.plot_figure import figure
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def signs(report):
+    """How many marks of each kind a figure has."""
+    found = Counter()
+    for ax in figure(report).axes:
+        for collection in ax.collections:
+            if collection.get_gid() in {"marks", "raised", "failed"}:
+                found[collection.get_gid()] += len(collection.get_offsets())
+    return found
+
+
+def words(report):
+    """Every text of a figure."""
+    fig = figure(report)
+    texts = [text.get_text() for text in fig.texts]
+    for ax in fig.axes:
+        texts += [ax.get_title("left"), ax.get_ylabel(), *(t.get_text() for t in ax.texts)]
+        texts += [tick.get_text() for tick in ax.get_xticklabels()]
+    return texts + [text.get_text() for legend in fig.legends for text in legend.get_texts()]
+
+
+def test_every_measured_cell_is_one_mark(sample):
+    statuses = Counter(record.status for record in sample.records)
+    assert statuses["unsupported"]
+    assert signs(sample) == {
+        "marks": sum(statuses[s] for s in ("pass", "warn", "fail")),
+        "raised": statuses["error"],
+        "failed": statuses["fail"],
+    }
+
+
+def test_a_panel_for_each_dtype_and_seed(make):
+    records = [
+        make.record(asked={"dtype": dtype, "seed": seed})
+        for dtype in ("bf16", "fp16", "e4m3")
+        for seed in (0, 1)
+    ]
+    report = make.report(*records)
+    assert [panel.title for panel in page(report).panels] == [
+        f"{dtype} · B1 Q128 K96 D64 · normal · seed {seed}"
+        for dtype in ("bf16", "fp16", "e4m3")
+        for seed in (0, 1)
+    ]
+    fig = figure(report)
+    assert len(fig.axes) == 6
+    assert fig.get_figheight() > 9  # panels stay readable: the page grows
+
+
+def test_the_marks_of_a_slot_stand_side_by_side_in_the_order_of_the_report(make):
+    kernels = dict.fromkeys(("third", "first", "second"), "")
+    records = [make.record(name) for name in sorted(kernels)]
+    shown = page(make.report(*records, kernels=kernels))
+    (panel,) = shown.panels
+    order = sorted(panel.marks, key=lambda mark: mark.middle)
+    assert [mark.kernel for mark in order] == list(kernels) == list(shown.kernels)
+    for left, right in pairwise(order):
+        assert left.reach[1] == pytest.approx(right.reach[0])
+
+
+def test_softmax_has_a_scale_of_its_own(make):
+    small = make.out(rmse=1e-9, floor_rmse=1e-9, ideal_rmse=1e-9)
+    report = make.report(make.record(), make.softmax(out=small))
+    attention, softmax = figure(report).axes
+    assert attention.get_ylim()[0] > softmax.get_ylim()[1] > 1e-9 > softmax.get_ylim()[0]
+    assert "rows" in words(report)
+
+
+def test_what_differs_from_the_title_stands_in_the_label(make):
+    report = make.report(
+        make.record(variant="causal"),
+        make.record(variant="decode", asked={"query": 4}),
+        make.record(variant="decode", heads="GQA", asked={"query": 4, "kv_heads": 2}),
+    )
+    (column,) = page(report).columns
+    assert [label for label, *_ in column.variants] == ["causal", "decode (Q4)"]
+    assert [slot.heads for slot in column.slots] == ["MHA", "MHA", "GQA"]
+
+
+def test_marks_stand_where_their_numbers_are_and_what_has_none_at_the_edge(make):
+    records = [
+        make.record("right", out=make.out(rmse=2e-3)),
+        make.record("exact", out=make.out(rmse=0.0)),
+        make.judged("broken", status="fail", record={"out": make.out(rmse=math.nan)}),
+        make.refused("raised", "error", "RuntimeError: no"),
+    ]
+    (ax,) = figure(make.report(*records)).axes
+    lowest, highest = ax.get_ylim()
+    heights = [
+        float(y)
+        for collection in ax.collections
+        if collection.get_gid() in {"marks", "raised"}
+        for _, y in collection.get_offsets()
+    ]
+    assert heights == [2e-3, lowest, highest, lowest]
+
+
+def test_the_yardsticks_are_lines_one_for_a_slot_and_one_for_a_mark(make):
+    report = make.report(make.record("a"), make.record("b"), make.record("c", variant="causal"))
+    (ax,) = figure(report).axes
+    lines = {
+        c.get_gid(): c.get_segments() for c in ax.collections if c.get_gid() in ("floor", "ideal")
+    }
+    assert [len(lines[name]) for name in ("floor", "ideal")] == [2, 3]
+    assert {float(y) for segment in lines["floor"] for _, y in segment} == {1.5006e-03}
+    assert {float(y) for segment in lines["ideal"] for _, y in segment} == {1.5294e-03}
+
+
+def test_it_says_what_it_shows(sample):
+    texts = " ".join(words(sample))
+    for word in ("RMSE of out", "fp64", "units of V", "bf16 · B1", "sdpa_math", "rounding floor"):
+        assert word in texts
+    for word in ("ideal kernel", "verdict: fail", "warn", "raised", "2 cells without a mark"):
+        assert word in texts
+
+
+def test_looks_of_kernels_differ_also_without_colours(make):
+    names = [f"kernel {i}" for i in range(20)]
+    fig = figure(make.report(*(make.record(name) for name in names)))
+    (legend,) = fig.legends
+    signs_ = [(line.get_marker(), line.get_color()) for line in legend.get_lines()][: len(names)]
+    assert len(set(signs_)) == len(names)
+    for first, second in pairwise(signs_):
+        assert first[0] != second[0]
+
+
+def test_foreign_names_are_shown_as_they_are_in_one_line(make):
+    names = ["_hidden", "$x^2$", "a\x1b[31m\nb", "n" * 60, ""]
+    report = make.report(*(make.record(name) for name in names), command="$\\frac{")
+    texts = words(report)
+    for name in ("_hidden", "$x^2$", "a b", "n" * 23 + "…", "?"):
+        assert name in texts
+    assert drawn(report, ".svg")  # mathematics that is none raises nothing
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_same_report_gives_the_same_bytes(sample, suffix):
+    assert drawn(sample, suffix) == drawn(sample, suffix)
+
+
+def test_files_are_images_of_their_kind(sample, tmp_path):
+    paths = [tmp_path / "new" / "a.png", tmp_path / "b.SVG"]
+    write_plots(sample, [str(path) for path in paths])
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.png", "b.SVG", "new"]
+    assert paths[0].read_bytes().startswith(PNG)
+    text = paths[1].read_text()
+    assert text.startswith("<?xml")
+    assert text.rstrip().endswith("</svg>")
+    assert "<dc:date>" not in text
+
+
+def test_a_users_settings_change_no_image(sample):
+    import matplotlib as mpl
+
+    before = drawn(sample, ".svg")
+    with mpl.rc_context({"font.size": 30, "axes.facecolor": "black"}):
+        assert drawn(sample, ".svg") == before
+        assert mpl.rcParams["font.size"] == 30
+
+
+@pytest.mark.parametrize("name", ["plot.pdf", "plot", ".png", "plot.png.gz"])
+def test_another_ending_is_refused(name, sample, tmp_path):
+    with pytest.raises(UsageError, match=r"does not end in \.png or \.svg"):
+        write_plots(sample, [str(tmp_path / "good.png"), str(tmp_path / name)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_without_numbers_is_refused(make, tmp_path):
+    refused = make.refused("k", "unsupported", "no")
+    for records in ((), (refused,), (make.refused("k", "error", "no"),)):
+        with pytest.raises(UsageError, match="no cell that was measured"):
+            write_plots(make.report(*records), [str(tmp_path / "a.png")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_told_beforehand(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken.png").mkdir()
+    for path in (tmp_path / "file" / "a.png", tmp_path / "taken.png"):
+        with pytest.raises(UsageError, match=r"plots cannot be written to .*another --plot"):
+            check_plots([str(path)])
+
+
+def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError) as error:
+        check_plots(["a.png"])
+    assert str(error.value) == (
+        "a plot needs matplotlib, which is not installed: pip install 'attncheck[plot]'."
+    )
+    check_plots([])  # asked for nothing, it needs nothing
