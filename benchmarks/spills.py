@@ -6,8 +6,9 @@ One line for each kernel, dtype, head dim and kind of call, at the tiles of ``su
 which were chosen by it. Spilled bytes are ptxas's stack a thread, with this triton's ptxas.
 FlashAttention-2 walks over a list of tiles under a mask; there are three more kinds of it, without
 such a list, with pages, and as it is launched again where values are not finite; and in fp8 two
-more: V stored transposed, and the tensor core's own accumulator. The last columns count tensor-core instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32
-additions, by which fp8 products get out of the tensor core's accumulator.
+more: V stored transposed, and the tensor core's own accumulator. The last columns count tensor-core
+instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32 additions, by which fp8
+products get out of the tensor core's accumulator.
 """
 
 from __future__ import annotations

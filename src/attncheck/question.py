@@ -28,8 +28,8 @@ Promise = Literal["repeat", "batch", "layout", "hidden"]
 
 ``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
 of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.
-``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves no bit of
-the row, and may be NaN or overflow.
+``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
+no bit of the row, and may be NaN or overflow.
 """
 
 PROMISES: tuple[Promise, ...] = ("repeat", "batch", "layout", "hidden")

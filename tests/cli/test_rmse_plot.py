@@ -120,3 +120,24 @@ def test_where_nothing_was_measured_no_plot_is_drawn(tmp_path):
     again = attncheck("rmse", "--from", "reports/rmse.json", "--plot", "a.png", cwd=tmp_path)
     assert again.returncode == 2
     assert "no cell that was measured" in again.stderr
+
+
+def test_parts_of_a_run_are_shown_as_one(run, tmp_path):
+    done, folder = run
+    whole = folder / "reports" / "rmse.json"
+    report = json.loads(whole.read_text())
+    halves = (report["records"][:1], report["records"][1:])
+    for name, records in zip(("a.json", "b.json"), halves, strict=True):
+        (tmp_path / name).write_text(json.dumps(report | {"records": records}))
+    again = attncheck("rmse", "--from", "a.json", "--from", "b.json", cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == done.stdout
+
+
+def test_a_part_that_is_given_twice_is_refused(run, tmp_path):
+    _, folder = run
+    report = str(folder / "reports" / "rmse.json")
+    again = attncheck("rmse", "--from", report, "--from", report, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "is in two of the reports" in again.stderr
+    assert len(again.stderr.splitlines()) == 1

@@ -114,7 +114,9 @@ def test_known_errors_of_heads():
     values = HEADS.clone()
     values[0, 0, 0] += 1.0
     values[0, 1, 1] -= 2.0
-    assert head_rmse(values, HEADS, ALIVE).tolist() == [[math.sqrt(0.5), math.sqrt(2.0)]]
+    # By torch's root: on some processors it is an ulp beside the nearest number.
+    expected = torch.tensor([[0.5, 2.0]], dtype=torch.float64).sqrt()
+    assert head_rmse(values, HEADS, ALIVE).tolist() == expected.tolist()
     alone = torch.tensor([True, False]).view(1, 1, 2, 1)
     assert head_rmse(values, HEADS, alone).tolist() == [[1.0, 0.0]]
     assert head_rmse(values, HEADS, ~ALIVE).tolist() == [[0.0, 0.0]]

@@ -21,10 +21,10 @@ from attncheck.subjects.flash2 import Flash2
 if not torch.cuda.is_available():
     prepare("cpu")
 
-from attncheck.kernels.flash2_forward import flash2_forward  # noqa: E402  # after prepare
-from attncheck.kernels.launch import KernelPages, VisitList  # noqa: E402
-from attncheck.mods.to_triton import to_triton  # noqa: E402
-from attncheck.subjects.traced import traced_mask  # noqa: E402
+from attncheck.kernels.flash2_forward import flash2_forward
+from attncheck.kernels.launch import KernelPages, VisitList
+from attncheck.mods.to_triton import to_triton
+from attncheck.subjects.traced import traced_mask
 
 CAUSAL = Spec.of("causal")
 MASKS = {

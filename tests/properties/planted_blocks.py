@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from attncheck.mods.signatures import MaskMod
     from attncheck.problem import Problem

@@ -470,6 +470,8 @@ def remembered(make, tensors):
 def test_reads_and_writes_its_own_tensors_only(missing, subject, monkeypatch):
     inputs = draw(small(query=70, kv=101, head_dim=17, dtype="bf16", mask=MASKS["causal"]))
     tensors = [getattr(inputs, name) for name in "qkv" if name != missing]
+    for listed in subject.visited(inputs.problem, inputs.device).values():
+        tensors += [listed.tiles, listed.counts]
     for name in ("empty", "zeros", "full"):
         monkeypatch.setattr(torch, name, remembered(getattr(torch, name), tensors))
     bounds = Bounds(monkeypatch, tensors)

@@ -114,10 +114,11 @@ _MEASURES = (
 )
 @click.option(
     "--from",
-    "source",
+    "sources",
+    multiple=True,
     metavar="FILE",
-    help="Measure nothing: show the report that an earlier run wrote, rmse.json, again; files only "
-    "where --out or --plot says so.",
+    help="Measure nothing: show the report that an earlier run wrote, rmse.json, again (repeatable:"
+    " the parts of a run as one); files only where --out or --plot says so.",
 )
 @click.option(
     "--explain",
@@ -144,7 +145,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     fmt: str,
     directory: str,
     plots: tuple[str, ...],
-    source: str | None,
+    sources: tuple[str, ...],
     explained: str | None,
     quiet: bool,
 ) -> int:
@@ -159,9 +160,10 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     Exit code 1 when a verdict is fail or a kernel raised, 5 when no cell could be measured.
     """
     _check(fmt, plots)
-    if source is not None:
+    if sources:
         refuse_beside("--from", _MEASURES, "shows what was measured")
-        return _shown_again(interrupts, source, fmt, directory if given("directory") else "", plots)
+        directory = directory if given("directory") else ""
+        return _shown_again(interrupts, sources, fmt, directory, plots)
     from attncheck import reporting
     from attncheck.cli.progress import progress
     from attncheck.examine.environment import default_device, require_device
@@ -218,17 +220,22 @@ def _check(fmt: str, plots: tuple[str, ...]) -> None:
 
 
 def _shown_again(
-    interrupts: Interrupts, source: str, fmt: str, directory: str, plots: tuple[str, ...]
+    interrupts: Interrupts,
+    sources: tuple[str, ...],
+    fmt: str,
+    directory: str,
+    plots: tuple[str, ...],
 ) -> int:
-    """Show the report of a file; the exit code is that of the run that made it.
+    """Show the reports of files as one; the exit code is that of the runs that made them.
 
-    Raises UsageError for a file that is no report, and for a plot of one without numbers.
+    Raises UsageError for a file that is no report, for two of the same, and for a plot of one
+    without numbers.
     """
     from pathlib import Path
 
     from attncheck import reporting
 
-    report = reporting.load(Path(source))
+    report = reporting.joined([reporting.load(Path(source)) for source in sources])
     if plots:
         from attncheck.reporting.plot import write_plots
 

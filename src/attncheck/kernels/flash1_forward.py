@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["flash1_forward"]
 
+
 def flash1_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,7 +87,7 @@ def flash1_forward(
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     state = torch.zeros(shape, dtype=torch.float32, device=q.device)
     identity = score is None
-    m, total = _started(shape[:3], sink, identity, q.device)
+    m, total = _started(shape[:3], sink, LOG2E if identity else 1.0, q.device)
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
     for start in range(0, kv, launch.block_kv):
         # fmt: off
@@ -109,13 +110,13 @@ def flash1_forward(
 
 
 def _started(
-    shape: tuple[int, ...], sink: torch.Tensor | None, identity: bool, device: torch.device
+    shape: tuple[int, ...], sink: torch.Tensor | None, unit: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and l of rows that have seen no key, or the sink alone, ``(batch, heads, query)``."""
+    """Maximum and sum ``(batch, heads, query)`` of rows that have seen no key but the sink."""
     total = torch.full(shape, 0.0 if sink is None else 1.0, dtype=torch.float32, device=device)
     m = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
     if sink is not None:
-        m.copy_((sink * LOG2E if identity else sink)[:, None])
+        m.copy_((sink * unit)[:, None])
     return m, total
 
 

@@ -132,15 +132,15 @@ def flash2_forward(
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, again_ptr, q_batch, q_head, q_row, q_col, k_batch,
     k_head, k_row, k_col, v_batch, v_head, v_row, v_col, out_batch, out_head, out_row, out_col,
-    heads, group, query, kv, head_dim, value_dim, factor, descale, sink, tiles, pages, mask_captured,
-    score_captured, MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
+    heads, group, query, kv, head_dim, value_dim, factor, descale, sink, tiles, pages,
+    mask_captured, score_captured, MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
     LISTED: tl.constexpr, FREE: tl.constexpr, CAREFUL: tl.constexpr, SINK: tl.constexpr,
     PAGE: tl.constexpr, SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):
     again = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    if CAREFUL:
+    if CAREFUL:  # noqa: SIM102  # of constants ``and`` skips nothing
         if tl.load(again) == 0:
             return
     # The last block first: under a causal mask it is the longest, and the short ones fill the end.
@@ -175,7 +175,7 @@ def _forward(
 
     m, total = started(sink_ptr, h, SINK, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-    for step in range(0, steps):
+    for step in range(steps):
         start, partial = _visit(visits, step, kv, LISTED, FREE, BLOCK_K)
         m, total, acc = _step(
             start, partial, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,

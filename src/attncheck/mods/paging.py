@@ -110,22 +110,30 @@ def page_table(
     counts = torch.tensor([-(-length // paging.size) for length in lengths])
     places = torch.arange(most)
     own = places < counts[:, None]
-    alone = own & (places >= shared)
-    common = min(shared, int(counts.max()))
-    used = common + int(alone.sum())
+    which, used = _numbered(own, shared)
     order, free = _order(paging.seed, used)
-    # Which of the used pages: those that all share come first, then each sequence's own in turn.
-    which = torch.where(places < shared, places, common + alone.flatten().cumsum(0).view(own.shape))
-    which = torch.where(alone, which - 1, which)
     # An engine that gives pages back leaves their numbers in the table.
     given_back = free[torch.arange(batch * most).view(batch, most) % len(free)]
-    table = torch.where(own, order[torch.where(own, which, 0)], given_back)
+    table = torch.where(own, order[which], given_back)
     return PageTable(
         table=table.to(torch.int32),
         pages=len(order) + len(free),
         size=paging.size,
         lengths=lengths,
     )
+
+
+def _numbered(own: Tensor, shared: int) -> tuple[Tensor, int]:
+    """Which of the used pages each entry is, 0 where it is none; and how many there are.
+
+    Those that all sequences share come first, then each sequence's own in turn.
+    """
+    places = torch.arange(own.shape[1])
+    alone = own & (places >= shared)
+    common = min(shared, int(own.sum(1).max()))
+    in_turn = common + alone.flatten().cumsum(0).view(own.shape) - 1
+    which = torch.where(alone, in_turn, places)
+    return torch.where(own, which, 0), common + int(alone.sum())
 
 
 def _order(seed: int, used: int) -> tuple[Tensor, Tensor]:
@@ -194,23 +202,8 @@ def physical_block_mask(mask: BlockMask, table: PageTable) -> BlockMask:
         ProblemError: for blocks that are no pages, another number of sequences, or more keys than
             the table has entries for.
     """
-    batch, most = table.table.shape
-    kinds = mask.kinds()
-    if mask.block_kv != table.size:
-        raise ProblemError(
-            f"block_kv={mask.block_kv} is not the size of a page, {table.size}: make the block "
-            "mask with blocks of a page."
-        )
-    if kinds.shape[0] not in {1, batch} or kinds.shape[3] > most:
-        raise ProblemError(
-            f"a block mask of {kinds.shape[0]} sequences and {kinds.shape[3]} key blocks is none "
-            f"of {batch} sequences of {most} pages."
-        )
-    _, heads, query_blocks, blocks = kinds.shape
-    ends = (torch.arange(blocks, device=kinds.device) + 1) * table.size
-    cut = ends > torch.tensor(table.lengths, device=kinds.device)[:, None]
-    kinds = kinds.expand(batch, -1, -1, -1)
-    kinds = torch.where(cut[:, None, None] & (kinds == FULL), PARTIAL, kinds).to(torch.uint8)
+    kinds = _cut(mask, table)
+    batch, heads, query_blocks, blocks = kinds.shape
     at = torch.where(table.own, table.table.long(), table.pages)[:, None, None, :blocks]
     there = torch.full(
         (batch, heads, query_blocks, table.pages + 1), EMPTY, dtype=torch.uint8, device=at.device
@@ -223,6 +216,25 @@ def physical_block_mask(mask: BlockMask, table: PageTable) -> BlockMask:
         block_query=mask.block_query,
         block_kv=table.size,
     )
+
+
+def _cut(mask: BlockMask, table: PageTable) -> Tensor:
+    """Kinds of tiles of each sequence ``(batch, …)``; none is full that reaches beyond its end."""
+    batch, most = table.table.shape
+    kinds = mask.kinds()
+    if mask.block_kv != table.size:
+        raise ProblemError(
+            f"block_kv={mask.block_kv} is not the size of a page, {table.size}: make the block "
+            "mask with blocks of a page."
+        )
+    if kinds.shape[0] not in {1, batch} or kinds.shape[3] > most:
+        raise ProblemError(
+            f"a block mask of {kinds.shape[0]} sequences and {kinds.shape[3]} key blocks is none "
+            f"of {batch} sequences of {most} pages."
+        )
+    ends = (torch.arange(kinds.shape[3], device=kinds.device) + 1) * table.size
+    cut = ends > torch.tensor(table.lengths, device=kinds.device)[:, None]
+    return torch.where(cut[:, None, None] & (kinds == FULL), PARTIAL, kinds).to(torch.uint8)
 
 
 def physical_mask(mask_mod: MaskMod, table: PageTable) -> MaskMod:

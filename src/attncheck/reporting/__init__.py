@@ -12,11 +12,12 @@ from attncheck.reporting.as_json import as_json, load
 from attncheck.reporting.as_markdown import as_markdown
 from attncheck.reporting.as_table import as_table, table_lines
 from attncheck.reporting.files import check_writable, write
+from attncheck.reporting.joined import joined
 
 if TYPE_CHECKING:
     from attncheck.record import Report
 
-__all__ = ["FORMATS", "check_writable", "load", "render", "show", "write"]
+__all__ = ["FORMATS", "check_writable", "joined", "load", "render", "show", "write"]
 
 FORMATS = ("table", "json", "md", "csv")
 

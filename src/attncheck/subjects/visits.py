@@ -24,9 +24,7 @@ def visits(problem: Problem, block_query: int, block_kv: int, device: str) -> Vi
     Found by calling the mask itself, on ``device``, at every index.
     """
     lasting = all(part.name in library.BUILT_IN for part in problem.mask.walk())
-    return (_kept if lasting else _visits)(
-        _only_the_mask(problem), block_query, block_kv, device
-    )
+    return (_kept if lasting else _visits)(_only_the_mask(problem), block_query, block_kv, device)
 
 
 def _only_the_mask(problem: Problem) -> Problem:
