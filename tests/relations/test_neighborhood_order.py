@@ -53,7 +53,11 @@ class TilesOfTheOtherSide(OtherNeighborhood):
 
 
 @ORDERS
-@pytest.mark.parametrize("kernel", [Ideal(), "triton-flash2", "sdpa-math", "flex"], ids=str)
+@pytest.mark.parametrize(
+    "kernel",
+    [Ideal(), "triton-flash2", "sdpa-math", "flex"],
+    ids=["ideal", "triton-flash2", "sdpa-math", "flex"],
+)
 def test_right_kernels_pass(kernel, mask, canvas, ask) -> None:
     assert ask(kernel, QUESTION, canvas(mask, dtype="fp16")) is None
 
