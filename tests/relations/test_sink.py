@@ -46,8 +46,12 @@ def asked(kernel: Ideal, question: str, of: Problem, place: int = -1):
     return relate(kernel, Case(problem=of, question=question, parameters=parameters))
 
 
+# The ideal kernel has one launch: those of a kernel with several are in tests/kernels.
+ASKED = [name for name, relation in RELATIONS.items() if not relation.relaunched]
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("question", RELATIONS)
+@pytest.mark.parametrize("question", ASKED)
 def test_a_right_kernel_passes_or_is_not_asked(question, name):
     of = problem(name)
     if RELATIONS[question].unfit(of) is None:

@@ -116,8 +116,14 @@ def concerns_mods(subject: Subject) -> bool:
 
 
 def takes_any_mod(subject: Subject, device: str) -> bool:
-    """Whether a kernel takes score mods at all, in fp32: what is asked where no kernel is named."""
-    problem = Problem(query=16, head_dim=16, dtype="fp32", score=Spec.of("softcap", cap=1.0))
+    """Whether a kernel takes any mask and score mod, in fp32: asked where no kernel is named."""
+    problem = Problem(
+        query=16,
+        head_dim=16,
+        dtype="fp32",
+        mask=Spec.of("expression", text="(q_idx + kv_idx) % 2 == 0"),
+        score=Spec.of("softcap", cap=1.0),
+    )
     executor = InProcess()
     return executor.concerns(subject, problem) and not executor.refusal(subject, problem, device)
 
