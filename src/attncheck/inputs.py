@@ -29,6 +29,7 @@ __all__ = ["Descale", "Inputs", "draw", "originals", "rounded"]
 # Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB.
 _CHUNK = 1 << 18
 _LN2 = 0.6931471805599453
+_LARGEST_SINK = 2.0**100  # beside scores that nearly overflow; in log2 units a number of fp32 still
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -203,7 +204,8 @@ def _sink(problem: Problem) -> torch.Tensor:
     amplitude = problem.scale * math.sqrt(problem.head_dim)
     drawn = Draws(problem.seed).normal("sink", (problem.heads,))
     usual = _LN2 * (problem.kv.bit_length() - 1)  # ln kv, in products alone: the same bits anywhere
-    return torch.from_numpy(usual + 2.0 * amplitude * drawn).float()
+    sinks = torch.from_numpy(usual + 2.0 * amplitude * drawn)
+    return sinks.clamp(-_LARGEST_SINK, _LARGEST_SINK).float()
 
 
 def _share(tensor: torch.Tensor, problem: Problem) -> None:

@@ -171,7 +171,6 @@ def test_weights_are_scaled_before_they_are_rounded(subject, dtype, monkeypatch)
         ("the scale of P is not undone", (" / WEIGHTS_SCALE", "")),
         ("v's descale is forgotten", ("tl.load(descale[2] + kv_head)", "1.0")),
         ("descales of another key head", ("kv_head = tl.program_id(1) // group", "kv_head = 0")),
-        ("the scale is in the row sum too", ("tl.sum(p, 1)", "tl.sum(p * WEIGHTS_SCALE, 1)")),
         ("k's descale is forgotten", (" * tl.load(descale[1] + kv_head)", "")),
         ("P is not scaled", ("(p * WEIGHTS_SCALE)", "(p * 1.0)")),
     ],
@@ -187,6 +186,19 @@ def test_planted_faults_are_noticed(
     wrong = planted(tmp_path, module, *fault)
     monkeypatch.setattr(subject, "forward", lambda self: wrong)
     assert exact(inputs).excess(subject().run(inputs)) > 1
+
+
+@pytest.mark.parametrize(("subject", "sum_of"), [(Flash2, "alpha + "), (Flash1, "beta * ")])
+def test_a_scale_in_the_row_sum_is_noticed(subject, sum_of, dtype, exact, planted, tmp_path):
+    inputs, right = draw(small(dtype)), f"{sum_of}tl.sum(p, 1)"
+    module = subject().forward().__name__
+    wrong = planted(tmp_path, module, right, right.replace("(p,", "(p * 256.0,"))
+
+    class Planted(subject):
+        def forward(self):
+            return wrong
+
+    assert exact(inputs).excess(Planted().run(inputs)) > 1
 
 
 def test_a_lazy_maximum_leaves_the_weights_room(dtype, exact):

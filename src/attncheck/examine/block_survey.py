@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["blocks_of", "mask_of", "survey"]
 
 _SIZE = r"([1-9]\d{0,6})"
+_MOST_TILES = 2**24  # some gigabytes while they are sorted
 _BLOCK = re.compile(f"{_SIZE}x{_SIZE}")
 
 
@@ -61,6 +62,16 @@ def blocks_of(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _check_count(dimensions: Dimensions, rows: int, keys: int) -> None:
+    tiles = -(-dimensions.query // rows) * -(-dimensions.kv // keys)
+    tiles *= dimensions.batch * dimensions.heads
+    if tiles > _MOST_TILES:
+        raise UsageError(
+            f"tiles of {rows}x{keys} are {tiles:,}: at most {_MOST_TILES:,} are counted. Ask for "
+            "larger tiles, or for shorter lengths."
+        )
+
+
 def survey(
     mask: Spec,
     dimensions: Dimensions,
@@ -83,7 +94,10 @@ def survey(
     Raises:
         UnknownName: for a mask that the library does not have.
         ProblemError: for one that does not fit the dimensions.
+        UsageError: for tiles that are too many to be counted.
     """
+    for rows, keys in blocks:
+        _check_count(dimensions, rows, keys)
     mod = build_mask(mask, dimensions)
     records = []
     for size in dict.fromkeys(blocks):

@@ -99,10 +99,8 @@ def relate(
     if unpromised:
         return Failure(kind="refused", message=unpromised)
     asked_runs = runs(case, device)
-    subjects = _subjects(subject, case, device, len(asked_runs))
-    if isinstance(subjects, Failure):
-        return subjects
-    done = _executed(subjects, asked_runs, executor or InProcess())
+    executor = executor or InProcess()
+    done = _done(subject, case, asked_runs, executor, device)
     if isinstance(done, Failure):
         return done
     if relation.needs_lse and any(each.outputs.lse is None for each in done):
@@ -114,6 +112,17 @@ def relate(
     if found is None and any(not bool(each.out.isfinite().any()) for each in errors or ()):
         return Failure(kind="unbounded", message=_UNBOUNDED)
     return found
+
+
+def _done(
+    subject: Subject, case: Case, asked_runs: Sequence[Inputs], executor: Executor, device: str
+) -> list[Execution] | Failure:
+    """Every run. The kernel is asked for its launches only where it takes the Problem."""
+    refused = _refused((subject,) * len(asked_runs), asked_runs, executor)
+    if refused is not None:
+        return refused
+    subjects = _subjects(subject, case, device, len(asked_runs))
+    return subjects if isinstance(subjects, Failure) else _executed(subjects, asked_runs, executor)
 
 
 def _unpromised(relation: Relation, subject: Subject) -> str:
@@ -151,17 +160,25 @@ def _last(subject: Subject, case: Case, device: str) -> Subject:
     return subject if isinstance(subjects, Failure) else subjects[-1]
 
 
+def _refused(
+    subjects: Sequence[Subject], asked_runs: Sequence[Inputs], executor: Executor
+) -> Failure | None:
+    """Why a run is not taken by the kernel that makes it; None where all are."""
+    for subject, inputs in zip(subjects, asked_runs, strict=True):
+        refusal = executor.refusal(subject, inputs.problem, inputs.device.type)
+        if isinstance(refusal, str):
+            return Failure(kind="refused", message=refusal)
+        if refusal is not None:
+            return refusal
+    return None
+
+
 def _executed(
     subjects: Sequence[Subject], asked_runs: Sequence[Inputs], executor: Executor
 ) -> list[Execution] | Failure:
-    for subject, inputs in zip(subjects, asked_runs, strict=True):
-        refusal = executor.refusal(subject, inputs.problem, inputs.device.type)
-        if refusal is not None:
-            return (
-                refusal
-                if isinstance(refusal, Failure)
-                else Failure(kind="refused", message=refusal)
-            )
+    refused = _refused(subjects, asked_runs, executor)
+    if refused is not None:
+        return refused
     done = []
     for subject, inputs in zip(subjects, asked_runs, strict=True):
         result = executor.run(subject, inputs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.judge.additions import steps
-from attncheck.judge.scores import factor_roundings
+from attncheck.judge.scores import factor_roundings, maximum_of_keys
 
 if TYPE_CHECKING:
     from attncheck.conditions import Conditions, ScoreModError
@@ -88,7 +88,9 @@ def _exponent_error(
 ) -> torch.Tensor:
     """B9's last part: of scores ``below`` the maximum, both known within ``shift``."""
     score = conditions.scores if score is None else score
-    maximum = conditions.maximum.abs()[..., None]
+    own = maximum_of_keys(conditions)
+    maximum = torch.maximum(conditions.maximum.abs(), own.abs())[..., None]
+    below = below + (conditions.maximum - own)[..., None]
     tiles = steps(conditions, arithmetic)
     each = 2 * arithmetic.exp2_ulps + 1
     differences = factor_roundings(arithmetic) + 2

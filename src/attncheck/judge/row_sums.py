@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.judge.additions import below_one, division, sum_of_weights
-from attncheck.judge.scores import factor_roundings
+from attncheck.judge.scores import factor_roundings, maximum_of_keys
 
 if TYPE_CHECKING:
     from attncheck.conditions import Conditions
@@ -74,9 +74,11 @@ def log_sum_base(
     alive = conditions.seen.any(-1)
     lse = torch.where(alive, conditions.lse.abs(), 0.0) + before
     before = before + math.log(2) * arithmetic.lazy_rescale  # so far below it may the maximum be
-    log = torch.log(conditions.total.clamp_min(1)) + before
+    own = maximum_of_keys(conditions)
+    largest = torch.maximum(conditions.maximum.abs(), own.abs())
+    log = torch.log(conditions.total.clamp_min(1)) + before + (conditions.maximum - own)
     of_maximum = factor_roundings(arithmetic) + 2
-    count = 3 * lse + of_maximum * (conditions.maximum.abs() + before) + 4 * log + 4
+    count = 3 * lse + of_maximum * (largest + before) + 4 * log + 4
     return count * (2 if arithmetic.splits > 1 else 1) * arithmetic.unit
 
 

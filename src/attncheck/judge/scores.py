@@ -19,6 +19,7 @@ __all__ = [
     "ScoreError",
     "factor_roundings",
     "likely_radius",
+    "maximum_of_keys",
     "overflows",
     "rounds_operands",
     "score_error",
@@ -91,12 +92,27 @@ def rounds_operands(arithmetic: Arithmetic) -> bool:
     return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
 
 
+def maximum_of_keys(conditions: Conditions) -> torch.Tensor:
+    """Largest score of a row but for its sink, ``(heads, rows)``; the sink's where it sees no key.
+
+    A kernel that adds the sink last subtracts it.
+    """
+    if not conditions.has_sink:
+        return conditions.maximum
+    seen = conditions.seen[..., :-1]
+    if seen.shape[-1] == 0:
+        return conditions.maximum
+    largest = torch.where(seen, conditions.scores[..., :-1], -math.inf).amax(-1)
+    return torch.where(seen.any(-1), largest, conditions.maximum)
+
+
 def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
     """B29: radius and variance of a sink's error, ``(heads, rows)``."""
     sink = conditions.scores[..., -1].abs()
     count, fmt = 2 * factor_roundings(arithmetic) + _DIVIDED_SINK, arithmetic.computes
     smallest = 2.0**fmt.min_exponent
-    radius = count * arithmetic.unit / (1 - count * arithmetic.unit) * sink + smallest * 4
+    radius = count * arithmetic.unit / (1 - count * arithmetic.unit) * sink
+    radius = radius + smallest * 4 * max(1.0, abs(conditions.scale))
     # An exponent is the sink times log2 e, or divided by the scale and multiplied by it again.
     reach = max(1.0, 1.0 / abs(conditions.scale)) if conditions.scale else math.inf
     radius = torch.where(2 * sink * reach > fmt.max, torch.inf, radius)

@@ -61,7 +61,10 @@ def replacement() -> str | None:
         return None
     # Triton asks once a process which ptxas there is, for the names of its cache: of everybody's.
     make_backend(target).hash()
-    return chosen(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell)
+    try:
+        return chosen(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell)
+    except RuntimeError:  # Triton's own word for a tool that it did not bring
+        return None
 
 
 def chosen(default: knobs.NvidiaTool, other: knobs.NvidiaTool) -> str | None:

@@ -33,7 +33,7 @@ def _unfit(problem: Problem) -> str | None:
     if problem.batch == 1:
         return "its only sequence is alone"
     # The last sequence has the longest text, where a mask or score mod is written.
-    if not said(problem, _excerpt(problem, problem.batch - 1)):
+    if not all(said(problem, _excerpt(problem, b)) for b in (0, problem.batch - 1)):
         return "its mask or score mod cannot be said of one sequence alone"
     return None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attncheck import inputs as inputs_room
 from attncheck.relations.agreement import agree
-from attncheck.relations.excerpt import Excerpt
+from attncheck.relations.excerpt import Excerpt, said
 from attncheck.relations.fit import of_attention
 from attncheck.relations.relation import Errors, Parameters, Relation
 
@@ -24,7 +24,13 @@ _LONGER = 2
 
 
 def _allowed(problem: Problem) -> Mapping[str, Sequence[int]]:
-    return {"between": (0, 1, 2) if max(problem.query, problem.kv) > 1 else (0,)}
+    shorter = max(problem.query, problem.kv) > 1 and said(problem, _half(problem))
+    return {"between": (0, 1, 2) if shorter else (0,)}
+
+
+def _half(problem: Problem) -> Excerpt:
+    rows, keys = (range((length + 1) // 2) for length in (problem.query, problem.kv))
+    return Excerpt.of(problem, rows=rows, keys=keys)
 
 
 def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
@@ -32,8 +38,7 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     # Normal whatever the first: another draw of constant values is the same.
     other = problem.replace(distribution="normal", seed=(problem.seed + 1) % 2**63)
     if parameters["between"]:
-        halves = [range((length + 1) // 2) for length in (problem.query, problem.kv)]
-        other = Excerpt.of(other, rows=halves[0], keys=halves[1]).problem(other)
+        other = _half(other).problem(other)
     drawn = inputs_room.draw(other, inputs.device)
     return (drawn, inputs, drawn) if parameters["between"] == _LONGER else (inputs, drawn, inputs)
 

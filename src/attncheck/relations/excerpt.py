@@ -144,8 +144,8 @@ def _later(whole: Problem, at: Excerpt, rows: int) -> tuple[Problem, Excerpt]:
 
 
 def _aligned_later(mask: Spec) -> bool:
-    """Whether fewer rows or keys make it another mask: it counts from the end, in an ``offset``."""
-    return any(part.name == "causal_bottom_right" for part in mask.walk())
+    """Whether it reads lengths: of fewer rows or keys an ``offset`` of it is another, or none."""
+    return any(part.name in {"causal_bottom_right", "padding"} for part in mask.walk())
 
 
 def _diagonal(offset: int, at: Excerpt) -> Spec:

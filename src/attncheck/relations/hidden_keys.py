@@ -33,6 +33,7 @@ def _unfit(problem: Problem) -> str | None:
 
 
 def _runs(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+    inputs = _unshared(inputs)
     row = int(parameters["row"])
     hidden = sight.hidden_from(inputs.problem, row, inputs.device)[..., None]
     k, v = (
@@ -40,6 +41,14 @@ def _runs(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[Inputs, .
         for old, new in zip((inputs.k, inputs.v), fill(inputs), strict=True)
     )
     return inputs, inputs.replace(k=k, v=v)
+
+
+def _unshared(inputs: Inputs) -> Inputs:
+    """Without shared pages, which would be shared no more: both runs have one page table."""
+    paging = inputs.problem.paging
+    if paging is None or not paging.shared:
+        return inputs
+    return inputs.replace(problem=inputs.problem.replace(paging=replace(paging, shared=0)))
 
 
 def _holds(

@@ -127,8 +127,9 @@ def _unfit(problem: Problem) -> str | None:
     if problem.kv == 1:
         return "one key cannot be cut"
     # The furthest cut has the longest text, where a mask or score mod is written.
-    if not said(problem, _parts(problem, problem.kv - 1)[1]):
-        return "its mask or score mod cannot be said of the later keys alone"
+    ends = (_parts(problem, 1)[0], _parts(problem, problem.kv - 1)[1])
+    if not all(said(problem, part) for part in ends):
+        return "its mask or score mod cannot be said of the earlier or the later keys alone"
     return None
 
 

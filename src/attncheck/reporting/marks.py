@@ -140,10 +140,14 @@ def page(report: Report) -> Page:
     """Everything that a plot of ``report`` shows.
 
     Raises:
-        UsageError: where no cell of the report was measured.
+        UsageError: where no cell of the report was measured, and for one of several machines.
     """
     if not measured(report):
         raise UsageError("the report has no cell that was measured: there is nothing to plot.")
+    if len(report.environments) > 1:
+        raise UsageError(
+            f"the reports are of {len(report.environments)} machines: a plot shows one. Plot each."
+        )
     shown = [r for r in report.records if r.status == "error" or (r.status in JUDGED and r.out)]
     usual = _usual_shapes(shown)
     order = _order(report)

@@ -72,10 +72,8 @@ class Varlen(Flash):
         return None if moved else tiling
 
     def launch(self, problem: Problem, device: str) -> Launch:
-        """Tiles for the longest document."""
-        lengths = _packed(problem).lengths()
-        query, kv = (max(1, *(length[side] for length in lengths)) for side in (0, 1))
-        alone = problem.replace(batch=1, query=query, kv=kv, mask=library.FULL, score=library.NONE)
+        """Tiles by the Problem's own lengths, so that no sequence's depend on its neighbours'."""
+        alone = problem.replace(batch=1, mask=library.FULL, score=library.NONE)
         return super().launch(alone, device)
 
     def prepare(self, inputs: Inputs) -> Call:

@@ -19,9 +19,10 @@ __all__ = ["SINKS", "Argument", "Arguments", "Asked", "Made", "needed", "offered
 
 When = Literal["needed", "offered", "required"]
 
-SINKS = ("sinks", "sink", "s_aux", "learnable_sink", "softmax_sink", "attention_sinks")
-"""Names for each head's logit, fp32 ``(heads,)``: those of gpt-oss, of flash-attn's Hopper kernels
-and CuTe ones, and others that say the same."""
+SINKS = ("sinks", "sink", "s_aux", "softmax_sink", "attention_sinks")
+"""Names for each head's logit, fp32 ``(heads,)``: those of gpt-oss, of flash-attn's Hopper kernels,
+and others that say the same. Not ``learnable_sink``: flash-attn's CuTe kernels take bf16 there, to
+which a drawn logit would have to be rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
