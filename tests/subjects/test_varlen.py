@@ -124,8 +124,8 @@ def test_a_sink_takes_part():
 
 
 def test_tiles_are_declared_where_documents_do_not_move_them():
-    aligned = small(mask=Spec.of("document", lengths=[32, 0, 64, 7]), query=103)
-    assert Varlen().tiling(aligned, "cpu").block_kv == 32
+    aligned = small(mask=Spec.of("document", lengths=[64, 0, 64, 7]), query=135)
+    assert Varlen().tiling(aligned, "cpu").block_kv == 64
     assert Varlen().tiling(small(), "cpu") is not None
     moved = small(mask=DOCUMENT, query=21)
     assert Varlen().tiling(moved, "cpu") is None
