@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import io
 import os
 import subprocess
@@ -13,6 +14,7 @@ from attncheck.block_record import BlockRecord, BlockReport
 from attncheck.cli.blocks import blocks
 from attncheck.errors import AttncheckError
 from attncheck.examine.block_survey import mask_of, survey
+from attncheck.mods.library import MASKS
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.reporting import block_pages
 
@@ -31,6 +33,15 @@ other = 7
 """
 
 
+@pytest.fixture(autouse=True)
+def library_as_before():
+    """A file's mask is in the library as long as its process is: here as long as a test."""
+    before = dict(MASKS)
+    yield
+    MASKS.clear()
+    MASKS.update(before)
+
+
 @pytest.fixture
 def in_folder(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
@@ -40,7 +51,8 @@ def in_folder(tmp_path, monkeypatch):
 
 def run(*arguments):
     """The verb in this process: exit code, or the error that the command line would print."""
-    done = CliRunner().invoke(blocks, list(arguments), standalone_mode=False)
+    # A copy: click keeps in a command what its help option is called.
+    done = CliRunner().invoke(copy.copy(blocks), list(arguments), standalone_mode=False)
     if done.exception and not isinstance(done.exception, AttncheckError):
         raise done.exception
     return done
