@@ -80,7 +80,7 @@ class KernelPages:
     Attributes:
         table: int32 ``(batch, most_pages)``: the numbers of each sequence's pages in order. Key j
             of sequence b is in slot j % size of page ``table[b, j // size]``; what comes after a
-            sequence's last page is not read.
+            sequence's last page may be read, and masked: it must be the number of some page.
         size: Keys in a page.
     """
 
