@@ -131,15 +131,14 @@ def problem(request: pytest.FixtureRequest) -> Problem:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Asks a known failure its Case, in place of a search."""
+    """Asks a known failure its Case, in place of a search; None where the search is to follow."""
     __tracebackhide__ = True
     under_test = _under_test(pyfuncitem)
     if under_test is None or _KNOWN not in pyfuncitem.stash:
         return None
     from attncheck.suite import expected
 
-    expected.ask_again(pyfuncitem.stash[_KNOWN], under_test)
-    return True
+    return expected.ask_again(pyfuncitem.stash[_KNOWN], under_test) or None
 
 
 @pytest.hookimpl(wrapper=True)

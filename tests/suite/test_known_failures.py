@@ -131,6 +131,23 @@ def test_one_that_no_longer_fails_is_a_failure(repository) -> None:
     assert "remove known_failures.toml, entry 1" in done.stdout
 
 
+def test_one_that_depends_on_the_machine_searches_where_its_case_holds(repository) -> None:
+    (repository.path / "known_failures.toml").write_text(
+        entry(kernel='"*"', families='["causal"]', depends_on='"an old CPU"')
+    )
+    narrow = WRONG.replace("halved():", "halved():\n            if inputs.problem.kv == 3:")
+    narrow = narrow.replace("right = call()\n", "    return call()\n            right = call()\n")
+    done = repository(
+        "--kernel=wrong.py::Half", "--kernel=narrow.py::Half", "--kernel=ideal", "-ktest_it",
+        wrong=WRONG, narrow=narrow, test_a=PROPERTY,
+    )  # fmt: skip
+    # Wrong on the case, wrong but not there, and right; no entry is about full.
+    said = done.stdout
+    assert "3 failed, 2 passed" in said, said + done.stderr
+    assert "1 xfailed" in said
+    assert "test_it[narrow.Half-bf16-causal]" in said
+
+
 @pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
 def test_one_that_matches_no_test_is_an_error(repository, processes) -> None:
     mine = repository.path / "mine.toml"

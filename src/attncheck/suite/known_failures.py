@@ -26,7 +26,8 @@ FILE = "known_failures.toml"
 """Its name, beside the properties."""
 
 _NEEDED = ("test", "kernel", "reason", "case")
-_FIELDS = (*_NEEDED, "dtypes", "families", "device")
+_FIELDS = (*_NEEDED, "dtypes", "families", "device", "depends_on")
+_TEXTS = ("test", "kernel", "reason", "device", "depends_on")
 _DEVICES = ("", "cpu", "cuda")
 
 
@@ -42,6 +43,8 @@ class KnownFailure:
         dtypes, families: Only these; empty for all. In a test of another dtype the Case is asked
             in that.
         device: ``cpu`` or ``cuda``; empty for both.
+        depends_on: What of the machine makes it fail, where not every machine shows it; empty
+            where every one does. Where the Case of such an entry holds, the test searches.
         where: The file and the entry's number in it.
     """
 
@@ -52,6 +55,7 @@ class KnownFailure:
     dtypes: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     device: str = ""
+    depends_on: str = ""
     where: str
 
     @property
@@ -110,7 +114,7 @@ def _entry(data: Mapping[str, Any], where: str) -> KnownFailure:
     for name in _NEEDED:
         if not data.get(name):
             raise UsageError(f"{where}: {name} is missing.")
-    texts = {name: data.get(name, "") for name in ("test", "kernel", "reason", "device")}
+    texts = {name: data.get(name, "") for name in _TEXTS}
     for name, text in texts.items():
         if not isinstance(text, str):
             raise UsageError(f"{where}: {name} must be text, not {text!r}.")
