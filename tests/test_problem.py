@@ -127,6 +127,8 @@ def test_ids_differ_between_problems():
         {"scale": 0.25},
         {"sink": True},
         {"paging": Paging(size=16)},
+        {"backward": True},
+        {"backward": True, "dlse": True},
         {"distribution": "normal"},
         {"seed": 8},
     ]

@@ -29,6 +29,7 @@ __all__ = ["Descale", "Inputs", "draw", "originals", "rounded"]
 # Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB.
 _CHUNK = 1 << 18
 _LN2 = 0.6931471805599453
+_FP32 = ("sink", "dlse")  # in every dtype
 _LARGEST_SINK = 2.0**100  # beside scores that nearly overflow; in log2 units a number of fp32 still
 
 
@@ -57,6 +58,9 @@ class Inputs:
         x: Of a softmax alone: its scores ``(batch, heads, query, kv)``; q, k and v are empty then,
             their last axis is 0.
         sink: Of a Problem with one: each head's logit, fp32 ``(heads,)``, natural, in every dtype.
+        dout: Of a backward: the loss's gradient with respect to out, as out in shape and dtype.
+        dlse: Of a backward whose loss depends on LSE (natural log): its gradient with respect to
+            it, fp32 ``(batch, heads, query)`` in every dtype.
 
     Raises:
         ProblemError: for a tensor whose shape or dtype is not the Problem's.
@@ -69,6 +73,8 @@ class Inputs:
     descale: Descale | None = None
     x: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         problem, sizes = self.problem, _sizes(self.problem)
@@ -76,6 +82,8 @@ class Inputs:
             ("descale", problem.formats.scaled),
             ("x", _is_softmax(problem)),
             ("sink", problem.sink),
+            ("dout", problem.backward),
+            ("dlse", problem.dlse),
         ):
             if (getattr(self, name) is not None) != given:
                 wanted = "needs its" if given else "has no"
@@ -93,11 +101,11 @@ class Inputs:
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name: q, k, v and, where there are any, q_descale …, x and sink."""
+        """Every tensor by name: q, k, v and, where there are any, q_descale …, x, sink and dout."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         if self.descale is not None:
             named |= {f"{name}_descale": getattr(self.descale, name) for name in named}
-        more = {"x": self.x, "sink": self.sink}
+        more = {"x": self.x, "sink": self.sink, "dout": self.dout, "dlse": self.dlse}
         return named | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def to(self, device: str | torch.device) -> Inputs:
@@ -118,22 +126,18 @@ class Inputs:
         self,
         *,
         problem: Problem | None = None,
-        q: torch.Tensor | None = None,
-        k: torch.Tensor | None = None,
-        v: torch.Tensor | None = None,
         descale: Descale | None = None,
-        x: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
+        **tensors: torch.Tensor | None,
     ) -> Inputs:
-        """These Inputs with other tensors, or of another Problem; checked like any."""
-        return Inputs(
+        """These Inputs with other tensors, or of another Problem; checked like any.
+
+        What is None stays as it is.
+        """
+        return dataclasses.replace(
+            self,
             problem=problem or self.problem,
-            q=self.q if q is None else q,
-            k=self.k if k is None else k,
-            v=self.v if v is None else v,
             descale=descale or self.descale,
-            x=self.x if x is None else x,
-            sink=self.sink if sink is None else sink,
+            **{name: tensor for name, tensor in tensors.items() if tensor is not None},
         )
 
     def promoted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -149,6 +153,22 @@ class Inputs:
             values * scale[..., None, None] for values, scale in zip((q, k), scales, strict=True)
         )
         return q, k, v * self.descale.v[..., None, None]
+
+    def loss(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss's float64 gradients with respect to out and LSE (0 where it has none of LSE).
+
+        Raises ProblemError for a Problem without a backward.
+        """
+        if self.dout is None:
+            raise ProblemError("the problem has no backward, and so no loss.")
+        if self.dlse is None:
+            return self.dout.double(), self.dout.new_zeros(self.dout.shape[:3]).double()
+        return self.dout.double(), self.dlse.double()
+
+    def forward(self) -> Inputs:
+        """The same numbers without the loss: Inputs of the Problem's forward alone."""
+        problem = self.problem.replace(backward=False, dlse=False)
+        return dataclasses.replace(self, problem=problem, dout=None, dlse=None)
 
     def scores(self) -> torch.Tensor:
         """The float64 scores of a softmax; raises ProblemError for attention."""
@@ -177,7 +197,9 @@ def originals(problem: Problem) -> Inputs:
         q, k, v = map(torch.from_numpy, drawn)
         for tensor in (k, v):
             _share(tensor, problem)
-        return Inputs(problem=exact, q=q, k=k, v=v, sink=_sink(problem) if problem.sink else None)
+        sink = _sink(problem) if problem.sink else None
+        dout, dlse = _loss(problem)
+        return Inputs(problem=exact, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse)
     scores = distributions.draw_scores(problem.distribution, sizes, problem.seed)
     q, k, v = (torch.empty(getattr(sizes, name), dtype=torch.float64) for name in ("q", "k", "v"))
     return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores))
@@ -188,7 +210,7 @@ def rounded(exact: Inputs, problem: Problem) -> Inputs:
     fmt = problem.formats.storage
     stored, scales = {}, {}
     for name, values in exact.tensors().items():
-        if name == "sink":
+        if name in _FP32:
             stored[name] = values
         elif problem.formats.scaled:
             scales[name] = scale = _of_all(_descale(values, problem.kv_heads, fmt), name, problem)
@@ -206,6 +228,17 @@ def _sink(problem: Problem) -> torch.Tensor:
     usual = _LN2 * (problem.kv.bit_length() - 1)  # ln kv, in products alone: the same bits anywhere
     sinks = torch.from_numpy(usual + 2.0 * amplitude * drawn)
     return sinks.clamp(-_LARGEST_SINK, _LARGEST_SINK).float()
+
+
+def _loss(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Float64 dout and fp32 dlse, standard normal whatever the distribution of q, k and v."""
+    draws, rows = Draws(problem.seed), (problem.batch, problem.heads, problem.query)
+    dout = dlse = None
+    if problem.backward:
+        dout = torch.from_numpy(draws.normal("dout", (*rows, problem.value_dim)))
+    if problem.dlse:
+        dlse = torch.from_numpy(draws.normal("dlse", rows)).float()
+    return dout, dlse
 
 
 def _share(tensor: torch.Tensor, problem: Problem) -> None:
@@ -235,6 +268,11 @@ def _should_be(name: str, problem: Problem, sizes: Sizes) -> tuple[tuple[int, ..
         return (problem.batch, problem.kv_heads), torch.float32
     if name == "sink":
         return (problem.heads,), torch.float32
+    if name in ("dout", "dlse"):
+        rows = (problem.batch, problem.heads, problem.query)
+        if name == "dlse":
+            return rows, torch.float32
+        return (*rows, problem.value_dim), problem.formats.output.torch_dtype
     return getattr(sizes, name), problem.formats.storage.torch_dtype
 
 

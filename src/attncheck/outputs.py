@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Outputs"]
+__all__ = ["GRADIENTS", "Outputs"]
+
+GRADIENTS = ("dq", "dk", "dv", "dsink")
+"""Names of the gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """Results of one attention call.
+    """Results of one attention call, and where a Problem asks for them of its backward.
+
+    Gradients are those of a loss, whose gradients with respect to out and LSE are Inputs.
 
     Attributes:
         out: ``(batch, heads, query, value_dim)``. Rows that see no key are 0.
         lse: Natural-log log-sum-exp of the visible scores, ``(batch, heads, query)``; −inf for
             rows that see no key. None where a kernel does not expose it.
+        dq: ``(batch, heads, query, head_dim)``. None without a backward, as all that follow.
+        dk: ``(batch, kv_heads, kv, head_dim)``: the sum over the heads that share a key head.
+        dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
+        dsink: ``(heads,)``, of a Problem with a sink.
     """
 
     out: torch.Tensor
     lse: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    dsink: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What there is of it, by name, in the order above."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients among them."""
+        return {name: one for name, one in self.tensors().items() if name in GRADIENTS}

@@ -38,9 +38,17 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "score": library.NONE,
     "sink": False,
     "paging": None,
+    "backward": False,
+    "dlse": False,
 }
 # What came later: left out of JSON at its default.
-_SINCE = {"operation": "attention", "sink": False, "paging": None}
+_SINCE = {
+    "operation": "attention",
+    "sink": False,
+    "paging": None,
+    "backward": False,
+    "dlse": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,10 @@ class Problem:
             or score mod is for it.
         paging: How keys and values lie in memory; None for one after the other. It changes no
             number of the result.
+        backward: Whether gradients are asked for too: of a loss with respect to q, k and v (and
+            the sink), given its gradient with respect to out. Not in fp8, nor with pages.
+        dlse: Whether that loss depends on LSE too; of a backward alone. A row that sees no key has
+            an LSE of −∞ whatever the inputs: no gradient passes through it.
         distribution: A name of ``distributions.DISTRIBUTIONS``.
         seed: Which draw of it.
 
@@ -94,6 +106,8 @@ class Problem:
     scale: float = 0.0
     sink: bool = False
     paging: Paging | None = None
+    backward: bool = False
+    dlse: bool = False
     distribution: str = "normal"
     seed: int = 0
 
@@ -109,6 +123,7 @@ class Problem:
         self._check_sizes(_SIZES)
         self._check_scale()
         self._check_memory()
+        self._check_backward()
         self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
         library.check_mask(self.mask, self.dimensions)
         library.check_score(self.score, self.dimensions)
@@ -172,6 +187,19 @@ class Problem:
             raise ProblemError(f"sink={self.sink!r} must be true or false.")
         if self.paging is not None and not isinstance(self.paging, Paging):
             raise ProblemError(f"paging={self.paging!r} must be a Paging or None.")
+
+    def _check_backward(self) -> None:
+        for name in ("backward", "dlse"):
+            if not isinstance(getattr(self, name), bool):
+                raise ProblemError(f"{name}={getattr(self, name)!r} must be true or false.")
+        if self.dlse and not self.backward:
+            raise ProblemError("dlse=True has no meaning without backward=True.")
+        if self.backward and self.formats.scaled:
+            raise ProblemError(
+                f"there are no gradients in {self.dtype}: nothing says which descales they have."
+            )
+        if self.backward and self.paging is not None:
+            raise ProblemError("there are no gradients of keys in pages.")
 
     def _check_names(self) -> None:
         if self.operation not in OPERATIONS:
@@ -254,6 +282,8 @@ class Problem:
         said += [str(self.score)] if self.score != library.NONE else []
         said += ["sink"] if self.sink else []
         said += [str(self.paging)] if self.paging else []
+        said += ["backward"] if self.backward else []
+        said += ["dLSE"] if self.dlse else []
         said += [self.shape, self.distribution, f"seed {self.seed}"]
         usual = self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
         return " ".join(said if usual else [*said, f"scale {self.scale:g}"])

@@ -107,6 +107,31 @@ def test_a_broken_contract_is_said(change, message):
     assert run(Broken()) == Failure(kind="contract", message=message)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"dq": None}, "dq is NoneType, but should be a tensor."),
+        ({"dk": torch.zeros(1, 4, 7, 8)}, "dk.shape=(1, 4, 7, 8), but should be (1, 2, 7, 8)."),
+        ({"dv": torch.zeros(1, 2, 7, 3)}, "dv.dtype=torch.float32, but should be torch.float16."),
+        ({"dsink": torch.zeros(2)}, "dsink.shape=(2,), but should be (4,)."),
+        ({"dsink": None}, "dsink is NoneType, but should be a tensor."),
+    ],
+)
+def test_gradients_are_like_what_they_are_of(changes, message):
+    class Differentiated(Kernel):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            right = {f"d{name}": inputs.tensors()[name].clone() for name in ("q", "k", "v", "sink")}
+            return lambda: Outputs(call().out, **right | changes)
+
+    result = run(Differentiated(), ATTENTION.replace(sink=True, backward=True))
+    if message:
+        assert result == Failure(kind="contract", message=message)
+    else:
+        assert list(result.outputs.gradients()) == ["dq", "dk", "dv", "dsink"]
+
+
 def test_fp8_problems_give_bf16():
     class Fp8(Kernel):
         def prepare(self, inputs):

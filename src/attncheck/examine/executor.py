@@ -137,8 +137,7 @@ class InProcess:
 
 def _kept(outputs: Outputs) -> Outputs:
     """The same numbers in memory of their own."""
-    lse = outputs.lse
-    return Outputs(outputs.out.clone(), None if lse is None else lse.clone())
+    return Outputs(**{name: tensor.clone() for name, tensor in outputs.tensors().items()})
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -182,7 +181,24 @@ def _contract(outputs: object, inputs: Inputs) -> str:
         wrong = _tensor("lse", outputs.lse, rows, inputs)
         if not wrong and outputs.lse.dtype != torch.float32:
             wrong = f"lse.dtype={outputs.lse.dtype}, but should be torch.float32."
-    return wrong
+    return wrong or _gradients(outputs, inputs)
+
+
+def _gradients(outputs: Outputs, inputs: Inputs) -> str:
+    """The same of its gradients: each like what it is of."""
+    if not inputs.problem.backward:
+        return ""
+    like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v, "dsink": inputs.sink}
+    for name, given in like.items():
+        if given is None:
+            continue
+        found = getattr(outputs, name)
+        wrong = _tensor(name, found, tuple(given.shape), inputs)
+        if not wrong and found.dtype != given.dtype:
+            wrong = f"{name}.dtype={found.dtype}, but should be {given.dtype}."
+        if wrong:
+            return wrong
+    return ""
 
 
 def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> str:
