@@ -6,10 +6,33 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["BlindSpot", "Judgement", "Place", "Precision", "Rule", "Status", "Worst"]
+__all__ = [
+    "AXES",
+    "BlindSpot",
+    "Judgement",
+    "Place",
+    "Precision",
+    "Rule",
+    "Status",
+    "TensorName",
+    "Worst",
+]
 
 Status = Literal["pass", "warn", "inconclusive", "fail"]
 """``warn``: something is odd, and no proof of a fault. ``inconclusive``: the judge cannot tell."""
+
+TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink"]
+"""What is compared of a kernel."""
+
+AXES: dict[TensorName, tuple[str, ...]] = {
+    "out": ("batch", "head", "query", "dim"),
+    "lse": ("batch", "head", "query"),
+    "dq": ("batch", "head", "query", "dim"),
+    "dk": ("batch", "key head", "key", "dim"),
+    "dv": ("batch", "key head", "key", "dim"),
+    "dsink": ("head",),
+}
+"""The axes of each."""
 
 Rule = Literal[
     "", "finite", "empty rows", "structure", "bound", "improbable", "precision", "relation"
@@ -17,28 +40,48 @@ Rule = Literal[
 """What a verdict other than ``pass`` rests on, in the order in which the rules are asked.
 
 ``finite``: NaN or infinite where the exact result is not. ``empty rows``: a row that sees no key is
-not exactly 0 and −∞. ``structure``: an exact probe has another answer. ``bound``: beyond the
-deterministic bound, a proof. ``improbable``: beyond the probabilistic bound, p < 1e-6 on generic
-inputs. ``precision``: within every bound, and less accurate than a kernel of this arithmetic is.
-``relation``: two runs, or a run and its own inputs, do not agree as they must; no other rule is
-asked with it.
+not exactly 0 and −∞, or a gradient of it or of a key that no row sees not exactly 0. ``structure``:
+an exact probe has another answer. ``bound``: beyond the deterministic bound, a proof.
+``improbable``: beyond the probabilistic bound, p < 1e-6 on generic inputs. ``precision``: within
+every bound, and less accurate than a kernel of this arithmetic is. ``relation``: two runs, or a run
+and its own inputs, do not agree as they must; no other rule is asked with it.
 """
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An element of out; ``dim`` is −1 for a row of LSE."""
+    """An element of a tensor.
+
+    Attributes:
+        batch: Sequence; 0 of a sink's gradient, which is a sum over all.
+        head: Query head; of dk and dv the key head.
+        query: Row; of dk and dv the key, of a sink's gradient 0.
+        dim: −1 where the tensor has no last axis.
+    """
 
     batch: int
     head: int
     query: int
     dim: int = -1
 
+    @classmethod
+    def of(cls, index: tuple[int, ...]) -> Place:
+        """The element at ``index``, in the axes that ``AXES`` has."""
+        if len(index) == 1:
+            return cls(batch=0, head=index[0], query=0)
+        batch, head, query, *dim = index
+        return cls(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+
+    def index(self, tensor: TensorName) -> tuple[int, ...]:
+        """Its index in ``tensor``."""
+        axes = len(AXES[tensor])
+        return (self.head,) if axes == 1 else (self.batch, self.head, self.query, self.dim)[:axes]
+
 
 class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The element that a verdict rests on; without one that of the largest |error| ÷ allowance.
 
     Attributes:
-        tensor: ``out`` or ``lse``.
+        tensor: Which one.
         at: Where.
         tile: The tile it lies in by the kernel's declared tiling (``query tile 3, rows 192–255``);
             empty where none is declared.
@@ -50,7 +93,7 @@ class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             of a relation.
     """
 
-    tensor: Literal["out", "lse"]
+    tensor: TensorName
     at: Place
     tile: str = ""
     got: float
@@ -125,6 +168,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         lse_over_bound: The same of LSE; None where the kernel does not expose it.
         out_over_probable: Largest |error| ÷ probabilistic bound over the sampled rows.
         lse_over_probable: The same of LSE.
+        gradients_over_bound: The same as ``out_over_bound`` of each gradient, by its name; left out
+            without a backward.
         worst: The element of the largest share; None where nothing was compared.
         wrong: Elements of the worst one's tensor that are beyond what is allowed.
         compared: Elements of it that were compared.
@@ -148,6 +193,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lse_over_bound: float | None = None
     out_over_probable: float | None = None
     lse_over_probable: float | None = None
+    gradients_over_bound: dict[TensorName, float] | msgspec.UnsetType = msgspec.UNSET
     worst: Worst | None = None
     wrong: int = 0
     compared: int = 0

@@ -118,7 +118,4 @@ def _lse(outputs: Outputs, evidence: Evidence) -> LseErrors | None:
 
 
 def _place(index: tuple[int, ...] | None) -> Place | None:
-    if index is None:
-        return None
-    batch, head, query, *dim = index
-    return Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+    return None if index is None else Place.of(index)

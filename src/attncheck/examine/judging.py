@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from attncheck.examine.allowances import budget
 from attncheck.judge.arithmetic import FP32
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attncheck.examine.evidence import Evidence
     from attncheck.examine.executor import Execution
     from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.judgement import BlindSpot, Judgement, Place
+    from attncheck.judgement import BlindSpot, Judgement, Place, TensorName
     from attncheck.subjects.contract import Tiling
 
 __all__ = ["judged"]
@@ -64,7 +64,7 @@ def _decided(
 ) -> Judgement:
     outputs, arithmetic, tiling = result.outputs, result.arithmetic, result.tiling
 
-    def parts(tensor: Literal["out", "lse"], place: Place) -> dict[str, float]:
+    def parts(tensor: TensorName, place: Place) -> dict[str, float]:
         del tensor  # dim −1 says it
         return budget(evidence, arithmetic, place)
 

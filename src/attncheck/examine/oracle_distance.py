@@ -184,7 +184,4 @@ def _log10(value: Any) -> float:
 
 
 def _place(index: tuple[Any, ...] | None) -> Place | None:
-    if index is None:
-        return None
-    batch, head, query, *dim = (int(i) for i in index)
-    return Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+    return None if index is None else Place.of(tuple(map(int, index)))

@@ -202,14 +202,13 @@ def _judgement(found: Finding | None, subject: Subject, case: Case, device: str)
         return Judgement(status="pass")
     tiling = subject.tiling(case.problem, device)
     tiles = (tiling.block_query, tiling.block_kv) if tiling else None
-    batch, head, query, *dim = found.place
-    at = Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+    at = Place.of(found.place)
     return Judgement(
         status="fail",
         rule="relation",
         reason=found.message,
         worst=Worst(
-            tensor="lse" if found.tensor == "lse" else "out",
+            tensor=found.tensor,
             at=at,
             tile=tile(at, tiles, case.problem.query),
             got=found.value,

@@ -17,7 +17,7 @@ from attncheck.judge.shares import Share, at, largest, of_rows, place, share, sh
 
 if TYPE_CHECKING:
     from attncheck.judge.allowance import Allowance
-    from attncheck.judgement import Place, Rule
+    from attncheck.judgement import Place, Rule, TensorName
 
 __all__ = [
     "PROVEN",
@@ -52,24 +52,24 @@ class Finding:
     status: Literal["fail", "inconclusive", "warn"]
     rule: Rule
     text: str
-    tensor: Literal["out", "lse"] = "out"
+    tensor: TensorName = "out"
     at: Place | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Compared:
-    """One tensor beside the exact one; ``(batch, heads, query, dim)``, LSE without ``dim``.
+    """One tensor beside the exact one, in the axes of ``judgement.AXES``.
 
     Attributes:
-        name: ``out`` or ``lse``.
+        name: Which one.
         got: What the kernel gave.
         exact, allowance: float64.
-        alive: bool: elements of rows that see a key.
+        alive: bool: elements of rows that see a key; of dk and dv those of keys that a row sees.
         counted: bool: those whose exact value is finite and whose allowance is not infinite.
         empty: What elements of other rows must be.
     """
 
-    name: Literal["out", "lse"]
+    name: TensorName
     got: torch.Tensor
     exact: torch.Tensor
     allowance: torch.Tensor
@@ -80,14 +80,14 @@ class Compared:
     @classmethod
     def of(
         cls,
-        name: Literal["out", "lse"],
+        name: TensorName,
         got: torch.Tensor,
         exact: torch.Tensor,
         allowance: torch.Tensor,
         alive: torch.Tensor,
     ) -> Compared:
-        """``got`` beside ``exact``; ``alive`` is ``(batch, heads, query)``."""
-        alive = alive[..., None].expand_as(exact) if name == "out" else alive
+        """``got`` beside ``exact``; ``alive`` may be without the last axis."""
+        alive = alive[..., None].expand_as(exact) if alive.dim() < exact.dim() else alive
         return cls(
             name=name,
             got=got,
@@ -95,7 +95,7 @@ class Compared:
             allowance=allowance,
             alive=alive,
             counted=alive & exact.isfinite() & ~allowance.isinf(),
-            empty=0.0 if name == "out" else -math.inf,
+            empty=-math.inf if name == "lse" else 0.0,
         )
 
     def share(self) -> Share | None:
@@ -122,9 +122,13 @@ def finite(compared: Compared) -> list[Finding]:
 
 
 def empty_rows(compared: Compared) -> list[Finding]:
-    """A row that sees no key is not exactly 0 in out, or not −∞ in LSE; NaN is neither."""
+    """A row that sees no key is not exactly 0 in out, or not −∞ in LSE; NaN is neither.
+
+    So are gradients: of the query of such a row, and of a key and value that no row sees.
+    """
     wrong = ~compared.alive & (compared.got != compared.empty)
-    said = f"of rows that see no key are not exactly {compared.empty:g}"
+    whose = "keys that no row sees" if compared.name in ("dk", "dv") else "rows that see no key"
+    said = f"of {whose} are not exactly {compared.empty:g}"
     return _first(compared, wrong, said, "empty rows", "fail")
 
 
@@ -243,4 +247,4 @@ def telling(findings: list[Finding]) -> list[Finding]:
 
 
 def _plural(found: Share) -> str:
-    return "elements" if found.tensor == "out" else "rows"
+    return "rows" if found.tensor == "lse" else "elements"

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncheck.judge.shares import Share
-    from attncheck.judgement import Place
+    from attncheck.judgement import Place, TensorName
 
 __all__ = ["beyond", "element", "number", "tile", "times"]
 
 _DIGITS = 17  # a float64 is told apart by no more
 
 
-def element(tensor: str, place: Place) -> str:
+def element(tensor: TensorName, place: Place) -> str:
     """An element as it is indexed: ``out[0, 3, 17, 5]``, ``lse[0, 3, 17]``."""
-    index = [place.batch, place.head, place.query]
-    if place.dim >= 0:
-        index.append(place.dim)
-    return f"{tensor}{index}"
+    return f"{tensor}{list(place.index(tensor))}"
 
 
 def number(value: float, within: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from attncheck.conditions import Rows
+    from attncheck.judgement import TensorName
 
 __all__ = ["Share", "at", "largest", "of_rows", "place", "share", "shares"]
 
@@ -23,7 +24,7 @@ class Share:
     """The largest share over some elements of one tensor.
 
     Attributes:
-        tensor: ``out`` or ``lse``.
+        tensor: Which one.
         size: |got − exact| ÷ allowance; infinite where an element has no allowance or is NaN.
         place: Where it is largest.
         got, exact, allowance: Of that element.
@@ -31,7 +32,7 @@ class Share:
         elements: How many were compared.
     """
 
-    tensor: Literal["out", "lse"]
+    tensor: TensorName
     size: float
     place: Place
     got: float
@@ -53,7 +54,7 @@ def shares(error: torch.Tensor, allowance: torch.Tensor) -> torch.Tensor:
 
 
 def share(
-    tensor: Literal["out", "lse"],
+    tensor: TensorName,
     got: torch.Tensor,
     exact: torch.Tensor,
     allowance: torch.Tensor,
@@ -63,7 +64,7 @@ def share(
 
     Args:
         tensor: Which one this is.
-        got: What the kernel gave, ``(batch, heads, query, dim)``, of LSE without ``dim``.
+        got: What the kernel gave, in the axes of ``judgement.AXES``.
         exact: The exact result, float64, same shape.
         allowance: float64, same shape.
         counted: bool, same shape: what has a finite allowance.
@@ -114,6 +115,5 @@ def of_rows(found: Share, rows: Rows, heads: int) -> Share:
 
 
 def place(flat: int, shape: torch.Size) -> Place:
-    """The element numbered ``flat`` of a ``(batch, heads, query[, dim])`` tensor."""
-    batch, head, query, *dim = (int(i) for i in torch.unravel_index(torch.tensor(flat), shape))
-    return Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+    """The element numbered ``flat`` of a tensor of this shape."""
+    return Place.of(tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import torch
 
 from attncheck.judge import precision_rules, rules
@@ -14,27 +15,28 @@ from attncheck.judge.rules import Compared, Finding
 from attncheck.judge.sentences import tile
 from attncheck.judge.shares import Share, at, shares
 from attncheck.judgement import Judgement, Place, Worst
+from attncheck.outputs import GRADIENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.judgement import BlindSpot, Precision, Status
+    from attncheck.judgement import BlindSpot, Precision, Status, TensorName
     from attncheck.outputs import Outputs
 
-    Budget = Callable[[Literal["out", "lse"], Place], dict[str, float]]
+    Budget = Callable[[TensorName, Place], dict[str, float]]
 
 __all__ = ["decide"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Facts:
-    """What the rules look at: both tensors, their largest shares of either bound, precision."""
+    """What the rules look at: tensors, their largest shares of either bound, precision."""
 
-    both: list[Compared]
-    bounds: dict[Literal["out", "lse"], Share | None]
-    probable: dict[Literal["out", "lse"], Share | None]
+    tensors: list[Compared]
+    bounds: dict[TensorName, Share | None]
+    probable: dict[TensorName, Share | None]
     heads: Heads
     precision: Precision
 
@@ -55,13 +57,14 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
     ensemble: Callable[[], Iterable[torch.Tensor]] | None = None,
     budget: Budget | None = None,
     other_lse: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    gradients: Sequence[Compared] = (),
 ) -> Judgement:
     """The verdict on what a kernel gave: the first rule that fails, and every fact.
 
-    The rules in their order: finite, empty rows, structure, the deterministic bound of out and LSE,
-    the probabilistic bound of out and LSE, precision, residual; see ``rules``. Without a failure
-    the verdict is ``inconclusive`` where the exact result is not proven far enough or no row can be
-    asked about, else ``warn`` where something is odd, else ``pass``.
+    The rules in their order: finite, empty rows, structure, the deterministic bound of out, LSE and
+    the gradients, the probabilistic bound of out and LSE, precision, residual; see ``rules``.
+    Without a failure the verdict is ``inconclusive`` where the exact result is not proven far
+    enough or no row can be asked about, else ``warn`` where something is odd, else ``pass``.
 
     Args:
         out: As the kernel gave it, ``(batch, heads, query, value_dim)``, any floating dtype.
@@ -80,6 +83,7 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
         budget: What the allowance of an element is made of; asked for once.
         other_lse: A profile in words → its allowance of LSE, ``(batch, heads, query)``, for tighter
             profiles than the one assumed; asked for where LSE is exposed.
+        gradients: Each beside the exact one, of a Problem with a backward.
 
     Raises:
         ValueError: for shapes that do not fit.
@@ -92,9 +96,10 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
     )
     emulation = ideal if tiles else None
     precision = measured(**parts, found=by_head, emulation=emulation, arithmetic=arithmetic)
+    tensors = [*both, *gradients]
     facts = _Facts(
-        both=both,
-        bounds={one.name: one.share() for one in both},
+        tensors=tensors,
+        bounds={one.name: one.share() for one in tensors},
         probable={one.name: rules.improbable_share(one, allowance) for one in both},
         heads=by_head,
         precision=precision,
@@ -103,7 +108,7 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
     status, first, others = _summary(findings)
     worst = _worst(first, facts, tiles, budget)
     wrong, compared = next(
-        (one.count() for one in both if worst and one.name == worst.tensor), (0, 0)
+        (one.count() for one in tensors if worst and one.name == worst.tensor), (0, 0)
     )
     return Judgement(
         status=status,
@@ -114,6 +119,7 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
         lse_over_bound=_size(facts.bounds.get("lse")),
         out_over_probable=_size(facts.probable["out"]),
         lse_over_probable=_size(facts.probable.get("lse")),
+        gradients_over_bound=_of_gradients(facts) if gradients else msgspec.UNSET,
         worst=worst,
         wrong=wrong,
         compared=compared,
@@ -160,14 +166,14 @@ def _findings(
     """What the rules find, in their order."""
     proven = allowance.oracle_share <= rules.PROVEN
     found = [
-        *(rules.finite(one) for one in facts.both),
-        *(rules.empty_rows(one) for one in facts.both),
+        *(rules.finite(one) for one in facts.tensors),
+        *(rules.empty_rows(one) for one in facts.tensors),
         rules.structure(structure),
         *(rules.bound(one, allowance.oracle_share) for one in facts.bounds.values()),
         *(rules.improbable(s, generic=generic, proven=proven) for s in facts.probable.values()),
         precision_rules.imprecise(facts.heads, arithmetic, generic=generic, proven=proven),
         precision_rules.residual(facts.precision, arithmetic, generic=generic),
-        rules.unknown(facts.both[0], allowance),
+        rules.unknown(facts.tensors[0], allowance),
     ]
     return rules.telling([one for of_a_rule in found for one in of_a_rule])
 
@@ -185,6 +191,12 @@ def _summary(findings: list[Finding]) -> tuple[Status, Finding | None, list[Find
 
 def _size(found: Share | None) -> float | None:
     return None if found is None else found.size
+
+
+def _of_gradients(facts: _Facts) -> dict[TensorName, float]:
+    """Largest shares of the gradients' bounds."""
+    found = {name: facts.bounds[name] for name in facts.bounds if name in GRADIENTS}
+    return {name: one.size for name, one in found.items() if one is not None}
 
 
 def _sampled(allowance: Allowance, alive: torch.Tensor) -> int:
@@ -207,14 +219,14 @@ def _worst(
             return None
         most = max(found, key=lambda one: one.size)
         tensor, where = most.tensor, most.place
-    one = next(one for one in facts.both if one.name == tensor)
-    index = (where.batch, where.head, where.query, where.dim)[: one.exact.dim()]
+    one = next(one for one in facts.tensors if one.name == tensor)
+    index = where.index(tensor)
     allowed = float(one.allowance[index])
     bounded = math.isfinite(allowed) and allowed > 0
     return Worst(
         tensor=tensor,
         at=where,
-        tile=tile(where, tiles, one.exact.shape[2]),
+        tile=tile(where, tiles, one.exact.shape[2]) if tensor in ("out", "lse", "dq") else "",
         got=float(one.got[index]),
         exact=float(one.exact[index]),
         allowance=allowed,

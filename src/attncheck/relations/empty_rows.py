@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.inputs import Inputs
+    from attncheck.judgement import TensorName
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
 
@@ -43,7 +44,7 @@ def _holds(
 
 
 def _in_rows(
-    name: str, tensor: torch.Tensor, rows: torch.Tensor, expected: float
+    name: TensorName, tensor: torch.Tensor, rows: torch.Tensor, expected: float
 ) -> Finding | None:
     found = wrong(name, torch.where(rows, tensor, expected), torch.full_like(tensor, expected))
     return found and replace(found, compared=int(rows.sum()))

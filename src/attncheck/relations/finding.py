@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from attncheck.judgement import TensorName
 
 __all__ = ["Finding", "apart", "moved", "same", "wrong"]
 
@@ -16,8 +20,8 @@ class Finding:
     """Elements that are not what they must be.
 
     Attributes:
-        tensor: ``out`` or ``lse``.
-        place: The worst element, or of bits the first: (b, h, q, d), or (b, h, q) in the LSE.
+        tensor: Which one.
+        place: The worst element, or of bits the first, in the axes of ``judgement.AXES``.
         value: What it is.
         expected: What it should be.
         allowed: How far the two may be apart; 0 where bits are compared.
@@ -25,7 +29,7 @@ class Finding:
         compared: Elements compared.
     """
 
-    tensor: str
+    tensor: TensorName
     place: tuple[int, ...]
     value: float
     expected: float
@@ -50,7 +54,7 @@ class Finding:
         return self.message
 
 
-def moved(tensor: str, value: torch.Tensor, expected: torch.Tensor) -> Finding | None:
+def moved(tensor: TensorName, value: torch.Tensor, expected: torch.Tensor) -> Finding | None:
     """Elements of which any bit differs, NaNs and the signs of zeros included.
 
     Args:
@@ -63,7 +67,7 @@ def moved(tensor: str, value: torch.Tensor, expected: torch.Tensor) -> Finding |
     return _first(tensor, value, expected, different)
 
 
-def wrong(tensor: str, value: torch.Tensor, expected: torch.Tensor) -> Finding | None:
+def wrong(tensor: TensorName, value: torch.Tensor, expected: torch.Tensor) -> Finding | None:
     """Elements that are another number, or NaN; the sign of a zero is left open.
 
     0 + (−0) is +0: a sum that starts at 0 cannot return the −0 that it was given.
@@ -72,7 +76,7 @@ def wrong(tensor: str, value: torch.Tensor, expected: torch.Tensor) -> Finding |
 
 
 def apart(
-    tensor: str, value: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor
+    tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor
 ) -> Finding | None:
     """Elements that are further apart than ``allowed``; the worst of them.
 
@@ -105,7 +109,7 @@ def apart(
 
 
 def same(
-    tensor: str, value: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | None
+    tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | None
 ) -> Finding | None:
     """``moved``, or ``apart`` where an error is allowed."""
     if allowed is None:
@@ -114,7 +118,7 @@ def same(
 
 
 def _first(
-    tensor: str, value: torch.Tensor, expected: torch.Tensor, different: torch.Tensor
+    tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, different: torch.Tensor
 ) -> Finding | None:
     places = different.nonzero()
     if not len(places):

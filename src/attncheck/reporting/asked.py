@@ -35,6 +35,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     operation: str = "attention"
     sink: bool = False
     paging: dict[str, Any] | None = None
+    backward: bool = False
+    dlse: bool = False
 
     @property
     def shape(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
+from attncheck.judgement import AXES
 from attncheck.mods.spec import Spec
 from attncheck.paging import Paging
 from attncheck.reporting import figures
@@ -99,6 +100,8 @@ def problem_line(problem: Asked) -> str:
         mods.append(str(Spec.from_json(problem.score)))
     mods += ["sink"] if problem.sink else []
     mods += [str(Paging.from_json(problem.paging))] if problem.paging else []
+    mods += ["backward"] if problem.backward else []
+    mods += ["dLSE"] if problem.dlse else []
     scale = "" if _usual_scale(problem) else f" scale {problem.scale:g}"
     said = [problem.dtype, *mods, shape, problem.distribution, f"seed {problem.seed}"]
     return " ".join(said) + scale
@@ -144,10 +147,9 @@ def _judged(record: Record) -> Iterator[str]:
 
 
 def _worst(found: Judgement, worst: Worst) -> Iterator[str]:
-    index = figures.place(worst.at).replace(",", ", ")
     tile = f" in {worst.tile}" if worst.tile else ""
-    axes = "batch, head, query, dim" if worst.at.dim >= 0 else "batch, head, query"
-    yield _fact("worst", f"{worst.tensor}[{index}] ({axes}){tile}")
+    axes = ", ".join(AXES[worst.tensor])
+    yield _fact("worst", f"{worst.tensor}[{figures.element(worst)}] ({axes}){tile}")
     yield _fact("got", f"{worst.got:.9g}")
     yield _fact("should be", f"{worst.exact:.9g}")
     yield _fact("allowed", f"{figures.scientific(worst.allowance)}{_source(found, worst)}")

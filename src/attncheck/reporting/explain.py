@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.text import Text
 
+from attncheck.judgement import AXES
 from attncheck.reporting import figures, screen
 from attncheck.reporting.asked import asked
 from attncheck.reporting.blind_spots import visible
@@ -77,9 +78,9 @@ def _worst(found: Judgement) -> Iterator[Text]:
     rests = found.status == "fail" and found.rule != "precision"
     title = "the element that shows it" if rests else "the largest error ÷ bound"
     error = abs(worst.got - worst.exact)
-    axes = "batch, head, query, dim" if worst.at.dim >= 0 else "batch, head, query"
+    axes = ", ".join(AXES[worst.tensor])
     yield Text("")
-    yield Text(f"{title}: {worst.tensor}[{_index(worst)}] ({axes})", style="bold")
+    yield Text(f"{title}: {worst.tensor}[{figures.element(worst)}] ({axes})", style="bold")
     if worst.tile:
         yield _fact("in", one_line(worst.tile))
     yield _fact("got", f"{worst.got:.9g}")
@@ -91,12 +92,8 @@ def _worst(found: Judgement) -> Iterator[Text]:
     exactly = ", bit for bit" if found.rule == "relation" and not worst.allowance else ""
     yield _fact("allowed", figures.scientific(worst.allowance) + exactly)
     if found.compared:
-        whose = "elements" if worst.tensor == "out" else "rows"
+        whose = "rows" if worst.tensor == "lse" else "elements"
         yield _fact("wrong", f"{found.wrong} of {found.compared} {whose}")
-
-
-def _index(worst: Worst) -> str:
-    return figures.place(worst.at).replace(",", ", ")
 
 
 def _budget(worst: Worst, width: int) -> Iterator[Text]:

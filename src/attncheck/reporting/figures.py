@@ -6,11 +6,12 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.judgement import Place
+    from attncheck.judgement import Place, Worst
 
 __all__ = [
     "NOTHING",
     "duration",
+    "element",
     "percent",
     "place",
     "quotient",
@@ -80,8 +81,12 @@ def place(at: Place | None) -> str:
     """``b,h,q,d``, or ``b,h,q`` of an LSE row."""
     if at is None:
         return NOTHING
-    indices = (at.batch, at.head, at.query) + ((at.dim,) if at.dim >= 0 else ())
-    return ",".join(map(str, indices))
+    return ",".join(map(str, at.index("out" if at.dim >= 0 else "lse")))
+
+
+def element(worst: Worst) -> str:
+    """Its index in its tensor: ``b, h, q, d``, or what axes that has."""
+    return ", ".join(map(str, worst.at.index(worst.tensor)))
 
 
 def superscript(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attncheck.judgement import BlindSpot, Judgement, Place, Precision, Worst
+from attncheck.outputs import GRADIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +38,9 @@ def _columns(found: Judgement | None) -> Iterator[tuple[str, Any]]:
         value = getattr(found, name, None)
         if name in _PARTS:
             yield from _part(name, _PARTS[name], value)
+        elif name == "gradients_over_bound":
+            given = value if isinstance(value, dict) else {}
+            yield from ((f"{gradient}_over_bound", given.get(gradient)) for gradient in GRADIENTS)
         elif name not in _ELSEWHERE:
             yield name, value
 

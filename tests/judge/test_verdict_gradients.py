@@ -1,0 +1,142 @@
+"""Each rule on gradients made by hand: that it fails, and that it names the element as it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from attncheck.conditions import Rows
+from attncheck.formats import DTYPES
+from attncheck.judge.allowance import Allowance, Sample
+from attncheck.judge.arithmetic import default
+from attncheck.judge.rules import Compared
+from attncheck.judge.verdict import decide
+from attncheck.judgement import AXES, Judgement, Place, TensorName
+from attncheck.outputs import GRADIENTS, Outputs
+
+HEADS, KV_HEADS, QUERY, KV, DIM = 4, 2, 3, 5, 8
+BOUND = 2.0**-6
+SHAPES: dict[TensorName, tuple[int, ...]] = {
+    "dq": (1, HEADS, QUERY, DIM),
+    "dk": (1, KV_HEADS, KV, DIM),
+    "dv": (1, KV_HEADS, KV, DIM),
+    "dsink": (HEADS,),
+}
+UNSEEN = (0, 1, 4)  # a key that no row sees
+
+
+def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[Compared]:
+    """Of a kernel that is right but for ``changes``."""
+    found = []
+    for name, shape in SHAPES.items():
+        exact = torch.arange(1.0, math.prod(shape) + 1).view(shape).double()
+        alive = torch.ones(shape[:3], dtype=torch.bool)
+        if name in ("dk", "dv"):
+            alive[UNSEEN] = False
+            exact[UNSEEN] = 0.0
+        got = exact + BOUND / 32 * (exact != 0)
+        for (changed, at), value in changes.items():
+            if changed == name:
+                got[at] = value
+        found.append(Compared.of(name, got, exact, torch.where(exact == 0, 0.0, BOUND), alive))
+    return found
+
+
+def verdict(changes: dict[Any, float] | None = None, **more: Any) -> Judgement:
+    exact = Outputs(torch.ones(1, HEADS, QUERY, DIM).double(), torch.ones(1, HEADS, QUERY).double())
+    out = torch.full_like(exact.out, BOUND)
+    lse = torch.full_like(exact.lse, BOUND)
+    sample = Sample(
+        rows=Rows(range(HEADS), torch.arange(QUERY)),
+        probable_out=out[0],
+        probable_lse=lse[0],
+        sd_out=out[0],
+        sd_lse=lse[0],
+    )
+    return decide(
+        out=exact.out,
+        lse=exact.lse,
+        truth=exact,
+        alive=torch.ones(1, HEADS, QUERY, dtype=torch.bool),
+        allowance=Allowance(out=out, lse=lse, samples=[sample]),
+        arithmetic=default(DTYPES["bf16"]),
+        generic=True,
+        blind_spot=None,
+        gradients=[] if changes is None else gradients(changes),
+        **more,
+    )
+
+
+def test_right_gradients_pass_and_their_shares_are_there() -> None:
+    found = verdict({})
+    assert (found.status, found.rule) == ("pass", "")
+    assert found.gradients_over_bound == dict.fromkeys(GRADIENTS, 1 / 32)
+
+
+def test_without_a_backward_nothing_is_said_of_gradients() -> None:
+    found = verdict()
+    assert found.gradients_over_bound is msgspec.UNSET
+    assert "gradients_over_bound" not in msgspec.to_builtins(found)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "at", "said"),
+    [
+        ("dq", (0, 3, 2, 1), "dq[0, 3, 2, 1] = "),
+        ("dk", (0, 1, 3, 7), "dk[0, 1, 3, 7] = "),
+        ("dv", (0, 0, 4, 0), "dv[0, 0, 4, 0] = "),
+        ("dsink", (2,), "dsink[2] = "),
+    ],
+)
+def test_a_gradient_beyond_its_bound_fails_at_its_element(tensor, at, said) -> None:
+    exact = next(one.exact[at] for one in gradients({}) if one.name == tensor)
+    found = verdict({(tensor, at): float(exact) + 2 * BOUND})
+    assert (found.status, found.rule) == ("fail", "bound")
+    assert found.reason.startswith(said)
+    assert found.worst.tensor == tensor
+    assert found.worst.at.index(tensor) == at
+    assert found.worst.tile == ""
+    assert found.gradients_over_bound[tensor] == 2
+    assert found.wrong == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_fails(value) -> None:
+    found = verdict({("dk", (0, 0, 1, 1)): value})
+    assert (found.status, found.rule) == ("fail", "finite")
+    assert "dk[0, 0, 1, 1]" in found.reason
+
+
+@pytest.mark.parametrize("value", [2.0**-140, math.nan])
+def test_a_key_that_no_row_sees_has_a_gradient_of_exactly_0(value) -> None:
+    found = verdict({("dv", (*UNSEEN, 2)): value})
+    assert (found.status, found.rule) == ("fail", "empty rows")
+    assert "of keys that no row sees are not exactly 0" in found.reason
+
+
+def test_the_budget_is_that_of_the_gradient() -> None:
+    asked = []
+
+    def budget(tensor: TensorName, where: Place) -> dict[str, float]:
+        asked.append((tensor, where))
+        return {"all of it": BOUND}
+
+    found = verdict({("dk", (0, 1, 0, 0)): 0.0}, budget=budget)
+    assert asked == [("dk", Place(batch=0, head=1, query=0, dim=0))]
+    assert found.worst.budget == {"all of it": BOUND}
+
+
+def test_only_a_query_lies_in_a_query_tile() -> None:
+    assert verdict({("dq", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile.startswith("query tile 1")
+    assert verdict({("dk", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile == ""
+
+
+@pytest.mark.parametrize("tensor", AXES)
+def test_a_place_is_an_index_and_back(tensor) -> None:
+    index = (0, 3, 2, 1)[-len(AXES[tensor]) :] if tensor == "dsink" else (0, 3, 2, 1)
+    index = index[: len(AXES[tensor])]
+    assert Place.of(index).index(tensor) == index
