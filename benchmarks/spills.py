@@ -1,12 +1,14 @@
-"""Registers, spilled bytes and shared memory of our forwards, compiled for Hopper without a GPU.
+"""Registers, spilled bytes and shared memory of our kernels, compiled for Hopper without a GPU.
 
     python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
 One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/flash.py``,
-which were chosen by it. Spilled bytes are ptxas's stack a thread, with this triton's ptxas.
+which were chosen by it; flash2-dq and flash2-dkdv are FlashAttention-2's backward. Spilled bytes
+are ptxas's stack a thread, with this triton's ptxas.
 FlashAttention-2 walks over a list of tiles under a mask; there are three more kinds of it, without
 such a list, with pages, and as it is launched again where values are not finite; and in fp8 two
-more: V stored transposed, and the tensor core's own accumulator. The last columns count tensor-core
+more: V stored transposed, and the tensor core's own accumulator. dQ is launched again like the
+forward, and dK and dV may be asked to add it up (atomic). The last columns count tensor-core
 instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32 additions, by which fp8
 products get out of the tensor core's accumulator.
 """
@@ -14,7 +16,6 @@ products get out of the tensor core's accumulator.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import subprocess
@@ -32,20 +33,27 @@ from triton.compiler import ASTSource
 
 from attncheck.formats import DTYPES
 from attncheck.kernels import flash1_forward, flash2_forward
+from attncheck.kernels.gradients_by_keys import by_keys_kernel
+from attncheck.kernels.gradients_by_rows import by_rows_kernel
 from attncheck.kernels.launch import block_dim
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import TritonMod, to_triton
 from attncheck.problem import Problem
-from attncheck.subjects.traced import traced_mask, traced_score
+from attncheck.subjects.flash1 import Flash1
+from attncheck.subjects.flash2 import Flash2, Flash2FastAccumulation
+from attncheck.subjects.traced import traced_mask, traced_score, traced_slope
 
 STORED = {"fp32": "*fp32", "tf32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
 STORED |= {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 CAPTURED = {torch.int32: "*i32", torch.float32: "*fp32"}
 KERNELS = {
-    "flash2": (flash2_forward._forward, "Flash2"),
-    "flash1": (flash1_forward._step, "Flash1"),
+    "flash2": flash2_forward._forward,
+    "flash1": flash1_forward._step,
+    "flash2-dq": by_rows_kernel,
+    "flash2-dkdv": by_keys_kernel,
 }
+BACKWARD = ("flash2-dq", "flash2-dkdv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,7 @@ class Kind:
     sink: bool = False
     transposed: bool = False
     fast: bool = False
+    atomic: bool = False
 
 
 CAUSAL = {"mask": Spec.of("causal")}
@@ -72,6 +81,7 @@ KINDS = {
     "softcap": Kind(mods={"score": Spec.of("softcap", cap=20.0)}),
     "vt": Kind(transposed=True),
     "fastacc": Kind(fast=True),
+    "atomic": Kind(mods=CAUSAL, atomic=True),
 }
 
 
@@ -89,8 +99,9 @@ def types_of(mod: TritonMod) -> tuple[str, ...]:
 
 def launch_of(name: str, problem: Problem, kind: Kind) -> Any:
     """How the subject launches it on a GPU."""
-    module, subject = importlib.import_module(f"attncheck.subjects.{name}"), KERNELS[name][1]
-    made = getattr(module, "Flash2FastAccumulation" if kind.fast else subject)()
+    if name in BACKWARD:
+        return Flash2().gradient_launches(problem, "cuda")[BACKWARD.index(name)]
+    made = Flash1() if name == "flash1" else Flash2FastAccumulation() if kind.fast else Flash2()
     return made.launch(problem, "cuda")
 
 
@@ -101,15 +112,17 @@ def listed(problem: Problem, kind: Kind) -> bool:
 
 def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[str, int]]:
     """The kernel as it is launched for contiguous tensors, and its launch options."""
-    kernel = KERNELS[name][0]
+    kernel = KERNELS[name]
     chosen = launch_of(name, problem, kind)
     identity = "score" not in kind.mods
     mask = to_triton(traced_mask(problem, "cpu"))
     score = mask if identity else to_triton(traced_score(problem, "cpu"))
+    slope = mask if identity else to_triton(traced_slope(problem, "cpu"))
     scaled = problem.formats.scaled
     dim = block_dim(problem.head_dim, problem.formats.storage.torch_dtype)
     constants: dict[str, Any] = {
-        "MASK": mask.function, "SCORE": score.function, "IDENTITY": identity,
+        "MASK": mask.function, "SCORE": score.function, "SLOPE": slope.function,
+        "IDENTITY": identity, "ATOMIC": kind.atomic,
         "CAUSAL": chosen.causal, "FREE": chosen.free, "CAREFUL": kind.careful,
         "SINK": kind.sink, "PAGE": kind.page,
         "LISTED": listed(problem, kind), "BLOCK_Q": chosen.block_query,
@@ -123,10 +136,14 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
         del constants["v_col"]
         constants["v_row"] = 1
     constants = {name: value for name, value in constants.items() if name in names}
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), STORED[problem.dtype])
+    like_inputs = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+    types = dict.fromkeys(like_inputs, STORED[problem.dtype])
     types["out_ptr"] = STORED[problem.formats.output.name]
-    types |= dict.fromkeys(("lse_ptr", "state_ptr", "total_ptr", "m_ptr"), "*fp32")
-    types |= {"factor": "fp32", "again_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
+    in_fp32 = ("lse_ptr", "state_ptr", "total_ptr", "m_ptr", "delta_ptr")
+    types |= dict.fromkeys(in_fp32, "*fp32")
+    types |= {"factor": "fp32", "scale": "fp32", "again_ptr": "*i32"} | dict.fromkeys(
+        constants, "constexpr"
+    )
     types |= {
         "descale": ("*fp32",) * 3 if scaled else (),
         "sink": ("*fp32",) if kind.sink else (),
@@ -134,6 +151,8 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
         "pages": ("*i32", "i32") if kind.page else (),
         "mask_captured": types_of(mask),
         "score_captured": () if identity else types_of(score),
+        "slope_captured": () if identity else types_of(slope),
+        "dq": ("*fp32",) if kind.atomic else (),
     }
     signature = {name: types.get(name, "i32") for name in names}
     divisible = [i for i, kind in enumerate(signature.values()) if kind == "i32" or "*" in kind]
@@ -179,7 +198,7 @@ def main() -> None:
     parser.add_argument("--kind", nargs="*", default=list(KINDS), choices=list(KINDS))
     asked = parser.parse_args()
     print(f"triton {triton.__version__}, sm_90")
-    print("kernel dtype head_dim kind               tile registers  spilled   shared", end="")
+    print("kernel      dtype head_dim kind               tile registers  spilled   shared", end="")
     print("  HGMMA  QGMMA   FADD")
     for name in asked.kernel:
         for dtype in asked.dtype:
@@ -190,11 +209,17 @@ def main() -> None:
                         heads=16, query=4096, head_dim=dim, dtype=dtype, **KINDS[k].mods
                     )
                     line = usage(name, problem, KINDS[k])
-                    print(f"{name:<6} {dtype:<5} {dim:>8} {k:<8} {line}", flush=True)
+                    print(f"{name:<11} {dtype:<5} {dim:>8} {k:<8} {line}", flush=True)
 
 
 def concerned(kind: Kind, name: str, dtype: str) -> bool:
     """Whether there is such a call: five kinds are FlashAttention-2's, two of them in fp8 alone."""
+    if kind.atomic:
+        return name == "flash2-dkdv" and not DTYPES[dtype].scaled
+    if name in BACKWARD and (kind.page or DTYPES[dtype].scaled):
+        return False
+    if name in BACKWARD and (kind.dense or kind.careful):
+        return kind.dense or name == "flash2-dq"
     if kind.transposed or kind.fast:
         return name == "flash2" and DTYPES[dtype].scaled
     return not (kind.dense or kind.careful or kind.page) or name == "flash2"

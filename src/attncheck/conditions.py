@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Conditions", "Rows", "ScoreModError"]
+__all__ = ["Conditions", "GradientConditions", "Rows", "ScoreModError"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +67,34 @@ class Conditions:
     given_scores: bool = False
     has_score_mod: bool = False
     has_sink: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GradientConditions:
+    """What a bound of gradients has to know of some rows besides, exactly; float64.
+
+    As in Conditions a sink is the last key; its value product is 0 and its slope 1.
+
+    Attributes:
+        known: Of the forward; with every key of the problem.
+        dout: The loss's gradient with respect to out, ``(heads, rows, value_dim)``.
+        dlse: With respect to LSE, ``(heads, rows)``; 0 in rows that see no key.
+        delta: ``Σ dout · out``, ``(heads, rows)``; 0 in rows that see no key.
+        value_products: ``dout · v``, ``(heads, rows, kv)``.
+        slope: The score mod's derivative at the products, ``(heads, rows, kv)``; 0 where not seen.
+        dx: Gradient with respect to the products, ``P (value_products − delta + dlse) slope``,
+            ``(heads, rows, kv)``; 0 where not seen.
+        dq: Gradient with respect to q, ``(heads, rows, head_dim)``.
+    """
+
+    known: Conditions
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    delta: torch.Tensor
+    value_products: torch.Tensor
+    slope: torch.Tensor
+    dx: torch.Tensor
+    dq: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -6,33 +6,20 @@ from typing import Literal
 
 import msgspec
 
+from attncheck.tensor_names import AXES, TensorName
+
 __all__ = [
-    "AXES",
     "BlindSpot",
     "Judgement",
     "Place",
     "Precision",
     "Rule",
     "Status",
-    "TensorName",
     "Worst",
 ]
 
 Status = Literal["pass", "warn", "inconclusive", "fail"]
 """``warn``: something is odd, and no proof of a fault. ``inconclusive``: the judge cannot tell."""
-
-TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink"]
-"""What is compared of a kernel."""
-
-AXES: dict[TensorName, tuple[str, ...]] = {
-    "out": ("batch", "head", "query", "dim"),
-    "lse": ("batch", "head", "query"),
-    "dq": ("batch", "head", "query", "dim"),
-    "dk": ("batch", "key head", "key", "dim"),
-    "dv": ("batch", "key head", "key", "dim"),
-    "dsink": ("head",),
-}
-"""The axes of each."""
 
 Rule = Literal[
     "", "finite", "empty rows", "structure", "bound", "improbable", "precision", "relation"

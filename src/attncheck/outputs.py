@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from attncheck.tensor_names import AXES, GRADIENTS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GRADIENTS", "Outputs"]
+    from attncheck.tensor_names import TensorName
 
-GRADIENTS = ("dq", "dk", "dv", "dsink")
-"""Names of the gradients."""
+__all__ = ["Outputs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,11 +38,11 @@ class Outputs:
     dv: torch.Tensor | None = None
     dsink: torch.Tensor | None = None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[TensorName, torch.Tensor]:
         """What there is of it, by name, in the order above."""
-        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        named: dict[TensorName, torch.Tensor | None] = {name: getattr(self, name) for name in AXES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> dict[TensorName, torch.Tensor]:
         """The gradients among them."""
         return {name: one for name, one in self.tensors().items() if name in GRADIENTS}

@@ -15,8 +15,9 @@ from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.arithmetic import default
 from attncheck.judge.rules import Compared
 from attncheck.judge.verdict import decide
-from attncheck.judgement import AXES, Judgement, Place, TensorName
-from attncheck.outputs import GRADIENTS, Outputs
+from attncheck.judgement import Judgement, Place
+from attncheck.outputs import Outputs
+from attncheck.tensor_names import AXES, GRADIENTS, TensorName
 
 HEADS, KV_HEADS, QUERY, KV, DIM = 4, 2, 3, 5, 8
 BOUND = 2.0**-6

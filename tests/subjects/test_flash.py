@@ -264,13 +264,13 @@ def test_the_largest_finite_scores(kernel, dtype, right, exact, planted, tmp_pat
 
 def plant_log2_units(kernel, planted, tmp_path, monkeypatch):
     if kernel is Ideal:
-        of_tile = ideal_attention._Pass._scores
+        of_tile = ideal_attention.Pass.modified
 
         def scores(*arguments):
             s = of_tile(*arguments)
             return s * math.log2(math.e) * math.log(2.0) if arguments[0].score else s
 
-        monkeypatch.setattr(ideal_attention._Pass, "_scores", scores)
+        monkeypatch.setattr(ideal_attention.Pass, "modified", scores)
         return
     mod = "SCORE(s, b, h, rows[:, None], keys[None, :], captured)"
     there_and_back = f"{mod} * 1.4426950408889634 * 0.6931471805599453"

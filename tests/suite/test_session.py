@@ -11,6 +11,7 @@ from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import asks
 from attncheck.suite.kernels import Kernel
+from attncheck.suite.kinds import Kind
 from attncheck.suite.marks import MARK, SOFTMAX
 from attncheck.suite.options import Options
 from attncheck.suite.samples import NOT_CONCERNED, refusal, samples
@@ -140,10 +141,10 @@ def test_properties_of_pages_are_asked_of_kernels_of_pages() -> None:
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
 def test_every_family_has_samples_in_pages(family: str) -> None:
-    assert all(each.paging for each in samples(family, "bf16", paged=True))
-    assert not refusal(OfPages(), family, "bf16", "cpu", paged=True)
+    assert all(each.paging for each in samples(family, "bf16", Kind(paged=True)))
+    assert not refusal(OfPages(), family, "bf16", "cpu", Kind(paged=True))
     assert refusal(OfPages(), family, "bf16", "cpu") == NOT_CONCERNED
 
 
 def test_a_softmax_has_no_pages() -> None:
-    assert not samples(SOFTMAX, "bf16", paged=True)
+    assert not samples(SOFTMAX, "bf16", Kind(paged=True))

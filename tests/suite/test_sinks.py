@@ -10,6 +10,7 @@ import pytest
 
 from attncheck.subjects.conventions import adopted
 from attncheck.subjects.ideal import Ideal
+from attncheck.suite.kinds import Kind
 from attncheck.suite.marks import MARK
 from attncheck.suite.samples import NOT_CONCERNED, refusal, samples
 
@@ -43,14 +44,14 @@ def test_every_property_of_sinks_says_so():
 
 @pytest.mark.parametrize("family", ["full", "causal", "padding"])
 def test_samples_have_a_sink(family):
-    assert all(problem.sink for problem in samples(family, "bf16", with_sink=True))
+    assert all(problem.sink for problem in samples(family, "bf16", Kind(sink=True)))
     assert not any(problem.sink for problem in samples(family, "bf16"))
-    assert not samples("softmax", "bf16", with_sink=True)
+    assert not samples("softmax", "bf16", Kind(sink=True))
 
 
 def test_kernels_without_sinks_are_not_concerned():
     for subject, takes in ((adopted(plain, "plain"), False), (adopted(with_sinks, "with"), True)):
-        said = refusal(subject, "causal", "bf16", "cpu", with_sink=True)
+        said = refusal(subject, "causal", "bf16", "cpu", Kind(sink=True))
         assert said == ("" if takes else NOT_CONCERNED)
         assert not refusal(subject, "causal", "bf16", "cpu")
-    assert not refusal(Ideal(), "causal", "bf16", "cpu", with_sink=True)
+    assert not refusal(Ideal(), "causal", "bf16", "cpu", Kind(sink=True))

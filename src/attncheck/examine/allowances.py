@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attncheck.judgement import Place
     from attncheck.mods.running_error import RunningError
 
-__all__ = ["allowance", "budget", "certain", "row_bounds"]
+__all__ = ["allowance", "budget", "certain", "mod_error", "on_keys", "row_bounds"]
 
 
 def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
@@ -107,7 +107,7 @@ class _Judged:
         scores = score_error(known, arithmetic)
         if not known.has_score_mod:
             return cls(arithmetic, known, scores, None)
-        mod = _mod_error(evidence, arithmetic, known, scores)
+        mod = mod_error(evidence, arithmetic, known, scores)
         if scores.bias is not None or rounds_operands(arithmetic):
             mod = replace(mod, falls=slopes(evidence.inputs, known) < 0)
         return cls(arithmetic, known, scores, mod)
@@ -150,7 +150,7 @@ class _Judged:
         )
 
 
-def _mod_error(
+def mod_error(
     evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
     """The score mod's errors at every pair that the mask shows, and none where it hides one."""
@@ -172,10 +172,18 @@ def _mod_error(
 def _at(
     analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
+    found = on_keys(analysis, evidence, known, scores)
+    return _with_sink(found, scores) if known.has_sink else found
+
+
+def on_keys(
+    analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
+) -> ScoreModError:
+    """The errors of an expression of the scores at every pair, ``(heads, rows, kv)``, sinks not."""
     problem, rows = evidence.case.problem, known.rows
     device = known.products.device
     heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)[:, None, None]
-    found = analysis.at(
+    return analysis.at(
         known.products[..., : problem.kv],
         scores.radius[..., : problem.kv],
         heads // problem.heads,
@@ -183,7 +191,6 @@ def _at(
         rows.query[None, :, None],
         torch.arange(problem.kv, device=device)[None, None, :],
     )
-    return _with_sink(found, scores) if known.has_sink else found
 
 
 def _with_sink(mod: ScoreModError, scores: ScoreError) -> ScoreModError:

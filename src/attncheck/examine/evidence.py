@@ -85,7 +85,7 @@ class Evidence:
 
     @cached_property
     def truth(self) -> Outputs:
-        """The exact result in float64: out and LSE."""
+        """The exact result in float64: out and LSE, and gradients of a backward."""
         return oracles.truth(self.inputs)
 
     @cached_property
@@ -97,7 +97,7 @@ class Evidence:
         """
         if self._probes:
             return 0.0
-        drawn = oracles.truth(self._originals).out
+        drawn = oracles.truth(self._originals.forward()).out
         return errors(self.truth.out, drawn, self.alive[..., None]).rmse
 
     @cached_property
@@ -156,17 +156,11 @@ class Evidence:
 
     def running_error(self, arithmetic: Arithmetic) -> RunningError | None:
         """The analysis of the score mod in this arithmetic; None where it cannot be traced."""
-        from attncheck.mods.running_error import RunningError
-        from attncheck.mods.to_interval import KERNEL_FP32, TORCH_FP64
+        return _analysis(self._traced_score, arithmetic)
 
-        if self._traced_score is None:
-            return None
-        fp64 = arithmetic.computes.name == "fp64"
-        return RunningError(
-            self._traced_score,
-            arithmetic.tanh_error,
-            arithmetic=TORCH_FP64 if fp64 else KERNEL_FP32,
-        )
+    def slope_error(self, arithmetic: Arithmetic) -> RunningError | None:
+        """The same of the score mod's derivative."""
+        return _analysis(self._traced_slope, arithmetic)
 
     @cached_property
     def _traced_score(self) -> Expression | None:
@@ -174,6 +168,15 @@ class Evidence:
 
         try:
             return traced_score(self.case.problem, self.device)
+        except TraceError:
+            return None
+
+    @cached_property
+    def _traced_slope(self) -> Expression | None:
+        from attncheck.mods.derivative import derivative
+
+        try:
+            return derivative(self.case.problem.score_mod(self.device), self.device)
         except TraceError:
             return None
 
@@ -188,7 +191,7 @@ class Evidence:
         asked = tiling, truncates
         if asked not in self._ideals:
             kernel = Ideal(tiling, tf32="truncate") if truncates else Ideal(tiling)
-            self._ideals[asked] = kernel.run(self.inputs)
+            self._ideals[asked] = kernel.run(self.inputs.forward())
         return self._ideals[asked]
 
     def ensemble(self, *, truncates: bool = False) -> Iterator[Outputs]:
@@ -203,6 +206,19 @@ class Evidence:
             rmse = errors(out, self.truth.out, self.alive[..., None]).rmse
             self._ideal_rmse[tiling] = rmse
         return self._ideal_rmse[tiling]
+
+
+def _analysis(expression: Expression | None, arithmetic: Arithmetic) -> RunningError | None:
+    """The analysis of what a kernel of this arithmetic evaluates; None of what is not traced."""
+    from attncheck.mods.running_error import RunningError
+    from attncheck.mods.to_interval import KERNEL_FP32, TORCH_FP64
+
+    if expression is None:
+        return None
+    fp64 = arithmetic.computes.name == "fp64"
+    return RunningError(
+        expression, arithmetic.tanh_error, arithmetic=TORCH_FP64 if fp64 else KERNEL_FP32
+    )
 
 
 def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict
 
 from attncheck.examine.allowances import budget
+from attncheck.examine.gradient_allowances import gradient_allowance
 from attncheck.judge.arithmetic import FP32
 from attncheck.judge.verdict import decide
 from attncheck.subjects.ideal import Ideal
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from attncheck.examine.evidence import Evidence
     from attncheck.examine.executor import Execution
     from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.judgement import BlindSpot, Judgement, Place, TensorName
+    from attncheck.judgement import BlindSpot, Judgement, Place
     from attncheck.subjects.contract import Tiling
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["judged"]
 
@@ -64,9 +66,16 @@ def _decided(
 ) -> Judgement:
     outputs, arithmetic, tiling = result.outputs, result.arithmetic, result.tiling
 
+    gradients = (
+        gradient_allowance(evidence, arithmetic, outputs)
+        if evidence.case.problem.backward
+        else None
+    )
+
     def parts(tensor: TensorName, place: Place) -> dict[str, float]:
-        del tensor  # dim −1 says it
-        return budget(evidence, arithmetic, place)
+        if gradients is not None and tensor in gradients.bounds:
+            return gradients.budget(tensor, place)
+        return budget(evidence, arithmetic, place)  # dim −1 says which
 
     return decide(
         out=outputs.out,
@@ -81,6 +90,7 @@ def _decided(
         structure=structure,
         budget=parts if budgeted else None,
         other_lse=(lambda: _tighter(evidence, arithmetic)) if budgeted else None,
+        gradients=() if gradients is None else gradients.compared(outputs, evidence),
         **(_ideals(evidence, arithmetic, tiling) if ideal else {}),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -10,6 +11,7 @@ from attncheck import inputs as inputs_room
 from attncheck.examine.allowances import certain
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Executor, Failure, InProcess
+from attncheck.examine.gradient_allowances import gradient_allowance
 from attncheck.examine.recorded import asked
 from attncheck.judge.sentences import tile
 from attncheck.judgement import Judgement, Place, Worst
@@ -193,7 +195,11 @@ def _errors(asked_runs: Sequence[Inputs], done: Sequence[Execution], device: str
     allowed = []
     for inputs, result in zip(asked_runs, done, strict=True):
         evidence = Evidence(Case(problem=inputs.problem), device, inputs)
-        allowed.append(certain(evidence, result.arithmetic))
+        bounds = certain(evidence, result.arithmetic)
+        if inputs.problem.backward:
+            found = gradient_allowance(evidence, result.arithmetic, result.outputs)
+            bounds = dataclasses.replace(bounds, **found.bounds)
+        allowed.append(bounds)
     return allowed
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["FP32", "FP64_ORACLE", "HOPPER_FP8", "Accumulator", "Arithmetic", "default"]
 
 
+_MAY_BE_NONE = "rounds_value_products"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
     """The profile of a kernel.
@@ -35,6 +38,10 @@ class Arithmetic:
             FlashAttention-1, also where the row sees nothing of the tile.
         scaled_query: Format to which a kernel rounds scale · q before the product; None where it
             does not.
+        rounds_value_products: Format to which a backward that is not fused rounds dO · v before
+            Σ dO · O is taken off; None where it stays as it was computed.
+        sums_rounded_heads: Whether a backward rounds the gradients of k and v to the output format
+            for each query head, and adds those that share a key head afterwards.
         exp2_ulps: Largest error of its exp2, in units in the last place of ``computes``.
         tanh_error: Largest relative error of its tanh (2^-11 of tanh.approx).
         block_kv: Fewest keys of a step; the least that is usual where it is not known.
@@ -60,6 +67,8 @@ class Arithmetic:
     normalised_weights: bool = False
     divides_each_step: bool = False
     scaled_query: Format | None = None
+    rounds_value_products: Format | None = None
+    sums_rounded_heads: bool = False
     exp2_ulps: float = 2.0
     tanh_error: float = 2.0**-11
     block_kv: int = 16
@@ -79,9 +88,10 @@ class Arithmetic:
 
     def _check_numbers(self) -> None:
         """Declared by users: what is no format or no such number is said at once."""
-        for name in ("products", "weights", "output", "computes"):
-            if not isinstance(getattr(self, name), Format):
-                raise TypeError(f"{name}={getattr(self, name)!r} is no attncheck.formats.Format.")
+        for name in ("products", "weights", "output", "computes", "rounds_value_products"):
+            given = getattr(self, name)
+            if not isinstance(given, Format) and (name != _MAY_BE_NONE or given is not None):
+                raise TypeError(f"{name}={given!r} is no attncheck.formats.Format.")
         for name in ("scores", "values"):
             if not isinstance(getattr(self, name), Accumulator):
                 raise TypeError(f"{name}={getattr(self, name)!r} is no Accumulator.")
@@ -113,6 +123,23 @@ class Arithmetic:
             return 0.0
         return self._unit_of(self.weights)
 
+    @property
+    def score_gradients(self) -> Format:
+        """Format in which the products of a backward read the scores' gradients: the coarser."""
+        return min(self.products, self.weights, key=lambda fmt: fmt.significand)
+
+    @property
+    def score_gradients_error(self) -> float:
+        """Largest relative error of rounding a normal one to it; 0 where it stays as computed."""
+        if self.score_gradients.significand >= self.computes.significand:
+            return 0.0
+        return self._unit_of(self.score_gradients)
+
+    @property
+    def fused(self) -> bool:
+        """Whether a backward recomputes P and its gradient tile by tile, and stores neither."""
+        return not self.normalised_weights and self.rounds_value_products is None
+
     def _unit_of(self, fmt: Format) -> float:
         return fmt.unit_roundoff * (2 if self.truncates and fmt.name == "tf32" else 1)
 
@@ -137,6 +164,10 @@ class Arithmetic:
             "P divided before it is rounded" if self.normalised_weights else "",
             "O divided after every tile" if self.divides_each_step else "",
             f"scale · q rounded to {self.scaled_query.name}" if self.scaled_query else "",
+            f"dO · v rounded to {self.rounds_value_products.name}"
+            if self.rounds_value_products
+            else "",
+            "gradients rounded for each query head" if self.sums_rounded_heads else "",
             f"exp2 within {self.exp2_ulps:g} ulp",
             f"up to {self.splits} parts merged" if self.splits > 1 else "",
             f"out in {self.output.name}",

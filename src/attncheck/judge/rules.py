@@ -17,7 +17,8 @@ from attncheck.judge.shares import Share, at, largest, of_rows, place, share, sh
 
 if TYPE_CHECKING:
     from attncheck.judge.allowance import Allowance
-    from attncheck.judgement import Place, Rule, TensorName
+    from attncheck.judgement import Place, Rule
+    from attncheck.tensor_names import TensorName
 
 __all__ = [
     "PROVEN",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncheck.judge.shares import Share
-    from attncheck.judgement import Place, TensorName
+    from attncheck.judgement import Place
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["beyond", "element", "number", "tile", "times"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from attncheck.conditions import Rows
-    from attncheck.judgement import TensorName
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["Share", "at", "largest", "of_rows", "place", "share", "shares"]
 

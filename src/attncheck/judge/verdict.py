@@ -15,15 +15,16 @@ from attncheck.judge.rules import Compared, Finding
 from attncheck.judge.sentences import tile
 from attncheck.judge.shares import Share, at, shares
 from attncheck.judgement import Judgement, Place, Worst
-from attncheck.outputs import GRADIENTS
+from attncheck.tensor_names import GRADIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.judgement import BlindSpot, Precision, Status, TensorName
+    from attncheck.judgement import BlindSpot, Precision, Status
     from attncheck.outputs import Outputs
+    from attncheck.tensor_names import TensorName
 
     Budget = Callable[[TensorName, Place], dict[str, float]]
 

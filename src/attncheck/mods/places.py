@@ -17,7 +17,7 @@ __all__ = ["calling_place", "described", "failed_at"]
 
 # Frames of torch and of the modules that watch the mod are not the mod's.
 _HERE = Path(__file__).parent
-_WATCHING = ("agreement", "expression", "places", "recording", "trace")
+_WATCHING = ("agreement", "derivative", "expression", "places", "recording", "trace")
 _NOT_THE_MOD = (
     str(Path(torch.__file__).parent),
     *(str(_HERE / f"{name}.py") for name in _WATCHING),

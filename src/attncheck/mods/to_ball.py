@@ -17,6 +17,7 @@ from attncheck.arb import NOTHING_KNOWN, balls_of, each_ball, hull, working_prec
 from attncheck.errors import ProblemError
 from attncheck.mods import enclosures
 from attncheck.mods.ball_operations import COMPARE, REAL, toward_zero
+from attncheck.mods.derivative import derivative
 from attncheck.mods.enclosures import LOGIC, Truth, Whole, compared, every, on_whole, two
 from attncheck.mods.trace import trace_score
 from attncheck.mods.whole_numbers import as_array, cast
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import ScoreMod
     from attncheck.mods.whole_numbers import Values
 
-__all__ = ["evaluator", "to_ball"]
+__all__ = ["evaluator", "slope_evaluator", "to_ball"]
 
 
 def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
@@ -71,6 +72,13 @@ def evaluator(score_mod: ScoreMod, bits: int, device: str = "cpu") -> Callable[.
         TraceError: for a score mod that cannot be traced.
     """
     return to_ball(trace_score(score_mod, device), bits)
+
+
+def slope_evaluator(
+    score_mod: ScoreMod, bits: int, device: str = "cpu"
+) -> Callable[..., BallArray]:
+    """The same of the score mod's derivative."""
+    return to_ball(derivative(score_mod, device), bits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

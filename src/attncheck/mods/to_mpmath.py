@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attncheck.mods.derivative import derivative
 from attncheck.mods.trace import trace_score
 from attncheck.mods.whole_numbers import WHOLE, Values, as_array, cast
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression, Node
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = ["evaluator", "to_mpmath"]
+__all__ = ["evaluator", "slope_evaluator", "to_mpmath"]
 
 
 def to_mpmath(expression: Expression, context: Any) -> Callable[..., Values]:
@@ -79,6 +80,13 @@ def evaluator(score_mod: ScoreMod, context: Any, device: str = "cpu") -> Callabl
         TraceError: for a score mod that cannot be traced.
     """
     return to_mpmath(trace_score(score_mod, device), context)
+
+
+def slope_evaluator(
+    score_mod: ScoreMod, context: Any, device: str = "cpu"
+) -> Callable[..., Values]:
+    """The same of the score mod's derivative."""
+    return to_mpmath(derivative(score_mod, device), context)
 
 
 class Reals:

@@ -4,12 +4,14 @@ Each takes Inputs and gives Outputs in float64: out ``(batch, heads, query, valu
 ``(batch, heads, query, kv)``) and the natural-log LSE ``(batch, heads, query)``; rows that attend
 to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``numbers.Float64``; over
 ``numbers.Mp`` the same recurrences give as many digits as are asked for.
+``backward`` has their gradients, of Inputs with a loss.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from attncheck.oracles.backward import dense_backward, flash2_backward, streaming_backward
 from attncheck.oracles.dense import dense_attention, dense_softmax
 from attncheck.oracles.flash1 import flash1_forward
 from attncheck.oracles.flash2 import flash2_forward
@@ -24,11 +26,13 @@ if TYPE_CHECKING:
 
     from attncheck.inputs import Inputs
     from attncheck.oracles.numbers.protocol import Array, Numbers
-    from attncheck.oracles.result import Recurrence, Result
+    from attncheck.oracles.result import Backward, Gradients, Recurrence, Result
     from attncheck.oracles.softmax import Softmax
     from attncheck.outputs import Outputs
 
 __all__ = [
+    "BACKWARDS",
+    "BACKWARD_RECURRENCES",
     "MAY_OVERFLOW",
     "ORACLES",
     "RECURRENCES",
@@ -67,6 +71,10 @@ def _split(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
     return split_forward(numbers, inputs, splits=_SPLITS)
 
 
+def _flash2_backward(numbers: Numbers[A], inputs: Inputs, /) -> Gradients[A]:
+    return flash2_backward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK)
+
+
 def _attention_by(softmax: Softmax) -> Recurrence:
     def attention(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
         return dense_attention(numbers, inputs, softmax)
@@ -81,7 +89,7 @@ def _softmax_by(softmax: Softmax) -> Recurrence:
     return rows
 
 
-def _in_float64(recurrence: Recurrence) -> Callable[[Inputs], Outputs]:
+def _in_float64(recurrence: Recurrence | Backward) -> Callable[[Inputs], Outputs]:
     def oracle(inputs: Inputs) -> Outputs:
         numbers = Float64(inputs.device)
         return recurrence(numbers, inputs).rounded(numbers)
@@ -107,6 +115,18 @@ ORACLES: dict[str, Callable[[Inputs], Outputs]] = {
     "streaming": streaming,
 }
 """Attention in float64, by name."""
+
+BACKWARD_RECURRENCES: dict[str, Backward] = {
+    "dense": dense_backward,
+    "flash2": _flash2_backward,
+}
+"""Gradients in any number system, by name."""
+
+BACKWARDS: dict[str, Callable[[Inputs], Outputs]] = {
+    **{name: _in_float64(backward) for name, backward in BACKWARD_RECURRENCES.items()},
+    "streaming": streaming_backward,
+}
+"""Gradients in float64, with out and LSE, by name."""
 
 SOFTMAXES: dict[str, Callable[[Inputs], Outputs]] = {
     name: _in_float64(recurrence) for name, recurrence in SOFTMAX_RECURRENCES.items()
@@ -142,6 +162,9 @@ def split(inputs: Inputs, *, splits: int) -> Outputs:
 def truth(inputs: Inputs) -> Outputs:
     """What a kernel is compared with, for either operation, at any size, on the inputs' device.
 
-    Attention: ``streaming``, in O(query + kv) memory. Softmax: the safe one, some rows at a time.
+    Attention: ``streaming``, in O(query + kv) memory, and where the Problem has a backward its
+    gradients too. Softmax: the safe one, some rows at a time.
     """
-    return softmax_by_rows(inputs) if inputs.problem.operation == "softmax" else streaming(inputs)
+    if inputs.problem.operation == "softmax":
+        return softmax_by_rows(inputs)
+    return streaming_backward(inputs) if inputs.problem.backward else streaming(inputs)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
 
-__all__ = ["blocks", "conditions", "is_whole", "sampled", "shown", "slopes"]
+__all__ = ["blocks", "conditions", "is_whole", "places", "sampled", "shown", "slopes"]
 
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
 # 2.7 GB on a GPU.
@@ -98,7 +98,7 @@ def shown(problem: Problem, rows: Rows) -> Tensor:
         return torch.ones(shape, dtype=torch.bool, device=rows.query.device)
     mask = problem.mask_mod(str(rows.query.device))
     found = torch.empty(shape, dtype=torch.bool, device=rows.query.device)
-    for part, at in _indices(problem, rows):
+    for part, at in places(problem, rows):
         found[part] = visible(mask, at)[0]
     return torch.nn.functional.pad(found, (0, 1), value=True) if problem.sink else found
 
@@ -192,7 +192,7 @@ def _pieces(problem: Problem, query: Tensor) -> Iterator[Rows]:
             yield Rows(heads, query[first : first + step])
 
 
-def _indices(problem: Problem, rows: Rows) -> Iterator[tuple[slice, Indices]]:
+def places(problem: Problem, rows: Rows) -> Iterator[tuple[slice, Indices]]:
     """Where the rows lie, one sequence at a time: which of the heads here, and their indices."""
     device, first = rows.query.device, rows.heads.start
     for b in range(first // problem.heads, (rows.heads.stop - 1) // problem.heads + 1):
@@ -228,7 +228,7 @@ def _scored(inputs: Inputs, products: Tensor, rows: Rows) -> Tensor:
     """Scores of the rows, by the original score mod."""
     mod = inputs.problem.score_mod(str(inputs.device))
     scores = torch.empty_like(products)
-    for part, at in _indices(inputs.problem, rows):
+    for part, at in places(inputs.problem, rows):
         # A copy goes in: a score mod may write to what it is given.
         scores[part] = scored(mod, products[part][None].clone(), at)[0]
     return scores

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = ["Indices", "is_identity", "scored", "visible"]
+__all__ = ["Indices", "is_identity", "scored", "scored_with_slope", "slope", "visible"]
 
 # What torch and Python raise when a callable was written for 0-d indices only.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
@@ -93,7 +93,49 @@ def scored(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
         axes = (axis.flatten() for axis in indices.axes)
         return _over_all_axes(score_mod, 1)(scores, *axes)
 
-    return _either(broadcast, mapped).to(scores.dtype).expand(indices.shape)
+    return _whole(_either(broadcast, mapped), scores)
+
+
+def slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+    """The derivative of a score mod at ``scores``, in their dtype and shape."""
+    found = scored_with_slope(score_mod, scores, indices)[1]
+    return torch.ones_like(scores) if found is None else found
+
+
+def scored_with_slope(
+    score_mod: ScoreMod, scores: Tensor, indices: Indices
+) -> tuple[Tensor, Tensor | None]:
+    """The scores after a score mod as ``scored`` gives them, and its derivative there.
+
+    By torch's autograd of the callable, each element's by itself: at a kink it is torch's, and
+    where a score does not depend on the one before it, 0. None of a score mod that autograd hands
+    its gradient through untouched, as one that adds something: 1.
+    """
+
+    def broadcast() -> Tensor:
+        return _four_axes(score_mod(given, *indices.axes), indices)
+
+    def mapped() -> Tensor:
+        axes = (axis.flatten() for axis in indices.axes)
+        return _over_all_axes(score_mod, 1)(given, *axes)
+
+    with torch.enable_grad():
+        variable = scores.detach().requires_grad_()
+        given = variable.clone()  # a score mod may write to what it is given
+        after = _first_that_works(broadcast, mapped)
+        if not after.requires_grad:
+            return _whole(after, scores), torch.zeros_like(scores)
+        one = after.new_ones(())
+        whole = one.expand_as(after)
+        (found,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
+    if found is None:  # it depends on a captured parameter alone
+        found = torch.zeros_like(scores)
+    untouched = found.data_ptr() == one.data_ptr()
+    return _whole(after.detach(), scores), None if untouched else found
+
+
+def _whole(after: Tensor, scores: Tensor) -> Tensor:
+    return after.to(scores.dtype).expand(scores.shape)
 
 
 def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
@@ -107,10 +149,14 @@ def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
 
 def _either(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
     with torch.no_grad():  # a mod may capture a parameter
-        try:
-            return broadcast()
-        except _NOT_BROADCAST:
-            return mapped()
+        return _first_that_works(broadcast, mapped)
+
+
+def _first_that_works(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
+    try:
+        return broadcast()
+    except _NOT_BROADCAST:
+        return mapped()
 
 
 def _four_axes(result: Tensor, indices: Indices) -> Tensor:

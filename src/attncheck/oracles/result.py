@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.oracles.numbers.protocol import Array, Numbers
 
-__all__ = ["Recurrence", "Result"]
+__all__ = ["Backward", "Gradients", "Recurrence", "Result"]
 
 A = TypeVar("A", bound="Array")
 
@@ -35,9 +35,43 @@ class Result(Generic[A]):
         return Outputs(numbers.rounded(self.out), numbers.rounded(self.lse).squeeze(-1))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradients(Generic[A]):
+    """Unrounded gradients of a loss, and the Result that they belong to.
+
+    Attributes:
+        result: Of the forward.
+        dq: ``(batch, heads, query, head_dim)``; 0 of rows that attend to no key.
+        dk: ``(batch, kv_heads, kv, head_dim)``; 0 of keys that no row attends to.
+        dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
+        dsink: ``(1, heads, 1, 1)``, of a Problem with a sink.
+    """
+
+    result: Result[A]
+    dq: A
+    dk: A
+    dv: A
+    dsink: A | None = None
+
+    def rounded(self, numbers: Numbers[A]) -> Outputs:
+        """The nearest float64 Outputs, with out and LSE."""
+        forward = self.result.rounded(numbers)
+        dq, dk, dv = (numbers.rounded(array) for array in (self.dq, self.dk, self.dv))
+        dsink = None if self.dsink is None else numbers.rounded(self.dsink).flatten()
+        return Outputs(forward.out, forward.lse, dq, dk, dv, dsink)
+
+
 class Recurrence(Protocol):
     """A way to compute the operation of a Problem, in any number system."""
 
     def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
         """Out and LSE of ``inputs`` as numbers of the system."""
+        ...
+
+
+class Backward(Protocol):
+    """A way to compute a Problem's gradients, in any number system."""
+
+    def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Gradients[A]:
+        """Gradients of ``inputs`` as numbers of the system; raises ProblemError without a loss."""
         ...

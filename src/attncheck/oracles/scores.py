@@ -66,8 +66,25 @@ class Scores(Generic[A]):
             k: ``(batch, heads, kv, head_dim)``.
             indices: Where they lie.
         """
-        numbers, problem = self.numbers, self.inputs.problem
-        products = numbers.matmul(q, numbers.transpose(k))
-        scores = numbers.score(self.score_mod, products * problem.scale, indices)
-        attended = visible(self.mask_mod, indices) & ~numbers.is_minus_infinity(scores)
-        return numbers.select(attended, scores, -math.inf), attended
+        return self._after(self._products(q, k), indices)
+
+    def with_slopes(self, q: A, k: A, query: range, kv: range) -> tuple[A, Tensor, A]:
+        """The same as a call, and the score mod's derivative, 0 where not attended."""
+        problem = self.inputs.problem
+        b, h = range(problem.batch), range(problem.heads)
+        indices = Indices.of(b, h, query, kv, self.inputs.q.device)
+        products = self._products(q, k)
+        # Before the scores: a score mod may write to what it is given.
+        slopes = self.numbers.score_slope(self.score_mod, products, indices)
+        scores, attended = self._after(products, indices)
+        return scores, attended, self.numbers.select(attended, slopes, 0.0)
+
+    def _products(self, q: A, k: A) -> A:
+        numbers = self.numbers
+        return numbers.matmul(q, numbers.transpose(k)) * self.inputs.problem.scale
+
+    def _after(self, products: A, indices: Indices) -> tuple[A, Tensor]:
+        """After score mod and mask, and what is attended."""
+        scores = self.numbers.score(self.score_mod, products, indices)
+        attended = visible(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
+        return self.numbers.select(attended, scores, -math.inf), attended

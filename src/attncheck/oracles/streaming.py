@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.oracles.tiles import Blocks, Heads, Run
 
-__all__ = ["LARGEST_BOUNDED_SCORE", "streaming"]
+__all__ = ["LARGEST_BOUNDED_SCORE", "exponential", "moderate", "streaming", "with_ones"]
 
 # |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
 # values up to fp32's 2^128. Downwards exp(−score)·2^−149 (its smallest value) is ≥ 2^−1011: normal.
@@ -85,8 +85,8 @@ class _Tiles:
             self.v = self.nonfinite.finite
         # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
-        self.bounded = self.plain and self.nonfinite is None and small and _moderate(self.v)
-        self.v = _with_ones(self.v)
+        self.bounded = self.plain and self.nonfinite is None and small and moderate(self.v)
+        self.v = with_ones(self.v)
         self._buffer = q.new_empty(0)
 
     def _by_key_head(self, sink: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _Rows:
 
     Attributes:
         sums: Σ weight · v and, behind it, Σ weight: ``(kv heads, group · rows, columns)``, with
-            the columns of ``_with_ones``.
+            the columns of ``with_ones``.
     """
 
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
@@ -211,7 +211,7 @@ class _Online(_Rows):
         # A row that has not attended to a key has no maximum yet: −∞ − (−∞) would be NaN.
         reference = raised.masked_fill(raised == -math.inf, 0.0)
         rescale = (self.largest - reference).exp_()
-        weights = _exponential(tile.sub_(reference))
+        weights = exponential(tile.sub_(reference))
         self.sums.mul_(rescale).baddbmm_(weights, self.keys(self.tiles.v, run))
         self.largest = raised
 
@@ -235,15 +235,15 @@ class _Online(_Rows):
         return tile
 
 
-def _moderate(v: Tensor) -> bool:
-    """Whether every value is 0 or in the range that LARGEST_BOUNDED_SCORE assumes."""
+def moderate(v: Tensor) -> bool:
+    """Whether every value is 0 or in the range that LARGEST_BOUNDED_SCORE assumes; NaN is not."""
     sizes = v.abs()
     largest = float(sizes.amax())
     smallest = float(sizes.masked_fill_(sizes == 0, 1.0).amin())
     return smallest >= _SMALLEST_BOUNDED_VALUE and largest <= _LARGEST_BOUNDED_VALUE
 
 
-def _with_ones(v: Tensor) -> Tensor:
+def with_ones(v: Tensor) -> Tensor:
     """``v`` with a column of ones behind it, and zeros up to a multiple of 8 (64-byte rows)."""
     columns = v.shape[-1]
     wide = v.new_zeros(*v.shape[:-1], (columns // 8 + 1) * 8)
@@ -252,7 +252,7 @@ def _with_ones(v: Tensor) -> Tensor:
     return wide
 
 
-def _exponential(shifted: Tensor) -> Tensor:
+def exponential(shifted: Tensor) -> Tensor:
     """Exponential in place, of numbers ≤ 0.
 
     MKL's float64 exp takes a slow path (7×) for −∞ and underflow, of which there are many here;

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import MaskMod
     from attncheck.problem import Problem
 
-__all__ = ["Blocks", "Heads", "Run", "Visibility", "blocks_for", "head_ranges", "query_blocks"]
+__all__ = [
+    "Blocks",
+    "Heads",
+    "Run",
+    "Visibility",
+    "backward_blocks_for",
+    "blocks_for",
+    "head_ranges",
+    "query_blocks",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,16 @@ _GPU = Blocks(rows=32768, query=512, query_most=2048, kv=2048, cell=128)
 def blocks_for(device: torch.device) -> Blocks:
     """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB)."""
     return _CPU if device.type == "cpu" else _GPU
+
+
+# Two buffers of a tile, and five products: less of each fits beside them in a CPU's caches.
+_CPU_BACKWARD = Blocks(rows=512, query=256, query_most=512, kv=512, cell=64)
+_GPU_BACKWARD = Blocks(rows=16384, query=512, query_most=2048, kv=2048, cell=128)
+
+
+def backward_blocks_for(device: torch.device) -> Blocks:
+    """The same for the backward, with two score buffers: 2 MB each, or 256 MB."""
+    return _CPU_BACKWARD if device.type == "cpu" else _GPU_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)

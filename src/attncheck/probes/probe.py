@@ -57,6 +57,8 @@ class Probe:
             return "it is about attention"
         if problem.sink:
             return "it has a sink, and counts are of keys alone"
+        if problem.backward:
+            return "it says nothing of gradients"
         return self.unable(problem)
 
     def check(self, problem: Problem, parameters: Parameters) -> None:

@@ -9,6 +9,7 @@ from attncheck.relations.call_order import CALL_ORDER
 from attncheck.relations.descale import DESCALE
 from attncheck.relations.documents import DOCUMENTS
 from attncheck.relations.empty_rows import EMPTY_ROWS
+from attncheck.relations.euler import EULER
 from attncheck.relations.finding import Finding
 from attncheck.relations.first_row import FIRST_ROW
 from attncheck.relations.future_keys import FUTURE_KEYS, FUTURE_KEYS_HUGE, FUTURE_KEYS_NAN
@@ -40,6 +41,7 @@ from attncheck.relations.strides import STRIDES
 from attncheck.relations.values_added import VALUES_ADDED
 from attncheck.relations.values_scaled import VALUES_SCALED
 from attncheck.relations.window_beyond import WINDOW_BEYOND
+from attncheck.relations.zero_loss import LSE_LOSS, ZERO_LOSS
 from attncheck.relations.zero_query import ZERO_QUERY
 from attncheck.relations.zero_values import ZERO_VALUES
 
@@ -87,6 +89,9 @@ RELATIONS: dict[str, Relation] = {
         MASK_ORDER,
         ALONE_IN_BATCH,
         LAUNCHES,
+        ZERO_LOSS,
+        LSE_LOSS,
+        EULER,
         SOFTMAX_SHIFT,
         SOFTMAX_COLUMNS,
         SOFTMAX_ROWS,

@@ -1,4 +1,4 @@
-"""Out and LSE of one run against what they should be, as other runs have it."""
+"""Outputs of one run against what they should be, as other runs have it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from attncheck.relations.finding import Finding, same
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["agree", "mapped"]
 
@@ -24,31 +25,47 @@ def agree(
     *,
     signed_zeros: bool = True,
 ) -> Finding | None:
-    """What of ``value`` is not what is expected; LSE where both have one.
+    """What of ``value`` is not what is expected; LSE and gradients where both have them.
 
     Args:
         value: Of the last run.
         expected: In the same axes.
         errors: How far each of the runs that the two are made of may be from the exact result, in
             these axes: together they may be apart by the sum. None: every bit must agree.
-        signed_zeros: Whether the sign of a zero in out is a bit like any.
+        signed_zeros: Whether the sign of a zero is a bit like any.
     """
-    out = expected.out
-    if not signed_zeros:
-        zeros = (value.out == 0) & (out == 0)
-        out = replaced(out, value.out, zeros)
-    found = same("out", value.out, out, _sum(errors, "out"))
-    if found or value.lse is None or expected.lse is None:
-        return found
-    return same("lse", value.lse, expected.lse, _sum(errors, "lse"))
+    given, wanted = value.tensors(), expected.tensors()
+    for name in (name for name in given if name in wanted):
+        should = wanted[name]
+        if not signed_zeros:
+            should = replaced(should, given[name], (given[name] == 0) & (should == 0))
+        found = same(name, given[name], should, _sum(errors, name))
+        if found:
+            return found
+    return None
 
 
-def mapped(outputs: Outputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """Outputs with out and LSE changed alike: indexed, permuted or repeated in common axes."""
-    return Outputs(change(outputs.out), None if outputs.lse is None else change(outputs.lse))
+def mapped(
+    outputs: Outputs,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    gradients: Callable[[TensorName, torch.Tensor], torch.Tensor] | None = None,
+) -> Outputs:
+    """Outputs with out and LSE changed alike: indexed, permuted or repeated in common axes.
+
+    Gradients are left out, unless ``gradients`` says for each what becomes of it.
+    """
+    changed = {name: change(tensor) for name, tensor in _forward(outputs).items()}
+    if gradients is not None:
+        changed |= {name: gradients(name, one) for name, one in outputs.gradients().items()}
+    return Outputs(**changed)
 
 
-def _sum(errors: Sequence[Outputs] | None, tensor: str) -> torch.Tensor | None:
+def _forward(outputs: Outputs) -> dict[TensorName, torch.Tensor]:
+    gradients = outputs.gradients()
+    return {name: one for name, one in outputs.tensors().items() if name not in gradients}
+
+
+def _sum(errors: Sequence[Outputs] | None, tensor: TensorName) -> torch.Tensor | None:
     if errors is None:
         return None
-    return torch.stack([getattr(each, tensor) for each in errors]).sum(0)
+    return torch.stack([each.tensors()[tensor] for each in errors]).sum(0)

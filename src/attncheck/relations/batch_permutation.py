@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -14,11 +15,14 @@ from attncheck.relations.relation import Errors, Parameters, Relation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
     from attncheck.question import Allowed
     from attncheck.relations.finding import Finding
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["BATCH_PERMUTATION"]
 
@@ -57,6 +61,8 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
         q=inputs.q[order],
         k=inputs.k[order],
         v=inputs.v[order],
+        dout=None if inputs.dout is None else inputs.dout[order],
+        dlse=None if inputs.dlse is None else inputs.dlse[order],
         descale=scales and Descale(q=scales.q[order], k=scales.k[order], v=scales.v[order]),
     )
 
@@ -65,7 +71,18 @@ def _holds(
     runs: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
 ) -> Finding | None:
     order = _sequences(runs[0].problem, int(parameters["turn"]))
-    return compared(outputs, lambda tensor: tensor[order], errors)
+    problem = runs[0].problem
+
+    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if name == "dsink" else tensor[order]
+
+    # A sink's is a sum over all sequences, in another order now.
+    outputs = [_without_sink(each) for each in outputs] if problem.sink else outputs
+    return compared(outputs, lambda tensor: tensor[order], errors, gradient)
+
+
+def _without_sink(outputs: Outputs) -> Outputs:
+    return replace(outputs, dsink=None)
 
 
 BATCH_PERMUTATION = Relation(
@@ -74,9 +91,9 @@ BATCH_PERMUTATION = Relation(
     runs=_runs,
     holds=_holds,
     promise="batch",
-    unfit=of_attention(_unfit),
+    unfit=of_attention(_unfit, gradients=True),
     allowed=_allowed,
 )
 """Holds of the exact results: a sequence is a function of its own q, k, v and padded length. To the
 last bit in a kernel whose rows know nothing of their place; else within the bounds of both runs,
-the first one's moved like its out."""
+the first one's moved like its out. Of a sink's gradient nothing is said."""

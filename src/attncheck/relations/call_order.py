@@ -57,7 +57,7 @@ CALL_ORDER = Relation(
     runs=_runs,
     holds=_holds,
     promise="repeat",
-    unfit=of_attention(),
+    unfit=of_attention(gradients=True),
     allowed=_allowed,
 )
 """Holds to the last bit for every kernel that gives the same bits twice: nothing is left of the

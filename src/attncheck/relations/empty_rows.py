@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.inputs import Inputs
-    from attncheck.judgement import TensorName
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["EMPTY_ROWS"]
 

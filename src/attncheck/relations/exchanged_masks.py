@@ -65,7 +65,7 @@ def exchanged_masks(
         runs=runs,
         holds=_holds,
         promise="bounds",
-        unfit=of_attention(unfit),
+        unfit=of_attention(unfit, gradients=True),
         allowed=allowed,
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from attncheck.judgement import TensorName
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["Finding", "apart", "moved", "same", "wrong"]
 

@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from attncheck.mods.spec import Spec
     from attncheck.problem import Problem
 
-__all__ = ["INDICES", "Unfit", "indices_read", "of_attention", "of_softmax", "without_sink"]
+__all__ = [
+    "INDICES",
+    "Unfit",
+    "indices_read",
+    "of_attention",
+    "of_gradients",
+    "of_softmax",
+    "without_sink",
+]
 
 Unfit = Callable[["Problem"], "str | None"]
 
@@ -35,9 +43,17 @@ _READ = {
 }
 
 
-def of_attention(*reasons: Unfit) -> Unfit:
-    """``unfit`` of a relation about attention: the first of ``reasons`` that there is."""
-    return _of("attention", reasons)
+def of_attention(*reasons: Unfit, gradients: bool = False) -> Unfit:
+    """``unfit`` of a relation about attention: the first of ``reasons`` that there is.
+
+    Of a Problem with a backward it says nothing unless it speaks of ``gradients`` too.
+    """
+    return _of("attention", reasons if gradients else (_without_gradients, *reasons))
+
+
+def of_gradients(*reasons: Unfit) -> Unfit:
+    """``unfit`` of a relation about gradients alone."""
+    return of_attention(_with_gradients, *reasons, gradients=True)
 
 
 def of_softmax(*reasons: Unfit) -> Unfit:
@@ -48,6 +64,14 @@ def of_softmax(*reasons: Unfit) -> Unfit:
 def without_sink(problem: Problem) -> str | None:
     """Why a relation that counts a row's keys, or moves their scores alone, says nothing."""
     return "it has a sink" if problem.sink else None
+
+
+def _without_gradients(problem: Problem) -> str | None:
+    return "it says nothing of gradients" if problem.backward else None
+
+
+def _with_gradients(problem: Problem) -> str | None:
+    return None if problem.backward else "it is about gradients"
 
 
 def indices_read(mod: Spec) -> frozenset[str]:

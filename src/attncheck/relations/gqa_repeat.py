@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attncheck.inputs import Descale
-from attncheck.relations.agreement import agree
+from attncheck.relations.agreement import agree, mapped
 from attncheck.relations.fit import of_attention
 from attncheck.relations.relation import Errors, Parameters, Relation
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
     from attncheck.relations.finding import Finding
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["GQA_REPEAT"]
 
@@ -46,10 +48,28 @@ def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 
 
 def _holds(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
+    runs: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
 ) -> Finding | None:
     copies, grouped = outputs
-    return agree(grouped, copies, errors)
+    problem = runs[1].problem
+    if not problem.backward:
+        return agree(grouped, copies, errors)
+
+    def summed(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+        """The gradient of a shared key head is the sum over those of its copies."""
+        if name not in ("dk", "dv"):
+            return tensor
+        batch, _heads, *rest = tensor.shape
+        each = tensor.double().view(batch, problem.kv_heads, problem.group, *rest)
+        return each.sum(2)
+
+    def grouped_like(one: Outputs) -> Outputs:
+        return mapped(one, lambda tensor: tensor, summed)
+
+    if errors is None:  # a sum of rounded gradients is another sum
+        copies, grouped = (replace(each, dk=None, dv=None) for each in outputs)
+        return agree(grouped, copies, None)
+    return agree(grouped, grouped_like(copies), [grouped_like(errors[0]), errors[1]])
 
 
 GQA_REPEAT = Relation(
@@ -58,7 +78,7 @@ GQA_REPEAT = Relation(
     runs=_runs,
     holds=_holds,
     promise="batch",
-    unfit=of_attention(_unfit),
+    unfit=of_attention(_unfit, gradients=True),
 )
 """Holds for every right kernel within bounds: head h reads key head h // group. To the last bit
 where a head's bits depend on its own q, k and v alone; a kernel that packs a group's heads into the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,14 @@ from attncheck.relations.relation import Errors, Parameters, Relation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
     from attncheck.question import Allowed
     from attncheck.relations.finding import Finding
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["HEAD_PERMUTATION"]
 
@@ -61,6 +65,8 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
         k=inputs.k[:, key_heads],
         v=inputs.v[:, key_heads],
         sink=None if inputs.sink is None else inputs.sink[heads],
+        dout=None if inputs.dout is None else inputs.dout[:, heads],
+        dlse=None if inputs.dlse is None else inputs.dlse[:, heads],
         descale=scales
         and Descale(q=scales.q[:, key_heads], k=scales.k[:, key_heads], v=scales.v[:, key_heads]),
     )
@@ -69,8 +75,17 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
 def _holds(
     runs: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
 ) -> Finding | None:
-    heads = _heads(runs[0].problem, int(parameters["turn"]))
-    return compared(outputs, lambda tensor: tensor[:, heads], errors)
+    turn, problem = int(parameters["turn"]), runs[0].problem
+    heads, key_heads = _heads(problem, turn), _key_heads(problem, turn)
+
+    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "dsink":
+            return tensor[heads]
+        return tensor[:, key_heads if name in ("dk", "dv") else heads]
+
+    if problem.group > 1:  # the sums over a group's heads are in another order
+        outputs = [replace(each, dk=None, dv=None) for each in outputs]
+    return compared(outputs, lambda tensor: tensor[:, heads], errors, gradient)
 
 
 HEAD_PERMUTATION = Relation(
@@ -80,10 +95,10 @@ HEAD_PERMUTATION = Relation(
     runs=_runs,
     holds=_holds,
     promise="batch",
-    unfit=of_attention(_unfit),
+    unfit=of_attention(_unfit, gradients=True),
     allowed=_allowed,
 )
 """Holds of the exact results where neither mask nor score mod reads h: head h is a function of its
 own q and sink, and of the keys and values of head h // group. To the last bit in a kernel whose
 rows know nothing of their place; else within the bounds of both runs, the first one's moved like
-its out."""
+its out. Of the gradients of keys that several heads share nothing is said."""

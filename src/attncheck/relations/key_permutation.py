@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from attncheck.draws import Draws
-from attncheck.relations.agreement import agree
 from attncheck.relations.fit import indices_read, of_attention
+from attncheck.relations.order import compared
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attncheck.problem import Problem
     from attncheck.question import Allowed
     from attncheck.relations.finding import Finding
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["KEY_PERMUTATION"]
 
@@ -86,29 +87,34 @@ def _order(problem: Problem, shuffle: int) -> torch.Tensor:
 
 def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     order = _order(inputs.problem, int(parameters["shuffle"])).to(inputs.device)
+    return inputs, inputs.replace(k=_moved(inputs.k, order), v=_moved(inputs.v, order))
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        each = zip(tensor.unbind(), order, strict=True)
-        return torch.stack([keys[:, places] for keys, places in each])
 
-    return inputs, inputs.replace(k=moved(inputs.k), v=moved(inputs.v))
+def _moved(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """``(batch, kv_heads, kv, dim)`` with the keys of each sequence in its order."""
+    each = zip(tensor.unbind(), order, strict=True)
+    return torch.stack([keys[:, places] for keys, places in each])
 
 
 def _holds(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
+    runs: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
 ) -> Finding | None:
-    before, after = outputs
-    return agree(after, before, errors)
+    order = _order(runs[0].problem, int(parameters["shuffle"]))
+
+    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+        return _moved(tensor, order.to(tensor.device)) if name in ("dk", "dv") else tensor
+
+    return compared(outputs, lambda tensor: tensor, errors, gradient)
 
 
 KEY_PERMUTATION = Relation(
     name="key_permutation",
     summary="keys and values in another order, among those that the same rows see, give the same "
-    "out and LSE",
+    "out and LSE, and their gradients in that order",
     runs=_runs,
     holds=_holds,
     promise="bounds",
-    unfit=of_attention(_unfit),
+    unfit=of_attention(_unfit, gradients=True),
     allowed=_allowed,
 )
 """Holds of the exact results: a row's softmax is over a set of (key, value) pairs, and neither mask

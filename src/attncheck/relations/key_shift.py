@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from attncheck import inputs as inputs_room
 from attncheck.formats import round_to
 from attncheck.inputs import Descale, Inputs
 from attncheck.mods import library
-from attncheck.outputs import Outputs
+from attncheck.relations import sight
 from attncheck.relations.agreement import agree
 from attncheck.relations.fills import replaced
 from attncheck.relations.fit import of_attention, without_sink
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.formats import Format
+    from attncheck.outputs import Outputs
     from attncheck.problem import Problem
     from attncheck.question import Allowed
     from attncheck.relations.finding import Finding
@@ -71,8 +73,10 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     own = _own_column(problem).to(inputs.device)
     q, k, v = inputs.promoted()
     q = torch.where(own.repeat_interleave(problem.group, dim=1), x, q)
-    exact = Inputs(problem=problem.replace(dtype="fp64"), q=q, k=torch.where(own, y, k), v=v)
-    after = _rounded(exact, problem)
+    forward = problem.replace(backward=False, dlse=False)
+    exact = Inputs(problem=forward.replace(dtype="fp64"), q=q, k=torch.where(own, y, k), v=v)
+    shifted = _rounded(exact, forward)
+    after = inputs.replace(q=shifted.q, k=shifted.k, v=shifted.v, descale=shifted.descale)
     k = replaced(after.k, torch.zeros_like(after.k), own)
     return after.replace(k=k), after
 
@@ -98,11 +102,23 @@ def _rounded(exact: Inputs, problem: Problem) -> Inputs:
     return Inputs(problem=problem, **stored, descale=Descale(**scales))
 
 
+def _added(runs: Sequence[Inputs]) -> torch.Tensor:
+    """Scale · c of each head's keys, float64 ``(batch, heads, 1, head_dim)``."""
+    before, after = (each.promoted()[1] for each in runs)
+    c = (after - before)[:, :, :1].repeat_interleave(runs[0].problem.group, dim=1)
+    return c * runs[0].problem.scale
+
+
 def _shift(runs: Sequence[Inputs]) -> torch.Tensor:
     """The shift, float64 ``(batch, heads, query)``: q and c meet in one column, exactly."""
-    (_, before, _), (q, after, _) = (each.promoted() for each in runs)
-    c = (after - before)[:, :, :1].repeat_interleave(runs[0].problem.group, dim=1)
-    return (q * c).sum(-1) * runs[0].problem.scale
+    return (runs[1].promoted()[0] * _added(runs)).sum(-1)
+
+
+def _gradient_shift(runs: Sequence[Inputs]) -> torch.Tensor:
+    """What is added to dq, as q in shape: a row's gradients of scores sum to that of its LSE."""
+    _, dlse = runs[0].loss()
+    alive = ~sight.empty(runs[0].problem).to(dlse.device)
+    return (dlse * alive)[..., None] * _added(runs)
 
 
 def _holds(
@@ -110,20 +126,23 @@ def _holds(
 ) -> Finding | None:
     before, after = outputs
     lse = None if before.lse is None else before.lse.double() + _shift(runs)
-    return agree(after, Outputs(before.out, lse), errors)
+    dq = None if before.dq is None else before.dq.double() + _gradient_shift(runs)
+    return agree(after, replace(before, lse=lse, dq=dq), errors)
 
 
 KEY_SHIFT = Relation(
     name="key_shift",
     summary="a vector c added to every key of a key head, which moves all logits by about `nats`: "
-    "out stays, and LSE moves by scale · q · c",
+    "out stays, LSE moves by scale · q · c, and gradients stay but for the loss's part of LSE",
     runs=_runs,
     holds=_holds,
     promise="bounds",
-    unfit=of_attention(without_sink, _unfit),
+    unfit=of_attention(without_sink, _unfit, gradients=True),
     allowed=_allowed,
 )
 """Holds of the exact results: softmax(s + t) = softmax(s) for a number t of the row's own, and
-log Σ exp(s + t) = t + log Σ exp(s). K + c is a number of every format, since a column of K that is
-0 holds c alone: a number of three bits. q has a power of two there and scale 24 bits, so t is a
-float64 number. Each run is within its own bound: |second − first| ≤ the sum of both."""
+log Σ exp(s + t) = t + log Σ exp(s). Gradients stay too: those of a row's scores sum to 0; or, where
+the loss has a part of LSE, to that, which moves q's by scale · c times it. K + c is a number of
+every format, since a column of K that is 0 holds c alone: a number of three bits. q has a power of
+two there and scale 24 bits, so t is a float64 number. Each run is within its own bound:
+|second − first| ≤ the sum of both."""

@@ -46,7 +46,7 @@ LAUNCHES = Relation(
     holds=_holds,
     promise="bounds",
     relaunched=True,
-    unfit=of_attention(),
+    unfit=of_attention(gradients=True),
     allowed=_allowed,
 )
 """Other tiles, more splits or no list of tiles to skip: what the kernel's Subject says it has

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attncheck.outputs import Outputs
     from attncheck.relations.finding import Finding
     from attncheck.relations.relation import Errors
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["compared", "reflected", "turns"]
 
@@ -35,7 +36,12 @@ def compared(
     outputs: Sequence[Outputs],
     change: Callable[[torch.Tensor], torch.Tensor],
     errors: Errors,
+    gradients: Callable[[TensorName, torch.Tensor], torch.Tensor] | None = None,
 ) -> Finding | None:
-    """What of the second run is not the first one's, ``change``d."""
+    """What of the second run is not the first one's, changed as by ``agreement.mapped``."""
     before, after = outputs
-    return agree(after, mapped(before, change), errors and [mapped(errors[0], change), errors[1]])
+
+    def moved(one: Outputs) -> Outputs:
+        return mapped(one, change, gradients)
+
+    return agree(after, moved(before), errors and [moved(errors[0]), errors[1]])

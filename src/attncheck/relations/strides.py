@@ -43,7 +43,8 @@ def _holds(
 
 
 def _each(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-    return inputs.replace(q=change(inputs.q), k=change(inputs.k), v=change(inputs.v))
+    dout = None if inputs.dout is None else change(inputs.dout)
+    return inputs.replace(q=change(inputs.q), k=change(inputs.k), v=change(inputs.v), dout=dout)
 
 
 def _nothing(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -96,9 +97,15 @@ def _transposed(inputs: Inputs) -> Inputs:
 
 
 def _expanded(inputs: Inputs) -> Inputs:
-    """K and V of the first sequence's first head, for all by strides of 0."""
+    """K and V of the first sequence's first head, for all by strides of 0.
+
+    And one number for all of dOut: the gradient of a sum, which is what ``out.sum()`` passes on.
+    """
     k, v = (tensor[:1, :1].clone().expand(tensor.shape) for tensor in (inputs.k, inputs.v))
-    return inputs.replace(k=k, v=v)
+    dout = inputs.dout
+    if dout is not None:
+        dout = dout.flatten()[:1].clone().expand(dout.shape)
+    return inputs.replace(k=k, v=v, dout=dout)
 
 
 def _one_head(problem: Problem) -> str | None:
@@ -129,7 +136,7 @@ def _relation(
         runs=partial(_runs, layout),
         holds=_holds,
         promise="layout",
-        unfit=of_attention(same),
+        unfit=of_attention(same, gradients=True),
     )
 
 

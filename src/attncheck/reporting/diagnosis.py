@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from attncheck.judgement import AXES
 from attncheck.mods.spec import Spec
 from attncheck.paging import Paging
 from attncheck.reporting import figures
 from attncheck.reporting.asked import Asked, asked
 from attncheck.reporting.inert import one_line
 from attncheck.reporting.verdicts import verdict_remarks
+from attncheck.tensor_names import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

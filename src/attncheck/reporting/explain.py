@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.text import Text
 
-from attncheck.judgement import AXES
 from attncheck.reporting import figures, screen
 from attncheck.reporting.asked import asked
 from attncheck.reporting.blind_spots import visible
@@ -15,6 +14,7 @@ from attncheck.reporting.cells import STYLES
 from attncheck.reporting.inert import one_line
 from attncheck.reporting.terms import TERMS
 from attncheck.reporting.verdicts import STATUSES, footnote, verdict_remarks
+from attncheck.tensor_names import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

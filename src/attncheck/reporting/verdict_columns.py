@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attncheck.judgement import BlindSpot, Judgement, Place, Precision, Worst
-from attncheck.outputs import GRADIENTS
+from attncheck.tensor_names import GRADIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

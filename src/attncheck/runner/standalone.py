@@ -73,6 +73,8 @@ def script(  # what was asked of whom, what was answered, and where it goes
         UsageError: for tensors that are too large, a call that cannot be written out, or a
             question that cannot be asked.
     """
+    if case.problem.backward:
+        raise UsageError("the script would ask for out and LSE: it cannot ask for gradients.")
     asked = runs(subject, case, device=device)
     size = sum(t.nbytes for run in asked for t in _tensors(run, {}))
     if size > LARGEST:

@@ -28,7 +28,7 @@ def supported(
     supports: Callable[[Problem], bool],
     dtypes: Sequence[str],
     *,
-    drops_sink: bool = False,
+    drops: Sequence[str] = (),
 ) -> Problem | None:
     """``problem`` itself, or as few of its fields changed as make ``supports`` true; else None.
 
@@ -41,9 +41,9 @@ def supported(
         problem: What was drawn.
         supports: What is asked.
         dtypes: Those that ``problem`` may have instead, plainest first.
-        drops_sink: Whether it may do without its sink.
+        drops: What it may do without: ``sink``, ``dlse``.
     """
-    for changes in _fewest_first(problem, dtypes, drops_sink=drops_sink):
+    for changes in _fewest_first(problem, dtypes, drops):
         try:
             moved = problem.replace(**changes)
         except ProblemError:  # documents do not cover a length that has grown
@@ -54,7 +54,7 @@ def supported(
 
 
 def _fewest_first(
-    problem: Problem, dtypes: Sequence[str], *, drops_sink: bool
+    problem: Problem, dtypes: Sequence[str], drops: Sequence[str]
 ) -> Iterator[Changes]:
     combinations = itertools.product(
         _dims(problem),
@@ -62,7 +62,7 @@ def _fewest_first(
         _heads(problem),
         _pagings(problem),
         _dtypes(problem, dtypes),
-        [{}, {"sink": False}] if problem.sink and drops_sink else [{}],
+        *([{}, {name: False}] for name in drops if getattr(problem, name)),
         [{}] if _default_scale(problem) else [{}, {"scale": 0.0}],
     )
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):

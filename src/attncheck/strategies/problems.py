@@ -73,6 +73,8 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
     amplitudes: Iterable[float] = AMPLITUDES,
     pagings: SearchStrategy[Paging] | None = None,
     sinks: bool | None = False,
+    backward: bool = False,
+    dlse: bool | None = False,
     supports: Supports | None = None,
 ) -> SearchStrategy[Problem]:
     """Problems, small enough for an interpreted kernel unless ``shapes`` says otherwise.
@@ -86,10 +88,12 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
         amplitudes: Of scale · √head_dim, plainest first: the first is drawn more often.
         pagings: How keys lie in pages (default: in none), as ``strategies.pagings()``.
         sinks: Whether they have a sink; None for either, and none before one.
+        backward: Whether gradients are asked for.
+        dlse: Of a backward, whether the loss depends on LSE too; None for either.
         supports: Whether the kernel takes a Problem. One that it does not take is moved to the
             nearest that it does (same mask and values; other dims, lengths, kv heads or dtype, and
-            no sink where both are drawn) and dropped only where there is none: a kernel of few head
-            dims is tested as often as one of many.
+            no sink and no loss of LSE where both are drawn) and dropped only where there is none: a
+            kernel of few head dims is tested as often as one of many.
 
     Raises:
         UnknownName: for a dtype or distribution that is not known.
@@ -106,11 +110,9 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
             "seed": st.integers(0, _LARGEST_SEED),
         }
         | ({} if pagings is None else {"paging": pagings})
-        | (
-            {}
-            if sinks is False
-            else {"sink": st.booleans() if sinks is None else st.just(value=True)}
-        )
+        | _flag("sink", drawn=sinks)
+        | _flag("backward", drawn=backward)
+        | _flag("dlse", drawn=dlse)
     )
     drawn = _problems(
         any_shapes() if shapes is None else shapes,
@@ -121,18 +123,17 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
     )
     if supports is None:
         return drawn
+    drops = [name for name, either in (("sink", sinks), ("dlse", dlse)) if either is None]
     # Where even the nearest is refused nothing can be derived: only then it is a filter.
-    moved = drawn.map(
-        lambda problem: nearest.supported(problem, supports, dtypes, drops_sink=sinks is None)
-    )
+    moved = drawn.map(lambda problem: nearest.supported(problem, supports, dtypes, drops=drops))
     return cast("SearchStrategy[Problem]", moved.filter(lambda problem: problem is not None))
 
 
-def _sinks(*, sinks: bool | None) -> dict[str, SearchStrategy[bool]]:
-    """Nothing is drawn where there are none: what was drawn before stays what it was."""
-    if sinks is False:
+def _flag(name: str, *, drawn: bool | None) -> dict[str, SearchStrategy[bool]]:
+    """Nothing is drawn where there is none: what was drawn before stays what it was."""
+    if drawn is False:
         return {}
-    return {"sink": st.sampled_from((False, True) if sinks is None else (True,))}
+    return {name: st.booleans() if drawn is None else st.just(value=True)}
 
 
 def _amplitudes(amplitudes: tuple[float, ...]) -> SearchStrategy[float]:

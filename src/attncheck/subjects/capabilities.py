@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from attncheck.formats import DTYPES, fp32
+from attncheck.formats import DTYPES, FORMATS, fp32
 from attncheck.judge.arithmetic import default
 from attncheck.mods.library import NONE
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIASES",
     "ANY",
+    "AUTOGRAD",
     "COMPOSITION",
     "DEVICES",
     "PHASES",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 ANY = "any"
+AUTOGRAD = "autograd"
 COMPOSITION = "composition"
 ALIASES = {"none": "full", "window": "sliding_window"}
 """Masks as kernels call them → their names in the library."""
@@ -49,7 +51,8 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
     """Fields of ``judge.arithmetic.Arithmetic`` that differ from the convention's; None: as there.
 
-    ``p_in_sum`` is another name of ``sums_rounded_weights``.
+    ``p_in_sum`` is another name of ``sums_rounded_weights``; of ``rounds_value_products`` false
+    says that dO · v is not rounded, and a name of ``formats.FORMATS`` to what.
     """
 
     weights_scale: float | None = None
@@ -60,11 +63,16 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
     exp2_ulps: float | None = None
     block_kv: int | None = None
     splits: int | None = None
+    rounds_value_products: Literal["fp16", "bf16"] | bool | None = None
+    sums_rounded_heads: bool | None = None
 
     def changes(self) -> dict[str, Any]:
         """What is declared, by the names of ``Arithmetic``."""
         said = {k: v for k, v in msgspec.structs.asdict(self).items() if v is not None}
         alias = said.pop("p_in_sum", None)
+        if "rounds_value_products" in said:
+            name = said["rounds_value_products"]
+            said["rounds_value_products"] = FORMATS[name] if isinstance(name, str) else None
         return said if alias is None else {"sums_rounded_weights": alias} | said
 
     def looser(self) -> dict[str, Any]:
@@ -73,10 +81,13 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
         return {k: v for k, v in self.changes().items() if _allows_more(k, v, assumed)}
 
 
-def _allows_more(name: str, value: float, assumed: Arithmetic) -> bool:
+def _allows_more(name: str, value: Any, assumed: Arithmetic) -> bool:
+    if name == "rounds_value_products":
+        return value is not None
+    said: float = value
     usual: float = getattr(assumed, name)
     # Shorter steps are more roundings; under a smaller scale more of the small weights are lost.
-    return value < usual if name in {"block_kv", "weights_scale"} else value > usual
+    return said < usual if name in {"block_kv", "weights_scale"} else said > usual
 
 
 class Limits(_Strict, frozen=True, kw_only=True):
@@ -118,13 +129,13 @@ class When(_Strict, frozen=True, kw_only=True):
     phase: str | Names | None = None
 
     def holds(self, problem: Problem, device: str) -> bool:
-        """Whether ``problem``, computed forward on ``device``, is one of them."""
+        """Whether ``problem``, computed on ``device``, is one of them; with gradients: backward."""
         asked = {
             "dtype": problem.dtype,
             "mask": family(problem.mask),
             "head_dim": problem.head_dim,
             "device": device,
-            "phase": PHASES[0],  # gradients are not yet examined
+            "phase": PHASES[problem.backward],
         }
         return all(_is_among(value, getattr(self, name)) for name, value in asked.items())
 
@@ -145,7 +156,8 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         lse: Whether it gives LSE, or with which logarithm (``true``: the convention's).
         empty_row: What rows that see no key give.
         promises: What it promises of its bits (``question.PROMISES``).
-        backward: How gradients are had; not yet examined.
+        backward: How gradients are had: by ``autograd``, or by a function, as ``entry`` names one;
+            false: it has none. Not declared: by autograd, where it can be.
         sources: Files that it is made of, as patterns; not yet used.
         override: Exceptions; later ones win.
     """
@@ -187,7 +199,10 @@ class Capabilities(Limits, frozen=True, kw_only=True):
 
         What it is silent on the kernel may refuse.
         """
-        return all(said == "" for said in _answers(self.limits(problem, device), problem))
+        gradients = not problem.backward or bool(self.backward)
+        return gradients and all(
+            said == "" for said in _answers(self.limits(problem, device), problem)
+        )
 
 
 def family(spec: Spec) -> str:

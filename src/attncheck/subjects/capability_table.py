@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from attncheck.errors import AttncheckError, UnknownName, UsageError
-from attncheck.formats import DTYPES, dtype_named
+from attncheck.formats import DTYPES, Format, dtype_named
 from attncheck.judge.arithmetic import default
 from attncheck.mods.library import MASKS, SCORES
 from attncheck.question import PROMISES
 from attncheck.subjects.capabilities import (
     ALIASES,
     ANY,
+    AUTOGRAD,
     COMPOSITION,
     DEVICES,
     PHASES,
@@ -53,6 +54,7 @@ def read(table: object, what: str) -> Capabilities:
         for name, limits in _all_limits(found):
             _check_limits(limits, name)
         _check_listed("promises", found.promises or (), PROMISES)
+        _check_backward(found.backward)
         for index, override in enumerate(found.override):
             _check_when(override.when, f"override[{index}].when")
         _check_arithmetic(found)
@@ -126,6 +128,8 @@ _TABLES = ("arithmetic", "override")
 def _value(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_value, value))}]"
+    if value is None or isinstance(value, Format):  # what an Arithmetic has, as a table says it
+        return json.dumps(value.name if value else False)
     # JSON's strings, numbers and truth values are TOML's.
     return json.dumps(value, ensure_ascii=False)
 
@@ -162,6 +166,14 @@ def _tables(table: object) -> list[tuple[str, type[msgspec.Struct], object]]:
             found.append((f"{place}when.", When, each.get("when")))
             found.append((f"{place}arithmetic.", DeclaredArithmetic, each.get("arithmetic")))
     return found
+
+
+def _check_backward(said: bool | str | None) -> None:  # noqa: FBT001  # a field
+    if said is True or (isinstance(said, str) and said != AUTOGRAD and ":" not in said):
+        raise UsageError(
+            f'backward={json.dumps(said)} must be "autograd", FILE.py::NAME, package.module:NAME '
+            "or false."
+        )
 
 
 def _check_limits(limits: Limits, place: str) -> None:
@@ -207,6 +219,10 @@ def _check_arithmetic(found: Capabilities) -> None:
         if alias is not None and name is not None and alias != name:
             raise UsageError(
                 f"{place}arithmetic: p_in_sum and sums_rounded_weights are one thing: give one."
+            )
+        if said.rounds_value_products is True:
+            raise UsageError(
+                f"{place}arithmetic: rounds_value_products=true must be a format or false."
             )
         for dtype in found.dtypes or ("bf16",):
             try:

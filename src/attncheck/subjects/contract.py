@@ -66,6 +66,7 @@ class Subject(ABC):
         promises: What it promises of its bits (``question.PROMISES``); what it does not promise is
             asked within bounds, or not at all.
         sinks: Whether it takes a Problem's sink.
+        backward: Whether it gives gradients where a Problem asks for them.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Subject(ABC):
     triton: bool = False
     promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
     sinks: bool = False
+    backward: bool = False
 
     def absent(self, device: str) -> str | None:
         """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""
@@ -82,13 +84,13 @@ class Subject(ABC):
     def concerns(self, problem: Problem) -> bool:
         """Whether ``problem`` is a question for this kernel at all.
 
-        A kernel for attention is not asked about softmax, nor one without pages or sinks about
-        those: no cell, no row, no reason. What a reader would expect it to take, and it does not,
-        is for ``unsupported``.
+        A kernel for attention is not asked about softmax, nor one without pages, sinks or gradients
+        about those: no cell, no row, no reason. What a reader would expect it to take, and it does
+        not, is for ``unsupported``.
         """
         if problem.operation != "attention" or problem.paging is not None:
             return False
-        return self.sinks or not problem.sink
+        return (self.sinks or not problem.sink) and (self.backward or not problem.backward)
 
     @abstractmethod
     def unsupported(self, problem: Problem, device: str) -> str | None:
@@ -106,7 +108,7 @@ class Subject(ABC):
         """
 
     def run(self, inputs: Inputs) -> Outputs:
-        """Outputs on ``inputs``: ``out (batch, heads, query, value_dim)`` and LSE if exposed."""
+        """Outputs on ``inputs``: out, LSE if exposed, and gradients where they are asked for."""
         return self.prepare(inputs)()
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:

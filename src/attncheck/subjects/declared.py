@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from attncheck.formats import Format
 from attncheck.mods.library import FULL, NONE
 from attncheck.outputs import Outputs
 from attncheck.subjects.contract import Call, Refused, Subject, Tiling
@@ -46,6 +47,7 @@ class Declared(Subject):
         self.summary = _summary(inner, capabilities)
         self.triton = inner.triton
         self.sinks = inner.sinks
+        self.backward = inner.backward and capabilities.backward is not False
         self.promises = inner.promises
         if capabilities.promises is not None:
             self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))
@@ -55,8 +57,8 @@ class Declared(Subject):
         return self.inner.absent(device)
 
     def concerns(self, problem: Problem) -> bool:
-        """As the kernel says."""
-        return self.inner.concerns(problem)
+        """As the kernel says; no gradients where its table says that it has none."""
+        return self.inner.concerns(problem) and (self.backward or not problem.backward)
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Why the table has no place for it, or what the kernel may refuse and does."""
@@ -121,7 +123,7 @@ class Declared(Subject):
         if lse is None or not isinstance(given, Outputs):
             return given
         if lse is False:
-            return Outputs(given.out)
+            return replace(given, lse=None)
         if given.lse is None:
             raise ValueError("its table says that it gives LSE, and it gave none")
         return given
@@ -147,5 +149,9 @@ def _summary(inner: Subject, capabilities: Capabilities) -> str:
     looser = capabilities.arithmetic.looser()
     for override in capabilities.override:
         looser |= override.arithmetic.looser()
-    said = ", ".join(f"{name}={value:g}" for name, value in looser.items())
+    said = ", ".join(f"{name}={_shown(value)}" for name, value in looser.items())
     return f"{inner.summary}; declares looser arithmetic: {said}" if said else inner.summary
+
+
+def _shown(value: object) -> str:
+    return value.name if isinstance(value, Format) else f"{value:g}"

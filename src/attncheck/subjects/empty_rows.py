@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,13 @@ import torch
 
 from attncheck.formats import spacing
 from attncheck.judge.arithmetic import default
-from attncheck.outputs import Outputs
 from attncheck.subjects.contract import capability
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
     from attncheck.problem import Problem
 
 __all__ = ["EmptyRowsWrong", "empty_rows", "mean_allowance", "settled"]
@@ -36,7 +37,7 @@ def settled(
 
     Args:
         outputs: Of the kernel; returned as they are where their shape or device is wrong, which
-            the executor says.
+            the executor says. Gradients are.
         inputs: What it was given.
         how: ``zero``: out is 0, which is left to the judge. ``nan``: all of out is NaN (a plain
             softmax), and LSE NaN or one of ``empty_lse``. ``mean``: out is the mean of all keys'
@@ -56,11 +57,13 @@ def settled(
     if not bool(dead.any()):
         return outputs
     if how == "zero":
-        return Outputs(out, None if lse is None else _plain(lse, dead & _among(lse, empty_lse)))
+        lse = None if lse is None else _plain(lse, dead & _among(lse, empty_lse))
+        return dataclasses.replace(outputs, lse=lse)
     _check(how, outputs, inputs, dead, empty_lse)
-    return Outputs(
-        torch.where(dead[..., None], torch.zeros_like(out), out),
-        None if lse is None else _plain(lse, dead),
+    return dataclasses.replace(
+        outputs,
+        out=torch.where(dead[..., None], torch.zeros_like(out), out),
+        lse=None if lse is None else _plain(lse, dead),
     )
 
 

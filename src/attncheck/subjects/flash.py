@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attncheck.mods.spec import Spec
     from attncheck.problem import Problem
 
-__all__ = ["HOPPER", "Flash", "Tiles", "launch"]
+__all__ = ["BY_KEYS", "BY_ROWS", "HOPPER", "Flash", "Tiles", "launch"]
 
 _MOST_TOGETHER = 65_535
 _FP8_CAPABILITY = (8, 9)  # Ada; Triton compiles no e4m3 below it
@@ -42,6 +42,22 @@ HOPPER: Tiles = {
     "bf16": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
     "e4m3": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
     "e5m2": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+}
+
+# The same of a backward's dQ, and of its dK and dV, whose programs hold two sums.
+_ROWS_IN_16_BITS = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}
+_KEYS_IN_16_BITS = {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 2)}
+BY_ROWS: Tiles = {
+    "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
+    "tf32": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (64, 32, 8, 1)},
+    "fp16": _ROWS_IN_16_BITS,
+    "bf16": _ROWS_IN_16_BITS,
+}
+BY_KEYS: Tiles = {
+    "fp32": {64: (32, 32, 8, 2), 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)},
+    "tf32": {64: (32, 64, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
+    "fp16": _KEYS_IN_16_BITS,
+    "bf16": _KEYS_IN_16_BITS,
 }
 
 

@@ -1,40 +1,54 @@
-"""Our Triton FlashAttention-2 forward as a subject, and two ways to run it in fp8."""
+"""Our Triton FlashAttention-2 as a subject, forward and backward.
+
+And two ways to run its forward in fp8, and one to add up its dQ.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attncheck.mods import library
-from attncheck.subjects.flash import Flash
+from attncheck.subjects.flash import BY_KEYS, BY_ROWS, Flash, launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
 
+    from attncheck.inputs import Inputs
     from attncheck.kernels.launch import Launch, VisitList
+    from attncheck.outputs import Outputs
     from attncheck.problem import Problem
-    from attncheck.subjects.contract import Subject
+    from attncheck.subjects.contract import Call, Subject
 
-__all__ = ["Flash2", "Flash2FastAccumulation", "Flash2TransposedValues"]
+    Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+__all__ = ["Flash2", "Flash2Atomic", "Flash2FastAccumulation", "Flash2TransposedValues"]
 
 _SMALLEST, _LARGEST = 16, 128  # tiles in the interpreter
 _FP8_SMALLEST = 32  # keys, which a tensor core contracts 32 at a time
 
 
 class Flash2(Flash):
-    """FlashAttention-2 forward; in fp8 with fp32 sums, V stored as the Problem has it.
+    """FlashAttention-2; in fp8 with fp32 sums, V stored as the Problem has it.
 
-    It walks over the tiles that the mask's block mask lists.
+    It walks over the tiles that the mask's block mask lists. A Problem with a backward has both
+    passes in one call.
 
     Args:
         blocks: Rows and keys of a tile, where not those that it chooses itself.
         dense: Whether it walks over all tiles instead and masks each.
+
+    Attributes:
+        atomic: Whether dQ is added up in memory, in whatever order.
     """
 
     name = "triton-flash2"
     summary = "our FlashAttention-2 forward in Triton, any mask and score mod"
+    backward = True
+    atomic = False
 
     def __init__(self, blocks: tuple[int, int] | None = None, *, dense: bool = False) -> None:
         self._blocks = blocks
@@ -42,7 +56,14 @@ class Flash2(Flash):
 
     def launch(self, problem: Problem, device: str) -> Launch:
         """How it is launched."""
-        chosen = super().launch(problem, device)
+        return self._in_blocks(super().launch(problem, device))
+
+    def gradient_launches(self, problem: Problem, device: str) -> tuple[Launch, Launch]:
+        """How dQ is launched, and how dK and dV are."""
+        rows, keys = (launch(problem, device, tiles) for tiles in (BY_ROWS, BY_KEYS))
+        return self._in_blocks(rows), self._in_blocks(keys)
+
+    def _in_blocks(self, chosen: Launch) -> Launch:
         if self._blocks is None:
             return chosen
         return replace(chosen, block_query=self._blocks[0], block_kv=self._blocks[1])
@@ -73,11 +94,86 @@ class Flash2(Flash):
             other["dense"] = type(self)(self._blocks, dense=True)
         return other
 
+    def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
+        """The tiles of dQ and of dK and dV, as ``visited``."""
+        if self._dense or problem.mask == library.FULL:
+            return {}
+        from attncheck.subjects.visits import visits, visits_by_keys
+
+        rows, keys = self.gradient_launches(problem, device.type)
+        return {
+            "tiles": visits(problem, rows.block_query, rows.block_kv, str(device)),
+            "by_keys": visits_by_keys(problem, keys.block_query, keys.block_kv, str(device)),
+        }
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """The launches of the forward and, where it is asked for, of the backward."""
+        forward = super().prepare(inputs)
+        if inputs.dout is None:
+            return forward
+        backward = self._prepared_backward(inputs)
+
+        def call() -> Outputs:
+            found = forward()
+            dq, dk, dv, dsink = backward(found)
+            return replace(found, dq=dq, dk=dk, dv=dv, dsink=dsink)
+
+        return call
+
+    def _prepared_backward(self, inputs: Inputs) -> Callable[[Outputs], Gradients]:
+        """What takes the forward's results and gives dQ, dK, dV and the sink's gradient."""
+        from attncheck.mods.to_triton import to_triton
+        from attncheck.subjects.traced import traced_mask, traced_score, traced_slope
+
+        problem, device = inputs.problem, inputs.device.type
+        identity = problem.score == library.NONE
+        rows, keys = self.gradient_launches(problem, device)
+        # fmt: off
+        given = partial(
+            self.backward_launcher(),
+            scale=problem.scale,
+            mask=to_triton(traced_mask(problem, device)),
+            score=None if identity else to_triton(traced_score(problem, device)),
+            slope=None if identity else to_triton(traced_slope(problem, device)),
+            launch=rows, launch_by_keys=keys, sink=inputs.sink, atomic=self.atomic,
+            **self._gradients_visit(problem, inputs.device),
+        )
+        # fmt: on
+        tensors = inputs.q, inputs.k, inputs.v
+
+        def backward(found: Outputs) -> Gradients:
+            return given(*tensors, found.out, found.lse, inputs.dout, inputs.dlse)
+
+        return backward
+
+    def backward_launcher(self) -> Callable[..., Gradients]:
+        """``kernels.flash2_backward.flash2_backward``."""
+        from attncheck.kernels import flash2_backward
+
+        return flash2_backward.flash2_backward
+
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """``kernels.flash2_forward.flash2_forward``."""
         from attncheck.kernels import flash2_forward
 
         return flash2_forward.flash2_forward
+
+
+class Flash2Atomic(Flash2):
+    """The same with dQ added up in memory by the programs of dK and dV, in whatever order.
+
+    As FlashAttention's backward does where it is not asked to be deterministic. No two runs need
+    have the same bits, and a hidden key that is not finite reaches dQ: it promises nothing.
+    """
+
+    name = "triton-flash2-atomic"
+    summary = "triton-flash2 with dQ added up by atomic additions"
+    promises = frozenset()
+    atomic = True
+
+    def concerns(self, problem: Problem) -> bool:
+        """Whether there are gradients: the forward is ``triton-flash2``'s."""
+        return super().concerns(problem) and problem.backward
 
 
 class Flash2TransposedValues(Flash2):

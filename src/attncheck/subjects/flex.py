@@ -42,11 +42,12 @@ class Flex(Subject):
     """``flex_attention`` with a block mask made outside the call; LSE is the natural logarithm.
 
     Compiled on CUDA; eager on the CPU, where a compiled one would need a C++ compiler. Rows that
-    see no key give 0 and −∞.
+    see no key give 0 and −∞. Gradients are autograd's, on CUDA: torch has none on the CPU.
     """
 
     name = "flex"
     summary = "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU"
+    backward = True
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Takes every mask and score mod; wants head dimensions of at least 16 on CUDA."""
@@ -55,6 +56,8 @@ class Flex(Subject):
         if device == "cpu":
             if problem.dtype == "tf32":
                 return "the CPU has no tf32 products"
+            if problem.backward:
+                return "torch: FlexAttention does not support backward on CPU"
             pairs = problem.batch * problem.heads * problem.query * problem.kv
             return too_large("scores and weights in fp32", pairs * 8, device)
         if min(problem.head_dim, problem.value_dim) < _SMALLEST_GPU_DIM:
@@ -77,15 +80,34 @@ class Flex(Subject):
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
+        tensors = (inputs.q, inputs.k, inputs.v)
+        followed = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
 
         def call() -> Outputs:
-            with torch.no_grad(), fp32_products(products):
-                out, lse = function(inputs.q, inputs.k, inputs.v, score, blocks, problem.scale)
-            return Outputs(out, lse)
+            with torch.set_grad_enabled(problem.backward), fp32_products(products):
+                out, lse = function(*followed, score, blocks, problem.scale)
+                gradients = _gradients(out, lse, followed, inputs)
+            return Outputs(out.detach(), None if lse is None else lse.detach(), *gradients)
 
         if device.type != "cpu":
             _compile_now(call)
         return call
+
+
+def _gradients(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    followed: tuple[torch.Tensor, ...],
+    inputs: Inputs,
+) -> tuple[torch.Tensor, ...]:
+    """Of q, k and v; none where none are asked for."""
+    if inputs.dout is None:
+        return ()
+    results, gradients = [out], [inputs.dout]
+    if inputs.dlse is not None:
+        assert lse is not None, "it is asked for"
+        results, gradients = [out, lse], [inputs.dout, inputs.dlse]
+    return torch.autograd.grad(results, followed, gradients)
 
 
 def score_mod(problem: Problem, device: str) -> ScoreMod:

@@ -13,13 +13,14 @@ from attncheck.problem import OPERATIONS
 from attncheck.question import PROMISES
 from attncheck.subjects.contract import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.ideal_attention import Index, attention
+from attncheck.subjects.ideal_gradients import slope, with_gradients
 from attncheck.subjects.ideal_softmax import ideal_softmax
 from attncheck.subjects.matmul_precision import fp32_products
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
 
@@ -55,6 +56,22 @@ class Ideal(Subject):
     relative to the step's own maximum, so that its largest is 1 exactly, and O is divided by the
     row sum after each step.
 
+    Backward (algorithm 2; ``ideal_gradients``), in fp32 but for what is said:
+
+    * delta is the row's Σ dO·O, of O as it is stored, less dLSE.
+    * P comes again from the forward pass's LSE: exp2(s·c − LSE·log2 e), where LSE·log2 e is rounded
+      and the multiply-add rounded once; with a score mod or a sink exp2((s' − LSE)·log2 e).
+    * dS = P·(dP − delta), times the score mod's derivative, which is torch's, of its callable in
+      fp32. P and dS are rounded to the weights' format before Pᵀ·dO, dS·K and dSᵀ·q, and dO to the
+      products' before all.
+    * dQ is added key tile by key tile, in the tiling's order; dK and dV row tile by row tile and,
+      within one, head by head of those that share a key head (the last row tile first in a reverse
+      tiling). dQ and dK are multiplied by the scale at the end. All are then rounded to the storage
+      format.
+    * dsink is the sum of exp2((sink − LSE)·log2 e)·(0 − delta) over rows, by tiles, in fp32.
+    * A row that sees no key has no gradient and adds to none. What is hidden cannot reach the
+      gradients of what sees it not, NaN included.
+
     A softmax is ``ideal_softmax``'s.
 
     Every matrix product has the shape of a whole tile, as on a GPU: a row's bits do not depend
@@ -72,6 +89,7 @@ class Ideal(Subject):
     hidden_score = -math.inf
     promises = frozenset(PROMISES)
     sinks = True
+    backward = True
 
     def __init__(
         self, tiling: Tiling | None = None, *, tf32: Literal["nearest", "truncate"] = "nearest"
@@ -80,7 +98,7 @@ class Ideal(Subject):
         self._tf32 = tf32
 
     def concerns(self, problem: Problem) -> bool:
-        """Attention, with sinks and pages or without, and softmax."""
+        """Attention, with sinks, pages and gradients or without, and softmax."""
         return problem.operation in OPERATIONS
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
@@ -110,7 +128,10 @@ class Ideal(Subject):
             with torch.no_grad(), fp32_products("ieee"):
                 if inputs.problem.operation == "softmax":
                     return ideal_softmax(inputs)
-                return attention(self, inputs)
+                outputs = attention(self, inputs)
+                if inputs.problem.backward:
+                    return with_gradients(self, inputs, outputs)
+                return outputs
 
         return call
 
@@ -176,6 +197,33 @@ class Ideal(Subject):
     def normalised(self, out: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """O at the end, by the fp32 reciprocal of the row sum."""
         return out * (1.0 / total)
+
+    def visible_again(self, mask: MaskMod, at: Index) -> torch.Tensor:
+        """Which keys of a tile a row sees, in the backward pass."""
+        return self.visible(mask, at)
+
+    def delta(
+        self, dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What is taken off dP, ``(batch, heads, query)``: Σ dO·O less dLSE."""
+        delta = (dout * out).sum(-1)
+        return delta if dlse is None else delta - dlse
+
+    def dscores(self, p: torch.Tensor, dp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """The gradient of a tile's scores, after the score mod: P·(dP − delta)."""
+        return p * (dp - delta)
+
+    def slope(self, score: ScoreMod, x: torch.Tensor, at: Index) -> torch.Tensor:
+        """The score mod's derivative at a tile's scores, by torch's autograd."""
+        return slope(score, x, at)
+
+    def gradient_added(self, running: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """A running gradient with a tile's part, of one head."""
+        return running + part
+
+    def scaled(self, total: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The sums that are dQ or dK, at the end."""
+        return total * scale
 
 
 def _to_tf32(values: torch.Tensor, *, truncate: bool) -> torch.Tensor:

@@ -11,15 +11,15 @@ import torch
 from attncheck.formats import fp32
 from attncheck.mods import library
 from attncheck.outputs import Outputs
+from attncheck.subjects.ideal_steps import finite, padded, power_of_two, weighted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attncheck.inputs import Inputs
+    from attncheck.mods.signatures import MaskMod
     from attncheck.problem import Problem
     from attncheck.subjects.ideal import Ideal
 
-__all__ = ["Index", "attention"]
+__all__ = ["Index", "Pass", "attention"]
 
 # Scores held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64.
 _SCORES_AT_A_TIME = 2**22
@@ -27,7 +27,7 @@ _SCORES_AT_A_TIME = 2**22
 
 def attention(kernel: Ideal, inputs: Inputs) -> Outputs:
     """Out and LSE of ``kernel`` on ``inputs``."""
-    return _Pass(kernel, inputs).outputs()
+    return Pass(kernel, inputs).outputs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class _Factors:
     Attributes:
         scale: Of q·k.
         exponent: Of the difference of two scores, for exp2 (the docstring's c).
+        log2_e: Of natural numbers, for exp2.
         weights: Of P before it is rounded.
         out: Of O at the end.
     """
@@ -76,15 +77,26 @@ class _Factors:
             products, values = (x.repeat_interleave(problem.group, 1)[..., None] for x in given)
         self.scale = problem.scale * products
         log2_scale = fp32(problem.scale * kernel.log2_e)
-        log2_e = fp32(kernel.log2_e)
-        in_nats = _in_nats(problem)
-        self.exponent = torch.full_like(products, log2_e) if in_nats else log2_scale * products
+        self.log2_e = fp32(kernel.log2_e)
+        of_nats = torch.full_like(products, self.log2_e)
+        self.exponent = of_nats if _in_nats(problem) else log2_scale * products
         self.weights = kernel.weights_scale(problem)
         self.out = values / self.weights
 
 
-class _Pass:
-    """One forward pass over prepared inputs."""
+class Pass:
+    """One forward pass over prepared inputs.
+
+    Attributes:
+        kernel: Whose hooks are called.
+        problem: Of the inputs.
+        tile: The kernel's tiling.
+        q, k, v: As a product reads them, in fp32, up to a whole number of tiles.
+        factors: What scores and outputs are multiplied by.
+        mask, score: The Problem's mods; ``score`` None where there is none.
+        in_nats: Whether scores are multiplied by the scale before the softmax.
+        sink: Each head's, if any.
+    """
 
     def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
         self.kernel = kernel
@@ -92,9 +104,9 @@ class _Pass:
         self.tile = kernel.tiling(problem, inputs.device.type)
         self.device = str(inputs.device)
         fmt = problem.formats.products
-        self.q = _padded(kernel.operand(inputs.q.float(), fmt), self.tile.block_query)
-        self.k = _padded(kernel.operand(inputs.k.float(), fmt), self.tile.block_kv)
-        self.v = _padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
+        self.q = padded(kernel.operand(inputs.q.float(), fmt), self.tile.block_query)
+        self.k = padded(kernel.operand(inputs.k.float(), fmt), self.tile.block_kv)
+        self.v = padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
         self.v_is_finite = bool(torch.isfinite(self.v).all())
         self.mask = problem.mask_mod(self.device)
         self.score = None if problem.score == library.NONE else problem.score_mod(self.device)
@@ -103,25 +115,36 @@ class _Pass:
         self.sink = inputs.sink
 
     def outputs(self) -> Outputs:
+        """Out and LSE."""
         problem = self.problem
-        per_block = problem.batch * problem.heads * self.tile.block_query * self.tile.block_kv
-        step = max(1, _SCORES_AT_A_TIME // per_block) * self.tile.block_query
-        parts = [self._rows(i, i + step) for i in range(0, self.q.shape[2], step)]
+        parts = [self._rows(rows) for rows in self.row_blocks()]
         out = torch.cat([part.out for part in parts], dim=2)[:, :, : problem.query]
         lse = torch.cat([part.lse for part in parts if part.lse is not None], dim=2)
         return Outputs(out, lse[:, :, : problem.query])
 
-    def _rows(self, first: int, last: int) -> Outputs:
-        q = self.q[:, :, first:last]
+    def row_blocks(self) -> list[slice]:
+        """Whole tiles of query rows: as many at a time as scores may be held."""
+        per_block = self.problem.batch * self.problem.heads
+        per_block *= self.tile.block_query * self.tile.block_kv
+        step = max(1, _SCORES_AT_A_TIME // per_block) * self.tile.block_query
+        last = self.q.shape[2]
+        return [slice(i, min(i + step, last)) for i in range(0, last, step)]
+
+    def key_tiles(self) -> list[slice]:
+        """Tiles of keys in the order of the tiling."""
+        size = self.tile.block_kv
+        tiles = [slice(start, start + size) for start in range(0, self.k.shape[2], size)]
+        return tiles[::-1] if self.tile.reverse else tiles
+
+    def _rows(self, rows: slice) -> Outputs:
+        q = self.q[:, :, rows]
         running = self._start(q)
-        starts = list(range(0, self.k.shape[2], self.tile.block_kv))
-        for start in reversed(starts) if self.tile.reverse else starts:
-            seen, at = self._seen(first, q.shape[2], start)
+        for keys in self.key_tiles():
+            seen, at = self.seen(rows, keys)
             if bool(seen.any()):
-                keys = slice(start, start + self.tile.block_kv)
-                s = self._scores(q, seen, at, keys)
+                s = self.modified(self.logits(q, keys), seen, at)
                 step = self._flash1 if self.tile.recurrence == "flash1" else self._flash2
-                step(running, s, seen, self._kv_heads_expanded(self.v[:, :, keys]))
+                step(running, s, seen, self.expanded(self.v[:, :, keys]))
         return self._finish(running)
 
     def _start(self, q: torch.Tensor) -> _Running:
@@ -133,25 +156,32 @@ class _Pass:
             total = (~torch.isneginf(maximum)).to(total.dtype)
         return _Running(maximum, total, q.new_zeros((*shape, self.problem.value_dim)))
 
-    def _seen(self, first: int, rows: int, start: int) -> tuple[torch.Tensor, Index]:
+    def seen(self, rows: slice, keys: slice) -> tuple[torch.Tensor, Index]:
         """Which keys the rows see; padding is asked about as the last row and key, then hidden."""
-        problem, keys = self.problem, torch.arange(self.tile.block_kv, device=self.device) + start
-        row = torch.arange(first, first + rows, device=self.device)
+        problem = self.problem
+        row = torch.arange(rows.start, rows.stop, device=self.device)
+        key = torch.arange(keys.start, keys.stop, device=self.device)
         at = Index(
             b=torch.arange(problem.batch, device=self.device).view(-1, 1, 1, 1),
             h=torch.arange(problem.heads, device=self.device).view(1, -1, 1, 1),
             q_idx=row.clamp(max=problem.query - 1).view(1, 1, -1, 1),
-            kv_idx=keys.clamp(max=problem.kv - 1).view(1, 1, 1, -1),
+            kv_idx=key.clamp(max=problem.kv - 1).view(1, 1, 1, -1),
         )
-        inside = self.kernel.inside(keys, problem.kv).view(1, 1, 1, -1)
-        seen = self.kernel.visible(self.mask, at) & inside
-        return seen.expand(problem.batch, problem.heads, rows, -1), at
+        inside = self.kernel.inside(key, problem.kv).view(1, 1, 1, -1)
+        seen = self.visible(self.mask, at) & inside
+        return seen.expand(problem.batch, problem.heads, len(row), -1), at
 
-    def _scores(self, q: torch.Tensor, seen: torch.Tensor, at: Index, keys: slice) -> torch.Tensor:
-        """Scores of a tile, −∞ where not seen: q·k, or natural ones, the score mod's."""
-        s = self.kernel.scores(self._product(q, self._kv_heads_expanded(self.k[:, :, keys]).mT))
-        if self.in_nats:
-            s = s * self.factors.scale[..., None]
+    def visible(self, mask: MaskMod, at: Index) -> torch.Tensor:
+        """Which keys of a tile there are to see, as the kernel says."""
+        return self.kernel.visible(mask, at)
+
+    def logits(self, q: torch.Tensor, keys: slice) -> torch.Tensor:
+        """Scores of a tile before score mod and mask: q·k, or natural ones."""
+        s = self.kernel.scores(self.product(q, self.expanded(self.k[:, :, keys]).mT))
+        return s * self.factors.scale[..., None] if self.in_nats else s
+
+    def modified(self, s: torch.Tensor, seen: torch.Tensor, at: Index) -> torch.Tensor:
+        """Scores of a tile after the score mod, −∞ where not seen."""
         if self.score:
             # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
             s = self.score(s, at.b, at.h, at.q_idx, at.kv_idx).to(s.dtype)
@@ -190,18 +220,18 @@ class _Pass:
 
     def _weights(self, s: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
         """exp2 of the scores below ``maximum``, in fp32; 0 where a score is −∞."""
-        base, c = _finite(maximum)[..., None], self.factors.exponent[..., None]
+        base, c = finite(maximum)[..., None], self.factors.exponent[..., None]
         if self.in_nats:
             # The difference first: c times a finite score may be beyond fp32.
-            return _power_of_two(self.kernel.exp2, (s - base) * c, s)
+            return power_of_two(self.kernel.exp2, (s - base) * c, s)
         # A fused multiply-add: float64 holds s·c exactly, and the sum is rounded to fp32.
         exponent = (s.double() * c - (base * c).double()).float()
-        return _power_of_two(self.kernel.exp2, exponent, s)
+        return power_of_two(self.kernel.exp2, exponent, s)
 
     def _power(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """What a weight relative to ``old`` is to be multiplied by to be relative to ``new``."""
-        exponent = (old - _finite(new)) * self.factors.exponent
-        return _power_of_two(self.kernel.exp2, exponent, old)
+        exponent = (old - finite(new)) * self.factors.exponent
+        return power_of_two(self.kernel.exp2, exponent, old)
 
     def _row_sum(self, p: torch.Tensor) -> torch.Tensor:
         return self.kernel.row_sum(p, self.problem, self.factors.weights)
@@ -209,14 +239,7 @@ class _Pass:
     def _weighted(self, p: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """P·V; a value that is not finite goes to the rows that see its key, and to no other."""
         p = self.kernel.operand(p * self.factors.weights, self.problem.formats.weights)
-        if self.v_is_finite:
-            return self._product(p, v)
-        odd = ~torch.isfinite(v)
-        out = self._product(p, torch.where(odd, 0.0, v))
-        for j in odd.any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist():
-            to_rows = (seen[..., j, None] & odd[:, :, None, j]).expand_as(out)
-            out = torch.where(to_rows, out + p[..., j, None] * v[:, :, None, j], out)
-        return out
+        return self.product(p, v) if self.v_is_finite else weighted(self.product, p, seen, v)
 
     def _finish(self, run: _Running) -> Outputs:
         dead = run.total == 0
@@ -229,10 +252,11 @@ class _Pass:
         lse = torch.where(dead, -math.inf, run.maximum * unit + log)
         return Outputs(out.to(self.problem.formats.output.torch_dtype), lse)
 
-    def _kv_heads_expanded(self, kv: torch.Tensor) -> torch.Tensor:
+    def expanded(self, kv: torch.Tensor) -> torch.Tensor:
+        """Each key head as often as there are query heads that share it."""
         return kv.repeat_interleave(self.problem.group, dim=1)
 
-    def _product(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def product(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """(batch, heads, rows, n) × (batch, heads, n, m), one whole tile of rows at a time."""
         batch, heads, length, inner = rows.shape
         blocks = length // self.tile.block_query
@@ -244,20 +268,3 @@ class _Pass:
 def _in_nats(problem: Problem) -> bool:
     """Whether scores are multiplied by the scale before the softmax: mods and sinks are natural."""
     return problem.score != library.NONE or problem.sink
-
-
-def _finite(maximum: torch.Tensor) -> torch.Tensor:
-    """0 stands in for the maximum of a row that has seen nothing."""
-    return torch.where(torch.isneginf(maximum), 0.0, maximum)
-
-
-def _power_of_two(
-    exp2: Callable[[torch.Tensor], torch.Tensor], exponent: torch.Tensor, score: torch.Tensor
-) -> torch.Tensor:
-    """``exp2``; 0 where ``score`` is −∞, also where −∞ · c is NaN: c may underflow."""
-    return torch.where(torch.isneginf(score), 0.0, exp2(exponent))
-
-
-def _padded(x: torch.Tensor, block: int) -> torch.Tensor:
-    """``x`` (batch, heads, length, dim) with zeros up to a whole number of blocks."""
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))

@@ -7,16 +7,16 @@ the project's configuration; or of the entry-point group ``attncheck.kernels``.
 from __future__ import annotations
 
 import inspect
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attncheck.errors import UnknownName, UsageError
-from attncheck.source_files import brief, member, member_of_module
+from attncheck.source_files import brief, member_of_module
 from attncheck.subjects import builtin, configured
 from attncheck.subjects.contract import Subject
+from attncheck.subjects.entries import backward_of, entered, from_here, is_reference, referred
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,7 @@ class Candidate:
         name: What reports are to call it.
         entry: How a table names the object; a file is relative to the working directory.
         capabilities: Its table; None where nobody has written one.
+        backward: The function of its gradients that its table names, if any.
     """
 
     kernel: str
@@ -44,6 +45,7 @@ class Candidate:
     name: str
     entry: str
     capabilities: Capabilities | None = None
+    backward: Callable[..., object] | None = None
 
     def adopted(
         self, convention: str | None = None, options: ConventionOptions | None = None
@@ -103,6 +105,8 @@ class Candidate:
             empty_row=table.empty_row or "",
             causal=table.causal or "",
         )
+        if self.backward is not None:
+            options = replace(options, backward=self.backward)
         if native:
             return replace(
                 options,
@@ -113,12 +117,8 @@ class Candidate:
             options,
             promises=None if table.promises is None else frozenset(table.promises),
             returns_lse=None if table.lse is None else table.lse is not False,
+            backward=None if table.backward is False else options.backward,
         )
-
-
-def is_reference(kernel: str) -> bool:
-    """Whether ``kernel`` is of a file or module, and no name."""
-    return ":" in kernel
 
 
 def names() -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def candidate(kernel: str, convention: str | None = None) -> Candidate:
 
         convention_named(convention)  # before somebody's file is imported
     if is_reference(kernel):
-        found = _referred(kernel, f"kernel {kernel!r}")
+        found = referred(kernel, f"kernel {kernel!r}")
         return Candidate(kernel=kernel, found=found, name=kernel, entry=kernel)
     return _named(kernel)
 
@@ -181,9 +181,17 @@ def _named(kernel: str) -> Candidate:
     project, points = configured.configuration(), configured.entry_points().get(kernel, ())
     table, what = project.kernels.get(kernel), f"kernel {kernel!r}"
     if table is not None:
-        entry = _from_here(table.entry, project.folder)
-        found = _entry(entry, project.folder, what)
-        return Candidate(kernel=kernel, found=found, name=kernel, entry=entry, capabilities=table)
+        entry = from_here(table.entry, project.folder)
+        found = entered(entry, project.folder, what)
+        backward = backward_of(table, project.folder, what)
+        return Candidate(
+            kernel=kernel,
+            found=found,
+            name=kernel,
+            entry=entry,
+            capabilities=table,
+            backward=backward,
+        )
     if len(points) > 1:
         values = " and ".join(sorted(point.value for point in points))
         raise UsageError(f"{what} is several entry points: {values}; uninstall all but one.")
@@ -200,35 +208,16 @@ def _published(kernel: str, value: str) -> Candidate:
     found, table = configured.published(kernel, member_of_module(entry, what), value)
     if found is None and table is not None:
         entry = table.entry
-        found = _entry(entry, Path.cwd(), what)
-    return Candidate(kernel=kernel, found=found, name=kernel, entry=entry, capabilities=table)
-
-
-def _from_here(entry: str, folder: Path) -> str:
-    """An entry that is relative to ``folder``."""
-    file, colons, name = entry.partition("::")
-    return f"{folder / file}{colons}{name}" if colons else entry
-
-
-def _referred(kernel: str, what: str) -> Any:
-    """The object of ``file.py::name`` or ``package.module:name``."""
-    file, _, name = kernel.partition(":")
-    if file.endswith(".py") and not name.startswith(":"):
-        raise UsageError(f"{what}: a file takes two colons: {file}::{name or 'NAME'}.")
-    return (member if "::" in kernel else member_of_module)(kernel, what)
-
-
-def _entry(entry: str, folder: Path, what: str) -> Any:
-    """The object that a table's entry names; modules are looked for in ``folder`` too."""
-    if entry in builtin.SUBJECTS:
-        return builtin.subject_named(entry)
-    if not is_reference(entry):
-        raise UsageError(
-            f"{what}: its entry {entry!r} is neither FILE.py::NAME nor package.module:NAME."
-        )
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    return _referred(entry, what)
+        found = entered(entry, Path.cwd(), what)
+    backward = None if table is None else backward_of(table, Path.cwd(), what)
+    return Candidate(
+        kernel=kernel,
+        found=found,
+        name=kernel,
+        entry=entry,
+        capabilities=table,
+        backward=backward,
+    )
 
 
 def _check_builtin(kernel: str, convention: str | None) -> None:

@@ -19,6 +19,7 @@ from attncheck.subjects.contract import Call, Refused, Subject
 from attncheck.subjects.empty_rows import empty_rows, settled
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
+from attncheck.subjects.torch_flash import with_rounded_sums, with_short_exp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from attncheck.judge.arithmetic import Arithmetic
     from attncheck.problem import Problem
 
-__all__ = ["Sdpa", "attention_bias", "attention_mask", "is_causal", "with_short_exp"]
+__all__ = ["Sdpa", "attention_bias", "attention_mask", "is_causal"]
 
 _CAUSAL = Spec.of("causal")
 _CAUSAL_BOTTOM_RIGHT = Spec.of("causal_bottom_right")
@@ -46,7 +47,7 @@ _VECTOR = 16  # bytes
 
 
 class Sdpa(Subject):
-    """``F.scaled_dot_product_attention`` held to one backend; it exposes no LSE.
+    """``F.scaled_dot_product_attention`` held to one backend; no LSE. Gradients are autograd's.
 
     The mask is ``is_causal`` where that is the Problem's mask (torch aligns it top-left), nothing
     where every key is seen, else a boolean ``attn_mask``. A score mod that only adds becomes a
@@ -55,6 +56,8 @@ class Sdpa(Subject):
     Args:
         backend: ``math``, ``flash``, ``efficient`` or ``cudnn``.
     """
+
+    backward = True
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -73,6 +76,7 @@ class Sdpa(Subject):
         return (
             self.absent(device)
             or ("takes no fp8 inputs with descales" if problem.formats.scaled else None)
+            or ("it gives no LSE, of which the loss is a function" if problem.dlse else None)
             or self._unsupported_products(problem, device)
             or self._unsupported_size(problem, device)
             or self._unsupported_score(problem, device)
@@ -87,10 +91,7 @@ class Sdpa(Subject):
         problem, device = inputs.problem, str(inputs.q.device)
         mask = self._mask(problem, device)
         arguments = _arguments(problem)
-        # Finite garbage: it counts for nothing.
-        dead = (
-            empty_rows(problem, device) if self._backend == "cudnn" and mask is not None else None
-        )
+        dead = self._garbage(problem, device)  # it counts for nothing, and no loss is of it
         tensors = (inputs.q, inputs.k, inputs.v)
         if self._backend in _WANT_ALIGNMENT and device != "cpu" and not _aligned(tensors):
             raise Refused("it reads 16 bytes at a time, and its inputs do not begin at 16 bytes")
@@ -100,12 +101,18 @@ class Sdpa(Subject):
             if refused:
                 raise Refused(refused)
 
+        q, k, v = (tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
+        dout = inputs.dout
+        if dout is not None and dead is not None:
+            dout = torch.where(dead[..., None], torch.zeros_like(dout), dout)
+
         def call() -> Outputs:
             with self._settings(problem):
                 out = torch.nn.functional.scaled_dot_product_attention(
-                    inputs.q, inputs.k, inputs.v, attn_mask=mask, **arguments
+                    q, k, v, attn_mask=mask, **arguments
                 )
-            given = Outputs(out)
+                gradients = () if dout is None else torch.autograd.grad(out, (q, k, v), dout)
+            given = Outputs(out.detach(), None, *gradients)
             return given if dead is None else settled(given, inputs, "unspecified", dead=dead)
 
         return call
@@ -122,12 +129,15 @@ class Sdpa(Subject):
         assumed = super().arithmetic(problem, device)
         if self._backend == "math":
             return replace(assumed, normalised_weights=True)
-        return with_short_exp(assumed, device) if self._backend == "flash" else assumed
+        if self._backend == "flash":
+            return with_rounded_sums(with_short_exp(assumed, device), device)
+        return assumed
 
     @contextlib.contextmanager
     def _settings(self, problem: Problem) -> Iterator[None]:
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
-        with torch.no_grad(), fp32_products(products), sdpa_kernel(self._kernel):
+        grad = torch.set_grad_enabled(problem.backward)
+        with grad, fp32_products(products), sdpa_kernel(self._kernel):
             yield
 
     def _unsupported_products(self, problem: Problem, device: str) -> str | None:
@@ -144,7 +154,8 @@ class Sdpa(Subject):
         pairs = problem.query * problem.kv
         every_head = problem.batch * problem.heads * pairs
         if self._backend == "math":
-            return too_large("scores and weights in fp32", every_head * 8, device)
+            both = every_head * (16 if problem.backward else 8)  # and the gradients of both
+            return too_large("scores and weights in fp32", both, device)
         if problem.score != library.NONE:
             return too_large("bias in fp32", every_head * 4, device)
         if problem.mask != library.FULL and not is_causal(problem):
@@ -194,7 +205,8 @@ class Sdpa(Subject):
         ``can_use_*`` write them to stderr, past any filter (torch 2.11).
         """
         dtype = problem.formats.storage.torch_dtype
-        q, k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
+        empty = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
+        q, k, v = (tensor.requires_grad_(problem.backward) for tensor in empty)
         return self._reason_against(q, k, v, self._mask(problem, device), problem)
 
     def _reason_against(
@@ -219,18 +231,6 @@ class Sdpa(Subject):
 
 def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
     return all(tensor.data_ptr() % _VECTOR == 0 for tensor in tensors)
-
-
-def with_short_exp(assumed: Arithmetic, device: str) -> Arithmetic:
-    """The arithmetic of torch's flash kernel, given what is assumed of any.
-
-    On the CPU its exp of 16-bit inputs is a short polynomial: exp(0) = 1 − 5.3e-5 and, at −0.69, an
-    error of 1.02e-4 were measured (torch 2.13, by the LSE that
-    ``aten._scaled_dot_product_flash_attention_for_cpu`` exposes); 1,024 ulps of fp32 are 1.22e-4.
-    """
-    if device != "cpu" or assumed.products.name not in {"fp16", "bf16"}:
-        return assumed
-    return replace(assumed, exp2_ulps=1024.0)
 
 
 def attention_mask(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.errors import TraceError
 from attncheck.mods import library, trace
+from attncheck.mods.derivative import derivative
 
 if TYPE_CHECKING:
     from attncheck.mods.expression import Expression
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from attncheck.mods.spec import Spec
     from attncheck.problem import Problem
 
-__all__ = ["traced_mask", "traced_score"]
+__all__ = ["traced_mask", "traced_score", "traced_slope"]
 
 # A relation asks for the same Problem in several runs, and a trace costs more than a small kernel.
 _KEPT = 64
@@ -34,6 +35,15 @@ def traced_score(problem: Problem, device: str) -> Expression:
     return (_kept_score if _stays(problem.score) else _score)(problem, device)
 
 
+def traced_slope(problem: Problem, device: str) -> Expression:
+    """The score mod's derivative with respect to the score, its captured tensors on ``device``.
+
+    It is made of the trace of torch's own derivative, and the score mod's trace is what is checked:
+    rounding may tell the two derivatives apart.
+    """
+    return (_kept_slope if _stays(problem.score) else _slope)(problem, device)
+
+
 def _stays(spec: Spec) -> bool:
     """Whether its names mean the same next time."""
     return all(part.name in library.BUILT_IN for part in spec.walk())
@@ -51,8 +61,13 @@ def _score(problem: Problem, device: str) -> Expression:
     return _checked(trace.trace_score(mod, device), mod, problem, device, name)
 
 
+def _slope(problem: Problem, device: str) -> Expression:
+    return derivative(problem.score_mod(device), device)
+
+
 _kept_mask = functools.lru_cache(maxsize=_KEPT)(_mask)
 _kept_score = functools.lru_cache(maxsize=_KEPT)(_score)
+_kept_slope = functools.lru_cache(maxsize=_KEPT)(_slope)
 
 
 def _checked(

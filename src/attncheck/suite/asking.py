@@ -16,6 +16,7 @@ from attncheck.strategies import parameters, problems, shapes
 from attncheck.strategies.families import family_named
 from attncheck.strategies.softmax import softmax_problems
 from attncheck.subjects import builtin
+from attncheck.suite.kinds import Kind
 from attncheck.suite.marks import MARK, SOFTMAX
 from attncheck.suite.search import search
 from attncheck.suite.variations import variations
@@ -54,14 +55,13 @@ class Asked:
     where: Callable[[Problem], bool] | None = None
 
     @property
-    def paged(self) -> bool:
-        """Whether it is about keys in pages."""
-        return "pagings" in self.problems
-
-    @property
-    def with_sink(self) -> bool:
-        """Whether it is about Problems with a sink alone."""
-        return self.problems.get("sinks", False) is True
+    def kind(self) -> Kind:
+        """What all its Problems have."""
+        return Kind(
+            paged="pagings" in self.problems,
+            sink=self.problems.get("sinks", False) is True,
+            backward=self.problems.get("backward", False),
+        )
 
     def fits(self, question: str, problem: Problem) -> bool:
         """Whether ``question`` of ``problem`` is what the property is about."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attncheck.examine.executor import Executor, Failure, InProcess
+from attncheck.formats import DTYPES
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
 from attncheck.problem import SOFTMAX_DTYPES, Problem
 from attncheck.strategies import nearest
+from attncheck.suite.kinds import PLAIN, Kind
 from attncheck.suite.marks import SOFTMAX
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ NOT_CONCERNED = "such problems do not concern it"
 
 # Whole tiles, and lengths that fit none; short ones, and one row, for kernels that take no others.
 _LENGTHS = ((64, 64), (77, 93), (16, 16), (1, 64), (1, 1))
-_PAGE = 16
 _MASKS: dict[str, Spec] = {
     "full": Spec.of("full"),
     "causal": Spec.of("causal"),
@@ -34,20 +34,15 @@ _MASKS: dict[str, Spec] = {
 }
 
 
-def samples(
-    family: str, dtype: str, *, paged: bool = False, with_sink: bool = False
-) -> tuple[Problem, ...]:
-    """Problems of ``family`` in ``dtype``, plainest first; none where there can be none.
-
-    With ``paged`` their keys lie in pages; with ``with_sink`` they have a sink.
-    """
+def samples(family: str, dtype: str, kind: Kind = PLAIN) -> tuple[Problem, ...]:
+    """Problems of ``family`` in ``dtype``, plainest first; none where there can be none."""
     if family == SOFTMAX:
-        able = dtype in SOFTMAX_DTYPES and not paged and not with_sink
+        able = dtype in SOFTMAX_DTYPES and kind == PLAIN
         return (Problem(operation=SOFTMAX, query=4, kv=64, dtype=dtype),) if able else ()
-    common: dict[str, Any] = {"dtype": dtype, "sink": with_sink}
-    common["paging"] = Paging(size=_PAGE) if paged else None
+    if kind.backward and DTYPES[dtype].scaled:
+        return ()
     return tuple(
-        Problem(query=query, kv=kv, mask=_mask(family, query, kv), **common)
+        Problem(query=query, kv=kv, dtype=dtype, mask=_mask(family, query, kv), **kind.fields)
         for query, kv in _LENGTHS
     )
 
@@ -57,10 +52,8 @@ def refusal(
     family: str,
     dtype: str,
     device: str,
+    kind: Kind = PLAIN,
     executor: Executor | None = None,
-    *,
-    paged: bool = False,
-    with_sink: bool = False,
 ) -> str:
     """Why ``subject`` takes no sample of ``family`` in ``dtype``, nor one near; empty if it does.
 
@@ -77,7 +70,7 @@ def refusal(
         reasons[said] += 1
         return False
 
-    for problem in samples(family, dtype, paged=paged, with_sink=with_sink):
+    for problem in samples(family, dtype, kind):
         if not executor.concerns(subject, problem):
             continue
         if nearest.supported(problem, takes, (dtype,)) is not None:

@@ -10,6 +10,7 @@ from attncheck.formats import DTYPES
 from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.suite.compiling import Compiling
 from attncheck.suite.kernels import Kernel, configured_kernels, kernels, ready
+from attncheck.suite.kinds import PLAIN, Kind
 from attncheck.suite.launched import has_launches_for
 from attncheck.suite.marks import SOFTMAX
 from attncheck.suite.samples import NOT_CONCERNED, refusal
@@ -59,7 +60,7 @@ class Session:
     untaken: dict[str, dict[str, str]] = field(default_factory=dict)
     lost_by: str = ""
     compiling: Compiling = field(default_factory=Compiling)
-    _refusals: dict[tuple[str, str, str, bool, bool], str] = field(default_factory=dict)
+    _refusals: dict[tuple[str, str, str, Kind], str] = field(default_factory=dict)
 
     @cached_property
     def device(self) -> str:
@@ -118,9 +119,9 @@ class Session:
         """Whether the kernel takes no problem of this dtype; then the reason is kept."""
         families = (*MASK_FAMILIES, SOFTMAX)
         refusals = [
-            self._refusal(kernel, family, dtype, paged=paged)
+            self._refusal(kernel, family, dtype, kind)
             for family in families
-            for paged in (False, True)
+            for kind in (PLAIN, Kind(paged=True))
         ]
         if not all(refusals):
             return False
@@ -133,20 +134,10 @@ class Session:
 
     def _refusal_of(self, asked: Asked, kernel: Kernel, family: str, dtype: str) -> str:
         """Why the kernel takes no such problem as the property asks."""
-        return self._refusal(kernel, family, dtype, paged=asked.paged, with_sink=asked.with_sink)
+        return self._refusal(kernel, family, dtype, asked.kind)
 
-    def _refusal(
-        self,
-        kernel: Kernel,
-        family: str,
-        dtype: str,
-        *,
-        paged: bool = False,
-        with_sink: bool = False,
-    ) -> str:
-        key = (kernel.name, family, dtype, paged, with_sink)
+    def _refusal(self, kernel: Kernel, family: str, dtype: str, kind: Kind) -> str:
+        key = (kernel.name, family, dtype, kind)
         if key not in self._refusals:
-            self._refusals[key] = refusal(
-                kernel.subject, family, dtype, self.device, paged=paged, with_sink=with_sink
-            )
+            self._refusals[key] = refusal(kernel.subject, family, dtype, self.device, kind)
         return self._refusals[key]

@@ -80,9 +80,15 @@ class Ball:
         bits: Of a midpoint; raises UsageError below 53, which hold a float64.
         evaluate: What evaluates a score mod that changes its score, as for ``Mp``; its context is
             ``bits``. What it gives must enclose the exact score for every score in a ball.
+        slope: The same of a score mod's derivative, which a backward needs.
     """
 
-    def __init__(self, bits: int = BITS, evaluate: Evaluate | None = None) -> None:
+    def __init__(
+        self,
+        bits: int = BITS,
+        evaluate: Evaluate | None = None,
+        slope: Evaluate | None = None,
+    ) -> None:
         if isinstance(bits, bool) or not isinstance(bits, int) or bits < LEAST_BITS:
             raise UsageError(
                 f"bits={bits!r} must be a whole number of at least {LEAST_BITS}: fewer do not hold "
@@ -90,6 +96,7 @@ class Ball:
             )
         self.bits = bits
         self._evaluated = Evaluated("Ball", evaluate, bits)
+        self._slope = Evaluated("Ball", slope, bits, "slope")
 
     def exact(self, values: Tensor) -> Balls:
         """Balls of radius 0, but NaN, of which nothing is known; ``values`` on the CPU."""
@@ -118,6 +125,18 @@ class Ball:
     def repeat_heads(self, array: Balls, times: int) -> Balls:
         """Each head ``times`` times in a row."""
         return Balls(np.repeat(array.array, times, axis=1), self.bits)
+
+    def sum_heads(self, array: Balls, times: int) -> Balls:
+        """Over neighbours."""
+        batch, heads, rows, columns = array.array.shape
+        grouped = array.array.reshape(batch, heads // times, times, rows, columns)
+        with working_precision(self.bits):
+            return Balls(grouped.sum(axis=2), self.bits)
+
+    def sum_batch(self, array: Balls) -> Balls:
+        """Over the first axis."""
+        with working_precision(self.bits):
+            return Balls(array.array.sum(axis=0, keepdims=True), self.bits)
 
     def transpose(self, array: Balls) -> Balls:
         """A view."""
@@ -188,6 +207,18 @@ class Ball:
         function = self._evaluated.of(score_mod)
         if function is None:
             return scores
+        found = function(scores.array, *(axis.numpy() for axis in indices.axes))
+        return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
+
+    def score_slope(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
+        """Through ``slope``; the identity needs none.
+
+        Raises:
+            UsageError: for another score mod when there is no ``slope``.
+        """
+        function = self._slope.of(score_mod)
+        if function is None:
+            return self.full(scores.array.shape, 1.0)
         found = function(scores.array, *(axis.numpy() for axis in indices.axes))
         return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
 

@@ -19,7 +19,7 @@ __all__ = ["Evaluate", "Evaluated"]
 
 
 class Evaluate(Protocol):
-    """How a score mod is evaluated in a number system."""
+    """How a score mod, or its derivative, is evaluated in a number system."""
 
     def __call__(self, score_mod: ScoreMod, context: Any, /) -> Callable[..., NDArray[np.object_]]:
         """A function ``(scores, b, h, q_idx, kv_idx) -> scores`` in a context's numbers.
@@ -42,10 +42,14 @@ class Evaluated:
         system: The number system's name, for the error.
         evaluate: What evaluates one that changes its score, if anything does.
         context: Handed to it.
+        word: What ``evaluate`` is called there.
     """
 
-    def __init__(self, system: str, evaluate: Evaluate | None, context: Any) -> None:
+    def __init__(
+        self, system: str, evaluate: Evaluate | None, context: Any, word: str = "evaluate"
+    ) -> None:
         self._system, self._evaluate, self._context = system, evaluate, context
+        self._word = word
         self._last: tuple[ScoreMod, Callable[..., NDArray[np.object_]] | None] | None = None
 
     def of(self, score_mod: ScoreMod) -> Callable[..., NDArray[np.object_]] | None:
@@ -58,9 +62,8 @@ class Evaluated:
             if is_identity(score_mod, "cpu"):
                 self._last = (score_mod, None)
             elif self._evaluate is None:
-                raise UsageError(
-                    f"a score mod needs {self._system}'s `evaluate`: only the identity does not."
-                )
+                needed = f"{self._system}'s `{self._word}`"
+                raise UsageError(f"a score mod needs {needed}: only the identity does not.")
             else:
                 self._last = (score_mod, self._evaluate(score_mod, self._context))
         return self._last[1]

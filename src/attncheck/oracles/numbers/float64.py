@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.oracles.indices import scored
+from attncheck.oracles.indices import scored, slope
 from attncheck.oracles.nonfinite import Nonfinite
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ class Float64:
         """Each head ``times`` times in a row."""
         return array.repeat_interleave(times, dim=1)
 
+    def sum_heads(self, array: Tensor, times: int) -> Tensor:
+        """Over neighbours."""
+        batch, heads, *sizes = array.shape
+        return array.reshape(batch, heads // times, times, *sizes).sum(dim=2)
+
+    def sum_batch(self, array: Tensor) -> Tensor:
+        """Over the first axis."""
+        return array.sum(dim=0, keepdim=True)
+
     def transpose(self, array: Tensor) -> Tensor:
         """A view."""
         return array.mT
@@ -105,3 +114,7 @@ class Float64:
     def score(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
         """Calls the callable itself."""
         return scored(score_mod, scores, indices)
+
+    def score_slope(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+        """Torch's autograd of the callable itself."""
+        return slope(score_mod, scores, indices)

@@ -46,12 +46,15 @@ class Mp:
             written for tensors can only be evaluated on these numbers through its traced
             expression, and an oracle never sees one: whoever joins the two rooms answers for it.
             Masks decide by whole numbers and are called as they are.
+        slope: The same of a score mod's derivative, which a backward needs.
 
     Attributes:
         context: The mpmath context.
     """
 
-    def __init__(self, digits: int, evaluate: Evaluate | None = None) -> None:
+    def __init__(
+        self, digits: int, evaluate: Evaluate | None = None, slope: Evaluate | None = None
+    ) -> None:
         if isinstance(digits, bool) or not isinstance(digits, int) or digits < LEAST_DIGITS:
             raise UsageError(
                 f"digits={digits!r} must be a whole number of at least {LEAST_DIGITS}: "
@@ -61,6 +64,7 @@ class Mp:
         self.context.dps = digits
         context = self.context
         self._evaluated = Evaluated("Mp", evaluate, context)
+        self._slope = Evaluated("Mp", slope, context, "slope")
         self._convert = _elementwise(context.convert, 1)
         self._exp = _elementwise(context.exp, 1)
         self._log = _elementwise(context.log, 1)
@@ -95,6 +99,16 @@ class Mp:
     def repeat_heads(self, array: ManyDigits, times: int) -> ManyDigits:
         """Each head ``times`` times in a row."""
         return np.repeat(array, times, axis=1)
+
+    def sum_heads(self, array: ManyDigits, times: int) -> ManyDigits:
+        """Over neighbours, rounded once."""
+        batch, heads, rows, columns = array.shape
+        grouped = array.reshape(batch, heads // times, times, rows, columns)
+        return self._sums(np.moveaxis(grouped, 2, -1))
+
+    def sum_batch(self, array: ManyDigits) -> ManyDigits:
+        """Over the first axis, rounded once."""
+        return self._sums(np.moveaxis(array, 0, -1))[None]
 
     def transpose(self, array: ManyDigits) -> ManyDigits:
         """A view."""
@@ -142,10 +156,7 @@ class Mp:
 
     def rowsum(self, array: ManyDigits) -> ManyDigits:
         """Over the last axis, rounded once."""
-        sums = np.empty((*array.shape[:-1], 1), dtype=object)
-        for row in np.ndindex(array.shape[:-1]):
-            sums[row] = self.context.fsum(array[row].tolist())
-        return sums
+        return self._sums(array)[..., None]
 
     def select(self, condition: Tensor, array: ManyDigits, otherwise: float) -> ManyDigits:
         """Elementwise; what is not selected does not matter, NaN included."""
@@ -166,6 +177,25 @@ class Mp:
             return scores
         result = function(scores, *(axis.numpy() for axis in indices.axes))
         return np.broadcast_to(self._convert(result), scores.shape)
+
+    def score_slope(self, score_mod: ScoreMod, scores: ManyDigits, indices: Indices) -> ManyDigits:
+        """Through ``slope``; the identity needs none.
+
+        Raises:
+            UsageError: for another score mod when there is no ``slope``.
+        """
+        function = self._slope.of(score_mod)
+        if function is None:
+            return self.full(scores.shape, 1.0)
+        result = function(scores, *(axis.numpy() for axis in indices.axes))
+        return np.broadcast_to(self._convert(result), scores.shape)
+
+    def _sums(self, array: ManyDigits) -> ManyDigits:
+        """Over the last axis, which is gone then."""
+        sums = np.empty(array.shape[:-1], dtype=object)
+        for row in np.ndindex(sums.shape):
+            sums[row] = self.context.fsum(array[row].tolist())
+        return sums
 
 
 def _elementwise(function: Callable[..., Any], arguments: int) -> Callable[..., ManyDigits]:

@@ -62,6 +62,14 @@ class Numbers(Protocol[A]):
         """Head h of the result is head h // ``times``: grouped-query attention's map."""
         ...
 
+    def sum_heads(self, array: A, times: int) -> A:
+        """Sums over ``times`` heads in a row: what ``repeat_heads`` is to a gradient."""
+        ...
+
+    def sum_batch(self, array: A) -> A:
+        """Sums over the first axis, ``(1, …)``."""
+        ...
+
     def transpose(self, array: A) -> A:
         """The last two axes exchanged."""
         ...
@@ -113,4 +121,8 @@ class Numbers(Protocol[A]):
 
     def score(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
         """The scores after a score mod, a FlexAttention callable."""
+        ...
+
+    def score_slope(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
+        """The derivative of a score mod at the scores before it; at a kink torch's."""
         ...

@@ -12,28 +12,29 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from attncheck.mods import library
-from attncheck.outputs import Outputs
-from attncheck.source_files import brief
-from attncheck.subjects.contract import Call, Refused, Subject
+from attncheck.subjects.contract import Call, Subject
 from attncheck.subjects.conventions.arguments import Arguments, Asked, Made
+from attncheck.subjects.conventions.backward import Backward, refusal
 from attncheck.subjects.conventions.dispatched import FlashOnTheCpu
 from attncheck.subjects.conventions.outcome import (
     BrokenConvention,
-    in_natural_logarithm,
+    brought,
+    brought_lse,
     read,
-    shaped,
+    refusing,
 )
 from attncheck.subjects.conventions.script import script
 from attncheck.subjects.empty_rows import empty_rows, settled
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
-from attncheck.subjects.sdpa import with_short_exp
+from attncheck.subjects.torch_flash import with_short_exp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.inputs import Inputs
     from attncheck.judge.arithmetic import Arithmetic
+    from attncheck.outputs import Outputs
     from attncheck.problem import Problem
     from attncheck.question import Promise
     from attncheck.subjects.conventions.calling import Calling
@@ -43,17 +44,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FunctionSubject"]
 
-# How a kernel says that it does not take its arguments. What else it raises is an error.
-_REFUSALS = (ValueError, NotImplementedError, AssertionError)
-
 _NEVER_LISTED = {"dropout_p"}
 
 
 class FunctionSubject(Subject):
     """A function of q, k and v and of the keywords that its signature takes of its convention.
 
-    It is asked nothing that needs a keyword that it does not take. Gradients are off. ValueError,
-    NotImplementedError and AssertionError mean that it does not take its arguments
+    It is asked nothing that needs a keyword that it does not take. Where a Problem asks for
+    gradients, they are autograd's or those of a function of their own; else autograd is off.
+    ValueError, NotImplementedError and AssertionError mean that it does not take its arguments
     (``contract.Refused``).
 
     Args:
@@ -88,6 +87,7 @@ class FunctionSubject(Subject):
         self.summary = f"{calling.name} convention: {_listed(self._spelled)}"
         self.triton = _uses_triton(function)
         self.sinks = "sinks" in self._spelled
+        self.backward = options.backward is not None and not calling.paged
         if options.promises is not None:
             self.promises = cast("frozenset[Promise]", options.promises)
         self._reached_flash: set[str] = set()
@@ -102,6 +102,10 @@ class FunctionSubject(Subject):
         arguments = self._beyond(problem, device) or self._arguments(problem)
         if isinstance(arguments, str):
             return arguments
+        if problem.backward:
+            refused = refusal(problem, device, self.options, arguments, self._meanings)
+            if refused:
+                return refused
         made = [value for value in arguments.values() if isinstance(value, Made)]
         return next(filter(None, (too_large(m.what, m.size, device) for m in made)), None)
 
@@ -114,6 +118,10 @@ class FunctionSubject(Subject):
         layout = self._calling.layout(problem)
         tensors = self._tensors(layout, inputs)
         dead = self._empty_rows(inputs)  # before the call, which is timed
+        backward = self._backward(layout, inputs, passed, dead) if problem.backward else None
+        if backward is not None:
+            tensors, passed = backward.tensors, backward.passed
+        graded = backward is not None and backward.by_autograd
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
         notes = FlashOnTheCpu() if device.type == "cpu" else None
         first = True
@@ -121,17 +129,20 @@ class FunctionSubject(Subject):
         def call() -> Outputs:
             nonlocal notes, first
             around = self._calling.within(device.type)
-            with torch.no_grad(), fp32_products(products), around, notes or nullcontext():
-                try:
+            grad = torch.set_grad_enabled(graded)
+            with grad, fp32_products(products), around, notes or nullcontext():
+                with refusing():
                     given = self._function(*tensors, **passed)
-                except _REFUSALS as error:
-                    raise Refused(brief(error)) from error
+                found = read(given, self.convention, self._calling.most, self.options)
+                outputs = brought(found, layout, self.options)
+                if backward is not None:
+                    with refusing():
+                        outputs = backward.added(found, outputs)
             if first:
                 self._check_inputs(layout, inputs, tensors)
             if notes is not None and notes.called:
                 self._reached_flash.add(problem.id)
             notes, first = None, False  # further calls are timed
-            outputs = self._outputs(given, layout)
             if dead is None:
                 return outputs
             return settled(outputs, inputs, self._empty_row, self._calling.empty_lse, dead)
@@ -141,14 +152,18 @@ class FunctionSubject(Subject):
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
         """The default; P may be divided by its sum before it is rounded, as unfused kernels do.
 
-        A sink may be merged through LSE, after the keys. Where its call has reached torch's flash
-        kernel on the CPU, exp is as short as it is there.
+        A sink may be merged through LSE, after the keys. Gradients of 16 bits may be autograd's of
+        an unfused formula: dP rounded, and dK and dV for each head before they are summed. Where
+        its call has reached torch's flash kernel on the CPU, exp is as short as it is there.
         """
         assumed = replace(
             super().arithmetic(problem, device),
             normalised_weights=True,
             splits=2 if problem.sink else 1,
         )
+        if self.backward and problem.backward and problem.dtype in {"fp16", "bf16"}:
+            fmt = assumed.output
+            assumed = replace(assumed, rounds_value_products=fmt, sums_rounded_heads=True)
         return with_short_exp(assumed, device) if problem.id in self._reached_flash else assumed
 
     def script(self, problem: Problem) -> str | None:
@@ -228,7 +243,7 @@ class FunctionSubject(Subject):
     ) -> None:
         """Raises BrokenConvention where it wrote to a copy, which the executor does not see."""
         again = self._tensors(layout, inputs)
-        for name, its, mine in zip("qkv", tensors, again, strict=True):
+        for name, its, mine in zip("qkv", (x.detach() for x in tensors), again, strict=True):
             copied = its.data_ptr() != getattr(inputs, name).data_ptr()
             if copied and not torch.equal(_bytes(its), _bytes(mine)):
                 raise BrokenConvention(f"wrote to its input {name}")
@@ -245,17 +260,27 @@ class FunctionSubject(Subject):
         dead = empty_rows(inputs.problem, inputs.device)
         return dead if bool(dead.any()) else None
 
-    def _outputs(self, given: object, layout: Layout) -> Outputs:
-        """Raises BrokenConvention for what the convention does not give."""
-        found = read(given, self.convention, self._calling.most, self.options)
-        out, lse = found.out, found.lse
-        if layout.out:
-            out = shaped("out", out, layout.out_axes, layout.out)
-        if layout.lse:
-            lse = shaped("lse", lse, layout.lse_axes, layout.lse)
-        if self.options.lse == "base2":
-            lse = in_natural_logarithm(lse)
-        return Outputs(out, lse)
+    def _backward(
+        self,
+        layout: Layout,
+        inputs: Inputs,
+        passed: dict[str, Any],
+        dead: torch.Tensor | None,
+    ) -> Backward:
+        return Backward(
+            self.options,
+            layout,
+            inputs,
+            passed=passed,
+            meanings=self._meanings,
+            dead=dead,
+            lse_of=lambda lse: brought_lse(lse, layout, self.options),
+        )
+
+    @property
+    def _meanings(self) -> dict[str, str]:
+        """By the names that the function has."""
+        return {name: meaning for meaning, names in self._spelled.items() for name in names}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

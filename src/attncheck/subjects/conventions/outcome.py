@@ -1,19 +1,47 @@
-"""What a function of a convention returned, read as out and LSE."""
+"""What a function of a convention returned, read as out and LSE; or raised."""
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from attncheck.outputs import Outputs
+from attncheck.source_files import brief
+from attncheck.subjects.contract import Refused
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from attncheck.subjects.conventions.layouts import Layout
     from attncheck.subjects.conventions.options import ConventionOptions
 
-__all__ = ["BrokenConvention", "Returned", "in_natural_logarithm", "read", "shaped"]
+__all__ = [
+    "BrokenConvention",
+    "Returned",
+    "brought",
+    "brought_lse",
+    "in_natural_logarithm",
+    "read",
+    "refusing",
+    "shaped",
+]
+
+
+# How a kernel says that it does not take its arguments. What else it raises is an error.
+_REFUSALS = (ValueError, NotImplementedError, AssertionError)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Within, what a kernel raises to say that it does not take its arguments is Refused."""
+    try:
+        yield
+    except _REFUSALS as error:
+        raise Refused(brief(error)) from error
 
 
 class BrokenConvention(Exception):
@@ -67,6 +95,21 @@ def shaped(
         wanted = " or ".join(str(one) for one in known)
         raise BrokenConvention(f"{name}.shape={shape}, but should be {wanted} ({axes})")
     return known[shape](value)
+
+
+def brought(found: Returned, layout: Layout, options: ConventionOptions) -> Outputs:
+    """What was found in attncheck's axes; raises BrokenConvention for another shape."""
+    out = found.out
+    if layout.out:
+        out = shaped("out", out, layout.out_axes, layout.out)
+    return Outputs(out, brought_lse(found.lse, layout, options))
+
+
+def brought_lse(lse: Any, layout: Layout, options: ConventionOptions) -> Any:
+    """LSE in attncheck's axes, natural; what is no tensor stays. Raises as ``brought``."""
+    if layout.lse:
+        lse = shaped("lse", lse, layout.lse_axes, layout.lse)
+    return in_natural_logarithm(lse) if options.lse == "base2" else lse
 
 
 def in_natural_logarithm(lse: Any) -> Any:

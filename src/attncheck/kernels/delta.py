@@ -1,0 +1,116 @@
+"""What a backward knows of each row before it meets a key, and the gradient of the sink."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attncheck.kernels.gradient_tile import loaded_rows
+from attncheck.kernels.launch import block_dim
+from attncheck.kernels.tile import loaded, power
+
+__all__ = ["row_deltas", "sink_gradient"]
+
+_ROWS = 1024  # of a program that adds up rows, at a time
+
+
+def row_deltas(
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    block: int,
+    warps: int = 4,
+) -> torch.Tensor:
+    """What is taken off dP in each row: Σ dO·O, less the gradient of LSE (Dao 2023, Algorithm 2).
+
+    LSE's gradient with respect to a score is the weight P, so that dLSE joins dP as −Σ dO·O does.
+
+    Args:
+        out: ``(batch, heads, query, value_dim)``, any strides.
+        dout: The same, any strides, 0 among them.
+        lse: fp32 ``(batch, heads, query)``, contiguous.
+        dlse: Its gradient, the same; None for 0.
+        block: Rows of a program, a power of two.
+        warps: Warps of a program.
+
+    Returns:
+        fp32 ``(batch, heads, query)``; 0 for a row whose LSE is −∞, whatever its gradients are.
+    """
+    batch, heads, query, value_dim = out.shape
+    delta = torch.empty_like(lse)
+    # fmt: off
+    _row_deltas[triton.cdiv(query, block), batch * heads](
+        out, dout, lse, delta, () if dlse is None else (dlse,), *out.stride(), *dout.stride(),
+        heads, query, value_dim, DLSE=dlse is not None, BLOCK_Q=block,
+        BLOCK_V=block_dim(value_dim, out.dtype), num_warps=warps,
+    )
+    # fmt: on
+    return delta
+
+
+def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Σ P·(0 − delta) of the key of value 0 whose score is the sink, over a head's rows.
+
+    Args:
+        sink: fp32 ``(heads,)``, natural.
+        lse: fp32 ``(batch, heads, query)``, contiguous.
+        delta: As of ``row_deltas``.
+
+    Returns:
+        fp32 ``(heads,)``.
+    """
+    batch, heads, query = lse.shape
+    dsink = torch.empty_like(sink)
+    _sink_gradient[(heads,)](sink, lse, delta, dsink, batch, heads, query, BLOCK=_ROWS)
+    return dsink
+
+
+# A column of names says less than a line of them.
+# fmt: off
+@triton.jit
+def _row_deltas(
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, dlse, out_batch, out_head, out_row, out_col, dout_batch,
+    dout_head, dout_row, dout_col, heads, query, value_dim, DLSE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    cols = tl.arange(0, BLOCK_V)
+    b64 = (tl.program_id(1) // heads).to(tl.int64)
+    h64 = (tl.program_id(1) % heads).to(tl.int64)
+    first = tl.program_id(1).to(tl.int64) * query
+    out_ptr += b64 * out_batch + h64 * out_head
+    dout_ptr += b64 * dout_batch + h64 * dout_head
+    out = loaded(out_ptr, rows, cols, out_row, out_col, query, value_dim).to(tl.float32)
+    dout = loaded(dout_ptr, rows, cols, dout_row, dout_col, query, value_dim).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    if DLSE:
+        delta -= loaded_rows(dlse[0] + first, rows, query)
+    lse = loaded_rows(lse_ptr + first, rows, query)
+    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    tl.store(delta_ptr + first + rows, delta, mask=rows < query)
+
+
+@triton.jit
+def _sink_gradient(
+    sink_ptr, lse_ptr, delta_ptr, dsink_ptr, batch, heads, query, BLOCK: tl.constexpr,
+):
+    h = tl.program_id(0)
+    sink = tl.load(sink_ptr + h)
+    total = tl.zeros([BLOCK], tl.float32)
+    for b in range(batch):
+        first = (b * heads + h).to(tl.int64) * query
+        for start in range(0, query, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            lse = tl.load(lse_ptr + first + rows, mask=rows < query, other=float("inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse)
+            total -= power(sink - lse, False) * loaded_rows(delta_ptr + first, rows, query)
+    tl.store(dsink_ptr + h, tl.sum(total, 0))
+
+
+# fmt: on

@@ -1,0 +1,114 @@
+"""Our FlashAttention-2 as a function that torch differentiates: its forward and its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from attncheck.kernels.flash2_backward import flash2_backward
+from attncheck.kernels.flash2_forward import flash2_forward
+
+if TYPE_CHECKING:
+    from attncheck.kernels.launch import Launch, VisitList
+    from attncheck.mods.to_triton import TritonMod
+
+__all__ = ["Plan", "attention"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Plan:
+    """What both passes are asked besides tensors: see ``flash2_forward`` and ``flash2_backward``.
+
+    Attributes:
+        scale: Factor of q·k, an fp32 number.
+        mask: The traced mask.
+        score: The traced score mod; None leaves scores as they are.
+        slope: Its derivative with respect to the score.
+        launch: Of the forward.
+        by_rows: Launch of dQ (default: the forward's).
+        by_keys: Of dK and dV (default: that of dQ).
+        tiles: The tiles that the forward visits; None visits all, as below.
+        tiles_by_rows: Those of dQ.
+        tiles_by_keys: Those of dK and dV.
+        atomic: Whether dQ is added up in memory, in whatever order.
+    """
+
+    scale: float
+    mask: TritonMod
+    launch: Launch
+    score: TritonMod | None = None
+    slope: TritonMod | None = None
+    by_rows: Launch | None = None
+    by_keys: Launch | None = None
+    tiles: VisitList | None = None
+    tiles_by_rows: VisitList | None = None
+    tiles_by_keys: VisitList | None = None
+    atomic: bool = False
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    plan: Plan,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp; once differentiable in both.
+
+    Args:
+        q: ``(batch, heads, query, head_dim)``, any strides, as k and v.
+        k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
+        v: ``(batch, kv_heads, kv, value_dim)``.
+        plan: What is computed, and how it is launched.
+        sink: fp32 ``(heads,)``, natural, or None.
+
+    Returns:
+        out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
+        log; rows that see no key give 0 and −∞, and no gradient.
+
+    Raises:
+        UsageError: in the backward, if the plan has a score mod and no slope.
+    """
+    # torch's own ``apply`` has no types.
+    out, lse = _Attention.apply(q, k, v, sink, plan)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        plan: Plan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = flash2_forward(
+            q, k, v, scale=plan.scale, mask=plan.mask, score=plan.score, launch=plan.launch,
+            sink=sink, tiles=plan.tiles,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)  # a loss without LSE has no gradient of it to read
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        if dout is None:
+            dout = out.new_zeros(()).expand(out.shape)
+        dq, dk, dv, dsink = flash2_backward(
+            q, k, v, out, lse, dout, dlse, scale=plan.scale, mask=plan.mask, score=plan.score,
+            slope=plan.slope, launch=plan.by_rows or plan.launch, launch_by_keys=plan.by_keys,
+            sink=sink, tiles=plan.tiles_by_rows, by_keys=plan.tiles_by_keys, atomic=plan.atomic,
+        )  # fmt: skip
+        return dq, dk, dv, dsink, None

@@ -1,0 +1,202 @@
+"""FlashAttention-2 backward in Triton, for any mask and score mod.
+
+Dao 2023 (arXiv:2307.08691), Algorithm 2, in three launches: what is known of a row before it meets
+a key (``delta``); dQ, whose program owns a block of query rows and walks over keys; dK and dV,
+whose program owns a block of keys of one key head and walks over the query rows of every head that
+shares it, so that their sum is in fp32 registers and has one order. P is computed again from LSE;
+for dV it is rounded to dO's format, and dX, the gradient of the scaled products, to K's and Q's.
+
+dK and dV hold their scores transposed, keys by rows: Triton 3.4 to 3.7.0 may multiply a transposed
+result of a product wrongly on Hopper. With ``atomic`` the third launch adds to dQ as well, and the
+second is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from attncheck.errors import UsageError
+from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.delta import row_deltas, sink_gradient
+from attncheck.kernels.gradients_by_keys import by_keys_kernel
+from attncheck.kernels.gradients_by_rows import by_rows_kernel
+from attncheck.kernels.launch import LOG2E, block_dim
+
+if TYPE_CHECKING:
+    from attncheck.kernels.launch import Launch, VisitList
+    from attncheck.mods.to_triton import TritonMod
+
+__all__ = ["flash2_backward"]
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def flash2_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    scale: float,
+    mask: TritonMod,
+    score: TritonMod | None,
+    slope: TritonMod | None,
+    launch: Launch,
+    launch_by_keys: Launch | None = None,
+    sink: torch.Tensor | None = None,
+    tiles: VisitList | None = None,
+    by_keys: VisitList | None = None,
+    atomic: bool = False,
+) -> Gradients:
+    """Gradients of a loss with respect to q, k, v and the sink, from those of out and LSE.
+
+    Args:
+        q: ``(batch, heads, query, head_dim)``, any strides, as all others with four axes.
+        k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
+        v: ``(batch, kv_heads, kv, value_dim)``.
+        out: ``(batch, heads, query, value_dim)``: what the forward gave.
+        lse: ``(batch, heads, query)``, fp32, natural log: likewise.
+        dout: The loss's gradient with respect to out, as out; strides may be 0.
+        dlse: With respect to LSE, as lse; None for 0.
+        scale: Factor of q·k, an fp32 number.
+        mask: The traced mask.
+        score: The traced score mod; None leaves scores as they are.
+        slope: Its derivative with respect to the score, a function of the same arguments.
+        launch: Tile sizes and the like of dQ; ``causal`` has no effect.
+        launch_by_keys: Of dK and dV (default: the same); ``block_kv`` keys are a program's.
+        sink: As in the forward.
+        tiles: The tiles that dQ visits, as in the forward; None visits all.
+        by_keys: Those that dK and dV visit: of each block of keys, 2 · query block, plus 1 where
+            every row sees every key. In the blocks of ``launch_by_keys``.
+        atomic: Whether dQ is added up in memory by the programs of dK and dV, in an order that no
+            two runs share: ``launch``, but for the deltas, and ``tiles`` have no effect then.
+
+    Returns:
+        dq, dk and dv, each like q, k and v in shape and dtype, and dsink, fp32 ``(heads,)`` or
+        None. Rows whose LSE is −∞ have a dq of 0 and no part in anything else, unless their q or
+        dout is not finite; with a sink no LSE is, and dlse of a row without keys is the sink's.
+        Keys that no row sees have a dk and dv of 0. What keys and values hold that the mask hides
+        from a row, NaN included, does not reach its dq; with ``atomic`` it does if it is a key that
+        is not finite.
+
+    Raises:
+        UsageError: if one of score and slope is given without the other, or a list is of blocks of
+            another size than its launch.
+    """
+    if (score is None) != (slope is None):
+        raise UsageError("a score mod needs its slope, and a slope its score mod: give both.")
+    by_rows, keys = launch, launch_by_keys or launch
+    _check_list("tiles", tiles, q.shape[2], by_rows.block_query)
+    _check_list("by_keys", by_keys, k.shape[2], keys.block_kv)
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    with sound_assembler(q.device.type):
+        delta = row_deltas(
+            out, dout, lse, dlse, block=by_rows.block_query, warps=by_rows.warps
+        )  # fmt: skip
+        known = _Known(q, k, v, dout, lse, delta, scale, mask, score, slope)
+        dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if atomic else None
+        dk, dv = _by_keys(known, keys, by_keys, dq32)
+        dq = _by_rows(known, by_rows, tiles) if dq32 is None else (dq32 * scale).to(q.dtype)
+        dsink = None if sink is None else sink_gradient(sink, lse, delta)
+    return dq, dk, dv, dsink
+
+
+def _check_list(name: str, tiles: VisitList | None, length: int, block: int) -> None:
+    """A kernel would read beyond a list of fewer blocks: there are two, and two launches."""
+    blocks = triton.cdiv(length, block)
+    if tiles is not None and tiles.counts.shape[2] != blocks:
+        raise UsageError(
+            f"{name} lists the tiles of {tiles.counts.shape[2]} blocks: {length} in blocks of "
+            f"{block} are {blocks}."
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What both launches read."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    scale: float
+    mask: TritonMod
+    score: TritonMod | None
+    slope: TritonMod | None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the kernels' pointers."""
+        return self.q, self.k, self.v, self.dout, self.lse, self.delta
+
+    def numbers(self) -> tuple[int | float, ...]:
+        """Strides, sizes and factors."""
+        strides = (*self.q.stride(), *self.k.stride(), *self.v.stride(), *self.dout.stride())
+        heads, query, head_dim = self.q.shape[1:]
+        kv, value_dim = self.v.shape[2:]
+        group = heads // self.k.shape[1]
+        factor = self.scale * LOG2E if self.score is None else self.scale
+        return (*strides, heads, group, query, kv, head_dim, value_dim, factor, self.scale)
+
+    def captured(self) -> tuple[tuple[object, ...], ...]:
+        """Of mask, score mod and slope."""
+        return tuple(() if mod is None else mod.captured for mod in self._mods())
+
+    def constants(self, launch: Launch, tiles: VisitList | None) -> dict[str, object]:
+        """What the kernels are compiled for."""
+        mask, score, slope = (mod or self.mask for mod in self._mods())  # an identity is not called
+        return {
+            "MASK": mask.function, "SCORE": score.function, "SLOPE": slope.function,
+            "IDENTITY": self.score is None, "LISTED": tiles is not None, "FREE": launch.free,
+            "BLOCK_Q": launch.block_query, "BLOCK_K": launch.block_kv,
+            "BLOCK_D": block_dim(self.q.shape[3], self.q.dtype),
+            "BLOCK_V": block_dim(self.v.shape[3], self.v.dtype),
+            "PRECISION": launch.precision, "num_warps": launch.warps,
+        }  # fmt: skip
+
+    def _mods(self) -> tuple[TritonMod | None, ...]:
+        return self.mask, self.score, self.slope
+
+
+def _by_rows(known: _Known, launch: Launch, tiles: VisitList | None) -> torch.Tensor:
+    """dQ; blocks of rows that are not finite once more, without the keys that are not."""
+    q = known.q
+    grid = (triton.cdiv(q.shape[2], launch.block_query), q.shape[0] * q.shape[1])
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    again = torch.empty(grid, dtype=torch.int32, device=q.device)
+    visited = () if tiles is None else tiles.arguments()
+    run = partial(
+        by_rows_kernel[grid], *known.tensors(), dq, again, *known.numbers(), visited,
+        *known.captured(), **known.constants(launch, tiles),
+    )  # fmt: skip
+    run(CAREFUL=False, num_stages=launch.stages)
+    # A GPU is not waited for: there the programs look for themselves.
+    if not launch.free and (q.device.type != "cpu" or bool(again.any())):
+        run(CAREFUL=True, num_stages=1)
+    return dq
+
+
+def _by_keys(
+    known: _Known, launch: Launch, tiles: VisitList | None, dq: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DK and dV; to ``dq``, fp32, dX·K is added if it is given."""
+    k, v = known.k, known.v
+    grid = (triton.cdiv(k.shape[2], launch.block_kv), k.shape[0] * k.shape[1])
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    visited = () if tiles is None else tiles.arguments()
+    by_keys_kernel[grid](
+        *known.tensors(), dk, dv, () if dq is None else (dq,), *known.numbers(), visited,
+        *known.captured(), **known.constants(launch, tiles), ATOMIC=dq is not None,
+        num_stages=launch.stages,
+    )  # fmt: skip
+    return dk, dv

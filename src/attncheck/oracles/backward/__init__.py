@@ -1,0 +1,19 @@
+"""Gradients by the oracles: of a loss, given its gradients with respect to out and LSE.
+
+With x = scale · q·k, z = f(x) after the score mod and P = exp(z − LSE) over the attended keys::
+
+    dV = Pᵀ dO        dP = dO Vᵀ        delta = Σ dO·O of each row
+    dZ = P (dP − delta + dLSE)          dX = dZ · f'(x)
+    dQ = scale · dX K                   dK = scale · dXᵀ Q
+
+dK and dV are sums over the query heads that share a key head. A sink is a key without a value:
+dsink = Σ P_sink (dLSE − delta) over rows and sequences.
+"""
+
+from __future__ import annotations
+
+from attncheck.oracles.backward.dense import dense_backward
+from attncheck.oracles.backward.flash2 import flash2_backward
+from attncheck.oracles.backward.streaming import streaming_backward
+
+__all__ = ["dense_backward", "flash2_backward", "streaming_backward"]

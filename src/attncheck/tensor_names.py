@@ -1,0 +1,23 @@
+"""What a kernel gives, by name, and the axes of each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = ["AXES", "GRADIENTS", "TensorName"]
+
+TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink"]
+"""What is compared of a kernel."""
+
+AXES: dict[TensorName, tuple[str, ...]] = {
+    "out": ("batch", "head", "query", "dim"),
+    "lse": ("batch", "head", "query"),
+    "dq": ("batch", "head", "query", "dim"),
+    "dk": ("batch", "key head", "key", "dim"),
+    "dv": ("batch", "key head", "key", "dim"),
+    "dsink": ("head",),
+}
+"""The axes of each."""
+
+GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv", "dsink")
+"""Names of the gradients."""

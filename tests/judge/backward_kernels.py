@@ -1,0 +1,293 @@
+"""Backward passes as a fused kernel has them, in torch fp32, right and wrong, and what is exact.
+
+Written from the definition: P is recomputed from the kernel's own LSE, delta is the sum of dO times
+its own out, P and dS are rounded to the operands' format, everything else is fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.inputs import Inputs, draw
+from attncheck.judge.arithmetic import Arithmetic, default
+from attncheck.judge.bounds import deterministic
+from attncheck.judge.gradients.keys import KeyGradients
+from attncheck.judge.gradients.rows import row_gradients
+from attncheck.judge.gradients.saved import Saved
+from attncheck.judge.scores import score_error
+from attncheck.oracles.conditions import blocks
+from attncheck.oracles.gradient_conditions import gradient_conditions
+from attncheck.outputs import Outputs
+
+if TYPE_CHECKING:
+    from attncheck.problem import Problem
+
+LOG2E = math.log2(math.e)
+
+
+def tf32(x: torch.Tensor, *, truncate: bool = False) -> torch.Tensor:
+    bits = x.contiguous().view(torch.int32)
+    if not truncate:
+        bits = bits + 0xFFF + ((bits >> 13) & 1)
+    return (bits & ~0x1FFF).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Float64 by torch's autograd of the formula; indices of every pair."""
+
+    inputs: Inputs
+    out: torch.Tensor
+    lse: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Exact:
+        problem = inputs.problem
+        given = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
+        if inputs.sink is not None:
+            given["dsink"] = inputs.sink
+        leaves = {name: x.double().requires_grad_() for name, x in given.items()}
+        q, k, v = (leaves[name] for name in ("dq", "dk", "dv"))
+        k, v = (x.repeat_interleave(problem.group, 1) for x in (k, v))
+        at = indices(problem)
+        scores = problem.score_mod("cpu")(problem.scale * (q @ k.mT), *at)
+        seen = seen_by(problem).expand(scores.shape) & ~torch.isneginf(scores.detach())
+        scores = scores.masked_fill(~seen, -math.inf)
+        if "dsink" in leaves:
+            sink = leaves["dsink"][:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], -1)
+        alive = seen.any(-1) if inputs.sink is None else torch.ones_like(seen[..., 0])
+        shares = torch.softmax(scores.masked_fill(~alive[..., None], 0.0), -1)
+        shares = shares.masked_fill(~alive[..., None], 0.0)
+        out = shares[..., : problem.kv] @ v
+        lse = torch.logsumexp(scores.masked_fill(~alive[..., None], 0.0), -1)
+        dout, dlse = inputs.loss()
+        loss = (dout * out).sum() + (dlse * lse).masked_fill(~alive, 0.0).sum()
+        found = torch.autograd.grad(loss, list(leaves.values()))
+        lse = lse.masked_fill(~alive, -math.inf)
+        return cls(inputs, out.detach(), lse.detach(), dict(zip(leaves, found, strict=True)))
+
+
+def indices(problem: Problem):
+    sizes = (problem.batch, problem.heads, problem.query, problem.kv)
+    return [
+        torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, n in enumerate(sizes)
+    ]
+
+
+def seen_by(problem: Problem) -> torch.Tensor:
+    sizes = (problem.batch, problem.heads, problem.query, problem.kv)
+    return problem.mask_mod("cpu")(*indices(problem)).expand(sizes)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A fused backward, and a forward that gives it out and LSE.
+
+    Overridden methods are planted faults.
+    """
+
+    block_query: int = 32
+    block_kv: int = 32
+    reverse: bool = False
+    truncate: bool = False
+    natural: bool = False  # exp of scores in natural units, else exp2 with the factor folded in
+    delta_first: bool = False  # the sum of dO·v starts with −delta
+
+    def operand(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if name == "tf32":
+            return tf32(x, truncate=self.truncate)
+        return x.to(
+            {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+        ).float()
+
+    def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    def delta(self, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return (dout * out).sum(-1)
+
+    def saved_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        return lse
+
+    def slope(self, mod, scores: torch.Tensor, at) -> torch.Tensor:
+        leaf = scores.detach().requires_grad_()
+        with torch.enable_grad():
+            moved = mod(leaf, *at)
+        return torch.autograd.grad(moved, leaf, torch.ones_like(moved))[0]
+
+    def seen(self, problem: Problem) -> torch.Tensor:
+        return seen_by(problem)
+
+    def tiles(self, length: int, block: int) -> list[slice]:
+        found = [slice(i, min(i + block, length)) for i in range(0, length, block)]
+        return found[::-1] if self.reverse else found
+
+    def query_tiles(self, length: int) -> list[slice]:
+        return self.tiles(length, self.block_query)
+
+    def key_scale(self, scale: float) -> float:
+        return scale
+
+    def loss(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        dout, dlse = inputs.loss()
+        return dout.float(), dlse.float()
+
+    def forward(self, inputs: Inputs) -> Outputs:
+        problem = inputs.problem
+        name = problem.formats.products.name
+        q, k, v = self.read(inputs)
+        scores = problem.score_mod("cpu")(problem.scale * self.product(q, k.mT), *indices(problem))
+        seen = self.seen_forward(problem)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if inputs.sink is not None:
+            sink = inputs.sink[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], -1)
+        top = scores.amax(-1, keepdim=True)
+        top = torch.where(torch.isneginf(top), 0.0, top)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        dead = total == 0
+        total = torch.where(dead, 1.0, total)
+        weights = weights[..., : problem.kv]
+        out = self.product(self.operand(weights, name), v) / total
+        lse = torch.where(dead, -math.inf, top + total.log())[..., 0]
+        return Outputs(out.to(problem.formats.output.torch_dtype), lse)
+
+    def seen_forward(self, problem: Problem) -> torch.Tensor:
+        return seen_by(problem)
+
+    def read(self, inputs: Inputs):
+        name, group = inputs.problem.formats.products.name, inputs.problem.group
+        q, k, v = (self.operand(x.float(), name) for x in (inputs.q, inputs.k, inputs.v))
+        return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+    def run(self, inputs: Inputs) -> Outputs:
+        given = self.forward(inputs)
+        problem, (q, k, v) = inputs.problem, self.read(inputs)
+        name = problem.formats.products.name
+        dout, dlse = self.loss(inputs)
+        lse = self.saved_lse(given.lse)
+        alive = ~torch.isneginf(lse)
+        lse = torch.where(alive, lse, 0.0)
+        delta = self.delta(dout, given.out.float()) - dlse
+        dout = self.operand(dout, name)
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        at, seen = indices(problem), self.seen(problem) & alive[..., None]
+        mod = problem.score_mod("cpu")
+        plain = problem.score.name == "none"
+        for cols in self.tiles(problem.kv, self.block_kv):
+            for rows in self.query_tiles(problem.query):
+                here = [*at[:2], at[2][:, :, rows], at[3][..., cols]]
+                raw = self.product(q[:, :, rows], k[:, :, cols].mT)
+                if plain and not self.natural:
+                    factor = torch.tensor(problem.scale * LOG2E, dtype=torch.float32)
+                    log2 = (raw.double() * factor).float() - lse[:, :, rows, None] * LOG2E
+                    p = torch.exp2(log2)
+                else:
+                    natural = raw * problem.scale
+                    p = torch.exp(mod(natural, *here) - lse[:, :, rows, None])
+                p = torch.where(seen[:, :, rows, cols], p, 0.0)
+                of_row = delta[:, :, rows, None]
+                if self.delta_first:
+                    ones = torch.ones_like(v[:, :, cols, :1])
+                    dp = self.product(
+                        torch.cat([-of_row, dout[:, :, rows]], -1),
+                        torch.cat([ones, v[:, :, cols]], -1).mT,
+                    )
+                else:
+                    dp = self.product(dout[:, :, rows], v[:, :, cols].mT) - of_row
+                ds = p * dp
+                if not plain:
+                    ds = torch.where(
+                        seen[:, :, rows, cols], ds * self.slope(mod, raw * problem.scale, here), 0.0
+                    )
+                ds, p = self.operand(ds, name), self.operand(p, name)
+                dv[:, :, cols] += self.product(p.mT, dout[:, :, rows])
+                dk[:, :, cols] += self.product(ds.mT, q[:, :, rows])
+                dq[:, :, rows] += self.product(ds, k[:, :, cols])
+        return self.finished(inputs, given, dq, dk, dv, delta)
+
+    def finished(self, inputs, given, dq, dk, dv, delta) -> Outputs:
+        problem = inputs.problem
+        fmt = problem.formats.output.torch_dtype
+        dq, dk = dq * problem.scale, dk * self.key_scale(problem.scale)
+        dsink = None
+        if inputs.sink is not None:
+            weight = torch.exp(inputs.sink[:, None] - given.lse)
+            dsink = -(weight * delta).sum((0, 2))
+        dk, dv = (self.by_group(x, problem).to(fmt) for x in (dk, dv))
+        return replace(given, dq=dq.to(fmt), dk=dk, dv=dv, dsink=dsink)
+
+    def by_group(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
+        return x.unflatten(1, (problem.kv_heads, problem.group)).sum(2)
+
+
+def bounds(
+    inputs: Inputs,
+    exact: Exact,
+    given: Outputs,
+    arithmetic: Arithmetic,
+    mods=None,
+    *,
+    exposes_lse: bool = True,
+    pieces=None,
+):
+    """The bound of every gradient, by name; ``mods`` gives errors of a score mod and its slope."""
+    problem = inputs.problem
+    truth = Outputs(exact.out, exact.lse)
+    dq = torch.zeros_like(exact.gradients["dq"]).flatten(0, 1)
+    keys = KeyGradients(
+        arithmetic,
+        batch=problem.batch,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        query=problem.query,
+    )
+    for rows in pieces or blocks(problem, "cpu"):
+        heads = slice(rows.heads.start, rows.heads.stop)
+        known = gradient_conditions(inputs, truth, rows)
+        scores = score_error(known.known, arithmetic)
+        mod, slope = mods(known, scores) if mods else (None, None)
+        out = given.out.flatten(0, 1)[heads][:, rows.query].double()
+        if exposes_lse:
+            lse = given.lse.flatten(0, 1)[heads][:, rows.query].double() - known.known.lse
+        else:
+            lse = deterministic(known.known, arithmetic, scores, mod).lse
+        saved = Saved(out_error=out - known.known.out, lse_error=lse)
+        found = row_gradients(known, arithmetic, scores, saved, mod, slope)
+        dq[heads, rows.query] = found.dq
+        keys.add(found)
+    exacts = exact.gradients
+    of_keys = keys.finished(exacts["dk"], exacts["dv"], exacts.get("dsink"))
+    all_of_them = {"dq": dq.view_as(exacts["dq"]), "dk": of_keys.dk, "dv": of_keys.dv}
+    if of_keys.dsink is not None:
+        all_of_them["dsink"] = of_keys.dsink
+    return all_of_them
+
+
+def shares(
+    kernel: Backward, problem: Problem, arithmetic: Arithmetic | None = None, mods=None, **options
+):
+    """Largest error ÷ bound of every gradient; infinite where one must be 0 and is not."""
+    inputs = draw(problem)
+    exact = Exact.of(inputs)
+    given = kernel.run(inputs)
+    arithmetic = arithmetic or profile(problem, kernel)
+    allowed = bounds(inputs, exact, given, arithmetic, mods, **options)
+    found = {}
+    for name, bound in allowed.items():
+        error = (getattr(given, name).double() - exact.gradients[name]).abs()
+        error = torch.where(torch.isinf(bound), 0.0, error.nan_to_num(nan=math.inf))
+        found[name] = float(torch.where(error == 0, 0.0, error / bound).max())
+    return found
+
+
+def profile(problem: Problem, kernel: Backward) -> Arithmetic:
+    return replace(default(problem.formats), truncates=kernel.truncate, tanh_error=2.0**-22)

@@ -1,0 +1,88 @@
+"""A backward in single torch operations: P, dO·v and dS are stored in the output format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.outputs import Outputs
+from attncheck.source_files import import_file
+
+if TYPE_CHECKING:
+    from attncheck.judge.arithmetic import Arithmetic
+    from attncheck.problem import Problem
+
+kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
+
+
+@dataclass(frozen=True)
+class Unfused(kernels.Backward):
+    """Attributes say where it rounds; ``scaled``: dS is multiplied by the scale, and rounded again.
+
+    Delta is Σ P dP, as the derivative of a softmax has it, and dLSE is added apart.
+    """
+
+    rounds_products: bool = True
+    rounds_heads: bool = True
+    scaled: bool = True
+
+    def forward(self, inputs) -> Outputs:
+        """With P as the backward has it."""
+        problem = inputs.problem
+        shares, lse = self.weights(inputs)
+        v = self.read(inputs)[2]
+        out = self.product(shares[..., : problem.kv], v)
+        return Outputs(out.to(problem.formats.output.torch_dtype), lse)
+
+    def weights(self, inputs):
+        problem = inputs.problem
+        q, k, _ = self.read(inputs)
+        scores = problem.score_mod("cpu")(problem.scale * (q @ k.mT), *kernels.indices(problem))
+        scores = scores.masked_fill(~kernels.seen_by(problem), -math.inf)
+        if inputs.sink is not None:
+            sink = inputs.sink[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], -1)
+        shares = torch.softmax(scores, -1).nan_to_num(0.0)
+        return self.stored(shares, problem), torch.logsumexp(scores, -1)
+
+    def stored(self, x, problem: Problem):
+        return x.to(problem.formats.output.torch_dtype).float()
+
+    def run(self, inputs) -> Outputs:
+        given, problem = self.forward(inputs), inputs.problem
+        q, k, v = self.read(inputs)
+        shares, _ = self.weights(inputs)
+        dout, dlse = self.loss(inputs)
+        dp = self.product(dout, v.mT)
+        if inputs.sink is not None:
+            dp = torch.nn.functional.pad(dp, (0, 1))
+        if self.rounds_products:
+            dp = self.stored(dp, problem)
+        ds = shares * (dp - (shares * dp).sum(-1, keepdim=True))
+        ds = self.stored(ds, problem) + self.stored(shares * dlse[..., None], problem)
+        dsink = None if inputs.sink is None else ds[..., -1].sum((0, 2))
+        ds, shares = ds[..., : problem.kv], shares[..., : problem.kv]
+        if self.scaled:
+            ds = self.stored(ds * problem.scale, problem) / problem.scale
+        ds = self.stored(ds, problem)
+        dq, dk, dv = ds @ k, ds.mT @ q, shares.mT @ dout
+        found = self.finished(inputs, given, dq, dk, dv, torch.zeros_like(given.lse))
+        return replace(found, dsink=dsink)
+
+    def by_group(self, x, problem: Problem):
+        if self.rounds_heads:
+            x = self.stored(x, problem)
+        return super().by_group(x, problem)
+
+    def arithmetic(self, problem: Problem) -> Arithmetic:
+        """What it declares."""
+        return replace(
+            kernels.profile(problem, self),
+            normalised_weights=True,
+            rounds_value_products=problem.formats.output if self.rounds_products else None,
+            sums_rounded_heads=self.rounds_heads,
+        )

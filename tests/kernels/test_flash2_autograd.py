@@ -1,0 +1,170 @@
+"""FlashAttention-2 under torch's autograd: its gradients are the kernels', whatever the loss is."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.errors import UsageError
+from attncheck.examine.environment import prepare
+from attncheck.mods import masks, scores
+from attncheck.mods.block_mask import block_mask, visit_list
+from attncheck.mods.derivative import derivative
+from attncheck.mods.spec import Dimensions
+from attncheck.mods.trace import trace_mask, trace_score
+
+if not torch.cuda.is_available():
+    prepare("cpu")
+
+from attncheck.kernels import flash2_autograd
+from attncheck.kernels.flash2_autograd import Plan, attention
+from attncheck.kernels.launch import Launch, VisitList
+from attncheck.mods.to_triton import to_triton
+
+
+def module_of(path):
+    """Under --import-mode=importlib the tests do not find one another."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
+given = REFERENCE.given
+SOFTCAP = REFERENCE.Score(mod=scores.softcap(2.0), bend=0.5)
+LAUNCH = Launch(block_query=32, block_kv=32)
+
+
+def plan(asked, **changes) -> Plan:
+    mods = {"mask": to_triton(trace_mask(asked.mask))}
+    if asked.score is not None:
+        mods["score"] = to_triton(trace_score(asked.score.mod))
+        mods["slope"] = to_triton(derivative(asked.score.mod))
+    return Plan(**{"scale": asked.scale, "launch": LAUNCH, **mods, **changes})
+
+
+def leaves(asked) -> dict[str, torch.Tensor]:
+    named = {name: getattr(asked, name) for name in ("q", "k", "v", "sink")}
+    return {n: x.clone().requires_grad_() for n, x in named.items() if x is not None}
+
+
+def differentiated(asked, *, of=("out", "lse"), plan_of=plan, **changes):
+    """out, LSE and the gradients by name, through torch.autograd."""
+    given_leaves = leaves(asked)
+    out, lse = attention(**given_leaves, plan=plan_of(asked, **changes))
+    results = {"out": (out, asked.dout), "lse": (lse, asked.dlse)}
+    tensors, losses = zip(*(results[name] for name in of), strict=True)
+    found = torch.autograd.grad(tensors, tuple(given_leaves.values()), losses)
+    return out, lse, {f"d{n}": one for n, one in zip(given_leaves, found, strict=True)}
+
+
+def share(asked, **changes) -> float:
+    out, lse, found = differentiated(asked, **changes)
+    return max(REFERENCE.worst(found, asked, out.detach(), lse.detach()).values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("score", [None, SOFTCAP], ids=["", "softcap"])
+def test_it_is_differentiable_in_q_k_v_and_the_sink(score, dtype):
+    assert share(given(masks.causal, dtype, score=score, sink=True)) <= 1
+
+
+def test_a_loss_of_one_of_its_results():
+    asked = given(masks.causal, sink=True)
+    assert share(asked.but(dlse=None), of=("out",)) <= 1
+    assert share(asked.but(dout=torch.zeros_like(asked.dout)), of=("lse",)) <= 1
+
+
+def test_a_sum_has_a_gradient_that_is_expanded():
+    asked = given(masks.causal, dlse=False)
+    given_leaves = leaves(asked)
+    out, lse = attention(**given_leaves, plan=plan(asked))
+    out.sum().backward()
+    found = {f"d{name}": leaf.grad for name, leaf in given_leaves.items()}
+    ones = asked.but(dout=torch.ones_like(asked.dout))
+    assert max(REFERENCE.worst(found, ones, out.detach(), lse.detach()).values()) <= 1
+
+
+def test_rows_without_keys_pass_nothing_on():
+    """Under LSE's −∞ a loss may well have a gradient that is NaN."""
+    asked = given(masks.causal_bottom_right(-20))
+    dead = ~asked.seen().any(-1)
+    found = differentiated(asked.but(dlse=asked.dlse.masked_fill(dead, math.nan)))[2]
+    plain = differentiated(asked)[2]
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def lists(asked, launch):
+    sizes = Dimensions(batch=1, heads=2, query=asked.q.shape[2], kv=asked.k.shape[2])
+    blocks = {"block_query": launch.block_query, "block_kv": launch.block_kv}
+    found = block_mask(asked.mask, sizes, **blocks)
+    return VisitList(*visit_list(found)), VisitList(*visit_list(found.transposed()))
+
+
+def test_each_pass_may_have_tiles_of_its_own():
+    asked = given(masks.causal, "bf16")
+    rows, keys = Launch(block_query=16, block_kv=32), Launch(block_query=32, block_kv=16)
+    own = {"by_rows": rows, "by_keys": keys}
+    own |= {"tiles": lists(asked, LAUNCH)[0]}
+    own |= {"tiles_by_rows": lists(asked, rows)[0], "tiles_by_keys": lists(asked, keys)[1]}
+    assert share(asked, **own) <= 1
+    for name, other in (
+        ("tiles_by_rows", lists(asked, keys)[0]),
+        ("tiles_by_keys", lists(asked, rows)[1]),
+    ):
+        with pytest.raises(UsageError, match=r"lists the tiles of \d blocks: \d0 in blocks of 16"):
+            differentiated(asked, **own | {name: other})
+
+
+def test_atomic_sums():
+    assert share(given(masks.causal, "bf16", sink=True), atomic=True) <= 1
+
+
+def test_a_score_mod_without_its_slope_has_no_gradient():
+    asked = given(masks.causal, score=SOFTCAP)
+    with pytest.raises(UsageError, match="needs its slope"):
+        differentiated(asked, slope=None)
+
+
+def test_it_is_differentiable_once():
+    asked = given(masks.causal, shape=(1, 1, 1, 4, 4, 8, 8), dlse=False)
+    given_leaves = leaves(asked)
+    out, _ = attention(**given_leaves, plan=plan(asked))
+    (dq,) = torch.autograd.grad(out.square().sum(), given_leaves["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+FAULTS = {
+    "no gradient of LSE": lambda found, arguments: flash2_autograd.flash2_backward(
+        *arguments[:6], None, **found
+    ),
+    "dK and dV of each other's rows": lambda found, arguments: _swapped(
+        flash2_autograd.flash2_backward(*arguments, **found)
+    ),
+}
+
+
+def _swapped(gradients):
+    dq, dk, dv, dsink = gradients
+    return dq, dk.flip(2), dv.flip(2), dsink
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_backward_is_noticed(fault, monkeypatch):
+    right = flash2_autograd.flash2_backward
+    asked = given(masks.causal, sink=True)
+
+    def wrong(*arguments, **keywords):
+        with monkeypatch.context() as inner:
+            inner.setattr(flash2_autograd, "flash2_backward", right)
+            return FAULTS[fault](keywords, arguments)
+
+    monkeypatch.setattr(flash2_autograd, "flash2_backward", wrong)
+    assert share(asked) > 1

@@ -1,0 +1,546 @@
+"""FlashAttention-2's gradients: torch's in float64 within what fp32 sums and roundings allow, the
+same bits whatever the tiles' list and the strides are, and every planted fault is noticed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.errors import UsageError
+from attncheck.examine.environment import prepare
+from attncheck.mods import masks, scores
+from attncheck.mods.block_mask import block_mask, visit_list
+from attncheck.mods.derivative import derivative
+from attncheck.mods.spec import Dimensions
+from attncheck.mods.trace import trace_mask, trace_score
+
+if not torch.cuda.is_available():
+    prepare("cpu")
+
+from attncheck.kernels.flash2_backward import flash2_backward
+from attncheck.kernels.flash2_forward import flash2_forward
+from attncheck.kernels.launch import Launch, VisitList
+from attncheck.mods.to_triton import to_triton
+
+
+def module_of(path):
+    """Under --import-mode=importlib the tests do not find one another."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
+given, Score = REFERENCE.given, REFERENCE.Score
+
+NAMES = ("dq", "dk", "dv", "dsink")
+
+
+def nothing(b, h, q_idx, kv_idx):
+    return q_idx + kv_idx < 0
+
+
+def of_heads(b, h, q_idx, kv_idx):
+    return kv_idx <= q_idx + 9 * h
+
+
+MASKS = {
+    "full": masks.full,
+    "causal": masks.causal,
+    "bottom right": masks.causal_bottom_right(10),
+    "window": masks.sliding_window(9),
+    "later rows see nothing": masks.causal_bottom_right(-20),
+    "nothing": nothing,
+    "of heads": of_heads,
+    "documents": masks.document(torch.tensor([0] * 7 + [1] * 20 + [2] * 23)),
+}
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+TABLE = torch.randn(4, 13, generator=torch.Generator().manual_seed(5))
+SCORES = {
+    "softcap": Score(mod=scores.softcap(2.0), bend=0.5),
+    "alibi": Score(mod=scores.alibi(SLOPES)),
+    "relative bias": Score(mod=scores.relative_bias(TABLE)),
+    "both": Score(mod=lambda s, b, h, i, j: 2 * torch.tanh((s + 0.1 * (i - j)) / 2), bend=0.5),
+    "rows": Score(mod=lambda s, b, h, i, j: torch.where(i % 2 == 0, s, s * 0.5)),
+}
+SMALL = Launch(block_query=32, block_kv=32)
+
+
+@functools.cache
+def mods(mask, score):
+    """The TritonMods of a mask and a score mod."""
+    said = {"mask": to_triton(trace_mask(mask)), "score": None, "slope": None}
+    if score is not None:
+        said["score"] = to_triton(trace_score(score.mod))
+        said["slope"] = to_triton(derivative(score.mod))
+    return said
+
+
+def lists(asked, launch) -> dict[str, VisitList]:
+    """Both lists of the tiles that are not hidden."""
+    batch, heads, query, _ = asked.q.shape
+    found = block_mask(
+        asked.mask,
+        Dimensions(batch=batch, heads=heads, query=query, kv=asked.k.shape[2]),
+        block_query=launch.block_query,
+        block_kv=launch.block_kv,
+    )
+    by_keys = VisitList(*visit_list(found.transposed()))
+    return {"tiles": VisitList(*visit_list(found)), "by_keys": by_keys}
+
+
+def run(asked, launch=SMALL, *, backward=flash2_backward, listed=False, **keywords):
+    """out, lse and the gradients by name."""
+    called = mods(asked.mask, asked.score)
+    launch = Launch(
+        block_query=launch.block_query,
+        block_kv=launch.block_kv,
+        precision="tf32" if asked.dtype == "tf32" else "ieee",
+        free=asked.mask is masks.full,
+    )
+    slope = called["slope"]
+    of_both = {name: called[name] for name in ("mask", "score")}
+    of_both |= {"scale": asked.scale, "sink": asked.sink}
+    q, k, v = asked.q, asked.k, asked.v
+    out, lse = flash2_forward(q, k, v, **of_both, launch=launch)
+    if listed:
+        keywords |= lists(asked, launch)
+    found = backward(
+        q, k, v, out, lse, asked.dout, asked.dlse, **of_both, slope=slope, launch=launch, **keywords
+    )
+    return out, lse, dict(zip(NAMES, found, strict=True))
+
+
+def worst(asked, launch=SMALL, **keywords) -> float:
+    """The largest error of any gradient over what is allowed."""
+    out, lse, found = run(asked, launch, **keywords)
+    return max(REFERENCE.worst(found, asked, out, lse).values())
+
+
+def same(one, other) -> bool:
+    gradients, others = one[2], other[2]
+    return all(
+        (gradients[name] is None and others[name] is None)
+        or torch.equal(gradients[name], others[name])
+        for name in NAMES
+    )
+
+
+@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
+def test_gradients_are_right_in_every_dtype(dtype, atomic):
+    """Of query heads that share keys, with a sink, and a loss of LSE."""
+    asked = given(masks.causal, dtype, sink=True)
+    assert worst(asked, atomic=atomic) <= 1
+    found = run(asked, atomic=atomic)[2]
+    for name in ("q", "k", "v", "sink"):
+        like = getattr(asked, name)
+        assert found[f"d{name}"].dtype == like.dtype
+        assert found[f"d{name}"].shape == like.shape
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["all tiles", "listed"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_any_mask(mask, listed):
+    asked = given(MASKS[mask])
+    found = run(asked, listed=listed)
+    assert max(REFERENCE.worst(found[2], asked, *found[:2]).values()) <= 1
+    seen = asked.seen()
+    dead, unseen = ~seen.any(-1), ~seen.any((1, 2))[:, None]
+    assert not found[2]["dq"][dead].any()
+    assert not found[2]["dk"][unseen].any()
+    assert not found[2]["dv"][unseen].any()
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "of heads", "nothing"])
+def test_the_listed_tiles_give_what_all_give(mask):
+    """To the bit: what a hidden key adds is 0."""
+    asked = given(MASKS[mask], "bf16", sink=True)
+    assert same(run(asked), run(asked, listed=True))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("score", SCORES)
+def test_any_score_mod(score, mask):
+    asked = given(MASKS[mask], score=SCORES[score], sink=True)
+    assert worst(asked) <= 1
+
+
+SHAPES = {
+    "one": (1, 1, 1, 1, 1, 1, 1),
+    "one row": (1, 2, 1, 1, 70, 16, 16),
+    "one key": (2, 2, 2, 70, 1, 16, 16),
+    "wide": (1, 1, 1, 20, 20, 256, 3),
+    "wide values": (1, 2, 1, 20, 33, 1, 130),
+    "batch": (3, 6, 2, 17, 33, 8, 24),
+    "whole tiles": (1, 2, 2, 64, 64, 16, 16),
+}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_shape(shape, mask):
+    assert worst(given(MASKS[mask], shape=SHAPES[shape])) <= 1
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (64, 64), (128, 32)])
+def test_any_tiles(blocks):
+    asked = given(masks.causal, "bf16")
+    assert worst(asked, Launch(block_query=blocks[0], block_kv=blocks[1]), listed=True) <= 1
+
+
+def test_keys_may_have_tiles_of_their_own():
+    asked = given(masks.causal)
+    first, mixed = run(asked), run(asked, launch_by_keys=Launch(block_query=16, block_kv=64))
+    assert max(REFERENCE.worst(mixed[2], asked, *mixed[:2]).values()) <= 1
+    assert torch.equal(mixed[2]["dq"], first[2]["dq"])
+    assert not torch.equal(mixed[2]["dk"], first[2]["dk"])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_gradient_of_lse_is_one_of_0(dtype):
+    asked = given(masks.causal, dtype, dlse=False, sink=True)
+    assert same(run(asked), run(asked.but(dlse=torch.zeros(asked.q.shape[:3]))))
+    assert worst(asked) <= 1
+
+
+def test_lse_alone():
+    """dout may be one 0, expanded."""
+    asked = given(masks.causal, sink=True)
+    asked = asked.but(dout=torch.zeros(()).expand(asked.dout.shape))
+    assert worst(asked) <= 1
+    assert not run(asked)[2]["dv"].any()
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, no two of them beside each other."""
+    wide = torch.full((*x.shape[:2], x.shape[3], 2 * x.shape[2]), math.nan, dtype=x.dtype)
+    view = wide.mT[:, :, ::2]
+    view.copy_(x)
+    return view
+
+
+def in_wider_memory(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, other ones behind each row."""
+    return torch.cat([x, torch.ones_like(x)], -1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
+def test_strides_are_used(atomic):
+    asked = given(masks.causal, "bf16", sink=True)
+    views = {name: scattered(getattr(asked, name)) for name in ("q", "k", "v", "dout")}
+    rows = {"dlse": asked.dlse.mT.contiguous().mT}
+    assert same(run(asked.but(**views, **rows), atomic=atomic), run(asked, atomic=atomic))
+
+
+def test_expanded_gradients():
+    asked = given(masks.causal)
+    ones = torch.ones(()).expand(asked.dout.shape)
+    assert same(run(asked.but(dout=ones)), run(asked.but(dout=ones.contiguous())))
+
+
+def test_out_has_strides_of_its_own():
+    asked = given(masks.causal)
+
+    def moved(q, k, v, out, *rest, **keywords):
+        return flash2_backward(q, k, v, scattered(out), *rest, **keywords)
+
+    assert same(run(asked, backward=moved), run(asked))
+
+
+@pytest.mark.parametrize("poison", [7.0, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("listed", [False, True], ids=["all tiles", "listed"])
+def test_hidden_keys_move_no_bit(listed, poison):
+    asked = given(masks.causal, sink=True)  # 40 rows, 50 keys
+    k, v = asked.k.clone(), asked.v.clone()
+    k[:, :, 40:], v[:, :, 40:] = poison, -poison
+    assert same(run(asked.but(k=k, v=v), listed=listed), run(asked, listed=listed))
+
+
+@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
+def test_hidden_values_move_no_bit_of_atomic_sums_either(atomic):
+    asked = given(masks.causal)
+    k, v = asked.k.clone(), asked.v.clone()
+    k[:, :, 40:], v[:, :, 40:] = 1e30, math.nan
+    assert same(run(asked.but(k=k, v=v), atomic=atomic), run(asked, atomic=atomic))
+
+
+def test_a_row_that_sees_no_key_has_no_part_in_anything():
+    """Whatever its gradients are, as long as dO is finite."""
+    asked = given(MASKS["later rows see nothing"])
+    dead = ~asked.seen().any(-1)
+    assert dead.any()
+    dlse = asked.dlse.masked_fill(dead, math.nan)
+    dout = asked.dout.masked_fill(dead[..., None], 1e30)
+    assert same(run(asked.but(dlse=dlse, dout=dout)), run(asked))
+
+
+def test_a_score_mod_may_leave_a_row_without_keys():
+    """Its scores are −∞ then, and the mask hides none of them."""
+    none_of, all_of = (
+        Score(mod=lambda s, b, h, i, j, row=row: torch.where(i == row, -math.inf, s))
+        for row in (3, -1)
+    )
+    found = run(given(masks.full, score=none_of))
+    assert not found[2]["dq"][:, :, 3].any()
+    assert same(found, run(given(lambda b, h, i, j: i != 3, score=all_of)))
+
+
+def test_a_row_without_keys_passes_its_gradient_of_lse_to_the_sink():
+    asked = given(nothing, sink=True)
+    found = run(asked)[2]
+    assert not any(found[name].any() for name in ("dq", "dk", "dv"))
+    assert worst(asked) <= 1
+    assert found["dsink"].all()
+
+
+def test_runs_give_the_same_bits():
+    asked = given(masks.causal, "bf16", sink=True)
+    assert same(run(asked), run(asked))
+
+
+def test_atomic_sums_change_dq_alone():
+    asked = given(masks.causal, "bf16", sink=True)
+    one, other = run(asked)[2], run(asked, atomic=True)[2]
+    assert all(torch.equal(one[name], other[name]) for name in ("dk", "dv", "dsink"))
+
+
+def test_slopes_of_hidden_scores_may_be_infinite():
+    """As those of a bias that grows without end above the diagonal are."""
+
+    def divided(by):
+        mod = Score(mod=lambda s, b, h, i, j: s / torch.where(j <= i, 1.0, by))
+        return run(given(masks.causal, score=mod))
+
+    assert same(divided(0.0), divided(1.0))
+
+
+@pytest.mark.parametrize("missing", ["score", "slope"])
+def test_a_score_mod_needs_its_slope(missing):
+    asked = given(masks.causal, score=SCORES["softcap"])
+
+    def without(*tensors, **keywords):
+        return flash2_backward(*tensors, **keywords | {missing: None})
+
+    with pytest.raises(UsageError, match="needs its slope"):
+        run(asked, backward=without)
+
+
+ROOMS = (
+    "gradient_tile",
+    "delta",
+    "gradients_by_keys",
+    "gradients_by_rows",
+    "flash2_backward",
+)
+DEAD = {"mask": MASKS["later rows see nothing"]}
+FAULTS = {
+    "delta is missing": ("delta", "tl.sum(out * dout, 1)", "tl.sum(out * dout, 1) * 0.0", {}),
+    "dLSE is ignored": ("delta", "    if DLSE:", "    if False:", {}),
+    "dLSE has the other sign": ("delta", "delta -= ", "delta += ", {}),
+    "the mask is ignored": ("gradient_tile", "    if partial:", "    if False:", {}),
+    "the window is ignored": (
+        "gradient_tile",
+        "    if partial:",
+        "    if False:",
+        {"mask": MASKS["window"]},
+    ),
+    "dK without the scale": ("gradients_by_keys", "(dk * scale)", "(dk * 1.0)", {}),
+    "dQ without the scale": ("gradients_by_rows", "(acc * scale)", "(acc * 1.0)", {}),
+    "no guard of rows without keys": (
+        "gradient_tile",
+        'lse = tl.where(lse == float("-inf"), float("inf"), lse)',
+        "lse = lse",
+        DEAD,
+    ),
+    "dO is read as out lies": (
+        "delta",
+        "*dout.stride()",
+        "*out.stride()",
+        {"dout": scattered},
+    ),
+    "dO of the keys is read as contiguous": (
+        "flash2_backward",
+        "*self.dout.stride())",
+        "*self.dout.contiguous().stride())",
+        {"dout": scattered},
+    ),
+    "keys beyond the last are seen": (
+        "gradient_tile",
+        " & (keys < kv)",
+        "",
+        # Their scores are 0 + 100, of which exp overflows beside those of the others.
+        {"mask": MASKS["full"], "score": "later keys", "listed": True},
+    ),
+    "columns beyond the last count": (
+        "gradients_by_keys",
+        ", head_dim)",
+        ", BLOCK_D)",
+        {"q": in_wider_memory, "k": in_wider_memory},
+    ),
+    "rows beyond the last count": (
+        "gradient_tile",
+        " & (rows < query)",
+        "",
+        {"mask": MASKS["full"], "score": "later rows"},
+    ),
+    "the slope is missing": (
+        "gradient_tile",
+        "dx = dx * SLOPE(x, b, h, rows, keys, slope_captured)",
+        "dx = dx * 1.0",
+        {"score": "softcap"},
+    ),
+    "the slope of the score that the mod gave": (
+        "gradient_tile",
+        "SLOPE(x, b, h,",
+        "SLOPE(x * 0.5, b, h,",
+        {"score": "softcap"},
+    ),
+    "one head of a group": ("gradients_by_keys", "range(group)", "range(group - 1)", {}),
+    "the wrong head of a group": (
+        "gradients_by_keys",
+        "h = kv_head * group + member",
+        "h = kv_head + member",
+        {"shape": (1, 4, 2, 20, 20, 8, 8)},
+    ),
+    "the last tile of keys": ("gradients_by_rows", "tl.cdiv(kv, BLOCK_K)", "kv // BLOCK_K", {}),
+    "the last tile of rows": (
+        "gradients_by_keys",
+        "tl.cdiv(query, BLOCK_Q)",
+        "query // BLOCK_Q",
+        {},
+    ),
+    "LSE in natural units": (
+        "gradient_tile",
+        "    if IDENTITY:\n        lse",
+        "    if False:\n        lse",
+        {},
+    ),
+    "no gradient of the sink": ("delta", "total -= ", "total = ", {"sink": True}),
+    "the sink's gradient of one sequence": (
+        "delta",
+        "range(batch)",
+        "range(1)",
+        {"sink": True, "shape": (2, 2, 1, 20, 20, 8, 8)},
+    ),
+}
+SCORES["later keys"] = Score(mod=lambda s, b, h, i, j: torch.where(j > 49, 100, s))
+SCORES["later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 39, math.inf, s))
+
+
+def with_a_fault(folder: Path, room: str, right: str, wrong: str):
+    """The backward from a copy of its rooms, one of which has a fault."""
+    for name in ROOMS:
+        where = importlib.util.find_spec(f"attncheck.kernels.{name}").origin
+        source = Path(where).read_text()
+        if name == room:
+            assert source.count(right) >= 1, right
+            source = source.replace(right, wrong)
+        for other in ROOMS:
+            source = source.replace(f"attncheck.kernels.{other} ", f"planted_{other} ")
+        copy = folder / f"planted_{name}.py"
+        copy.write_text(source)
+        spec = importlib.util.spec_from_file_location(copy.stem, copy)
+        sys.modules[copy.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module.flash2_backward
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_noticed(fault, tmp_path):
+    room, right, wrong, changes = FAULTS[fault]
+    changes = dict(changes)
+    moved = {name: changes.pop(name) for name in ("q", "k", "dout") if name in changes}
+    listed = changes.pop("listed", False)
+    score = SCORES.get(changes.pop("score", None))
+    asked = given(changes.pop("mask", masks.causal), score=score, **changes)
+    asked = asked.but(**{name: move(getattr(asked, name)) for name, move in moved.items()})
+    assert worst(asked, listed=listed) <= 1
+    assert worst(asked, listed=listed, backward=with_a_fault(tmp_path, room, right, wrong)) > 1
+
+
+def test_the_copy_without_a_fault_is_right(tmp_path):
+    backward = with_a_fault(tmp_path, "delta", "total -= ", "total -= ")
+    assert same(run(given(masks.causal), backward=backward), run(given(masks.causal)))
+
+
+def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
+    careless = with_a_fault(tmp_path, "gradient_tile", "    if CAREFUL:", "    if False:")
+    asked = given(masks.causal)
+    k = asked.k.clone()
+    k[:, :, 40:] = math.nan
+    assert run(asked.but(k=k), backward=careless)[2]["dq"].isnan().any()
+
+
+def change(tiles: VisitList, of: str) -> VisitList:
+    counts, listed = tiles.counts.clone(), tiles.tiles.clone()
+    if of == "one dropped":
+        counts[..., -1] -= 1
+    elif of == "partial called full":
+        listed |= 1
+    return VisitList(listed, counts)
+
+
+@pytest.mark.parametrize("which", ["tiles", "by_keys"])
+@pytest.mark.parametrize("fault", ["nothing", "one dropped", "partial called full"])
+def test_a_wrong_list_is_noticed(fault, which):
+    asked = given(masks.causal, shape=(1, 2, 1, 50, 50, 20, 12))
+    found = lists(asked, SMALL)
+    found[which] = change(found[which], fault)
+    assert (worst(asked, **found) <= 1) == (fault == "nothing")
+
+
+class Watched:
+    """Counts what the interpreter loads and stores outside the tensors that it knows."""
+
+    def __init__(self, monkeypatch, tensors):
+        from triton.runtime import interpreter
+
+        self.tensors, self.outside = tensors, 0
+        builder = interpreter.InterpreterBuilder
+        for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
+            monkeypatch.setattr(builder, name, self._watching(getattr(builder, name), place))
+
+    def _watching(self, call, place):
+        def watching(builder, pointers, *rest, **named):
+            addresses = torch.from_numpy(pointers.data.astype("int64"))
+            asked = addresses[torch.from_numpy(rest[place].data.astype("bool"))]
+            inside = torch.zeros_like(asked, dtype=torch.bool)
+            for tensor in self.tensors:
+                start = tensor.data_ptr()
+                end = start + tensor.numel() * tensor.element_size()
+                inside |= (asked >= start) & (asked < end)
+            self.outside += int((~inside).sum())
+            return call(builder, pointers, *rest, **named)
+
+        return watching
+
+
+@pytest.mark.parametrize("missing", [None, "q", "k", "v", "dout", "dlse", "sink"])
+def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
+    """The interpreter itself would copy from anywhere."""
+    asked = given(masks.causal, "bf16", sink=True)
+    names = ("q", "k", "v", "dout", "dlse", "sink")
+    tensors = [getattr(asked, name) for name in names if name != missing]
+
+    def remembered(make):
+        def made(*arguments, **named):
+            tensors.append(make(*arguments, **named))
+            return tensors[-1]
+
+        return made
+
+    for name in ("empty", "zeros", "empty_like"):
+        monkeypatch.setattr(torch, name, remembered(getattr(torch, name)))
+    for listed in lists(asked, SMALL).values():
+        tensors += [listed.tiles, listed.counts]
+    watched = Watched(monkeypatch, tensors)
+    run(asked)
+    assert (watched.outside > 0) == (missing is not None)

@@ -1,0 +1,124 @@
+"""FlashAttention-2's backward as its subject launches it, and compiled for Hopper without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.inputs import draw
+from attncheck.mods import library
+from attncheck.mods.spec import Spec
+from attncheck.outputs import GRADIENTS
+from attncheck.problem import Problem
+from attncheck.subjects import visits
+from attncheck.subjects.flash2 import Flash2, Flash2Atomic
+
+
+def module_of(path):
+    """Under --import-mode=importlib the tests do not find one another."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
+BLOCKS = (32, 32)
+
+
+def problem(**changes) -> Problem:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "query": 40, "kv": 50, "head_dim": 20}
+    asked = {"mask": Spec.of("causal"), "backward": True, "dlse": True, "sink": True}
+    return Problem(**(sizes | {"value_dim": 12, "dtype": "bf16"} | asked | changes))
+
+
+def of_problem(inputs):
+    """The same question in this file's terms."""
+    case = inputs.problem
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout", "dlse", "sink")}
+    score = (
+        None if case.score == library.NONE else REFERENCE.Score(mod=case.score_mod("cpu"), bend=0.2)
+    )
+    mods = {"mask": case.mask_mod("cpu"), "score": score}
+    return REFERENCE.Given(**named, **mods, dtype=case.dtype, scale=case.scale)
+
+
+@pytest.mark.parametrize("subject", [Flash2(), Flash2(BLOCKS), Flash2Atomic(BLOCKS)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": library.FULL, "dlse": False, "sink": False},
+        {"score": Spec.of("softcap", cap=5.0), "dtype": "tf32"},
+        {"score": Spec.of("alibi"), "dtype": "fp16"},
+    ],
+    ids=["causal", "full", "softcap", "alibi"],
+)
+def test_the_subject_gives_gradients(changes, subject):
+    inputs = draw(problem(**changes))
+    assert subject.backward
+    assert subject.concerns(inputs.problem)
+    found = subject.run(inputs)
+    assert found.gradients().keys() == {f"d{n}" for n in inputs.tensors()} & set(GRADIENTS)
+    reached = REFERENCE.worst(found.gradients(), of_problem(inputs), found.out, found.lse)
+    assert max(reached.values()) <= 1
+    forward = subject.run(inputs.forward())
+    assert torch.equal(forward.out, found.out)
+    assert not forward.gradients()
+
+
+def test_its_lists_have_the_tiles_of_their_launches():
+    """And dense it has none; to the bit the same."""
+    inputs = draw(problem(query=70, kv=70))
+    listed, dense = Flash2(BLOCKS).run(inputs), Flash2(BLOCKS, dense=True).run(inputs)
+    for name, one in listed.gradients().items():
+        assert torch.equal(one, dense.gradients()[name])
+    by_rows, by_keys = (
+        find(inputs.problem, 32, 16, "cpu") for find in (visits.visits, visits.visits_by_keys)
+    )
+    assert by_rows.counts.flatten().tolist() == [2, 4, 5]
+    assert by_keys.counts.flatten().tolist() == [3, 3, 2, 2, 1]
+    # Key block 2, of keys 32 to 47: rows 32 to 63 see some of them, the later ones not all exist.
+    assert by_keys.tiles[0, 0, 2].tolist()[:2] == [2 * 1, 2 * 2]
+    assert by_keys.tiles[0, 0, 0].tolist() == [2 * 0, 2 * 1 + 1, 2 * 2]
+
+
+def test_every_dtype_has_tiles_that_hopper_holds():
+    """Those of both gradients are chosen for head dims as the forward's are."""
+    for dtype in ("fp32", "tf32", "fp16", "bf16"):
+        for dim in (64, 80, 256):
+            rows, keys = Flash2().gradient_launches(problem(dtype=dtype, head_dim=dim), "cuda")
+            assert {rows.warps, keys.warps} == {8}
+            assert rows.precision == keys.precision == ("tf32" if dtype == "tf32" else "ieee")
+
+
+SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
+SHARED_MEMORY = 232448  # bytes a block may use on Hopper
+MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/flash.py)
+
+
+@pytest.mark.parametrize("kernel", ["flash2-dq", "flash2-dkdv"])
+def test_compiles_for_hopper_and_hardly_spills(kernel, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    asked = ["--dtype", "bf16", "--head-dim", "64", "128", "256", "--kind", "causal", "atomic"]
+    done = subprocess.run(
+        [sys.executable, SPILLS, "--kernel", kernel, *asked],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert len(lines) == (3 if kernel == "flash2-dq" else 6)
+    for line in lines:
+        *_, spilled, shared, products, _, _ = line
+        assert int(shared) <= SHARED_MEMORY
+        # Tiles are not chosen for atomic sums.
+        assert int(spilled) <= MOST_SPILLED or line[3] == "atomic", line
+        assert int(products) > 0  # of 16-bit operands by tensor cores

@@ -1,0 +1,305 @@
+"""The derivative of a score mod is torch's autograd of its callable, at kinks too."""
+
+# every mod has FlexAttention's whole signature
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncheck.arb import balls_of
+from attncheck.draws import Draws
+from attncheck.errors import TraceError
+from attncheck.mods import derivative as derivative_room
+from attncheck.mods.derivative import derivative
+from attncheck.mods.expression import Expression, Structure
+from attncheck.mods.library import SCORES, build_score
+from attncheck.mods.running_error import RunningError
+from attncheck.mods.serialise import from_json, to_json
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.to_ball import to_ball
+from attncheck.mods.to_mpmath import to_mpmath
+from attncheck.mods.to_triton import to_triton
+from attncheck.mods.trace import trace_score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncheck.mods.signatures import ScoreMod
+
+DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
+KINKS = (-2.5, -2.0, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 2.5)
+FAR = (-math.inf, -30.0, -1e-300, 1e-300, 30.0, math.inf, math.nan)
+UNITS = 8  # roundings: of no mod here do formula and autograd have more between them
+
+
+def points(values: tuple[float, ...] = KINKS + FAR) -> list[Tensor]:
+    """Those scores and a hundred drawn ones, each at a few indices."""
+    draws = Draws(0)
+    scores = torch.cat([torch.tensor(values).double(), torch.from_numpy(_normal(draws))])
+    sizes = (DIMENSIONS.batch, DIMENSIONS.heads, DIMENSIONS.query, DIMENSIONS.kv)
+    axes = [
+        torch.from_numpy(draws.integers(f"axis{i}", (5, 1), size)) for i, size in enumerate(sizes)
+    ]
+    return [given.reshape(-1) for given in torch.broadcast_tensors(scores, *axes)]
+
+
+def _normal(draws: Draws) -> np.ndarray:
+    return 3.0 * draws.normal("score", (100,))
+
+
+def autograd(mod: ScoreMod, score: Tensor, *indices: Tensor) -> Tensor:
+    variable = score.clone().requires_grad_()
+    given = mod(variable, *indices).expand(score.shape)
+    if not given.requires_grad:
+        return torch.zeros_like(score)
+    ones = torch.ones_like(given)
+    return torch.autograd.grad(given, variable, ones, allow_unused=True, materialize_grads=True)[0]
+
+
+def differing(expression: Expression, mod: ScoreMod, where: list[Tensor]) -> Tensor:
+    """The scores at which they differ by more than rounding."""
+    meant = autograd(mod, *where)
+    said = expression.evaluate(*where).expand(meant.shape)
+    same = (said == meant) | (said.isnan() & meant.isnan())
+    # 1 − tanh² of the callable: relative to 1, not to what is left of it.
+    near = (said - meant).abs() <= UNITS * 2.0**-53 * meant.abs().clamp(min=1.0)
+    return where[0][~(same | near)]
+
+
+LIBRARY = [
+    Spec.of("none"),
+    Spec.of("alibi"),
+    Spec.of("softcap", cap=30.0),
+    Spec.of("softcap", cap=0.7),
+    Spec.of("relative_bias", distance=4, seed=1),
+    Spec.of("bias", seed=1, per_batch=0, per_head=1),
+    Spec.of("offset", Spec.of("bias", seed=1, per_batch=1, per_head=0), rows=3),
+    Spec.of("temperature", temperature=2.5),
+    Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.1) + kv_idx / 3"),
+    Spec.of("expression", text="tanh(score) * h + abs(score / 8) - maximum(score, 2)"),
+]
+any_score = st.recursive(
+    st.sampled_from(LIBRARY),
+    lambda parts: st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("chain", *of)),
+    max_leaves=6,
+)
+
+
+def test_every_score_mod_of_the_library_is_asked() -> None:
+    assert {spec.name for spec in LIBRARY} | {"chain"} == set(SCORES)
+
+
+@pytest.mark.parametrize("spec", LIBRARY, ids=str)
+def test_of_the_library(spec: Spec) -> None:
+    mod = build_score(spec, DIMENSIONS)
+    assert not differing(derivative(mod), mod, points()).numel()
+
+
+@given(spec=any_score)
+@settings(max_examples=15, deadline=None)
+def test_of_compositions(spec: Spec) -> None:
+    mod = build_score(spec, DIMENSIONS)
+    assert not differing(derivative(mod), mod, points(KINKS)).numel()
+
+
+PARAMETER = torch.nn.Parameter(torch.arange(4.0))
+TABLE = torch.arange(40.0) / 7
+
+
+class TwiceForThrice(torch.autograd.Function):
+    """Its backward is its own."""
+
+    @staticmethod
+    def forward(_context, score):
+        return score * 2
+
+    @staticmethod
+    def backward(_context, gradient):
+        return gradient * 3
+
+
+def constant_inside(s, b, h, q, k):
+    with torch.no_grad():
+        largest = s * 2
+    return s * largest
+
+
+WRITTEN = {
+    "relu": lambda s, b, h, q, k: torch.relu(s),
+    "abs": lambda s, b, h, q, k: s.abs(),
+    "clamp": lambda s, b, h, q, k: s.clamp(-1, 1),
+    "clamp below": lambda s, b, h, q, k: s.clamp(min=0.3),
+    "clamp to an index": lambda s, b, h, q, k: torch.clamp(s, max=q.to(s.dtype)),
+    "where": lambda s, b, h, q, k: torch.where(s > 0.5, s * 2, s / 3),
+    "where, of indices": lambda s, b, h, q, k: torch.where(q >= k, s, s * 0.5),
+    "minus infinity": lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf),
+    "minus infinity, filled": lambda s, b, h, q, k: s.masked_fill(q < k, -math.inf),
+    "tanh": lambda s, b, h, q, k: torch.tanh(s),
+    "sigmoid": lambda s, b, h, q, k: torch.sigmoid(s),
+    "exp": lambda s, b, h, q, k: torch.exp(s),
+    "exp2": lambda s, b, h, q, k: torch.exp2(s),
+    "log": lambda s, b, h, q, k: torch.log(s),
+    "log2": lambda s, b, h, q, k: torch.log2(s),
+    "sqrt": lambda s, b, h, q, k: torch.sqrt(s),
+    "rsqrt": lambda s, b, h, q, k: torch.rsqrt(s),
+    "sin": lambda s, b, h, q, k: torch.sin(s),
+    "cos": lambda s, b, h, q, k: torch.cos(s),
+    "square": lambda s, b, h, q, k: s**2,
+    "cube": lambda s, b, h, q, k: s**3,
+    "power 1": lambda s, b, h, q, k: s**1,
+    "power -1": lambda s, b, h, q, k: s**-1,
+    "power -2": lambda s, b, h, q, k: s**-2,
+    "power 0.5": lambda s, b, h, q, k: s**0.5,
+    "power -0.5": lambda s, b, h, q, k: s.abs() ** -0.5,  # torch's (−∞)^−0.5 is 0, rsqrt's NaN
+    "maximum": lambda s, b, h, q, k: torch.maximum(s, s * 0.5 + q),
+    "minimum": lambda s, b, h, q, k: torch.minimum(s, s * 0.5),
+    "division": lambda s, b, h, q, k: 1 / s + s / (q + 1),
+    "floor": lambda s, b, h, q, k: torch.floor(s) + s,
+    "sign": lambda s, b, h, q, k: torch.sign(s) * s,
+    "remainder": lambda s, b, h, q, k: s % 2.5,
+    "fmod": lambda s, b, h, q, k: torch.fmod(s, 2.5),
+    "frac": lambda s, b, h, q, k: torch.frac(s),
+    "1 - s": lambda s, b, h, q, k: 1 - s,
+    "not of the score": lambda s, b, h, q, k: q.to(s.dtype),
+    "through fp32": lambda s, b, h, q, k: s.float().double() * 2,
+    "not a number": lambda s, b, h, q, k: torch.where(torch.isnan(s), 0.0, s),
+    "detached": lambda s, b, h, q, k: s * s.detach(),
+    "without a gradient": constant_inside,
+    "own backward": lambda s, b, h, q, k: TwiceForThrice.apply(s),
+    "a parameter": lambda s, b, h, q, k: s * PARAMETER[h],
+    "a parameter alone": lambda s, b, h, q, k: PARAMETER[h].double(),
+    "table": lambda s, b, h, q, k: s * TABLE[q] + TABLE[h],
+    "value of a table": lambda s, b, h, q, k: s * TABLE.max().item(),
+    "shapes": lambda s, b, h, q, k: s.unsqueeze(-1).mul(2).squeeze(-1),
+}
+
+
+@pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
+def test_of_what_is_written_by_hand(mod: ScoreMod) -> None:
+    assert not differing(derivative(mod), mod, points()).numel()
+
+
+def test_it_can_be_read() -> None:
+    relu, softcap = WRITTEN["relu"], build_score(Spec.of("softcap", cap=30.0), DIMENSIONS)
+    assert str(derivative(relu)) == "where(maximum(score, 0) <= 0, 0.0, 1.0)"
+    capped = "30.0 * (1 - (tanh(score / 30.0) * tanh(score / 30.0)))"
+    assert str(derivative(softcap)) == f"({capped}) / 30.0"
+    assert str(derivative(build_score(Spec.of("alibi"), DIMENSIONS))) == "1.0"
+    assert derivative(relu).structure.inputs == ("score", "b", "h", "q_idx", "kv_idx")
+
+
+def with_op(expression: Expression, op: str, other: str) -> Expression:
+    nodes = expression.structure.nodes
+    planted = tuple(dataclasses.replace(n, op=other) if n.op == op else n for n in nodes)
+    assert planted != nodes
+    return Expression(Structure(expression.structure.inputs, planted), expression.captured)
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "other"),
+    [("relu", "le", "lt"), ("clamp", "ge", "gt"), ("maximum", "gt", "ge"), ("cos", "sin", "cos")],
+)
+def test_a_planted_operation_is_noticed(name: str, op: str, other: str) -> None:
+    mod = WRITTEN[name]
+    assert differing(with_op(derivative(mod), op, other), mod, points()).numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("power -2", "torch.reciprocal(x * x * x)", "torch.reciprocal(x * x)"),
+        ("power 1", "0: torch.ones_like", "0: torch.zeros_like"),
+        ("maximum", "return args[1].to(", "return args[0].to("),
+        ("detached", "return self.env[other]", "return super().run_node(n) * 2"),
+    ],
+)
+def test_a_fault_in_the_translation_is_noticed(name: str, right: str, wrong: str) -> None:
+    source = Path(derivative_room.__file__).read_text(encoding="utf-8")
+    assert source.count(right) == 1, right
+    room = ModuleType(derivative_room.__name__)
+    exec(compile(source.replace(right, wrong), "planted", "exec"), room.__dict__)  # noqa: S102  # our own source
+    mod = WRITTEN[name]
+    assert differing(room.derivative(mod), mod, points()).numel()
+
+
+# Not exp2 and log2: the ln 2 of their derivatives is a float64 number.
+SMOOTH = ["tanh", "sigmoid", "exp", "sin", "cos", "square", "cube", "power -2", "division"]
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_in_many_digits_it_is_a_difference_quotient(name: str) -> None:
+    """Of the score mod's own expression: no autograd has a part in this."""
+    mod, context = WRITTEN[name], mpmath.MPContext()
+    context.dps = 50
+    function, slope = (to_mpmath(e, context) for e in (trace_score(mod), derivative(mod)))
+    indices = [np.full((), i) for i in (1, 2, 3, 4)]
+    step = context.mpf(10) ** -15
+    for at in (-1.75, 0.375, 2.5):
+        here = context.mpf(at)
+        ends = [
+            function(np.array(here + sign * step, dtype=object), *indices).item()
+            for sign in (1, -1)
+        ]
+        quotient = (ends[0] - ends[1]) / (2 * step)
+        found = slope(np.array(here, dtype=object), *indices).item()
+        # Off by h²/6 of the third derivative, and by 2·10^-50 / 2h.
+        assert abs(found - quotient) <= context.mpf(10) ** -27 * max(1, abs(quotient))
+
+
+@pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
+def test_everything_that_takes_a_score_mods_expression_takes_it(mod: ScoreMod) -> None:
+    expression = derivative(mod)
+    assert to_triton(expression).function is not None
+    again = from_json(to_json(expression))
+    assert again.structure == expression.structure
+    score, *indices = points(KINKS)
+    known = RunningError(expression).at(
+        score[None, :, None],
+        torch.zeros_like(score)[None, :, None],
+        *(i[None, :, None] for i in indices),
+    )
+    assert known.radius.shape == (1, len(score), 1)
+
+
+def test_balls_enclose_it() -> None:
+    pytest.importorskip("flint")
+    for name in SMOOTH:
+        mod = WRITTEN[name]
+        expression = derivative(mod)
+        score, *indices = points((0.3, -1.75))
+        balls = to_ball(expression, 128)(balls_of(score.numpy()), *(i.numpy() for i in indices))
+        context = mpmath.MPContext()
+        context.dps = 60
+        many = to_mpmath(expression, context)(score.numpy(), *(i.numpy() for i in indices))
+        pairs = zip(
+            np.broadcast_to(balls, score.shape), np.broadcast_to(many, score.shape), strict=True
+        )
+        for ball, number in pairs:
+            assert abs(float(ball.mid()) - float(number)) <= abs(float(number)) * UNITS * 2.0**-53
+
+
+REFUSED = {
+    "// of the score": (lambda s, b, h, q, k: s // 2.5, "floor_divide is not implemented"),
+    "% by the score": (lambda s, b, h, q, k: 2.5 % s, "remainder is not implemented"),
+    "silu": (lambda s, b, h, q, k: torch.nn.functional.silu(s), "aten.silu is not supported"),
+    "decides": (lambda s, b, h, q, k: s if s > 0 else -s, "decides on a tensor's value"),
+}
+
+
+@pytest.mark.parametrize(("mod", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_has_none_is_refused_in_one_line(mod: ScoreMod, why: str) -> None:
+    with pytest.raises(TraceError, match=why) as refused:
+        derivative(mod)
+    assert "\n" not in str(refused.value)
+    assert "'<lambda>'" in str(refused.value)

@@ -1,0 +1,139 @@
+"""Attention's gradients by torch's autograd of its definition, and how far an oracle may be off."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
+
+UNIT = 2.0**-53
+# With a bound of the second derivative's size.
+SCORES = {
+    Spec.of("none"): 0.0,
+    Spec.of("alibi"): 0.0,
+    Spec.of("softcap", cap=1.5): 1 / 1.5,  # |2 tanh (1 − tanh²)| < 1
+    Spec.of("temperature", temperature=2.0): 0.0,
+    Spec.of("bias", seed=1, per_batch=1, per_head=1): 0.0,
+    Spec.of("expression", text="where(score > 0, score, score * 0.5) * (kv_idx - 2)"): 0.0,
+}
+
+
+def tiny(**changes: object) -> Inputs:
+    problem = Problem(batch=2, heads=4, kv_heads=2, query=9, kv=11, head_dim=6, value_dim=3)
+    return draw(problem.replace(**{"backward": True, "dlse": True, **changes}))
+
+
+def _axes(problem: Problem) -> list[torch.Tensor]:
+    sizes = (problem.batch, problem.heads, problem.query, problem.kv)
+    return [
+        torch.arange(n).view([n if i == axis else 1 for i in range(4)])
+        for axis, n in enumerate(sizes)
+    ]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Attention once more, by torch's own words; what there is of it ``(batch, heads, …)``."""
+
+    leaves: dict[str, torch.Tensor]
+    before: torch.Tensor
+    after: torch.Tensor
+    lse: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Definition:
+        p = inputs.problem
+        given = dict(zip("qkv", inputs.promoted(), strict=True))
+        if inputs.sink is not None:
+            given["sink"] = inputs.sink.double()
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+        k, v = (leaves[name].repeat_interleave(p.group, dim=1) for name in "kv")
+        before = p.scale * (leaves["q"] @ k.mT)
+        axes = _axes(p)
+        after = p.score_mod("cpu")(before, *axes)
+        seen = p.mask_mod("cpu")(*axes).expand(before.shape)
+        scores = torch.where(seen, after, -math.inf)
+        if "sink" in leaves:
+            sinks = leaves["sink"].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        alive = (scores > -math.inf).any(-1, keepdim=True)
+        lse = torch.logsumexp(torch.where(alive, scores, 0.0), dim=-1, keepdim=True)
+        lse = torch.where(alive, lse, 0.0)
+        weights = torch.where(alive, (scores - lse).exp(), 0.0)
+        return cls(leaves, before, after, lse, weights, weights[..., : p.kv] @ v)
+
+    def gradients(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        dout, dlse = inputs.loss()
+        loss = (self.out * dout).sum() + (self.lse.squeeze(-1) * dlse).sum()
+        found = torch.autograd.grad(loss, list(self.leaves.values()))
+        return {f"d{name}": one for name, one in zip(self.leaves, found, strict=True)}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """First-order error bounds of gradients by any of the oracles, or by autograd.
+
+    In units of 2^-53. P: twice a weight's error (``Allowance``) and ``kv`` additions, as its
+    numerator and denominator have them; by way of LSE three times |LSE| and |score − LSE| more.
+    dP: ``value_dim`` + 1 roundings of Σ|dO||V|; delta: out's error and as many. Their differences
+    and products with P and f': 5. f': 8 operations of the score mods here, and what it moves by
+    with the score. The sums: as many as there are terms, the scale and the group. Where no term is
+    lost by cancelling, which only sums of |terms| say.
+    """
+
+    of: dict[str, torch.Tensor]
+
+    @classmethod
+    def by(cls, inputs: Inputs, bound, curvature: float) -> Allowed:
+        p, known = inputs.problem, Definition.of(inputs)
+        weights = known.weights.detach()
+        sizes = torch.cat([known.before.flatten(), known.after.flatten(), known.lse.flatten()])
+        largest = sizes.detach().abs().max().item()
+        of_p = 2 * (bound.weight + p.kv) + 3 * 2 * largest + 4
+        (dout, dlse), q, k, v = inputs.loss(), *inputs.promoted()
+        k, v = (x.abs().repeat_interleave(p.group, dim=1) for x in (k, v))
+        row = (dout.abs() * bound.spread).sum(-1, keepdim=True) + dlse.abs()[..., None]
+        terms = weights[..., : p.kv] * (dout.abs() @ v.mT + row)
+        of_terms = of_p + bound.out + 2 * (p.value_dim + 1) + 5
+        slopes = torch.autograd.grad(known.after.sum(), known.before)[0].abs()
+        moved = curvature * (bound.weight + 8 * slopes.max().item() + 8)
+        sums = p.kv + p.query * p.group + p.group + 2
+        dx = terms * ((of_terms + sums) * slopes + 8 * slopes + moved)
+        of = {
+            "dq": p.scale * (dx @ k),
+            "dk": p.scale * (dx.mT @ q.abs()),
+            "dv": (of_p + sums) * (weights[..., : p.kv].mT @ dout.abs()),
+        }
+        for name in ("dk", "dv"):
+            of[name] = of[name].view(p.batch, p.kv_heads, p.group, *of[name].shape[2:]).sum(2)
+        if p.sink:
+            of_sink = (of_terms + p.query * p.batch) * weights[..., -1:] * row
+            of["dsink"] = of_sink.sum((0, 2, 3))
+        return cls(of)
+
+    def misses(self, one: Outputs, other: dict[str, torch.Tensor]) -> list[str]:
+        """Where two evaluations differ by more than two may; 0 where nothing is allowed."""
+        found = one.gradients()
+        assert set(found) == set(self.of) == set(other)
+        return [
+            f"{name}: {((found[name] - other[name]).abs() / UNIT).max().item():.1f} units"
+            for name, allowed in self.of.items()
+            if not bool(((found[name] - other[name]).abs() <= 2 * UNIT * allowed).all())
+        ]
+
+
+def allowed(inputs: Inputs, allowance) -> Allowed:
+    # LSE's own sink is a score like any; spread and weight are the forward's.
+    return Allowed.by(inputs, allowance(inputs.forward()), SCORES[inputs.problem.score])

@@ -1,0 +1,238 @@
+"""Gradients by the oracles are torch's autograd of the definition, and each other's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.errors import ProblemError, UsageError
+from attncheck.mods.spec import Spec
+from attncheck.oracles.backward import flash2_backward, streaming_backward
+from attncheck.oracles.indices import Indices
+from attncheck.oracles.numbers import Float64
+from attncheck.oracles.tiles import Blocks
+from attncheck.outputs import GRADIENTS
+from attncheck.problem import Problem
+
+
+def module_of(path):
+    """Under --import-mode=importlib the tests do not find one another."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = module_of(Path(__file__).with_name("gradients_by_torch.py"))
+SCORES, Definition = REFERENCE.SCORES, REFERENCE.Definition
+tiny, allowed_of = REFERENCE.tiny, REFERENCE.allowed
+SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
+
+
+def _flash2(inputs, block_query, block_kv):
+    numbers = Float64()
+    blocks = {"block_query": block_query, "block_kv": block_kv}
+    return flash2_backward(numbers, inputs, **blocks).rounded(numbers)
+
+
+BACKWARDS = oracles.BACKWARDS | {
+    "flash2, odd blocks": lambda inputs: _flash2(inputs, 2, 3),
+    "flash2, other odd blocks": lambda inputs: _flash2(inputs, 4, 20),
+    "streaming, many tiles": lambda inputs: streaming_backward(inputs, blocks=SMALL),
+}
+every_backward = pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS.keys())
+
+MASKS = [
+    Spec.of("full"),
+    Spec.of("causal"),
+    Spec.of("causal_bottom_right"),
+    Spec.of("sliding_window", window=3),
+    Spec.of("sliding_window", window=0),  # no row sees a key
+    Spec.of("padding", lengths=[0, 7]),
+    Spec.of("document", lengths=[2, 5, 4]),
+    Spec.of("expression", text="abs(q_idx - kv_idx) % 3 <= h + b"),
+]
+CASES = [(mask, Spec.of("none")) for mask in MASKS] + [(MASKS[1], score) for score in SCORES]
+
+
+@every_backward
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize(("mask", "score"), CASES, ids=str)
+def test_equals_torchs_autograd_of_the_definition(backward, mask, score, sink, allowance):
+    inputs = tiny(mask=mask, score=score, sink=sink)
+    exact = Definition.of(inputs).gradients(inputs)
+    assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
+
+
+@every_backward
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (40, 1), (33, 17), (16, 32)], ids=str)
+def test_any_lengths(backward, shape, allowance):
+    query, kv = shape
+    inputs = tiny(query=query, kv=kv, mask=Spec.of("causal_bottom_right"))
+    exact = Definition.of(inputs).gradients(inputs)
+    assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
+
+
+@every_backward
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dlse", [False, True], ids=["", "dLSE"])
+def test_any_group_with_and_without_a_loss_of_lse(backward, kv_heads, dlse, allowance):
+    inputs = tiny(kv_heads=kv_heads, dlse=dlse)
+    exact = Definition.of(inputs).gradients(inputs)
+    assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
+
+
+@every_backward
+def test_a_loss_of_lse_alone(backward, allowance):
+    inputs = tiny(sink=True, mask=Spec.of("causal"))
+    inputs = inputs.replace(dout=torch.zeros_like(inputs.dout))
+    found = backward(inputs)
+    exact = Definition.of(inputs).gradients(inputs)
+    assert not allowed_of(inputs, allowance).misses(found, exact)
+    assert (found.dv == 0).all()
+    assert (found.dq != 0).any()
+
+
+@every_backward
+def test_rows_without_keys_and_keys_without_rows_are_0(backward):
+    inputs = tiny(mask=Spec.of("expression", text="(q_idx % 3 > 0) & (kv_idx % 4 > 0)"))
+    found = backward(inputs)
+    assert (found.dq[:, :, ::3] == 0).all()
+    assert (found.dk[:, :, ::4] == 0).all()
+    assert (found.dv[:, :, ::4] == 0).all()
+    for name in ("dq", "dk", "dv"):
+        assert (getattr(found, name)[:, :, 1] != 0).any()
+
+
+@every_backward
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+def test_what_is_hidden_reaches_nothing(backward, what, sink, allowance):
+    mask = Spec.of("expression", text="(q_idx % 3 > 0) & (kv_idx % 4 > 0)")
+    inputs = tiny(mask=mask, sink=sink)
+    tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
+    for name, step in (("q", 3), ("k", 4), ("v", 4), ("dout", 3)):
+        tensors[name][:, :, ::step] = what
+    found = backward(inputs.replace(**tensors))
+    exact = Definition.of(inputs).gradients(inputs)
+    assert not allowed_of(inputs, allowance).misses(found, exact)
+
+
+@every_backward
+def test_nan_reaches_whatever_attends_to_it_and_nothing_else(backward):
+    # Rows and keys of one parity see each other.
+    inputs = tiny(mask=Spec.of("expression", text="q_idx % 2 == kv_idx % 2"))
+    for name in ("q", "k", "v", "dout"):
+        spoiled = getattr(inputs, name).clone()
+        spoiled[:, :, 4] = math.nan
+        found = backward(inputs.replace(**{name: spoiled}))
+        dq, dk, dv = (getattr(found, one).isnan().any(-1) for one in ("dq", "dk", "dv"))
+        assert not dq[:, :, 1::2].any()
+        assert not dk[:, :, 1::2].any()
+        assert not dv[:, :, 1::2].any()
+        rows = [4] if name in {"q", "dout"} else [0, 2, 4, 6, 8]
+        assert dq[:, :, ::2].any(dim=(0, 1)).nonzero().flatten().mul(2).tolist() == rows
+        assert dk[:, :, ::2].all()
+        assert dv[:, :, ::2].all() == (name != "v")
+
+
+@every_backward
+def test_a_score_mods_minus_infinity_hides_as_a_mask_does(backward, allowance, monkeypatch):
+    masked = tiny(mask=Spec.of("causal"))
+    exact, allowed = Definition.of(masked).gradients(masked), allowed_of(masked, allowance)
+
+    def hides(s, b, h, q, k):
+        return torch.where(q >= k, s, -math.inf)
+
+    monkeypatch.setattr(Problem, "score_mod", lambda problem, device: hides)
+    assert not allowed.misses(backward(tiny()), exact)
+
+
+@every_backward
+def test_a_score_mod_of_single_indices_is_mapped(backward, monkeypatch):
+    plain = backward(tiny(score=Spec.of("alibi")))
+    alibi = tiny(score=Spec.of("alibi")).problem.score_mod("cpu")
+
+    def for_one(s, b, h, q, k):
+        if q.dim():
+            raise TypeError("one index at a time")
+        return alibi(s, b, h, q, k)
+
+    monkeypatch.setattr(Problem, "score_mod", lambda problem, device: for_one)
+    found = backward(tiny())
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(found, name), getattr(plain, name))
+
+
+ODD_MODS = {
+    "of a parameter alone": (lambda p: lambda s, b, h, q, k: p[h].double(), 0.0),
+    "of a parameter": (lambda p: lambda s, b, h, q, k: s + p[h], 1.0),
+    "that writes": (lambda p: lambda s, b, h, q, k: s.mul_(3).add_(1), 3.0),
+    "in fp32": (lambda p: lambda s, b, h, q, k: s.float() * 2, 2.0),
+}
+
+
+@pytest.mark.parametrize(("mod", "wanted"), ODD_MODS.values(), ids=ODD_MODS)
+def test_slopes_of_odd_score_mods(mod, wanted):
+    scores = torch.arange(24.0).double().view(1, 2, 3, 4)
+    kept, at = scores.clone(), Indices.of(*map(range, scores.shape))
+    found = Float64().score_slope(mod(torch.nn.Parameter(torch.ones(2))), scores, at)
+    assert torch.equal(found, torch.full_like(scores, wanted))
+    assert torch.equal(scores, kept)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+def test_streaming_is_the_same_with_and_without_bounded_scores(sink, allowance, monkeypatch):
+    inputs = tiny(mask=Spec.of("causal"), sink=sink)
+    room = importlib.import_module("attncheck.oracles.backward.streaming")
+    bounded = streaming_backward(inputs, blocks=SMALL)
+    monkeypatch.setattr(room, "LARGEST_BOUNDED_SCORE", 0.0)
+    general = streaming_backward(inputs, blocks=SMALL)
+    assert not torch.equal(bounded.dq, general.dq)  # it is another way
+    assert not allowed_of(inputs, allowance).misses(bounded, general.gradients())
+
+
+@every_backward
+def test_scores_of_a_thousand(backward, allowance):
+    inputs = tiny(scale=200.0, mask=Spec.of("causal"), dtype="fp16")
+    known = Definition.of(inputs)
+    assert known.lse.max() > 1000
+    exact = known.gradients(inputs)
+    assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
+
+
+def test_truth_has_gradients_where_the_problem_has_a_backward():
+    inputs = tiny(sink=True)
+    found, forward = oracles.truth(inputs), oracles.truth(inputs.forward())
+    assert set(found.gradients()) == set(GRADIENTS)
+    assert torch.equal(found.out, forward.out)
+    assert torch.equal(found.lse, forward.lse)
+    assert not forward.gradients()
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.gradients().items()}
+    assert shapes == {
+        "dq": (2, 4, 9, 6),
+        "dk": (2, 2, 11, 6),
+        "dv": (2, 2, 11, 3),
+        "dsink": (4,),
+    }
+    assert all(tensor.dtype == torch.float64 for tensor in found.tensors().values())
+
+
+@every_backward
+def test_it_needs_a_loss(backward):
+    with pytest.raises(ProblemError, match="no backward"):
+        backward(tiny().forward())
+
+
+@pytest.mark.parametrize("blocks", [(0, 1), (1, 0)])
+def test_a_block_has_a_row_and_a_key(blocks):
+    with pytest.raises(UsageError, match="must be at least 1"):
+        _flash2(tiny(), *blocks)

@@ -1,0 +1,148 @@
+"""Gradients in many digits are difference quotients of the loss; balls hold them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from attncheck import oracles
+from attncheck.errors import UsageError
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.mods.to_mpmath import evaluator, slope_evaluator
+from attncheck.oracles.backward import dense_backward, flash2_backward
+from attncheck.oracles.numbers import Mp
+from attncheck.oracles.scores import Scores
+from attncheck.oracles.sink import sink_of
+from attncheck.oracles.softmax import safe
+from attncheck.problem import Problem
+
+DIGITS, STEP, PROMISED = 50, -15, -25  # a central difference is off by h² of the third derivative
+
+CASES = {
+    "plain": {},
+    "causal, a group": {"heads": 2, "mask": Spec.of("causal")},
+    "softcap": {"score": Spec.of("softcap", cap=1.5), "mask": Spec.of("causal")},
+    "alibi, sink": {"score": Spec.of("alibi"), "sink": True, "heads": 2},
+    "window with dead rows": {"query": 5, "kv": 2, "mask": Spec.of("sliding_window", window=2)},
+    "two sequences, sink": {"batch": 2, "sink": True, "mask": Spec.of("padding", lengths=[0, 2])},
+    "no loss of LSE": {"dlse": False},
+    "piecewise": {"score": Spec.of("expression", text="where(score > 0, score, score * 0.5)")},
+}
+
+
+def _inputs(**changes):
+    sizes = {"query": 3, "kv": 4, "head_dim": 2, "value_dim": 3, "kv_heads": 1}
+    return draw(Problem(**(sizes | {"backward": True, "dlse": True} | changes)))
+
+
+def _loss(mp, inputs, given):
+    """Σ dout·out + Σ dLSE·LSE over the rows that have one: the forward's definition alone."""
+    problem = inputs.problem
+    k, v = (mp.repeat_heads(given[name], problem.group) for name in "kv")
+    every = range(problem.query), range(problem.kv)
+    scores, attended = Scores.of(mp, inputs)(given["q"], k, *every)
+    weights, lse = safe(mp, scores, attended, given.get("sink"))
+    out = mp.weigh(weights, v, attended)
+    dout, dlse = (mp.exact(x) for x in inputs.loss())
+    alive = mp.select(~mp.is_minus_infinity(lse), lse, 0.0)
+    return (dout * out).sum() + (dlse[..., None] * alive).sum()
+
+
+def _quotients(mp, inputs, name):
+    """Of one tensor, each element's central difference."""
+    given = {n: mp.exact(x) for n, x in zip("qkv", inputs.promoted(), strict=True)}
+    if inputs.sink is not None:
+        given["sink"] = sink_of(mp, inputs)
+    step, found = mp.context.mpf(10) ** STEP, np.empty_like(given[name])
+    for place in np.ndindex(found.shape):
+        ends = []
+        for sign in (1, -1):
+            moved = given[name].copy()
+            moved[place] = moved[place] + sign * step
+            ends.append(_loss(mp, inputs, given | {name: moved}))
+        found[place] = (ends[0] - ends[1]) / (2 * step)
+    return found
+
+
+def _distance(mp, found, exact):
+    sizes = [max(1, abs(x)) for x in exact.flat]
+    largest = max(abs(x - y) / s for x, y, s in zip(found.flat, exact.flat, sizes, strict=True))
+    return float(mp.context.log10(largest)) if largest else -math.inf
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_they_are_difference_quotients(changes):
+    inputs, mp = _inputs(**changes), Mp(DIGITS, evaluator, slope_evaluator)
+    found = {
+        "dense": dense_backward(mp, inputs),
+        "flash2": flash2_backward(mp, inputs, block_query=2, block_kv=3),
+    }
+    for name in ["q", "k", "v"] + ["sink"] * inputs.problem.sink:
+        exact = _quotients(mp, inputs, name)
+        for by, gradients in found.items():
+            one = getattr(gradients, f"d{name}")
+            assert _distance(mp, one, exact) <= PROMISED, (by, name)
+        both = [getattr(gradients, f"d{name}") for gradients in found.values()]
+        assert _distance(mp, *both) <= -40, name
+    rounded = found["dense"].rounded(mp)
+    for by, backward in oracles.BACKWARDS.items():
+        for name, tensor in backward(inputs).gradients().items():
+            other = rounded.gradients()[name]
+            # A hundred roundings of numbers near 1: what a fault would do is far above.
+            assert (tensor - other).abs().max() <= 100 * 2.0**-53 * max(1, other.abs().max()), by
+
+
+FAULTS = {
+    "delta": ("(dp + rows)", "dp"),
+    "f'": (" * slopes, 0.0)", ", 0.0)"),
+    "scale": ("q, by_key) * problem.scale", "q, by_key)"),
+    "dLSE": ("dout, dlse, attended", "dout, dlse * 0.0, attended"),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_none(right, wrong, planted):
+    from attncheck.oracles.backward import dense
+
+    inputs, mp = _inputs(**CASES["softcap"]), Mp(30, evaluator, slope_evaluator)
+    found = planted(dense, right, wrong).dense_backward(mp, inputs)
+    exact = {name: _quotients(mp, inputs, name) for name in "qk"}
+    assert max(_distance(mp, getattr(found, f"d{n}"), x) for n, x in exact.items()) > -10
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_balls_hold_them(changes):
+    pytest.importorskip("flint")
+    from attncheck.mods import to_ball
+    from attncheck.oracles.numbers.ball import Ball
+
+    inputs, mp = _inputs(**changes), Mp(60, evaluator, slope_evaluator)
+    exact = dense_backward(mp, inputs)
+    ball = Ball(evaluate=to_ball.evaluator, slope=to_ball.slope_evaluator)
+    for backward in oracles.BACKWARD_RECURRENCES.values():
+        found = backward(ball, inputs)
+        for name in ["dq", "dk", "dv"] + ["dsink"] * inputs.problem.sink:
+            pairs = zip(getattr(found, name).array.flat, getattr(exact, name).flat, strict=True)
+            for one, number in pairs:
+                assert float(one.rad()) <= 2.0**-90
+                middle = mp.context.mpf(one.mid().str(50, radius=False))
+                # The radius is rounded up to a float64, the decimals are cut after fifty.
+                assert abs(middle - number) <= float(one.rad()) * (1 + 2.0**-50) + 1e-48
+
+
+@pytest.mark.parametrize("system", ["Mp", "Ball"])
+def test_a_score_mod_needs_its_slope(system):
+    inputs = _inputs(score=Spec.of("softcap", cap=1.5))
+    if system == "Ball":
+        pytest.importorskip("flint")
+        from attncheck.mods import to_ball
+        from attncheck.oracles.numbers.ball import Ball
+
+        numbers = Ball(evaluate=to_ball.evaluator)
+    else:
+        numbers = Mp(30, evaluator)
+    with pytest.raises(UsageError, match=f"needs {system}'s `slope`"):
+        dense_backward(numbers, inputs)

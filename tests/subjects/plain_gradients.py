@@ -1,0 +1,234 @@
+"""Gradients of the plain formula in float64, and how far a right kernel may be from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.formats import FORMATS
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
+
+U32 = FORMATS["fp32"].unit_roundoff
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """The plain formula, each head with key heads of its own: what autograd goes through.
+
+    Attributes:
+        out, lse: ``(batch, heads, query[, value_dim])``.
+        x: Scores before the score mod.
+        seen: Which keys a row sees.
+        p: Weights.
+        slope: Derivative of the score mod, by autograd.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    x: torch.Tensor
+    seen: torch.Tensor
+    p: torch.Tensor
+
+    @staticmethod
+    def of(inputs: Inputs, q, k, v, sink) -> Plain:
+        problem = inputs.problem
+        k, v = (t.repeat_interleave(problem.group, dim=1) for t in (k, v))
+        x = q @ k.mT * problem.scale
+        at = indices(inputs)
+        seen = problem.mask_mod()(*at).expand_as(x)
+        z = torch.where(seen, problem.score_mod()(x, *at), -torch.inf)
+        every = z if sink is None else torch.cat([z, sink_column(z, sink)], -1)
+        largest = every.detach().amax(-1, keepdim=True)
+        largest = torch.where(largest.isneginf(), 0.0, largest)
+        total = torch.exp(every - largest).sum(-1, keepdim=True)
+        dead = total == 0
+        p = torch.exp(z - largest) / torch.where(dead, 1.0, total)
+        lse = torch.log(torch.where(dead, 1.0, total)) + largest
+        lse = torch.where(dead, -torch.inf, lse)[..., 0]
+        return Plain(p @ v, lse, x, seen, p)
+
+
+def sink_column(z: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    return sink[None, :, None, None].expand(*z.shape[:3], 1)
+
+
+def indices(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    problem = inputs.problem
+    sizes = (problem.batch, problem.heads, problem.query, problem.kv)
+    return torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
+
+
+@torch.enable_grad()
+def slopes(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    given = x.detach().requires_grad_()
+    modified = inputs.problem.score_mod()(given, *indices(inputs))
+    (found,) = torch.autograd.grad(modified.sum(), given)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class ExactGradients:
+    """Exact gradients by name, and the largest rounding error that a right kernel can make.
+
+    First-order errors are added, each count rounded up; u is the unit roundoff of fp32, w that of
+    the format in which P and dS are multiplied, p that of operands where it is shorter than the
+    storage's, n the keys of a row, m the rows of all heads that share a key head:
+
+    * a score, a weight, LSE and O as in ``conftest.Exact``; P is of LSE, and has its error too;
+    * dP: D products of operands rounded to p;
+    * delta: of the rounded O, or Σ P·dP, as an unfused kernel has it: both are allowed;
+    * dS = P·(dP − delta)·f′: four roundings, and f′ at a score that is off by its own error, where
+      the difference over twice that stands for f″; then rounded to w;
+    * dQ: n products and sums; dK, dV: m; two roundings more for the scale; the storage's format.
+
+    Attributes:
+        exact: dq, dk, dv, and dsink.
+        allowance: By the same names.
+    """
+
+    exact: dict[str, torch.Tensor]
+    allowance: dict[str, torch.Tensor]
+
+    def ratios(self, outputs: Outputs) -> dict[str, float]:
+        """Largest |error| / allowance of each gradient."""
+        assert set(outputs.gradients()) == set(self.exact)
+        return {
+            name: _ratio(got, self.exact[name], self.allowance[name])
+            for name, got in outputs.gradients().items()
+        }
+
+    def excess(self, outputs: Outputs) -> float:
+        """The largest of all: above 1 it is more than rounding."""
+        return max(self.ratios(outputs).values())
+
+
+def _ratio(got: torch.Tensor, exact: torch.Tensor, allowance: torch.Tensor) -> float:
+    assert got.shape == exact.shape
+    error = (got.double() - exact).abs()
+    ratio = torch.where(error == 0, 0.0, error / allowance)
+    return torch.where(ratio.isnan(), torch.inf, ratio).max().item()
+
+
+def exact_gradients(inputs: Inputs, *, sums_in_storage: int = 0) -> ExactGradients:
+    """The exact gradients.
+
+    Args:
+        inputs: Of a Problem with a backward.
+        sums_in_storage: How often a kernel rounds a running dQ, dK or dV to the storage format.
+    """
+    leaves = [t.detach().requires_grad_() for t in inputs.promoted()]
+    sink = inputs.sink.double().requires_grad_() if inputs.sink is not None else None
+    plain = Plain.of(inputs, *leaves, sink)
+    dout, dlse = inputs.loss()
+    alive = ~plain.lse.isneginf()
+    loss = (plain.out * dout).sum() + (torch.where(alive, plain.lse, 0.0) * dlse).sum()
+    names = ["dq", "dk", "dv", "dsink"]
+    wanted = [*leaves, sink] if sink is not None else leaves
+    exact = dict(zip(names, torch.autograd.grad(loss, wanted), strict=False))
+    with torch.no_grad():
+        errors = _Errors(inputs, plain, dout, torch.where(alive, dlse, 0.0))
+    allowance = errors.allowances(exact, sums_in_storage)
+    return ExactGradients({name: one.detach() for name, one in exact.items()}, allowance)
+
+
+class _Errors:
+    def __init__(self, inputs: Inputs, plain: Plain, dout: torch.Tensor, dlse: torch.Tensor):
+        self.problem, self.inputs, self.plain = inputs.problem, inputs, plain
+        formats, self.dout = self.problem.formats, dout
+        self.p = formats.products.unit_roundoff if formats.products != formats.storage else 0.0
+        q, k, v = (t.abs() for t in inputs.promoted())
+        self.q = q
+        self.k, self.v = (t.repeat_interleave(self.problem.group, 1) for t in (k, v))
+        lse, out_error = self._forward()
+        self._backward(lse, out_error, dlse)
+
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Errors of LSE and of O; P's relative one."""
+        problem, plain, n = self.problem, self.plain, self.problem.kv
+        z = problem.score_mod()(plain.x, *indices(self.inputs))
+        largest = torch.where(plain.seen & z.isfinite(), z.abs(), 0.0).amax(-1)
+        if self.inputs.sink is not None:
+            largest = torch.maximum(largest, self.inputs.sink.double().abs()[:, None])
+        sizes = torch.where(plain.seen, self.q @ self.k.mT * problem.scale, 0.0).amax(-1) + largest
+        self.logit = sizes * (2 * self.p + self.p**2 + (problem.head_dim + 8) * U32)
+        lse_size = torch.where(plain.lse.isneginf(), 0.0, plain.lse.abs())
+        lse = self.logit + (4 * n + 8) * U32 * (1 + largest + lse_size)
+        self.of_p = torch.expm1(2 * self.logit + lse + (6 * n + 8) * U32)[..., None]
+        weights = problem.formats.weights.unit_roundoff
+        spread = self.of_p + (weights + self.p + n * U32) * (1 + self.of_p)
+        tiny = problem.formats.weights.subnormal_spacing * self.v.sum(-2, keepdim=True)
+        out = spread * (plain.p @ self.v) + tiny
+        output = problem.formats.output
+        return lse, out + output.unit_roundoff * (plain.out.abs() + out) + output.subnormal_spacing
+
+    def _backward(self, lse: torch.Tensor, out_error: torch.Tensor, dlse: torch.Tensor) -> None:
+        """Sizes and errors of P and dX, as they are multiplied."""
+        del lse
+        problem, p = self.problem, self.plain.p
+        n, dims = problem.kv, problem.value_dim
+        size_dp = self.dout.abs() @ self.v.mT
+        of_dp = (2 * self.p + self.p**2 + (dims + 2) * U32) * size_dp
+        dp = self.dout @ self.inputs.promoted()[2].repeat_interleave(problem.group, 1).mT
+        delta = (self.dout * self.plain.out).sum(-1) - dlse
+        size_delta = (self.dout.abs() * self.plain.out.abs()).sum(-1) + dlse.abs()
+        of_delta = (self.dout.abs() * out_error).sum(-1) + (dims + 4) * U32 * size_delta
+        weighed = p * ((self.of_p + (n + 4) * U32) * size_dp + (1 + self.of_p) * of_dp)
+        of_delta = (of_delta + weighed.sum(-1))[..., None]
+        delta, size_delta = delta[..., None], size_delta[..., None]
+        steps = of_dp + of_delta + 4 * U32 * (size_dp + size_delta)
+        dz = p * (dp - delta)
+        of_dz = p * ((1 + self.of_p) * steps + self.of_p * (dp - delta).abs())
+        f = slopes(self.inputs, self.plain.x)
+        around = [
+            slopes(self.inputs, self.plain.x + side * self.logit[..., None]) for side in (-1, 1)
+        ]
+        of_f = 2 * sum((one - f).abs() for one in around) + 8 * U32 * (1 + f.abs())
+        of_dx = (f.abs() + of_f) * of_dz + of_f * dz.abs() + 4 * U32 * (f * dz).abs()
+        self.dx = torch.where(self.plain.seen, (f * dz).abs() + of_dx, 0.0)
+        self.of_dx = self._as_multiplied(torch.where(self.plain.seen, of_dx, 0.0), self.dx)
+        self.of_weights = self._as_multiplied(p * self.of_p, p * (1 + self.of_p))
+        at_sink = self._sink_weights()
+        self.sinks = at_sink * (1 + self.of_p[..., 0]) * (size_delta + of_delta)[..., 0]
+        of_sinks = (of_delta + 4 * U32 * size_delta + self.of_p * delta.abs())[..., 0]
+        self.of_sinks = at_sink * (1 + self.of_p[..., 0]) * of_sinks
+
+    def _sink_weights(self) -> torch.Tensor:
+        if self.inputs.sink is None:
+            return torch.zeros_like(self.plain.lse)
+        return torch.exp(self.inputs.sink.double()[:, None] - self.plain.lse)
+
+    def _as_multiplied(self, error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        fmt = self.problem.formats.weights
+        rounded = fmt.unit_roundoff * size + fmt.subnormal_spacing
+        return error + torch.where(self.plain.seen & (size > 0), rounded, 0.0)
+
+    def allowances(self, exact: dict[str, torch.Tensor], sums: int) -> dict[str, torch.Tensor]:
+        problem = self.problem
+        n, m = problem.kv, problem.query * problem.group
+        scale, dout = problem.scale, self.dout.abs()
+        factor = self.p + 4 * U32 + sums * problem.formats.storage.unit_roundoff
+        group = (problem.kv_heads, problem.group)
+
+        def of_keys(by_head: torch.Tensor) -> torch.Tensor:
+            return by_head.unflatten(1, group).sum(2)
+
+        p = self.plain.p * (1 + self.of_p)
+        inner = {
+            "dq": scale * ((self.of_dx + (factor + n * U32) * self.dx) @ self.k),
+            "dk": scale * of_keys((self.of_dx + (factor + m * U32) * self.dx).mT @ self.q),
+            "dv": of_keys((self.of_weights + (factor + m * U32) * p).mT @ dout),
+        }
+        fmt = problem.formats.storage
+        for name, error in inner.items():
+            size = exact[name].abs() + error
+            last = fmt.unit_roundoff * size + fmt.subnormal_spacing
+            inner[name] = error + torch.where(size > 0, last, 0.0)
+        if "dsink" in exact:
+            rows = problem.batch * problem.query
+            inner["dsink"] = (self.of_sinks + rows * U32 * self.sinks).sum((0, 2))
+        return {name: error.detach() for name, error in inner.items()}

@@ -1,0 +1,218 @@
+"""Gradients of functions of a convention by autograd: brought back, refused, or found wrong."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from tests.subjects.plain_gradients import Plain, exact_gradients
+from tests.subjects.plain_kernels import attend, flash_attn_with, varlen_with
+from torch.nn.functional import scaled_dot_product_attention
+
+from attncheck.examine.executor import Execution, Failure, InProcess
+from attncheck.inputs import draw
+from attncheck.mods.spec import Spec
+from attncheck.outputs import Outputs
+from attncheck.problem import Problem
+from attncheck.subjects.contract import Subject
+from attncheck.subjects.conventions import adopted
+from attncheck.subjects.conventions.options import ConventionOptions
+
+CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
+PADDING = Spec.of("padding", lengths=[9, 30])
+DOCUMENTS = Spec.of("document", lengths=[7, 13, 30])
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 20, "kv": 30, "head_dim": 16}
+    return Problem(**(sizes | {"value_dim": 8, "backward": True} | changes))
+
+
+class Tampered(torch.autograd.Function):
+    """The same numbers, and a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor, change):
+        ctx.change = change
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.change(gradient), None
+
+
+def last_dropped(gradient):
+    return torch.cat([gradient[..., :-1, :], torch.zeros_like(gradient[..., -1:, :])], -2)
+
+
+FAULTS = {
+    "dq": (0, lambda gradient: gradient * 1.5),
+    "dk": (1, last_dropped),
+    "dv": (2, lambda gradient: gradient.roll(1, -1)),
+    "no delta": (1, torch.zeros_like),
+}
+
+
+def wrong(kernel, fault):
+    """``kernel`` with an input whose gradient is wrong."""
+    place, change = FAULTS[fault]
+
+    def tampered(*tensors, **keywords):
+        given = [*tensors]
+        given[place] = Tampered.apply(given[place], change)
+        return kernel(*given, **keywords)
+
+    tampered.__signature__ = inspect.signature(kernel)
+    return tampered
+
+
+def sdpa(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    assert not enable_gqa or query.shape[1] > key.shape[1]
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    seen = seen.tril() if is_causal else seen if attn_mask is None else attn_mask
+    return attend(query, key, value, seen, scale)[0]
+
+
+def flex(query, key, value, score_mod=None, mask_mod=None, scale=None, return_lse=False,
+         enable_gqa=False):  # fmt: skip
+    del enable_gqa
+    at = torch.meshgrid(*(torch.arange(n) for n in (*query.shape[:3], key.shape[2])), indexing="ij")
+    seen = torch.ones_like(at[0], dtype=torch.bool) if mask_mod is None else mask_mod(*at)
+    out, lse = attend(query, key, value, seen, scale, score_mod)
+    return (out, lse) if return_lse else out
+
+
+class Native(Subject):
+    name = "mine"
+    summary = "a Subject with gradients"
+    backward = True
+    fault = ""
+
+    def unsupported(self, problem, device):
+        del problem, device
+
+    def prepare(self, inputs):
+        def call():
+            q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+            if self.fault:
+                place, change = FAULTS[self.fault]
+                given = [q, k, v]
+                given[place] = Tampered.apply(given[place], change)
+                q, k, v = given
+            plain = Plain.of(inputs, q.double(), k.double(), v.double(), None)
+            out, lse = plain.out.to(inputs.v.dtype), plain.lse.float()
+            dq, dk, dv = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
+            return Outputs(out.detach(), lse.detach(), dq, dk, dv)
+
+        return call
+
+
+KERNELS = {
+    "sdpa": (sdpa, {"mask": CAUSAL, "kv": 20}),
+    "flash_attn": (flash_attn_with(), {"mask": BOTTOM_RIGHT, "dlse": True}),
+    "varlen": (varlen_with(), {"mask": DOCUMENTS, "dlse": True, "query": 30}),
+    "flex": (flex, {"mask": PADDING, "score": Spec.of("softcap", cap=2.0), "dlse": True}),
+    "native": (Native, {"dlse": True}),
+}
+
+
+def subject_of(convention, fault=""):
+    kernel = KERNELS[convention][0]
+    if convention == "native":
+        found = Native()
+        found.fault = fault
+        return found
+    found = adopted(wrong(kernel, fault) if fault else kernel, "kernel", convention)
+    assert isinstance(found, Subject), found
+    return found
+
+
+def run(subject, inputs) -> Outputs:
+    found = InProcess().run(subject, inputs)
+    assert isinstance(found, Execution), found
+    return found.outputs
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("convention", KERNELS)
+def test_gradients_are_brought_back(convention, dtype):
+    subject = subject_of(convention)
+    problem = small(dtype=dtype, **KERNELS[convention][1])
+    assert subject.concerns(problem)
+    assert subject.unsupported(problem, "cpu") is None
+    inputs = draw(problem)
+    assert exact_gradients(inputs).excess(run(subject, inputs)) <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("convention", KERNELS)
+def test_a_wrong_backward_is_more_than_rounding(convention, fault):
+    problem = small(dtype="bf16", **KERNELS[convention][1])
+    inputs = draw(problem)
+    outputs = run(subject_of(convention, fault), inputs)
+    assert exact_gradients(inputs).excess(outputs) > 1
+    right = run(subject_of(convention), inputs)
+    assert torch.equal(outputs.out, right.out)
+
+
+def test_keys_of_padding_are_not_passed_and_have_no_gradient():
+    inputs = draw(small(mask=PADDING))
+    outputs = run(subject_of("varlen"), inputs)
+    assert exact_gradients(inputs).excess(outputs) <= 1
+    assert outputs.dk[0, :, :9].any()
+    assert not outputs.dk[0, :, 9:].any()
+
+
+def test_a_call_may_be_repeated_and_a_forward_alone_is_not_followed():
+    inputs = draw(small(mask=DOCUMENTS, query=30))
+    call = subject_of("varlen").prepare(inputs)
+    one, other = call().tensors(), call().tensors()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not any(tensor.requires_grad for tensor in one.values())
+    graded = []
+
+    def kernel(q, k, v):
+        graded.append(torch.is_grad_enabled() or q.requires_grad)
+        return scaled_dot_product_attention(q, k, v)
+
+    plain = small(backward=False, kv_heads=4, value_dim=16)
+    assert run(adopted(kernel, "kernel"), draw(plain)).gradients() == {}
+    assert graded == [False]
+
+
+def test_dlse_in_base_2():
+    def base2(q, k, v, softmax_scale=None, causal=False, return_lse=False):
+        kernel = flash_attn_with()
+        out, lse, _ = kernel(q, k, v, 0.0, softmax_scale, causal, return_attn_probs=True)
+        return (out, lse / math.log(2)) if return_lse else out
+
+    inputs = draw(small(dlse=True))
+    right = adopted(base2, "kernel", options=ConventionOptions(lse="base2"))
+    assert exact_gradients(inputs).excess(run(right, inputs)) <= 1
+    assert exact_gradients(inputs).excess(run(adopted(base2, "kernel"), inputs)) > 1
+
+
+def with_sinks(query, key, value, sinks=None, *, fault=""):
+    x = query.float() @ key.float().repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+    x = x * query.shape[-1] ** -0.5
+    sinks = sinks.detach() if fault else sinks
+    column = sinks[None, :, None, None].expand(*x.shape[:3], 1)
+    p = torch.cat([x, column], -1).softmax(-1)[..., :-1]
+    return (p @ value.float().repeat_interleave(query.shape[1] // key.shape[1], 1)).to(query.dtype)
+
+
+def test_gradients_of_sinks():
+    def kernel(query, key, value, sinks=None, enable_gqa=False):
+        return with_sinks(query, key, value, sinks)
+
+    def constant(query, key, value, sinks=None, enable_gqa=False):
+        return with_sinks(query, key, value, sinks, fault="constant")
+
+    inputs = draw(small(sink=True))
+    assert exact_gradients(inputs).excess(run(adopted(kernel, "kernel"), inputs)) <= 1
+    found = InProcess().run(adopted(constant, "kernel"), inputs)
+    assert isinstance(found, Failure)
+    assert found.kind == "refused"
+    assert found.message == "its result has no gradient with respect to its sinks"

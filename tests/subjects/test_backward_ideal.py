@@ -1,0 +1,240 @@
+"""The ideal kernel's gradients: right within the roundings it declares, and making each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from tests.subjects.plain_gradients import Plain, exact_gradients
+
+from attncheck.examine.executor import Execution, InProcess
+from attncheck.formats import DTYPES, fp32, round_to
+from attncheck.inputs import draw
+from attncheck.mods import library
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects import ideal_attention
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+
+DTYPE_NAMES = ["fp32", "tf32", "fp16", "bf16"]
+MASKS = {
+    "full": Spec.of("full"),
+    "causal": Spec.of("causal"),
+    "causal_bottom_right": Spec.of("causal_bottom_right"),
+    "window": Spec.of("sliding_window", window=7),
+    "padding": Spec.of("padding", lengths=[0, 33]),
+}
+CHAIN = Spec.of("chain", Spec.of("softcap", cap=5.0), Spec.of("alibi"))
+ASKED = {
+    "plain": {},
+    "dlse": {"dlse": True},
+    "sink": {"sink": True},
+    "softcap": {"score": Spec.of("softcap", cap=5.0)},
+    "everything": {"dlse": True, "sink": True, "score": CHAIN, "mask": MASKS["padding"]},
+}
+TILINGS = {
+    "usual": None,
+    "narrow": Tiling(block_query=16, block_kv=16),
+    "reverse": Tiling(block_query=32, block_kv=16, reverse=True),
+    "lazy": Tiling(block_query=16, block_kv=32, lazy_rescale=8.0),
+    "flash1": Tiling(block_query=64, block_kv=32, recurrence="flash1"),
+}
+SMALL = Tiling(block_query=16, block_kv=16)
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "kv": 57, "head_dim": 16}
+    return Problem(**(sizes | {"value_dim": 8, "backward": True} | changes))
+
+
+def same(one, other) -> bool:
+    pairs = zip(one.tensors().items(), other.tensors().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_only_rounds(dtype, asked):
+    inputs = draw(small(dtype=dtype, **ASKED[asked]))
+    run = InProcess().run(Ideal(), inputs)  # which looks at shapes and dtypes
+    assert isinstance(run, Execution)
+    assert exact_gradients(inputs).excess(run.outputs) <= 1
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (57, 40)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_only_rounds_under_a_mask(mask, lengths):
+    query, kv = lengths
+    inputs = draw(small(query=query, kv=kv, dtype="bf16", mask=MASKS[mask], dlse=True))
+    assert exact_gradients(inputs).excess(Ideal().run(inputs)) <= 1
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_a_tiling_changes_bits_and_only_rounds(tiling):
+    inputs = draw(small(dtype="fp32", dlse=True, query=70))
+    outputs = Ideal(TILINGS[tiling]).run(inputs)
+    assert exact_gradients(inputs).excess(outputs) <= 1
+    if tiling != "usual":
+        assert not torch.equal(outputs.dk, Ideal().run(inputs).dk)
+
+
+def test_a_forward_alone_has_no_gradients_and_the_same_bits():
+    inputs = draw(small(dtype="bf16"))
+    both, alone = Ideal().run(inputs), Ideal().run(inputs.forward())
+    assert alone.gradients() == {}
+    assert torch.equal(both.out, alone.out)
+    assert torch.equal(both.lse, alone.lse)
+
+
+def test_rows_may_be_computed_in_parts(monkeypatch):
+    inputs = draw(small(query=100, dtype="fp32", sink=True))
+    tilings = [SMALL, dataclasses.replace(SMALL, reverse=True)]
+    whole = [Ideal(tiling).run(inputs) for tiling in tilings]
+    monkeypatch.setattr(ideal_attention, "_SCORES_AT_A_TIME", 1)
+    parts = [Ideal(tiling).run(inputs) for tiling in tilings]
+    assert all(map(same, whole, parts))
+
+
+def test_rows_that_see_nothing_and_keys_that_none_sees_have_gradients_of_zero():
+    padding = draw(small(mask=MASKS["padding"], dlse=True))
+    outputs = Ideal().run(padding)
+    assert not any(x[0].any() for x in (outputs.dq, outputs.dk, outputs.dv))
+    assert not any(x[1, :, 33:].any() for x in (outputs.dk, outputs.dv))
+    assert outputs.dq[1].any()
+
+
+@pytest.mark.parametrize("filling", [math.nan, math.inf])
+@pytest.mark.parametrize("score", ["none", "softcap"])
+def test_what_is_hidden_reaches_no_gradient_of_what_sees_it_not(filling, score):
+    spec = ASKED["softcap"]["score"] if score == "softcap" else Spec.of("none")
+    inputs = draw(small(query=57, mask=MASKS["causal"], score=spec, dtype="bf16"))
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, 40:], v[:, :, 40:] = filling, filling
+    before, after = Ideal(SMALL).run(inputs), Ideal(SMALL).run(inputs.replace(k=k, v=v))
+    assert torch.equal(before.dq[:, :, :40], after.dq[:, :, :40])
+    assert not after.dq[:, :, 40:].isfinite().all()
+
+
+def test_a_row_that_is_not_finite_reaches_the_keys_that_it_sees():
+    inputs = draw(small(query=57, mask=MASKS["causal"], dtype="bf16"))
+    q, dout = inputs.q.clone(), inputs.dout.clone()
+    q[:, :, 20], dout[:, :, 20] = math.nan, math.nan
+    before, after = Ideal(SMALL).run(inputs), Ideal(SMALL).run(inputs.replace(q=q, dout=dout))
+    for name in ("dk", "dv"):
+        one, other = getattr(before, name), getattr(after, name)
+        assert torch.equal(one[:, :, 21:], other[:, :, 21:])
+        assert other[:, :, :21].isnan().all()
+
+
+def test_gradients_of_an_odd_score_mod_are_torchs(monkeypatch):
+    """At a kink, where a score is constant, and where it is −∞."""
+    mods = {
+        "relu": lambda score, b, h, q_idx, kv_idx: torch.relu(score),
+        "constant": lambda score, b, h, q_idx, kv_idx: kv_idx * 0.25,
+        "hidden": lambda score, b, h, q_idx, kv_idx: torch.where(kv_idx % 3 == 0, score, -math.inf),
+    }
+    for name, mod in mods.items():
+        entry = library.Entry(summary="", build=lambda *_, mod=mod: mod)
+        monkeypatch.setitem(library.SCORES, name, entry)
+        inputs = draw(small(dtype="fp32", score=Spec.of(name)))
+        inputs.q[:, :, 0] = 0.0
+        outputs = Ideal().run(inputs)
+        if name == "constant":
+            assert not outputs.dq.any()
+            assert not outputs.dk.any()
+        else:
+            assert exact_gradients(inputs).excess(outputs) <= 1
+
+
+def once(values: torch.Tensor) -> torch.Tensor:
+    """Float64 ``values`` rounded once to fp32."""
+    return values.float().double()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_bit_of_dq_is_that_of_the_roundings_it_declares(dtype, reverse):
+    """Two keys at a time; float64 holds the products of one column, and sums of two, exactly."""
+    problem = Problem(query=256, kv=12, head_dim=1, scale=1.3, dtype=dtype, backward=True)
+    inputs = draw(problem.replace(dlse=True))
+    outputs = Ideal(Tiling(block_query=16, block_kv=2, reverse=reverse)).run(inputs)
+    q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    c, log2_e = fp32(problem.scale * math.log2(math.e)), fp32(math.log2(math.e))
+    delta = once(once(dout * outputs.out.double()) - inputs.dlse.double()[..., None])
+    lse = once(outputs.lse.double()[..., None] * log2_e)
+    p = once(torch.exp2(once(once(q @ k.mT) * c - lse)))
+    ds = once(p * once(once(dout @ v.mT) - delta))
+    ds = round_to(ds, DTYPES[dtype].weights)
+    dq = torch.zeros_like(q)
+    for start in sorted(range(0, problem.kv, 2), reverse=reverse):
+        dq = once(dq + once(ds[..., start : start + 2] @ k[:, :, start : start + 2]))
+    dq = round_to(once(dq * fp32(problem.scale)), DTYPES[dtype].storage)
+    assert torch.equal(outputs.dq.double(), dq)
+
+
+class NoDelta(Ideal):
+    def delta(self, dout, out, dlse):
+        return torch.zeros_like(super().delta(dout, out, dlse))
+
+
+class DlseIgnored(Ideal):
+    def delta(self, dout, out, dlse):
+        return super().delta(dout, out, None)
+
+
+class MaskForgotten(Ideal):
+    def visible_again(self, mask, at):
+        return torch.ones_like(self.visible(mask, at))
+
+
+class NoSlope(Ideal):
+    def slope(self, score, x, at):
+        return torch.ones_like(x)
+
+
+class DkWithoutScale(Ideal):
+    def scaled(self, total, scale):
+        return super().scaled(total, scale) if total.shape[1] == 4 else total
+
+
+class OneTile(Ideal):
+    def gradient_added(self, running, part):
+        return torch.where(running == 0, part, running)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize(
+    "fault", [NoDelta, DlseIgnored, MaskForgotten, NoSlope, DkWithoutScale, OneTile]
+)
+def test_a_planted_fault_is_more_than_rounding(fault, dtype):
+    softcap = Spec.of("softcap", cap=1.0)
+    problem = small(dtype=dtype, dlse=True, mask=MASKS["causal"], score=softcap)
+    inputs = draw(problem)
+    exact = exact_gradients(inputs)
+    assert exact.excess(Ideal(SMALL).run(inputs)) <= 1
+    assert exact.excess(fault(SMALL).run(inputs)) > 1
+
+
+def test_the_plain_formula_is_what_it_says():
+    """What everything here is measured by: against differences of its own loss."""
+    inputs = draw(small(sink=True, dlse=True, score=CHAIN, dtype="fp32", query=5, kv=7))
+    exact = exact_gradients(inputs)
+    dout, dlse = inputs.loss()
+    tensors = [*inputs.promoted(), inputs.sink.double()]
+
+    def loss(*given):
+        plain = Plain.of(inputs, *given)
+        return ((plain.out * dout).sum() + (plain.lse * dlse).sum()).item()
+
+    step = 2.0**-17  # the cube root of float64's unit: both errors are its square
+    for place, name in enumerate(("dq", "dk", "dv", "dsink")):
+        ahead, behind = ([*tensors] for _ in range(2))
+        for side, given in ((step, ahead), (-step, behind)):
+            given[place] = given[place].clone()
+            given[place].view(-1)[1] += side
+        slope = (loss(*ahead) - loss(*behind)) / (2 * step)
+        found = exact.exact[name].reshape(-1)[1].item()
+        assert abs(slope - found) < 2.0**-24 * (1 + abs(found))
