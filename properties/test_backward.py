@@ -40,7 +40,7 @@ def test_with_a_sink(kernel: UnderTest, case: Case) -> None:
     kernel.must_hold(case)
 
 
-@asks("compare", "gqa_repeat", families=("causal",), where=grouped, **OUT)
+@asks("compare", "group_sums", families=("causal",), where=grouped, **OUT)
 def test_groups_are_summed(kernel: UnderTest, case: Case) -> None:
     """The gradient of a shared key head is the sum over the query heads that read it."""
     kernel.must_hold(case)

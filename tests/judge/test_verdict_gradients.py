@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -47,7 +48,11 @@ def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[
     return found
 
 
-def verdict(changes: dict[Any, float] | None = None, **more: Any) -> Judgement:
+def verdict(
+    changes: dict[Any, float] | None = None,
+    gradients_instead: list[Compared] | None = None,
+    **more: Any,
+) -> Judgement:
     exact = Outputs(torch.ones(1, HEADS, QUERY, DIM).double(), torch.ones(1, HEADS, QUERY).double())
     out = torch.full_like(exact.out, BOUND)
     lse = torch.full_like(exact.lse, BOUND)
@@ -67,7 +72,7 @@ def verdict(changes: dict[Any, float] | None = None, **more: Any) -> Judgement:
         arithmetic=default(DTYPES["bf16"]),
         generic=True,
         blind_spot=None,
-        gradients=[] if changes is None else gradients(changes),
+        gradients=gradients_instead or ([] if changes is None else gradients(changes)),
         **more,
     )
 
@@ -103,6 +108,18 @@ def test_a_gradient_beyond_its_bound_fails_at_its_element(tensor, at, said) -> N
     assert found.worst.tile == ""
     assert found.gradients_over_bound[tensor] == 2
     assert found.wrong == 1
+
+
+def test_a_gradient_without_any_finite_allowance_is_not_told() -> None:
+    nothing = [
+        replace(one, allowance=torch.full_like(one.exact, math.inf), counted=one.alive & False)
+        if one.name == "dk"
+        else one
+        for one in gradients({})
+    ]
+    found = verdict(gradients_instead=nothing)
+    assert (found.status, found.rule) == ("inconclusive", "")
+    assert "no element of dk has a finite allowance" in found.reason
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

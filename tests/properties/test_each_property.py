@@ -192,6 +192,29 @@ paged.pages_may_lie_anywhere pages paged.KeptByPage
 paged.stale_values_do_not_matter hidden_keys_nan paged.StaleTimesZero
 paged.shared_pages_are_exact compare paged.SharedIsTheFirstOnes
 paged.grouped_queries_are_exact compare misread.Interleaved
+backward.gradients_are_exact compare gradients.NoDelta
+backward.gradients_are_exact compare gradients.NoDelta full bf16
+backward.gradients_are_exact compare gradients.MaskForgotten causal bf16
+backward.gradients_are_exact compare gradients.WindowForgotten sliding_window bf16
+backward.gradients_are_exact compare gradients.LseLossIgnored
+backward.gradients_are_exact compare gradients.LastKeyLost prefix_lm
+backward.through_score_mods compare gradients.SlopeForgotten causal bf16
+backward.with_a_sink compare gradients.SinkWithoutGradient
+backward.groups_are_summed compare gradients.FirstOfTheGroup causal bf16
+backward.groups_are_summed group_sums gradients.FirstOfTheGroup
+backward.no_loss_has_no_gradients zero_loss gradients.NotCleared
+backward.lse_alone_moves_no_values lse_loss gradients.LseInValues
+backward.query_and_key_gradients_belong_together euler gradients.KeysNotScaled
+backward.a_shift_of_keys_leaves_them key_shift gradients.NoDelta
+backward.keys_in_another_order key_permutation gradients.LastKeyLost
+backward.heads_and_sequences_know_no_place head_permutation gradients.HeadsApart
+backward.heads_and_sequences_know_no_place batch_permutation gradients.HeadsApart
+backward.layouts strides_heads_last gradients.LossAsContiguous
+backward.layouts strides_gapped gradients.LossAsContiguous
+backward.layouts strides_packed misread.AsContiguous
+backward.layouts strides_expanded gradients.LossAsContiguous
+backward.runs_agree repeat gradients.Unsteady
+backward.runs_agree call_order gradients.LeavesTraces
 """
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "improbable_share",
     "structure",
     "telling",
+    "unbounded",
     "unknown",
 ]
 
@@ -228,6 +229,14 @@ def unknown(compared: Compared, allowance: Allowance) -> list[Finding]:
         )
         found.append(Finding(status="inconclusive", rule="", text=text))
     return found
+
+
+def unbounded(compared: Compared) -> list[Finding]:
+    """A gradient of which nothing can be said, as where a score lies at a jump of its mod."""
+    if not bool(compared.alive.any()) or bool(compared.counted.any()):
+        return []
+    text = f"no element of {compared.name} has a finite allowance: a right kernel may give anything"
+    return [Finding(status="inconclusive", rule="", text=text, tensor=compared.name)]
 
 
 def telling(findings: list[Finding]) -> list[Finding]:

@@ -175,6 +175,7 @@ def _findings(
         precision_rules.imprecise(facts.heads, arithmetic, generic=generic, proven=proven),
         precision_rules.residual(facts.precision, arithmetic, generic=generic),
         rules.unknown(facts.tensors[0], allowance),
+        *(rules.unbounded(one) for one in facts.tensors if one.name in GRADIENTS),
     ]
     return rules.telling([one for of_a_rule in found for one in of_a_rule])
 

@@ -13,7 +13,7 @@ from attncheck.relations.euler import EULER
 from attncheck.relations.finding import Finding
 from attncheck.relations.first_row import FIRST_ROW
 from attncheck.relations.future_keys import FUTURE_KEYS, FUTURE_KEYS_HUGE, FUTURE_KEYS_NAN
-from attncheck.relations.gqa_repeat import GQA_REPEAT
+from attncheck.relations.gqa_repeat import GQA_REPEAT, GROUP_SUMS
 from attncheck.relations.head_permutation import HEAD_PERMUTATION
 from attncheck.relations.hidden_keys import HIDDEN_KEYS, HIDDEN_KEYS_HUGE, HIDDEN_KEYS_NAN
 from attncheck.relations.key_permutation import KEY_PERMUTATION
@@ -92,6 +92,7 @@ RELATIONS: dict[str, Relation] = {
         ZERO_LOSS,
         LSE_LOSS,
         EULER,
+        GROUP_SUMS,
         SOFTMAX_SHIFT,
         SOFTMAX_COLUMNS,
         SOFTMAX_ROWS,

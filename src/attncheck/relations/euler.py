@@ -58,4 +58,5 @@ EULER = Relation(
 """Holds of the exact gradients: both are Σ_ij dX_ij · scale · q_i · k_j (Euler's theorem of
 homogeneous functions, once in q and once in k). A factor that one of the two lacks, such as the
 scale, shows without any oracle. Each product may be off by its own bound: the sums by the sum of
-those. The element that a finding names is the key head's first; its value is the whole sum."""
+those, which in 16 bits is much: it tells most in fp32. The element that a finding names is the key
+head's first; its value is the whole sum."""

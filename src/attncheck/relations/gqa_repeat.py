@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.inputs import Descale
 from attncheck.relations.agreement import agree, mapped
-from attncheck.relations.fit import of_attention
+from attncheck.relations.fit import of_attention, of_gradients
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attncheck.relations.finding import Finding
     from attncheck.tensor_names import TensorName
 
-__all__ = ["GQA_REPEAT"]
+__all__ = ["GQA_REPEAT", "GROUP_SUMS"]
 
 
 def _unfit(problem: Problem) -> str | None:
@@ -48,28 +48,31 @@ def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 
 
 def _holds(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
+    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
 ) -> Finding | None:
-    copies, grouped = outputs
+    # What copies of a key head have for gradients is for ``GROUP_SUMS`` to add up.
+    copies, grouped = (replace(each, dk=None, dv=None) for each in outputs)
+    return agree(grouped, copies, errors)
+
+
+def _sums_hold(
+    runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters, errors: Errors
+) -> Finding | None:
     problem = runs[1].problem
-    if not problem.backward:
-        return agree(grouped, copies, errors)
+    assert errors is not None, "asked within bounds"
 
     def summed(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
-        """The gradient of a shared key head is the sum over those of its copies."""
         if name not in ("dk", "dv"):
             return tensor
         batch, _heads, *rest = tensor.shape
         each = tensor.double().view(batch, problem.kv_heads, problem.group, *rest)
         return each.sum(2)
 
-    def grouped_like(one: Outputs) -> Outputs:
+    def like_groups(one: Outputs) -> Outputs:
         return mapped(one, lambda tensor: tensor, summed)
 
-    if errors is None:  # a sum of rounded gradients is another sum
-        copies, grouped = (replace(each, dk=None, dv=None) for each in outputs)
-        return agree(grouped, copies, None)
-    return agree(grouped, grouped_like(copies), [grouped_like(errors[0]), errors[1]])
+    copies, grouped = outputs
+    return agree(grouped, like_groups(copies), [like_groups(errors[0]), errors[1]])
 
 
 GQA_REPEAT = Relation(
@@ -83,3 +86,16 @@ GQA_REPEAT = Relation(
 """Holds for every right kernel within bounds: head h reads key head h // group. To the last bit
 where a head's bits depend on its own q, k and v alone; a kernel that packs a group's heads into the
 rows of one tile, or splits keys by the number of key heads, does not promise it."""
+
+
+GROUP_SUMS = Relation(
+    name="group_sums",
+    summary="the gradients of a shared key head are the sums of those of its copies",
+    runs=_runs,
+    holds=_sums_hold,
+    promise="bounds",
+    unfit=of_gradients(_unfit),
+)
+"""Holds of the exact gradients: a loss that reads one key through several copies changes with it by
+the sum of what it changes by with each. Each run is within its own bound, and a sum of gradients
+within the sum of theirs."""
