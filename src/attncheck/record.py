@@ -6,11 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from attncheck.judgement import Judgement, Place  # noqa: TC001  # msgspec reads the annotations
+# msgspec reads the annotations
+from attncheck.judgement import Judgement, Place  # noqa: TC001
+from attncheck.tensor_names import TensorName  # noqa: TC001
 
 __all__ = [
     "SCHEMA",
     "Environment",
+    "GradientErrors",
     "LseErrors",
     "OutErrors",
     "Record",
@@ -93,6 +96,34 @@ class LseErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dead_rows_wrong: int = 0
 
 
+class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Errors of one gradient against the fp64 truth.
+
+    Of dq over rows that see a key, of dk and dv over keys that some row sees; elsewhere the exact
+    gradient is 0.
+
+    Attributes:
+        rmse: Root mean square error.
+        floor_rmse: The same for the truth correctly rounded to the gradient's format.
+        ideal_rmse: The same for the ideal kernel's backward, after its own forward, at the kernel's
+            own tiling, or the default one.
+        max_error: Largest absolute error; infinite when an element is not finite.
+        max_at: Where; None when there is no element.
+        bias: Mean signed error.
+        elements: Elements compared.
+        nonfinite: Elements that are NaN or infinite while the truth is finite.
+    """
+
+    rmse: float
+    floor_rmse: float
+    ideal_rmse: float
+    max_error: float
+    max_at: Place | None
+    bias: float
+    elements: int
+    nonfinite: int = 0
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel on one Case.
 
@@ -104,8 +135,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         status: See ``Status``.
         reason: Why unsupported, or what was raised, in one line; a verdict's is its judgement's.
         out, lse: Errors; None where there is nothing to compare.
+        gradients: Errors of each gradient by its name; left out without a backward.
         judgement: Whether these are rounding; None where the kernel was not judged.
-        seconds: Median time of one call, ended by a device synchronisation; None when not run.
+        seconds: Median time of one call, ended by a device synchronisation, of forward and backward
+            where there is one; None when not run.
         interpreted: Whether the kernel ran in Triton's interpreter: its time says nothing of a GPU.
         tiling: Tile sizes the ideal kernel was given, as ``128×64``.
         environment: Key into the Report's environments.
@@ -120,6 +153,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: str = ""
     out: OutErrors | None = None
     lse: LseErrors | None = None
+    gradients: dict[TensorName, GradientErrors] | msgspec.UnsetType = msgspec.UNSET
     judgement: Judgement | None = None
     seconds: float | None = None
     interpreted: bool = False

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from attncheck.judgement import BlindSpot, Judgement, Place, Precision, Worst
-from attncheck.record import Environment, LseErrors, OutErrors, Record, Report
+from attncheck.record import Environment, GradientErrors, LseErrors, OutErrors, Record, Report
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -78,6 +78,20 @@ class Factory:
         at = Place(batch=0, head=0, query=3)
         return msgspec.structs.replace(
             LseErrors(rmse=1.1e-07, max_error=4.77e-07, max_at=at), **changes
+        )
+
+    def gradient(self, **changes):
+        return msgspec.structs.replace(
+            GradientErrors(
+                rmse=2.12e-03,
+                floor_rmse=1.06e-03,
+                ideal_rmse=2.0e-03,
+                max_error=1.5e-02,
+                max_at=Place(batch=0, head=1, query=95, dim=7),
+                bias=3.1e-06,
+                elements=32768,
+            ),
+            **changes,
         )
 
     def worst(self, **changes):
@@ -158,6 +172,20 @@ class Factory:
             "environment": "here",
         }
         return Record(**(fields | changes))
+
+    def backward(self, kernel="flash2_forward", *, sink=False, gradients=None, **changes):
+        """A record with gradients, those of ``gradients`` in place of plausible ones."""
+        at = {"dq": 0.61, "dk": 0.42, "dv": 0.33} | ({"dsink": 0.9} if sink else {})
+        found = {name: self.gradient() for name in at}
+        if sink:
+            at_head = Place(batch=0, head=2, query=0)
+            found["dsink"] = self.gradient(max_at=at_head, elements=4)
+        fields = {
+            "asked": {"backward": True} | ({"sink": True} if sink else {}),
+            "judgement": self.judgement(gradients_over_bound=at),
+            "gradients": found | (gradients or {}),
+        }
+        return self.record(kernel, **(fields | changes))
 
     def softmax(self, kernel="rows", **changes):
         """A record of a softmax of 2·3·128 rows of 96 columns."""

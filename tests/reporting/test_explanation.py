@@ -10,12 +10,15 @@ import pytest
 
 from attncheck.examine.allowances import budget
 from attncheck.examine.evidence import Evidence
+from attncheck.examine.gradient_allowances import gradient_allowance
+from attncheck.formats import FORMATS
 from attncheck.judge.arithmetic import default
 from attncheck.judgement import Place
 from attncheck.mods.spec import Spec
 from attncheck.problem import Case, Problem
 from attncheck.reporting import explain, terms
-from attncheck.reporting.explain import as_explanation, show_explanation
+from attncheck.reporting.explain import as_explanation, explanation_lines, show_explanation
+from attncheck.subjects.ideal import Ideal
 
 MEANINGS = {"output rounding": "out is rounded once", "weights": "what scores make of them"}
 
@@ -115,6 +118,10 @@ PROBLEMS = [
     Problem(query=9, kv=20, head_dim=8, dtype="bf16"),
     Problem(operation="softmax", query=9, kv=20, dtype="fp16"),
 ]
+BACKWARDS = [
+    Problem(query=9, kv=20, head_dim=8, dtype="tf32", score=Spec.of("softcap", cap=20.0)),
+    Problem(heads=2, kv_heads=1, query=9, kv=20, head_dim=8, dtype="bf16", sink=True),
+]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -125,6 +132,42 @@ def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_wei
     for dim in (-1, 0):
         parts = budget(evidence, arithmetic, Place(batch=0, head=0, query=8, dim=dim))
         assert set(parts) <= set(terms.TERMS)
+
+
+@pytest.mark.parametrize("problem", BACKWARDS, ids=str)
+@pytest.mark.parametrize(
+    "declared",
+    [{}, {"sums_rounded_heads": True, "rounds_value_products": FORMATS["bf16"]}],
+    ids=["fused", "not fused"],
+)
+def test_every_part_of_a_gradients_allowance_has_a_meaning(problem, declared):
+    evidence = Evidence(Case(problem=problem.replace(backward=True)), "cpu")
+    arithmetic = replace(default(problem.formats), **declared)
+    found = gradient_allowance(evidence, arithmetic, Ideal().run(evidence.inputs))
+    assert set(found.terms) == set(evidence.truth.gradients())
+    assert set().union(*found.terms.values()) <= set(terms.TERMS)
+
+
+def test_gradients_have_a_row_each_within_80_columns(make):
+    far = Place(batch=1, head=15, query=4095, dim=127)
+    record = make.backward(sink=True, gradients={"dk": make.gradient(max_at=far, rmse=2.12)})
+    lines = "".join(f"{line.plain}\n" for line in explanation_lines(record, 80)).splitlines()
+    assert " ".join(map(str.strip, lines[:2])).endswith(" · seed 0 · backward")
+    at, times = lines.index("gradients"), ("2.00e+03×", "1.06e+03×")
+    assert [line.split() for line in lines[at + 1 : at + 6]] == [
+        ["÷", "bound", "RMSE", "×floor", "×ideal", "max", "error", "at"],
+        ["dq", "0.61", "2.12e-03", "2.00×", "1.06×", "1.50e-02", "0,1,95,7"],
+        ["dk", "0.42", "2.12e+00", *times, "1.50e-02", "1,15,4095,127"],
+        ["dv", "0.33", "2.12e-03", "2.00×", "1.06×", "1.50e-02", "0,1,95,7"],
+        ["dsink", "0.90", "2.12e-03", "2.00×", "1.06×", "1.50e-02", "2"],
+    ]
+    assert max(map(len, lines[at : at + 6])) <= 80
+
+
+def test_without_a_backward_nothing_is_said_of_gradients(make):
+    page = as_explanation(make.record())
+    assert "gradients" not in page
+    assert "backward" not in page
 
 
 def test_every_term_has_a_line():

@@ -14,6 +14,7 @@ from attncheck.reporting import render
 from attncheck.reporting.blind_spots import insensitive, visible
 from attncheck.reporting.figures import percent, share
 from attncheck.reporting.verdicts import JUDGED, STATUSES
+from attncheck.tensor_names import GRADIENTS
 
 PAGES = ("table", "md")
 
@@ -195,7 +196,8 @@ def test_nothing_judged_is_not_called_insensitive(make):
 def test_csv_has_every_number_of_the_judgement(make):
     (row,) = csv_rows(render(make.report(make.judged(reason="why", rows_unbounded=3)), "csv"))
     parts = {"worst": Worst, "precision": Precision, "blind_spot": BlindSpot}
-    names = set(Judgement.__struct_fields__) - {"status", "reason"} - set(parts)
+    names = set(Judgement.__struct_fields__) - {"status", "reason", "gradients_over_bound"}
+    names = (names | {f"{gradient}_over_bound" for gradient in GRADIENTS}) - set(parts)
     for prefix, kind in parts.items():
         names |= {f"{prefix}_{field}" for field in kind.__struct_fields__ if field != "at"}
     assert names <= set(row)

@@ -80,6 +80,22 @@ def test_a_kernel_is_asked_only_what_concerns_it():
     ]
 
 
+def test_a_kernel_without_gradients_has_no_row_where_they_are_asked_for():
+    class Forward(Ideal):
+        name, backward = "forward", False
+
+        def concerns(self, problem):
+            return Subject.concerns(self, problem)
+
+    made, subjects = cells("full"), [Forward(), Ideal()]
+    assert concerned(made, subjects) == subjects
+    report = measured([cell.asking(backward=True) for cell in made], subjects)
+    assert [(r.kernel, r.status, sorted(r.gradients)) for r in report.records] == [
+        ("ideal", "pass", ["dk", "dq", "dv"]) for _ in ("MHA", "MQA")
+    ]
+    assert list(report.kernels) == ["ideal"]
+
+
 def test_a_cell_that_concerns_nobody_is_neither_drawn_nor_reported(monkeypatch):
     drawn = []
     evidence = measure_room.Evidence

@@ -247,6 +247,43 @@ def test_softmax_is_left_out_of_distributions_without_it_and_an_error_when_asked
         cells(distributions=["ones_v"], variants=["softmax"])
 
 
+def test_gradients_are_asked_of_every_variant_that_has_some():
+    made = cells(variants=[], backward=True)
+    assert [c.variant for c in made] == [name for name in ATTENTION for _ in ("MHA", "GQA")]
+    assert all(c.problem.backward and not c.problem.dlse for c in made)
+    everything = {c.variant for c in cells(variants=[ALL], backward=True)}
+    assert everything == {*ATTENTION, *FURTHER} - {"paged", "paged_decode"}
+    forward = cells(variants=[])
+    assert not any(c.problem.backward for c in forward)
+    with_some = [c for c in forward if c.variant != "softmax"]
+    assert [c.asking(backward=True) for c in with_some] == made
+    assert [c.asking(backward=False) for c in made] == with_some
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"variants": ["softmax"]}, "backward=True has no meaning for softmax"),
+        ({"variants": ["paged"]}, "there are no gradients of keys in pages"),
+        ({"dtypes": ["e4m3"]}, "there are no gradients in e4m3"),
+        ({"variants": [], "dtypes": ["bf16", "e5m2"]}, "there are no gradients in e5m2"),
+    ],
+)
+def test_gradients_that_there_are_not_are_refused_when_asked_for(asked, says):
+    with pytest.raises(ProblemError, match=says):
+        cells(**asked, backward=True)
+
+
+def test_a_backward_needs_twice_the_memory(monkeypatch):
+    size = 2 * 8 * (4 * 64 * 32 + 2 * 24 * 32)
+    asked = {"shapes": ["1x4/2x64/24x16"], "backward": True}
+    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
+    assert cells(**asked)
+    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
+    with pytest.raises(ProblemError, match="this machine has"):
+        cells(**asked)
+
+
 def test_an_unknown_distribution_is_told_whatever_the_variants():
     for variants in ([], ["softmax"], ["full"]):
         with pytest.raises(UnknownName, match="distribution 'cauchy' is not known"):

@@ -22,6 +22,7 @@ from attncheck.cli.rmse_asked import (
     refuse_beside,
     refuse_unconcerned,
     subjects_of,
+    without_gradients,
 )
 from attncheck.cli.standard_output import Verb, standard_output
 
@@ -37,7 +38,7 @@ _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
 # What says what is measured, which a report that is there has said.
 _MEASURES = (
     *("kernels", "variants", "mask", "score", "recording", "dtypes", "shapes", "distributions"),
-    *("seed", "device", "explained", "quiet"),
+    *("backward", "seed", "device", "explained", "quiet"),
 )
 
 
@@ -97,6 +98,12 @@ _MEASURES = (
     metavar="NAME",
     help="Of the inputs (repeatable; default: normal).",
 )
+@click.option(
+    "--backward",
+    is_flag=True,
+    help="Also dQ, dK and dV, of a loss whose gradient is drawn; not in fp8, of softmax or of "
+    "pages. Times are of forward and backward together.",
+)
 @seed_option
 @device_option(
     "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
@@ -140,6 +147,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     dtypes: tuple[str, ...],
     shapes: tuple[str, ...],
     distributions: tuple[str, ...],
+    backward: bool,
     seed: int,
     device: str | None,
     fmt: str,
@@ -157,6 +165,8 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     The verdict asks whether every error is rounding: it compares each element with what the
     kernel's declared arithmetic allows there, and its precision with the ideal kernel's.
 
+    With --backward it judges gradients too, by what the kernel's own forward left for them.
+
     Exit code 1 when a verdict is fail or a kernel raised, 5 when no cell could be measured.
     """
     _check(fmt, plots)
@@ -164,6 +174,8 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         refuse_beside("--from", _MEASURES, "shows what was measured")
         directory = directory if given("directory") else ""
         return _shown_again(interrupts, sources, fmt, directory, plots)
+    if backward:
+        refuse_beside("--backward", ("plots",), "gives gradients, which a plot does not show")
     from attncheck import reporting
     from attncheck.cli.progress import progress
     from attncheck.examine.environment import default_device, require_device
@@ -183,9 +195,12 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         distributions=distributions,
         seed=seed,
         device=device,
+        backward=backward,
     )
     if kernels:
         refuse_unconcerned(cells, subjects)
+    elif unasked := without_gradients(cells, subjects):
+        click.echo(f"attncheck: without gradients, and so without a row: {unasked}.", err=True)
     if explained is not None:
         refuse_beside("--explain", ("fmt", "directory", "plots"), _WRITES_NOTHING)
         return _exit_code(explain(explained, cells, subjects, device))

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from attncheck.runner.plan import Cell
     from attncheck.subjects.contract import Subject
 
-__all__ = ["cells_of", "given", "refuse_beside", "refuse_unconcerned", "subjects_of"]
+__all__ = [
+    "cells_of",
+    "given",
+    "refuse_beside",
+    "refuse_unconcerned",
+    "subjects_of",
+    "without_gradients",
+]
 
 
 def cells_of(  # noqa: PLR0913  # one parameter per option
@@ -27,6 +34,7 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
     distributions: tuple[str, ...],
     seed: int,
     device: str,
+    backward: bool,
 ) -> list[Cell]:
     """What the options ask for: recorded inputs, own mods, or variants."""
     from attncheck.examine.environment import prepare
@@ -37,7 +45,7 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
     if recording is not None:
         replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
         refuse_beside("--inputs", replaced)
-        return recorded(recording, dtypes)
+        return _asking(recorded(recording, dtypes), backward=backward)
     own = mask is not None or score is not None
     if own:
         refuse_beside("--mask or --score", ("variants",))
@@ -49,7 +57,19 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
         shapes=shapes or (DEFAULT_SHAPES[device],),
         distributions=distributions or ("normal",),
         seed=seed,
+        backward=backward,
     )
+
+
+def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
+    """The recorded cells; raises ProblemError where gradients are asked for and cannot be."""
+    from attncheck.runner.plan import check_memory
+
+    if backward:
+        cells = [cell.asking(backward=True) for cell in cells]
+        for cell in cells:
+            check_memory(cell.problem)
+    return cells
 
 
 def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
@@ -59,7 +79,21 @@ def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
 
     for subject in subjects:
         if not concerned(cells, [subject]):
+            if without_gradients(cells, [subject]):
+                raise UsageError(f"kernel {subject.name!r} gives no gradients: see attncheck list.")
             raise UsageError(unconcerned(subject))
+
+
+def without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
+    """The kernels that no backward of ``cells`` concerns, though its forward does; by comma."""
+    from attncheck.runner.measure import concerned
+
+    if not any(cell.problem.backward for cell in cells):
+        return ""
+    asked = concerned(cells, subjects)
+    others = [subject for subject in subjects if subject not in asked]
+    forward = [cell.asking(backward=False) for cell in cells]
+    return ", ".join(subject.name for subject in concerned(forward, others))
 
 
 def refuse_beside(

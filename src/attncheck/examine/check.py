@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from attncheck.examine.executor import InProcess
@@ -11,7 +12,7 @@ from attncheck.examine.judging import judged
 from attncheck.examine.recorded import recorded
 from attncheck.judge.metrics import errors
 from attncheck.judgement import Place
-from attncheck.record import LseErrors, OutErrors, Record
+from attncheck.record import GradientErrors, LseErrors, OutErrors, Record
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from attncheck.examine.executor import Execution, Executor
     from attncheck.outputs import Outputs
     from attncheck.subjects.contract import Subject, Tiling
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["compare"]
 
@@ -72,12 +74,14 @@ def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
     problem = evidence.case.problem
     tiling = result.tiling or Ideal().tiling(problem, evidence.device)
     judgement = judged(result, evidence)
+    gradients = _gradients(result.outputs, evidence, tiling)
     return replace(
         record,
         status=judgement.status,
         judgement=judgement,
         out=_out(result.outputs, evidence, tiling),
         lse=_lse(result.outputs, evidence),
+        gradients=gradients if problem.backward else msgspec.UNSET,
         seconds=result.seconds,
         tiling=str(tiling) if problem.operation == "attention" else "",
     )
@@ -115,6 +119,30 @@ def _lse(outputs: Outputs, evidence: Evidence) -> LseErrors | None:
         nonfinite=found.nonfinite,
         dead_rows_wrong=int(wrong.sum()),
     )
+
+
+def _gradients(
+    outputs: Outputs, evidence: Evidence, tiling: Tiling
+) -> dict[TensorName, GradientErrors]:
+    exact = evidence.truth.gradients()
+    if not exact:
+        return {}
+    given = outputs.gradients()
+    floors, ideal = evidence.gradient_floors, evidence.ideal_gradients(tiling)
+    found = {name: errors(given[name], exact[name], evidence.touched(name)) for name in exact}
+    return {
+        name: GradientErrors(
+            rmse=one.rmse,
+            floor_rmse=floors[name],
+            ideal_rmse=ideal[name],
+            max_error=one.max_error,
+            max_at=_place(one.max_at),
+            bias=one.bias,
+            elements=one.elements,
+            nonfinite=one.nonfinite,
+        )
+        for name, one in found.items()
+    }
 
 
 def _place(index: tuple[int, ...] | None) -> Place | None:

@@ -9,6 +9,7 @@ from attncheck import inputs as inputs_room
 from attncheck import oracles, probes
 from attncheck.distributions import distribution_named
 from attncheck.errors import TraceError
+from attncheck.formats import FORMATS
 from attncheck.judge.floor import rounding_floor
 from attncheck.judge.metrics import errors
 from attncheck.subjects.contract import Tiling
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from attncheck.mods.running_error import RunningError
     from attncheck.outputs import Outputs
     from attncheck.problem import Case, Problem
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["Evidence", "ensemble_tilings"]
 
@@ -57,6 +59,7 @@ class Evidence:
         self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
         self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
         self._ideal_rmse: dict[Tiling, float] = {}
+        self._ideal_gradients: dict[Tiling, dict[TensorName, float]] = {}
 
     def establish(self, *, yardsticks: bool = True) -> None:
         """Compute inputs and truth now, so that nothing a kernel does can change them.
@@ -65,7 +68,7 @@ class Evidence:
         """
         _ = self.inputs, self.truth
         if yardsticks:
-            _ = self.floor_rmse, self.input_rmse
+            _ = self.floor_rmse, self.input_rmse, self.gradient_floors
         self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
 
     @cached_property
@@ -114,6 +117,41 @@ class Evidence:
         """RMSE of the truth correctly rounded to the output format."""
         output = self.case.problem.formats.output
         return rounding_floor(self.truth.out, self.alive[..., None], output)
+
+    @cached_property
+    def gradient_floors(self) -> dict[TensorName, float]:
+        """RMSE of each exact gradient correctly rounded to its format; none without a backward."""
+        storage, fp32 = self.case.problem.formats.storage, FORMATS["fp32"]
+        return {
+            name: rounding_floor(exact, self.touched(name), fp32 if name == "dsink" else storage)
+            for name, exact in self.truth.gradients().items()
+        }
+
+    def touched(self, gradient: TensorName) -> torch.Tensor:
+        """Where ``gradient`` is not 0 by definition, bool, broadcastable to its shape.
+
+        Of dq in rows that see a key, of dk and dv of keys that some row sees.
+        """
+        import torch
+
+        if gradient == "dsink":
+            return torch.ones((), dtype=torch.bool, device=self.inputs.device)
+        return (self.alive if gradient == "dq" else self._seen_keys)[..., None]
+
+    @cached_property
+    def _seen_keys(self) -> torch.Tensor:
+        """Keys that some row sees, ``(batch, kv_heads, kv)`` bool."""
+        import torch
+
+        from attncheck.oracles.conditions import blocks, conditions
+
+        problem, device = self.case.problem, self.inputs.device
+        shape = (problem.batch * problem.heads, problem.kv)
+        seen = torch.zeros(shape, dtype=torch.bool, device=device)
+        for rows in blocks(problem, device):
+            found = conditions(self.inputs, self.truth, rows).seen[..., : problem.kv]
+            seen[rows.heads.start : rows.heads.stop] |= found.any(1)
+        return seen.view(problem.batch, problem.kv_heads, problem.group, problem.kv).any(2)
 
     def allowance(self, arithmetic: Arithmetic) -> Allowance:
         """What ``examine.allowances`` allows a kernel of this arithmetic."""
@@ -206,6 +244,16 @@ class Evidence:
             rmse = errors(out, self.truth.out, self.alive[..., None]).rmse
             self._ideal_rmse[tiling] = rmse
         return self._ideal_rmse[tiling]
+
+    def ideal_gradients(self, tiling: Tiling) -> dict[TensorName, float]:
+        """RMSE of each gradient of the ideal kernel at ``tiling``, after its own forward."""
+        if tiling not in self._ideal_gradients:
+            exact = self.truth.gradients()
+            self._ideal_gradients[tiling] = {
+                name: errors(gradient, exact[name], self.touched(name)).rmse
+                for name, gradient in Ideal(tiling).run(self.inputs).gradients().items()
+            }
+        return self._ideal_gradients[tiling]
 
 
 def _analysis(expression: Expression | None, arithmetic: Arithmetic) -> RunningError | None:

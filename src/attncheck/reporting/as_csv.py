@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attncheck.record import Environment, LseErrors, OutErrors
+from attncheck.record import Environment, GradientErrors, LseErrors, OutErrors
 from attncheck.reporting.asked import Asked, asked
 from attncheck.reporting.figures import quotient
+from attncheck.reporting.gradients import gradients_of
 from attncheck.reporting.inert import for_spreadsheet
 from attncheck.reporting.verdict_columns import verdict_names, verdict_values
+from attncheck.tensor_names import GRADIENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from attncheck.judgement import Place
     from attncheck.record import Record, Report
@@ -28,16 +30,21 @@ _PLACE = ("batch", "head", "query", "dim")
 
 
 def as_csv(report: Report) -> str:
-    """``report`` as CSV; numbers as Python's repr, text so that no spreadsheet runs it."""
+    """``report`` as CSV; numbers as Python's repr, text so that no spreadsheet runs it.
+
+    Errors of gradients have columns where the report has gradients.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_header())
+    backward = any(map(gradients_of, report.records))
+    writer.writerow(_header(backward=backward))
     for record in report.records:
-        writer.writerow(map(_field, _values(record, report.environments[record.environment])))
+        environment = report.environments[record.environment]
+        writer.writerow(map(_field, _values(record, environment, backward=backward)))
     return text.getvalue()
 
 
-def _header() -> list[str]:
+def _header(*, backward: bool) -> list[str]:
     return [
         *_OWN,
         *Asked.__struct_fields__,
@@ -45,6 +52,7 @@ def _header() -> list[str]:
         "out_over_floor",
         "out_over_ideal",
         *_error_names("lse", LseErrors.__struct_fields__),
+        *(_gradient_names() if backward else ()),
         *verdict_names(),
         "seconds",
         "interpreted",
@@ -63,7 +71,13 @@ def _error_names(prefix: str, fields: Iterable[str]) -> list[str]:
     return names
 
 
-def _values(record: Record, environment: Environment) -> list[Any]:
+def _gradient_names() -> Iterator[str]:
+    for name in GRADIENTS:
+        yield from _error_names(name, GradientErrors.__struct_fields__)
+        yield from (f"{name}_over_floor", f"{name}_over_ideal")
+
+
+def _values(record: Record, environment: Environment, *, backward: bool) -> list[Any]:
     out = record.out
     over_floor = quotient(out.rmse, out.floor_rmse) if out else None
     over_ideal = quotient(out.rmse, out.ideal_rmse) if out else None
@@ -74,17 +88,28 @@ def _values(record: Record, environment: Environment) -> list[Any]:
         *_error_values(out, OutErrors.__struct_fields__),
         *(over_floor, over_ideal),
         *_error_values(record.lse, LseErrors.__struct_fields__),
+        *(_gradient_values(record) if backward else ()),
         *verdict_values(record.judgement),
         *(record.seconds, record.interpreted, record.tiling, record.environment),
         *msgspec.structs.astuple(environment),
     ]
 
 
+def _gradient_values(record: Record) -> Iterator[Any]:
+    for name in GRADIENTS:
+        found = gradients_of(record).get(name)
+        yield from _error_values(found, GradientErrors.__struct_fields__)
+        yield quotient(found.rmse, found.floor_rmse) if found else None
+        yield quotient(found.rmse, found.ideal_rmse) if found else None
+
+
 def _reason(record: Record) -> str:
     return record.reason or (record.judgement.reason if record.judgement else "")
 
 
-def _error_values(errors: OutErrors | LseErrors | None, fields: Iterable[str]) -> list[Any]:
+def _error_values(
+    errors: OutErrors | LseErrors | GradientErrors | None, fields: Iterable[str]
+) -> list[Any]:
     values: list[Any] = []
     for name in fields:
         value = getattr(errors, name, None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
 from attncheck.reporting.inert import for_markdown, markdown_code, shortened
-from attncheck.reporting.rows import COLUMNS
+from attncheck.reporting.rows import HEADINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def _lines(page: Content) -> Iterator[str]:
 
 def _table(section: Section, columns: tuple[str, ...]) -> Iterator[str]:
     remarks = any(row.remarks for block in section.blocks for row in block.rows)
-    headings = ["variant", "heads", "kernel", *(COLUMNS[key] for key in columns)]
+    headings = ["variant", "heads", "kernel", *(HEADINGS[key] for key in columns)]
     rule = ["---"] * 4 + ["---:"] * (len(columns) - 1)  # the verdict is a word too
     if remarks:
         headings.append("remark")

@@ -10,8 +10,9 @@ from rich.text import Text
 from attncheck.reporting.cells import STYLES
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
+from attncheck.reporting.gradients import SHARES
 from attncheck.reporting.inert import one_line, shortened
-from attncheck.reporting.rows import COLUMNS
+from attncheck.reporting.rows import HEADINGS
 from attncheck.reporting.screen import PLAIN_WIDTH, wrapped
 from attncheck.reporting.verdicts import STATUSES
 
@@ -24,11 +25,20 @@ if TYPE_CHECKING:
 
 __all__ = ["as_table", "table_lines"]
 
-_LONGEST_KERNEL = 28
+_LONGEST_KERNEL, _SHORTEST_KERNEL = 28, 14
 _GAP = "  "
 _INDENT = "  "
-# What a narrow terminal does without, the first to go first.
-_SPARED = ("at", "bias", "inputs", "max", "lse", "time", "floor", "lse_share", "environment")
+# What a narrow terminal does without, the first to go first. Of gradients RMSE stays longest: the
+# verdict says whether they are right, and a footnote which is not.
+_SPARED: tuple[tuple[str, ...], ...] = (
+    *(("at",), ("bias",), ("inputs",), ("max",), ("lse",), ("time",), ("floor",), ("lse_share",)),
+    ("environment",),
+    tuple(SHARES),
+    ("dsink_ideal", "dsink_rmse"),
+    ("dq_ideal", "dk_ideal", "dv_ideal"),
+)
+# Where gradients leave no room for them either.
+_SPARED_FOR_GRADIENTS = (("ideal",), ("share",))
 
 
 def as_table(report: Report, *, width: int = PLAIN_WIDTH) -> str:
@@ -50,10 +60,13 @@ class _Grid:
         self.kernel = min(max([len("kernel"), *names]), _LONGEST_KERNEL) + len(_INDENT)
         self.columns = {key: _column_width(key, rows) for key in page.columns}
         self.left_out = []
-        for key in _SPARED:
-            if self.width > width and key in self.columns:
-                del self.columns[key]
-                self.left_out.append(COLUMNS[key])
+        has_gradients = not self.columns.keys().isdisjoint(SHARES)
+        for keys in (*_SPARED, *(_SPARED_FOR_GRADIENTS if has_gradients else ())):
+            if self.width > width:
+                self.left_out += [HEADINGS[key] for key in keys if self.columns.pop(key, None)]
+        if self.width > width:
+            cut = self.kernel - (self.width - width)
+            self.kernel = min(self.kernel, max(cut, _SHORTEST_KERNEL + len(_INDENT)))
 
     @property
     def width(self) -> int:
@@ -62,7 +75,7 @@ class _Grid:
 
 def _column_width(key: str, rows: list[Row]) -> int:
     texts = [r.cells[key].text for r in rows if r.cells]
-    return max(map(len, [COLUMNS[key], *texts]))
+    return max(map(len, [HEADINGS[key], *texts]))
 
 
 def _lines(page: Content, width: int) -> Iterator[Text]:
@@ -81,7 +94,7 @@ def _section_lines(section: Section, grid: _Grid, width: int) -> Iterator[Text]:
     yield Text(_elided(" · ".join(section.title), width), style="bold cyan")
     heading = "kernel".ljust(grid.kernel)
     for key, size in grid.columns.items():
-        heading += _GAP + _aligned(COLUMNS[key], key, size)
+        heading += _GAP + _aligned(HEADINGS[key], key, size)
     yield Text(heading.rstrip(), style="dim")
     for block in section.blocks:
         title = " · ".join(part for part in (block.variant, block.heads) if part)

@@ -52,6 +52,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return f"B{self.batch} Q{self.query} K{self.kv} D{dims}"
 
     @property
+    def backward_too(self) -> str:
+        """``backward``, with what else the loss depends on; empty of a forward alone."""
+        return "" if not self.backward else "backward of out and LSE" if self.dlse else "backward"
+
+    @property
     def line(self) -> str:
         """``bf16 · B1 Q24 K24 D8 · heads 2/1 · seed 0``."""
         heads = [] if self.operation == "softmax" else [f"heads {self.head_counts}"]

@@ -19,6 +19,7 @@ from attncheck.reporting.cells import STYLES, Cell
 from attncheck.reporting.content import content
 from attncheck.reporting.explain import explanation_lines
 from attncheck.reporting.files import write_texts
+from attncheck.reporting.gradients import gradient_shares
 from attncheck.reporting.inert import for_markdown, one_line, shortened
 from attncheck.reporting.sheet import Line, Sheet, markdown_lines
 from attncheck.reporting.verdicts import JUDGED, STATUSES, footnote
@@ -146,7 +147,8 @@ def _rank(record: Record) -> tuple[int, float]:
         return len(_RULES), 0.0
     if found.rule == "structure":  # names the row and the key, the first ones most readably
         return -1, 0.0
-    return _RULES.index(found.rule), -max(found.out_over_bound or 0.0, found.lse_over_bound or 0.0)
+    shares = (found.out_over_bound, found.lse_over_bound, *gradient_shares(record).values())
+    return _RULES.index(found.rule), -max(share or 0.0 for share in shares)
 
 
 def _table(report: Report, width: int) -> Iterator[Text]:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from attncheck.reporting.asked import Asked, asked
 from attncheck.reporting.blind_spots import insensitive, visible
-from attncheck.reporting.rows import COLUMNS, DAGGER, Row, row
+from attncheck.reporting.gradients import (
+    ERRORS,
+    HOW_TO_READ_GRADIENTS,
+    SHARES,
+    gradients_of,
+    keys_of,
+)
+from attncheck.reporting.rows import DAGGER, HEADINGS, Row, row
 from attncheck.reporting.verdicts import JUDGED, STATUSES, footnote
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks of one dtype, shape, distribution and seed, which its title names.
+    """Blocks of one dtype, shape, distribution and seed, forward or backward, as its title says.
 
     ``visible`` says how small a fault its problems would have shown.
     """
@@ -92,11 +99,12 @@ def content(report: Report) -> Content:
     letters = _letters(report)
     notes: dict[tuple[str, str], Note] = {}
     sections = _sections(report, letters, notes)
-    columns = tuple(k for k in COLUMNS if k != "environment" or len(letters) > 1)
+    hidden = (SHARES.keys() | ERRORS.keys()) - keys_of(report.records)
+    hidden |= {"environment"} if len(letters) <= 1 else set()
     return Content(
         command=report.command,
         environments=tuple(_environment_lines(report, letters)),
-        columns=columns,
+        columns=tuple(key for key in HEADINGS if key not in hidden),
         sections=sections,
         notes=tuple(notes.values()),
         absent=tuple(report.absent.items()),
@@ -110,6 +118,8 @@ def content(report: Report) -> Content:
 def _reading(report: Report) -> tuple[str, ...]:
     measured = [record for record in report.records if record.status in JUDGED]
     lines: tuple[str, ...] = HOW_TO_READ
+    if any(map(gradients_of, measured)):
+        lines += HOW_TO_READ_GRADIENTS
     if any(asked(record).dtype == "tf32" for record in measured):
         lines += (_TF32,)
     if any(record.interpreted for record in measured):
@@ -153,7 +163,8 @@ def _row(record: Record, letters: dict[str, str], notes: dict[tuple[str, str], N
 
 
 def _title(problem: Asked) -> tuple[str, ...]:
-    return (problem.dtype, problem.shape, problem.distribution, f"seed {problem.seed}")
+    parts = (problem.dtype, problem.shape, problem.distribution, f"seed {problem.seed}")
+    return (*parts, problem.backward_too) if problem.backward_too else parts
 
 
 def _note(record: Record, notes: dict[tuple[str, str], Note]) -> int:

@@ -10,8 +10,10 @@ from rich.text import Text
 from attncheck.reporting import figures, screen
 from attncheck.reporting.asked import asked
 from attncheck.reporting.blind_spots import visible
-from attncheck.reporting.cells import STYLES
+from attncheck.reporting.cells import STYLES, Cell
+from attncheck.reporting.gradients import gradient_shares, gradients_of
 from attncheck.reporting.inert import one_line
+from attncheck.reporting.sheet import Line, Sheet, terminal_lines
 from attncheck.reporting.terms import TERMS
 from attncheck.reporting.verdicts import STATUSES, footnote, verdict_remarks
 from attncheck.tensor_names import AXES
@@ -55,6 +57,7 @@ def explanation_lines(record: Record, width: int) -> Iterator[Text]:
     if not found.arithmetic:  # a relation, which no bound was asked about
         return
     yield from _shares(found)
+    yield from _gradients(record, width)
     if found.precision is not None:
         yield from _precision(found.precision)
     yield Text("")
@@ -67,7 +70,7 @@ def _title(record: Record) -> str:
     problem = asked(record)
     heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
     parts = [record.kernel, record.variant, heads, problem.dtype, problem.shape]
-    parts += [problem.distribution, f"seed {problem.seed}"]
+    parts += [problem.distribution, f"seed {problem.seed}", problem.backward_too]
     return " · ".join(part for part in parts if part)
 
 
@@ -136,6 +139,26 @@ def _shares(found: Judgement) -> Iterator[Text]:
     for name, (out, lse) in shares.items():
         said = f"out {_share(out):<8}  LSE {_share(lse)}"
         yield Text(f"{_INDENT}{name:<{longest}}  {said}")
+
+
+def _gradients(record: Record, width: int) -> Iterator[Text]:
+    """A row for each gradient."""
+    columns = ("", "÷ bound", "RMSE", "×floor", "×ideal", "max error", "at")
+    shares, sheet = gradient_shares(record), Sheet("gradients", columns, cut=0)
+    for name, found in gradients_of(record).items():
+        texts = (
+            name,
+            _share(shares.get(name)),
+            figures.scientific(found.rmse),
+            figures.ratio(found.rmse, found.floor_rmse),
+            figures.ratio(found.rmse, found.ideal_rmse),
+            figures.scientific(found.max_error),
+            figures.place_in(name, found.max_at),
+        )
+        sheet.lines.append(Line(tuple(map(Cell, texts))))
+    if sheet.lines:
+        yield Text("")
+        yield from terminal_lines(sheet, width)
 
 
 def _share(share: float | None) -> str:

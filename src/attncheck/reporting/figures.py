@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncheck.judgement import Place, Worst
+    from attncheck.tensor_names import TensorName
 
 __all__ = [
     "NOTHING",
@@ -14,6 +15,7 @@ __all__ = [
     "element",
     "percent",
     "place",
+    "place_in",
     "quotient",
     "ratio",
     "scientific",
@@ -79,9 +81,12 @@ def duration(seconds: float | None) -> str:
 
 def place(at: Place | None) -> str:
     """``b,h,q,d``, or ``b,h,q`` of an LSE row."""
-    if at is None:
-        return NOTHING
-    return ",".join(map(str, at.index("out" if at.dim >= 0 else "lse")))
+    return place_in("out" if at is not None and at.dim >= 0 else "lse", at)
+
+
+def place_in(tensor: TensorName, at: Place | None) -> str:
+    """Its index in ``tensor``, without spaces."""
+    return NOTHING if at is None else ",".join(map(str, at.index(tensor)))
 
 
 def element(worst: Worst) -> str:

@@ -15,7 +15,7 @@ __all__ = ["name_of", "read", "record_numbers", "refusal", "written"]
 
 # JSON has no word for these; strings keep the file valid for every reader.
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_PLACES = ("case", "out", "lse", "judgement", "seconds")
+_PLACES = ("case", "out", "lse", "gradients", "judgement", "seconds")
 _LONGEST_MESSAGE = 300
 
 

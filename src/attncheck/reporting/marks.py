@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.errors import UsageError
 from attncheck.reporting.asked import Asked, asked
+from attncheck.reporting.gradients import gradients_of
 from attncheck.reporting.inert import one_line
 from attncheck.reporting.verdicts import JUDGED
 
@@ -140,13 +141,18 @@ def page(report: Report) -> Page:
     """Everything that a plot of ``report`` shows.
 
     Raises:
-        UsageError: where no cell of the report was measured, and for one of several machines.
+        UsageError: where no cell of the report was measured, and for one of several machines or
+            with gradients.
     """
     if not measured(report):
         raise UsageError("the report has no cell that was measured: there is nothing to plot.")
     if len(report.environments) > 1:
         raise UsageError(
             f"the reports are of {len(report.environments)} machines: a plot shows one. Plot each."
+        )
+    if any(map(gradients_of, report.records)):
+        raise UsageError(
+            "the report has gradients, which a plot does not show: plot one without --backward."
         )
     shown = [r for r in report.records if r.status == "error" or (r.status in JUDGED and r.out)]
     usual = _usual_shapes(shown)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from attncheck.reporting import figures
-from attncheck.reporting.cells import Cell, Look
+from attncheck.reporting.cells import Cell
+from attncheck.reporting.gradients import ERRORS, SHARES, gradient_cells, gradients_of
 from attncheck.reporting.verdicts import JUDGED, STATUSES, verdict_cells, verdict_remarks
+from attncheck.reporting.yardsticks import error_cell, ideal_cell, soundness
 
 if TYPE_CHECKING:
     from attncheck.record import LseErrors, OutErrors, Record
 
-__all__ = ["COLUMNS", "DAGGER", "Row", "row"]
+__all__ = ["COLUMNS", "DAGGER", "HEADINGS", "Row", "row"]
 
 COLUMNS = {
     "verdict": "verdict",
@@ -32,11 +33,16 @@ COLUMNS = {
 }
 """Headings by key, in reading order; ``environment`` is shown only where there are several."""
 
-DAGGER = "†"
+_BEHIND = {"lse_share": SHARES, "lse": ERRORS}
 
-# Where a reader's eye is drawn; the judge reads neither.
-_NOTABLE = 2.0
-_BAD = 10.0
+HEADINGS = {
+    name: heading
+    for key in COLUMNS
+    for name, heading in ({key: COLUMNS[key]} | _BEHIND.get(key, {})).items()
+}
+"""The same with those of gradients behind LSE's; each is shown only where it was measured."""
+
+DAGGER = "†"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,7 @@ def row(record: Record, *, note: int, environment: str) -> Row:
     if record.status not in JUDGED:
         mark = Cell(f"{record.status} {figures.superscript(note)}", STATUSES[record.status])
         return Row(kernel=record.kernel, mark=mark)
-    cells = verdict_cells(record, note) | _out_cells(record.out)
+    cells = verdict_cells(record, note) | _out_cells(record.out) | gradient_cells(record)
     cells["lse"] = _lse_cell(record.lse)
     cells["time"] = _time_cell(record.seconds, interpreted=record.interpreted)
     cells["environment"] = Cell(environment, "dim")
@@ -83,40 +89,21 @@ def _out_cells(out: OutErrors | None) -> dict[str, Cell]:
     if out is None or out.elements == 0:
         return dict.fromkeys(names, Cell(figures.NOTHING, "dim"))
     return {
-        "rmse": _error_cell(out.rmse),
-        "floor": Cell(figures.ratio(out.rmse, out.floor_rmse), _soundness(out.rmse)),
-        "ideal": _ideal_cell(out),
+        "rmse": error_cell(out.rmse),
+        "floor": Cell(figures.ratio(out.rmse, out.floor_rmse), soundness(out.rmse)),
+        "ideal": ideal_cell(out.rmse, out.ideal_rmse),
         "inputs": Cell(figures.scientific(out.input_rmse), "dim"),
-        "max": _error_cell(out.max_error),
+        "max": error_cell(out.max_error),
         "at": Cell(figures.place(out.max_at), "dim"),
-        "bias": _error_cell(out.bias, signed=True),
+        "bias": error_cell(out.bias, signed=True),
     }
-
-
-def _soundness(number: float) -> Look:
-    return "plain" if math.isfinite(number) else "bad"
-
-
-def _error_cell(number: float, *, signed: bool = False) -> Cell:
-    return Cell(figures.scientific(number, signed=signed), _soundness(number))
-
-
-def _ideal_cell(out: OutErrors) -> Cell:
-    text = figures.ratio(out.rmse, out.ideal_rmse)
-    value = figures.quotient(out.rmse, out.ideal_rmse)
-    if value is None:
-        # Wrong where the ideal kernel is exact stands out more than any ratio.
-        return Cell(text, "plain" if out.rmse == 0 else "bad")
-    if not value < _BAD:
-        return Cell(text, "bad")
-    return Cell(text, "notable" if value >= _NOTABLE else "plain")
 
 
 def _lse_cell(lse: LseErrors | None) -> Cell:
     # Without a place, as where no row sees a key, nothing was compared.
     if lse is None or lse.max_at is None:
         return Cell(figures.NOTHING, "dim")
-    return _error_cell(lse.max_error)
+    return error_cell(lse.max_error)
 
 
 def _time_cell(seconds: float | None, *, interpreted: bool) -> Cell:
@@ -136,6 +123,11 @@ def _remarks(record: Record) -> tuple[Cell, ...]:
         broken.append(f"{out.nonfinite} of {out.elements} elements of out")
     if lse and lse.nonfinite:
         broken.append(f"LSE of {lse.nonfinite} rows")
+    broken += [
+        f"{found.nonfinite} of {found.elements} elements of {name}"
+        for name, found in gradients_of(record).items()
+        if found.nonfinite
+    ]
     if out and out.dead_rows_wrong:
         dead.append(f"out is not 0 in {out.dead_rows_wrong} of {out.dead_rows}")
     if lse and lse.dead_rows_wrong:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from attncheck.judgement import Judgement
     from attncheck.record import Record, Status
 
-__all__ = ["JUDGED", "STATUSES", "footnote", "verdict_cells", "verdict_remarks"]
+__all__ = ["JUDGED", "STATUSES", "footnote", "share_cell", "verdict_cells", "verdict_remarks"]
 
 STATUSES: dict[Status, Look] = {
     "pass": "good",
@@ -33,12 +33,13 @@ def verdict_cells(record: Record, note: int) -> dict[str, Cell]:
     found = record.judgement
     return {
         "verdict": Cell(f"{record.status}{mark}", STATUSES[record.status]),
-        "share": _share_cell(found.out_over_bound if found else None),
-        "lse_share": _share_cell(found.lse_over_bound if found else None),
+        "share": share_cell(found.out_over_bound if found else None),
+        "lse_share": share_cell(found.lse_over_bound if found else None),
     }
 
 
-def _share_cell(share: float | None) -> Cell:
+def share_cell(share: float | None) -> Cell:
+    """An error as a part of its bound; bad beyond it."""
     if share is None:
         return Cell(figures.NOTHING, "dim")
     return Cell(figures.share(share), "plain" if share <= 1 else "bad")

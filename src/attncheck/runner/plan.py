@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attncheck.errors import ProblemError, UnknownName
@@ -25,6 +25,13 @@ class Cell:
     variant: str
     problem: Problem
 
+    def asking(self, *, backward: bool) -> Cell:
+        """The same with gradients of out's loss, or of the forward alone.
+
+        Raises ProblemError where there are no gradients.
+        """
+        return replace(self, problem=self.problem.replace(backward=backward, dlse=False))
+
 
 def plan(
     *,
@@ -34,17 +41,20 @@ def plan(
     distributions: Sequence[str],
     seed: int,
     own: Variant | None = None,
+    backward: bool = False,
 ) -> list[Cell]:
     """Every combination, in the order in which a report shows them.
 
     Args:
         dtypes: Names of dtypes that kernels are measured in.
         variants: Names of ``VARIANTS`` and ``FURTHER``, or ``ALL``; none: those of ``VARIANTS``.
-            Without a name, what does not exist in a dtype or distribution is left out.
+            Without a name, what does not exist in a dtype or distribution, or has no backward where
+            one is asked for, is left out.
         shapes: As typed, ``Shape.parse``.
         distributions: Names.
         seed: Which draw.
         own: A variant that no name stands for; measured in place of ``VARIANTS``.
+        backward: Whether gradients are asked for too.
 
     Raises UnknownName or ProblemError for anything that cannot be measured, before anything is.
     """
@@ -55,11 +65,12 @@ def plan(
         check_measured(dtype)
         shape = Shape.parse(text)
         for name, variant in named.items():
-            if not (must or variant.exists(dtype, distribution)):
+            if not (must or variant.exists(dtype, distribution, backward=backward)):
                 continue
             for kv_heads in shape.head_counts():
                 fields = variant.fields(shape, kv_heads)
                 fields |= {"dtype": dtype, "distribution": distribution, "seed": seed}
+                fields["backward"] = backward
                 cells.append(Cell(variant=name, problem=Problem(**fields)))
     for cell in cells:
         check_memory(cell.problem)
@@ -89,7 +100,8 @@ def check_memory(problem: Problem) -> None:
     columns = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
     if problem.operation == "softmax":
         columns = 2 * problem.heads * problem.query * problem.kv
-    needed = 8 * problem.batch * columns
+    # A backward has a gradient for each of them.
+    needed = 8 * problem.batch * columns * (2 if problem.backward else 1)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise ProblemError(

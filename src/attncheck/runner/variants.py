@@ -86,8 +86,13 @@ class Variant:
     sink: bool = False
     paged: bool = False
 
-    def exists(self, dtype: str, distribution: str) -> bool:
-        """Whether there is such a Problem: softmax has neither every dtype nor distribution."""
+    def exists(self, dtype: str, distribution: str, *, backward: bool = False) -> bool:
+        """Whether there is such a Problem.
+
+        Softmax has neither every dtype nor distribution; it has no backward, nor have pages.
+        """
+        if backward and (self.mods is None or self.paged):
+            return False
         if self.mods is not None:
             return True
         known = distribution not in DISTRIBUTIONS or DISTRIBUTIONS[distribution].scores

@@ -26,6 +26,7 @@ class Paged(Flash2):
 
     name = "triton-paged"
     summary = "triton-flash2 on keys and values in pages, behind a page table"
+    backward = False
 
     def concerns(self, problem: Problem) -> bool:
         """Attention with pages, and no other."""

@@ -1,0 +1,174 @@
+"""``attncheck rmse --backward``: gradients measured, judged and shown."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncheck.cli import main
+from attncheck.distributions import DISTRIBUTIONS
+from attncheck.mods import library
+from attncheck.problem import Problem
+from attncheck.subjects import builtin
+from attncheck.subjects.load import load
+
+MINE = """
+from attncheck.subjects.contract import Subject
+from attncheck.subjects.ideal import Ideal
+
+class Unscaled(Ideal):
+    name, summary = "unscaled", "dk without the scale"
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+
+        def spoiled():
+            given = call()
+            given.dk.div_(inputs.problem.scale)
+            return given
+
+        return spoiled
+
+class Forward(Ideal):
+    name, summary, backward = "forward", "gives no gradients", False
+    concerns = Subject.concerns
+"""
+ASKED = ("--backward", "--variant", "causal", "--shape", "1x2/2x24x8", "-q")
+RECORDING = Path(__file__).parents[1] / "data" / "trained.safetensors"
+
+
+@pytest.fixture
+def attncheck(tmp_path, monkeypatch, capsys):
+    """``attncheck rmse`` in this process: exit code, standard output, standard error."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(*arguments, asked=ASKED):
+        monkeypatch.setattr(sys, "argv", ["attncheck", "rmse", *asked, *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return end.value.code, said.out, said.err
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+def records(folder):
+    return json.loads((folder / "reports" / "rmse.json").read_text())["records"]
+
+
+def test_right_kernels_pass_with_gradients_in_every_file(attncheck, tmp_path):
+    kernels = [part for name in ("ideal", "sdpa-math") for part in ("--kernel", name)]
+    code, out, err = attncheck(*kernels, "--dtype", "fp16", "--dtype", "fp32")
+    assert (code, err) == (0, "")
+    assert "seed 0 · backward\n" in out
+    assert "dQ RMSE" in out
+    assert "4 cells: 4 pass.\n" in out
+    for record in records(tmp_path):
+        assert record["case"]["problem"]["backward"] is True
+        assert set(record["gradients"]) == {"dq", "dk", "dv"}
+        assert max(record["judgement"]["gradients_over_bound"].values()) <= 1
+    assert "dk_over_ideal" in (tmp_path / "reports" / "rmse.csv").read_text()
+    assert "| dK ×ideal |" in (tmp_path / "reports" / "rmse.md").read_text()
+
+
+def test_a_planted_fault_fails_with_the_share_of_its_gradient(attncheck, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, err = attncheck("--kernel", "mine.py::Unscaled", "--kernel", "ideal")
+    assert (code, err) == (1, "")
+    assert "¹ fail: bound: dk[" in out
+    assert "2 cells: 1 pass, 1 fail.\n" in out
+    wrong, right = records(tmp_path)
+    shares = wrong["judgement"]["gradients_over_bound"]
+    assert shares["dk"] > 1 >= max(shares["dq"], shares["dv"])
+    heads = next(line for line in out.splitlines() if line.startswith("kernel "))
+    row = next(line for line in out.splitlines() if line.startswith("  unscaled "))
+    end = heads.index("dK/bound") + len("dK/bound")
+    assert float(row[:end].split()[-1]) == pytest.approx(shares["dk"], rel=0.05)
+    assert {n for n in shares if wrong["gradients"][n] != right["gradients"][n]} == {"dk"}
+
+
+def test_one_cell_is_explained_with_its_gradients(attncheck):
+    code, out, _ = attncheck("--kernel", "mine.py::Unscaled", "--explain", "unscaled")
+    assert code == 1
+    assert out.splitlines()[0].endswith(" · backward")
+    assert "the element that shows it: dk[" in out
+    assert "\ngradients\n" in out
+
+
+def test_a_kernel_without_gradients_is_refused_by_name(attncheck, tmp_path):
+    code, out, err = attncheck("--kernel", "mine.py::Forward")
+    assert (code, out) == (2, "")
+    assert err == "attncheck: kernel 'forward' gives no gradients: see attncheck list.\n"
+    assert attncheck("--kernel", "mine.py::Forward", asked=ASKED[1:])[0] == 0
+
+
+def test_built_in_kernels_without_gradients_are_named_in_one_line(attncheck, monkeypatch):
+    known = ("ideal", "triton-flash1", "triton-decode", "triton-paged", "torch-softmax")
+    monkeypatch.setattr(builtin, "names", lambda: known)
+    code, out, err = attncheck()
+    assert code == 0
+    assert (
+        err == "attncheck: without gradients, and so without a row: triton-flash1, triton-decode.\n"
+    )
+    assert "1 cell: 1 pass.\n" in out
+    assert "triton-flash1" not in out
+    asked = Problem(query=24, head_dim=8, backward=True)
+    assert [name for name in known if load(name).concerns(asked)] == ["ideal"]
+
+
+@pytest.fixture
+def _forgotten():
+    """Other tests go through all distributions, masks and score mods there are."""
+    registries = (DISTRIBUTIONS, library.MASKS, library.SCORES)
+    before = [(registry, dict(registry)) for registry in registries]
+    yield
+    for registry, known in before:
+        registry.clear()
+        registry.update(known)
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_recorded_inputs_have_gradients_too(attncheck, tmp_path):
+    asked = ("--backward", "--inputs", str(RECORDING), "--dtype", "bf16", "--kernel", "ideal", "-q")
+    assert attncheck(asked=asked)[0] == 0
+    found = records(tmp_path)
+    assert found
+    assert all(set(record["gradients"]) == {"dq", "dk", "dv"} for record in found)
+
+
+def test_a_report_of_gradients_is_shown_again_and_joined(attncheck):
+    code, out, _ = attncheck("--kernel", "ideal", "--out", "backward")
+    _, forward, _ = attncheck("--kernel", "ideal", "--out", "forward", asked=ASKED[1:])
+    assert attncheck("--from", "backward/rmse.json", asked=()) == (code, out, "")
+    both = ("--from", "backward/rmse.json", "--from", "forward/rmse.json")
+    code, joined, _ = attncheck(*both, asked=())
+    assert (code, "dQ" in forward) == (0, False)
+    assert joined.count(" · normal · seed 0") == 2
+    assert "2 cells: 2 pass.\n" in joined
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--dtype", "e4m3"), "there are no gradients in e4m3: nothing says which descales"),
+        (("--variant", "softmax"), "backward=True has no meaning for softmax."),
+        (("--variant", "paged"), "there are no gradients of keys in pages."),
+        (("--plot", "a.svg"), "--backward gives gradients, which a plot does not show: leave out"),
+        (("--from", "rmse.json"), "--from shows what was measured: leave out "),
+    ],
+)
+def test_what_has_no_gradients_is_one_line_and_nothing_is_written(
+    attncheck, tmp_path, arguments, says
+):
+    code, out, err = attncheck("--kernel", "ideal", *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "reports").exists()
