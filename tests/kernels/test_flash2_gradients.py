@@ -73,6 +73,19 @@ def test_the_subject_gives_gradients(changes, subject):
     assert not forward.gradients()
 
 
+@pytest.mark.parametrize("subject", [Flash2(), Flash2(BLOCKS)])
+def test_a_key_that_is_nan_has_no_part_in_the_gradients_of_keys_of_other_rows(subject):
+    asked = problem(mask=Spec.of("document", lengths=[30, 20]), kv=50, query=50, sink=False)
+    plain = draw(asked)
+    k = plain.k.clone()
+    k[:, :, 3] = torch.nan
+    right, found = subject.run(plain), subject.run(plain.replace(k=k))
+    assert not bool(torch.isfinite(found.dk[:, :, :30]).all())
+    for name in ("dk", "dv"):
+        given, wanted = (one.gradients()[name][:, :, 30:] for one in (found, right))
+        assert torch.equal(given, wanted)
+
+
 def test_its_lists_have_the_tiles_of_their_launches():
     """And dense it has none; to the bit the same."""
     inputs = draw(problem(query=70, kv=70))
@@ -122,3 +135,50 @@ def test_compiles_for_hopper_and_hardly_spills(kernel, tmp_path):
         # Tiles are not chosen for atomic sums.
         assert int(spilled) <= MOST_SPILLED or line[3] == "atomic", line
         assert int(products) > 0  # of 16-bit operands by tensor cores
+
+
+NAMES = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton.language as tl
+from attncheck.mods.derivative import derivative
+from attncheck.mods.scores import temperature
+from attncheck.mods.to_triton import to_triton
+from attncheck.mods.trace import trace_score
+
+mod = temperature(3.0)
+score, slope = to_triton(trace_score(mod)), to_triton(derivative(mod))
+assert len(score.captured) == len(slope.captured) == 1
+
+@triton.jit
+def both(x_ptr, captured, slopes, SCORE: tl.constexpr, SLOPE: tl.constexpr):
+    x = tl.load(x_ptr)
+    i = tl.program_id(0)
+    y = SCORE(x, i, i, i, i, (captured,)) + SLOPE(x, i, i, i, i, (slopes,))
+    tl.store(x_ptr, y)
+
+signature = {"x_ptr": "*fp32", "captured": "fp32", "slopes": "fp32"}
+constants = {"SCORE": score.function, "SLOPE": slope.function}
+source = ASTSource(both, signature | dict.fromkeys(constants, "constexpr"), constants)
+text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+print(text.count("arith.divf"))
+"""
+
+
+def test_a_score_mod_and_its_slope_are_two_functions_of_a_compiled_kernel(tmp_path):
+    """Triton tells callees apart by name and types alone, which the interpreter does not show.
+
+    Of one name the slope of a temperature would divide as the temperature does.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = tmp_path / "names.py"
+    script.write_text(NAMES)
+    done = subprocess.run(
+        [sys.executable, script],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1"]  # the mod divides, and its slope is a number

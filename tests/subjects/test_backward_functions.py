@@ -233,3 +233,59 @@ def test_a_function_is_assumed_to_round_as_an_unfused_formula_does():
 def test_options_are_checked():
     with pytest.raises(UnknownName, match="backward 'jvp' is not known"):
         ConventionOptions(backward="jvp")
+
+
+@pytest.mark.parametrize("changes", [{}, {"dlse": True}], ids=str)
+def test_keywords_behind_any_number_of_tensors_are_its_keywords(changes):
+    def behind(*tensors, softmax_scale=None, causal=False, dlse=None):
+        return backward(*tensors, softmax_scale=softmax_scale, causal=causal, dlse=dlse)
+
+    inputs = draw(small(**changes))
+    found = InProcess().run(subject_with(behind), inputs)
+    assert isinstance(found, Execution), found
+    assert exact_gradients(inputs).excess(found.outputs) <= 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"dlse": True}], ids=str)
+def test_one_that_needs_the_gradient_of_lse_is_given_none_where_there_is_none(changes):
+    def needing(dout, q, k, v, out, lse, dlse, **keywords):
+        return backward(dout, q, k, v, out, lse, dlse=dlse, **keywords)
+
+    inputs = draw(small(**changes))
+    found = InProcess().run(subject_with(needing), inputs)
+    assert isinstance(found, Execution), found
+    assert exact_gradients(inputs).excess(found.outputs) <= 1
+
+
+def test_what_it_does_to_the_forwards_results_is_not_the_forwards_fault():
+    def using_up(dout, q, k, v, out, lse, **keywords):
+        found = backward(dout, q, k, v, out.clone(), lse.clone(), **keywords)
+        out.zero_()
+        lse.zero_()
+        return found
+
+    inputs = draw(small())
+    right, found = (InProcess().run(subject_with(f), inputs) for f in (backward, using_up))
+    assert torch.equal(found.outputs.out, right.outputs.out)
+    assert exact_gradients(inputs).excess(found.outputs) <= 1
+
+
+def test_a_table_has_no_place_for_a_loss_of_lse():
+    table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
+    table |= {"gqa": True, "rectangular": True, "scale": True, "backward": "autograd"}
+    assert read(table, "mine").declares(small())
+    assert not read(table, "mine").declares(small(dlse=True))
+    assert not read(table, "mine").declares(small(sink=True))
+    assert not read(table | {"empty_row": "nan"}, "mine").declares(small())
+
+
+def test_a_kernel_without_lse_may_refuse_a_loss_of_it_whatever_its_table_says():
+    def plain(q, k, v, softmax_scale=None, causal=False):
+        return forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
+
+    table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
+    table |= {"gqa": True, "rectangular": True, "scale": True, "backward": "autograd", "lse": False}
+    subject = Declared(adopted(plain, "kernel", "flash_attn"), read(table, "mine"), "mine")
+    found = InProcess().run(subject, draw(small(dlse=True)))
+    assert isinstance(found, Failure)
+    assert found.kind == "refused"

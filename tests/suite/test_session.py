@@ -148,3 +148,23 @@ def test_every_family_has_samples_in_pages(family: str) -> None:
 
 def test_a_softmax_has_no_pages() -> None:
     assert not samples(SOFTMAX, "bf16", Kind(paged=True))
+
+
+@pytest.mark.parametrize("family", MASK_FAMILIES)
+def test_every_family_has_samples_with_a_backward(family: str) -> None:
+    assert all(each.backward for each in samples(family, "bf16", Kind(backward=True)))
+    assert not refusal(Ideal(), family, "bf16", "cpu", Kind(backward=True))
+    assert not samples(family, "e4m3", Kind(backward=True))
+
+
+def test_a_kernel_of_gradients_alone_is_asked_for_them() -> None:
+    class Alone(Ideal):
+        name = "alone"
+
+        def concerns(self, problem: Problem) -> bool:
+            return problem.operation == "attention" and problem.backward
+
+    both = {"dtypes": ("bf16",)}
+    found = session(Alone())
+    assert [p.id for p in found.params(asked("full", **both, backward=True))] == ["alone-bf16-full"]
+    assert not found.untaken

@@ -75,10 +75,12 @@ def weights(
     s = x
     if not IDENTITY:
         s = SCORE(x, b, h, rows, keys, score_captured)
+    p = power(s - lse, IDENTITY)
     if partial:
+        # Of P, not of the score: −∞ less an LSE that is NaN, of a row that sees one, is NaN.
         seen = MASK(b, h, rows, keys, mask_captured) & (rows < query) & (keys < kv)
-        s = tl.where(seen, s, float("-inf"))
-    return power(s - lse, IDENTITY)
+        p = tl.where(seen, p, 0.0)
+    return p
 
 
 @triton.jit

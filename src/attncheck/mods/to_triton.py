@@ -105,11 +105,16 @@ def _function(structure: Structure) -> tuple[Any, str]:
     source = _source(structure)
     name = _name(structure)
     # Triton and inspect read a function's text through linecache; no file is needed.
-    file = f"<attncheck {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    file = f"<attncheck {name} {digest}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope: dict[str, Any] = {"tl": tl, "__name__": __name__, **FUNCTIONS}
     exec(compile(source, file, "exec"), scope)  # noqa: S102  (our own printed text)
-    return triton.jit(scope[name]), source
+    function = scope[name]
+    # Triton knows a function that a kernel calls by its module, this name and the types of its
+    # arguments: a score mod and its derivative would be one and the same.
+    function.__qualname__ = f"{name}_{digest}"
+    return triton.jit(function), source
 
 
 def _name(structure: Structure) -> str:

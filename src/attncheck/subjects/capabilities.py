@@ -199,7 +199,9 @@ class Capabilities(Limits, frozen=True, kw_only=True):
 
         What it is silent on the kernel may refuse.
         """
-        gradients = not problem.backward or bool(self.backward)
+        # It has no place for a loss of LSE, for sinks, or for empty rows whose gradients are NaN.
+        silent = problem.dlse or problem.sink or self.empty_row == "nan"
+        gradients = not problem.backward or (bool(self.backward) and not silent)
         return gradients and all(
             said == "" for said in _answers(self.limits(problem, device), problem)
         )

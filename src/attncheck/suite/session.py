@@ -118,14 +118,13 @@ class Session:
     def _untaken(self, kernel: Kernel, dtype: str) -> bool:
         """Whether the kernel takes no problem of this dtype; then the reason is kept."""
         families = (*MASK_FAMILIES, SOFTMAX)
-        refusals = [
-            self._refusal(kernel, family, dtype, kind)
-            for family in families
-            for kind in (PLAIN, Kind(paged=True))
-        ]
-        if not all(refusals):
-            return False
-        reasons = [reason for reason in refusals if reason != NOT_CONCERNED]
+        reasons = []
+        for kind in (PLAIN, Kind(paged=True), Kind(sink=True), Kind(backward=True)):
+            for family in families:
+                refusal = self._refusal(kernel, family, dtype, kind)
+                if not refusal:
+                    return False
+                reasons += [refusal] if refusal != NOT_CONCERNED else []
         if self.options.kernels and self.options.dtypes:  # somebody asked for exactly this
             reasons = reasons or [NOT_CONCERNED]
         if reasons:

@@ -17,6 +17,7 @@ from attncheck.subjects.conventions.gradients import (
     by_autograd,
     by_function,
     laid,
+    needs,
     passed_on,
 )
 from attncheck.subjects.empty_rows import empty_rows
@@ -96,6 +97,8 @@ class Backward:
         assert not isinstance(keywords, str), keywords
         if self._loss.dlse is not None:
             keywords["dlse"] = self._dlse(found)
+        elif needs(function, "dlse"):
+            keywords["dlse"] = None
         return by_function(function, found, self._leaves, self._loss, keywords)
 
     def _dlse(self, found: Returned) -> torch.Tensor:

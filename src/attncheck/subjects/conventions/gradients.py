@@ -14,7 +14,7 @@ from attncheck.subjects.conventions.signature import called
 from attncheck.tensor_names import GRADIENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from attncheck.subjects.conventions.outcome import Returned
 
@@ -26,6 +26,7 @@ __all__ = [
     "by_autograd",
     "by_function",
     "laid",
+    "needs",
     "passed_on",
 ]
 
@@ -152,7 +153,10 @@ def by_function(
     if not _like(found.out, loss.dout):
         return {}
     tensors = [leaf.given.detach() for leaf in leaves[:3]]
-    results = [x.detach() if isinstance(x, torch.Tensor) else x for x in (found.out, found.lse)]
+    # Copies: out and LSE are judged after it, and it may use them up.
+    results = [
+        x.detach().clone() if isinstance(x, torch.Tensor) else x for x in (found.out, found.lse)
+    ]
     given = function(loss.dout, *tensors, *results, **keywords)
     names = [leaf.name for leaf in leaves]
     if not isinstance(given, tuple | list) or len(given) < len(names):
@@ -190,9 +194,18 @@ def _takes(function: Callable[..., Any], name: str, *, by_name: bool) -> bool:
         parameters = list(inspect.signature(called(function)).parameters.values())
     except (TypeError, ValueError):  # in C: it says nothing
         return not by_name
-    keywords: Iterable[inspect.Parameter] = parameters[_TENSORS:]
+    keywords = [p for i, p in enumerate(parameters) if i >= _TENSORS or p.kind is p.KEYWORD_ONLY]
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return any(p.name == name for p in keywords) or (anything and not by_name)
+
+
+def needs(function: Callable[..., Any], name: str) -> bool:
+    """Whether its signature names a parameter without which it cannot be called."""
+    try:
+        parameter = inspect.signature(called(function)).parameters.get(name)
+    except (TypeError, ValueError):  # in C: it says nothing
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _is_nothing(value: object) -> bool:
