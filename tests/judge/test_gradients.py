@@ -291,6 +291,27 @@ def test_a_saved_lse_that_is_nan_bounds_nothing_of_its_row():
     assert bool(torch.isfinite(found["dk"][1]).all())
 
 
+def test_a_query_that_is_nan_and_sees_nothing_costs_no_key_its_bound():
+    asked = problem(mask=Spec.of("causal_bottom_right"), query=20)
+    inputs = draw(asked)
+    q = inputs.q.clone()
+    q[:, :, 0] = math.nan
+    exact = kernels.Exact.of(inputs)
+    truth, arithmetic = Outputs(exact.out, exact.lse), default(asked.formats)
+    bounds = []
+    for given in (inputs, inputs.replace(q=q)):
+        keys = KeyGradients(arithmetic, batch=2, heads=4, kv_heads=2, query=20)
+        for rows in blocks(asked, "cpu"):
+            known = gradient_conditions(given, truth, rows)
+            nothing = torch.zeros_like(known.known.out)
+            saved = Saved(out_error=nothing, lse_error=nothing[..., 0])
+            scores = score_error(known.known, arithmetic)
+            keys.add(row_gradients(known, arithmetic, scores, saved))
+        bounds.append(keys.finished(exact.gradients["dk"], exact.gradients["dv"]))
+    assert torch.equal(bounds[0].dk, bounds[1].dk)
+    assert torch.equal(bounds[0].dv, bounds[1].dv)
+
+
 def test_what_may_overflow_is_not_bounded():
     asked = problem(batch=1, heads=1, kv_heads=1)
     inputs = draw(asked)

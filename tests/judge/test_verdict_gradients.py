@@ -122,6 +122,16 @@ def test_a_gradient_without_any_finite_allowance_is_not_told() -> None:
     assert "no element of dk has a finite allowance" in found.reason
 
 
+def test_how_many_elements_of_a_gradient_are_not_judged_is_said() -> None:
+    (dq, *others) = gradients({})
+    counted = dq.alive.clone()
+    counted[0, 0, 0] = False
+    found = verdict(gradients_instead=[replace(dq, counted=counted), *others])
+    assert found.status == "pass"
+    of_dq = f"{DIM} of {dq.exact.numel()} elements of dq"
+    assert found.warnings == (f"not judged: {of_dq} have no finite bound",)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_fails(value) -> None:
     found = verdict({("dk", (0, 0, 1, 1)): value})

@@ -126,6 +126,26 @@ def test_what_is_hidden_reaches_nothing(backward, what, sink, allowance):
 
 
 @every_backward
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+def test_a_loss_of_an_lse_reaches_nothing_but_what_the_row_sees(backward, what, allowance):
+    """−∞ is what a loss of LSE² gives to a row that sees no key."""
+    mask = Spec.of("expression", text="(q_idx > 0) & (kv_idx % 4 > q_idx % 2)")
+    inputs = tiny(mask=mask)
+    of_dead, of_odd = inputs.dlse.clone(), inputs.dlse.clone()
+    of_dead[:, :, 0] = what
+    of_odd[:, :, 1] = what
+    exact = Definition.of(inputs).gradients(inputs)
+    found = backward(inputs.replace(dlse=of_dead))
+    assert not allowed_of(inputs, allowance).misses(found, exact)
+    found = backward(inputs.replace(dlse=of_odd))
+    unseen = torch.arange(inputs.k.shape[2]) % 4 <= 1
+    assert torch.isfinite(found.dk[:, :, unseen]).all()
+    assert not torch.isfinite(found.dk[:, :, ~unseen]).any()
+    assert torch.isfinite(found.dq[:, :, 2:]).all()
+    assert torch.isfinite(found.dv).all()
+
+
+@every_backward
 def test_nan_reaches_whatever_attends_to_it_and_nothing_else(backward):
     # Rows and keys of one parity see each other.
     inputs = tiny(mask=Spec.of("expression", text="q_idx % 2 == kv_idx % 2"))
@@ -177,6 +197,15 @@ ODD_MODS = {
     "that writes": (lambda p: lambda s, b, h, q, k: s.mul_(3).add_(1), 3.0),
     "in fp32": (lambda p: lambda s, b, h, q, k: s.float() * 2, 2.0),
 }
+
+
+def test_a_score_mod_without_a_gradient_is_said():
+    scores = torch.arange(24.0).double().view(1, 2, 3, 4)
+    at = Indices.of(*map(range, scores.shape))
+    with pytest.raises(
+        ProblemError, match=r"the score mod has no gradient, torch says: .*floor_di"
+    ):
+        Float64().score_slope(lambda s, b, h, q, k: s // 2.0, scores, at)
 
 
 @pytest.mark.parametrize(("mod", "wanted"), ODD_MODS.values(), ids=ODD_MODS)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attncheck import inputs
+from attncheck.examine.answer import answered
 from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
 from attncheck.relations import RELATIONS, relation_named
+from attncheck.subjects.ideal import Ideal
 
 OF_GRADIENTS = ("zero_loss", "lse_loss", "euler", "group_sums")
 ALSO = (
@@ -93,3 +98,83 @@ def test_heads_and_sequences_take_their_loss_with_them(small) -> None:
     heads = [list(map(torch.Tensor.tolist, drawn.q[0])).index(q.tolist()) for q in turned.q[0]]
     assert heads != [0, 1, 2, 3]
     assert torch.equal(turned.dlse, drawn.dlse[:, heads])
+
+
+@pytest.mark.parametrize("question", ["euler", "zero_loss", "lse_loss"])
+@pytest.mark.parametrize("scale", [1e5, 1e7, 3e37])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_right_kernel_that_overflows_is_not_failed(question, scale, dtype) -> None:
+    asked = Problem(
+        query=6, head_dim=8, backward=True, dlse=True, dtype=dtype, distribution="sink", scale=scale
+    )
+    record = answered(Ideal(), Case(problem=asked, question=question), device="cpu")
+    assert record.status in ("pass", "inconclusive"), record.judgement.reason
+    assert record.status == "pass" or "finite bound" in record.judgement.reason
+
+
+def test_where_no_gradient_has_a_bound_nothing_passes(ask) -> None:
+    class Wrong(Ideal):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            return lambda: replace(call(), dq=torch.zeros_like(inputs.q))
+
+    asked = Problem(
+        query=6, head_dim=8, backward=True, dtype="fp32", distribution="sink", scale=1e7
+    )
+    found = ask(Wrong(), "euler", asked)
+    assert found.kind == "unbounded"
+    assert "no element of dq" in found.message
+
+
+def test_bits_of_gradients_are_compared_only_of_a_kernel_that_promises_them(small) -> None:
+    class Apart(Ideal):
+        """Its gradients differ by a rounding from call to call, as sums by atomics do."""
+
+        calls = 0
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def moved():
+                Apart.calls += 1
+                given = call()
+                return replace(given, dk=given.dk * (1 + Apart.calls % 2 * 2.0**-22))
+
+            return moved
+
+    case = Case(problem=small(dtype="fp32", backward=True), question="repeat")
+    assert answered(Apart(), case, device="cpu").status == "fail"
+    other = Apart()
+    other.promises_gradients = False
+    assert answered(other, case, device="cpu").status == "pass"
+
+
+def test_gradients_that_nobody_asked_for_are_not_compared(small) -> None:
+    class Eager(Ideal):
+        promises = frozenset()
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            return lambda: replace(call(), dq=inputs.q.clone())
+
+    case = Case(problem=small(), question="repeat")
+    assert answered(Eager(), case, device="cpu").status == "pass"
+
+
+def test_a_finding_in_a_key_names_no_query_tile(small) -> None:
+    class Unsteady(Ideal):
+        calls = 0
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def moved():
+                Unsteady.calls += 1
+                given = call()
+                return replace(given, dk=given.dk * (1 + Unsteady.calls % 2))
+
+            return moved
+
+    case = Case(problem=small(dtype="fp32", kv=300, backward=True), question="repeat")
+    worst = answered(Unsteady(), case, device="cpu").judgement.worst
+    assert (worst.tensor, worst.tile) == ("dk", "")

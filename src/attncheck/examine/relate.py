@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.inputs import Inputs
+    from attncheck.outputs import Outputs
     from attncheck.record import Record, Status
     from attncheck.relations import Finding, Relation
     from attncheck.relations.relation import Errors
     from attncheck.subjects.contract import Subject
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["relate", "related", "runs"]
 
-_UNBOUNDED = "no element of out has a finite bound: nothing can be said of it"
+_UNBOUNDED = "no element of {} has a finite bound: nothing can be said of it"
+_OF_KEYS = ("dk", "dv", "dsink")
 
 
 def runs(case: Case, device: str) -> tuple[Inputs, ...]:
@@ -107,12 +110,13 @@ def relate(
         return done
     if relation.needs_lse and any(each.outputs.lse is None for each in done):
         return Failure(kind="refused", message="gives no LSE")
-    exact = _exact(relation, subject, len(done))
+    exact = _exact(relation, subject, asked_runs)
     errors = None if exact else _errors(asked_runs, done, device)
     outputs = [each.outputs for each in done]
     found = relation.holds(asked_runs, outputs, case.parameters, errors)
-    if found is None and any(not bool(each.out.isfinite().any()) for each in errors or ()):
-        return Failure(kind="unbounded", message=_UNBOUNDED)
+    if found is None and any(map(_unbounded, errors or ())):
+        names = [name for each in errors or () for name in _unbounded(each)]
+        return Failure(kind="unbounded", message=_UNBOUNDED.format(names[0]))
     return found
 
 
@@ -134,9 +138,17 @@ def _unpromised(relation: Relation, subject: Subject) -> str:
     return ""
 
 
-def _exact(relation: Relation, subject: Subject, count: int) -> bool:
+def _unbounded(allowed: Outputs) -> list[TensorName]:
+    """Tensors of which no element has a finite bound; LSE aside, which goes with out."""
+    given = allowed.tensors().items()
+    return [name for name, one in given if name != "lse" and not bool(one.isfinite().any())]
+
+
+def _exact(relation: Relation, subject: Subject, asked_runs: Sequence[Inputs]) -> bool:
     """Whether bits are compared."""
-    repeats = count == 1 or "repeat" in subject.promises
+    if any(run.problem.backward for run in asked_runs) and not subject.promises_gradients:
+        return False
+    repeats = len(asked_runs) == 1 or "repeat" in subject.promises
     return repeats and (not relation.promise or relation.promise in subject.promises)
 
 
@@ -216,7 +228,7 @@ def _judgement(found: Finding | None, subject: Subject, case: Case, device: str)
         worst=Worst(
             tensor=found.tensor,
             at=at,
-            tile=tile(at, tiles, case.problem.query),
+            tile=tile(at, tiles, case.problem.query) if found.tensor not in _OF_KEYS else "",
             got=found.value,
             exact=found.expected,
             allowance=found.allowed,

@@ -115,7 +115,7 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
         status=status,
         rule=first.rule if first else "",
         reason=first.text if first else "",
-        warnings=tuple(one.text for one in others),
+        warnings=(*(one.text for one in others), *_not_judged(gradients)),
         out_over_bound=_size(facts.bounds["out"]),
         lse_over_bound=_size(facts.bounds.get("lse")),
         out_over_probable=_size(facts.probable["out"]),
@@ -193,6 +193,16 @@ def _summary(findings: list[Finding]) -> tuple[Status, Finding | None, list[Find
 
 def _size(found: Share | None) -> float | None:
     return None if found is None else found.size
+
+
+def _not_judged(gradients: Sequence[Compared]) -> list[str]:
+    """Which gradients nothing was asked of in part, one line each."""
+    counts = [(one.name, int(one.alive.sum()), int(one.counted.sum())) for one in gradients]
+    return [
+        f"not judged: {alive - counted} of {alive} elements of {name} have no finite bound"
+        for name, alive, counted in counts
+        if 0 < counted < alive
+    ]
 
 
 def _of_gradients(facts: _Facts) -> dict[TensorName, float]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.errors import ProblemError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
@@ -127,7 +129,13 @@ def scored_with_slope(
             return _whole(after, scores), torch.zeros_like(scores)
         one = after.new_ones(())
         whole = one.expand_as(after)
-        (found,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
+        try:
+            (found,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            if "derivative" not in said or "not implemented" not in said:
+                raise
+            raise ProblemError(f"the score mod has no gradient, torch says: {said}") from None
     if found is None:  # it depends on a captured parameter alone
         found = torch.zeros_like(scores)
     untouched = found.data_ptr() == one.data_ptr()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from attncheck.relations.finding import Finding, apart
 from attncheck.relations.fit import of_gradients
 from attncheck.relations.relation import Errors, Parameters, Relation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
@@ -38,7 +38,9 @@ def _holds(
     # What adding up in float64 may lose of either sum.
     terms = max(q[0, 0].numel() * group, k[0, 0].numel())
     lost = _sums((q * given.dq.double()).abs(), group) + _sums((k * given.dk.double()).abs(), 1)
-    return apart("dk", of_keys, of_rows, may + terms * 2.0**-52 * lost)
+    # 0 · ∞: of what nothing is known, any sum may be right.
+    may = (may + terms * 2.0**-52 * lost).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return apart("dk", of_keys, of_rows, may)
 
 
 def _sums(products: torch.Tensor, group: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
+    from attncheck.tensor_names import TensorName
 
 __all__ = ["LSE_LOSS", "ZERO_LOSS"]
 
@@ -30,11 +32,19 @@ def _loss(inputs: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def _all_zero(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, ___: Errors
+    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
 ) -> Finding | None:
     (given,) = outputs
-    found = (wrong(n, one, torch.zeros_like(one)) for n, one in given.gradients().items())
-    return next((one for one in found if one), None)
+    return next(filter(None, (_zero(name, given, errors) for name in given.gradients())), None)
+
+
+def _zero(name: TensorName, given: Outputs, errors: Errors) -> Finding | None:
+    """What is not 0, where the bounds know anything: what overflows may be NaN."""
+    assert errors is not None, "asked within bounds"
+    tensor, known = given.tensors()[name], errors[0].tensors()[name].isfinite()
+    nothing = torch.zeros_like(tensor)
+    found = wrong(name, torch.where(known, tensor, nothing), nothing)
+    return found and replace(found, compared=int(known.sum()))
 
 
 ZERO_LOSS = Relation(
@@ -42,11 +52,12 @@ ZERO_LOSS = Relation(
     summary="a loss that depends on neither out nor LSE has gradients of exactly 0",
     runs=_nothing,
     holds=_all_zero,
+    promise="bounds",
     unfit=of_gradients(),
 )
-"""Holds for every right kernel whose q, k and v are finite: each gradient is a sum of products with
-dOut or dLSE. What is left in it is a buffer's that was not cleared, or of another call. The sign of
-a zero is left open."""
+"""Holds for every right kernel: each gradient is a sum of products with dOut or dLSE. It is asked
+where those have a finite bound: what overflows, or a slope that is infinite, times 0 is NaN. What
+is left in it is a buffer's that was not cleared, or of another call. The sign of a zero is open."""
 
 
 def _of_lse(inputs: Inputs, __: Parameters) -> tuple[Inputs, ...]:
@@ -55,10 +66,10 @@ def _of_lse(inputs: Inputs, __: Parameters) -> tuple[Inputs, ...]:
 
 
 def _no_values(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, ___: Errors
+    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
 ) -> Finding | None:
     (given,) = outputs
-    return None if given.dv is None else wrong("dv", given.dv, torch.zeros_like(given.dv))
+    return None if given.dv is None else _zero("dv", given, errors)
 
 
 def _without_lse(problem: Problem) -> str | None:
@@ -70,7 +81,8 @@ LSE_LOSS = Relation(
     summary="a loss that depends on LSE alone has a gradient of exactly 0 in v",
     runs=_of_lse,
     holds=_no_values,
+    promise="bounds",
     unfit=of_gradients(_without_lse),
 )
 """Holds for every right kernel: LSE is a function of q and k, and dV = Pᵀ · dOut is a sum of zeros.
-The sign of a zero is left open."""
+Asked as ``ZERO_LOSS`` is."""

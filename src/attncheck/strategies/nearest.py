@@ -62,7 +62,7 @@ def _fewest_first(
         _heads(problem),
         _pagings(problem),
         _dtypes(problem, dtypes),
-        *([{}, {name: False}] for name in drops if getattr(problem, name)),
+        *_without(problem, drops),
         [{}] if _default_scale(problem) else [{}, {"scale": 0.0}],
     )
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
@@ -102,6 +102,10 @@ def _pagings(problem: Problem) -> list[Changes]:
         return [{}]
     sizes = [size for size in _COMMON_PAGE_SIZES if size != problem.paging.size]
     return [{}, *({"paging": replace(problem.paging, size=size)} for size in sizes)]
+
+
+def _without(problem: Problem, drops: Sequence[str]) -> list[list[Changes]]:
+    return [[{}, {name: False}] for name in drops if getattr(problem, name)]
 
 
 def _dtypes(problem: Problem, dtypes: Sequence[str]) -> list[Changes]:

@@ -67,6 +67,8 @@ class Subject(ABC):
             asked within bounds, or not at all.
         sinks: Whether it takes a Problem's sink.
         backward: Whether it gives gradients where a Problem asks for them.
+        promises_gradients: Whether ``promises`` holds of its gradients too. Many that promise the
+            bits of out add gradients up in whatever order programs end.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Subject(ABC):
     promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
     sinks: bool = False
     backward: bool = False
+    promises_gradients: bool = False
 
     def absent(self, device: str) -> str | None:
         """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""

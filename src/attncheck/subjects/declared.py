@@ -49,6 +49,7 @@ class Declared(Subject):
         self.sinks = inner.sinks
         self.backward = inner.backward and capabilities.backward is not False
         self.promises = inner.promises
+        self.promises_gradients = inner.promises_gradients
         if capabilities.promises is not None:
             self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))
 

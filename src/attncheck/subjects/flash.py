@@ -72,6 +72,7 @@ class Flash(Subject):
     triton = True
     hopper: Tiles = HOPPER
     promises = frozenset(PROMISES)
+    promises_gradients = True
     sinks = True
     max_num_imprecise_acc: int | None = 0
 

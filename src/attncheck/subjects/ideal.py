@@ -88,6 +88,7 @@ class Ideal(Subject):
     first_maximum = -math.inf
     hidden_score = -math.inf
     promises = frozenset(PROMISES)
+    promises_gradients = True
     sinks = True
     backward = True
 

@@ -102,7 +102,7 @@ def _kept(
     names = ("dout", "dlse", "delta", "value_products", "slope", "dx")
     known = replace(
         known,
-        known=replace(known.known, out=of(known.known.out)),
+        known=replace(known.known, q=of(known.known.q), out=of(known.known.out)),
         **{name: of(getattr(known, name)) for name in names},
     )
     return known, replace(saved, out_error=of(saved.out_error), lse_error=of(saved.lse_error))

@@ -91,7 +91,8 @@ class _Sums:
         self.score_mod = self.problem.score_mod(str(device))
         self.plain = is_identity(self.score_mod, device)
         apart = [Nonfinite.among(x) for x in (q, k, v, dout)]
-        self.careful = not self.plain or any(apart)
+        finite_lse_loss = bool(torch.isfinite(self.dlse).all())
+        self.careful = not self.plain or any(apart) or not finite_lse_loss
         self.bounded = not self.careful and _small(inputs) and moderate(v) and moderate(dout)
         self.q, self.k, self.v, self.dout = q, k, with_ones(v), dout
         # As factors of a sum over rows or keys, of which only some count.
@@ -129,10 +130,11 @@ class _Sums:
         """``Σ P_sink (dLSE − delta)``, ``(heads,)``."""
         logits = sink.double().view(1, self.problem.kv_heads, self.problem.group, 1, 1)
         # A sink of −∞ weighs nothing, also in a row whose LSE is −∞.
-        weights = torch.where(logits == -math.inf, 0.0, (logits - self.lse).exp())
+        weighs = logits != -math.inf
+        weights = torch.where(weighs, (logits - self.lse).exp(), 0.0)
         # A row that attends to no key has an out of 0 whatever dO holds.
         terms = torch.where(self.attends, self.terms, self.dlse) if self.careful else self.terms
-        return (weights * terms).sum(dim=(0, 3, 4)).flatten()
+        return torch.where(weighs, weights * terms, 0.0).sum(dim=(0, 3, 4)).flatten()
 
 
 class _Rows:
