@@ -39,5 +39,7 @@ def test_a_right_kernel_passes(suite, name: str) -> None:
 def test_every_property_of_pages_draws_pages(suite) -> None:
     of_pages = {name for name in suite.properties if name.startswith("paged.")}
     assert of_pages == {f"paged.{name}" for name in ASKED}
-    assert all(suite.properties[name].paged for name in of_pages)
-    assert not dataclasses.replace(suite.properties["paged.attention_is_exact"], problems={}).paged
+    assert all(suite.properties[name].kind.paged for name in of_pages)
+    assert not dataclasses.replace(
+        suite.properties["paged.attention_is_exact"], problems={}
+    ).kind.paged
