@@ -340,7 +340,6 @@ ROOMS = (
     "gradients_by_rows",
     "flash2_backward",
 )
-DEAD = {"mask": MASKS["later rows see nothing"]}
 FAULTS = {
     "delta is missing": ("delta", "tl.sum(out * dout, 1)", "tl.sum(out * dout, 1) * 0.0", {}),
     "dLSE is ignored": ("delta", "    if DLSE:", "    if False:", {}),
@@ -358,7 +357,7 @@ FAULTS = {
         "gradient_tile",
         'lse = tl.where(lse == float("-inf"), float("inf"), lse)',
         "lse = lse",
-        DEAD,
+        {"score": "hides later rows"},  # what the mask hides has no weight whatever LSE is
     ),
     "dO is read as out lies": (
         "delta",
@@ -432,6 +431,7 @@ FAULTS = {
     ),
 }
 SCORES["later keys"] = Score(mod=lambda s, b, h, i, j: torch.where(j > 49, 100, s))
+SCORES["hides later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 35, -math.inf, s))
 SCORES["later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 39, math.inf, s))
 
 
