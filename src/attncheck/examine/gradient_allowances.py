@@ -74,7 +74,7 @@ def gradient_allowance(
     """What is allowed of a kernel of this arithmetic whose forward gave these out and LSE.
 
     Infinite where the exact result is not finite, where the score mod or its derivative cannot be
-    traced or lies at a jump, and in what a row touches whose own out or LSE is not finite.
+    traced or may be infinite, and in what a row touches whose own out or LSE is not finite.
     """
     problem, truth = evidence.case.problem, evidence.truth
     exact = truth.gradients()

@@ -44,7 +44,8 @@ class Relation:
         holds: (inputs of each run, outputs of each run, parameters, errors) → what is wrong, or
             None. ``errors`` is None where bits are compared. Else it has for each run how far its
             out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` may be from
-            the exact result, and what the runs may be apart follows from that. The value of a
+            the exact result, and of a backward its gradients; what the runs may be apart follows
+            from that. The value of a
             Finding is an element of the last run.
         promise: What a kernel must promise for bits to be compared; empty where every right
             kernel's agree; ``bounds`` where no kernel's need to. Of a kernel that does not promise
