@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -326,6 +327,16 @@ def test_whatever_a_kernel_raises_is_data(error, message):
     result = run(Kernel(raises))
     assert isinstance(result, Failure)
     assert (result.kind, result.message) == ("error", message)
+
+
+def test_a_warning_is_shown_and_is_no_failure():
+    kernel = Kernel(lambda _inputs: warnings.warn("a thread without a context", UserWarning))  # noqa: B028
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        assert isinstance(run(kernel), Execution)
+        with pytest.raises(UserWarning):
+            warnings.warn("as before", UserWarning, stacklevel=1)
+    assert [str(each.message) for each in shown] == ["a thread without a context"]
 
 
 def test_an_interrupt_of_a_kernel_is_nobodys_answer():
