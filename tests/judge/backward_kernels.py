@@ -99,6 +99,8 @@ class Backward:
     truncate: bool = False
     natural: bool = False  # exp of scores in natural units, else exp2 with the factor folded in
     delta_first: bool = False  # the sum of dO·v starts with −delta
+    rereads: bool = False  # dS is of the P that was rounded for dV
+    parts: bool = False  # gradients are added up tile by tile in the output format
 
     def operand(self, x: torch.Tensor, name: str) -> torch.Tensor:
         if name == "tf32":
@@ -203,7 +205,7 @@ class Backward:
                     )
                 else:
                     dp = self.product(dout[:, :, rows], v[:, :, cols].mT) - of_row
-                ds = p * dp
+                ds = (self.operand(p, name) if self.rereads else p) * dp
                 if not plain:
                     ds = torch.where(
                         seen[:, :, rows, cols], ds * self.slope(mod, raw * problem.scale, here), 0.0
@@ -212,6 +214,8 @@ class Backward:
                 dv[:, :, cols] += self.product(p.mT, dout[:, :, rows])
                 dk[:, :, cols] += self.product(ds.mT, q[:, :, rows])
                 dq[:, :, rows] += self.product(ds, k[:, :, cols])
+                if self.parts:
+                    dq, dk, dv = (self.stored(x, problem) for x in (dq, dk, dv))
         return self.finished(inputs, given, dq, dk, dv, delta)
 
     def finished(self, inputs, given, dq, dk, dv, delta) -> Outputs:
@@ -227,6 +231,9 @@ class Backward:
 
     def by_group(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
         return x.unflatten(1, (problem.kv_heads, problem.group)).sum(2)
+
+    def stored(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
+        return x.to(problem.formats.output.torch_dtype).float()
 
 
 def bounds(
@@ -290,4 +297,13 @@ def shares(
 
 
 def profile(problem: Problem, kernel: Backward) -> Arithmetic:
-    return replace(default(problem.formats), truncates=kernel.truncate, tanh_error=2.0**-22)
+    tiles = math.ceil(problem.query / kernel.block_query)
+    return replace(
+        default(problem.formats),
+        truncates=kernel.truncate,
+        tanh_error=2.0**-22,
+        rereads_weights=kernel.rereads,
+        # The heads of a group are added in fp32, and the sum is multiplied by the scale.
+        dkv_parts=problem.group * tiles + 2 if kernel.parts else 1,
+        dq_parts=math.ceil(problem.kv / kernel.block_kv) + 2 if kernel.parts else 1,
+    )

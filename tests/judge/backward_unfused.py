@@ -49,9 +49,6 @@ class Unfused(kernels.Backward):
         shares = torch.softmax(scores, -1).nan_to_num(0.0)
         return self.stored(shares, problem), torch.logsumexp(scores, -1)
 
-    def stored(self, x, problem: Problem):
-        return x.to(problem.formats.output.torch_dtype).float()
-
     def run(self, inputs) -> Outputs:
         given, problem = self.forward(inputs), inputs.problem
         q, k, v = self.read(inputs)

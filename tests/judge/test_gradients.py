@@ -214,6 +214,9 @@ LOOSER = {
     "normalised_weights": True,
     "rounds_value_products": FORMATS["bf16"],
     "sums_rounded_heads": True,
+    "rereads_weights": True,
+    "dkv_parts": 3,
+    "dq_parts": 3,
 }
 
 
@@ -379,6 +382,10 @@ def test_facts_of_a_backward_are_said_and_checked():
     said = str(replace(plain, rounds_value_products=FORMATS["bf16"], sums_rounded_heads=True))
     assert "dO · v rounded to bf16; gradients rounded for each query head" in said
     assert "dO" not in str(plain)
+    said = str(replace(plain, rereads_weights=True, dkv_parts=5, dq_parts=2))
+    assert "dS of rounded P; dK and dV in 5 rounded parts; dQ in 2 rounded parts" in said
+    with pytest.raises(ValueError, match="dkv_parts=0 must be an integer of at least 1"):
+        replace(plain, dkv_parts=0)
     with pytest.raises(TypeError, match="rounds_value_products='bf16' is no"):
         replace(plain, rounds_value_products="bf16")
     mixed = replace(plain, weights=FORMATS["fp32"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from attncheck.conditions import ScoreModError
 from attncheck.distributions import DISTRIBUTIONS
+from attncheck.formats import DTYPES, FORMATS
+from attncheck.judge.arithmetic import default
 from attncheck.mods.derivative import derivative
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Spec
@@ -59,6 +62,8 @@ RIGHT = {
     "plain": Backward(),
     "reversed": Backward(block_query=16, block_kv=128, reverse=True, natural=True, truncate=True),
     "delta first": Backward(block_query=64, block_kv=16, delta_first=True),
+    "rounded P twice": Backward(block_query=16, rereads=True),
+    "in parts": Backward(block_query=16, block_kv=16, parts=True),
 }
 
 
@@ -98,6 +103,19 @@ def test_a_backward_that_is_not_fused_is_beyond_what_a_fused_one_may(name):
     """So that the facts say something."""
     asked = SHAPES[2](dtype=name)
     assert shares(Unfused(), asked)["dq"] > 1
+
+
+@pytest.mark.parametrize(("fact", "keys"), [("rereads", 2), ("parts", 1)])
+def test_a_fused_backward_is_beyond_what_it_does_not_declare(fact, keys):
+    """Few keys: little else is rounded. Of one key alone P is 1, which no rounding moves."""
+    asked, plain = problem(160, keys, 16, 4, 1, dtype="bf16"), default(DTYPES["bf16"])
+    if keys == 1:
+        plain = replace(plain, weights=FORMATS["fp32"])
+    found = [
+        max(shares(Backward(block_query=16, **{fact: True}), each, plain).values())
+        for each in (asked.replace(seed=seed) for seed in range(12))
+    ]
+    assert max(found) > 1
 
 
 def errors_of(asked: Problem):

@@ -9,11 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.examine.executor import Execution, InProcess
 from attncheck.inputs import draw
+from attncheck.judge.arithmetic import default
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
 from attncheck.subjects import builtin
 from attncheck.subjects.flex import Flex
 from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_arithmetic import with_rounded_sums, with_rounded_weights
 
 MASKS = {
     "full": Spec.of("full"),
@@ -114,8 +116,38 @@ def test_flash_adds_gradients_of_16_bits_up_in_16_bits(query, heads):
     fp32 = Sdpa("math").run(inputs).dv[:, 0, 0]
     assert torch.equal(fp32, exact.bfloat16())
     assert (Sdpa("flash").run(inputs).dv == 2048).all()
-    assert Sdpa("flash").arithmetic(problem, "cpu").sums_rounded_heads
-    assert not Sdpa("flash").arithmetic(problem.replace(dtype="fp32"), "cpu").sums_rounded_heads
+    parts = heads * -(-query // 32)
+    assert Sdpa("flash").arithmetic(problem, "cpu").dkv_parts == parts
+    assert Sdpa("flash").arithmetic(problem.replace(dtype="fp32"), "cpu").dkv_parts == 1
+
+
+@pytest.mark.parametrize(("query", "rows"), [(191, 32), (192, 64), (767, 64), (768, 256)])
+def test_tiles_of_flash_on_the_cpu_grow_with_the_rows(query, rows):
+    """With 2,048 in a row of the first tile and less than 8 in each other one, all others are lost.
+
+    Were the tile longer, it would hold two of them: 12 beside 2,048 are not lost.
+    """
+    problem = small(batch=1, heads=1, kv_heads=1, query=query, kv=1, dtype="bf16")
+    inputs = draw(problem)
+    dout = torch.zeros_like(inputs.dout)
+    dout[:, :, 0] = 2048
+    dout[:, :, rows::rows] = 6
+    assert (Sdpa("flash").run(inputs.replace(dout=dout)).dv == 2048).all()
+    dout[:, :, rows + 1 :: rows] = 6
+    assert (Sdpa("flash").run(inputs.replace(dout=dout)).dv > 2048).all()
+    assert Sdpa("flash").arithmetic(problem, "cpu").dkv_parts == -(-query // rows)
+
+
+def test_a_gpus_fused_kernels_declare_what_they_round():
+    shared = small(heads=4, kv_heads=2, dtype="bf16")
+    alone, wide = shared.replace(kv_heads=4), shared.replace(dtype="fp32")
+    found = [
+        with_rounded_sums(default(each.formats), each, "cuda") for each in (shared, alone, wide)
+    ]
+    assert [each.sums_rounded_heads for each in found] == [True, False, False]
+    assert [each.dkv_parts for each in found] == [1, 1, 1]
+    assert with_rounded_weights(default(shared.formats)).rereads_weights
+    assert not with_rounded_weights(default(wide.formats)).rereads_weights
 
 
 def test_who_gives_gradients_and_of_what():

@@ -42,6 +42,11 @@ class Arithmetic:
             Σ dO · O is taken off; None where it stays as it was computed.
         sums_rounded_heads: Whether a backward rounds the gradients of k and v to the output format
             for each query head, and adds those that share a key head afterwards.
+        rereads_weights: Whether a fused backward multiplies dO · v − δ by the P that it has rounded
+            for the gradient of v.
+        dkv_parts: Most parts in which a backward adds the gradients of k and v up in the output
+            format, each head and tile of rows one; 1 where they are rounded once.
+        dq_parts: The same of the gradient of q, each tile of keys one.
         exp2_ulps: Largest error of its exp2, in units in the last place of ``computes``.
         tanh_error: Largest relative error of its tanh (2^-11 of tanh.approx).
         block_kv: Fewest keys of a step; the least that is usual where it is not known.
@@ -69,6 +74,9 @@ class Arithmetic:
     scaled_query: Format | None = None
     rounds_value_products: Format | None = None
     sums_rounded_heads: bool = False
+    rereads_weights: bool = False
+    dkv_parts: int = 1
+    dq_parts: int = 1
     exp2_ulps: float = 2.0
     tanh_error: float = 2.0**-11
     block_kv: int = 16
@@ -100,7 +108,7 @@ class Arithmetic:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be finite and at least 0.")
         if not 0 < self.weights_scale < math.inf:
             raise ValueError(f"weights_scale={self.weights_scale!r} must be finite and positive.")
-        for name in ("block_kv", "splits"):
+        for name in ("block_kv", "splits", "dkv_parts", "dq_parts"):
             if not (isinstance(getattr(self, name), int) and getattr(self, name) >= 1):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be an integer of at least 1."
@@ -140,6 +148,11 @@ class Arithmetic:
         """Whether a backward recomputes P and its gradient tile by tile, and stores neither."""
         return not self.normalised_weights and self.rounds_value_products is None
 
+    @property
+    def multiplies_rounded_weights(self) -> bool:
+        """Whether the scores' gradients have the rounded P as a factor."""
+        return self.rereads_weights or not self.fused
+
     def _unit_of(self, fmt: Format) -> float:
         return fmt.unit_roundoff * (2 if self.truncates and fmt.name == "tf32" else 1)
 
@@ -168,6 +181,9 @@ class Arithmetic:
             if self.rounds_value_products
             else "",
             "gradients rounded for each query head" if self.sums_rounded_heads else "",
+            "dS of rounded P" if self.rereads_weights else "",
+            f"dK and dV in {self.dkv_parts} rounded parts" if self.dkv_parts > 1 else "",
+            f"dQ in {self.dq_parts} rounded parts" if self.dq_parts > 1 else "",
             f"exp2 within {self.exp2_ulps:g} ulp",
             f"up to {self.splits} parts merged" if self.splits > 1 else "",
             f"out in {self.output.name}",

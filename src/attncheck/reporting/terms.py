@@ -24,6 +24,7 @@ TERMS = {
     "underflow": "products too small to be normal numbers",
     "logarithm": "the logarithm of the row sum, the maximum added",
     "rounding of heads": "each head's gradient, before those that share a key head are added",
+    "rounding of parts": "gradients added up tile by tile in the output format",
     "output rounding": "out rounded once to its format; a gradient likewise",
 }
 """In the order in which a kernel makes the roundings."""

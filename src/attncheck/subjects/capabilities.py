@@ -65,6 +65,9 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
     splits: int | None = None
     rounds_value_products: Literal["fp16", "bf16"] | bool | None = None
     sums_rounded_heads: bool | None = None
+    rereads_weights: bool | None = None
+    dkv_parts: int | None = None
+    dq_parts: int | None = None
 
     def changes(self) -> dict[str, Any]:
         """What is declared, by the names of ``Arithmetic``."""

@@ -19,7 +19,12 @@ from attncheck.subjects.contract import Call, Refused, Subject
 from attncheck.subjects.empty_rows import empty_rows, settled
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
-from attncheck.subjects.torch_flash import with_rounded_sums, with_short_exp
+from attncheck.subjects.torch_arithmetic import (
+    with_rounded_heads,
+    with_rounded_sums,
+    with_rounded_weights,
+    with_short_exp,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -130,8 +135,10 @@ class Sdpa(Subject):
         if self._backend == "math":
             return replace(assumed, normalised_weights=True)
         if self._backend == "flash":
-            return with_rounded_sums(with_short_exp(assumed, device), device)
-        return assumed
+            return with_rounded_sums(with_short_exp(assumed, device), problem, device)
+        if self._backend == "cudnn":
+            return with_rounded_heads(assumed, problem)
+        return with_rounded_weights(assumed)
 
     @contextlib.contextmanager
     def _settings(self, problem: Problem) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 from attncheck.formats import FORMATS
 from attncheck.judge.accumulators import FP32, FP64
 from attncheck.judge.gradients.rows import query_operand
-from attncheck.judge.gradients.sums import OUTPUT, rounded, settled
+from attncheck.judge.gradients.sums import OUTPUT, PARTS, in_parts, rounded, settled
 from attncheck.judge.spacing import half_ulp
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class KeyGradients:
             assert sums.exact is not None, "rows keep it where heads are rounded"
             terms = self._of_heads(scale * sums.exact, terms)
             seen, unknown = (_by_group(x, self._group).any(1) for x in (seen, unknown))
+        if arithmetic.dkv_parts > 1:
+            terms[PARTS] = self._of_parts(scale * sums.size, terms)
         flat = exact.flatten(0, 1)
         terms[OUTPUT] = rounded(flat, terms, arithmetic.output)
         bound, terms = settled(terms, ~(seen | unknown)[..., None], unknown[..., None])
@@ -139,6 +141,12 @@ class KeyGradients:
             size * (1 + output.unit_roundoff) ** self._group, output
         )
         return terms
+
+    def _of_parts(self, size: torch.Tensor, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+        """B39: added up part after part in the output format."""
+        if self._arithmetic.sums_rounded_heads:
+            size = _by_group(size, self._group).sum(1)
+        return in_parts(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
 
     def _steps(self, sums: Sums, accumulator: Accumulator) -> torch.Tensor | None:
         """Steps of a truncating accumulator in which a key is seen: at most all of its tiles'."""

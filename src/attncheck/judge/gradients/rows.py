@@ -10,7 +10,7 @@ import torch
 from attncheck.judge.additions import taken
 from attncheck.judge.gradients.recomputed import recomputed
 from attncheck.judge.gradients.score_gradients import score_gradients
-from attncheck.judge.gradients.sums import OUTPUT, Sums, rounded, settled
+from attncheck.judge.gradients.sums import OUTPUT, PARTS, Sums, in_parts, rounded, settled
 
 if TYPE_CHECKING:
     from attncheck.conditions import GradientConditions, Rows, ScoreModError
@@ -125,14 +125,16 @@ def _of_query(
         lost=_lost(arithmetic, count, (error + size).sum(-1), keys),
         unknown=weights.unbounded,
     )
-    accumulator = arithmetic.values
+    accumulator, scale = arithmetic.values, abs(forward.scale)
     terms = sums.terms(
         arithmetic,
         accumulator,
-        scale=abs(forward.scale),
+        scale=scale,
         operand=query_operand(arithmetic),
         steps=_first(taken(forward, accumulator)),
     )
+    if arithmetic.dq_parts > 1:
+        terms[PARTS] = in_parts(scale * sums.size, terms, arithmetic.dq_parts, arithmetic.output)
     terms[OUTPUT] = rounded(known.dq, terms, arithmetic.output)
     return settled(terms, ~forward.seen.any(-1, keepdim=True), weights.unbounded[..., None])
 

@@ -54,10 +54,12 @@ def score_gradients(
 ) -> ScoreGradients:
     """B33–B35 of these rows."""
     live, exact = weights.live, weights.exact
-    used = weights.moved if arithmetic.fused else weights.moved + weights.rounded
+    rounded = weights.moved + weights.rounded
+    used = rounded if arithmetic.multiplies_rounded_weights else weights.moved
+    summed = weights.moved if arithmetic.fused else rounded
     product = torch.where(live, _value_product_error(known, arithmetic), 0.0)
     delta = _delta_error(known, arithmetic, saved)
-    delta = torch.maximum(delta, _from_weights(known, arithmetic, exact, used, product))
+    delta = torch.maximum(delta, _from_weights(known, arithmetic, exact, summed, product))
     delta = delta + saved.delta_error(known)
     shift = saved.delta_shift(known)
     inner = known.value_products - known.delta[..., None] + known.dlse[..., None]
@@ -79,13 +81,13 @@ def score_gradients(
     }
     error = sum(parts.values(), torch.zeros_like(exact))
     size = exact * inner * steep
-    rounded = _rounded(known, arithmetic, size + error if arithmetic.fused else most)
-    parts["rounding of dS"] = rounded
+    of_format = _rounded(known, arithmetic, size + error if arithmetic.fused else most)
+    parts["rounding of dS"] = of_format
     return ScoreGradients(
         shift=-exact * known.slope * shift,
         size=size,
         error=error,
-        rounded=rounded,
+        rounded=of_format,
         parts={name: part for name, part in parts.items() if bool(part.any())},
     )
 
@@ -159,7 +161,7 @@ def _of_weights(
     whole = sum(weights.parts.values(), torch.zeros_like(used))
     each = torch.where(whole > 0, weights.moved / whole, 0.0) * times
     parts = {name: part * each for name, part in weights.parts.items() if bool(part.any())}
-    if not arithmetic.fused:
+    if arithmetic.multiplies_rounded_weights:
         parts["rounding of P"] = weights.rounded * times
     return parts
 

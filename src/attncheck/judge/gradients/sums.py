@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from attncheck.judge.accumulators import Accumulator
     from attncheck.judge.arithmetic import Arithmetic
 
-__all__ = ["OUTPUT", "Sums", "rounded", "settled"]
+__all__ = ["OUTPUT", "PARTS", "Sums", "in_parts", "rounded", "settled"]
 
 OUTPUT = "output rounding"
+PARTS = "rounding of parts"
 _ACCUMULATION, _SAVED = "accumulation", "saved out"
 
 # The scale as it is multiplied by at the end (B5's two roundings), q·√scale and k·√scale, and one
@@ -124,6 +126,21 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 def rounded(exact: torch.Tensor, terms: dict[str, torch.Tensor], fmt: Format) -> torch.Tensor:
     """B4 of a sum that is off by ``terms``."""
     return half_ulp(exact.abs() + sum(terms.values()), fmt)
+
+
+def in_parts(
+    size: torch.Tensor, terms: dict[str, torch.Tensor], parts: int, fmt: Format
+) -> torch.Tensor:
+    """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order.
+
+    Args:
+        size: Σ of the magnitudes of what is summed, which no partial sum passes.
+        terms: What the sum is off by before.
+        parts: How many.
+        fmt: What each partial sum is rounded to.
+    """
+    growth = math.expm1(parts * math.log1p(fmt.unit_roundoff))
+    return growth * (size + sum(terms.values())) + parts * fmt.subnormal_spacing / 2
 
 
 def settled(

@@ -27,7 +27,7 @@ from attncheck.subjects.conventions.script import script
 from attncheck.subjects.empty_rows import empty_rows, settled
 from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
-from attncheck.subjects.torch_flash import with_short_exp
+from attncheck.subjects.torch_arithmetic import with_rounded_sums, with_short_exp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,7 +164,10 @@ class FunctionSubject(Subject):
         if self.backward and problem.backward and problem.dtype in {"fp16", "bf16"}:
             fmt = assumed.output
             assumed = replace(assumed, rounds_value_products=fmt, sums_rounded_heads=True)
-        return with_short_exp(assumed, device) if problem.id in self._reached_flash else assumed
+        if problem.id not in self._reached_flash:
+            return assumed
+        assumed = with_short_exp(assumed, device)
+        return with_rounded_sums(assumed, problem, device) if problem.backward else assumed
 
     def script(self, problem: Problem) -> str | None:
         """A call of the kernel on ``problem`` as Python source, in plain torch.
