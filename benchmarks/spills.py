@@ -101,8 +101,10 @@ def launch_of(name: str, problem: Problem, kind: Kind) -> Any:
     """How the subject launches it on a GPU."""
     if name in BACKWARD:
         return Flash2().gradient_launches(problem, "cuda")[BACKWARD.index(name)]
-    made = Flash1() if name == "flash1" else Flash2FastAccumulation() if kind.fast else Flash2()
-    return made.launch(problem, "cuda")
+    if name == "flash1":
+        return Flash1().launch(problem, "cuda")
+    made = Flash2FastAccumulation if kind.fast else Flash2
+    return made(dense=kind.dense).launch(problem, "cuda")
 
 
 def listed(problem: Problem, kind: Kind) -> bool:
@@ -120,11 +122,13 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
     slope = mask if identity else to_triton(traced_slope(problem, "cpu"))
     scaled = problem.formats.scaled
     dim = block_dim(problem.head_dim, problem.formats.storage.torch_dtype)
+    stored = torch.empty(1, 1, 1, dim, dtype=problem.formats.storage.torch_dtype)
     constants: dict[str, Any] = {
         "MASK": mask.function, "SCORE": score.function, "SLOPE": slope.function,
         "IDENTITY": identity, "ATOMIC": kind.atomic,
         "CAUSAL": chosen.causal, "FREE": chosen.free, "CAREFUL": kind.careful,
         "SINK": kind.sink, "PAGE": kind.page,
+        "HOISTED": not kind.page and flash2_forward.hoisted(stored, stored),
         "LISTED": listed(problem, kind), "BLOCK_Q": chosen.block_query,
         "BLOCK_K": chosen.block_kv, "BLOCK_D": dim, "BLOCK_V": dim, "SCALED": scaled,
         "WEIGHTS_SCALE": chosen.weights_scale, "PRECISION": chosen.precision,
@@ -162,8 +166,10 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
-    stages = 1 if kind.careful else chosen.stages
-    return source, {"num_warps": chosen.warps, "num_stages": stages}
+    options = {"num_warps": chosen.warps, "num_stages": 1 if kind.careful else chosen.stages}
+    if chosen.registers is not None and not kind.careful:
+        options["maxnreg"] = chosen.registers
+    return source, options
 
 
 def tool(name: str, *arguments: str | Path) -> str:

@@ -483,21 +483,44 @@ def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
 
 
 def change(tiles: VisitList, of: str) -> VisitList:
-    counts, listed = tiles.counts.clone(), tiles.tiles.clone()
-    if of == "one dropped":
+    counts, runs = tiles.counts.clone(), tiles.runs.clone()
+    if of == "one run dropped":
         counts[..., -1] -= 1
+    elif of == "one tile short":
+        runs[..., -1, 0, 1] -= 1
     elif of == "partial called full":
-        listed |= 1
-    return VisitList(listed, counts)
+        runs[..., 0] |= 1
+    return VisitList(runs, counts)
 
 
 @pytest.mark.parametrize("which", ["tiles", "by_keys"])
-@pytest.mark.parametrize("fault", ["nothing", "one dropped", "partial called full"])
+@pytest.mark.parametrize(
+    "fault", ["nothing", "one run dropped", "one tile short", "partial called full"]
+)
 def test_a_wrong_list_is_noticed(fault, which):
     asked = given(masks.causal, shape=(1, 2, 1, 50, 50, 20, 12))
     found = lists(asked, SMALL)
     found[which] = change(found[which], fault)
     assert (worst(asked, **found) <= 1) == (fault == "nothing")
+
+
+@pytest.mark.parametrize("name", ["tiles", "by_keys"])
+def test_a_list_of_other_blocks_is_refused(name):
+    """Along its own axis, and of tiles that are not there along the other: 40 rows, 50 keys."""
+    asked = given(masks.full)
+    own, across = ("block_query", "block_kv") if name == "tiles" else ("block_kv", "block_query")
+    length, other = (40, 50) if name == "tiles" else (50, 40)
+    wrong = lists(asked, Launch(**{own: 16, across: 32}))[name]
+    with pytest.raises(UsageError) as error:
+        run(asked, **{name: wrong})
+    blocks = -(-length // 16)
+    assert f"{name} lists the tiles of {blocks} blocks: {length} in blocks" in str(error.value)
+    wrong = lists(asked, Launch(**{own: 32, across: 16}))[name]
+    with pytest.raises(UsageError) as error:
+        run(asked, **{name: wrong})
+    assert str(error.value) == (
+        f"{name} lists tile {-(-other // 16) - 1}, counted from 0: {other} in tiles of 32 are 2."
+    )
 
 
 class Watched:
@@ -543,7 +566,7 @@ def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
     for name in ("empty", "zeros", "empty_like"):
         monkeypatch.setattr(torch, name, remembered(getattr(torch, name)))
     for listed in lists(asked, SMALL).values():
-        tensors += [listed.tiles, listed.counts]
+        tensors += [listed.runs, listed.counts]
     watched = Watched(monkeypatch, tensors)
     run(asked)
     assert (watched.outside > 0) == (missing is not None)

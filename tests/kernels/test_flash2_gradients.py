@@ -95,11 +95,11 @@ def test_its_lists_have_the_tiles_of_their_launches():
     by_rows, by_keys = (
         find(inputs.problem, 32, 16, "cpu") for find in (visits.visits, visits.visits_by_keys)
     )
-    assert by_rows.counts.flatten().tolist() == [2, 4, 5]
-    assert by_keys.counts.flatten().tolist() == [3, 3, 2, 2, 1]
+    assert by_rows.runs[..., 1].sum(-1).flatten().tolist() == [2, 4, 5]
+    assert by_keys.runs[..., 1].sum(-1).flatten().tolist() == [3, 3, 2, 2, 1]
     # Key block 2, of keys 32 to 47: rows 32 to 63 see some of them, the later ones not all exist.
-    assert by_keys.tiles[0, 0, 2].tolist()[:2] == [2 * 1, 2 * 2]
-    assert by_keys.tiles[0, 0, 0].tolist() == [2 * 0, 2 * 1 + 1, 2 * 2]
+    assert by_keys.runs[0, 0, 2].tolist()[0] == [2 * 1, 2]
+    assert by_keys.runs[0, 0, 0].tolist() == [[2 * 0, 1], [2 * 1 + 1, 1], [2 * 2, 1]]
 
 
 def test_every_dtype_has_tiles_that_hopper_holds():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 
 import pytest
 import torch
@@ -262,10 +262,21 @@ def test_transposed_is_the_block_mask_of_the_transposed_mask(data):
     assert torch.equal(mask.transposed().transposed().kinds(), mask.kinds())
 
 
+def runs_of(row):
+    """The runs of one row of kinds, tile by tile."""
+    found, tile = [], 0
+    for kind, tiles in groupby(row.tolist()):
+        many = len(list(tiles))
+        if kind != EMPTY:
+            found.append([2 * tile + (kind == FULL), many])
+        tile += many
+    return found
+
+
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
-    sizes = data.draw(st.tuples(*(st.integers(1, 4),) * 4))
+    sizes = (*data.draw(st.tuples(*(st.integers(1, 3),) * 3)), data.draw(st.integers(1, 9)))
     drawn = st.lists(
         st.integers(0, 2), min_size=torch.Size(sizes).numel(), max_size=torch.Size(sizes).numel()
     )
@@ -275,25 +286,45 @@ def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
     )
     assert torch.equal(mask.kinds(), kinds)
     assert mask.sparsity() == (kinds == EMPTY).sum().item() / kinds.numel()
-    tiles, counts = visit_list(mask)
-    most = max(1, int((kinds != EMPTY).sum(-1).max()))
-    assert (tiles.dtype, counts.dtype) == (torch.int32, torch.int32)
-    assert tiles.shape == (*sizes[:3], most)
-    assert tiles.is_contiguous()
-    for place in product(*map(range, sizes[:3])):
-        row = kinds[place].tolist()
-        wanted = [2 * j + (kind == FULL) for j, kind in enumerate(row) if kind != EMPTY]
-        assert tiles[place].tolist() == wanted + [0] * (most - len(wanted))
-        assert counts[place] == len(wanted)
+    runs, counts = visit_list(mask)
+    wanted = {place: runs_of(kinds[place]) for place in product(*map(range, sizes[:3]))}
+    most = max(1, *map(len, wanted.values()))
+    assert (runs.dtype, counts.dtype) == (torch.int32, torch.int32)
+    assert runs.shape == (*sizes[:3], most, 2)
+    assert runs.is_contiguous()
+    for place, listed in wanted.items():
+        assert runs[place].tolist() == listed + [[0, 0]] * (most - len(listed))
+        assert counts[place] == len(listed)
 
 
 def test_a_causal_mask_skips_what_is_above_the_diagonal():
     mask = small(written.causal, Dimensions(batch=1, heads=1, query=10, kv=8), 4, 4)
     assert mask.kinds().tolist() == [[[[1, 0], [2, 1], [1, 1]]]]
-    tiles, counts = visit_list(mask)
-    assert tiles.tolist() == [[[[0, 0], [1, 2], [0, 2]]]]
-    assert counts.tolist() == [[[1, 2, 2]]]
+    runs, counts = visit_list(mask)
+    assert runs.tolist() == [[[[[0, 1], [0, 0]], [[1, 1], [2, 1]], [[0, 2], [0, 0]]]]]
+    assert counts.tolist() == [[[1, 2, 1]]]
     assert mask.sparsity() == 1 / 6
+
+
+ROWS = {
+    "gaps": ([1, 0, 2, 2, 0, 0, 1, 1], [[0, 1], [5, 2], [12, 2]]),
+    "kinds in turn": ([1, 2, 1, 2, 2, 1, 1, 1], [[0, 1], [3, 1], [4, 1], [7, 2], [10, 3]]),
+    "one at either end": ([2, 0, 0, 0, 0, 0, 0, 1], [[1, 1], [14, 1]]),
+    "all of a kind": ([2] * 8, [[1, 8]]),
+    "nothing": ([0] * 8, []),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_runs_of_tiles(row):
+    """With no other row beside it: a list has room for one run though it has none."""
+    kinds, wanted = ROWS[row]
+    mask = BlockMask.from_kinds(
+        torch.tensor([[[kinds]]]), query=4, kv=32, block_query=4, block_kv=4
+    )
+    runs, counts = visit_list(mask)
+    assert runs.tolist() == [[[wanted or [[0, 0]]]]]
+    assert counts.tolist() == [[[len(wanted)]]]
 
 
 def test_tables_move_together():

@@ -364,8 +364,11 @@ FAULTS = {
         "row sum is not rescaled": ("total * alpha + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
         "last partial tile is lost": ("tl.cdiv(kv, BLOCK_K)", "kv // BLOCK_K"),
         "last partial tile is not masked": ("or start + BLOCK_K > kv", "or start >= kv"),
-        "hidden tiles are called whole": ("(tile & 1) == 0", "(tile & 1) == 2"),
-        "hidden values are not done again with care": ("tl.load(again) == 0", "True"),
+        "hidden tiles are called whole": ("(head & 1) == 0", "(head & 1) == 2"),
+        "hidden values are not done again with care": (
+            "if asked(again_ptr, number, CAREFUL):",
+            "if not CAREFUL:",
+        ),
         "kv head is h, not h // group": (
             "(h64 // group) * k_head",
             "(h64 % (heads // group)) * k_head",
@@ -471,7 +474,7 @@ def test_reads_and_writes_its_own_tensors_only(missing, subject, monkeypatch):
     inputs = draw(small(query=70, kv=101, head_dim=17, dtype="bf16", mask=MASKS["causal"]))
     tensors = [getattr(inputs, name) for name in "qkv" if name != missing]
     for listed in subject.visited(inputs.problem, inputs.device).values():
-        tensors += [listed.tiles, listed.counts]
+        tensors += [listed.runs, listed.counts]
     for name in ("empty", "zeros", "full"):
         monkeypatch.setattr(torch, name, remembered(getattr(torch, name), tensors))
     bounds = Bounds(monkeypatch, tensors)

@@ -74,8 +74,8 @@ def flash2_backward(
         launch_by_keys: Of dK and dV (default: the same); ``block_kv`` keys are a program's.
         sink: As in the forward.
         tiles: The tiles that dQ visits, as in the forward; None visits all.
-        by_keys: Those that dK and dV visit: of each block of keys, 2 · query block, plus 1 where
-            every row sees every key. In the blocks of ``launch_by_keys``.
+        by_keys: Those that dK and dV visit: of each block of keys runs of query blocks. In the
+            blocks of ``launch_by_keys``.
         atomic: Whether dQ is added up in memory by the programs of dK and dV, in an order that no
             two runs share: ``launch``, but for the deltas, and ``tiles`` have no effect then.
 
@@ -88,14 +88,17 @@ def flash2_backward(
         is not finite.
 
     Raises:
-        UsageError: if one of score and slope is given without the other, or a list is of blocks of
-            another size than its launch.
+        UsageError: if one of score and slope is given without the other, or a list is of other
+            blocks than its launch or has a tile beyond the last.
     """
     if (score is None) != (slope is None):
         raise UsageError("a score mod needs its slope, and a slope its score mod: give both.")
     by_rows, keys = launch, launch_by_keys or launch
-    _check_list("tiles", tiles, q.shape[2], by_rows.block_query)
-    _check_list("by_keys", by_keys, k.shape[2], keys.block_kv)
+    query, kv = q.shape[2], k.shape[2]
+    if tiles is not None:
+        tiles.check("tiles", (query, by_rows.block_query), (kv, by_rows.block_kv))
+    if by_keys is not None:
+        by_keys.check("by_keys", (kv, keys.block_kv), (query, keys.block_query))
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     with sound_assembler(q.device.type):
@@ -108,16 +111,6 @@ def flash2_backward(
         dq = _by_rows(known, by_rows, tiles) if dq32 is None else (dq32 * scale).to(q.dtype)
         dsink = None if sink is None else sink_gradient(sink, lse, delta)
     return dq, dk, dv, dsink
-
-
-def _check_list(name: str, tiles: VisitList | None, length: int, block: int) -> None:
-    """A kernel would read beyond a list of fewer blocks: there are two, and two launches."""
-    blocks = triton.cdiv(length, block)
-    if tiles is not None and tiles.counts.shape[2] != blocks:
-        raise UsageError(
-            f"{name} lists the tiles of {tiles.counts.shape[2]} blocks: {length} in blocks of "
-            f"{block} are {blocks}."
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,9 @@
 The recurrence is Dao 2023 (arXiv:2307.08691), Algorithm 1: one program owns a block of query rows
 and walks over blocks of keys with a running maximum m, a running sum l and an unnormalised O. Which
 blocks those are a list may say, as FlexAttention's block mask does (Dong et al. 2024,
-arXiv:2412.05496): what the mask hides wholly is not visited, what it leaves whole is not masked.
+arXiv:2412.05496): what the mask hides wholly is not visited, what it leaves whole is not masked. It
+is of runs of blocks, so that the inner loop's addresses follow from one another, as without a list:
+loads of later blocks do not wait for what the list says.
 
 A value that is not finite shows in the sums of every row of its tile, and stays: 0 · NaN is NaN.
 Where a row of a tile may not see a value, a second launch does those blocks of rows again, with
@@ -13,8 +15,7 @@ on a processor, even where all is finite.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -22,17 +23,20 @@ import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
 from attncheck.kernels.launch import LOG2E, block_dim, scales
+from attncheck.kernels.order import asked, place, turns_of
 from attncheck.kernels.tile import (
     advanced,
     all_finite,
     factor_of,
     hidden,
     key_rows,
+    listed,
     loaded,
     loaded_keys,
     loaded_values,
     log_sum,
     normalised,
+    run_of,
     scores,
     started,
     visible,
@@ -44,7 +48,12 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import KernelPages, Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["flash2_forward"]
+__all__ = ["flash2_forward", "hoisted"]
+
+# Programs that look for blocks of rows to do again: about one for each multiprocessor of an H200.
+# They take most of its registers, so that one for every block cost 3 % of a window's time there.
+_CAREFUL = 128
+_HOISTED_DIM = 128
 
 
 def flash2_forward(
@@ -93,6 +102,9 @@ def flash2_forward(
         underflows to 0, and where a later, much larger score makes the weight of everything before
         it 0. Scores may be as large as fp32 allows with a score mod, and up to 2.36e38 (that
         divided by log2 e) without one: beyond, a row is not right.
+
+    Raises:
+        UsageError: if ``tiles`` is of other blocks than ``launch`` or has one beyond the last key.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
@@ -100,30 +112,51 @@ def flash2_forward(
     shape = (batch, heads, query, value_dim)
     out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
+    if tiles is not None:
+        tiles.check("tiles", (query, launch.block_query), (kv, launch.block_kv))
     identity = score is None
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
     again = torch.empty(grid, dtype=torch.int32, device=q.device)
     # fmt: off
-    run = partial(
-        _forward[grid], q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(),
-        *out.stride(), heads, heads // kv_heads, query, kv, head_dim, value_dim,
+    given = (
+        q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(), *out.stride(), *grid,
+        heads, heads // kv_heads, query, kv, head_dim, value_dim,
         scale * LOG2E if identity else scale, scales(descale), () if sink is None else (sink,),
         () if tiles is None else tiles.arguments(), () if pages is None else pages.arguments(),
-        mask.captured, () if score is None else score.captured, MASK=mask.function,
-        SCORE=mask.function if score is None else score.function, IDENTITY=identity,
-        LISTED=tiles is not None, FREE=launch.free, SINK=sink is not None,
-        PAGE=0 if pages is None else pages.size, SCALED=descale is not None,
-        WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query, BLOCK_K=launch.block_kv,
-        BLOCK_D=block_dim(head_dim, q.dtype), BLOCK_V=block_dim(value_dim, v.dtype),
-        PRECISION=launch.precision, IMPRECISE=launch.max_num_imprecise_acc, num_warps=launch.warps,
+        mask.captured, () if score is None else score.captured,
     )
+    options: dict[str, Any] = {
+        "MASK": mask.function, "SCORE": mask.function if score is None else score.function,
+        "IDENTITY": identity, "LISTED": tiles is not None, "FREE": launch.free,
+        "SINK": sink is not None, "PAGE": 0 if pages is None else pages.size,
+        "HOISTED": pages is None and hoisted(k, v),
+        "SCALED": descale is not None, "WEIGHTS_SCALE": launch.weights_scale,
+        "BLOCK_Q": launch.block_query, "BLOCK_K": launch.block_kv,
+        "BLOCK_D": block_dim(head_dim, q.dtype), "BLOCK_V": block_dim(value_dim, v.dtype),
+        "PRECISION": launch.precision, "IMPRECISE": launch.max_num_imprecise_acc,
+        "num_warps": launch.warps,
+    }
     # fmt: on
+    most = {} if launch.registers is None else {"maxnreg": launch.registers}
     with sound_assembler(q.device.type):
-        run(CAREFUL=False, num_stages=launch.stages)
+        _forward[grid](*given, **options, CAREFUL=False, num_stages=launch.stages, **most)
         # A GPU is not waited for: there the programs look for themselves.
         if not launch.free and (q.device.type != "cpu" or bool(again.any())):
-            run(CAREFUL=True, num_stages=1)
+            few = (min(_CAREFUL, again.numel()),)
+            _forward[few](*given, **options, CAREFUL=True, num_stages=1)
     return out, lse
+
+
+def hoisted(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether offsets within a tile of keys, 64 bits each, are made before the loop and kept.
+
+    In 16 bits alone, where it was timed. Not where loads themselves need registers, since Triton
+    does not know rows of whole 16 bytes, and not at wide head dims: there kernels would spill.
+    """
+    return all(
+        x.element_size() == 2 and x.stride(2) % 16 == 0 and x.shape[3] <= _HOISTED_DIM
+        for x in (k, v)
+    )
 
 
 # A column of forty names says less than five lines of them.
@@ -132,21 +165,46 @@ def flash2_forward(
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, again_ptr, q_batch, q_head, q_row, q_col, k_batch,
     k_head, k_row, k_col, v_batch, v_head, v_row, v_col, out_batch, out_head, out_row, out_col,
+    blocks, together, heads, group, query, kv, head_dim, value_dim, factor, descale, sink, tiles,
+    pages, mask_captured, score_captured, MASK: tl.constexpr, SCORE: tl.constexpr,
+    IDENTITY: tl.constexpr, LISTED: tl.constexpr, FREE: tl.constexpr, CAREFUL: tl.constexpr,
+    SINK: tl.constexpr, PAGE: tl.constexpr, HOISTED: tl.constexpr, SCALED: tl.constexpr,
+    WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+):
+    """Stores a program's block of rows; CAREFUL, all of its share that were not finite without."""
+    mine = tl.program_id(1) * blocks + tl.program_id(0)
+    turns = 1
+    if CAREFUL:
+        turns = turns_of(again_ptr, mine, blocks * together)
+    for turn in range(turns):
+        number = mine + turn * tl.num_programs(0)
+        if asked(again_ptr, number, CAREFUL):
+            block, bh = place(number, blocks, together)
+            _block(
+                block, bh, again_ptr + number, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch,
+                q_head, q_row, q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col,
+                out_batch, out_head, out_row, out_col, heads, group, query, kv, head_dim,
+                value_dim, factor, descale, sink, tiles, pages, mask_captured, score_captured,
+                MASK, SCORE, IDENTITY, LISTED, FREE, CAREFUL, SINK, PAGE, HOISTED, SCALED,
+                WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+            )
+
+
+@triton.jit
+def _block(
+    block, bh, again, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch,
+    k_head, k_row, k_col, v_batch, v_head, v_row, v_col, out_batch, out_head, out_row, out_col,
     heads, group, query, kv, head_dim, value_dim, factor, descale, sink, tiles, pages,
     mask_captured, score_captured, MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
     LISTED: tl.constexpr, FREE: tl.constexpr, CAREFUL: tl.constexpr, SINK: tl.constexpr,
-    PAGE: tl.constexpr, SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    IMPRECISE: tl.constexpr,
+    PAGE: tl.constexpr, HOISTED: tl.constexpr, SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    again = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    if CAREFUL:  # noqa: SIM102  # of constants ``and`` skips nothing
-        if tl.load(again) == 0:
-            return
-    # The last block first: under a causal mask it is the longest, and the short ones fill the end.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = tl.program_id(1) // heads
-    h = tl.program_id(1) % heads
+    """A block of rows over the blocks of keys that it sees."""
+    b = bh // heads
+    h = bh % heads
     rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     value_cols = tl.arange(0, BLOCK_V)
     b64 = b.to(tl.int64)
@@ -161,28 +219,29 @@ def _forward(
         v_ptr += b64 * v_batch
     else:
         table = pages[0] + b64 * pages[1]
-    kv_head = tl.program_id(1) // group  # group divides heads
+    kv_head = bh // group  # group divides heads
     factor = factor_of(factor, descale, kv_head, SCALED)
     sink_ptr = q_ptr
     if SINK:
         sink_ptr = sink[0]
     visits = q_ptr
+    runs = 1
     if LISTED:
-        visits = tiles[0] + b64 * tiles[2] + h64 * tiles[3] + block.to(tl.int64) * tiles[4]
-        steps = tl.load(tiles[1] + b64 * tiles[5] + h64 * tiles[6] + block.to(tl.int64) * tiles[7])
-    else:
-        steps = tl.cdiv(kv, BLOCK_K)
+        visits, runs = listed(tiles, b, h, block)
 
     m, total = started(sink_ptr, h, SINK, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-    for step in range(steps):
-        start, partial = _visit(visits, step, kv, LISTED, FREE, BLOCK_K)
-        m, total, acc = _step(
-            start, partial, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,
-            table, m, total, acc, b, h, rows, kv, head_dim, value_dim, factor, mask_captured,
-            score_captured, MASK, SCORE, IDENTITY, PAGE, CAREFUL, WEIGHTS_SCALE, BLOCK_Q, BLOCK_K,
-            BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
-        )
+    for run in range(runs):
+        first, beyond, of_run = run_of(visits, run, tl.cdiv(kv, BLOCK_K), LISTED)
+        for tile in range(first, beyond):
+            start = tile * BLOCK_K
+            partial = _may_hide(of_run, start, kv, LISTED, FREE, BLOCK_K)
+            m, total, acc = _step(
+                start, partial, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row,
+                v_col, table, m, total, acc, b, h, rows, kv, head_dim, value_dim, factor,
+                mask_captured, score_captured, MASK, SCORE, IDENTITY, PAGE, HOISTED, CAREFUL,
+                WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+            )
     if not FREE and not CAREFUL:
         tl.store(again, 1 - all_finite(acc).to(tl.int32))
     out = normalised(acc, total)
@@ -205,16 +264,13 @@ def _forward(
 
 
 @triton.jit
-def _visit(visits, step, kv, LISTED: tl.constexpr, FREE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """First key of the tile that a step visits, and whether something in it may be hidden."""
-    if LISTED:
-        tile = tl.load(visits + step)
-        start = (tile >> 1) * BLOCK_K
-        partial = (tile & 1) == 0
-    else:
-        start = step * BLOCK_K
+def _may_hide(
+    partial, start, kv, LISTED: tl.constexpr, FREE: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Whether something in a tile from key ``start`` on may be hidden; of its run, if LISTED."""
+    if not LISTED:
         partial = not FREE or start + BLOCK_K > kv
-    return start, partial
+    return partial
 
 
 @triton.jit
@@ -222,19 +278,32 @@ def _step(
     start, partial, q_block, k_ptr, v_ptr, k_page, k_row, k_col, v_page, v_row, v_col, table, m,
     total, acc, b, h, rows, kv, head_dim, value_dim, factor, mask_captured, score_captured,
     MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr, PAGE: tl.constexpr,
-    CAREFUL: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    IMPRECISE: tl.constexpr,
+    HOISTED: tl.constexpr, CAREFUL: tl.constexpr, WEIGHTS_SCALE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
     """One tile: scores, running maximum (in their units), rescale, P·V.
 
     CAREFUL keeps out of P·V what is not finite in values that some row does not see.
     """
-    keys = start + tl.arange(0, BLOCK_K)
-    k_at = key_rows(keys, kv, k_row, k_page, table, PAGE)
-    k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
-    v_at = key_rows(keys, kv, v_row, v_page, table, PAGE)
-    v_block = loaded_values(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
+    places = tl.arange(0, BLOCK_K)
+    keys = start + places
+    if HOISTED and not CAREFUL:
+        # One number goes from tile to tile; what is added to it stays.
+        first = tl.cast(start, tl.int64)
+        k_at = key_rows(places, kv, k_row, k_page, table, PAGE)
+        k_block = loaded_keys(
+            k_ptr + first * k_row, k_at, k_col, places, kv - start, head_dim, BLOCK_D
+        )
+        v_at = key_rows(places, kv, v_row, v_page, table, PAGE)
+        v_block = loaded_values(
+            v_ptr + first * v_row, v_at, v_col, places, kv - start, value_dim, BLOCK_V
+        )
+    else:
+        k_at = key_rows(keys, kv, k_row, k_page, table, PAGE)
+        k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
+        v_at = key_rows(keys, kv, v_row, v_page, table, PAGE)
+        v_block = loaded_values(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
     s = scores(
         q_block, k_block, b, h, rows, keys, factor, score_captured, SCORE, IDENTITY, PRECISION,
         IMPRECISE,

@@ -18,8 +18,7 @@ import triton.language as tl
 
 from attncheck.kernels.tile import power
 
-__all__ = ["listed", "loaded_lse", "loaded_rows", "row_gradients", "score_gradients", "visit",
-           "weights"]
+__all__ = ["loaded_lse", "loaded_rows", "may_hide", "row_gradients", "score_gradients", "weights"]
 
 
 @triton.jit
@@ -42,28 +41,15 @@ def loaded_lse(lse_ptr, rows, query, IDENTITY: tl.constexpr):
 
 
 @triton.jit
-def listed(tiles, b, h, block):
-    """Where the list of a block's tiles begins, and how many they are; of a ``VisitList``."""
-    b64, h64, block64 = b.to(tl.int64), h.to(tl.int64), block.to(tl.int64)
-    visits = tiles[0] + b64 * tiles[2] + h64 * tiles[3] + block64 * tiles[4]
-    return visits, tl.load(tiles[1] + b64 * tiles[5] + h64 * tiles[6] + block64 * tiles[7])
-
-
-@triton.jit
-def visit(visits, step, length, ragged, LISTED: tl.constexpr, FREE: tl.constexpr,
-          BLOCK: tl.constexpr):
-    """First index of the tile that a step visits, and whether something in it may be hidden.
+def may_hide(partial, start, length, ragged, LISTED: tl.constexpr, FREE: tl.constexpr,
+             BLOCK: tl.constexpr):
+    """Whether something in a tile from ``start`` on may be hidden; of its run, if LISTED.
 
     ``ragged``: whether the block that visits it reaches beyond its own length.
     """
-    if LISTED:
-        tile = tl.load(visits + step)
-        start = (tile >> 1) * BLOCK
-        partial = (tile & 1) == 0
-    else:
-        start = step * BLOCK
+    if not LISTED:
         partial = not FREE or (ragged | (start + BLOCK > length))
-    return start, partial
+    return partial
 
 
 @triton.jit

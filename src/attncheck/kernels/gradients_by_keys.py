@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.gradient_tile import (
-    listed,
     loaded_lse,
     loaded_rows,
+    may_hide,
     score_gradients,
-    visit,
     weights,
 )
-from attncheck.kernels.tile import loaded
+from attncheck.kernels.tile import listed, loaded, run_of
 
 __all__ = ["by_keys_kernel"]
 
@@ -56,38 +55,40 @@ def by_keys_kernel(
         of_head = q_ptr + b64 * q_batch + h64 * q_head
         dout_of_head = dout_ptr + b64 * dout_batch + h64 * dout_head
         visits = q_ptr
+        runs = 1
         if LISTED:
-            visits, steps = listed(tiles, b, h, block)
-        else:
-            steps = tl.cdiv(query, BLOCK_Q)
-        for step in range(steps):
-            start, partial = visit(visits, step, query, ragged, LISTED, FREE, BLOCK_Q)
-            rows = start + tl.arange(0, BLOCK_Q)
-            q_block = loaded(of_head, rows, cols, q_row, q_col, query, head_dim)
-            dout = loaded(
-                dout_of_head, rows, value_cols, dout_row, dout_col, query, value_dim
-            )
-            lse = loaded_lse(lse_ptr + first, rows, query, IDENTITY)
-            delta = loaded_rows(delta_ptr + first, rows, query)
-            # All of a tile is keys by rows, so that no product's result is transposed.
-            x = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * factor
-            p = weights(
-                x, partial, b, h, rows[None, :], keys[:, None], query, kv, lse[None, :],
-                mask_captured, score_captured, MASK, SCORE, IDENTITY,
-            )
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            dp = tl.dot(v_block, tl.trans(dout), input_precision=PRECISION)
-            dx = score_gradients(
-                x, p, dp, delta[None, :], b, h, rows[None, :], keys[:, None], slope_captured,
-                SLOPE, IDENTITY,
-            ).to(q_block.dtype)
-            dk = tl.dot(dx, q_block, dk, input_precision=PRECISION)
-            if ATOMIC:
-                # Transposed too, for the same reason; fp32, rows one after the other.
-                of_rows = tl.dot(tl.trans(k_block), dx, input_precision=PRECISION)
-                at = (first + rows[None, :].to(tl.int64)) * head_dim + cols[:, None]
-                there = (rows[None, :] < query) & (cols[:, None] < head_dim)
-                tl.atomic_add(dq[0] + at, of_rows, mask=there, sem="relaxed")
+            visits, runs = listed(tiles, b, h, block)
+        for run in range(runs):
+            first_tile, beyond, of_run = run_of(visits, run, tl.cdiv(query, BLOCK_Q), LISTED)
+            for tile in range(first_tile, beyond):
+                start = tile * BLOCK_Q
+                partial = may_hide(of_run, start, query, ragged, LISTED, FREE, BLOCK_Q)
+                rows = start + tl.arange(0, BLOCK_Q)
+                q_block = loaded(of_head, rows, cols, q_row, q_col, query, head_dim)
+                dout = loaded(
+                    dout_of_head, rows, value_cols, dout_row, dout_col, query, value_dim
+                )
+                lse = loaded_lse(lse_ptr + first, rows, query, IDENTITY)
+                delta = loaded_rows(delta_ptr + first, rows, query)
+                # All of a tile is keys by rows, so that no product's result is transposed.
+                x = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * factor
+                p = weights(
+                    x, partial, b, h, rows[None, :], keys[:, None], query, kv, lse[None, :],
+                    mask_captured, score_captured, MASK, SCORE, IDENTITY,
+                )
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                dp = tl.dot(v_block, tl.trans(dout), input_precision=PRECISION)
+                dx = score_gradients(
+                    x, p, dp, delta[None, :], b, h, rows[None, :], keys[:, None], slope_captured,
+                    SLOPE, IDENTITY,
+                ).to(q_block.dtype)
+                dk = tl.dot(dx, q_block, dk, input_precision=PRECISION)
+                if ATOMIC:
+                    # Transposed too, for the same reason; fp32, rows one after the other.
+                    of_rows = tl.dot(tl.trans(k_block), dx, input_precision=PRECISION)
+                    at = (first + rows[None, :].to(tl.int64)) * head_dim + cols[:, None]
+                    there = (rows[None, :] < query) & (cols[:, None] < head_dim)
+                    tl.atomic_add(dq[0] + at, of_rows, mask=there, sem="relaxed")
 
     # Keys lie one after the other in dK and dV.
     at = tl.program_id(1).to(tl.int64) * kv + keys[:, None].to(tl.int64)

@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.gradient_tile import (
-    listed,
     loaded_lse,
     loaded_rows,
+    may_hide,
     row_gradients,
     score_gradients,
-    visit,
     weights,
 )
-from attncheck.kernels.tile import all_finite, key_rows, loaded, loaded_keys
+from attncheck.kernels.tile import all_finite, key_rows, listed, loaded, loaded_keys, run_of
 
 __all__ = ["by_rows_kernel"]
 
@@ -57,31 +56,33 @@ def by_rows_kernel(
     lse = loaded_lse(lse_ptr + first, rows, query, IDENTITY)
     delta = loaded_rows(delta_ptr + first, rows, query)
     visits = q_ptr
+    runs = 1
     if LISTED:
-        visits, steps = listed(tiles, b, h, block)
-    else:
-        steps = tl.cdiv(kv, BLOCK_K)
+        visits, runs = listed(tiles, b, h, block)
 
     ragged = (block + 1) * BLOCK_Q > query
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for step in range(steps):
-        start, partial = visit(visits, step, kv, ragged, LISTED, FREE, BLOCK_K)
-        keys = start + tl.arange(0, BLOCK_K)
-        k_at = key_rows(keys, kv, k_row, 0, k_ptr, 0)
-        k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
-        v_at = key_rows(keys, kv, v_row, 0, v_ptr, 0)
-        v_block = loaded_keys(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
-        x = tl.dot(q_block, k_block, input_precision=PRECISION) * factor
-        p = weights(
-            x, partial, b, h, rows[:, None], keys[None, :], query, kv, lse[:, None],
-            mask_captured, score_captured, MASK, SCORE, IDENTITY,
-        )
-        dp = tl.dot(dout, v_block, input_precision=PRECISION)
-        dx = score_gradients(
-            x, p, dp, delta[:, None], b, h, rows[:, None], keys[None, :], slope_captured, SLOPE,
-            IDENTITY,
-        )
-        acc = row_gradients(dx, k_block, acc, CAREFUL, PRECISION)
+    for run in range(runs):
+        first_tile, beyond, of_run = run_of(visits, run, tl.cdiv(kv, BLOCK_K), LISTED)
+        for tile in range(first_tile, beyond):
+            start = tile * BLOCK_K
+            partial = may_hide(of_run, start, kv, ragged, LISTED, FREE, BLOCK_K)
+            keys = start + tl.arange(0, BLOCK_K)
+            k_at = key_rows(keys, kv, k_row, 0, k_ptr, 0)
+            k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
+            v_at = key_rows(keys, kv, v_row, 0, v_ptr, 0)
+            v_block = loaded_keys(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
+            x = tl.dot(q_block, k_block, input_precision=PRECISION) * factor
+            p = weights(
+                x, partial, b, h, rows[:, None], keys[None, :], query, kv, lse[:, None],
+                mask_captured, score_captured, MASK, SCORE, IDENTITY,
+            )
+            dp = tl.dot(dout, v_block, input_precision=PRECISION)
+            dx = score_gradients(
+                x, p, dp, delta[:, None], b, h, rows[:, None], keys[None, :], slope_captured,
+                SLOPE, IDENTITY,
+            )
+            acc = row_gradients(dx, k_block, acc, CAREFUL, PRECISION)
     if not FREE and not CAREFUL:
         tl.store(again, 1 - all_finite(acc).to(tl.int32))
     # Rows lie one after the other in dQ.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import triton
+
+from attncheck.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,8 @@ class Launch:
         block_query, block_kv: Tile sizes, powers of two from 16 to 128; of keys at least 32 in fp8,
             which tensor cores contract 32 at a time.
         warps, stages: Warps per program and depth of the load pipeline.
+        registers: At most so many a thread, so that several programs share a multiprocessor; None
+            leaves it to the assembler. Of the forward alone, and of no effect in the interpreter.
         precision: ``input_precision`` of fp32 products: ``ieee`` or ``tf32``.
         causal: Keys after a row's own index are never visible: FlashAttention-1 skips their tiles.
             Others have a ``VisitList``.
@@ -43,6 +47,7 @@ class Launch:
     block_kv: int
     warps: int = 4
     stages: int = 2
+    registers: int | None = None
     precision: str = "ieee"
     causal: bool = False
     free: bool = False
@@ -55,22 +60,57 @@ class Launch:
 class VisitList:
     """Which tiles each block of query rows has to visit, in order; what is not listed is hidden.
 
+    They are listed by runs, consecutive tiles of one kind: where the next tile is follows from the
+    last, so that its loads may be on their way before anything of a list is read.
+
     Attributes:
-        tiles: int32 ``(batch, heads, query_blocks, most)``: 2 · key block, plus 1 where the tile
-            lies wholly inside and every row of it sees every key; ascending.
-        counts: int32 ``(batch, heads, query_blocks)``: how many of them are there.
+        runs: int32 ``(batch, heads, query_blocks, most, 2)``: 2 · the first tile's key block, plus
+            1 where each tile lies wholly inside and every row of it sees every key; and how many
+            tiles. Ascending, then zeros.
+        counts: int32 ``(batch, heads, query_blocks)``: how many runs are there.
+        beyond: The key block behind the last one that is listed for any block.
 
     Batch and heads may be 1, for all of them. Blocks are those of the launch.
     """
 
-    tiles: torch.Tensor
+    runs: torch.Tensor
     counts: torch.Tensor
+    beyond: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look once, since a GPU that is asked is waited for."""
+        ends = (self.runs[..., 0] >> 1) + self.runs[..., 1]
+        object.__setattr__(self, "beyond", int(ends.max()))
+
+    def check(self, name: str, own: tuple[int, int], across: tuple[int, int]) -> None:
+        """Refuse a list that is not of these lengths in these blocks: its own axis, and the other.
+
+        A kernel would read beyond a list of fewer blocks, and walk over tiles that are elsewhere.
+
+        Raises:
+            UsageError: for one that has other blocks, or a tile that is not there.
+        """
+        blocks, tiles = (triton.cdiv(length, block) for length, block in (own, across))
+        if self.counts.shape[2] != blocks:
+            raise UsageError(
+                f"{name} lists the tiles of {self.counts.shape[2]} blocks: {own[0]} in blocks of "
+                f"{own[1]} are {blocks}."
+            )
+        if self.beyond > tiles:
+            raise UsageError(
+                f"{name} lists tile {self.beyond - 1}, counted from 0: {across[0]} in tiles of "
+                f"{across[1]} are {tiles}."
+            )
+
+    def visited(self) -> int:
+        """How many tiles are listed, each once for all batches and heads that share it."""
+        return int(self.runs[..., 1].sum())
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
         """Both tensors and their strides along batch, heads and blocks, 0 where one is for all."""
         counts = self.counts.contiguous()
-        tiles = self.tiles.contiguous()
-        return (tiles, counts, *_strides(tiles), *_strides(counts))
+        runs = self.runs.contiguous()
+        return (runs, counts, *_strides(runs), *_strides(counts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

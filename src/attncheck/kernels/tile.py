@@ -19,10 +19,36 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "advanced", "all_finite", "factor_of", "hidden", "key_rows", "loaded", "loaded_keys",
-    "loaded_values", "log_sum", "normalised", "power", "scores", "started", "visible",
+    "advanced", "all_finite", "factor_of", "hidden", "key_rows", "listed", "loaded", "loaded_keys",
+    "loaded_values", "log_sum", "normalised", "power", "run_of", "scores", "started", "visible",
     "with_values",
 ]
+
+
+@triton.jit
+def listed(tiles, b, h, block):
+    """Where the list of a block's runs begins, and how many they are; of a ``VisitList``."""
+    b64, h64, block64 = b.to(tl.int64), h.to(tl.int64), block.to(tl.int64)
+    visits = tiles[0] + b64 * tiles[2] + h64 * tiles[3] + block64 * tiles[4]
+    return visits, tl.load(tiles[1] + b64 * tiles[5] + h64 * tiles[6] + block64 * tiles[7])
+
+
+@triton.jit
+def run_of(visits, run, every, LISTED: tl.constexpr):
+    """A run of tiles: its first, the one behind its last, and whether they hide something.
+
+    Not LISTED, there is one run of ``every`` tile, and what they hide is to be found out.
+    """
+    if LISTED:
+        head = tl.load(visits + 2 * run)
+        first = head >> 1
+        beyond = first + tl.load(visits + 2 * run + 1)
+        partial = (head & 1) == 0
+    else:
+        first = 0
+        beyond = every
+        partial = True
+    return first, beyond, partial
 
 
 @triton.jit

@@ -171,20 +171,26 @@ def block_mask(
 
 
 def visit_list(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """What our kernels read: the tiles of each query block that are not empty, in order.
+    """What our kernels read: the tiles of each query block that are not empty, in order, by runs.
+
+    A run is of consecutive tiles of one kind, and as long as can be.
 
     Returns:
-        Tiles, int32 ``(batch', heads', query_blocks, most)``: 2·key_block + (1 if full), key blocks
-        ascending, then zeros; ``most`` is that of the fullest query block, at least 1. And how
-        many each has, int32 ``(batch', heads', query_blocks)``.
+        Runs, int32 ``(batch', heads', query_blocks, most, 2)``: 2·first_key_block + (1 if full),
+        and how many tiles; key blocks ascending, then zeros; ``most`` is that of the query block
+        with the most runs, at least 1. And how many each has, int32
+        ``(batch', heads', query_blocks)``.
     """
     kinds = mask.kinds()
-    counts, blocks = _listed(kinds != EMPTY)
-    full = kinds.gather(3, blocks.long()) == FULL
+    changes = (kinds[..., 1:] != kinds[..., :-1]).to(torch.uint8)
+    visited = kinds != EMPTY
+    counts, first = _listed(visited & pad(changes, (1, 0), value=1).bool())
+    last = _listed(visited & pad(changes, (0, 1), value=1).bool())[1]
+    full = kinds.gather(3, first.long()) == FULL
     most = max(1, int(counts.max()))
-    tiles = (2 * blocks + full)[..., :most]
-    listed = torch.arange(most, device=tiles.device) < counts[..., None]
-    return torch.where(listed, tiles, 0).to(torch.int32).contiguous(), counts
+    runs = torch.stack([2 * first + full, last - first + 1], -1)[..., :most, :]
+    listed = torch.arange(most, device=runs.device) < counts[..., None]
+    return torch.where(listed[..., None], runs, 0).to(torch.int32).contiguous(), counts
 
 
 def _blocks(length: int, block: int, axis: str) -> int:
