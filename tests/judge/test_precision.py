@@ -258,6 +258,20 @@ def test_the_ensembles_spread_of_hand_made_errors():
     assert spread(rmse, ideal).tolist() == [[1.5, 0.5, 0.0, math.inf, 0.0]]
 
 
+def test_what_underflow_explains_is_no_lack_of_precision():
+    """Ideal kernels may keep numbers below the normal range, where a GPU takes them for 0."""
+    ideal = with_errors(1.0, 2.0**-9)
+    plain = call(with_errors(1.0, 1.0), ideal=ideal, ensemble=lambda: [ideal], tiles=(16, 16))
+    assert (decide(**plain).status, decide(**plain).rule) == ("fail", "precision")
+    (sample,) = plain["allowance"].samples
+    lost = replace(sample, lost_out=torch.full_like(EXACT[0], SD))
+    found = decide(**plain | {"allowance": replace(plain["allowance"], samples=[lost])})
+    assert found.status == "pass"
+    assert precision(found).spread is None  # nobody is suspect
+    rmse, tiny = torch.tensor([[3.0, 3.0]]), torch.tensor([[1.0, 0.0]])
+    assert spread(rmse, [tiny], torch.tensor([[2.0, 2.0]])).tolist() == [[1.5, 0.0]]
+
+
 @pytest.mark.parametrize(("generic", "status"), [(True, "fail"), (False, "warn")])
 def test_errors_far_beyond_ideal_ones_fail_on_generic_inputs_whatever_was_predicted(
     generic, status

@@ -244,6 +244,7 @@ class _Found:
                 probable_lse=lse,
                 sd_out=found.sd_out,
                 sd_lse=found.sd_lse,
+                lost_out=found.certain.out_terms["underflow"].expand_as(found.sd_out),
             )
         )
         return found.certain

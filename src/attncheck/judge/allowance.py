@@ -24,6 +24,8 @@ class Sample:
         probable_lse: The same of LSE, ``(heads, rows)``.
         sd_out: Predicted root mean square of the error, as ``probable_out``.
         sd_lse: The same of LSE.
+        lost_out: What of the bound of out is for numbers below the normal range, which hardware
+            may take for 0, as ``probable_out``; None for nothing.
     """
 
     rows: Rows
@@ -31,6 +33,7 @@ class Sample:
     probable_lse: torch.Tensor
     sd_out: torch.Tensor
     sd_lse: torch.Tensor
+    lost_out: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -30,13 +30,17 @@ def rounding_floor(truth: torch.Tensor, counted: torch.Tensor, output: Format) -
     return errors(round_to(truth, output), truth, counted).rmse
 
 
-def spread(rmse: torch.Tensor, ideal: Iterable[torch.Tensor]) -> torch.Tensor:
+def spread(
+    rmse: torch.Tensor, ideal: Iterable[torch.Tensor], lost: torch.Tensor | None = None
+) -> torch.Tensor:
     """RMSE of a kernel ÷ the largest of an ensemble of ideal kernels', head by head.
 
     Args:
         rmse: The kernel's, ``(batch, heads)``.
         ideal: The same of ideal kernels that differ in tile sizes, in the order of their tiles and
             in when they rescale: what their errors differ by is nobody's fault.
+        lost: What a kernel's errors may be where it takes numbers below the normal range for 0,
+            likewise; an ideal kernel may keep them.
 
     0 where every ideal kernel is exact, since their errors are no yardstick then; a NaN is
     infinite.
@@ -44,5 +48,6 @@ def spread(rmse: torch.Tensor, ideal: Iterable[torch.Tensor]) -> torch.Tensor:
     largest = torch.zeros_like(rmse)
     for one in ideal:
         largest = torch.maximum(largest, one)
-    ratio = torch.where(largest > 0, rmse / largest, 0.0)
+    usual = largest if lost is None else torch.maximum(largest, lost)
+    ratio = torch.where(largest > 0, rmse / usual, 0.0)
     return torch.where(ratio.isnan(), math.inf, ratio)

@@ -71,11 +71,13 @@ class Heads:
         z: Of heads with ``FEWEST`` sampled outputs or more.
         single: RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
         spread: RMSE ÷ the largest of the ensemble's; None where it was not asked for.
+        lost: Largest error by underflow of any: what is no larger tells nothing.
     """
 
     z: torch.Tensor
     single: torch.Tensor
     spread: torch.Tensor | None
+    lost: float = 0.0
 
 
 def heads(
@@ -104,16 +106,27 @@ def heads(
         ideal = ensemble = None
     rmse = head_rmse(out, truth, counted)
     enough = counted.sum((-2, -1)) >= FEWEST
-    found = z(out, truth, counted, allowance)
+    found, lost = z(out, truth, counted, allowance), _lost(rmse, allowance)
     single = torch.full_like(rmse, math.nan)
     if ideal is not None:
-        single = torch.where(enough, spread(rmse, [head_rmse(ideal, truth, counted)]), math.nan)
+        one = head_rmse(ideal, truth, counted)
+        single = torch.where(enough, spread(rmse, [one], lost), math.nan)
     suspect = (found > Z) | (single > SPREAD)
     ratio = None
     if ensemble is not None and gated(arithmetic) and bool(suspect.any()):
         others = (head_rmse(one, truth, counted) for one in ensemble())
-        ratio = torch.where(enough, spread(rmse, others), math.nan)
-    return Heads(z=found, single=single, spread=ratio)
+        ratio = torch.where(enough, spread(rmse, others, lost), math.nan)
+    return Heads(z=found, single=single, spread=ratio, lost=float(lost.max()))
+
+
+def _lost(rmse: torch.Tensor, allowance: Allowance) -> torch.Tensor:
+    """Largest error by underflow in the sampled rows of every head, like ``rmse``."""
+    lost = torch.zeros_like(rmse).flatten()
+    for sample in allowance.samples:
+        if sample.lost_out is not None:
+            heads = slice(sample.rows.heads.start, sample.rows.heads.stop)
+            lost[heads] = torch.maximum(lost[heads], sample.lost_out.amax((-2, -1)).to(lost))
+    return lost.view_as(rmse)
 
 
 def gated(arithmetic: Arithmetic) -> bool:
@@ -176,7 +189,7 @@ def measured(
     return Precision(
         z=_largest(found.z),
         spread=None if found.spread is None else _largest(found.spread),
-        residual=None if emulation is None else _residual(out, emulation, truth, counted),
+        residual=None if emulation is None else _residual(out, emulation, truth, counted, found),
         bias=whole.bias / whole.rmse if whole.rmse else 0.0,
         slope=slope(error, exact),
         ulp_p50=p50,
@@ -192,7 +205,11 @@ def _largest(of_heads: torch.Tensor) -> float | None:
 
 
 def _residual(
-    out: torch.Tensor, emulation: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor
+    out: torch.Tensor,
+    emulation: torch.Tensor,
+    truth: torch.Tensor,
+    counted: torch.Tensor,
+    found: Heads,
 ) -> float | None:
     """rms(out − emulation) ÷ rms(emulation − exact); None where the emulation is exact."""
     if int(counted.sum()) < FEWEST:
@@ -201,4 +218,4 @@ def _residual(
     apart = errors(out, emulation.to(torch.float64), counted).rmse
     if not usual:
         return None
-    return math.inf if math.isnan(apart / usual) else apart / usual
+    return math.inf if math.isnan(apart / usual) else max(0.0, apart - found.lost) / usual
