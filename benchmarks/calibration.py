@@ -1,10 +1,12 @@
 """Right kernels on random problems: none may exceed a bound or fail, and how tight bounds are.
 
-    python benchmarks/calibration.py [--device cuda] [--problems FIRST END] [--kernels NAME ...]
-        [--longest N] [--processes N] [--seconds N] [--json PATH] [--summary PATH] [--md PATH]
+    python benchmarks/calibration.py [--backward] [--device cuda] [--problems FIRST END]
+        [--kernels NAME ...] [--longest N] [--processes N] [--seconds N] [--json PATH]
+        [--summary PATH] [--md PATH]
     python benchmarks/calibration.py --merge A.json B.json [--summary PATH] [--md PATH]
 
-Problem n is ``random_problems.problem(n)``. The ideal kernel has a random tiling each time. A JSON
+Problem n is ``random_problems.problem(n)``, with ``--backward`` ``gradient_problem(n)``: gradients
+are judged beside out and LSE. The ideal kernel has a random tiling each time. A JSON
 file that is there already is gone on with: its problems are not run again. ``flex`` on a GPU is
 compiled for every shape, so it is asked about structures of one shape only. The JSON file has every
 judgement, many megabytes of them; the summary and the page are what is worth keeping.
@@ -23,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from calibration_page import page
+from calibration_rows import crash, row
 from calibration_summary import merged, summary
 from in_processes import finished, write_json
-from random_problems import problem, shaped, tiling
+from random_problems import gradient_problem, problem, shaped, tiling
 
 from attncheck.examine.check import compare
 from attncheck.examine.environment import default_device, environment, prepare
@@ -33,15 +36,19 @@ from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Failure, InProcess
 from attncheck.problem import Case, Problem
 from attncheck.subjects.builtin import subject_named
+from attncheck.subjects.flash2 import Flash2Atomic
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
-    from attncheck.record import Record
     from attncheck.subjects.contract import Subject
 
 # Without the naive one, which overflows where it says it does.
-SOFTMAX = ("triton-softmax-safe", "triton-softmax-online", "triton-softmax-blocked")
+SOFTMAX: tuple[str, ...] = (
+    "triton-softmax-safe",
+    "triton-softmax-online",
+    "triton-softmax-blocked",
+)
 SOFTMAX += ("torch-softmax",)
 KERNELS = {
     "cpu": (
@@ -54,17 +61,24 @@ KERNELS = {
         *SOFTMAX,
     ),
 }
+ATOMIC = "triton-flash2-atomic"  # a Subject, and no name for --kernel
+BACKWARD = {
+    "cpu": ("ideal", "triton-flash2", ATOMIC, "sdpa-math", "sdpa-flash", "flex"),
+    "cuda": (
+        *("ideal", "triton-flash2", ATOMIC, "sdpa-math", "sdpa-flash", "sdpa-efficient"),
+        *("sdpa-cudnn", "flex"),
+    ),
+}
 LONGEST = {"cpu": 512, "cuda": 4096}
 MOST_SCORES = {"cpu": 2**17, "cuda": 2**24}
+MOST_SCORES_BACKWARD = {"cpu": 2**16, "cuda": 2**22}  # a bound of gradients is many passes
 PER_STRUCTURE = {"cpu": 10, "cuda": 100}  # a GPU's kernels are compiled, for seconds each
 SAVE_EVERY = 15.0  # seconds
+ENDS = {"json": ".json", "summary": "-summary.json", "md": ".md"}
 # Kernels that differ little from another one: one problem in so many on a GPU.
 ONE_IN = {"triton-flash2-vt": 5, "triton-flash1": 3, "triton-flash2-fastacc": 2, "sdpa-math": 2}
-NUMBERS = (
-    *("out_over_bound", "lse_over_bound", "out_over_probable", "lse_over_probable"),
-    *("rows", "rows_unbounded", "jumps"),
-)
-OF_PRECISION = ("z", "spread", "residual")
+ONE_IN[ATOMIC] = 2
+ONE_IN_INTERPRETED = {ATOMIC: 5}
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,7 @@ class Task:
     most_scores: int
     per_structure: int
     until: float
+    backward: bool
 
 
 class Untimed(InProcess):
@@ -97,7 +112,8 @@ def work(task: Task) -> list[dict[str, Any]]:
         if time.time() > task.until:
             break
         limits = {"longest": task.longest, "most_scores": task.most_scores}
-        asked = problem(number, **limits, per_structure=task.per_structure)
+        drawn = gradient_problem if task.backward else problem
+        asked = drawn(number, **limits, per_structure=task.per_structure)
         rows += judged(number, asked, task)
     return rows
 
@@ -109,22 +125,22 @@ def judged(number: int, asked: Problem, task: Task) -> list[dict[str, Any]]:
         subject = made(name, number)
         if not due(name, number, task) or not InProcess().concerns(subject, asked):
             continue
+        given: dict[str, Any] = {"variant": "", "environment": "", "executor": Untimed()}
         try:
-            record = compare(subject, evidence, variant="", environment="", executor=Untimed())
+            record = compare(subject, evidence, **given, brief=task.backward)
         except Exception as error:  # noqa: BLE001  # one problem must not end a run of thousands
             rows.append(crash(number, name, asked, error))
             continue
-        if record.status != "unsupported":
-            rows.append(row(number, name, asked, record))
+        rows.append(row(number, name, asked, record))
     if rows:
         rows[0]["seconds"] = round(time.perf_counter() - begun, 4)
     return rows
 
 
 def due(name: str, number: int, task: Task) -> bool:
-    """Whether a kernel's turn is at this problem; on a CPU it always is."""
+    """Whether a kernel's turn is at this problem; on a CPU it nearly always is."""
     if task.device == "cpu":
-        return True
+        return number % ONE_IN_INTERPRETED.get(name, 1) == 0
     if name == "flex":
         return shaped(number, task.per_structure)
     return number % ONE_IN.get(name, 1) == 0
@@ -132,66 +148,28 @@ def due(name: str, number: int, task: Task) -> bool:
 
 def made(name: str, number: int) -> Subject:
     """A kernel; the ideal one with the tiling of this problem, in tf32 rounding either way."""
+    if name == ATOMIC:
+        return Flash2Atomic()
     if name != "ideal":
         return subject_named(name)
     return Ideal(tiling(number), tf32="truncate" if number % 2 else "nearest")
 
 
-def crash(number: int, kernel: str, asked: Problem, error: Exception) -> dict[str, Any]:
-    """The judge itself raised."""
-    reason = f"the judge raised {type(error).__name__}: {error}".splitlines()[0]
-    facts = {"status": "error", "reason": reason, "case": Case(problem=asked).to_json()}
-    return facts_of(number, kernel, asked) | facts
-
-
-def facts_of(number: int, kernel: str, asked: Problem) -> dict[str, Any]:
-    """What a row says of its problem."""
-    softmax = asked.operation == "softmax"
-    return {
-        "n": number,
-        "kernel": kernel,
-        "dtype": asked.dtype,
-        "distribution": asked.distribution,
-        "score": asked.score.name,
-        "mask": "(softmax)" if softmax else asked.mask.name,
-    }
-
-
-def row(number: int, kernel: str, asked: Problem, record: Record) -> dict[str, Any]:
-    """What the page needs; the whole Case of what is not a pass."""
-    kept = facts_of(number, kernel, asked) | {"status": record.status}
-    if record.status != "pass":
-        kept |= {"case": record.case, "reason": record.reason}
-    said = record.judgement
-    if said is None:
-        return kept
-    kept |= {name: _short(getattr(said, name)) for name in NUMBERS}
-    if said.precision is not None:
-        kept |= {name: _short(getattr(said.precision, name)) for name in OF_PRECISION}
-    if record.status != "pass":
-        kept |= {"rule": said.rule, "reason": said.reason, "warnings": list(said.warnings)}
-        kept["tiling"] = record.tiling
-    return kept
-
-
-def _short(value: float | None) -> float | None:
-    """Four digits are plenty, and a tenth of the file."""
-    return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
-
-
 def tasks(asked: argparse.Namespace, done: set[int]) -> list[Task]:
     """Structures in order, without the problems that are done; a structure stays in one process."""
     until, found = time.time() + asked.seconds, []
+    by_default = BACKWARD if asked.backward else KERNELS
+    most = MOST_SCORES_BACKWARD if asked.backward else MOST_SCORES
     first, end = asked.problems
     each = PER_STRUCTURE[asked.device]
     for start in range(first - first % each, end, each):
         numbers = (n for n in range(start, start + each) if first <= n < end)
         left = tuple(n for n in numbers if n not in done)
         if left:
-            kernels = tuple(asked.kernels or KERNELS[asked.device])
+            kernels = tuple(asked.kernels or by_default[asked.device])
             longest = asked.longest or LONGEST[asked.device]
-            most = MOST_SCORES[asked.device]
-            found.append(Task(asked.device, left, kernels, longest, most, each, until))
+            limits = longest, most[asked.device], each
+            found.append(Task(asked.device, left, kernels, *limits, until, asked.backward))
     return found
 
 
@@ -220,9 +198,18 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     return merged_runs
 
 
+def named(asked: argparse.Namespace) -> None:
+    """Names of the files where none are given: of gradients others than of the forward."""
+    stem = "reports/gradients-calibration" if asked.backward else "reports/calibration"
+    for name, end in ENDS.items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, Path(stem + end))
+
+
 def main() -> None:
     """Measure, or read several files; then write the summary and the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backward", action="store_true", help="gradients beside out and LSE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument(
         "--problems", type=int, nargs=2, default=(0, 1000), metavar=("FIRST", "END")
@@ -232,10 +219,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
     parser.add_argument("--merge", type=Path, nargs="*", help="JSON files, of which to make one")
-    parser.add_argument("--json", type=Path, default=Path("reports/calibration.json"))
-    parser.add_argument("--summary", type=Path, default=Path("reports/calibration-summary.json"))
-    parser.add_argument("--md", type=Path, default=Path("reports/calibration.md"))
+    for name, end in ENDS.items():
+        said = f"default: reports/[gradients-]calibration{end}"
+        parser.add_argument(f"--{name}", type=Path, help=said)
     asked = parser.parse_args()
+    named(asked)
     if asked.merge:
         files = [json.loads(path.read_text()) for path in asked.merge]
         found = {"runs": [run for file in files for run in file["runs"]]}

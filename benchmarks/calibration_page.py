@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from calibration_summary import RATIOS, STATUSES
+from calibration_summary import GRADIENT_RATIOS, RATIOS, STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +17,10 @@ _TITLES = {
     "lse_over_bound": "LSE ÷ bound",
     "out_over_probable": "out ÷ probable",
     "lse_over_probable": "LSE ÷ probable",
+    "dq_over_bound": "dQ ÷ bound",
+    "dk_over_bound": "dK ÷ bound",
+    "dv_over_bound": "dV ÷ bound",
+    "dsink_over_bound": "dsink ÷ bound",
 }
 _ABOUT = """Made by `benchmarks/calibration.py`. A judgement's figure is its largest error ÷ bound
 over all elements; columns show the largest, the 99th percentile and the median of those. Above 1 is
@@ -32,13 +36,15 @@ def page(summaries: list[dict[str, Any]]) -> str:
             *_head(one),
             _statuses(one["groups"]),
             "### Largest / 99th percentile / median",
-            _ratios(one["groups"]),
+            _ratios(one["groups"], RATIOS),
+            *_gradients(one["groups"]),
             "### What the problems were",
             _kinds(one["kinds"]),
             f"### Fails and errors: {one['alarms']}",
             _cases(one["listed"]),
             "### Warnings and what is inconclusive",
             _quiet(one["quiet"]),
+            *_refused(one.get("refused", [])),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -66,12 +72,23 @@ def _statuses(groups: list[dict[str, Any]]) -> str:
     return _table(head, lines, left=2)
 
 
-def _ratios(groups: list[dict[str, Any]]) -> str:
+def _ratios(groups: list[dict[str, Any]], names: tuple[str, ...]) -> str:
     lines = [
-        [one["dtype"], one["kernel"], *(_numbers(one["ratios"][name]) for name in RATIOS)]
+        [one["dtype"], one["kernel"], *(_numbers(one["ratios"].get(name)) for name in names)]
         for one in groups
     ]
-    return _table(["dtype", "kernel", *(_TITLES.get(n, n) for n in RATIOS)], lines, left=2)
+    return _table(["dtype", "kernel", *(_TITLES.get(n, n) for n in names)], lines, left=2)
+
+
+def _gradients(groups: list[dict[str, Any]]) -> list[str]:
+    """The same of gradients, where a run had any."""
+    some = [one for one in groups if one["ratios"].get("dq_over_bound")]
+    return ["### Gradients, likewise", _ratios(some, GRADIENT_RATIOS)] if some else []
+
+
+def _refused(counted: list[list[Any]]) -> list[str]:
+    """Problems that a kernel does not take, with its reason."""
+    return ["### Not taken", _table(["what", "problems"], counted)] if counted else []
 
 
 def _numbers(values: list[float] | None) -> str:
@@ -83,7 +100,9 @@ def _kinds(kinds: list[list[Any]]) -> str:
         [what, value, problems, *(_numbers(None if x is None else [x]) for x in worst)]
         for what, value, problems, *worst in kinds
     ]
-    return _table(["what", "which", "problems", "out ÷ bound", "LSE ÷ bound"], lines, left=2)
+    columns = [_TITLES[name] for name in (*RATIOS[:2], *GRADIENT_RATIOS)]
+    width = max((len(line) for line in lines), default=0)  # of a forward no gradients
+    return _table(["what", "which", "problems", *columns][:width], lines, left=2)
 
 
 def _quiet(counted: list[list[Any]]) -> str:

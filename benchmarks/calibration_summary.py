@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["RATIOS", "STATUSES", "merged", "summary"]
+__all__ = ["GRADIENT_RATIOS", "RATIOS", "STATUSES", "merged", "summary"]
 
 Row = dict[str, Any]
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
@@ -17,6 +17,7 @@ RATIOS = (
     *("out_over_bound", "lse_over_bound", "out_over_probable", "lse_over_probable"),
     *("z", "spread", "residual"),
 )
+GRADIENT_RATIOS = ("dq_over_bound", "dk_over_bound", "dv_over_bound", "dsink_over_bound")
 STATUSES = ("pass", "warn", "inconclusive", "fail", "error")
 _MOST_LISTED = 60
 
@@ -32,10 +33,13 @@ def merged(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def summary(run: dict[str, Any]) -> dict[str, Any]:
     """Counts and ratios of one run; whole Cases of what failed."""
-    rows: list[Row] = run["rows"]
-    taken = sorted(row["seconds"] for row in rows if "seconds" in row)
+    refusals = [row for row in run["rows"] if row["status"] == "unsupported"]
+    refused = Counter(f"{row['kernel']}: {_worded(row['reason'])}" for row in refusals)
+    rows: list[Row] = [row for row in run["rows"] if row["status"] != "unsupported"]
+    taken = sorted(row["seconds"] for row in run["rows"] if "seconds" in row)
     alarms = [row for row in rows if row["status"] in ("fail", "error")]
-    quiet = Counter(_words(row) for row in rows if row["status"] in ("warn", "inconclusive"))
+    odd = [row for row in rows if row["status"] in ("warn", "inconclusive") or _silent(row)]
+    quiet = Counter(_words(row) for row in odd)
     return {
         "environment": run["environment"],
         "problems": len({row["n"] for row in rows}),
@@ -46,7 +50,13 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
         "alarms": len(alarms),
         "listed": alarms[:_MOST_LISTED],
         "quiet": quiet.most_common(_MOST_LISTED),
+        "refused": refused.most_common(_MOST_LISTED),
     }
+
+
+def _silent(row: Row) -> bool:
+    """A pass that has something to say all the same: that not all of it was judged."""
+    return bool(row["status"] == "pass" and row.get("warnings"))
 
 
 def _groups(rows: list[Row]) -> list[tuple[str, str, list[Row]]]:
@@ -67,7 +77,9 @@ def _group(dtype: str, kernel: str, rows: list[Row]) -> dict[str, Any]:
         "problems": len(rows),
         "statuses": {status: counts[status] for status in STATUSES},
         **{name: sum(row.get(name) or 0 for row in rows) for name in _COUNTED},
-        "ratios": {name: _three(row.get(name) for row in rows) for name in RATIOS},
+        "ratios": {
+            name: _three(row.get(name) for row in rows) for name in (*RATIOS, *GRADIENT_RATIOS)
+        },
     }
 
 
@@ -85,12 +97,14 @@ def _at(ordered: list[float], share: float) -> float:
 
 
 def _kinds(rows: list[Row]) -> list[list[Any]]:
-    """Problems of each distribution, mask and score mod, and the largest shares of the bound."""
+    """Problems of each distribution, mask, score mod and loss, and the largest shares of bounds."""
     found = []
-    for what in ("distribution", "mask", "score"):
-        for value in sorted({row[what] for row in rows}):
-            some = [row for row in rows if row[what] == value]
-            worst = [_three(row.get(name) for row in some) for name in RATIOS[:2]]
+    gradients = any("dq_over_bound" in row for row in rows)
+    columns = (*RATIOS[:2], *(GRADIENT_RATIOS if gradients else ()))
+    for what in ("distribution", "mask", "score", "loss"):
+        for value in sorted({row[what] for row in rows if what in row}):
+            some = [row for row in rows if row.get(what) == value]
+            worst = [_three(row.get(name) for row in some) for name in columns]
             problems = len({row["n"] for row in some})
             found.append([what, value, problems, *(three[0] if three else None for three in worst)])
     return found
@@ -99,5 +113,8 @@ def _kinds(rows: list[Row]) -> list[list[Any]]:
 def _words(row: Row) -> str:
     """Kernel, dtype and the sentence without its numbers: like ones are counted together."""
     text = row.get("reason") or "; ".join(row.get("warnings", ())) or row["status"]
-    words = " ".join("…" if any(c.isdigit() for c in word) else word for word in text.split())
-    return f"{row['kernel']} {row['dtype']} {row['status']}: {words}"
+    return f"{row['kernel']} {row['dtype']} {row['status']}: {_worded(text)}"
+
+
+def _worded(text: str) -> str:
+    return " ".join("…" if any(c.isdigit() for c in word) else word for word in text.split())

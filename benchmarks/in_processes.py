@@ -1,4 +1,7 @@
-"""Work in several processes that may be killed at any time: what is done is on disk soon after."""
+"""Work in several processes that may be killed at any time: what is done is on disk soon after.
+
+Process i sees GPU i modulo their number alone, so that ``cuda`` is another one in each.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.sharedctypes import Synchronized
 
 __all__ = ["finished", "write_json"]
 
 _AHEAD = 2  # tasks a process, one running and one waiting
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def write_json(path: str | Path, data: object) -> None:
@@ -50,7 +55,9 @@ def finished(
     # A process for each core, which starts no threads and no others: what it inherits says so.
     os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    gpus = _gpus()
+    begin = (context.Value("i", 0), gpus)
+    with ProcessPoolExecutor(processes, context, initializer=_choose_gpu, initargs=begin) as pool:
         running: set[Future[Any]] = set()
         while True:
             while len(running) < _AHEAD * processes and time.monotonic() - begun <= seconds:
@@ -67,3 +74,19 @@ def finished(
                 except BrokenProcessPool:
                     print("\na process died, with what it was at", file=sys.stderr)
                     return
+
+
+def _gpus() -> list[str]:
+    """GPUs that this process sees, by the names that CUDA takes."""
+    import torch
+
+    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
+    return visible or [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _choose_gpu(begun: Synchronized[int], gpus: list[str]) -> None:
+    """In a process that has not used CUDA yet: it reads the variable when it is first used."""
+    with begun.get_lock():
+        number, begun.value = begun.value, begun.value + 1
+    if len(gpus) > 1:
+        os.environ[_VISIBLE] = gpus[number % len(gpus)]

@@ -5,6 +5,9 @@ heads, head dims, the shapes of its mask and score mod and whether its lengths a
 which are what a kernel is compiled for. Lengths, the mods' numbers and the inputs are drawn for
 each problem; in one structure of five they are one draw (only the inputs differ), for kernels that
 are compiled for every shape. One structure of twelve is a softmax of given scores.
+
+``gradient_problem`` n is of the same sizes, mods and seed in a dtype that has gradients; LSE takes
+part in the loss of one structure of three, and one of eight has a sink.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from attncheck.subjects.contract import Tiling
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["PER_STRUCTURE", "SHAPED_EVERY", "problem", "shaped", "tiling"]
+__all__ = ["PER_STRUCTURE", "SHAPED_EVERY", "gradient_problem", "problem", "shaped", "tiling"]
 
 PER_STRUCTURE = 25
 SHAPED_EVERY = 5
@@ -181,13 +184,33 @@ def problem(
         most_scores: Most scores of all heads together.
         per_structure: Problems of one structure; with another number they are others.
     """
+    return _problem(number, longest, most_scores, per_structure, backward=False)
+
+
+def gradient_problem(
+    number: int,
+    *,
+    longest: int = 4096,
+    most_scores: int = 2**22,
+    per_structure: int = PER_STRUCTURE,
+) -> Problem:
+    """Problem ``number`` with a backward: ``problem``'s, but for the dtype, and no softmax."""
+    asked = _problem(number, longest, most_scores, per_structure, backward=True)
+    loss = _Die(Draws(2**43 + number // per_structure))
+    dlse, sink = loss.chance(1, 3), loss.chance(1, 8)
+    return asked.replace(backward=True, dlse=dlse, sink=sink and not shaped(number, per_structure))
+
+
+def _problem(
+    number: int, longest: int, most_scores: int, per_structure: int, *, backward: bool
+) -> Problem:
     one_shape = shaped(number, per_structure)
     fixed = _Die(Draws(number // per_structure))
-    dtype = fixed.one_of(_SHAPED_DTYPES if one_shape else _DTYPES)
+    dtype = fixed.one_of(_SHAPED_DTYPES if one_shape or backward else _DTYPES)
     dim = _dim(fixed)
     value_dim = dim if fixed.chance(2, 3) else _dim(fixed)
     mask, score = fixed.one_of(_MASKS), fixed.one_of(_SCORES)
-    softmax = fixed.chance(1, SOFTMAX_EVERY) and not one_shape
+    softmax = fixed.chance(1, SOFTMAX_EVERY) and not one_shape and not backward
     heads, kv_heads = fixed.one_of(_HEADS)
     aligned = fixed.chance(1, 3), fixed.chance(1, 3)
     each = fixed if one_shape else _Die(Draws(2**40 + number))

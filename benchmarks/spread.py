@@ -32,13 +32,22 @@ class Spread:
 
 
 def difference(a: Outputs, b: Outputs) -> list[float]:
-    """Rms difference of the worst head and of the worst row: of out, then of LSE."""
-    out = _squares(a.out, b.out).mean(-1)
-    sizes = [out.mean(-1).max(), out.max()]
+    """Rms difference of the worst head and of the worst row: of out, of LSE, of each gradient."""
+    sizes = [*_of_rows(a.out, b.out)]
     if a.lse is None or b.lse is None:  # a kernel without LSE says nothing of its spread
-        return [*(float(size) ** 0.5 for size in sizes), 0.0, 0.0]
-    lse = _squares(a.lse, b.lse)
-    return [float(size) ** 0.5 for size in (*sizes, lse.mean(-1).max(), lse.max())]
+        sizes += [0.0, 0.0]
+    else:
+        sizes += _of_rows(a.lse[..., None], b.lse[..., None])
+    others = b.gradients()
+    for name, gradient in a.gradients().items():
+        whole = gradient if gradient.dim() > 1 else gradient[:, None, None]  # of a sink one number
+        sizes += _of_rows(whole, others[name].view_as(whole))
+    return sizes
+
+
+def _of_rows(a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    rows = _squares(a, b).mean(-1)
+    return [float(size) ** 0.5 for size in (rows.mean(-1).max(), rows.max())]
 
 
 def _squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from attncheck.subjects.ideal import Ideal
 def asked(tmp_path, **changes):
     given = {"device": "cpu", "problems": (26, 29), "kernels": ["ideal"], "longest": 64}
     given |= {"processes": 1, "seconds": math.inf, "json": tmp_path / "found.json"}
+    given |= {"backward": False}
     return argparse.Namespace(**(given | changes))
 
 
@@ -50,6 +51,70 @@ def test_every_kernel_has_its_turn_on_a_gpu(tmp_path):
         assert len(turns) >= len(task.numbers) / 5, name
     later = [n + calibration.PER_STRUCTURE["cuda"] for n in task.numbers]
     assert not any(calibration.due("flex", n, task) for n in later)
+
+
+def test_every_kernel_of_gradients_has_its_turn(tmp_path):
+    for device, kernels in calibration.BACKWARD.items():
+        given = asked(tmp_path, device=device, problems=(0, 10), kernels=None, backward=True)
+        (task,) = calibration.tasks(given, set())
+        assert task.kernels == kernels
+        for name in kernels:
+            assert any(calibration.due(name, n, task) for n in task.numbers), name
+            assert calibration.made(name, 0).name == name
+            assert calibration.made(name, 0).backward, name
+
+
+def test_gradients_are_judged_beside_the_forward(tmp_path):
+    given = asked(tmp_path, backward=True, problems=(0, 2), kernels=["ideal", "sdpa-flash", "flex"])
+    run = calibration.measure(given)["runs"][0]
+    by_kernel = {name: [r for r in run["rows"] if r["kernel"] == name] for name in given.kernels}
+    assert {row["status"] for row in by_kernel["ideal"]} == {"pass"}
+    for row in by_kernel["ideal"]:
+        assert all(0 <= row[f"{name}_over_bound"] <= 1 for name in ("dq", "dk", "dv"))
+    assert {row["status"] for row in by_kernel["flex"]} == {"unsupported"}
+    told = summary(run)
+    assert (told["problems"], told["judgements"]) == (2, sum(map(taken, run["rows"])))
+    assert ("flex: torch: FlexAttention does not support backward on CPU", 2) in told["refused"]
+    shown = page([told])
+    assert "| dtype | kernel | dQ ÷ bound | dK ÷ bound | dV ÷ bound | dsink ÷ bound |" in shown
+    assert "### Not taken" in shown
+
+
+def taken(row):
+    return row["status"] != "unsupported"
+
+
+class Unscaled(Ideal):
+    def scaled(self, total, scale):
+        return total
+
+
+def test_a_wrong_gradient_is_an_alarm(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "made", lambda name, number: Unscaled())
+    found = calibration.measure(asked(tmp_path, backward=True, problems=(0, 1)))
+    (row,) = found["runs"][0]["rows"]
+    assert (row["status"], row["rule"]) == ("fail", "bound")
+    assert row["out_over_bound"] <= 1 < row["dq_over_bound"]
+    assert Problem.from_json(row["case"]["problem"]).backward
+    assert summary(found["runs"][0])["alarms"] == 1
+
+
+def test_what_was_not_judged_is_said():
+    row = {"n": 1, "kernel": "ideal", "dtype": "bf16", "status": "pass", "seconds": 1.0}
+    row |= {"distribution": "normal", "mask": "full", "score": "none"}
+    row |= {"warnings": ["not judged: 3 of 9 elements of dq have no finite bound"]}
+    told = summary({"environment": {}, "rows": [row]})
+    assert told["quiet"] == [
+        ("ideal bf16 pass: not judged: … of … elements of dq have no finite bound", 1)
+    ]
+
+
+@pytest.mark.parametrize(("backward", "stem"), [(False, "cal"), (True, "gradients-cal")])
+def test_files_of_gradients_have_names_of_their_own(tmp_path, backward, stem):
+    given = argparse.Namespace(backward=backward, json=tmp_path / "a.json", summary=None, md=None)
+    calibration.named(given)
+    assert given.json == tmp_path / "a.json"
+    assert given.md.name == f"{stem}ibration.md"
 
 
 class HalfAsLarge(Ideal):

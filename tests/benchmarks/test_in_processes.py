@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 
 import pytest
-from in_processes import finished, write_json
+from in_processes import _choose_gpu, finished, write_json
 
 
 def squared(number):
@@ -44,3 +46,19 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     write_json(path, {"rows": []})
     assert json.loads(path.read_text()) == {"rows": []}
     assert [p.name for p in path.parent.iterdir()] == ["found.json"]
+
+
+def test_processes_take_the_gpus_in_turn(monkeypatch):
+    begun, seen = multiprocessing.Value("i", 0), []
+    for _ in range(5):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        _choose_gpu(begun, ["4", "6"])
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert seen == ["4", "6", "4", "6", "4"]
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"]])
+def test_without_a_choice_nothing_is_set(monkeypatch, gpus):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _choose_gpu(multiprocessing.Value("i", 0), gpus)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from random_problems import PER_STRUCTURE, SHAPED_EVERY, problem, shaped, tiling
+from random_problems import (
+    PER_STRUCTURE,
+    SHAPED_EVERY,
+    gradient_problem,
+    problem,
+    shaped,
+    tiling,
+)
 
 from attncheck.distributions import DISTRIBUTIONS
 from attncheck.formats import DTYPES
@@ -84,3 +91,25 @@ def test_every_way_to_walk_over_the_keys_is_drawn():
     assert {t.reverse for t in tilings} == {True, False}
     assert {t.block_kv for t in tilings} == {t.block_query for t in tilings} == {16, 32, 64, 128}
     assert tiling(7) == tiling(7)
+
+
+def test_gradients_are_asked_of_the_same_problems():
+    """In dtypes that have them; no number of the forward's is another for it."""
+    for number in SOME[::10]:
+        asked, forward = gradient_problem(number), problem(number, most_scores=2**22)
+        if forward.operation == "softmax":
+            continue
+        plain = {"backward": False, "dlse": False, "sink": False, "dtype": forward.dtype}
+        assert asked.backward
+        assert asked.replace(**plain) == forward
+        assert asked.dtype == forward.dtype or not shaped(number)
+
+
+def test_every_kind_of_loss_is_drawn():
+    some = SOME[::3]
+    drawn = [gradient_problem(number, longest=64) for number in some]
+    assert {p.dtype for p in drawn} == {"fp32", "tf32", "fp16", "bf16"}
+    assert {(p.dlse, p.sink) for p in drawn} == {
+        (dlse, sink) for dlse in (False, True) for sink in (False, True)
+    }
+    assert not any(p.sink for n, p in zip(some, drawn, strict=True) if shaped(n))

@@ -1,0 +1,267 @@
+"""How many planted faults of a backward each rule catches, and how many right ones it refuses.
+
+    python benchmarks/gradient_rules.py [--device cuda] [--lengths N ...] [--dtypes NAME ...]
+        [--seeds N] [--processes N] [--seconds N] [--json PATH] [--md PATH]
+    python benchmarks/gradient_rules.py --merge A.json B.json [--json PATH] [--md PATH]
+
+As ``rules.py`` does for the forward: every fault of ``planted_gradients.py`` on random inputs,
+judged by attncheck and by the rules of ``gradient_peers.py`` on dQ, dK and dV. A fault whose
+gradients are the right kernel's own, bit by bit, is no fault there and does not count. One whose
+difference from its right twin is less than what right kernels differ by among themselves is
+*hidden*. About three minutes on two cores with what is asked by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import msgspec
+import torch
+from gradient_peers import PEERS, GivenGradients
+from gradient_rules_page import page
+from in_processes import finished, write_json
+from planted_gradients import DTYPES, FAULTS, KINDS, GradientFault
+from rules import Keeping, merged
+from spread import Spread
+from wrong_structure import TILING
+
+from attncheck.examine import judging
+from attncheck.examine.check import compare
+from attncheck.examine.environment import default_device, environment, prepare
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.executor import Execution, InProcess
+from attncheck.examine.gradient_allowances import GradientAllowance, gradient_allowance
+from attncheck.problem import Case, Problem
+from attncheck.subjects.builtin import subject_named
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+
+if TYPE_CHECKING:
+    from attncheck.judge.arithmetic import Arithmetic
+    from attncheck.outputs import Outputs
+    from attncheck.record import Record
+    from attncheck.subjects.contract import Subject
+
+LENGTHS = {"cpu": (70, 250), "cuda": (1000, 2000)}
+# The ordinary case and what shows most that it does not; then scales that are powers of two.
+DRAWS = (
+    ("normal", 80),
+    ("large_logits", 96),
+    ("normal", 64),
+    ("negative_logits", 80),
+    ("outliers", 64),
+    ("uniform", 128),
+)
+TILINGS = {
+    "ideal 64×64": TILING,
+    "ideal 128×128": Tiling(block_query=128, block_kv=128),
+    "ideal 32×16": Tiling(block_query=32, block_kv=16),
+    "ideal reverse": Tiling(block_query=64, block_kv=32, reverse=True),
+}
+TWIN = "ideal 64×64"
+OTHERS = {
+    "cpu": ("triton-flash2", "sdpa-math", "sdpa-flash"),
+    "cuda": ("triton-flash2", "sdpa-math", "sdpa-flash", "sdpa-efficient"),
+}
+INTERPRETED_LONGEST = 128
+INTERPRETED = ("full", "causal", "sink")  # seconds each; the calibration asks many more
+SAVE_EVERY = 10.0  # seconds
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem with every kernel that it concerns."""
+
+    device: str
+    dtype: str
+    length: int
+    seed: int
+    kind: str
+
+    @property
+    def problem(self) -> Problem:
+        """Of two query heads to each of two key heads."""
+        distribution, dim = DRAWS[self.seed % len(DRAWS)]
+        given: dict[str, Any] = {"query": self.length, "distribution": distribution}
+        given |= KINDS[self.kind](self.length)
+        if given.pop("wide", False):
+            given["value_dim"] = 2 * dim
+        return Problem(
+            heads=4,
+            kv_heads=2,
+            kv=self.length,
+            head_dim=dim,
+            dtype=self.dtype,
+            backward=True,
+            seed=self.seed,
+            **given,
+        )
+
+    @property
+    def faults(self) -> list[GradientFault]:
+        """Those that this problem concerns."""
+        return [f for f in FAULTS if f.kind == self.kind and self.dtype in f.dtypes]
+
+
+def right_kernels(task: Task) -> dict[str, Subject]:
+    """Kernels that are right, by the names that the page gives them."""
+    problem, device = task.problem, task.device
+    found: dict[str, Subject] = {name: Ideal(tiling) for name, tiling in TILINGS.items()}
+    if problem.dtype == "tf32":  # as right as rounding to nearest, and what tensor cores do
+        found["ideal truncating"] = Ideal(TILING, tf32="truncate")
+    for name in OTHERS[device]:
+        subject = subject_named(name)
+        slow = subject.triton and device == "cpu" and not _interpreted(task)
+        asked = not slow and InProcess().concerns(subject, problem)
+        if asked and not InProcess().refusal(subject, problem, device):
+            found[name] = subject
+    return found
+
+
+def _interpreted(task: Task) -> bool:
+    return task.seed == 0 and task.length <= INTERPRETED_LONGEST and task.kind in INTERPRETED
+
+
+class Remembered:
+    """The judge's bounds of gradients, once for a forward: all planted kernels have the same one.
+
+    They depend on a kernel's out and LSE and on what it declares, and are most of a judgement.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[tuple[Arithmetic, Outputs, GradientAllowance]] = []
+
+    def __call__(
+        self, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs
+    ) -> GradientAllowance:
+        """As ``gradient_allowance``, of one Case."""
+        for declared, forward, found in self.known:
+            if declared == arithmetic and _same_forward(forward, outputs):
+                return found
+        found = gradient_allowance(evidence, arithmetic, outputs)
+        self.known.append((arithmetic, outputs, found))
+        return found
+
+
+def _same_forward(one: Outputs, other: Outputs) -> bool:
+    pairs = ((one.out, other.out), (one.lse, other.lse))
+    return all(
+        mine is its or (mine is not None and its is not None and torch.equal(mine, its))
+        for mine, its in pairs
+    )
+
+
+def work(task: Task) -> list[dict[str, Any]]:
+    """Rows of one task."""
+    prepare(task.device)
+    try:
+        with mock.patch.object(judging, "gradient_allowance", Remembered()):
+            return compared(task)
+    except Exception as error:  # noqa: BLE001  # one problem must not end a run of hundreds
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        facts = {"what": "crash", "name": "the judge", "status": "error", "reason": reason}
+        return [{**asdict(task), **facts, "case": task.problem.to_json()}]
+
+
+def compared(task: Task) -> list[dict[str, Any]]:
+    """Every rule on every kernel, right ones first."""
+    evidence, executor = Evidence(Case(problem=task.problem), task.device), Keeping()
+    given = GivenGradients(evidence.inputs, evidence.truth)
+    rows, right = [], {}
+    for name, subject in right_kernels(task).items():
+        row = _row(task, "right", name, _compare(subject, evidence, executor))
+        rows.append(row | _peers(executor, given))
+        if isinstance(executor.last, Execution):
+            right[name] = executor.last.outputs
+    spread = Spread(list(right.values()))
+    for fault in task.faults:
+        row = _row(task, "fault", fault.name, _compare(fault.kernel(), evidence, executor))
+        if isinstance(executor.last, Execution):
+            row["effect"] = spread.effect(executor.last.outputs, right[TWIN])
+        rows.append(row | _peers(executor, given))
+    return rows
+
+
+def _compare(subject: Subject, evidence: Evidence, executor: Keeping) -> Record:
+    executor.last = None
+    return compare(subject, evidence, variant="", environment="", executor=executor, brief=True)
+
+
+def _peers(executor: Keeping, given: GivenGradients) -> dict[str, Any]:
+    if not isinstance(executor.last, Execution):
+        return {}
+    outputs = executor.last.outputs
+    return {"peers": {name: accepts(outputs, given) for name, accepts in PEERS.items()}}
+
+
+def _row(task: Task, what: str, name: str, record: Record) -> dict[str, Any]:
+    row = {"what": what, "name": name, **asdict(task), "status": record.status}
+    row["distribution"] = task.problem.distribution
+    said = record.judgement
+    row["rule"] = said.rule if said else ""
+    if said is not None and isinstance(said.gradients_over_bound, dict):
+        shares = said.gradients_over_bound
+        row["shares"] = {tensor: float(f"{share:.4g}") for tensor, share in shares.items()}
+    if record.status == "error" or (what == "right" and record.status == "fail"):
+        row |= {"case": record.case, "reason": said.reason if said else record.reason}
+    return row
+
+
+def tasks(asked: argparse.Namespace) -> list[Task]:
+    """One draw after the other, the shortest first."""
+    lengths = sorted(asked.lengths or LENGTHS[asked.device])
+    return [
+        Task(asked.device, dtype, length, seed, kind)
+        for seed in range(asked.seeds)
+        for length in lengths
+        for dtype in asked.dtypes
+        for kind in KINDS
+    ]
+
+
+def main() -> None:
+    """Run what is asked, writing the JSON file over and over as rows come in; the page at last."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--lengths", type=int, nargs="*")
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--seeds", type=int, default=2, help="draws of each problem")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
+    parser.add_argument("--json", type=Path, default=Path("reports/gradient-rules.json"))
+    parser.add_argument("--md", type=Path, default=Path("reports/gradient-rules.md"))
+    parser.add_argument("--merge", type=Path, nargs="*", help="only the page, of these files")
+    asked = parser.parse_args()
+    found = merged(asked.merge) if asked.merge else measure(asked)
+    write_json(asked.json, found)
+    asked.md.write_text(page(found))
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """All the tasks; the JSON file is written every ten seconds."""
+    todo, saved = tasks(asked), time.monotonic()
+    prepare(asked.device)
+    env = json.loads(msgspec.json.encode(environment(asked.device)))
+    complete: dict[str, Any] = {"environments": [env], "done": 0, "of": len(todo), "rows": []}
+    rows = complete["rows"]
+    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
+    for done, part in enumerate(parts, 1):
+        rows += part
+        complete["done"] = done
+        if time.monotonic() - saved > SAVE_EVERY or done == len(todo):
+            print(f"{done}/{len(todo)} problems, {len(rows)} rows", file=sys.stderr, flush=True)
+            write_json(asked.json, complete)
+            saved = time.monotonic()
+    return complete
+
+
+if __name__ == "__main__":
+    main()
