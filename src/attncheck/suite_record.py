@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from attncheck.record import Environment  # noqa: TC001  # msgspec reads the annotations
 
-__all__ = ["SCHEMA", "Outcome", "SuiteReport", "Tally"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["SCHEMA", "Outcome", "SuiteReport", "Tally", "joined"]
 
 SCHEMA = 1
 
@@ -83,3 +86,29 @@ class SuiteReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seconds: float
     untaken: dict[str, dict[str, str]]
     outcomes: tuple[Outcome, ...]
+
+
+def joined(reports: Sequence[SuiteReport]) -> SuiteReport:
+    """Several runs of one tier on one machine, as one: of a test that ran again its last outcome.
+
+    Raises:
+        ValueError: if there are none, or their tiers or environments differ.
+    """
+    if len({(one.tier, str(one.environment)) for one in reports}) != 1:
+        raise ValueError("reports of one tier in one environment can be joined, and no others.")
+    last: dict[tuple[str, ...], Outcome] = {}
+    untaken: dict[str, dict[str, str]] = {}
+    for report in reports:
+        for one in report.outcomes:
+            last[one.file, one.test, one.kernel, one.dtype, one.family] = one
+        for kernel, of_dtypes in report.untaken.items():
+            untaken.setdefault(kernel, {}).update(of_dtypes)
+    return SuiteReport(
+        command=" && ".join(dict.fromkeys(one.command for one in reports)),
+        environment=reports[0].environment,
+        tier=reports[0].tier,
+        processes=max(one.processes for one in reports),
+        seconds=sum(one.seconds for one in reports),
+        untaken=untaken,
+        outcomes=tuple(sorted(last.values(), key=lambda one: (one.file, one.test, one.kernel))),
+    )

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from attncheck.errors import UsageError
 from attncheck.record import Environment
 from attncheck.reporting import suite_pages
-from attncheck.suite_record import Outcome, SuiteReport, Tally
+from attncheck.suite_record import Outcome, SuiteReport, Tally, joined
 
 ENVIRONMENT = Environment(
     device="cpu", machine="x86_64", python="3.11", torch="2.13", numpy="2", attncheck="1"
@@ -51,6 +52,27 @@ def test_the_table_says_how_many_and_how_fast() -> None:
     assert "tier smoke, 4 processes: 6 problems in 2 s (3 a second), 20% of the work" in text
     assert "sdpa-math takes no e4m3, e5m2: takes no fp8; tf32: no GPU" in text
     assert "4 tests: 1 passed, 1 known, 1 failed, 1 skipped" in text
+
+
+def test_several_runs_are_one_in_which_the_last_outcome_counts() -> None:
+    again = msgspec.structs.replace(
+        report(outcome("mine", **{"pass": 4}), processes=9, seconds=1000.0),
+        command="pytest properties -k mine",
+    )
+    found = joined([MIXED, again])
+    assert {one.kernel: one.outcome for one in found.outcomes} == {
+        "ideal": "passed",
+        "flex": "known",
+        "mine": "passed",
+    }
+    assert found.command == "pytest properties && pytest properties -k mine"
+    assert (found.processes, found.seconds) == (9, 1002.0)
+    assert "9 in 1,002 s" in suite_pages.render(found, "md").replace(" problems", "")
+    other = msgspec.structs.replace(again, tier="pr")
+    with pytest.raises(ValueError, match="of one tier in one environment"):
+        joined([MIXED, other])
+    with pytest.raises(ValueError, match="of one tier in one environment"):
+        joined([])
 
 
 def test_a_kernel_has_a_row_of_its_own() -> None:

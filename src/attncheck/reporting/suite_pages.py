@@ -39,7 +39,8 @@ def rate(tally: Tally, seconds: float) -> str:
     share = (
         f", {tally.compiling / tally.seconds:.0%} of the work compiling" if tally.seconds else ""
     )
-    return f"{problems} in {seconds:.3g} s{speed}{share}"
+    took = f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
+    return f"{problems} in {took} s{speed}{share}"
 
 
 def _above(report: SuiteReport) -> Iterator[str]:
