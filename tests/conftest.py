@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
 
 # Triton decides at its import whether it compiles or interprets; without a GPU it must interpret.
 if not Path("/dev/nvidiactl").exists():
@@ -36,6 +38,23 @@ def _python(code: str, **environment: str) -> str:
         check=True,
     )
     return done.stdout.strip()
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"attncheck_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[Any]:
+    """``warm_python.run("attncheck", …, cwd=…)``: a process that has imported torch already."""
+    servers = _module(Path(__file__).with_name("warm_python.py")).Servers()
+    yield servers
+    servers.stop()
 
 
 @pytest.fixture(scope="session")

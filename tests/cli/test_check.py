@@ -27,14 +27,24 @@ def two(q, k): ...
 """
 
 
-def check(*arguments, cwd):
+def without_columns():
+    return {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+
+
+def fresh(*arguments, cwd):
+    """In a process that has imported nothing."""
     return subprocess.run(
         [sys.executable, "-m", "attncheck", "check", *arguments],
         cwd=cwd,
-        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
+        env=without_columns(),
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture(scope="module")
+def check(attncheck):
+    return lambda *words, cwd: attncheck("check", *words, cwd=cwd, env=without_columns())
 
 
 @pytest.fixture
@@ -44,7 +54,7 @@ def mine(tmp_path):
 
 
 def test_a_right_kernel(tmp_path):
-    run = check(f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
+    run = fresh(f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     lines = run.stdout.splitlines()
     assert lines[0] == f"attncheck check my_kernel.py::attention {' '.join(QUICK)}"
@@ -56,7 +66,7 @@ def test_a_right_kernel(tmp_path):
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
 
 
-def test_a_wrong_kernel(tmp_path):
+def test_a_wrong_kernel(check, tmp_path):
     spec = f"{EXAMPLE}::sees_the_next_key"
     run = check(spec, *QUICK, "--out", "here", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (1, "")
@@ -70,7 +80,7 @@ def test_a_wrong_kernel(tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["mine.py::kernel", "mine:kernel"])
-def test_standard_output_is_the_report_alone(mine, spec):
+def test_standard_output_is_the_report_alone(check, mine, spec):
     run = check(spec, "--question", "plain", "--dtype", "fp32", "--format", "json", "-q", cwd=mine)
     assert run.returncode == 0, run.stderr
     assert set(run.stderr.split()) == {"imported", "called"}
@@ -97,13 +107,13 @@ def kernel(q, k, v):
 def test_standard_output_is_the_report_whoever_writes_to_its_descriptor(tmp_path):
     (tmp_path / "prints.py").write_text(PRINTS)
     arguments = ("--question", "plain", "--format", "json", "-q")
-    run = check("prints.py::kernel", *arguments, cwd=tmp_path)
+    run = fresh("prints.py::kernel", *arguments, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["records"][0]["status"] == "pass"
     assert run.stderr.split() == ["first", "second", "third"]
 
 
-def test_whatever_a_kernel_raises_is_its_record(tmp_path):
+def test_whatever_a_kernel_raises_is_its_record(check, tmp_path):
     body = "class E(BaseException):\n    def __str__(self): raise RuntimeError('planted')\n"
     (tmp_path / "raises.py").write_text(f"{body}def kernel(q, k, v): raise E\n")
     run = check("raises.py::kernel", "--question", "plain", cwd=tmp_path)
@@ -111,7 +121,7 @@ def test_whatever_a_kernel_raises_is_its_record(tmp_path):
     assert "error: E" in run.stdout
 
 
-def test_several_dtypes_and_head_dims(mine):
+def test_several_dtypes_and_head_dims(check, mine):
     dtypes = ("--dtype", "fp32", "--dtype", "fp16", "--head-dim", "32")
     run = check("mine.py::kernel", "--question", "scale", "--question", "gqa", *dtypes, cwd=mine)
     assert run.returncode == 5  # it takes neither
@@ -122,13 +132,13 @@ def test_several_dtypes_and_head_dims(mine):
     assert "NOTHING TESTED mine.py::kernel" in run.stdout
 
 
-def test_a_kernel_that_refuses_everything_was_not_tested(mine):
+def test_a_kernel_that_refuses_everything_was_not_tested(check, mine):
     run = check("mine.py::picky", "--question", "plain", cwd=mine)
     assert run.returncode == 5
     assert "ValueError: head_dim must be 256" in run.stdout
 
 
-def test_a_kernel_of_attnchecks_own(tmp_path):
+def test_a_kernel_of_attnchecks_own(check, tmp_path):
     run = check("sdpa-math", "--question", "decode-window", "--format", "md", "-q", cwd=tmp_path)
     assert run.returncode == 0
     assert run.stdout == (tmp_path / "reports" / "check.md").read_text()
@@ -148,7 +158,7 @@ def test_a_kernel_of_attnchecks_own(tmp_path):
         (("mine.py::kernel", "--out", "mine.py"), "mine.py"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(mine, arguments, says):
+def test_bad_input_is_one_line_and_nothing_is_written(check, mine, arguments, says):
     run = check(*arguments, cwd=mine)
     assert run.returncode == 2
     lines = [line for line in run.stderr.splitlines() if line != "imported"]

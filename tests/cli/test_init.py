@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -118,3 +120,21 @@ def test_nothing_is_written_where_it_cannot_be(attncheck, mine, words, said):
         attncheck("init", *words)
     assert (mine / "pyproject.toml").read_text() == PROJECT
     assert (mine / "mine.py").read_text() == MINE
+
+
+@pytest.mark.parametrize("words", [("probe",), ("init", "--dry-run")])
+def test_a_process_that_has_imported_nothing(mine, words):
+    """Documents show both verbs, but in a process that has torch already."""
+    command = [
+        sys.executable,
+        "-m",
+        "attncheck",
+        *words,
+        "mine.py::kernel",
+        "--device",
+        "cpu",
+        "-q",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "kernel" in run.stdout

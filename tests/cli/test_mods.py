@@ -56,14 +56,23 @@ class Silent(Ideal):
 """
 
 
-def attncheck(*arguments, cwd):
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def fresh(*arguments, cwd):
+    """In a process that has imported nothing."""
     return subprocess.run(
         [sys.executable, "-m", "attncheck", "mods", *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | NO_GPU,
     )
+
+
+@pytest.fixture(scope="module")
+def mods(attncheck):
+    return lambda *words, cwd: attncheck("mods", *words, cwd=cwd, env=os.environ | NO_GPU)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +85,7 @@ def folder(tmp_path_factory):
 
 
 def test_all_worlds_say_the_same_of_good_mods(folder):
-    run = attncheck("good.py", *FAST, "--format", "json", cwd=folder)
+    run = fresh("good.py", *FAST, "--format", "json", cwd=folder)
     assert (run.returncode, run.stderr) == (0, "")
     report = mod_pages.load(run.stdout)
     assert report.command == f"attncheck mods good.py {' '.join(FAST)} --format json"
@@ -94,8 +103,8 @@ def test_all_worlds_say_the_same_of_good_mods(folder):
     assert report.records[0].expression == "q_idx >= kv_idx"
 
 
-def test_a_mod_that_the_tracer_reads_otherwise_is_exit_code_1(folder):
-    run = attncheck("fickle.py::fickle", *FAST, "--kernel", "ideal", cwd=folder)
+def test_a_mod_that_the_tracer_reads_otherwise_is_exit_code_1(mods, folder):
+    run = mods("fickle.py::fickle", *FAST, "--kernel", "ideal", cwd=folder)
     assert (run.returncode, run.stderr) == (1, "")
     place = "first (b, h, q_idx, kv_idx) = (0, 0, 0, 0): 0.0, but should be 1.0"
     assert f"mpmath: 10 of 60 places, {place}" in run.stdout
@@ -113,9 +122,9 @@ def test_a_mod_that_the_tracer_reads_otherwise_is_exit_code_1(folder):
         ("Silent", "softcap", "unsupported"),
     ],
 )
-def test_a_kernel_with_a_planted_fault_differs(folder, kernel, mod, status):
+def test_a_kernel_with_a_planted_fault_differs(mods, folder, kernel, mod, status):
     given = (f"good.py::{mod}", *FAST, "--kernel", f"kernels.py::{kernel}", "--format", "json")
-    run = attncheck(*given, cwd=folder)
+    run = mods(*given, cwd=folder)
     (record,) = json.loads(run.stdout)["records"]
     answer = record["answers"][kernel.lower()]
     assert answer["status"] == status
@@ -163,17 +172,17 @@ def truth(score, b, h, q_idx, kv_idx):
         ("truth", "bad.py:22: truth: score mod 'truth' cannot be traced: it gives dtype bool"),
     ],
 )
-def test_a_mod_that_cannot_be_is_one_line_with_its_name_and_line(tmp_path, name, says):
+def test_a_mod_that_cannot_be_is_one_line_with_its_name_and_line(mods, tmp_path, name, says):
     (tmp_path / "bad.py").write_text(BAD)
-    run = attncheck(f"bad.py::{name}", *FAST, cwd=tmp_path)
+    run = mods(f"bad.py::{name}", *FAST, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"attncheck: {says}")
     assert run.stderr.count("\n") == 1
 
 
-def test_every_mod_that_cannot_be_has_its_line(tmp_path):
+def test_every_mod_that_cannot_be_has_its_line(mods, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
-    run = attncheck("bad.py", *FAST, cwd=tmp_path)
+    run = mods("bad.py", *FAST, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     lines = run.stderr.splitlines()
     names = ["decides", "whole", "two", "outside", "unknown", "truth"]
@@ -197,18 +206,18 @@ def test_every_mod_that_cannot_be_has_its_line(tmp_path):
         ((), "FILE.py"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, arguments, says):
+def test_bad_input_is_one_line(mods, tmp_path, arguments, says):
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "none.py").write_text("x = 1")
     (tmp_path / "raising.py").write_text("x = 1\n\nraise ValueError('planted')")
-    run = attncheck(*arguments, cwd=tmp_path)
+    run = mods(*arguments, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert says in run.stderr
     assert run.stderr.count("\n") == 1
 
 
-def test_the_command_of_a_report_holds_no_folder(folder, tmp_path):
-    run = attncheck(
+def test_the_command_of_a_report_holds_no_folder(mods, folder, tmp_path):
+    run = mods(
         f"{folder}/good.py::causal",
         *FAST,
         "--kernel",

@@ -14,7 +14,8 @@ PROMISED = 1e-13 * 2.0**53  # units; what the manual says of ordinary inputs
 TINY = ("--shape", "1x2/1x5x4", "--distribution", "large_logits", "-q")
 
 
-def attncheck(*arguments, cwd):
+def fresh(*arguments, cwd):
+    """In a process that has imported nothing."""
     return subprocess.run(
         [sys.executable, "-m", "attncheck", "oracles", *arguments],
         cwd=cwd,
@@ -26,7 +27,7 @@ def attncheck(*arguments, cwd):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    return attncheck(*TINY, "--format", "json", "--out", "here/too", cwd=folder), folder
+    return fresh(*TINY, "--format", "json", "--out", "here/too", cwd=folder), folder
 
 
 def test_standard_output_is_the_report_alone(tiny):
@@ -78,11 +79,11 @@ def test_where_the_naive_softmax_overflows_is_shown(tiny):
     assert "nan" not in table
 
 
-def test_more_digits_agree_to_more(tmp_path):
+def test_more_digits_agree_to_more(attncheck, tmp_path):
     exponents = []
     for digits in ("17", "400"):
         given = (*TINY, "--variant", "causal", "--digits", digits, "--format", "json")
-        run = attncheck(*given, cwd=tmp_path)
+        run = attncheck("oracles", *given, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
         exponents.append(json.loads(run.stdout)["agreements"][0]["log10"])
     assert -19 < exponents[0] < -14
@@ -115,14 +116,10 @@ main()
         ("outputs.lse[0, 0, 4] = float('-inf')", 1, "flash2 is 0/0 in 1 of 10 rows"),
     ],
 )
-def test_a_planted_fault_shows(tmp_path, fault, code, says):
+def test_a_planted_fault_shows(warm_python, tmp_path, fault, code, says):
     program = PLANTED.format(fault=fault)
-    run = subprocess.run(
-        [sys.executable, "-c", program, *TINY, "--variant", "full", "--out", "here"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    words = (*TINY, "--variant", "full", "--out", "here")
+    run = warm_python.run("-c", program, *words, cwd=tmp_path)
     assert run.returncode == code, run.stderr
     assert says in run.stdout
     report = oracle_pages.load((tmp_path / "here" / "oracles.json").read_text())
@@ -189,14 +186,9 @@ WINDOWED = ("--shape", "1x2/1x5/3x4", "--variant", "sliding_window", "--distribu
         ("safe", "result.lse[0, 0, 4] = mp.one", 1, "5 numbers are infinitely far"),
     ],
 )
-def test_a_fault_planted_in_many_digits_shows(tmp_path, name, fault, code, says):
+def test_a_fault_planted_in_many_digits_shows(warm_python, tmp_path, name, fault, code, says):
     program = PLANTED_IN_MANY_DIGITS.format(name=name, fault=fault)
-    run = subprocess.run(
-        [sys.executable, "-c", program, *WINDOWED, "-q", "--out", "here"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    run = warm_python.run("-c", program, *WINDOWED, "-q", "--out", "here", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (code, "")
     assert says in run.stdout
     report = oracle_pages.load((tmp_path / "here" / "oracles.json").read_text())
@@ -205,18 +197,18 @@ def test_a_fault_planted_in_many_digits_shows(tmp_path, name, fault, code, says)
 
 @pytest.mark.parametrize("dtype", ["e4m3", "nonsense"])
 @pytest.mark.parametrize("variants", [("softmax",), ("full", "softmax")])
-def test_a_named_variant_that_does_not_exist_is_refused(tmp_path, dtype, variants):
+def test_a_named_variant_that_does_not_exist_is_refused(attncheck, tmp_path, dtype, variants):
     """Whatever else is asked for: nothing would be measured of it."""
     named = [word for variant in variants for word in ("--variant", variant)]
-    run = attncheck(*named, "--dtype", dtype, "--shape", "1x1x2x2", "-q", cwd=tmp_path)
+    run = attncheck("oracles", *named, "--dtype", dtype, "--shape", "1x1x2x2", "-q", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert f"dtype {dtype!r}" in run.stderr
     assert run.stderr.count("\n") == 1
 
 
-def test_by_default_what_does_not_exist_is_left_out(tmp_path):
+def test_by_default_what_does_not_exist_is_left_out(attncheck, tmp_path):
     given = ("--dtype", "e4m3", "--shape", "1x1x2x2", "--distribution", "normal", "-q")
-    run = attncheck(*given, "--format", "json", cwd=tmp_path)
+    run = attncheck("oracles", *given, "--format", "json", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     report = oracle_pages.load(run.stdout)
     assert {record.variant for record in report.records} == {"full", "causal", "sharp"}
@@ -245,9 +237,9 @@ def test_no_problem_is_no_report():
         (("surplus",), "surplus"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says):
+def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, arguments, says):
     (tmp_path / "taken").write_text("a file where a folder should be")
-    run = attncheck(*TINY, *arguments, cwd=tmp_path)
+    run = attncheck("oracles", *TINY, *arguments, cwd=tmp_path)
     assert run.returncode == 2
     assert says in run.stderr
     assert run.stderr.count("\n") == 1
@@ -255,9 +247,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says)
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
-def test_a_score_mod_is_evaluated_in_many_digits(tmp_path):
+def test_a_score_mod_is_evaluated_in_many_digits(attncheck, tmp_path):
     given = (*TINY, "--variant", "softcap", "--dtype", "fp16", "--format", "json")
-    run = attncheck(*given, cwd=tmp_path)
+    run = attncheck("oracles", *given, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     report = oracle_pages.load(run.stdout)
     assert all(record.out.units < PROMISED for record in report.records)

@@ -10,7 +10,8 @@ import pytest
 QUICK = ("--kernel", "ideal", "--variant", "causal", "--shape", "1x2x16x8")
 
 
-def attncheck(*arguments, cwd):
+def fresh(*arguments, cwd):
+    """In a process that has imported nothing."""
     return subprocess.run(
         [sys.executable, "-m", "attncheck", *arguments], cwd=cwd, capture_output=True, text=True
     )
@@ -19,7 +20,7 @@ def attncheck(*arguments, cwd):
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
-    return attncheck("rmse", *QUICK, "--dtype", "fp16", "--format", "json", cwd=folder), folder
+    return fresh("rmse", *QUICK, "--dtype", "fp16", "--format", "json", cwd=folder), folder
 
 
 def test_standard_output_is_the_report_alone(quick):
@@ -68,7 +69,7 @@ def test_every_file_tells_the_same(quick):
         (("surplus",), "surplus"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says):
+def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, arguments, says):
     if arguments == ("--device", "cuda"):
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
@@ -82,7 +83,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says)
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
-def test_nothing_measured_is_exit_code_5(tmp_path):
+def test_nothing_measured_is_exit_code_5(attncheck, tmp_path):
     run = attncheck(
         "rmse",
         "--kernel",
@@ -98,7 +99,7 @@ def test_nothing_measured_is_exit_code_5(tmp_path):
     assert "unsupported" in run.stdout
 
 
-def test_a_kernel_that_raises_in_one_cell_leaves_the_rest(tmp_path):
+def test_a_kernel_that_raises_in_one_cell_leaves_the_rest(warm_python, tmp_path):
     program = """
 import sys
 from attncheck.cli import main
@@ -113,9 +114,7 @@ sys.argv = ["attncheck", "rmse", "--kernel", "ideal", "--kernel", "sdpa-math", "
             "causal", "--variant", "full", "--shape", "1x1x16x8", "-q"]
 main()
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
-    )
+    run = warm_python.run("-c", program, cwd=tmp_path)
     assert run.returncode == 1, run.stderr
     assert "RuntimeError: planted" in run.stdout
     records = json.loads((tmp_path / "reports" / "rmse.json").read_text())["records"]
@@ -143,8 +142,8 @@ finally:
         assert run.stderr.strip() == "[]"
 
 
-def test_the_help_lists_the_exit_codes_one_below_the_other(tmp_path):
-    run = attncheck("--help", cwd=tmp_path)
+def test_the_help_lists_the_exit_codes_one_below_the_other(attncheck, tmp_path):
+    run = fresh("--help", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert "\\b" not in run.stdout
     assert "\b" not in run.stdout
@@ -155,7 +154,7 @@ def test_the_help_lists_the_exit_codes_one_below_the_other(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["{option} {value}", "{option}={value}"])
-def test_the_command_of_a_report_holds_no_folder(tmp_path, form):
+def test_the_command_of_a_report_holds_no_folder(attncheck, tmp_path, form):
     folder = tmp_path / "some where"
     folder.mkdir()
     (folder / "mine.py").write_text(
@@ -178,18 +177,18 @@ def test_the_command_of_a_report_holds_no_folder(tmp_path, form):
 
 @pytest.mark.parametrize("command", [("doctor", "--json"), ("list", "--json")])
 def test_json_is_json_alone(tmp_path, command):
-    run = attncheck(*command, cwd=tmp_path)
+    run = fresh(*command, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert isinstance(json.loads(run.stdout), dict)
 
 
-def test_the_doctor_finds_every_kernel_well(tmp_path):
+def test_the_doctor_finds_every_kernel_well(attncheck, tmp_path):
     tests = json.loads(attncheck("doctor", "--json", cwd=tmp_path).stdout)["self_tests"]
     assert [t for t in tests if not t["ok"]] == []
     assert {"triton", "triton-flash2", "ideal", "flex"} <= {t["name"] for t in tests}
 
 
-def test_the_list_says_what_supports_what(tmp_path):
+def test_the_list_says_what_supports_what(attncheck, tmp_path):
     run = attncheck("list", cwd=tmp_path)
     assert run.returncode == 0
     for word in ("triton-flash2", "sliding_window", "bf16", "one_hot", "document", "softcap"):
@@ -197,7 +196,7 @@ def test_the_list_says_what_supports_what(tmp_path):
 
 
 @pytest.mark.parametrize("question", ["absent", "unsupported", "tiling", "prepare"])
-def test_a_kernel_that_raises_when_asked_costs_its_own_cells_only(tmp_path, question):
+def test_a_kernel_that_raises_when_asked_costs_its_own_cells_only(attncheck, tmp_path, question):
     (tmp_path / "moody.py").write_text(
         "from attncheck.subjects.ideal import Ideal\n"
         "class Moody(Ideal):\n"

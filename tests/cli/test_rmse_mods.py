@@ -217,13 +217,9 @@ def test_fp8_is_measured_and_its_inputs_cost_the_most(folder, attncheck, dtype):
 
 
 @pytest.fixture(scope="module")
-def catalogue(tmp_path_factory):
-    run = subprocess.run(
-        [sys.executable, "-m", "attncheck", "list", "--json", "--device", "cpu"],
-        cwd=tmp_path_factory.mktemp("list"),
-        capture_output=True,
-        text=True,
-    )
+def catalogue(warm_python, tmp_path_factory):
+    words = ("list", "--json", "--device", "cpu")
+    run = warm_python.run("attncheck", *words, cwd=tmp_path_factory.mktemp("list"))
     assert (run.returncode, run.stderr) == (0, "")
     return json.loads(run.stdout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -14,10 +15,15 @@ QUICK = ("--kernel", "ideal", "--variant", "causal", "--shape", "1x2x16x8", "-q"
 SOFTCAP = ("--kernel", "sdpa-flash", "--variant", "softcap", "--shape", "1x2x16x8", "-q")
 
 
-def attncheck(*arguments, cwd, before=""):
+def fresh(*arguments, cwd, before=""):
+    """In a process that has imported nothing, after ``before``."""
     program = f"import sys\n{before}\nfrom attncheck.cli import main\nmain()"
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=cwd, capture_output=True, text=True
+        [sys.executable, "-c", program, *arguments],
+        cwd=cwd,
+        env=dict(os.environ),  # readline sets COLUMNS, but not there
+        capture_output=True,
+        text=True,
     )
 
 
@@ -29,7 +35,7 @@ def tree(path):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     plots = ("--plot", "plots/rmse.png", "--plot", "rmse.svg")
-    return attncheck("rmse", *QUICK, *plots, cwd=folder), folder
+    return fresh("rmse", *QUICK, *plots, cwd=folder), folder
 
 
 def test_a_plot_is_written_beside_the_reports(run):
@@ -41,7 +47,7 @@ def test_a_plot_is_written_beside_the_reports(run):
     assert command == f"attncheck rmse {' '.join(QUICK)} --plot rmse.png --plot rmse.svg"
 
 
-def test_a_report_is_shown_again_as_it_was(run, tmp_path):
+def test_a_report_is_shown_again_as_it_was(attncheck, run, tmp_path):
     done, folder = run
     report = str(folder / "reports" / "rmse.json")
     again = attncheck("rmse", "--from", report, "--plot", "again.svg", cwd=tmp_path)
@@ -51,7 +57,7 @@ def test_a_report_is_shown_again_as_it_was(run, tmp_path):
     assert tree(tmp_path) == ["again.svg"]
 
 
-def test_a_report_shown_again_is_written_where_out_says(run, tmp_path):
+def test_a_report_shown_again_is_written_where_out_says(attncheck, run, tmp_path):
     _, folder = run
     report = str(folder / "reports" / "rmse.json")
     again = attncheck("rmse", "--from", report, "--out", "reports", "--format", "md", cwd=tmp_path)
@@ -62,7 +68,7 @@ def test_a_report_shown_again_is_written_where_out_says(run, tmp_path):
     assert len(tree(tmp_path)) == 3
 
 
-def test_the_exit_code_of_a_report_shown_again_is_that_of_its_run(run, tmp_path):
+def test_the_exit_code_of_a_report_shown_again_is_that_of_its_run(attncheck, run, tmp_path):
     _, folder = run
     report = json.loads((folder / "reports" / "rmse.json").read_text())
     report["records"][0] |= {"status": "error", "reason": "planted", "judgement": None, "out": None}
@@ -76,7 +82,7 @@ def test_showing_a_report_again_imports_neither_torch_nor_triton(run, tmp_path):
     _, folder = run
     report = str(folder / "reports" / "rmse.json")
     before = "sys.modules['torch'] = sys.modules['triton'] = None"
-    again = attncheck("rmse", "--from", report, "--plot", "a.png", cwd=tmp_path, before=before)
+    again = fresh("rmse", "--from", report, "--plot", "a.png", cwd=tmp_path, before=before)
     assert again.returncode == 0, again.stderr
 
 
@@ -92,7 +98,7 @@ def test_showing_a_report_again_imports_neither_torch_nor_triton(run, tmp_path):
         (("--from", "taken", "--format", "pdf"), "format 'pdf' is not known"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says):
+def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, arguments, says):
     (tmp_path / "taken").write_text("{}")
     done = attncheck("rmse", *arguments, cwd=tmp_path)
     assert done.returncode == 2
@@ -103,16 +109,16 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says)
 
 def test_without_matplotlib_a_plot_is_refused_and_everything_else_runs(tmp_path):
     before = "sys.modules['matplotlib'] = None"
-    done = attncheck("rmse", *QUICK, "--plot", "a.png", cwd=tmp_path, before=before)
+    done = fresh("rmse", *QUICK, "--plot", "a.png", cwd=tmp_path, before=before)
     assert (done.returncode, tree(tmp_path)) == (2, [])
     assert done.stderr == (
         "attncheck: a plot needs matplotlib, which is not installed: "
         "pip install 'attncheck[plot]'.\n"
     )
-    assert attncheck("rmse", *QUICK, cwd=tmp_path, before=before).returncode == 0
+    assert fresh("rmse", *QUICK, cwd=tmp_path, before=before).returncode == 0
 
 
-def test_where_nothing_was_measured_no_plot_is_drawn(tmp_path):
+def test_where_nothing_was_measured_no_plot_is_drawn(attncheck, tmp_path):
     done = attncheck("rmse", *SOFTCAP, "--plot", "a.png", cwd=tmp_path)
     assert done.returncode == 5
     assert done.stderr == "attncheck: nothing was measured: no plot is drawn.\n"
@@ -122,7 +128,7 @@ def test_where_nothing_was_measured_no_plot_is_drawn(tmp_path):
     assert "no cell that was measured" in again.stderr
 
 
-def test_parts_of_a_run_are_shown_as_one(run, tmp_path):
+def test_parts_of_a_run_are_shown_as_one(attncheck, run, tmp_path):
     done, folder = run
     whole = folder / "reports" / "rmse.json"
     report = json.loads(whole.read_text())
@@ -134,7 +140,7 @@ def test_parts_of_a_run_are_shown_as_one(run, tmp_path):
     assert again.stdout == done.stdout
 
 
-def test_a_part_that_is_given_twice_is_refused(run, tmp_path):
+def test_a_part_that_is_given_twice_is_refused(attncheck, run, tmp_path):
     _, folder = run
     report = str(folder / "reports" / "rmse.json")
     again = attncheck("rmse", "--from", report, "--from", report, cwd=tmp_path)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,22 +18,33 @@ _SNIPPETS = Path(__file__).with_name("snippets.py")
 
 
 @pytest.fixture
-def run_snippets(tmp_path: Path) -> Callable[[Path], subprocess.CompletedProcess[str]]:
-    """Runs every snippet of a document in a process and a folder of its own, without a GPU."""
+def run_snippets(
+    tmp_path: Path, reader: ModuleType, warm_python: Any
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs every snippet of a document in a process and a folder of its own, without a GPU.
+
+    Neither that process nor those of commands import torch first, unless they are to be ``fresh``.
+    """
     folder = tmp_path / "snippets"
     folder.mkdir()
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    environment.pop("TRITON_INTERPRET", None)
+    of_commands = reader.environment(folder)
+    own = {"PYTHONPATH", "PYTEST_ADDOPTS"}
+    environment = {name: value for name, value in of_commands.items() if name not in own}
 
-    def run(document: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(_SNIPPETS), str(document)],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def run(document: Path, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+        if fresh:
+            return subprocess.run(
+                [sys.executable, str(_SNIPPETS), str(document)],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        for program in ("attncheck", "pytest"):  # the snippets find them there
+            warm_python.start(program, of_commands)
+        words = (str(_SNIPPETS), str(document), str(warm_python.folder))
+        return warm_python.run(*words, cwd=folder, env=environment)
 
     return run
 

@@ -1,5 +1,7 @@
 """Runs the snippets of one Markdown document: ``python snippets.py DOCUMENT``, in an empty folder.
 
+``python snippets.py DOCUMENT SERVERS`` runs ``attncheck`` and ``pytest`` by ``warm_python.py``.
+
 A process of its own, since one process either compiles Triton kernels or interprets them.
 
 What a fenced block says after its fence decides what is done with it:
@@ -19,6 +21,7 @@ What a fenced block says after its fence decides what is done with it:
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import json
 import os
 import re
@@ -36,6 +39,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
     from sybil import Example, Region
 
@@ -52,6 +56,7 @@ _PROGRAMS = {
     "pytest": (sys.executable, "-m", "pytest"),
     "python": (sys.executable,),
 }
+_WARM = {"attncheck", "pytest"}
 _SECONDS = 300
 _EXIT_CODE = re.compile(r"\(exit code (\d+)\)")
 _FIGURE = re.compile(r"(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?")
@@ -109,8 +114,9 @@ def _read(kind: str, data: dict[str, Any]) -> dict[str, Any]:
 class Snippets:
     """The snippets of one document, run in ``folder``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, servers: Path | None = None) -> None:
         self.folder = folder
+        self._warm = _module(ROOT / "tests/warm_python.py").Servers(servers) if servers else None
         self._files: set[str] = set()
         for name in ("examples", "properties", "pyproject.toml"):
             (folder / name).symlink_to(ROOT / name)
@@ -166,31 +172,41 @@ class Snippets:
         program, *arguments = command.words
         if program not in _PROGRAMS:
             return f"{program!r} is none of {', '.join(_PROGRAMS)}"
-        done = subprocess.run(
-            [*_PROGRAMS[program], *arguments],
-            cwd=self.folder,
-            env=self._environment(),
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
+        done = self._done(program, arguments)
         said = done.stdout + (done.stderr if done.returncode else "")
         if done.returncode != command.exit_code:
             return f"exit code {done.returncode}, not {command.exit_code}:\n{said}{done.stderr}"
         return _difference(command.shown, said, figures=figures) if command.shown else ""
 
-    def _environment(self) -> dict[str, str]:
-        """As in a user's shell without a GPU: nothing of this pytest, no width, no colours."""
-        own = ("PYTEST_", "TRITON_INTERPRET", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "HYPOTHESIS_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-        few = "-p few_examples --hypothesis-profile few -p no:cacheprovider"
-        return kept | {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",  # documents run side by side, and waiting threads spin
-            "PYTHONPATH": str(self.folder),
-            "PYTHONIOENCODING": "utf-8",
-            "PYTEST_ADDOPTS": few,
-        }
+    def _done(self, program: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        how: dict[str, Any] = {"cwd": self.folder, "env": environment(self.folder)}
+        if self._warm and program in _WARM:
+            return self._warm.run(program, *arguments, timeout=_SECONDS, **how)
+        words = [*_PROGRAMS[program], *arguments]
+        return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, **how)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """As in a user's shell without a GPU: nothing of this pytest, no width, no colours."""
+    own = ("PYTEST_", "TRITON_INTERPRET", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "HYPOTHESIS_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    few = "-p few_examples --hypothesis-profile few -p no:cacheprovider"
+    return kept | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # documents run side by side, and waiting threads spin
+        "PYTHONPATH": str(folder),
+        "PYTHONIOENCODING": "utf-8",
+        "PYTEST_ADDOPTS": few,
+    }
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"attncheck_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _json(kind: str, source: str) -> str:
@@ -230,4 +246,6 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    print(Snippets(Path.cwd()).run(Path(sys.argv[1])), "snippets")  # noqa: T201  # a program's output
+    _folders = (Path(argument) for argument in sys.argv[2:])
+    _count = Snippets(Path.cwd(), *_folders).run(Path(sys.argv[1]))
+    print(_count, "snippets")  # noqa: T201  # a program's output

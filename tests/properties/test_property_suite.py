@@ -6,27 +6,28 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PLANTED = "tests/properties/planted.py"
 FUTURE = "test_future_keys_do_not_matter"
+Judge = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def judge(*arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def judge(warm_python: Any) -> Judge:
     """``pytest properties …`` from the root, in one dtype."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]
-    return subprocess.run(
-        [*command, "--dtype=fp32", *arguments],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = ("pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--dtype=fp32")
+        return warm_python.run(*words, *arguments, cwd=ROOT, env=env, timeout=300)
+
+    return run
 
 
 def kernel(name: str) -> str:
@@ -34,7 +35,7 @@ def kernel(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wide() -> subprocess.CompletedProcess[str]:
+def wide(judge: Judge) -> subprocess.CompletedProcess[str]:
     return judge("properties/test_causal.py", kernel("wide"))
 
 
@@ -71,32 +72,32 @@ def test_its_reproducer_reproduces_it(wide: subprocess.CompletedProcess[str]) ->
     assert "bit for bit" in again.stdout
 
 
-def test_a_triton_mask_one_key_too_wide_fails() -> None:
+def test_a_triton_mask_one_key_too_wide_fails(judge: Judge) -> None:
     done = judge("properties/test_causal.py", "-k", "future_keys", kernel("WideFlash2"))
     assert done.returncode == 1
     assert "problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in done.stdout
 
 
-def test_a_dropped_diagonal_fails() -> None:
+def test_a_dropped_diagonal_fails(judge: Judge) -> None:
     done = judge("properties/test_causal.py", "-k", "exact", kernel("Strict"))
     assert done.returncode == 1
     assert "problem    fp32 causal B1 H1 Q1 K1 D1 normal seed 0\n" in done.stdout
 
 
-def test_a_kernel_that_raises_fails_with_its_message() -> None:
+def test_a_kernel_that_raises_fails_with_its_message(judge: Judge) -> None:
     done = judge("properties/test_determinism.py", "-k", "two_runs and full", kernel("Raising"))
     assert done.returncode == 1
     assert "RuntimeError: illegal memory access" in done.stdout
     assert " Q1 K2 D1 " in done.stdout
 
 
-def test_a_kernel_without_fault_passes() -> None:
+def test_a_kernel_without_fault_passes(judge: Judge) -> None:
     done = judge("properties/test_causal.py", kernel("right"))
     assert (done.returncode, done.stdout.count("failed")) == (0, 0)
     assert "passed" in done.stdout
 
 
-def test_a_kernel_that_takes_nothing_does_not_pass() -> None:
+def test_a_kernel_that_takes_nothing_does_not_pass(judge: Judge) -> None:
     done = judge("properties/test_causal.py", kernel("Picky"))
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
     assert f"no tests of {PLANTED}::Picky in fp32: head_dim must be 512" in done.stdout
@@ -112,7 +113,7 @@ def test_a_kernel_that_takes_nothing_does_not_pass() -> None:
         (kernel("Absent"), "cannot run on cpu: it needs a quantum computer"),
     ],
 )
-def test_a_wrong_kernel_ends_pytest_in_one_line(option: str, message: str) -> None:
+def test_a_wrong_kernel_ends_pytest_in_one_line(judge: Judge, option: str, message: str) -> None:
     done = judge("properties", option)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr.splitlines()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,32 +16,38 @@ if TYPE_CHECKING:
 class Repository:
     """``repository("-k", "x", test_a="…", sub__conftest="…")``: files are written, pytest runs.
 
-    In a process of its own, since it is about what pytest and its plugins import and when.
+    In a process of its own, which has imported torch; that of ``repository.fresh`` has not.
 
     Attributes:
         path: Its folder.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, warm_python: Any) -> None:
         self.path = path
+        self._warm = warm_python
+        self._how = {
+            "cwd": path,
+            "env": os.environ | {"PYTEST_ADDOPTS": "", "PYTEST_XDIST_WORKER": ""},
+            "timeout": 300,
+        }
 
     def __call__(self, *arguments: str, **files: str) -> subprocess.CompletedProcess[str]:
+        return self._warm.run(*self._words(arguments, files), **self._how)
+
+    def fresh(self, *arguments: str, **files: str) -> subprocess.CompletedProcess[str]:
+        """The same, where it is about what pytest and its plugins import and when."""
+        words = [sys.executable, "-m", *self._words(arguments, files)]
+        return subprocess.run(words, capture_output=True, text=True, check=False, **self._how)
+
+    def _words(self, arguments: tuple[str, ...], files: dict[str, str]) -> list[str]:
         for name, text in files.items():
             path = self.path / f"{name.replace('__', '/')}.py"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-            cwd=self.path,
-            env=os.environ | {"PYTEST_ADDOPTS": "", "PYTEST_XDIST_WORKER": ""},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        return ["pytest", "-q", "-p", "no:cacheprovider", *arguments]
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Repository:
+def repository(tmp_path: Path, warm_python: Any) -> Repository:
     """An empty one."""
-    return Repository(tmp_path)
+    return Repository(tmp_path, warm_python)

@@ -49,7 +49,7 @@ def pytest_sessionfinish(session):
 
 
 def test_kernels_and_problems_of_their_own_are_left_alone(repository) -> None:
-    done = repository(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
+    done = repository.fresh(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
     assert "5 passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -1,0 +1,24 @@
+"""The command line in a process of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+
+@pytest.fixture(scope="session")
+def attncheck(warm_python: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``attncheck(word, …, cwd=…)``, as ``python -m attncheck`` but for what is imported first.
+
+    A file that has its own ``attncheck`` calls it in the process of the test, or starts Python.
+    """
+
+    def run(*words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        return warm_python.run("attncheck", *words, **how)
+
+    return run

@@ -1,0 +1,126 @@
+"""A command in a fork of ``warm_python.py`` runs and ends as in a real Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAMS = {
+    "nothing": "",
+    "what it prints": "print('out'); import sys; print('err', file=sys.stderr)",
+    "without a line's end": "print('out', end='')",
+    "written to the descriptor": "import os; os.write(1, b'out'); os.write(2, b'err')",
+    "in other letters": "print('×')",
+    "by a process of its own": "import subprocess; subprocess.run(['echo', 'out'])",
+    "at the end": "import atexit; atexit.register(print, 'last')",
+    "by a thread": "import threading; threading.Timer(0.05, print, ['late']).start()",
+    "exit code 0": "raise SystemExit",
+    "exit code 5": "raise SystemExit(5)",
+    "exit code 256": "raise SystemExit(256)",
+    "words as exit code": "raise SystemExit('words')",
+    "a signal": f"import os; os.kill(os.getpid(), {signal.SIGTERM})",
+    "arguments": "import sys; print(sys.argv)",
+    "its folder": "import os, sys; print(os.getcwd(), sys.path[0])",
+    "a module beside it": "import beside; print(beside.__file__)",
+    "its environment": "import os; print(os.environ.get('PLANTED'), os.environ.get('HOME'))",
+    "a module of PYTHONPATH": "import elsewhere; print(elsewhere.__name__)",
+    "standard input": "import sys; print(repr(sys.stdin.read()), sys.stdin.isatty())",
+    "no terminal": "import sys; print(sys.stdout.isatty(), sys.stdout.encoding)",
+    "its main module": "import sys; x = 7; print(sys.modules['__main__'].x, __name__)",
+    "warnings": "import sys, warnings; print(sys.warnoptions)",
+    "whoever is told of interrupts": "import signal; print(signal.getsignal(signal.SIGINT))",
+    "whoever waits for its children": "import signal; print(signal.getsignal(signal.SIGCHLD))",
+    "whether Triton was imported": "import sys; print('triton' in sys.modules)",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "elsewhere.py").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def how(folder):
+    others = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = {"PYTHONPATH": str(folder / "path"), "PLANTED": "planted"}
+    return {"cwd": folder, "env": others | path | {"PYTHONIOENCODING": "utf-8"}}
+
+
+def real(*words, **how):
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **how)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_says_and_ends_as_in_a_real_python(warm_python, how, program):
+    words = ("-c", PROGRAMS[program], "one", "two")
+    run, expected = warm_python.run(*words, **how), real(*words, **how)
+    assert (run.returncode, run.stdout) == (expected.returncode, expected.stdout)
+    assert run.stderr == expected.stderr
+
+
+def test_an_error_is_its_traceback_and_exit_code_1(warm_python, how):
+    run = warm_python.run("-c", "def f():\n    raise KeyError('planted')\nf()", **how)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("Traceback (most recent call last):\n")
+    assert run.stderr.endswith("in f\nKeyError: 'planted'\n")
+
+
+@pytest.mark.parametrize("module", ["attncheck", "pytest"])
+def test_a_module_runs_as_a_real_python_runs_it(warm_python, how, module):
+    run, expected = (
+        warm_python.run(module, "--version", **how),
+        real("-m", module, "--version", **how),
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, expected.stdout, expected.stderr)
+
+
+def test_a_file_runs_as_a_real_python_runs_it(warm_python, how, folder):
+    file = folder / "path" / "mine.py"
+    file.write_text("import sys, elsewhere\nprint(sys.argv, sys.path[0], __name__, __file__)\n")
+    run, expected = warm_python.run(str(file), "one", **how), real(str(file), "one", **how)
+    assert (run.returncode, run.stdout, run.stderr) == (0, expected.stdout, expected.stderr)
+
+
+def test_what_takes_long_is_there_already(warm_python, how):
+    run = warm_python.run("-c", "import sys; print('torch' in sys.modules)", **how)
+    assert run.stdout == "True\n"
+
+
+def test_what_one_command_does_the_next_does_not_see(warm_python, how):
+    change = "import os, sys, torch; sys.planted = os.environ['NEW'] = '1'; torch.planted = 1"
+    assert warm_python.run("-c", change, **how).returncode == 0
+    ask = "print('NEW' in os.environ, *(hasattr(module, 'planted') for module in (sys, torch)))"
+    assert (
+        warm_python.run("-c", f"import os, sys, torch\n{ask}", **how).stdout
+        == "False False False\n"
+    )
+
+
+def test_what_python_reads_when_it_starts_is_heeded(warm_python, how):
+    how["env"]["PYTHONIOENCODING"] = "ascii:replace"
+    assert warm_python.run("-c", "print('×')", **how).stdout == "?\n"
+
+
+def test_a_command_that_takes_too_long_is_ended(warm_python, how, folder):
+    program = "import os, time; open('id', 'w').write(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        warm_python.run("-c", program, timeout=2, **how)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "id").read_text()), 0)
+
+
+def test_another_process_uses_servers_and_starts_none(warm_python, how):
+    others = type(warm_python)(warm_python.folder)
+    warm_python.start("-c", how["env"])
+    assert others.run("-c", "print(7)", **how).stdout == "7\n"
+    how["env"]["PYTHONHASHSEED"] = "7"
+    with pytest.raises(AssertionError, match="no server"):
+        others.run("-c", "print(7)", **how)

@@ -1,0 +1,243 @@
+"""A Python that has imported what takes long, and runs each command in a fork of itself.
+
+Importing torch is most of the time that a small command takes. ``Servers.run`` takes a command as
+``subprocess.run`` does: it has a process, a folder, an environment and descriptors of its own, and
+ends as Python ends. Only what it imports first may be there already, so a test of imports, of
+descriptors or of signals starts a real Python, and so does at least one test of each verb.
+
+``python warm_python.py ADDRESS MODULE…`` is the server, which ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# What Python reads when it starts, or a module when it is imported: servers differ in it.
+_READ_EARLY = ("PYTHON", "OMP_", "MKL_", "NPY_", "OPENBLAS_", "TRITON_INTERPRET")
+_READ_LATE = {"PYTHONPATH"}  # by the fork
+
+# Nothing here imports Triton, which may be interpreted only if nobody imported it before.
+_HEAVY = ("torch", "torch.nn.attention.flex_attention", "sympy", "networkx", "mpmath", "ml_dtypes")
+# Imports Triton: where the environment says that it is interpreted, whoever imports it.
+_HEAVY_IF_INTERPRETED = ("torch._dynamo",)
+# pytest rewrites what is imported under it, the plugins attncheck and Hypothesis too.
+_OWN = {
+    "attncheck": (
+        "attncheck.cli",
+        "attncheck.examine.evidence",
+        "attncheck.examine.executor",
+        "attncheck.reporting.screen",
+        "attncheck.runner.measure",
+        "attncheck.subjects.configured",
+    ),
+    "pytest": (),
+}
+
+
+class Servers:
+    """Servers of one folder, started as they are needed, by the process that made the folder.
+
+    Attributes:
+        folder: Where they listen: another process says ``Servers(folder)`` and uses them.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._own = folder is None
+        # Not pytest's folder: the address of a socket has at most 107 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="warm-")) if folder is None else folder
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def run(
+        self,
+        module: str,
+        *arguments: str,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """What ``python -m module …`` says, and how it ends; or ``python module.py`` or ``-c``."""
+        env = dict(os.environ if env is None else env)
+        address = self.start(module, env)
+        words = [module, *arguments]
+        asked = {"words": words, "cwd": str(cwd), "env": env}
+        with socket.socket(socket.AF_UNIX) as line, _file() as out, _file() as err:
+            line.settimeout(timeout)
+            line.connect(str(address))
+            socket.send_fds(line, [b"."], [out.fileno(), err.fileno()])
+            line.sendall(f"{json.dumps(asked)}\n".encode())
+            with line.makefile() as said:
+                process = int(said.readline())
+                try:
+                    code = int(said.readline())
+                except TimeoutError:
+                    os.kill(process, signal.SIGKILL)
+                    line.settimeout(None)
+                    line.recv(1)  # until it has ended
+                    raise subprocess.TimeoutExpired(words, timeout or 0) from None
+            texts = [_read(file) for file in (out, err)]
+        return subprocess.CompletedProcess(words, code, *texts)
+
+    def start(self, module: str, env: Mapping[str, str]) -> Path:
+        """The address of the server for ``module`` in such an environment, started if need be."""
+        kind = module if module in _OWN else "attncheck"
+        early = {k: v for k, v in env.items() if k.startswith(_READ_EARLY) and k not in _READ_LATE}
+        key = hashlib.sha256(json.dumps([kind, early], sort_keys=True).encode()).hexdigest()[:12]
+        address = self.folder / key
+        if not address.exists():
+            assert self._own, f"no server for {kind} with {early}"
+            interpreted = early.get("TRITON_INTERPRET") == "1"
+            heavy = (*_HEAVY, *(_HEAVY_IF_INTERPRETED if interpreted else ()))
+            others = {k: v for k, v in env.items() if k not in _READ_LATE}
+            self._listen(address, (*heavy, *_OWN[kind]), others)
+        return address
+
+    def _listen(self, address: Path, modules: tuple[str, ...], env: dict[str, str]) -> None:
+        with _file() as err:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(address), *modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                env=env,
+            )
+            self._processes.append(process)
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            # In a real process it would stand in what every command says.
+            assert (ready, _read(err)) == ("ready\n", "")
+
+    def stop(self) -> None:
+        """End those that this process started."""
+        for process in self._processes:
+            process.communicate()  # closes its standard input
+        shutil.rmtree(self.folder)
+
+
+def _file():
+    return tempfile.TemporaryFile()
+
+
+def _read(file) -> str:
+    file.seek(0)
+    return file.read().decode().replace("\r\n", "\n")
+
+
+def _serve(address: str) -> tuple[dict, list[int]]:
+    """Ends where standard input does; in a fork it returns what is to be run."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
+            sys.exit()
+        line, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _forked(line)
+        line.close()
+
+
+def _forked(line: socket.socket) -> tuple[dict, list[int]]:
+    """Forks once more, to tell how it ends."""
+    _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
+    with line.makefile() as asked:
+        request = json.loads(asked.readline())
+    process = os.fork()
+    if process == 0:
+        line.close()
+        return request, descriptors
+    with contextlib.suppress(BrokenPipeError):  # who asked no longer waits
+        line.sendall(f"{process}\n".encode())
+        _, status = os.waitpid(process, 0)
+        line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _become(request: dict, descriptors: list[int]) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, number in zip((nothing, *descriptors), (0, 1, 2), strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    path = os.environ.get("PYTHONPATH", "")
+    sys.path[:0] = [entry for entry in path.split(os.pathsep) if entry]
+    importlib.invalidate_caches()
+
+
+def _run(words: list[str]) -> None:
+    sys.argv = words
+    if words[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *words[2:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(words[1], vars(main))  # noqa: S102  # what ``-c`` does
+    elif words[0].endswith(".py"):
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def _exit_code(words: list[str]) -> int:
+    """As Python says it, and with what Python says then."""
+    try:
+        _run(words)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except BaseException:  # noqa: BLE001  # nobody is above
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """As Python does, but nothing is taken down: that takes longer than most commands."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder
+    for _name in sys.argv[2:]:
+        importlib.import_module(_name)
+    gc.collect()
+    gc.freeze()  # what is here stays, and forks share it
+    _request, _descriptors = _serve(sys.argv[1])
+    _become(_request, _descriptors)
+    _end(_exit_code(_request["words"]))
