@@ -5,11 +5,11 @@
 
 For each head dim and mask: median milliseconds of the kernel without a mask, of the same kernel
 over the tiles of the mask's block mask, and the quotient of the two beside the ideal one, which is
-all tiles ÷ visited tiles. Partial tiles cost the mask besides, so that the ideal is not quite to be
-had. On a GPU compiled ``flex_attention`` stands beside, with and without the same mask, unless
-``--alone``. All calls are timed in turn in one process, each several times in a CUDA graph between
-two events. What is skipped must not show: out and LSE are compared with the same kernel's that
-visits every tile.
+all tiles ÷ visited tiles. Partial tiles cost the mask besides; who starts the long rows first has
+less of an end where few programs run. On a GPU compiled ``flex_attention`` stands beside, with and
+without the same mask, unless ``--alone``. All calls are timed in turn in one process, each several
+times in a CUDA graph between two events. What is skipped must not show: out and LSE are compared
+with the same kernel's that visits every tile.
 
 On a CPU kernels are interpreted: the run shows that it works, and its times say nothing.
 """

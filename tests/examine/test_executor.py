@@ -339,6 +339,26 @@ def test_a_warning_is_shown_and_is_no_failure():
     assert [str(each.message) for each in shown] == ["a thread without a context"]
 
 
+def test_what_warnings_the_caller_ignores_stays_ignored():
+    kernel = Kernel(lambda _inputs: warnings.warn("planted", DeprecationWarning))  # noqa: B028
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "plant", DeprecationWarning)
+        assert isinstance(run(kernel), Execution)
+    assert shown == []
+
+
+def test_a_warning_of_several_runs_is_shown_once():
+    kernel = Kernel(lambda _inputs: warnings.warn("planted", UserWarning))  # noqa: B028
+    inputs = inputs_room.draw(ATTENTION)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()  # this pytest makes errors of them
+        warnings.simplefilter("default")
+        for _ in range(3):
+            InProcess().run(kernel, inputs)
+    assert len(shown) == 1
+
+
 def test_an_interrupt_of_a_kernel_is_nobodys_answer():
     def raises(_inputs):
         raise KeyboardInterrupt

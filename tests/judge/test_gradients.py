@@ -18,7 +18,7 @@ from attncheck.judge.bounds import deterministic
 from attncheck.judge.gradients.keys import HEADS, KeyGradients
 from attncheck.judge.gradients.rows import row_gradients
 from attncheck.judge.gradients.saved import Saved
-from attncheck.judge.gradients.sums import OUTPUT
+from attncheck.judge.gradients.sums import OUTPUT, in_parts
 from attncheck.judge.scores import score_error
 from attncheck.judge.spacing import half_ulp
 from attncheck.mods.library import SCORES, Entry
@@ -238,6 +238,19 @@ def test_rounded_heads_are_a_term_of_keys_alone():
     # At least half an ulp of what each of two heads adds.
     assert bool((of_keys.dk_terms[HEADS] > 0).all())
     assert bool((of_keys.dv_terms[HEADS] > 0).all())
+
+
+def test_parts_that_overflow_or_are_very_many_have_no_bound():
+    """65504 + 65504 is infinite in fp16, whatever is taken off it afterwards."""
+    fp16, bf16 = FORMATS["fp16"], FORMATS["bf16"]
+    size = torch.tensor([4 * 65504.0, 16000.0])
+    found = in_parts(size, {}, 4, fp16)
+    assert torch.isinf(found).tolist() == [True, False]
+    running, exact = torch.zeros((), dtype=torch.float16), 0.0
+    for part in (8000.0, 3.7, -7999.5, 0.3):
+        running, exact = running + torch.tensor(part, dtype=torch.float16), exact + part
+    assert 0 < abs(float(running) - exact) <= float(found[1])
+    assert torch.isinf(in_parts(torch.ones(1), {}, 10**6, bf16)).all()
 
 
 def test_an_error_of_lse_is_one_of_every_weight():

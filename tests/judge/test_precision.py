@@ -268,6 +268,13 @@ def test_what_underflow_explains_is_no_lack_of_precision():
     found = decide(**plain | {"allowance": replace(plain["allowance"], samples=[lost])})
     assert found.status == "pass"
     assert precision(found).spread is None  # nobody is suspect
+    # An element of which nothing is known says nothing of the others.
+    unknown = torch.zeros_like(EXACT[0])
+    unknown[1, 3] = math.inf
+    unbounded = replace(sample, lost_out=unknown)
+    found = decide(**plain | {"allowance": replace(plain["allowance"], samples=[unbounded])})
+    assert (found.status, found.rule) == ("fail", "precision")
+    assert precision(found).residual == precision(decide(**plain)).residual
     rmse, tiny = torch.tensor([[3.0, 3.0]]), torch.tensor([[1.0, 0.0]])
     assert spread(rmse, [tiny], torch.tensor([[2.0, 2.0]])).tolist() == [[1.5, 0.0]]
 

@@ -145,14 +145,20 @@ class InProcess:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[None]:
-    """Warnings are shown, as they are without ``-W error``, and raise nothing.
+    """Where the caller makes errors of some warnings, they are shown and raise nothing.
 
     torch's own come from any of its threads, once in a process: cuBLAS says in the first backward
     that its thread had no CUDA context (torch 2.11), in whichever test that happens to be.
     """
+    filters = list(warnings.filters)
+    if all(action != "error" for action, *_ in filters):
+        yield  # to enter and leave forgets which warnings were shown once
+        return
     with warnings.catch_warnings():
-        if any(action == "error" for action, *_ in warnings.filters):
-            warnings.simplefilter("default")
+        warnings.resetwarnings()  # and nothing is remembered of the filters there were
+        for action, *rest in reversed(filters):
+            shown = "default" if action == "error" else action
+            warnings.filters.insert(0, (shown, *rest))  # type: ignore[attr-defined]  # it is a list
         yield
 
 

@@ -106,7 +106,7 @@ def heads(
         ideal = ensemble = None
     rmse = head_rmse(out, truth, counted)
     enough = counted.sum((-2, -1)) >= FEWEST
-    found, lost = z(out, truth, counted, allowance), _lost(rmse, allowance)
+    found, lost = z(out, truth, counted, allowance), _lost(counted, allowance)
     single = torch.full_like(rmse, math.nan)
     if ideal is not None:
         one = head_rmse(ideal, truth, counted)
@@ -119,14 +119,18 @@ def heads(
     return Heads(z=found, single=single, spread=ratio, lost=float(lost.max()))
 
 
-def _lost(rmse: torch.Tensor, allowance: Allowance) -> torch.Tensor:
-    """Largest error by underflow in the sampled rows of every head, like ``rmse``."""
-    lost = torch.zeros_like(rmse).flatten()
+def _lost(counted: torch.Tensor, allowance: Allowance) -> torch.Tensor:
+    """Largest error by underflow of sampled elements that count, ``(batch, heads)`` float64."""
+    lost = torch.zeros(counted.shape[:2], dtype=torch.float64, device=counted.device)
+    flat = lost.view(-1)
     for sample in allowance.samples:
         if sample.lost_out is not None:
             heads = slice(sample.rows.heads.start, sample.rows.heads.stop)
-            lost[heads] = torch.maximum(lost[heads], sample.lost_out.amax((-2, -1)).to(lost))
-    return lost.view_as(rmse)
+            # Infinite where nothing is known: those elements have no part in an RMSE either.
+            known = at(sample.rows, counted) & sample.lost_out.isfinite()
+            found = torch.where(known, sample.lost_out, 0.0).amax((-2, -1))
+            flat[heads] = torch.maximum(flat[heads], found.to(flat))
+    return lost
 
 
 def gated(arithmetic: Arithmetic) -> bool:
@@ -211,7 +215,10 @@ def _residual(
     counted: torch.Tensor,
     found: Heads,
 ) -> float | None:
-    """rms(out − emulation) ÷ rms(emulation − exact); None where the emulation is exact."""
+    """rms(out − emulation) ÷ rms(emulation − exact); None where the emulation is exact.
+
+    What underflow may cost is taken off the first.
+    """
     if int(counted.sum()) < FEWEST:
         return None
     usual = errors(emulation, truth, counted).rmse

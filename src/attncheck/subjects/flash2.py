@@ -29,8 +29,9 @@ __all__ = ["Flash2", "Flash2Atomic", "Flash2FastAccumulation", "Flash2Transposed
 
 _SMALLEST, _LARGEST = 16, 128  # tiles in the interpreter
 _FP8_SMALLEST = 32  # keys, which a tensor core contracts 32 at a time
-# No two warps share a row of scores. Where they do, Triton lays them out otherwise in the careful
-# launch, which has one product more, and its row sums differ by an ulp (in tf32, on an H200).
+# Not tiles of 64 rows for 8 warps: two would share a row's keys, and Triton lays scores out
+# otherwise in the careful launch, which has one product more. Its row sums then differ by an ulp
+# (in tf32, on an H200).
 _16_BITS = {**HOPPER["bf16"], 256: (128, 32, 8, 2)}
 _TILES: Tiles = {
     **HOPPER,
@@ -243,6 +244,8 @@ def _on_hopper(problem: Problem) -> dict[str, Any]:
     if problem.dtype not in {"fp16", "bf16"} or problem.score != library.NONE or widest > 128:
         return {}
     # Without a GPU kernels are compiled alone, for Hopper; others may not have the memory.
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _LARGE:
+    if torch.version.hip or (
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _LARGE
+    ):
         return {}
     return {"stages": 3} if widest > 64 else {"registers": 128}

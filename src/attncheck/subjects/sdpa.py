@@ -135,7 +135,11 @@ class Sdpa(Subject):
         if self._backend == "math":
             return replace(assumed, normalised_weights=True)
         if self._backend == "flash":
-            return with_rounded_sums(with_short_exp(assumed, device), problem, device)
+            assumed = with_short_exp(assumed, device)
+        if not problem.backward:
+            return assumed
+        if self._backend == "flash":
+            return with_rounded_sums(assumed, problem, device)
         if self._backend == "cudnn":
             return with_rounded_heads(assumed, problem)
         return with_rounded_weights(assumed)

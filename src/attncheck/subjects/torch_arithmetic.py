@@ -30,8 +30,10 @@ def with_short_exp(assumed: Arithmetic, device: str) -> Arithmetic:
     return replace(assumed, exp2_ulps=1024.0)
 
 
-def with_rounded_sums(assumed: Arithmetic, problem: Problem, device: str) -> Arithmetic:
-    """The same of flash's gradients.
+def with_rounded_sums(
+    assumed: Arithmetic, problem: Problem, device: str, *, whole: bool = True
+) -> Arithmetic:
+    """The same of flash's gradients; not ``whole``: it may be called for parts of the rows.
 
     On the CPU it adds dK and dV of 16-bit inputs up in their own format, once for each tile of
     query rows (32, 64 from 192 rows on, 256 from 768) of each head that shares a key head, and dQ
@@ -43,7 +45,8 @@ def with_rounded_sums(assumed: Arithmetic, problem: Problem, device: str) -> Ari
         return with_rounded_heads(assumed, problem)
     if assumed.output.name not in _16_BITS:
         return assumed
-    rows = next(size for least, size in _CPU_ROWS if problem.query >= least)
+    query = problem.query if whole else 0
+    rows = next(size for least, size in _CPU_ROWS if query >= least)
     return replace(
         assumed,
         dkv_parts=problem.group * math.ceil(problem.query / rows),

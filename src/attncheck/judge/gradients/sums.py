@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OUTPUT", "PARTS", "Sums", "in_parts", "rounded", "settled"]
 
+_MOST_GROWTH = 512.0  # e to it is a float64
+
 OUTPUT = "output rounding"
 PARTS = "rounding of parts"
 _ACCUMULATION, _SAVED = "accumulation", "saved out"
@@ -131,7 +133,7 @@ def rounded(exact: torch.Tensor, terms: dict[str, torch.Tensor], fmt: Format) ->
 def in_parts(
     size: torch.Tensor, terms: dict[str, torch.Tensor], parts: int, fmt: Format
 ) -> torch.Tensor:
-    """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order.
+    """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
 
     Args:
         size: Σ of the magnitudes of what is summed, which no partial sum passes.
@@ -139,8 +141,12 @@ def in_parts(
         parts: How many.
         fmt: What each partial sum is rounded to.
     """
-    growth = math.expm1(parts * math.log1p(fmt.unit_roundoff))
-    return growth * (size + sum(terms.values())) + parts * fmt.subnormal_spacing / 2
+    rate = parts * math.log1p(fmt.unit_roundoff)
+    growth = math.expm1(rate) if rate < _MOST_GROWTH else math.inf
+    whole = size + sum(terms.values())
+    # A tiny part grows like the sum: η ÷ 2 each, and as often as it is rounded again.
+    found = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
+    return torch.where((1 + growth) * whole > fmt.max, math.inf, found)
 
 
 def settled(

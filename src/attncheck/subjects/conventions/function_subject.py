@@ -167,7 +167,9 @@ class FunctionSubject(Subject):
         if problem.id not in self._reached_flash:
             return assumed
         assumed = with_short_exp(assumed, device)
-        return with_rounded_sums(assumed, problem, device) if problem.backward else assumed
+        if not problem.backward:
+            return assumed
+        return with_rounded_sums(assumed, problem, device, whole=False)
 
     def script(self, problem: Problem) -> str | None:
         """A call of the kernel on ``problem`` as Python source, in plain torch.
