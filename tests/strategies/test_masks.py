@@ -197,7 +197,13 @@ def test_a_failure_shrinks_to_its_cause(smallest, cause: str) -> None:
 
 
 def test_a_row_that_sees_nothing_shrinks_to_one_hidden_key(smallest) -> None:
+    """Or to two under the plainest mask that hides one: no step leads from either to the other.
+
+    Which of them depends on the numbers that Hypothesis finds in the code around and tries.
+    """
     found = smallest(strategies.problems(), has_a_hidden_row)
-    nothing = {Spec.of("sliding_window", window=0), Spec.of("padding", lengths=[0])}
-    assert found.shape == "B1 H1 Q1 K1 D1"
-    assert found.mask in nothing
+    assert (found.shape, found.mask) in {
+        ("B1 H1 Q1 K1 D1", Spec.of("sliding_window", window=0)),
+        ("B1 H1 Q1 K1 D1", Spec.of("padding", lengths=[0])),
+        ("B1 H1 Q2 K1 D1", Spec.of("causal_bottom_right")),
+    }
