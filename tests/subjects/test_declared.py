@@ -222,7 +222,7 @@ def test_later_overrides_win(override, reason):
         ({"arithmetic": {"splits": 0}}, "arithmetic: splits=0 must be an integer of at least 1"),
         (
             {"arithmetic": {"exp3": 0}},
-            "key 'arithmetic.exp3' is not known: choose from block_kv, e",
+            "key 'arithmetic.exp3' is not known: choose from block_kv, dkv_parts",
         ),
         (
             {"arithmetic": {"p_in_sum": True, "sums_rounded_weights": False}},
