@@ -13,29 +13,23 @@ difference from its right twin is less than what right kernels differ by among t
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import sys
-import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import msgspec
 import torch
 from gradient_peers import PEERS, GivenGradients
 from gradient_rules_page import page
-from in_processes import finished, write_json
+from in_processes import write_json
 from planted_gradients import DTYPES, FAULTS, KINDS, GradientFault
-from rules import Keeping, merged
+from rules import Keeping
+from rules_run import measure, merged, parser
 from spread import Spread
 from wrong_structure import TILING
 
 from attncheck.examine import judging
 from attncheck.examine.check import compare
-from attncheck.examine.environment import default_device, environment, prepare
+from attncheck.examine.environment import prepare
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, InProcess
 from attncheck.examine.gradient_allowances import GradientAllowance, gradient_allowance
@@ -45,6 +39,8 @@ from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
+    import argparse
+
     from attncheck.judge.arithmetic import Arithmetic
     from attncheck.outputs import Outputs
     from attncheck.record import Record
@@ -73,7 +69,6 @@ OTHERS = {
 }
 INTERPRETED_LONGEST = 128
 INTERPRETED = ("full", "causal", "sink")  # seconds each; the calibration asks many more
-SAVE_EVERY = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -229,38 +224,11 @@ def tasks(asked: argparse.Namespace) -> list[Task]:
 
 def main() -> None:
     """Run what is asked, writing the JSON file over and over as rows come in; the page at last."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
-    parser.add_argument("--lengths", type=int, nargs="*")
-    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--seeds", type=int, default=2, help="draws of each problem")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
-    parser.add_argument("--json", type=Path, default=Path("reports/gradient-rules.json"))
-    parser.add_argument("--md", type=Path, default=Path("reports/gradient-rules.md"))
-    parser.add_argument("--merge", type=Path, nargs="*", help="only the page, of these files")
-    asked = parser.parse_args()
-    found = merged(asked.merge) if asked.merge else measure(asked)
+    options = parser(__doc__ or "", "gradient-rules", DTYPES, 2)
+    asked = options.parse_args()
+    found = merged(asked.merge) if asked.merge else measure(asked, tasks(asked), work)
     write_json(asked.json, found)
     asked.md.write_text(page(found))
-
-
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """All the tasks; the JSON file is written every ten seconds."""
-    todo, saved = tasks(asked), time.monotonic()
-    prepare(asked.device)
-    env = json.loads(msgspec.json.encode(environment(asked.device)))
-    complete: dict[str, Any] = {"environments": [env], "done": 0, "of": len(todo), "rows": []}
-    rows = complete["rows"]
-    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
-    for done, part in enumerate(parts, 1):
-        rows += part
-        complete["done"] = done
-        if time.monotonic() - saved > SAVE_EVERY or done == len(todo):
-            print(f"{done}/{len(todo)} problems, {len(rows)} rows", file=sys.stderr, flush=True)
-            write_json(asked.json, complete)
-            saved = time.monotonic()
-    return complete
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradient_peers import PEERS
 from planted_gradients import DTYPES, FAULTS
+from rule_tables import Row, measured, percent, refused, table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 __all__ = ["page"]
 
-Row = dict[str, Any]
 Problem = tuple[Any, ...]
 RULES = ("attncheck", *PEERS)
 _MOST_LISTED = 40
@@ -31,7 +31,7 @@ def page(found: dict[str, Any]) -> str:
     errors = [row for row in rows if row["status"] == "error"]
     parts = [
         "# Planted faults of a backward: what each rule catches",
-        _environment(found),
+        measured(found),
         _ABOUT,
         "## In sum",
         _summary(rows),
@@ -49,17 +49,6 @@ def page(found: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _environment(found: dict[str, Any]) -> str:
-    lines = [
-        f"{env['device']}: torch {env['torch']}, triton {env['triton'] or '–'}, "
-        f"Python {env['python']}."
-        for env in found["environments"]
-    ]
-    done = f"{found['done']} of {found['of']} problems, {len(found['rows'])} judgements."
-    lengths = sorted({row["length"] for row in found["rows"]})
-    return "\n".join([*lines, done, f"Lengths {', '.join(map(str, lengths))}."])
-
-
 def _right(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["what"] == "right" and row["status"] != "error"]
 
@@ -70,14 +59,8 @@ def _real(rows: Iterable[Row]) -> list[Row]:
     return [row for row in faults if row.get("effect") != 0]
 
 
-def _refused(row: Row, rule: str) -> bool:
-    if rule == "attncheck":
-        return bool(row["status"] == "fail")
-    return not row["peers"][rule]
-
-
 def _count(rows: list[Row], rule: str) -> int:
-    return sum(_refused(row, rule) for row in rows)
+    return sum(refused(row, rule) for row in rows)
 
 
 def _problem(row: Row) -> Problem:
@@ -86,29 +69,16 @@ def _problem(row: Row) -> Problem:
 
 def _alarmed(right: list[Row], rule: str) -> set[Problem]:
     """Problems on which a rule refuses a right kernel."""
-    return {_problem(row) for row in right if _refused(row, rule)}
+    return {_problem(row) for row in right if refused(row, rule)}
 
 
 def _percent(rows: list[Row], rule: str, alarmed: Collection[Problem] = ()) -> str:
-    if not rows:
-        return "–"
     told = [row for row in rows if _problem(row) not in alarmed]
-    share = _count(told, rule) / len(rows)
-    text = f"{100 * share:.0f}"
-    return text if text not in {"0", "100"} or share in {0.0, 1.0} else f"{100 * share:.1f}"
+    return percent(_count(told, rule) / len(rows) if rows else None)
 
 
 def _hidden(rows: list[Row]) -> str:
     return f"{100 * sum(row['effect'] <= 1 for row in rows) / len(rows):.0f}" if rows else "–"
-
-
-def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    rule = ["---", *["--:"] * (len(head) - 1)]
-    cells = [
-        [cell.replace("|", "\\|") for cell in line] for line in [head, rule, *map(list, lines)]
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _summary(rows: list[Row]) -> str:
@@ -122,9 +92,9 @@ def _summary(rows: list[Row]) -> str:
             lines.append([f"{dtype}: faults caught %", str(len(faults)), *caught])
             told = (_percent(faults, rule, _alarmed(right, rule)) for rule in RULES)
             lines.append([f"{dtype}: faults told %", str(len(faults)), *told])
-            refused = (str(_count(right, rule)) for rule in RULES)
-            lines.append([f"{dtype}: right kernels refused", str(len(right)), *refused])
-    return _table(["what", "runs", *RULES], lines)
+            alarms = (str(_count(right, rule)) for rule in RULES)
+            lines.append([f"{dtype}: right kernels refused", str(len(right)), *alarms])
+    return table(["what", "runs", *RULES], lines)
 
 
 def _faults(rows: list[Row]) -> str:
@@ -137,7 +107,7 @@ def _faults(rows: list[Row]) -> str:
             cells.append(f"{_count(some, 'attncheck')} of {len(some)}" if some else "–")
         shares = (_percent(mine, rule) for rule in RULES)
         lines.append([fault.name, *cells, *shares, _hidden(mine), _word(fault.kind, mine)])
-    return _table(["fault", *DTYPES, *RULES, "hidden", "problem"], lines)
+    return table(["fault", *DTYPES, *RULES, "hidden", "problem"], lines)
 
 
 def _word(kind: str, rows: list[Row]) -> str:
@@ -153,7 +123,7 @@ def _of_dtype(rows: list[Row], dtype: str) -> list[str]:
             counts = (str(_count(some, rule)) for rule in RULES)
             lines.append([fault.name, str(len(some)), *counts, _hidden(some)])
     head = ["caught", "runs", *RULES, "hidden %"]
-    return [f"## In {dtype}", _table(head, lines)] if lines else []
+    return [f"## In {dtype}", table(head, lines)] if lines else []
 
 
 def _never(rows: list[Row]) -> str:
@@ -162,7 +132,7 @@ def _never(rows: list[Row]) -> str:
     for fault in FAULTS:
         mine = _real(row for row in rows if row["name"] == fault.name)
         ran = {row["dtype"] for row in mine}
-        caught = {row["dtype"] for row in mine if _refused(row, "attncheck")}
+        caught = {row["dtype"] for row in mine if refused(row, "attncheck")}
         if ran - caught:
             where = ", ".join(dtype for dtype in DTYPES if dtype in ran - caught)
             lines.append(f"* {fault.name}: {where}")
@@ -171,7 +141,7 @@ def _never(rows: list[Row]) -> str:
 
 def _missed(rows: list[Row]) -> list[str]:
     """What attncheck missed though it is visible: what to look at next."""
-    missed = [row for row in _real(rows) if row["effect"] > 1 and not _refused(row, "attncheck")]
+    missed = [row for row in _real(rows) if row["effect"] > 1 and not refused(row, "attncheck")]
     missed.sort(key=lambda row: -row["effect"])
     lines = [
         [
@@ -184,7 +154,7 @@ def _missed(rows: list[Row]) -> list[str]:
     ]
     heads = ["fault", "dtype", "length", "inputs", "status", "error ÷ bound", "÷ spread"]
     title = f"## Visible and not caught: {len(missed)}"
-    return [title, _table(heads, lines) if lines else "None."]
+    return [title, table(heads, lines) if lines else "None."]
 
 
 def _cases(rows: list[Row]) -> str:

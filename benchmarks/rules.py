@@ -13,24 +13,18 @@ element or a norm refuses right kernels.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import sys
-import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from in_processes import finished, write_json
+from in_processes import write_json
 from peers import PEERS, Given
 from planted import DTYPES, FAULTS, MASKS, TILING, Fault
 from rules_page import page
+from rules_run import measure, merged, parser
 from spread import Spread, difference
 
 from attncheck.examine.check import compare
-from attncheck.examine.environment import default_device, environment, prepare
+from attncheck.examine.environment import prepare
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import Execution, Failure, InProcess
 from attncheck.examine.probe import probe
@@ -41,6 +35,8 @@ from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
+    import argparse
+
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
     from attncheck.record import Record
@@ -71,7 +67,6 @@ OTHERS = {
     "cuda": ("triton-flash2", "sdpa-flash", "sdpa-efficient"),
 }
 INTERPRETED_LONGEST = 128
-SAVE_EVERY = 10.0  # seconds
 LONGEST_PROBED = {"cpu": 300, "cuda": 1024}
 MOST_ROUNDS = 2  # of one probe with other parameters
 CHUNK = 128  # query rows: the hardest for a fault of one key, whose share of a long row is small
@@ -250,48 +245,12 @@ def tasks(asked: argparse.Namespace) -> list[Task]:
 
 def main() -> None:
     """Run what is asked, writing the JSON file and the page over and over as rows come in."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
-    parser.add_argument("--lengths", type=int, nargs="*")
-    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--seeds", type=int, default=len(DRAWS), help="draws of each problem")
-    parser.add_argument("--only", choices=("inputs", "probes"))
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
-    parser.add_argument("--json", type=Path, default=Path("reports/rules.json"))
-    parser.add_argument("--md", type=Path, default=Path("reports/rules.md"))
-    parser.add_argument("--merge", type=Path, nargs="*", help="only the page, of these files")
-    asked = parser.parse_args()
-    found = merged(asked.merge) if asked.merge else measure(asked)
+    options = parser(__doc__ or "", "rules", DTYPES, len(DRAWS))
+    options.add_argument("--only", choices=("inputs", "probes"))
+    asked = options.parse_args()
+    found = merged(asked.merge) if asked.merge else measure(asked, tasks(asked), work)
     write_json(asked.json, found)
     asked.md.write_text(page(found))
-
-
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """All the tasks; the JSON file is written every ten seconds."""
-    todo, saved = tasks(asked), time.monotonic()
-    prepare(asked.device)
-    env = json.loads(msgspec.json.encode(environment(asked.device)))
-    complete: dict[str, Any] = {"environments": [env], "done": 0, "of": len(todo), "rows": []}
-    rows = complete["rows"]
-    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
-    for done, part in enumerate(parts, 1):
-        rows += part
-        complete["done"] = done
-        if time.monotonic() - saved > SAVE_EVERY or done == len(todo):
-            print(f"{done}/{len(todo)} problems, {len(rows)} rows", file=sys.stderr, flush=True)
-            write_json(asked.json, complete)
-            saved = time.monotonic()
-    return complete
-
-
-def merged(paths: list[Path]) -> dict[str, Any]:
-    """Several files as one; a row that is in two of them is taken once."""
-    files = [json.loads(path.read_text()) for path in paths]
-    rows = {json.dumps(row, sort_keys=True): row for file in files for row in file["rows"]}
-    found = {json.dumps(env): env for file in files for env in file["environments"]}
-    counts = {name: sum(file[name] for file in files) for name in ("done", "of")}
-    return {"environments": list(found.values()), **counts, "rows": list(rows.values())}
 
 
 if __name__ == "__main__":

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.warm_python import Servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType
 
 # Triton decides at its import whether it compiles or interprets; without a GPU it must interpret.
 if not Path("/dev/nvidiactl").exists():
@@ -40,19 +39,10 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"attncheck_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[Any]:
+def warm_python() -> Iterator[Servers]:
     """``warm_python.run("attncheck", …, cwd=…)``: a process that has imported torch already."""
-    servers = _module(Path(__file__).with_name("warm_python.py")).Servers()
+    servers = Servers()
     yield servers
     servers.stop()
 

@@ -10,7 +10,8 @@ import rules_page
 import torch
 from peers import PEERS
 from planted import FAULTS
-from rules import Task, compared, merged, probed, tasks
+from rules import Task, compared, probed, tasks
+from rules_run import merged
 from spread import Spread, difference
 
 from attncheck.outputs import Outputs
