@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attncheck import probes
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.probe import probe, shown
+from attncheck.formats import FORMATS, round_to
+from attncheck.mods.spec import Spec
+from attncheck.outputs import Outputs
 from attncheck.problem import Problem
 from attncheck.subjects.contract import Tiling
 from attncheck.subjects.flash2 import Flash2
@@ -108,3 +112,29 @@ def test_operands_that_are_truncated_as_declared(turn):
         evidence.inputs, kernel.run(evidence.inputs), shown(problem)
     )
     assert undeclared is not None
+
+
+def _scaled_first(inputs, *, share):
+    """Attention that rounds q · scale^share and k · scale^(1 − share) to tf32, exact besides."""
+    problem = inputs.problem
+    q, k, v = inputs.promoted()
+    k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
+    left, right = problem.scale**share, problem.scale ** (1 - share)
+    q, k = (round_to(x * by, FORMATS["tf32"]) for x, by in ((q, left), (k, right)))
+    seen = shown(problem)(range(problem.query)).expand(*q.shape[:3], problem.kv)
+    scores = (q @ k.mT).masked_fill(~seen, -torch.inf)
+    p = torch.softmax(scores, -1).nan_to_num(0.0)
+    return Outputs((p @ v).float(), torch.logsumexp(scores, -1).float())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["q", "q and k"])
+@pytest.mark.parametrize("name", probes.PROBES)
+def test_a_scale_that_is_rounded_into_the_operands(small, name, share):
+    # Found on an H200: sdpa-math multiplies both by the root of the scale, and reads tf32.
+    mask = Spec.of("and", Spec.of("causal"), Spec.of("causal_bottom_right"))
+    found = Problem(query=113, kv=66, head_dim=17, value_dim=1, dtype="tf32", mask=mask)
+    for problem in (found, small("causal", dtype="tf32", head_dim=17), small(dtype="tf32")):
+        for case in probes.cases(name, problem):
+            inputs = probes.inputs(case)
+            outputs = _scaled_first(inputs, share=share)
+            assert probes.PROBES[name].read(inputs, outputs, shown(problem)) is None, case

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.formats import spacing
+from attncheck.formats import FORMATS, spacing
 from attncheck.probes import margins
 from attncheck.probes.kv_heads import amplitudes
 from attncheck.probes.margins import HALF, USUAL, WeightErrors
@@ -65,9 +65,26 @@ def tied_rows(inputs: Inputs, seen: Seen, *, errors: WeightErrors = USUAL) -> It
     step = max(1, _SCORES_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
     for start in range(0, problem.query, step):
         query = range(start, min(start + step, problem.query))
-        scores = q[:, :, query.start : query.stop] @ k.mT * problem.scale
+        rows = q[:, :, query.start : query.stop]
+        scores = rows @ k.mT * problem.scale
         largest = _Largest.of(scores, seen(query).expand_as(scores), v)
+        if problem.formats.products.significand < FORMATS["fp32"].significand:
+            alike = _alike(rows, k, largest.tied)
+            largest = replace(largest, apart=largest.apart & alike, alone=largest.alone & alike)
         yield largest.rows(problem, query, errors)
+
+
+def _alike(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
+    """Whether the scores of tied keys are sums of the same products, bool ``(batch, heads, rows)``.
+
+    Else they tie no longer in a kernel that rounds scale · q, since three times a rounded number is
+    not three times the number, rounded. Numbers of two magnitudes at most make up a row of q and
+    one those of k: if Σ q·k and Σ q·|q|·k tie, then so do the sums of either magnitude.
+    """
+    squared = (q * q.abs()) @ k.mT
+    highest = squared.masked_fill(~tied, -torch.inf).amax(-1)
+    lowest = squared.masked_fill(~tied, torch.inf).amin(-1)
+    return highest <= lowest
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
