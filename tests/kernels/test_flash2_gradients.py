@@ -182,3 +182,16 @@ def test_a_score_mod_and_its_slope_are_two_functions_of_a_compiled_kernel(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1"]  # the mod divides, and its slope is a number
+
+
+@pytest.mark.parametrize(("how", "kernels"), [((), 1), (("specialised",), 5)], ids=str)
+def test_the_layout_of_a_gradient_moves_no_bit_of_delta(how, kernels):
+    """As it did on an H200: how wide loads may be decides in which order a row is added up."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("specialise_deltas.py")
+    done = subprocess.run(
+        [sys.executable, script, *how], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (len(lines), len(set(lines))) == (5, kernels)

@@ -71,9 +71,17 @@ def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) ->
     return dsink
 
 
+# What is known of strides and alignment would decide how wide loads are, and with that in which
+# order a row is added up: the same numbers laid out otherwise would give other bits.
+_STRIDES = tuple(
+    f"{name}_{axis}" for name in ("out", "dout") for axis in ("batch", "head", "row", "col")
+)
+_POINTERS = ("out_ptr", "dout_ptr", "lse_ptr", "delta_ptr", "dlse")
+
+
 # A column of names says less than a line of them.
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_POINTERS)
 def _row_deltas(
     out_ptr, dout_ptr, lse_ptr, delta_ptr, dlse, out_batch, out_head, out_row, out_col, dout_batch,
     dout_head, dout_row, dout_col, heads, query, value_dim, DLSE: tl.constexpr,
