@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ if not torch.cuda.is_available():
 from attncheck.kernels import flash2_forward as flash2_forward_room
 from attncheck.kernels import order
 from attncheck.kernels.flash2_forward import flash2_forward, hoisted
-from attncheck.kernels.launch import KernelPages, VisitList
+from attncheck.kernels.launch import KernelPages, VisitList, careful_asked
 from attncheck.mods.to_triton import to_triton
 from attncheck.subjects.traced import traced_mask
 
@@ -443,3 +444,14 @@ def test_both_launches_add_a_row_up_in_one_order(tmp_path) -> None:
     said = {name: found for name, found, *_ in map(str.split, done.stdout.splitlines())}
     # The last has two warps a row, as it had when an H200 showed it.
     assert said == dict(zip(asked, ("same", "same", "apart"), strict=True))
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("some", [False, True])
+def test_the_careful_launch_is_asked_for_where_it_is_needed(some, capturing, monkeypatch) -> None:
+    """Or where nobody can look: while a CUDA graph is recorded."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    flags = torch.tensor([0, int(some)])
+    assert careful_asked(flags) == some
+    on_gpu = SimpleNamespace(is_cuda=True, any=flags.any)
+    assert careful_asked(on_gpu) == (some or capturing)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import LOG2E, block_dim, scales
+from attncheck.kernels.launch import LOG2E, block_dim, careful_asked, scales
 from attncheck.kernels.order import asked, place, turns_of
 from attncheck.kernels.tile import (
     advanced,
@@ -140,8 +140,7 @@ def flash2_forward(
     most = {} if launch.registers is None else {"maxnreg": launch.registers}
     with sound_assembler(q.device.type):
         _forward[grid](*given, **options, CAREFUL=False, num_stages=launch.stages, **most)
-        # A GPU is not waited for: there the programs look for themselves.
-        if not launch.free and (q.device.type != "cpu" or bool(again.any())):
+        if not launch.free and careful_asked(again):
             few = (min(_CAREFUL, again.numel()),)
             _forward[few](*given, **options, CAREFUL=True, num_stages=1)
     return out, lse

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 
 from attncheck.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from attncheck.inputs import Descale
 
-__all__ = ["LOG2E", "KernelPages", "Launch", "VisitList", "block_dim", "scales"]
+__all__ = ["LOG2E", "KernelPages", "Launch", "VisitList", "block_dim", "careful_asked", "scales"]
 
 LOG2E = 1.4426950408889634
 
@@ -141,6 +140,18 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
         heads if tensor.shape[1] > 1 else 0,
         blocks,
     )
+
+
+def careful_asked(again: torch.Tensor) -> bool:
+    """Whether to launch the careful kernel: where a block of rows was not finite without care.
+
+    The GPU is waited for: the kernel is then mostly not compiled either, which takes far longer.
+    While a CUDA graph is recorded nothing can be waited for. Then it is launched, and its programs
+    look for themselves; it must have been compiled before, by a call with a NaN in v.
+    """
+    if again.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return bool(again.any())
 
 
 def block_dim(dim: int, dtype: torch.dtype) -> int:
