@@ -3,14 +3,16 @@
     python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
 One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/flash.py``,
-which were chosen by it; flash2-dq and flash2-dkdv are FlashAttention-2's backward. Spilled bytes
-are ptxas's stack a thread, with this triton's ptxas.
+which were chosen by it; flash2-dq and flash2-dkdv are FlashAttention-2's backward, varlen-dq and
+varlen-dkdv that of packed documents. Spilled bytes are ptxas's stack a thread, with this triton's
+ptxas.
 FlashAttention-2 walks over a list of tiles under a mask; there are three more kinds of it, without
 such a list, with pages, and as it is launched again where values are not finite; and in fp8 two
 more: V stored transposed, and the tensor core's own accumulator. dQ is launched again like the
 forward, and dK and dV may be asked to add it up (atomic). The last columns count tensor-core
 instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32 additions, by which fp8
-products get out of the tensor core's accumulator.
+products get out of the tensor core's accumulator. dQ's launch may be asked to add up the gradients
+of the numbers that a score mod reads, too (dalibi, dbias).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attncheck.formats import DTYPES
-from attncheck.kernels import flash1_forward, flash2_forward
+from attncheck.kernels import flash1_forward, flash2_forward, varlen_gradients
 from attncheck.kernels.gradients_by_keys import by_keys_kernel
 from attncheck.kernels.gradients_by_rows import by_rows_kernel
 from attncheck.kernels.launch import block_dim
@@ -42,7 +44,8 @@ from attncheck.mods.to_triton import TritonMod, to_triton
 from attncheck.problem import Problem
 from attncheck.subjects.flash1 import Flash1
 from attncheck.subjects.flash2 import Flash2, Flash2FastAccumulation
-from attncheck.subjects.traced import traced_mask, traced_score, traced_slope
+from attncheck.subjects.traced import traced_mask, traced_reads, traced_score, traced_slope
+from attncheck.subjects.varlen import Varlen
 
 STORED = {"fp32": "*fp32", "tf32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
 STORED |= {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
@@ -52,15 +55,22 @@ KERNELS = {
     "flash1": flash1_forward._step,
     "flash2-dq": by_rows_kernel,
     "flash2-dkdv": by_keys_kernel,
+    "varlen-dq": varlen_gradients.by_rows_kernel,
+    "varlen-dkdv": varlen_gradients.by_keys_kernel,
 }
-BACKWARD = ("flash2-dq", "flash2-dkdv")
+BACKWARD = {
+    "flash2-dq": (Flash2, 0),
+    "flash2-dkdv": (Flash2, 1),
+    "varlen-dq": (Varlen, 0),
+    "varlen-dkdv": (Varlen, 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """One way to call a kernel."""
 
-    mods: dict[str, Spec] = field(default_factory=dict)
+    mods: dict[str, Any] = field(default_factory=dict)
     dense: bool = False
     careful: bool = False
     page: int = 0
@@ -71,6 +81,8 @@ class Kind:
 
 
 CAUSAL = {"mask": Spec.of("causal")}
+ALIBI, BIAS = Spec.of("alibi"), Spec.of("bias", seed=0, per_batch=0, per_head=0)
+CAPTURED_TOO = {"backward": True, "dcaptured": True}
 KINDS = {
     "full": Kind(),
     "causal": Kind(mods=CAUSAL),
@@ -79,6 +91,10 @@ KINDS = {
     "paged": Kind(mods=CAUSAL, page=16, sink=True),
     "document": Kind(mods={"mask": Spec.of("document", lengths=[2048, 2048])}),
     "softcap": Kind(mods={"score": Spec.of("softcap", cap=20.0)}),
+    "alibi": Kind(mods={"score": ALIBI}),
+    "dalibi": Kind(mods={"score": ALIBI} | CAPTURED_TOO),
+    "bias": Kind(mods={"score": BIAS}),
+    "dbias": Kind(mods={"score": BIAS} | CAPTURED_TOO),
     "vt": Kind(transposed=True),
     "fastacc": Kind(fast=True),
     "atomic": Kind(mods=CAUSAL, atomic=True),
@@ -100,7 +116,8 @@ def types_of(mod: TritonMod) -> tuple[str, ...]:
 def launch_of(name: str, problem: Problem, kind: Kind) -> Any:
     """How the subject launches it on a GPU."""
     if name in BACKWARD:
-        return Flash2().gradient_launches(problem, "cuda")[BACKWARD.index(name)]
+        made, which = BACKWARD[name]
+        return made().gradient_launches(problem, "cuda")[which]
     if name == "flash1":
         return Flash1().launch(problem, "cuda")
     made = Flash2FastAccumulation if kind.fast else Flash2
@@ -117,16 +134,20 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
     kernel = KERNELS[name]
     chosen = launch_of(name, problem, kind)
     identity = "score" not in kind.mods
-    mask = to_triton(traced_mask(problem, "cpu"))
+    packed = name.startswith("varlen")  # a causal mask is its flag, documents are no mask
+    mask = to_triton(traced_mask(problem.replace(mask=FULL) if packed else problem, "cpu"))
     score = mask if identity else to_triton(traced_score(problem, "cpu"))
     slope = mask if identity else to_triton(traced_slope(problem, "cpu"))
+    reads = traced_reads(problem, "cpu") if problem.dcaptured else None
     scaled = problem.formats.scaled
     dim = block_dim(problem.head_dim, problem.formats.storage.torch_dtype)
     stored = torch.empty(1, 1, 1, dim, dtype=problem.formats.storage.torch_dtype)
     constants: dict[str, Any] = {
         "MASK": mask.function, "SCORE": score.function, "SLOPE": slope.function,
-        "IDENTITY": identity, "ATOMIC": kind.atomic,
-        "CAUSAL": chosen.causal, "FREE": chosen.free, "CAREFUL": kind.careful,
+        "TERMS": reads and reads.function(), "IDENTITY": identity, "ATOMIC": kind.atomic,
+        "CAUSAL": kind.mods == CAUSAL if packed else chosen.causal,
+        "ALL": True, "BOTTOM_RIGHT": False, "LOCAL": False,
+        "FREE": chosen.free, "CAREFUL": kind.careful,
         "SINK": kind.sink, "PAGE": kind.page,
         "HOISTED": not kind.page and flash2_forward.hoisted(stored, stored),
         "LISTED": listed(problem, kind), "BLOCK_Q": chosen.block_query,
@@ -145,8 +166,11 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
     types["out_ptr"] = STORED[problem.formats.output.name]
     in_fp32 = ("lse_ptr", "state_ptr", "total_ptr", "m_ptr", "delta_ptr")
     types |= dict.fromkeys(in_fp32, "*fp32")
-    types |= {"factor": "fp32", "scale": "fp32", "again_ptr": "*i32"} | dict.fromkeys(
-        constants, "constexpr"
+    packs = ("query_starts", "kv_starts", "places", "programs", "again_ptr")
+    types |= (
+        {"factor": "fp32", "scale": "fp32"}
+        | dict.fromkeys(packs, "*i32")
+        | dict.fromkeys(constants, "constexpr")
     )
     types |= {
         "descale": ("*fp32",) * 3 if scaled else (),
@@ -157,6 +181,10 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
         "score_captured": () if identity else types_of(score),
         "slope_captured": () if identity else types_of(slope),
         "dq": ("*fp32",) if kind.atomic else (),
+        "terms": tuple(
+            ("*fp32", types_of(slope), types_of(place))
+            for slope, place, _ in (reads.reads if reads else ())
+        ),
     }
     signature = {name: types.get(name, "i32") for name in names}
     divisible = [i for i, kind in enumerate(signature.values()) if kind == "i32" or "*" in kind]
@@ -220,12 +248,14 @@ def main() -> None:
 
 def concerned(kind: Kind, name: str, dtype: str) -> bool:
     """Whether there is such a call: five kinds are FlashAttention-2's, two of them in fp8 alone."""
+    if kind.mods.get("score") in (ALIBI, BIAS):  # with and without the gradients of what they read
+        return name == "flash2-dq" and not DTYPES[dtype].scaled
     if kind.atomic:
         return name == "flash2-dkdv" and not DTYPES[dtype].scaled
     if name in BACKWARD and (kind.page or DTYPES[dtype].scaled):
         return False
     if name in BACKWARD and (kind.dense or kind.careful):
-        return kind.dense or name == "flash2-dq"
+        return name.startswith("flash2") if kind.dense else name.endswith("-dq")
     if kind.transposed or kind.fast:
         return name == "flash2" and DTYPES[dtype].scaled
     return not (kind.dense or kind.careful or kind.page) or name == "flash2"

@@ -1,10 +1,10 @@
-"""The backward: gradients of q, k, v and sinks, beside what the kernel's own forward saved."""
+"""The backward: gradients of q, k, v, sinks and tables, beside what the kernel's forward saved."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.strategies import scores
+from attncheck.strategies import captured_scores, scores
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ def test_gradients_are_exact(kernel: UnderTest, case: Case) -> None:
 @asks("compare", families=("causal", "full"), scores=scores, **EITHER)
 def test_through_score_mods(kernel: UnderTest, case: Case) -> None:
     """Gradients pass through the score mod's derivative."""
+    kernel.must_hold(case)
+
+
+@asks("compare", families=("causal", "full"), scores=captured_scores, dcaptured=True, **EITHER)
+def test_captured_gradients(kernel: UnderTest, case: Case) -> None:
+    """Slopes, tables and biases that a score mod reads have gradients; hidden keys add nothing."""
     kernel.must_hold(case)
 
 

@@ -90,6 +90,18 @@ def test_a_lone_document_is_exact(kernel: UnderTest, case: Case) -> None:
     kernel.must_hold(case)
 
 
+@asks("compare", families=("documents", "packed"), backward=True, dlse=None)
+def test_gradients_are_exact(kernel: UnderTest, case: Case) -> None:
+    """Gradients too are those of each document alone, from either corner."""
+    kernel.must_hold(case)
+
+
+@asks("compare", families=("documents",), where=one_sided, backward=True)
+def test_gradients_beside_empty_documents(kernel: UnderTest, case: Case) -> None:
+    """Keys of a document without rows, and rows of one without keys, have gradients of 0."""
+    kernel.must_hold(case)
+
+
 @asks("compare", families=("packed",))
 def test_many_documents_are_exact(kernel: UnderTest, case: Case) -> None:
     """Many documents, of one row and key each too, and causal in each from either corner."""

@@ -9,6 +9,7 @@ from attncheck import inputs
 from attncheck.errors import ProblemError
 from attncheck.formats import round_to
 from attncheck.inputs import Inputs
+from attncheck.mods.spec import Spec
 from attncheck.paging import Paging
 from attncheck.problem import Problem
 
@@ -99,6 +100,12 @@ def test_a_forward_has_no_loss() -> None:
     [
         ({"backward": 1}, "backward=1 must be true or false"),
         ({"dlse": True}, "dlse=True has no meaning without backward=True"),
+        ({"dcaptured": 1}, "dcaptured=1 must be true or false"),
+        ({"dcaptured": True}, "dcaptured=True has no meaning without backward=True"),
+        (
+            {"backward": True, "dcaptured": True},
+            "no meaning for score mod 'none': it reads no float",
+        ),
         ({"backward": True, "dtype": "e4m3"}, "there are no gradients in e4m3"),
         ({"backward": True, "sink": False, "paging": Paging(size=16)}, "no gradients of keys in"),
     ],
@@ -118,3 +125,9 @@ def test_a_backward_is_another_problem_and_says_so() -> None:
     assert "backward" not in FORWARD.to_json()
     assert Problem.from_json(WITH_LSE.to_json()) == WITH_LSE
     assert " backward dLSE " in str(WITH_LSE)
+    of_slopes = BACKWARD.replace(score=Spec.of("alibi"), dcaptured=True)
+    assert of_slopes.id != of_slopes.replace(dcaptured=False).id
+    assert Problem.from_json(of_slopes.to_json()) == of_slopes
+    assert "dcaptured" not in BACKWARD.to_json()
+    assert " backward dcaptured " in str(of_slopes)
+    assert not inputs.draw(of_slopes).forward().problem.dcaptured

@@ -129,6 +129,8 @@ def test_ids_differ_between_problems():
         {"paging": Paging(size=16)},
         {"backward": True},
         {"backward": True, "dlse": True},
+        {"backward": True, "score": Spec.of("alibi")},
+        {"backward": True, "score": Spec.of("alibi"), "dcaptured": True},
         {"distribution": "normal"},
         {"seed": 8},
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Conditions", "GradientConditions", "Rows", "ScoreModError"]
+__all__ = ["Conditions", "GradientConditions", "ReadConditions", "Rows", "ScoreModError"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,3 +120,20 @@ class ScoreModError:
     jump: torch.Tensor
     falls: torch.Tensor | None = None
     likely: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ReadConditions:
+    """What one place in a score mod's text reads of captured tensors, ``(heads, rows, kv)``.
+
+    Nothing of a sink, which reads none.
+
+    Attributes:
+        place: Which of all captured numbers, int64.
+        slope: The score mod's derivative with respect to that number, float64; 0 where not seen.
+        error: What a kernel's may be off by.
+    """
+
+    place: torch.Tensor
+    slope: torch.Tensor
+    error: ScoreModError

@@ -167,7 +167,7 @@ class Inputs:
 
     def forward(self) -> Inputs:
         """The same numbers without the loss: Inputs of the Problem's forward alone."""
-        problem = self.problem.replace(backward=False, dlse=False)
+        problem = self.problem.replace(backward=False, dlse=False, dcaptured=False)
         return dataclasses.replace(self, problem=problem, dout=None, dlse=None)
 
     def scores(self) -> torch.Tensor:

@@ -39,9 +39,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """An element of a tensor.
 
     Attributes:
-        batch: Sequence; 0 of a sink's gradient, which is a sum over all.
-        head: Query head; of dk and dv the key head.
-        query: Row; of dk and dv the key, of a sink's gradient 0.
+        batch: Sequence; 0 of dsink and dcaptured, which are sums over all.
+        head: Query head; of dk and dv the key head, of dcaptured the number.
+        query: Row; of dk and dv the key, of dsink and dcaptured 0.
         dim: −1 where the tensor has no last axis.
     """
 

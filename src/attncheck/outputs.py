@@ -29,6 +29,9 @@ class Outputs:
         dk: ``(batch, kv_heads, kv, head_dim)``: the sum over the heads that share a key head.
         dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
         dsink: ``(heads,)``, of a Problem with a sink.
+        dcaptured: ``(numbers,)``, of a Problem with dcaptured: of every number of the float tensors
+            that the score mod reads, one tensor after the other in the order of reading, each
+            flattened row-major.
     """
 
     out: torch.Tensor
@@ -37,6 +40,7 @@ class Outputs:
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
     dsink: torch.Tensor | None = None
+    dcaptured: torch.Tensor | None = None
 
     def tensors(self) -> dict[TensorName, torch.Tensor]:
         """What there is of it, by name, in the order above."""

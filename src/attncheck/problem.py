@@ -14,21 +14,29 @@ from typing import TYPE_CHECKING, Any
 from attncheck import draws
 from attncheck.distributions import DISTRIBUTIONS, distribution_named
 from attncheck.errors import ProblemError, UnknownName
-from attncheck.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
+from attncheck.formats import DTYPES, Dtype, dtype_named, fp32
 from attncheck.mods import library
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.paging import Paging
+from attncheck.problem_limits import (
+    LARGEST_HEAD_DIM,
+    check_gradients,
+    check_memory,
+    check_scale,
+    check_seed,
+    check_sizes,
+    is_number,
+)
 
 if TYPE_CHECKING:
     from attncheck.mods.library import MaskMod, ScoreMod
 
 __all__ = ["LARGEST_HEAD_DIM", "OPERATIONS", "SOFTMAX_DTYPES", "Case", "Problem", "short_id"]
 
-LARGEST_HEAD_DIM = 256
 OPERATIONS = ("attention", "softmax")
 SOFTMAX_DTYPES = ("fp32", "fp16", "bf16", "fp64")
 _SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
-_LARGEST_SEED = 2**63 - 1
+_GRADIENTS = ("backward", "dlse", "dcaptured")
 # What an attention call has and a softmax has not, with what stands in its place.
 _ATTENTION_ONLY: dict[str, Any] = {
     "head_dim": 0,
@@ -40,6 +48,7 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "paging": None,
     "backward": False,
     "dlse": False,
+    "dcaptured": False,
 }
 # What came later: left out of JSON at its default.
 _SINCE = {
@@ -48,6 +57,7 @@ _SINCE = {
     "paging": None,
     "backward": False,
     "dlse": False,
+    "dcaptured": False,
 }
 
 
@@ -84,6 +94,8 @@ class Problem:
             the sink), given its gradient with respect to out. Not in fp8, nor with pages.
         dlse: Whether that loss depends on LSE too; of a backward alone. A row that sees no key has
             an LSE of −∞ whatever the inputs: no gradient passes through it.
+        dcaptured: Whether the loss's gradient is asked for with respect to the numbers of the float
+            tensors that the score mod captures; of a backward alone.
         distribution: A name of ``distributions.DISTRIBUTIONS``.
         seed: Which draw of it.
 
@@ -108,6 +120,7 @@ class Problem:
     paging: Paging | None = None
     backward: bool = False
     dlse: bool = False
+    dcaptured: bool = False
     distribution: str = "normal"
     seed: int = 0
 
@@ -121,12 +134,14 @@ class Problem:
         self._default("head_dim", 64)
         self._default("value_dim", self.head_dim)
         self._check_sizes(_SIZES)
-        self._check_scale()
-        self._check_memory()
-        self._check_backward()
+        check_scale(self.scale)
+        check_memory(sink=self.sink, paging=self.paging)
+        check_gradients({n: getattr(self, n) for n in _GRADIENTS}, self.dtype, self.paging)
         self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
         library.check_mask(self.mask, self.dimensions)
         library.check_score(self.score, self.dimensions)
+        if self.dcaptured:
+            library.check_captures(self.score, self.dimensions)
         self._set("score", library.in_fp32(self.score))  # masks have whole numbers only
 
     def _set(self, name: str, value: object) -> None:
@@ -155,51 +170,8 @@ class Problem:
             )
 
     def _check_sizes(self, names: tuple[str, ...]) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ProblemError(f"{name}={value!r} must be a whole number of at least 1.")
-        if self.heads % self.kv_heads:
-            raise ProblemError(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}: "
-                "each key head serves the same number of query heads."
-            )
-        for name in ("head_dim", "value_dim"):
-            if getattr(self, name) > LARGEST_HEAD_DIM:
-                raise ProblemError(f"{name}={getattr(self, name)} must be 1–{LARGEST_HEAD_DIM}.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ProblemError(f"seed={self.seed!r} must be a whole number.")
-        if not 0 <= self.seed <= _LARGEST_SEED:
-            raise ProblemError(f"seed={self.seed} must be from 0 to 2**63 − 1.")
-
-    def _check_scale(self) -> None:
-        fmt = FORMATS["fp32"]
-        # One that fp32 rounds to 0 would come back from JSON as the default.
-        if not _is_number(self.scale) or not (
-            self.scale == 0 or fmt.subnormal_spacing <= self.scale <= fmt.max
-        ):
-            raise ProblemError(
-                f"scale={self.scale!r} must be a positive number in the range of fp32."
-            )
-
-    def _check_memory(self) -> None:
-        if not isinstance(self.sink, bool):
-            raise ProblemError(f"sink={self.sink!r} must be true or false.")
-        if self.paging is not None and not isinstance(self.paging, Paging):
-            raise ProblemError(f"paging={self.paging!r} must be a Paging or None.")
-
-    def _check_backward(self) -> None:
-        for name in ("backward", "dlse"):
-            if not isinstance(getattr(self, name), bool):
-                raise ProblemError(f"{name}={getattr(self, name)!r} must be true or false.")
-        if self.dlse and not self.backward:
-            raise ProblemError("dlse=True has no meaning without backward=True.")
-        if self.backward and self.formats.scaled:
-            raise ProblemError(
-                f"there are no gradients in {self.dtype}: nothing says which descales they have."
-            )
-        if self.backward and self.paging is not None:
-            raise ProblemError("there are no gradients of keys in pages.")
+        check_sizes({name: getattr(self, name) for name in names})
+        check_seed(self.seed)
 
     def _check_names(self) -> None:
         if self.operation not in OPERATIONS:
@@ -284,6 +256,7 @@ class Problem:
         said += [str(self.paging)] if self.paging else []
         said += ["backward"] if self.backward else []
         said += ["dLSE"] if self.dlse else []
+        said += ["dcaptured"] if self.dcaptured else []
         said += [self.shape, self.distribution, f"seed {self.seed}"]
         usual = self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
         return " ".join(said if usual else [*said, f"scale {self.scale:g}"])
@@ -330,7 +303,7 @@ class Case:
         question, parameters = data.get("question", "compare"), data.get("parameters", {})
         if not isinstance(question, str):
             raise ProblemError(f"a case's question is a name, not {question!r}.")
-        if not isinstance(parameters, Mapping) or not all(map(_is_number, parameters.values())):
+        if not isinstance(parameters, Mapping) or not all(map(is_number, parameters.values())):
             raise ProblemError(f"a case's parameters are numbers by name, not {parameters!r}.")
         problem = Problem.from_json(data["problem"])
         return cls(problem=problem, question=question, parameters=dict(parameters))
@@ -345,10 +318,6 @@ class Case:
         return f"{self.question}{f'({numbers})' if numbers else ''}: {self.problem}"
 
     _repr_pretty_ = Problem._repr_pretty_
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def short_id(data: dict[str, Any]) -> str:

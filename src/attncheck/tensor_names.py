@@ -6,7 +6,7 @@ from typing import Literal
 
 __all__ = ["AXES", "GRADIENTS", "TensorName"]
 
-TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink"]
+TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink", "dcaptured"]
 """What is compared of a kernel."""
 
 AXES: dict[TensorName, tuple[str, ...]] = {
@@ -16,8 +16,9 @@ AXES: dict[TensorName, tuple[str, ...]] = {
     "dk": ("batch", "key head", "key", "dim"),
     "dv": ("batch", "key head", "key", "dim"),
     "dsink": ("head",),
+    "dcaptured": ("number",),
 }
 """The axes of each."""
 
-GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv", "dsink")
+GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv", "dsink", "dcaptured")
 """Names of the gradients."""

@@ -39,6 +39,7 @@ class Forward(Ideal):
     concerns = Subject.concerns
 """
 ASKED = ("--backward", "--variant", "causal", "--shape", "1x2/2x24x8", "-q")
+LEARNED = ("relative_bias", "pass")
 RECORDING = Path(__file__).parents[1] / "data" / "trained.safetensors"
 
 
@@ -77,6 +78,20 @@ def test_right_kernels_pass_with_gradients_in_every_file(attncheck, tmp_path):
         assert max(record["judgement"]["gradients_over_bound"].values()) <= 1
     assert "dk_over_ideal" in (tmp_path / "reports" / "rmse.csv").read_text()
     assert "| dK ×ideal |" in (tmp_path / "reports" / "rmse.md").read_text()
+
+
+def test_the_gradient_of_a_learned_bias_has_columns(attncheck, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    kernels = [part for name in ("ideal", "sdpa-math") for part in ("--kernel", name)]
+    code, out, err = attncheck(*kernels, "--variant", "relative_bias")
+    assert (code, err) == (0, "")
+    heads = next(line for line in out.splitlines() if line.startswith("kernel "))
+    assert "dcaptured RMSE" in heads
+    assert "¹ unsupported: it gives no gradients of the tensors that a score mod reads\n" in out
+    (found,) = [r for r in records(tmp_path) if (r["variant"], r["status"]) == LEARNED]
+    assert set(found["gradients"]) == {"dq", "dk", "dv", "dcaptured"}
+    assert found["judgement"]["gradients_over_bound"]["dcaptured"] <= 1
+    assert "dcaptured_over_bound" in (tmp_path / "reports" / "rmse.csv").read_text()
 
 
 def test_a_planted_fault_fails_with_the_share_of_its_gradient(attncheck, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from attncheck import inputs as inputs_room
 from attncheck.examine.executor import Execution, Failure, InProcess
 from attncheck.formats import FORMATS
+from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.problem import Problem
 from attncheck.subjects.contract import Subject
@@ -131,6 +132,36 @@ def test_gradients_are_like_what_they_are_of(changes, message):
         assert result == Failure(kind="contract", message=message)
     else:
         assert list(result.outputs.gradients()) == ["dq", "dk", "dv", "dsink"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(4), ""),
+        (None, "dcaptured is NoneType, but should be a tensor."),
+        (torch.zeros(5), "dcaptured.shape=(5,), but should be (4,)."),
+        (torch.zeros(4).half(), "dcaptured.dtype=torch.float16, but should be torch.float32."),
+    ],
+)
+def test_gradients_of_what_a_score_mod_reads_are_fp32_numbers(given, message):
+    class Differentiated(Kernel):
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            right = {f"d{name}": inputs.tensors()[name].clone() for name in ("q", "k", "v")}
+            return lambda: Outputs(call().out, **right, dcaptured=given)
+
+    asked = ATTENTION.replace(score=Spec.of("alibi"), backward=True, dcaptured=True)
+    result = run(Differentiated(), asked)
+    assert getattr(result, "message", "") == message
+
+
+def test_who_gives_no_such_gradients_is_not_asked():
+    asked = ATTENTION.replace(score=Spec.of("alibi"), backward=True, dcaptured=True)
+    reason = "it gives no gradients of the tensors that a score mod reads"
+    assert InProcess().refusal(Kernel(), asked, "cpu") == reason
+    able = Kernel()
+    able.captured = True
+    assert InProcess().refusal(able, asked, "cpu") is None
 
 
 def test_fp8_problems_give_bf16():

@@ -21,6 +21,13 @@ def test_roundings_to_nearest_are_gamma_of_their_number():
     assert FP32.bias(100.0) == 0
 
 
+def test_of_too_many_roundings_nothing_is_known():
+    for n in (2.0**24, 2.0**24 + 2, 2.0**30):
+        assert FP32.det(n) == float("inf")
+        assert FP32.det(torch.tensor([1.0, n], dtype=torch.float64)).tolist()[1] == float("inf")
+    assert 0 < FP32.det(2.0**24 - 1) < float("inf")
+
+
 def test_a_truncating_accumulator_loses_by_steps():
     # 33 numbers are aligned a step, to 13 bits below the largest, and the sum keeps 13 more.
     step = 33 * 2.0**-13 + 2.0**-13

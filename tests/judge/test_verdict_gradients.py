@@ -27,7 +27,9 @@ SHAPES: dict[TensorName, tuple[int, ...]] = {
     "dk": (1, KV_HEADS, KV, DIM),
     "dv": (1, KV_HEADS, KV, DIM),
     "dsink": (HEADS,),
+    "dcaptured": (7,),
 }
+UNREAD = 3  # a number that no row that counts reads
 UNSEEN = (0, 1, 4)  # a key that no row sees
 
 
@@ -40,6 +42,9 @@ def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[
         if name in ("dk", "dv"):
             alive[UNSEEN] = False
             exact[UNSEEN] = 0.0
+        if name == "dcaptured":
+            alive = torch.arange(7) != UNREAD
+            exact[UNREAD] = 0.0
         got = exact + BOUND / 32 * (exact != 0)
         for (changed, at), value in changes.items():
             if changed == name:
@@ -96,6 +101,7 @@ def test_without_a_backward_nothing_is_said_of_gradients() -> None:
         ("dk", (0, 1, 3, 7), "dk[0, 1, 3, 7] = "),
         ("dv", (0, 0, 4, 0), "dv[0, 0, 4, 0] = "),
         ("dsink", (2,), "dsink[2] = "),
+        ("dcaptured", (5,), "dcaptured[5] = "),
     ],
 )
 def test_a_gradient_beyond_its_bound_fails_at_its_element(tensor, at, said) -> None:
@@ -165,6 +171,6 @@ def test_only_a_query_lies_in_a_query_tile() -> None:
 
 @pytest.mark.parametrize("tensor", AXES)
 def test_a_place_is_an_index_and_back(tensor) -> None:
-    index = (0, 3, 2, 1)[-len(AXES[tensor]) :] if tensor == "dsink" else (0, 3, 2, 1)
+    index = (0, 3, 2, 1)[-len(AXES[tensor]) :] if len(AXES[tensor]) == 1 else (0, 3, 2, 1)
     index = index[: len(AXES[tensor])]
     assert Place.of(index).index(tensor) == index

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.formats import DTYPES, FORMATS
+from attncheck.mods.captured import reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,10 +19,20 @@ TINY = 2.0**-126  # below it exp2 may give 0
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A score mod whose slope is at most 1, and how fast that changes; its own error is small."""
+    """A score mod whose slope is at most 1, and how fast that changes; its own error is small.
+
+    With ``make`` and ``tensors`` it is ``make(*tensors)``, and so differentiable in them: for
+    ``exact`` it is made of the same numbers in float64.
+    """
 
     mod: Callable[..., torch.Tensor]
-    bend: float = 0.0  # the largest second derivative
+    bend: float = 0.0  # the largest second derivative, with respect to what it reads, too
+    make: Callable[..., Callable[..., torch.Tensor]] | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, make: Callable[..., Callable[..., torch.Tensor]], *tensors, bend=0.0) -> Score:
+        return cls(mod=make(*tensors), bend=bend, make=make, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +107,12 @@ def exact(given: Given) -> dict[str, torch.Tensor]:
         if getattr(given, name) is not None
     }
     x = given.scale * leaves["q"] @ given.repeated(leaves["k"]).mT
-    z = x if given.score is None else given.score.mod(x, *given.indices())
+    mod = None if given.score is None else given.score.mod
+    numbers = []
+    if given.score is not None and given.score.make is not None:
+        numbers = [one.double().requires_grad_() for one in given.score.tensors]
+        mod = given.score.make(*numbers)
+    z = x if mod is None else mod(x, *given.indices())
     z = z.masked_fill(~given.seen(), -torch.inf)
     if given.sink is not None:
         column = leaves["sink"][None, :, None, None].expand(*z.shape[:3], 1)
@@ -107,8 +123,10 @@ def exact(given: Given) -> dict[str, torch.Tensor]:
     out, lse = p @ given.repeated(leaves["v"]), safe.logsumexp(-1)
     dout, dlse = given.loss()
     dlse = dlse.masked_fill(dead, 0.0)
-    found = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout, dlse))
-    gradients = {f"d{name}": one for name, one in zip(leaves, found, strict=True)}
+    found = torch.autograd.grad((out, lse), (*leaves.values(), *numbers), (dout, dlse))
+    gradients = {f"d{name}": one for name, one in zip(leaves, found, strict=False)}
+    if numbers:
+        gradients["dcaptured"] = torch.cat([one.flatten() for one in found[len(leaves) :]])
     return {"out": out.detach(), "lse": lse.detach().masked_fill(dead, -torch.inf)} | gradients
 
 
@@ -187,7 +205,28 @@ def allowed(given: Given, out: torch.Tensor, lse: torch.Tensor) -> dict[str, tor
         most = (weight + e_weight) * (delta.abs() + e_delta)
         e_sink = most * (1 + gamma(q.shape[0] * q.shape[2] + 4)) - weight * delta.abs()
         bounds["dsink"] = e_sink.sum((0, 2))
-    return bounds
+    most = (p + e_p) * (inner + e_dp + e_delta[..., None])
+    return bounds | of_captured(given, x, e_x, p * inner * attended, most * attended)
+
+
+def of_captured(given: Given, x, e_x, dz, most_dz) -> dict[str, torch.Tensor]:
+    """The same of what the score mod reads: Σ dZ·J, dZ in size and at most, added up in fp32."""
+    score = given.score
+    if score is None or score.make is None:
+        return {}
+    bound = torch.zeros(sum(tensor.numel() for tensor in score.tensors), dtype=torch.float64)
+    sizes, counts = bound.clone(), bound.clone()
+    for read in reads(score.mod):
+        at = (x, *given.indices())
+        slope, place = (one.evaluate(*at).expand(x.shape) for one in (read.slope, read.place))
+        e_slope = score.bend * (e_x + 16 * U * x.abs()) + 32 * U * slope.abs()
+        e_slope = e_slope + 32 * U * (score.bend > 0)
+        most = most_dz * (slope.abs() + e_slope) * (1 + 4 * U)
+        where = (read.start + place).flatten()
+        bound.index_add_(0, where, (most - dz * slope.abs()).flatten())
+        sizes.index_add_(0, where, most.flatten())
+        counts.index_add_(0, where, (most > 0).double().flatten())
+    return {"dcaptured": bound + counts * U / (1 - counts * U) * sizes}
 
 
 def worst(found: dict[str, torch.Tensor], given: Given, out, lse) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 
 from attncheck.errors import UsageError
 from attncheck.examine.environment import prepare
-from attncheck.mods import masks, scores
+from attncheck.mods import captured, masks, scores
 from attncheck.mods.block_mask import block_mask, visit_list
 from attncheck.mods.derivative import derivative
 from attncheck.mods.spec import Dimensions
@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     prepare("cpu")
 
 from attncheck.kernels import flash2_autograd
+from attncheck.kernels.captured_terms import CapturedReads
 from attncheck.kernels.flash2_autograd import Plan, attention
 from attncheck.kernels.launch import Launch, VisitList
 from attncheck.mods.to_triton import to_triton
@@ -152,8 +153,8 @@ FAULTS = {
 
 
 def _swapped(gradients):
-    dq, dk, dv, dsink = gradients
-    return dq, dk.flip(2), dv.flip(2), dsink
+    dq, dk, dv, *others = gradients
+    return dq, dk.flip(2), dv.flip(2), *others
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -168,3 +169,119 @@ def test_a_wrong_backward_is_noticed(fault, monkeypatch):
 
     monkeypatch.setattr(flash2_autograd, "flash2_backward", wrong)
     assert share(asked) > 1
+
+
+def slopes_of_heads(slopes):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[h].to(score.dtype) * (kv_idx - q_idx) * 0.25
+
+    return mod
+
+
+def with_a_table(slopes, table):
+    def mod(score, b, h, q_idx, kv_idx):
+        near = (kv_idx - q_idx).clamp(-3, 3) + 3
+        return slopes_of_heads(slopes)(score, b, h, q_idx, kv_idx) + table[h, near].to(score.dtype)
+
+    return mod
+
+
+def learned(make=with_a_table, **changes):
+    """A question whose score mod reads parameters, and these."""
+    numbers = torch.Generator().manual_seed(9)
+    shapes = [(2,), (2, 7)] if make is with_a_table else [(2,)]
+    read = [torch.nn.Parameter(torch.randn(s, generator=numbers) / 4) for s in shapes]
+    score = REFERENCE.Score.of(make, *read)
+    return given(masks.causal, score=score, **changes), read
+
+
+def reading(asked, **changes) -> Plan:
+    """The plan that counts what the score mod reads too."""
+    found = captured.reads(asked.score.mod)
+    terms = tuple((to_triton(one.slope), to_triton(one.place), one.start) for one in found)
+    count = sum(tensor.numel() for tensor in captured.tensors(found))
+    return plan(asked, captured=CapturedReads(terms, count), **changes)
+
+
+@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
+def test_it_is_differentiable_in_what_the_score_mod_reads(atomic):
+    asked, read = learned(sink=True)
+    given_leaves = leaves(asked)
+    out, lse = attention(**given_leaves, plan=reading(asked, atomic=atomic), captured=read)
+    ((out * asked.dout).sum() + (lse * asked.dlse).sum()).backward()
+    found = {f"d{name}": leaf.grad for name, leaf in given_leaves.items()}
+    assert [one.grad.shape for one in read] == [one.shape for one in read]
+    found["dcaptured"] = torch.cat([one.grad.flatten() for one in read])
+    assert max(REFERENCE.worst(found, asked, out.detach(), lse.detach()).values()) <= 1
+
+
+def test_only_what_requires_a_gradient_gets_one():
+    asked, (slopes, table) = learned()
+    slopes.requires_grad_(requires_grad=False)
+    out, _ = attention(asked.q, asked.k, asked.v, plan=reading(asked), captured=(slopes, table))
+    out.sum().backward()
+    assert slopes.grad is None
+    assert table.grad.any()
+
+
+def test_nothing_is_computed_for_what_requires_none(monkeypatch):
+    asked, read = learned()
+    for one in read:
+        one.requires_grad_(requires_grad=False)
+    right = flash2_autograd.flash2_backward
+
+    def watched(*arguments, captured, **keywords):
+        assert captured is None
+        return right(*arguments, captured=captured, **keywords)
+
+    monkeypatch.setattr(flash2_autograd, "flash2_backward", watched)
+    given_leaves = leaves(asked)
+    out, _ = attention(**given_leaves, plan=reading(asked), captured=read)
+    out.sum().backward()
+    assert given_leaves["q"].grad.any()
+
+
+def test_gradients_have_the_dtype_of_what_is_read():
+    asked, (slopes,) = learned(slopes_of_heads)
+    halves = torch.nn.Parameter(slopes.detach().bfloat16())
+    of_halves = asked.but(score=REFERENCE.Score.of(slopes_of_heads, halves))
+    out, _ = attention(asked.q, asked.k, asked.v, plan=reading(of_halves), captured=(halves,))
+    out.sum().backward()
+    assert halves.grad.dtype == torch.bfloat16
+
+
+def test_a_training_step_reads_what_the_last_one_wrote():
+    """An fp32 parameter is read where it lies: one plan is for all steps."""
+    asked, read = learned()
+    planned, losses = reading(asked), []
+    optimizer = torch.optim.SGD(read, lr=1e-4)
+    for _ in range(4):
+        optimizer.zero_grad()
+        out, _ = attention(asked.q, asked.k, asked.v, plan=planned, captured=read)
+        loss = (out - asked.dout).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == len(losses)
+
+
+def test_writing_to_what_was_read_is_noticed():
+    asked, (slopes, table) = learned()
+    out, _ = attention(asked.q, asked.k, asked.v, plan=reading(asked), captured=(slopes, table))
+    with torch.no_grad():
+        table += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["none in the plan", "one tensor less"])
+def test_captured_tensors_are_those_of_the_plan(which):
+    asked, read = learned()
+    planned = plan(asked) if which == "none in the plan" else reading(asked)
+    counted = 0 if which == "none in the plan" else 16
+    read = read if which == "none in the plan" else read[:1]
+    given_numbers = sum(one.numel() for one in read)
+    message = f"captured tensors have {given_numbers} numbers, and plan.captured {counted}."
+    with pytest.raises(UsageError, match=message):
+        attention(asked.q, asked.k, asked.v, plan=planned, captured=read)

@@ -40,7 +40,7 @@ def module_of(path):
 REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
 given, Score = REFERENCE.given, REFERENCE.Score
 
-NAMES = ("dq", "dk", "dv", "dsink")
+NAMES = ("dq", "dk", "dv", "dsink", "dcaptured")
 
 
 def nothing(b, h, q_idx, kv_idx):

@@ -137,6 +137,23 @@ def test_compiles_for_hopper_and_hardly_spills(kernel, tmp_path):
         assert int(products) > 0  # of 16-bit operands by tensor cores
 
 
+def test_it_fits_hopper_with_the_gradients_of_what_a_score_mod_reads(tmp_path):
+    """A table is loaded for the score, the slope and the place of each number."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    asked = ["--dtype", "bf16", "--head-dim", "64", "256", "--kind", "dalibi", "dbias"]
+    done = subprocess.run(
+        [sys.executable, SPILLS, "--kernel", "flash2-dq", *asked],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [line[3] for line in lines] == ["dalibi", "dbias"] * 2
+    assert all(int(line[-4]) <= SHARED_MEMORY for line in lines)
+    assert all(int(line[-3]) > 0 for line in lines)  # products of 16-bit operands
+
+
 NAMES = """
 import torch, triton
 from triton.backends.compiler import GPUTarget

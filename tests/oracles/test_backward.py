@@ -239,7 +239,7 @@ def test_scores_of_a_thousand(backward, allowance):
 
 
 def test_truth_has_gradients_where_the_problem_has_a_backward():
-    inputs = tiny(sink=True)
+    inputs = tiny(sink=True, score=Spec.of("alibi"), dcaptured=True)
     found, forward = oracles.truth(inputs), oracles.truth(inputs.forward())
     assert set(found.gradients()) == set(GRADIENTS)
     assert torch.equal(found.out, forward.out)
@@ -251,6 +251,7 @@ def test_truth_has_gradients_where_the_problem_has_a_backward():
         "dk": (2, 2, 11, 6),
         "dv": (2, 2, 11, 3),
         "dsink": (4,),
+        "dcaptured": (4,),
     }
     assert all(tensor.dtype == torch.float64 for tensor in found.tensors().values())
 

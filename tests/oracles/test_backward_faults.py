@@ -29,7 +29,7 @@ SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 FAULTS = {
     # what is wrong: module, right, wrong
     "dense: delta is missing": ("dense", "(dp + rows)", "dp"),
-    "dense: f' is missing": ("dense", " * slopes, 0.0)", ", 0.0)"),
+    "dense: f' is missing": ("dense", " * tile.slopes, 0.0)", ", 0.0)"),
     "dense: dk without the scale": ("dense", "q, by_key) * problem.scale", "q, by_key)"),
     "dense: dq without the scale": ("dense", "k, attended) * problem.scale", "k, attended)"),
     "dense: one head of a group": (
@@ -44,7 +44,7 @@ FAULTS = {
         "numbers.transpose(dx), d",
     ),
     "flash2: delta is missing": ("flash2", "(dp + self.terms)", "dp"),
-    "flash2: f' is missing": ("flash2", " * slopes, 0.0)", ", 0.0)"),
+    "flash2: f' is missing": ("flash2", " * tile.slopes, 0.0)", ", 0.0)"),
     "flash2: dk without the scale": ("flash2", "dk * problem.scale, dv", "dk, dv"),
     "flash2: one head of a group": (
         "flash2",

@@ -97,7 +97,7 @@ def test_they_are_difference_quotients(changes):
 
 FAULTS = {
     "delta": ("(dp + rows)", "dp"),
-    "f'": (" * slopes, 0.0)", ", 0.0)"),
+    "f'": (" * tile.slopes, 0.0)", ", 0.0)"),
     "scale": ("q, by_key) * problem.scale", "q, by_key)"),
     "dLSE": ("dout, dlse, attended", "dout, dlse * 0.0, attended"),
 }

@@ -100,6 +100,54 @@ class SinkWithoutGradient(WrongBackward):
         return _changed(given, "dsink", torch.zeros_like)
 
 
+class WrongCaptured(WrongBackward):
+    """Right, but for what the numbers that a score mod reads have for gradients."""
+
+    def prepare(self, inputs: Inputs) -> Call:
+        self.score = inputs.problem.score_mod(str(inputs.device))
+        return super().prepare(inputs)
+
+
+class CapturedSlopeForgotten(WrongCaptured):
+    """As if a cap or a temperature behind what is read were none."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds / self.slope(self.score, x, at), seen)
+
+
+class CapturedOfAnotherHead(WrongCaptured):
+    """What a head reads is the next one's."""
+
+    def capture(self, sums, x, at, ds, seen):
+        further = (at.h + 1) % (int(at.h.max()) + 1)
+        super().capture(sums, x, dataclasses.replace(at, h=further), ds, seen)
+
+
+class CapturedOfOneSequence(WrongCaptured):
+    """The first sequence's alone are added up."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds * (at.b == 0), seen)
+
+
+class CapturedWithoutDelta(WrongCaptured):
+    """The row's own sum is not taken off."""
+
+    def dscores(self, p, dp, delta):
+        self.without = p * dp
+        return super().dscores(p, dp, delta)
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, torch.where(seen, self.without, 0.0), seen)
+
+
+class CapturedTwice(WrongCaptured):
+    """A block of rows is done again, and its part is added once more."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds * torch.where(at.q_idx < 16, 2.0, 1.0), seen)
+
+
 class NotCleared(WrongBackward):
     """Gradients are added to what is in their memory."""
 
@@ -122,6 +170,17 @@ class LastKeyLost(WrongBackward):
     def visible_again(self, mask: MaskMod, at: Index) -> torch.Tensor:
         last = at.kv_idx == at.kv_idx.max()
         return self.visible(mask, at) & ~last
+
+
+class UnseenKeysLeft(WrongBackward):
+    """Keys that no row sees keep what their memory held."""
+
+    def other(self, inputs: Inputs, given: Outputs) -> Outputs:
+        def left(dv: torch.Tensor) -> torch.Tensor:
+            unseen = (dv == 0).all(-1, keepdim=True)
+            return torch.where(unseen, torch.full_like(dv, 2.0**-6), dv)
+
+        return _changed(given, "dv", left)
 
 
 class HeadsApart(WrongBackward):

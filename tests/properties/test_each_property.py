@@ -66,6 +66,9 @@ varlen.beside_empty_documents_it_is_exact compare misread.EmptyOneShifts documen
 varlen.documents_without_keys_are_zero empty_rows arithmetic.EmptyRowsMean
 varlen.documents_without_keys_are_zero empty_rows arithmetic.EmptyRowsNan padding
 varlen.a_lone_document_is_exact compare arithmetic.LoopFloor
+varlen.gradients_are_exact compare gradients.MaskForgotten
+varlen.gradients_are_exact compare gradients.LastKeyLost packed bf16
+varlen.gradients_beside_empty_documents compare gradients.UnseenKeysLeft
 varlen.many_documents_are_exact compare misread.TopLeft packed
 varlen.many_documents_are_exact compare misread.BottomRight packed bf16
 varlen.many_documents_are_exact compare misread.DocumentsIgnored packed
@@ -199,6 +202,11 @@ backward.gradients_are_exact compare gradients.WindowForgotten sliding_window bf
 backward.gradients_are_exact compare gradients.LseLossIgnored
 backward.gradients_are_exact compare gradients.LastKeyLost prefix_lm
 backward.through_score_mods compare gradients.SlopeForgotten causal bf16
+backward.captured_gradients compare gradients.CapturedSlopeForgotten
+backward.captured_gradients compare gradients.CapturedOfAnotherHead full
+backward.captured_gradients compare gradients.CapturedOfOneSequence causal bf16
+backward.captured_gradients compare gradients.CapturedWithoutDelta full bf16
+backward.captured_gradients compare gradients.CapturedTwice
 backward.with_a_sink compare gradients.SinkWithoutGradient
 backward.groups_are_summed compare gradients.FirstOfTheGroup causal bf16
 backward.groups_are_summed group_sums gradients.FirstOfTheGroup

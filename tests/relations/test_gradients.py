@@ -49,6 +49,48 @@ def test_it_holds_of_a_right_kernel(ask, small, numbers, question, dtype, kernel
         assert ask(kernel, question, asked, **chosen) is None
 
 
+READ = {
+    "key_permutation": Spec.of("relative_bias", distance=0, seed=0),
+    "head_permutation": Spec.of("bias", seed=0, per_batch=0, per_head=0),
+    "batch_permutation": Spec.of("alibi"),
+}
+
+
+@pytest.mark.parametrize("question", sorted({*OF_GRADIENTS, *ALSO} - {"key_shift"}))
+def test_it_holds_of_what_a_score_mod_reads(ask, small, numbers, question) -> None:
+    """Of the numbers' gradients too, of which no kernel's bits are compared."""
+    score = READ.get(question, Spec.of("bias", seed=0, per_batch=1, per_head=1))
+    read = {"score": score, "dcaptured": True, "backward": True, "dlse": True}
+    asked = small(mask_of(question), dtype="fp32", **read)
+    for chosen in numbers(question, asked):
+        assert ask("ideal", question, asked, **chosen) is None
+
+
+@pytest.mark.parametrize("far", [2.0**-22, 2.0**-10])
+def test_gradients_of_what_is_read_are_compared_within_bounds(small, far) -> None:
+    """Also of a kernel that promises bits: the others' are compared."""
+
+    class Apart(Ideal):
+        calls = 0
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def moved():
+                Apart.calls += 1
+                given = call()
+                return replace(given, dcaptured=given.dcaptured * (1 + Apart.calls % 2 * far))
+
+            return moved
+
+    asked = small(dtype="fp32", backward=True, dcaptured=True, score=Spec.of("alibi"))
+    case = Case(problem=asked, question="repeat")
+    record = answered(Apart(), case, device="cpu")
+    assert record.status == ("pass" if far < 2.0**-20 else "fail")
+    if record.status == "fail":
+        assert (record.judgement.worst.tensor, record.judgement.worst.tile) == ("dcaptured", "")
+
+
 @pytest.mark.parametrize("question", OF_GRADIENTS)
 def test_one_about_gradients_says_nothing_without(small, softmax, question) -> None:
     assert relation_named(question).unfit(small()) == "it is about gradients"

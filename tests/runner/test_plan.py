@@ -122,6 +122,7 @@ def test_what_each_further_variant_is(lengths, canvas, kernel, tile, documents):
         "neighborhood_tiled": (Spec.of("neighborhood_tiled", **window, tile=tile), NONE),
         "neighborhood_morton": (Spec.of("neighborhood_morton", **window), NONE),
         "bias": (FULL, Spec.of("bias", seed=0, per_batch=0, per_head=0)),
+        "relative_bias": (CAUSAL, Spec.of("relative_bias", distance=keys_of(lengths) // 4, seed=0)),
         "varlen": (Spec.of("documents", query_lengths=queries, kv_lengths=keys), NONE),
         "sink": (CAUSAL, NONE),
         "paged": (CAUSAL, NONE),
@@ -129,6 +130,17 @@ def test_what_each_further_variant_is(lengths, canvas, kernel, tile, documents):
         "paged_decode": (bottom_right, NONE),
     }
     assert canvas[0] * canvas[1] == max(made[0].problem.query, made[0].problem.kv)
+
+
+def keys_of(lengths: str) -> int:
+    return int(lengths.rpartition("/")[2])
+
+
+def test_a_backward_asks_for_what_is_read_in_its_variant_alone():
+    for backward in (False, True):
+        made = cells(variants=[ALL], shapes=["1x1x64x4"], backward=backward)
+        asked = {c.variant for c in made if c.problem.dcaptured}
+        assert asked == ({"relative_bias"} if backward else set())
 
 
 def test_sinks_pages_and_few_rows_are_those_of_their_variants():

@@ -69,6 +69,48 @@ def test_it_is_exact(changes):
     assert status(Varlen(), problem) == "pass"
 
 
+GRADIENTS = {"backward": True, "dlse": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "tf32", "sink": True},
+        {"mask": BOTTOM_RIGHT, "kv": 7, "dtype": "bf16", "value_dim": 8},
+        {"mask": Spec.of("padding", lengths=[0, 9])},
+        {"mask": Spec.of("padding", lengths=[0, 0]), "dtype": "fp16"},
+        {"mask": both(Spec.of("prefix_lm", prefix=8), DOCUMENT), "query": 21, "batch": 1},
+        FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"]), "score": Spec.of("alibi")},
+        LAST | {"mask": both(CAUSAL, LAST["mask"]), "score": Spec.of("softcap", cap=2.0)},
+    ],
+    ids=lambda c: str(c.get("mask", "full")),
+)
+def test_its_gradients_are_exact(changes):
+    problem = small(**changes, **GRADIENTS)
+    assert Varlen().concerns(problem)
+    assert status(Varlen(), problem) == "pass"
+
+
+def test_keys_of_padding_have_gradients_of_0():
+    inputs = draw(small(mask=Spec.of("padding", lengths=[0, 9]), **GRADIENTS))
+    found = Varlen().run(inputs)
+    for name, like in (("dk", inputs.k), ("dv", inputs.v)):
+        given = found.gradients()[name]
+        assert given.shape == like.shape
+        assert given.dtype == like.dtype
+        assert not given[0].any()
+        assert not given[1, :, 9:].any()
+        assert given[1, :, :9].any()
+
+
+def test_the_forward_beside_gradients_is_the_forward():
+    inputs = draw(small(**FIRST, **GRADIENTS))
+    found, alone = Varlen().run(inputs), Varlen().run(inputs.forward())
+    assert torch.equal(found.out, alone.out)
+    assert torch.equal(found.lse, alone.lse)
+    assert not alone.gradients()
+
+
 @pytest.mark.parametrize(
     ("changes", "alignment", "masked"),
     [
@@ -145,6 +187,9 @@ class Planted(Varlen):
 
     def after(self, out, lse, keywords):
         return out, lse
+
+    def gradients(self, *found):
+        return found
 
 
 class KeysOffByOne(Planted):
@@ -234,6 +279,70 @@ class FirstDescale(Planted):
 def test_compare_finds_a_fault(fault, changes, dtype):
     problem = small(**changes, dtype=dtype)
     assert status(fault(), problem).startswith("fail")
+
+
+class PlantedBackward(Varlen):
+    """A right forward, and a backward that gets what the fault makes of it."""
+
+    def __init__(self, fault):
+        self._fault = fault
+
+    def backward_launcher(self):
+        right = super().backward_launcher()
+        return lambda *tensors, **keywords: self._fault.gradients(
+            *right(*tensors, **self._fault.before(keywords))
+        )
+
+
+class MaskForgotten(Planted):
+    """Every row sees all keys of its document."""
+
+    def before(self, keywords):
+        return keywords | {"causal": "", "mask": None}
+
+
+class LastProgramLost(Planted):
+    """The keys of the last program have no gradients."""
+
+    def before(self, keywords):
+        return keywords | {"key_programs": keywords["key_programs"][:-1]}
+
+
+class KeyBefore(Planted):
+    """Gradients of keys are those of the key before."""
+
+    def gradients(self, dq, dk, dv, dsink):
+        return dq, dk.roll(1, 0), dv, dsink
+
+
+class HeadsSwapped(Planted):
+    """The sink's gradients in another order."""
+
+    def gradients(self, dq, dk, dv, dsink):
+        return dq, dk, dv, dsink.flip(0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        (KeysOffByOne, FIRST),
+        (TopLeft, {"mask": BOTTOM_RIGHT, "kv": 17}),
+        (MaskForgotten, LAST | {"mask": both(CAUSAL, LAST["mask"])}),
+        (MaskForgotten, {"mask": both(DOCUMENT, Spec.of("not", CAUSAL)), "query": 21}),
+        (
+            PositionsOfTheWhole,
+            {"mask": both(Spec.of("prefix_lm", prefix=8), DOCUMENT), "query": 21},
+        ),
+        (LastProgramLost, FIRST),
+        (KeyBefore, {"mask": Spec.of("padding", lengths=[0, 9])}),
+        (HeadsSwapped, FIRST | {"sink": True}),
+    ],
+    ids=str,
+)
+def test_compare_finds_a_fault_of_the_backward_alone(fault, changes, dtype):
+    problem = small(**changes, dtype=dtype, heads=2, kv_heads=1, **GRADIENTS)
+    assert status(PlantedBackward(fault()), problem).startswith("fail")
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])

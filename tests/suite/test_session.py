@@ -157,6 +157,17 @@ def test_every_family_has_samples_with_a_backward(family: str) -> None:
     assert not samples(family, "e4m3", Kind(backward=True))
 
 
+@pytest.mark.parametrize("family", MASK_FAMILIES)
+def test_every_family_has_samples_of_what_score_mods_read(family: str) -> None:
+    kind = Kind(backward=True, captured=True)
+    assert all(each.dcaptured for each in samples(family, "bf16", kind))
+    assert not refusal(Ideal(), family, "bf16", "cpu", kind)
+    without = Ideal()
+    without.captured = False
+    reason = "it gives no gradients of the tensors that a score mod reads"
+    assert refusal(without, family, "bf16", "cpu", kind) == reason
+
+
 def test_a_kernel_of_gradients_alone_is_asked_for_them() -> None:
     class Alone(Ideal):
         name = "alone"

@@ -40,7 +40,9 @@ def as_concerned(
 
 def unconcerned(subject: Subject, problem: Problem, executor: Executor) -> str:
     """Why ``problem`` does not concern a kernel, in one line."""
-    if problem.backward and executor.concerns(subject, problem.replace(backward=False, dlse=False)):
+    if problem.backward and executor.concerns(
+        subject, problem.replace(backward=False, dlse=False, dcaptured=False)
+    ):
         return "it gives no gradients"
     if problem.sink and executor.concerns(subject, problem.replace(sink=False)):
         return "it is not about sinks"

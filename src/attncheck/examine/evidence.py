@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from attncheck.conditions import Conditions
+    from attncheck.examine.captured_reads import CapturedReads
     from attncheck.inputs import Inputs
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.arithmetic import Arithmetic
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from attncheck.problem import Case, Problem
     from attncheck.tensor_names import TensorName
 
-__all__ = ["Evidence", "ensemble_tilings"]
+__all__ = ["Evidence", "analysis", "ensemble_tilings"]
 
 # Of a lazy maximum, in log2 units: FlashAttention-4's.
 _LAZY = 8.0
@@ -122,18 +123,22 @@ class Evidence:
     def gradient_floors(self) -> dict[TensorName, float]:
         """RMSE of each exact gradient correctly rounded to its format; none without a backward."""
         storage, fp32 = self.case.problem.formats.storage, FORMATS["fp32"]
+        of_keys = ("dq", "dk", "dv")
         return {
-            name: rounding_floor(exact, self.touched(name), fp32 if name == "dsink" else storage)
+            name: rounding_floor(exact, self.touched(name), storage if name in of_keys else fp32)
             for name, exact in self.truth.gradients().items()
         }
 
     def touched(self, gradient: TensorName) -> torch.Tensor:
         """Where ``gradient`` is not 0 by definition, bool, broadcastable to its shape.
 
-        Of dq in rows that see a key, of dk and dv of keys that some row sees.
+        Of dq in rows that see a key, of dk and dv of keys that some row sees, of dcaptured of
+        numbers that are read there.
         """
         import torch
 
+        if gradient == "dcaptured":
+            return self.reads.numbers
         if gradient == "dsink":
             return torch.ones((), dtype=torch.bool, device=self.inputs.device)
         return (self.alive if gradient == "dq" else self._seen_keys)[..., None]
@@ -194,11 +199,18 @@ class Evidence:
 
     def running_error(self, arithmetic: Arithmetic) -> RunningError | None:
         """The analysis of the score mod in this arithmetic; None where it cannot be traced."""
-        return _analysis(self._traced_score, arithmetic)
+        return None if self._traced_score is None else analysis(self._traced_score, arithmetic)
 
     def slope_error(self, arithmetic: Arithmetic) -> RunningError | None:
         """The same of the score mod's derivative."""
-        return _analysis(self._traced_slope, arithmetic)
+        return None if self._traced_slope is None else analysis(self._traced_slope, arithmetic)
+
+    @cached_property
+    def reads(self) -> CapturedReads:
+        """What the score mod reads of captured tensors."""
+        from attncheck.examine.captured_reads import CapturedReads
+
+        return CapturedReads(self)
 
     @cached_property
     def _traced_score(self) -> Expression | None:
@@ -256,13 +268,11 @@ class Evidence:
         return self._ideal_gradients[tiling]
 
 
-def _analysis(expression: Expression | None, arithmetic: Arithmetic) -> RunningError | None:
-    """The analysis of what a kernel of this arithmetic evaluates; None of what is not traced."""
+def analysis(expression: Expression, arithmetic: Arithmetic) -> RunningError:
+    """The analysis of what a kernel of this arithmetic evaluates of scores."""
     from attncheck.mods.running_error import RunningError
     from attncheck.mods.to_interval import KERNEL_FP32, TORCH_FP64
 
-    if expression is None:
-        return None
     fp64 = arithmetic.computes.name == "fp64"
     return RunningError(
         expression, arithmetic.tanh_error, arithmetic=TORCH_FP64 if fp64 else KERNEL_FP32

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attncheck.judge.arithmetic import Arithmetic
+from attncheck.mods.leaves import captured_tensors
 from attncheck.outputs import Outputs
 from attncheck.subjects.contract import Refused
 
@@ -87,6 +88,9 @@ class Executor(Protocol):
         ...
 
 
+_NO_CAPTURED = "it gives no gradients of the tensors that a score mod reads"
+
+
 class InProcess:
     """Calls the kernel in this very process: quick, and only as safe as the kernel."""
 
@@ -111,7 +115,8 @@ class InProcess:
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Why ``subject`` does not take ``problem``; a Failure when even asking raises."""
         try:
-            return subject.absent(device) or subject.unsupported(problem, device)
+            lacks = _NO_CAPTURED if problem.dcaptured and not subject.captured else None
+            return subject.absent(device) or lacks or subject.unsupported(problem, device)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
@@ -225,7 +230,17 @@ def _gradients(outputs: Outputs, inputs: Inputs) -> str:
             wrong = f"{name}.dtype={found.dtype}, but should be {given.dtype}."
         if wrong:
             return wrong
-    return ""
+    return _captured(outputs, inputs) if inputs.problem.dcaptured else ""
+
+
+def _captured(outputs: Outputs, inputs: Inputs) -> str:
+    """The same of its gradients of what the score mod reads, which are fp32."""
+    mod = inputs.problem.score_mod(str(inputs.device))
+    numbers = sum(tensor.numel() for tensor in captured_tensors(mod, inputs.device))
+    wrong = _tensor("dcaptured", outputs.dcaptured, (numbers,), inputs)
+    if not wrong and outputs.dcaptured is not None and outputs.dcaptured.dtype != torch.float32:
+        wrong = f"dcaptured.dtype={outputs.dcaptured.dtype}, but should be torch.float32."
+    return wrong
 
 
 def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from attncheck.conditions import ScoreModError
 from attncheck.examine.allowances import mod_error, on_keys
+from attncheck.examine.captured_reads import where_seen
 from attncheck.judge.gradients.keys import KeyGradients
 from attncheck.judge.gradients.rows import row_gradients
 from attncheck.judge.gradients.saved import Saved
@@ -60,7 +61,8 @@ class GradientAllowance:
         if name == "dq":
             return evidence.alive
         # What is seen is rounded at least, and its bound more than 0.
-        return self.bounds[name] > 0 if name == "dsink" else (self.bounds[name] > 0).any(-1)
+        flat = name in {"dsink", "dcaptured"}
+        return self.bounds[name] > 0 if flat else (self.bounds[name] > 0).any(-1)
 
     def budget(self, tensor: TensorName, place: Place) -> dict[str, float]:
         """What the allowance of one element is made of."""
@@ -98,13 +100,16 @@ def gradient_allowance(
             _saved(evidence, arithmetic, outputs, forward.rows),
             mod_error(evidence, arithmetic, forward, scores) if forward.has_score_mod else None,
             _slope_error(evidence, arithmetic, forward, scores) if forward.has_score_mod else None,
+            evidence.reads.conditions(arithmetic, forward, scores),
+            exact["dcaptured"].numel() if problem.dcaptured else 0,
         )
         at = (slice(rows.heads.start, rows.heads.stop), forward.rows.query)
         dq[at] = found.dq
         for name, term in found.dq_terms.items():
             dq_terms.setdefault(name, torch.zeros_like(dq))[at] = term
         sums.add(found)
-    keys = sums.finished(exact["dk"], exact["dv"], exact.get("dsink"))
+    captured = exact.get("dcaptured") if evidence.reads.all else None
+    keys = sums.finished(exact["dk"], exact["dv"], exact.get("dsink"), captured)
     shape = exact["dq"].shape
     bounds: dict[TensorName, Tensor] = {"dq": dq.view(shape), "dk": keys.dk, "dv": keys.dv}
     terms: dict[TensorName, dict[str, Tensor]] = {
@@ -114,6 +119,11 @@ def gradient_allowance(
     }
     if keys.dsink is not None:
         bounds["dsink"], terms["dsink"] = keys.dsink, keys.dsink_terms
+    if keys.dcaptured is not None:
+        bounds["dcaptured"], terms["dcaptured"] = keys.dcaptured, keys.dcaptured_terms
+    elif problem.dcaptured:  # nothing says which numbers a score mod reads that cannot be traced
+        bounds["dcaptured"] = torch.full_like(exact["dcaptured"], torch.inf)
+        terms["dcaptured"] = {}
     return GradientAllowance(bounds, terms)
 
 
@@ -141,9 +151,8 @@ def _slope_error(
         nothing = torch.where(known.seen, torch.inf, 0.0)
         return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
     found = on_keys(analysis, evidence, known, scores)
-    seen = known.seen[..., : evidence.case.problem.kv]
-    radius, own = (torch.where(seen, x, 0.0) for x in (found.radius, found.own))
-    jump = found.jump & seen
+    found = where_seen(found, known)
+    radius, own, jump = found.radius, found.own, found.jump
     if known.has_sink:
         radius, own, jump = (torch.nn.functional.pad(x, (0, 1)) for x in (radius, own, jump))
     return ScoreModError(radius=radius, own=own, jump=jump)

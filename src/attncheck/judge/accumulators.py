@@ -61,9 +61,14 @@ class Accumulator:
         return (self.block + 1) * 2.0**-self.alignment, 2.0 ** (1 - self.result)
 
     def rounded(self, n: Count) -> Count:
-        """Largest error of ``n`` roundings to nearest, relative to the sum of magnitudes (B1)."""
+        """Largest error of ``n`` roundings to nearest, relative to the sum of magnitudes (B1).
+
+        Infinite of so many that B1 says nothing.
+        """
         roundings = n * self.unit
-        error: Count = roundings / (1 - roundings)
+        if isinstance(roundings, (int, float)):
+            return roundings / (1 - roundings) if roundings < 1 else math.inf
+        error: Count = (roundings / (1 - roundings)).masked_fill(roundings >= 1, math.inf)
         return error
 
     def det(self, n: Count, taken: Count | None = None) -> Count:

@@ -126,12 +126,19 @@ def finite(compared: Compared) -> list[Finding]:
 def empty_rows(compared: Compared) -> list[Finding]:
     """A row that sees no key is not exactly 0 in out, or not −∞ in LSE; NaN is neither.
 
-    So are gradients: of the query of such a row, and of a key and value that no row sees.
+    So are gradients: of the query of such a row, of a key and value that no row sees, and of a
+    captured number that no row reads for a key that it sees.
     """
     wrong = ~compared.alive & (compared.got != compared.empty)
-    whose = "keys that no row sees" if compared.name in ("dk", "dv") else "rows that see no key"
+    whose = _EMPTY.get(compared.name, "rows that see no key")
     said = f"of {whose} are not exactly {compared.empty:g}"
     return _first(compared, wrong, said, "empty rows", "fail")
+
+
+_EMPTY: dict[TensorName, str] = {
+    **dict.fromkeys(("dk", "dv"), "keys that no row sees"),
+    "dcaptured": "numbers that no row reads for a key that it sees",
+}
 
 
 def _first(

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from attncheck.errors import UsageError
 from attncheck.kernels.flash2_backward import flash2_backward
 from attncheck.kernels.flash2_forward import flash2_forward
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.kernels.captured_terms import CapturedReads
     from attncheck.kernels.launch import Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
@@ -27,6 +31,9 @@ class Plan:
         mask: The traced mask.
         score: The traced score mod; None leaves scores as they are.
         slope: Its derivative with respect to the score.
+        captured: Which numbers it reads from tensors, of which it is differentiable too; None: it
+            is not. The kernels read an fp32 tensor that is contiguous where it lies, and another
+            as it was when the mod was made for them.
         launch: Of the forward.
         by_rows: Launch of dQ (default: the forward's).
         by_keys: Of dK and dV (default: that of dQ).
@@ -41,6 +48,7 @@ class Plan:
     launch: Launch
     score: TritonMod | None = None
     slope: TritonMod | None = None
+    captured: CapturedReads | None = None
     by_rows: Launch | None = None
     by_keys: Launch | None = None
     tiles: VisitList | None = None
@@ -56,8 +64,9 @@ def attention(
     *,
     plan: Plan,
     sink: torch.Tensor | None = None,
+    captured: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp; once differentiable in both.
+    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp; once differentiable in all.
 
     Args:
         q: ``(batch, heads, query, head_dim)``, any strides, as k and v.
@@ -65,16 +74,24 @@ def attention(
         v: ``(batch, kv_heads, kv, value_dim)``.
         plan: What is computed, and how it is launched.
         sink: fp32 ``(heads,)``, natural, or None.
+        captured: The float tensors that the score mod reads, as ``plan.captured`` counts their
+            numbers: where one requires a gradient it gets one. Their numbers reach the kernels
+            through the plan alone.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
         log; rows that see no key give 0 and −∞, and no gradient.
 
     Raises:
-        UsageError: in the backward, if the plan has a score mod and no slope.
+        UsageError: if the tensors captured have not as many numbers as the plan counts; and in the
+            backward, if the plan has a score mod and no slope.
     """
+    given = sum(tensor.numel() for tensor in captured)
+    counted = 0 if plan.captured is None else plan.captured.numbers
+    if captured and given != counted:
+        raise UsageError(f"captured tensors have {given} numbers, and plan.captured {counted}.")
     # torch's own ``apply`` has no types.
-    out, lse = _Attention.apply(q, k, v, sink, plan)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(q, k, v, sink, plan, *captured)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -87,12 +104,14 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         sink: torch.Tensor | None,
         plan: Plan,
+        *captured: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = flash2_forward(
             q, k, v, scale=plan.scale, mask=plan.mask, score=plan.score, launch=plan.launch,
             sink=sink, tiles=plan.tiles,
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+        # Captured ones are saved so that torch notices where one is written to meanwhile.
+        ctx.save_for_backward(q, k, v, sink, out, lse, *captured)
         ctx.plan = plan
         ctx.set_materialize_grads(False)  # a loss without LSE has no gradient of it to read
         return out, lse
@@ -102,13 +121,28 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse, *captured = ctx.saved_tensors
         plan: Plan = ctx.plan
+        wanted = any(ctx.needs_input_grad[5:])
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        dq, dk, dv, dsink = flash2_backward(
+        dq, dk, dv, dsink, dcaptured = flash2_backward(
             q, k, v, out, lse, dout, dlse, scale=plan.scale, mask=plan.mask, score=plan.score,
             slope=plan.slope, launch=plan.by_rows or plan.launch, launch_by_keys=plan.by_keys,
             sink=sink, tiles=plan.tiles_by_rows, by_keys=plan.tiles_by_keys, atomic=plan.atomic,
+            captured=plan.captured if wanted else None,
         )  # fmt: skip
-        return dq, dk, dv, dsink, None
+        return dq, dk, dv, dsink, None, *_apart(dcaptured, captured)
+
+
+def _apart(
+    gradients: torch.Tensor | None, captured: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """The numbers' gradients, each tensor's in its shape and dtype."""
+    if gradients is None:
+        return (None,) * len(captured)
+    parts = torch.split(gradients, [tensor.numel() for tensor in captured])
+    return tuple(
+        part.view(tensor.shape).to(tensor.dtype)
+        for part, tensor in zip(parts, captured, strict=True)
+    )

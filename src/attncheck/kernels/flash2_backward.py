@@ -25,15 +25,18 @@ from attncheck.kernels.assembler import sound_assembler
 from attncheck.kernels.delta import row_deltas, sink_gradient
 from attncheck.kernels.gradients_by_keys import by_keys_kernel
 from attncheck.kernels.gradients_by_rows import by_rows_kernel
-from attncheck.kernels.launch import LOG2E, block_dim
+from attncheck.kernels.launch import LOG2E, block_dim, careful_asked
 
 if TYPE_CHECKING:
+    from attncheck.kernels.captured_terms import CapturedReads
     from attncheck.kernels.launch import Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
 __all__ = ["flash2_backward"]
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Gradients = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
+]
 
 
 def flash2_backward(
@@ -55,8 +58,9 @@ def flash2_backward(
     tiles: VisitList | None = None,
     by_keys: VisitList | None = None,
     atomic: bool = False,
+    captured: CapturedReads | None = None,
 ) -> Gradients:
-    """Gradients of a loss with respect to q, k, v and the sink, from those of out and LSE.
+    """Gradients of a loss with respect to q, k, v and more, from those of out and LSE.
 
     Args:
         q: ``(batch, heads, query, head_dim)``, any strides, as all others with four axes.
@@ -77,22 +81,29 @@ def flash2_backward(
         by_keys: Those that dK and dV visit: of each block of keys runs of query blocks. In the
             blocks of ``launch_by_keys``.
         atomic: Whether dQ is added up in memory by the programs of dK and dV, in an order that no
-            two runs share: ``launch``, but for the deltas, and ``tiles`` have no effect then.
+            two runs share: ``launch``, but for the deltas and dcaptured, and ``tiles`` have no
+            effect then.
+        captured: Which numbers the score mod reads from tensors; None asks nothing of them.
 
     Returns:
-        dq, dk and dv, each like q, k and v in shape and dtype, and dsink, fp32 ``(heads,)`` or
-        None. Rows whose LSE is −∞ have a dq of 0 and no part in anything else, unless their q or
-        dout is not finite; with a sink no LSE is, and dlse of a row without keys is the sink's.
+        dq, dk and dv, each like q, k and v in shape and dtype; dsink, fp32 ``(heads,)`` or None;
+        and dcaptured, fp32 ``(numbers,)`` or None, whose sums no two runs need have in the same
+        order; 0 of a number that is read for hidden keys alone. Rows whose LSE is −∞ have a dq of 0
+        and no part in anything else, unless their q or dout is not finite; with a sink no LSE is,
+        and dlse of a row without keys is the sink's.
         Keys that no row sees have a dk and dv of 0. What keys and values hold that the mask hides
         from a row, NaN included, does not reach its dq; with ``atomic`` it does if it is a key that
-        is not finite.
+        is not finite. It never reaches dcaptured.
 
     Raises:
         UsageError: if one of score and slope is given without the other, or a list is of other
-            blocks than its launch or has a tile beyond the last.
+            blocks than its launch or has a tile beyond the last, or if ``captured`` is given
+            without a score mod.
     """
     if (score is None) != (slope is None):
         raise UsageError("a score mod needs its slope, and a slope its score mod: give both.")
+    if captured is not None and score is None:
+        raise UsageError("without a score mod nothing is read from tensors: give no captured.")
     by_rows, keys = launch, launch_by_keys or launch
     query, kv = q.shape[2], k.shape[2]
     if tiles is not None:
@@ -108,9 +119,14 @@ def flash2_backward(
         known = _Known(q, k, v, dout, lse, delta, scale, mask, score, slope)
         dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if atomic else None
         dk, dv = _by_keys(known, keys, by_keys, dq32)
-        dq = _by_rows(known, by_rows, tiles) if dq32 is None else (dq32 * scale).to(q.dtype)
+        dcaptured = None if captured is None else lse.new_zeros(captured.numbers)
+        dq = q.new_empty(0)
+        if dq32 is None or dcaptured is not None:
+            dq = _by_rows(known, by_rows, tiles, captured, dcaptured)
+        if dq32 is not None:
+            dq = (dq32 * scale).to(q.dtype)
         dsink = None if sink is None else sink_gradient(sink, lse, delta)
-    return dq, dk, dv, dsink
+    return dq, dk, dv, dsink, dcaptured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,8 +177,18 @@ class _Known:
         return self.mask, self.score, self.slope
 
 
-def _by_rows(known: _Known, launch: Launch, tiles: VisitList | None) -> torch.Tensor:
-    """dQ; blocks of rows that are not finite once more, without the keys that are not."""
+def _by_rows(
+    known: _Known,
+    launch: Launch,
+    tiles: VisitList | None,
+    captured: CapturedReads | None,
+    dcaptured: torch.Tensor | None,
+) -> torch.Tensor:
+    """dQ; blocks of rows that are not finite once more, without the keys that are not.
+
+    To ``dcaptured``, if it is given, is added what belongs there: the first time alone. A hidden
+    key has no term in it, and so none that is not finite.
+    """
     q = known.q
     grid = (triton.cdiv(q.shape[2], launch.block_query), q.shape[0] * q.shape[1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -172,10 +198,13 @@ def _by_rows(known: _Known, launch: Launch, tiles: VisitList | None) -> torch.Te
         by_rows_kernel[grid], *known.tensors(), dq, again, *known.numbers(), visited,
         *known.captured(), **known.constants(launch, tiles),
     )  # fmt: skip
-    run(CAREFUL=False, num_stages=launch.stages)
-    # A GPU is not waited for: there the programs look for themselves.
-    if not launch.free and (q.device.type != "cpu" or bool(again.any())):
-        run(CAREFUL=True, num_stages=1)
+    if captured is None or dcaptured is None:
+        run((), TERMS=None, CAREFUL=False, num_stages=launch.stages)
+    else:
+        terms = captured.arguments(dcaptured)
+        run(terms, TERMS=captured.function(), CAREFUL=False, num_stages=launch.stages)
+    if not launch.free and careful_asked(again):
+        run((), TERMS=None, CAREFUL=True, num_stages=1)
     return dq
 
 

@@ -28,12 +28,16 @@ def by_rows_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, again_ptr, q_batch, q_head, q_row,
     q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col, dout_batch, dout_head,
     dout_row, dout_col, heads, group, query, kv, head_dim, value_dim, factor, scale, tiles,
-    mask_captured, score_captured, slope_captured, MASK: tl.constexpr, SCORE: tl.constexpr,
-    SLOPE: tl.constexpr, IDENTITY: tl.constexpr, LISTED: tl.constexpr, FREE: tl.constexpr,
-    CAREFUL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    mask_captured, score_captured, slope_captured, terms, MASK: tl.constexpr, SCORE: tl.constexpr,
+    SLOPE: tl.constexpr, TERMS: tl.constexpr, IDENTITY: tl.constexpr, LISTED: tl.constexpr,
+    FREE: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Stores dQ of a block of rows; CAREFUL, only of one that was not finite without it."""
+    """Stores dQ of a block of rows; CAREFUL, only of one that was not finite without it.
+
+    ``TERMS``, of ``CapturedReads``, adds what each tile gives the numbers that the score mod reads;
+    None adds nothing.
+    """
     again = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     if CAREFUL:  # noqa: SIM102  # of constants ``and`` skips nothing
         if tl.load(again) == 0:
@@ -82,6 +86,8 @@ def by_rows_kernel(
                 x, p, dp, delta[:, None], b, h, rows[:, None], keys[None, :], slope_captured,
                 SLOPE, IDENTITY,
             )
+            if TERMS is not None:
+                TERMS(x, p, dp, delta[:, None], b, h, rows[:, None], keys[None, :], terms)
             acc = row_gradients(dx, k_block, acc, CAREFUL, PRECISION)
     if not FREE and not CAREFUL:
         tl.store(again, 1 - all_finite(acc).to(tl.int32))

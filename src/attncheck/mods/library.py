@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import cast
 
+from attncheck.errors import ProblemError
 from attncheck.formats import fp32
 from attncheck.mods import arguments as check
 from attncheck.mods import entries
@@ -25,6 +27,7 @@ __all__ = [
     "alibi_slopes",
     "build_mask",
     "build_score",
+    "check_captures",
     "check_mask",
     "check_score",
     "in_fp32",
@@ -46,6 +49,21 @@ def check_mask(spec: Spec, dimensions: Dimensions) -> None:
 def check_score(spec: Spec, dimensions: Dimensions) -> None:
     """Raises UnknownName or ProblemError unless ``spec`` is a score mod for these dimensions."""
     entries.check_spec("score mod", "--score", SCORES, spec, dimensions)
+
+
+@lru_cache(maxsize=64)
+def check_captures(spec: Spec, dimensions: Dimensions) -> None:
+    """Raises ProblemError unless a checked score mod reads a float tensor that it captures.
+
+    One with a derivative to what it reads: there are no gradients with respect to others.
+    """
+    from attncheck.mods.leaves import captured_tensors
+
+    if not captured_tensors(entries.build(SCORES, spec, dimensions, "cpu")):
+        raise ProblemError(
+            f"dcaptured=True has no meaning for score mod {str(spec)!r}: it reads no float tensor "
+            "that it captures."
+        )
 
 
 def in_fp32(spec: Spec) -> Spec:

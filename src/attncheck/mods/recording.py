@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._decomp import core_aten_decompositions
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -80,6 +82,12 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(table.items())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+@functools.cache
+def _fakes() -> FakeTensorMode:
+    """Where a trace has none, torch makes one for every operation, each with a stack trace."""
+    return FakeTensorMode(allow_fallback_kernels=True)
+
+
 def _watched(mod: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
     with _Watch(tensors) as watch, _NoEscape(watch):
         given = mod(*tensors)
@@ -91,7 +99,8 @@ def _made(
     function: Callable[..., Tensor], examples: list[Tensor], decompositions: Any = None
 ) -> fx.GraphModule:
     try:
-        return make_fx(function, decomposition_table=decompositions)(*examples)
+        with tracing(TracingContext(_fakes())):
+            return make_fx(function, decomposition_table=decompositions)(*examples)
     except (TraceError, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001  (somebody's code: SystemExit, too)

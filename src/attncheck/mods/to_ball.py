@@ -17,6 +17,7 @@ from attncheck.arb import NOTHING_KNOWN, balls_of, each_ball, hull, working_prec
 from attncheck.errors import ProblemError
 from attncheck.mods import enclosures
 from attncheck.mods.ball_operations import COMPARE, REAL, toward_zero
+from attncheck.mods.captured import EvaluatedReads
 from attncheck.mods.derivative import derivative
 from attncheck.mods.enclosures import LOGIC, Truth, Whole, compared, every, on_whole, two
 from attncheck.mods.trace import trace_score
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import ScoreMod
     from attncheck.mods.whole_numbers import Values
 
-__all__ = ["evaluator", "slope_evaluator", "to_ball"]
+__all__ = ["captures", "evaluator", "slope_evaluator", "to_ball"]
 
 
 def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
@@ -79,6 +80,11 @@ def slope_evaluator(
 ) -> Callable[..., BallArray]:
     """The same of the score mod's derivative."""
     return to_ball(derivative(score_mod, device), bits)
+
+
+def captures(score_mod: ScoreMod, bits: int, device: str = "cpu") -> EvaluatedReads:
+    """The same of what the score mod reads of the float tensors that it captures."""
+    return EvaluatedReads(score_mod, lambda slope: to_ball(slope, bits), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attncheck.mods.captured import EvaluatedReads
 from attncheck.mods.derivative import derivative
 from attncheck.mods.trace import trace_score
 from attncheck.mods.whole_numbers import WHOLE, Values, as_array, cast
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression, Node
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = ["evaluator", "slope_evaluator", "to_mpmath"]
+__all__ = ["captures", "evaluator", "slope_evaluator", "to_mpmath"]
 
 
 def to_mpmath(expression: Expression, context: Any) -> Callable[..., Values]:
@@ -87,6 +88,11 @@ def slope_evaluator(
 ) -> Callable[..., Values]:
     """The same of the score mod's derivative."""
     return to_mpmath(derivative(score_mod, device), context)
+
+
+def captures(score_mod: ScoreMod, context: Any, device: str = "cpu") -> EvaluatedReads:
+    """The same of what the score mod reads of the float tensors that it captures."""
+    return EvaluatedReads(score_mod, lambda slope: to_mpmath(slope, context), device)
 
 
 class Reals:

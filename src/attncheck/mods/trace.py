@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = ["disagreements", "trace_mask", "trace_score"]
+__all__ = ["disagreements", "trace_mask", "trace_place", "trace_score"]
 
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 
@@ -45,6 +45,14 @@ def trace_score(score_mod: ScoreMod, device: str = "cpu") -> Expression:
     Arguments and errors as for ``trace_mask``.
     """
     return _trace("score mod", score_mod, ("score", *_INDICES), device)
+
+
+def trace_place(place: Callable[..., Tensor], device: str = "cpu") -> Expression:
+    """The expression of a whole number of a score mod's arguments, as where it reads a tensor.
+
+    Arguments and errors as for ``trace_mask``.
+    """
+    return _trace("place", place, ("score", *_INDICES), device)
 
 
 def _trace(
@@ -86,6 +94,7 @@ _MUST: dict[str, tuple[str, str]] = {
         "float",
         "it must give one tensor of real numbers, as score.dtype, one value an index",
     ),
+    "place": ("int", "it must give one tensor of whole numbers, one value an index"),
 }
 
 

@@ -45,6 +45,7 @@ class Gradients(Generic[A]):
         dk: ``(batch, kv_heads, kv, head_dim)``; 0 of keys that no row attends to.
         dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
         dsink: ``(1, heads, 1, 1)``, of a Problem with a sink.
+        dcaptured: ``(1, 1, 1, numbers)``, of a Problem with dcaptured.
     """
 
     result: Result[A]
@@ -52,13 +53,17 @@ class Gradients(Generic[A]):
     dk: A
     dv: A
     dsink: A | None = None
+    dcaptured: A | None = None
 
     def rounded(self, numbers: Numbers[A]) -> Outputs:
         """The nearest float64 Outputs, with out and LSE."""
         forward = self.result.rounded(numbers)
         dq, dk, dv = (numbers.rounded(array) for array in (self.dq, self.dk, self.dv))
-        dsink = None if self.dsink is None else numbers.rounded(self.dsink).flatten()
-        return Outputs(forward.out, forward.lse, dq, dk, dv, dsink)
+        dsink, dcaptured = (
+            None if array is None else numbers.rounded(array).flatten()
+            for array in (self.dsink, self.dcaptured)
+        )
+        return Outputs(forward.out, forward.lse, dq, dk, dv, dsink, dcaptured)
 
 
 class Recurrence(Protocol):

@@ -15,9 +15,28 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.oracles.numbers.protocol import Array, Numbers
 
-__all__ = ["Scores"]
+__all__ = ["Scores", "Sloped"]
 
 A = TypeVar("A", bound="Array")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sloped(Generic[A]):
+    """A tile of scores with what a backward needs of them, ``(batch, heads, query, kv)``.
+
+    Attributes:
+        scores: −∞ where not attended.
+        attended: Bool.
+        slopes: The score mod's derivative, 0 where not attended.
+        products: What the score mod was given.
+        indices: Where the tile lies.
+    """
+
+    scores: A
+    attended: Tensor
+    slopes: A
+    products: A
+    indices: Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +87,8 @@ class Scores(Generic[A]):
         """
         return self._after(self._products(q, k), indices)
 
-    def with_slopes(self, q: A, k: A, query: range, kv: range) -> tuple[A, Tensor, A]:
-        """The same as a call, and the score mod's derivative, 0 where not attended."""
+    def with_slopes(self, q: A, k: A, query: range, kv: range) -> Sloped[A]:
+        """The same as a call, and the score mod's derivative."""
         problem = self.inputs.problem
         b, h = range(problem.batch), range(problem.heads)
         indices = Indices.of(b, h, query, kv, self.inputs.q.device)
@@ -77,7 +96,20 @@ class Scores(Generic[A]):
         # Before the scores: a score mod may write to what it is given.
         slopes = self.numbers.score_slope(self.score_mod, products, indices)
         scores, attended = self._after(products, indices)
-        return scores, attended, self.numbers.select(attended, slopes, 0.0)
+        slopes = self.numbers.select(attended, slopes, 0.0)
+        return Sloped(scores, attended, slopes, products, indices)
+
+    def captured(self, tile: Sloped[A], dz: A) -> A | None:
+        """Gradients of the numbers that the score mod reads, by this tile; None if not asked for.
+
+        Args:
+            tile: As ``with_slopes`` gives it.
+            dz: The loss's gradient with respect to its scores.
+        """
+        if not self.inputs.problem.dcaptured:
+            return None
+        attended = tile.attended.expand(tile.indices.shape)
+        return self.numbers.captured(self.score_mod, tile.products, tile.indices, dz, attended)
 
     def _products(self, q: A, k: A) -> A:
         numbers = self.numbers

@@ -74,7 +74,7 @@ def _holds(
     problem = runs[0].problem
 
     def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if name == "dsink" else tensor[order]
+        return tensor if name in ("dsink", "dcaptured") else tensor[order]
 
     # A sink's is a sum over all sequences, in another order now.
     outputs = [_without_sink(each) for each in outputs] if problem.sink else outputs

@@ -79,6 +79,8 @@ def _holds(
     heads, key_heads = _heads(problem, turn), _key_heads(problem, turn)
 
     def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "dcaptured":
+            return tensor
         if name == "dsink":
             return tensor[heads]
         return tensor[:, key_heads if name in ("dk", "dv") else heads]

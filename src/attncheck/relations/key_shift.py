@@ -73,7 +73,7 @@ def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     own = _own_column(problem).to(inputs.device)
     q, k, v = inputs.promoted()
     q = torch.where(own.repeat_interleave(problem.group, dim=1), x, q)
-    forward = problem.replace(backward=False, dlse=False)
+    forward = problem.replace(backward=False, dlse=False, dcaptured=False)
     exact = Inputs(problem=forward.replace(dtype="fp64"), q=q, k=torch.where(own, y, k), v=v)
     shifted = _rounded(exact, forward)
     after = inputs.replace(q=shifted.q, k=shifted.k, v=shifted.v, descale=shifted.descale)

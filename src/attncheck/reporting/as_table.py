@@ -34,7 +34,7 @@ _SPARED: tuple[tuple[str, ...], ...] = (
     *(("at",), ("bias",), ("inputs",), ("max",), ("lse",), ("time",), ("floor",), ("lse_share",)),
     ("environment",),
     tuple(SHARES),
-    ("dsink_ideal", "dsink_rmse"),
+    ("dsink_ideal", "dsink_rmse", "dcaptured_ideal", "dcaptured_rmse"),
     ("dq_ideal", "dk_ideal", "dv_ideal"),
 )
 # Where gradients leave no room for them either.

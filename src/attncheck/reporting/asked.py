@@ -37,6 +37,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     paging: dict[str, Any] | None = None
     backward: bool = False
     dlse: bool = False
+    dcaptured: bool = False
 
     @property
     def shape(self) -> str:
@@ -53,8 +54,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def backward_too(self) -> str:
-        """``backward``, with what else the loss depends on; empty of a forward alone."""
-        return "" if not self.backward else "backward of out and LSE" if self.dlse else "backward"
+        """``backward``, with what else there is of it; empty of a forward alone."""
+        said = "" if not self.backward else "backward of out and LSE" if self.dlse else "backward"
+        return f"{said} to captured numbers" if self.dcaptured else said
 
     @property
     def line(self) -> str:

@@ -102,6 +102,7 @@ def problem_line(problem: Asked) -> str:
     mods += [str(Paging.from_json(problem.paging))] if problem.paging else []
     mods += ["backward"] if problem.backward else []
     mods += ["dLSE"] if problem.dlse else []
+    mods += ["dcaptured"] if problem.dcaptured else []
     scale = "" if _usual_scale(problem) else f" scale {problem.scale:g}"
     said = [problem.dtype, *mods, shape, problem.distribution, f"seed {problem.seed}"]
     return " ".join(said) + scale

@@ -26,7 +26,13 @@ __all__ = [
     "keys_of",
 ]
 
-_WRITTEN: dict[TensorName, str] = {"dq": "dQ", "dk": "dK", "dv": "dV", "dsink": "dsink"}
+_WRITTEN: dict[TensorName, str] = {
+    "dq": "dQ",
+    "dk": "dK",
+    "dv": "dV",
+    "dsink": "dsink",
+    "dcaptured": "dcaptured",
+}
 
 SHARES = {f"{name}_share": f"{_WRITTEN[name]}/bound" for name in GRADIENTS}
 """Headings of the shares of bounds, by key, in reading order."""

@@ -30,7 +30,9 @@ class Cell:
 
         Raises ProblemError where there are no gradients.
         """
-        return replace(self, problem=self.problem.replace(backward=backward, dlse=False))
+        return replace(
+            self, problem=self.problem.replace(backward=backward, dlse=False, dcaptured=False)
+        )
 
 
 def plan(
@@ -70,7 +72,7 @@ def plan(
             for kv_heads in shape.head_counts():
                 fields = variant.fields(shape, kv_heads)
                 fields |= {"dtype": dtype, "distribution": distribution, "seed": seed}
-                fields["backward"] = backward
+                fields |= {"backward": backward, "dcaptured": backward and variant.captured}
                 cells.append(Cell(variant=name, problem=Problem(**fields)))
     for cell in cells:
         check_memory(cell.problem)

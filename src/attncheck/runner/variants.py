@@ -77,6 +77,7 @@ class Variant:
         most_rows: Query rows at most, whatever the shape says; 0 for as many as it says.
         sink: Whether each head has a sink.
         paged: Whether keys and values lie in pages.
+        captured: Whether a backward is asked for the gradients of what the score mod reads, too.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Variant:
     most_rows: int = 0
     sink: bool = False
     paged: bool = False
+    captured: bool = False
 
     def exists(self, dtype: str, distribution: str, *, backward: bool = False) -> bool:
         """Whether there is such a Problem.
@@ -208,6 +210,12 @@ FURTHER: dict[str, Variant] = _named(
         summary="every key, a drawn number added for each row and key",
         # One for all batches and heads: at 4,096 keys of 16 heads another each would be a GiB.
         mods=lambda _: (FULL, Spec.of("bias", seed=0, per_batch=0, per_head=0)),
+    ),
+    Variant(
+        name="relative_bias",
+        summary="causal, a number added for each head and distance; with --backward its gradient",
+        mods=lambda s: (Spec.of("causal"), Spec.of("relative_bias", distance=s.kv // 4, seed=0)),
+        captured=True,
     ),
     Variant(
         name="varlen",

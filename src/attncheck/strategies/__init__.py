@@ -13,13 +13,14 @@ from attncheck.strategies.masks import causal_masks, masks
 from attncheck.strategies.paged import pagings
 from attncheck.strategies.parameters import parameters
 from attncheck.strategies.problems import AMPLITUDES, problems
-from attncheck.strategies.scores import scores
+from attncheck.strategies.scores import captured_scores, scores
 from attncheck.strategies.shapes import shapes
 
 __all__ = [
     "AMPLITUDES",
     "MASK_FAMILIES",
     "MaskFamily",
+    "captured_scores",
     "causal_masks",
     "compositions",
     "expressions",

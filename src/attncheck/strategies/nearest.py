@@ -43,7 +43,15 @@ def supported(
         dtypes: Those that ``problem`` may have instead, plainest first.
         drops: What it may do without: ``sink``, ``dlse``.
     """
-    for changes in _fewest_first(problem, dtypes, drops):
+    if supports(problem):  # nearly always: what else it could be is not worked out
+        return problem
+    default = _default_scale(problem)
+    refused: set[frozenset[tuple[str, Any]]] = {frozenset()}
+    for changes in _fewest_first(problem, dtypes, drops, default=default):
+        real = frozenset(_real(problem, changes, default=default).items())
+        if real in refused:  # a plain Problem has few that differ
+            continue
+        refused.add(real)
         try:
             moved = problem.replace(**changes)
         except ProblemError:  # documents do not cover a length that has grown
@@ -53,27 +61,35 @@ def supported(
     return None
 
 
+def _real(problem: Problem, changes: Changes, *, default: bool) -> Changes:
+    """Without those to what it is already; a scale of 0 is the default of a head_dim."""
+    real = {name: value for name, value in changes.items() if getattr(problem, name) != value}
+    if default and "head_dim" not in real:
+        real.pop("scale", None)
+    return real
+
+
 def _fewest_first(
-    problem: Problem, dtypes: Sequence[str], drops: Sequence[str]
+    problem: Problem, dtypes: Sequence[str], drops: Sequence[str], *, default: bool
 ) -> Iterator[Changes]:
     combinations = itertools.product(
-        _dims(problem),
+        _dims(problem, default=default),
         _lengths(problem),
         _heads(problem),
         _pagings(problem),
         _dtypes(problem, dtypes),
         *_without(problem, drops),
-        [{}] if _default_scale(problem) else [{}, {"scale": 0.0}],
+        [{}] if default else [{}, {"scale": 0.0}],
     )
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
         yield {name: value for axis in changed for name, value in axis.items()}
 
 
-def _dims(problem: Problem) -> list[Changes]:
+def _dims(problem: Problem, *, default: bool) -> list[Changes]:
     def scale(dim: int) -> float:
         # 0 asks for 1/√dim, to its last bit: a kernel may take no other.
         kept = problem.scale * math.sqrt(problem.head_dim / dim)
-        return 0.0 if _default_scale(problem) else kept
+        return 0.0 if default else kept
 
     common: list[Changes] = [
         {"head_dim": dim, "value_dim": dim, "scale": scale(dim)} for dim in _COMMON_HEAD_DIMS

@@ -75,6 +75,7 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
     sinks: bool | None = False,
     backward: bool = False,
     dlse: bool | None = False,
+    dcaptured: bool = False,
     supports: Supports | None = None,
 ) -> SearchStrategy[Problem]:
     """Problems, small enough for an interpreted kernel unless ``shapes`` says otherwise.
@@ -90,6 +91,8 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
         sinks: Whether they have a sink; None for either, and none before one.
         backward: Whether gradients are asked for.
         dlse: Of a backward, whether the loss depends on LSE too; None for either.
+        dcaptured: Of a backward, whether gradients are asked for of what ``scores`` read from
+            tensors, which each of them has to do then.
         supports: Whether the kernel takes a Problem. One that it does not take is moved to the
             nearest that it does (same mask and values; other dims, lengths, kv heads or dtype, and
             no sink and no loss of LSE where both are drawn) and dropped only where there is none: a
@@ -113,6 +116,7 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
         | _flag("sink", drawn=sinks)
         | _flag("backward", drawn=backward)
         | _flag("dlse", drawn=dlse)
+        | _flag("dcaptured", drawn=dcaptured)
     )
     drawn = _problems(
         any_shapes() if shapes is None else shapes,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["scores"]
+__all__ = ["captured_scores", "scores"]
 
 
 def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
@@ -32,6 +32,17 @@ def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
         if name not in _SCORES:
             raise UnknownName("score mod", name, _SCORES)
     return st.one_of([_SCORES[name] for name in chosen])
+
+
+def captured_scores() -> SearchStrategy[Spec]:
+    """Score mods that read numbers from tensors, alone and before or behind one that bends scores.
+
+    Shrinks to ``alibi``.
+    """
+    bent = scores(names=("temperature", "softcap"))
+    added = st.one_of([_SCORES[name] for name in ("alibi", "relative_bias", "bias")])
+    chained = st.tuples(added, bent) | st.tuples(bent, added) | st.tuples(added, added)
+    return added | _SCORES["offset"] | chained.map(lambda parts: Spec.of("chain", *parts))
 
 
 _SCORES: dict[str, SearchStrategy[Spec]] = {

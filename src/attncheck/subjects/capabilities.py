@@ -202,8 +202,10 @@ class Capabilities(Limits, frozen=True, kw_only=True):
 
         What it is silent on the kernel may refuse.
         """
-        # It has no place for a loss of LSE, for sinks, or for empty rows whose gradients are NaN.
-        silent = problem.dlse or problem.sink or self.empty_row == "nan"
+        # It has no place for a loss of LSE, for sinks, for what score mods read, or for empty rows
+        # whose gradients are NaN.
+        beyond = problem.dlse or problem.sink or problem.dcaptured
+        silent = beyond or self.empty_row == "nan"
         gradients = not problem.backward or (bool(self.backward) and not silent)
         return gradients and all(
             said == "" for said in _answers(self.limits(problem, device), problem)

@@ -67,6 +67,8 @@ class Subject(ABC):
             asked within bounds, or not at all.
         sinks: Whether it takes a Problem's sink.
         backward: Whether it gives gradients where a Problem asks for them.
+        captured: Whether among them are those of the numbers that a score mod reads from tensors,
+            where a Problem asks for them (``dcaptured``). Such a Problem is refused for the others.
         promises_gradients: Whether ``promises`` holds of its gradients too. Many that promise the
             bits of out add gradients up in whatever order programs end.
     """
@@ -77,6 +79,7 @@ class Subject(ABC):
     promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
     sinks: bool = False
     backward: bool = False
+    captured: bool = False
     promises_gradients: bool = False
 
     def absent(self, device: str) -> str | None:

@@ -48,6 +48,7 @@ class Declared(Subject):
         self.triton = inner.triton
         self.sinks = inner.sinks
         self.backward = inner.backward and capabilities.backward is not False
+        self.captured = inner.captured
         self.promises = inner.promises
         self.promises_gradients = inner.promises_gradients
         if capabilities.promises is not None:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from attncheck.problem import Problem
     from attncheck.subjects.contract import Call, Subject
 
-    Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+    Gradients = tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
+    ]
 
 __all__ = ["Flash2", "Flash2Atomic", "Flash2FastAccumulation", "Flash2TransposedValues"]
 
@@ -60,6 +62,7 @@ class Flash2(Flash):
     summary = "our FlashAttention-2 forward in Triton, any mask and score mod"
     hopper = _TILES
     backward = True
+    captured = True
     atomic = False
 
     def __init__(self, blocks: tuple[int, int] | None = None, *, dense: bool = False) -> None:
@@ -76,6 +79,10 @@ class Flash2(Flash):
     def gradient_launches(self, problem: Problem, device: str) -> tuple[Launch, Launch]:
         """How dQ is launched, and how dK and dV are."""
         rows, keys = (launch(problem, device, tiles) for tiles in (BY_ROWS, BY_KEYS))
+        if problem.dcaptured:
+            # A table is read by score, slope and place alike: one more tile of it for each and for
+            # each stage is more than there is of shared memory.
+            rows = replace(rows, stages=1)
         return self._in_blocks(rows), self._in_blocks(keys)
 
     def _in_blocks(self, chosen: Launch) -> Launch:
@@ -130,15 +137,20 @@ class Flash2(Flash):
 
         def call() -> Outputs:
             found = forward()
-            dq, dk, dv, dsink = backward(found)
-            return replace(found, dq=dq, dk=dk, dv=dv, dsink=dsink)
+            dq, dk, dv, dsink, dcaptured = backward(found)
+            return replace(found, dq=dq, dk=dk, dv=dv, dsink=dsink, dcaptured=dcaptured)
 
         return call
 
     def _prepared_backward(self, inputs: Inputs) -> Callable[[Outputs], Gradients]:
-        """What takes the forward's results and gives dQ, dK, dV and the sink's gradient."""
+        """What takes the forward's results and gives the gradients, in the order of Outputs."""
         from attncheck.mods.to_triton import to_triton
-        from attncheck.subjects.traced import traced_mask, traced_score, traced_slope
+        from attncheck.subjects.traced import (
+            traced_mask,
+            traced_reads,
+            traced_score,
+            traced_slope,
+        )
 
         problem, device = inputs.problem, inputs.device.type
         identity = problem.score == library.NONE
@@ -150,6 +162,7 @@ class Flash2(Flash):
             mask=to_triton(traced_mask(problem, device)),
             score=None if identity else to_triton(traced_score(problem, device)),
             slope=None if identity else to_triton(traced_slope(problem, device)),
+            captured=traced_reads(problem, device) if problem.dcaptured else None,
             launch=rows, launch_by_keys=keys, sink=inputs.sink, atomic=self.atomic,
             **self._gradients_visit(problem, inputs.device),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import warnings
@@ -13,6 +14,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from attncheck.mods import library
+from attncheck.mods.leaves import captured_tensors
 from attncheck.outputs import Outputs
 from attncheck.source_files import brief
 from attncheck.subjects.contract import Call, Refused, Subject, with_full_tanh
@@ -20,7 +22,7 @@ from attncheck.subjects.matmul_precision import Products, fp32_products
 from attncheck.subjects.memory import too_large
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.nn.attention.flex_attention import BlockMask
@@ -36,18 +38,22 @@ _SMALLEST_GPU_DIM = 16  # tl.dot's smallest
 _COMPILED_AT_A_TIME = 64
 # What torch 2.11 says on an H200, of shapes as ordinary as 65 queries with grouped heads.
 _NO_TILES = ("NoValidChoicesError", "out of resource")
+# And of a score mod that reads one tensor twice.
+_READ_TWICE = "multiple indexing operations on the same tensor"
 
 
 class Flex(Subject):
     """``flex_attention`` with a block mask made outside the call; LSE is the natural logarithm.
 
     Compiled on CUDA; eager on the CPU, where a compiled one would need a C++ compiler. Rows that
-    see no key give 0 and −∞. Gradients are autograd's, on CUDA: torch has none on the CPU.
+    see no key give 0 and −∞. Gradients are autograd's, on CUDA: torch has none on the CPU. Those of
+    what a score mod reads are added up in fp32 by atomic additions.
     """
 
     name = "flex"
     summary = "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU"
     backward = True
+    captured = True
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Takes every mask and score mod; wants head dimensions of at least 16 on CUDA."""
@@ -76,6 +82,7 @@ class Flex(Subject):
         """Make the block mask, and compile on CUDA, which takes seconds."""
         problem, device = inputs.problem, inputs.q.device
         score = None if problem.score == library.NONE else score_mod(problem, str(device))
+        read = captured_tensors(score, device) if score and problem.dcaptured else ()
         blocks = None if problem.mask == library.FULL else block_mask(problem, str(device))
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)
@@ -84,10 +91,15 @@ class Flex(Subject):
         followed = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
 
         def call() -> Outputs:
-            with torch.set_grad_enabled(problem.backward), fp32_products(products):
+            with (
+                torch.set_grad_enabled(problem.backward),
+                _followed(read),
+                fp32_products(products),
+            ):
                 out, lse = function(*followed, score, blocks, problem.scale)
-                gradients = _gradients(out, lse, followed, inputs)
-            return Outputs(out.detach(), None if lse is None else lse.detach(), *gradients)
+                gradients = _gradients(out, lse, (*followed, *read), inputs)
+            found = Outputs(out.detach(), None if lse is None else lse.detach(), *gradients[:3])
+            return replace(found, dcaptured=_in_a_row(gradients[3:])) if read else found
 
         if device.type != "cpu":
             _compile_now(call)
@@ -100,7 +112,7 @@ def _gradients(
     followed: tuple[torch.Tensor, ...],
     inputs: Inputs,
 ) -> tuple[torch.Tensor, ...]:
-    """Of q, k and v; none where none are asked for."""
+    """Of what was followed, q, k and v first; none where none are asked for."""
     if inputs.dout is None:
         return ()
     results, gradients = [out], [inputs.dout]
@@ -108,6 +120,24 @@ def _gradients(
         assert lse is not None, "it is asked for"
         results, gradients = [out, lse], [inputs.dout, inputs.dlse]
     return torch.autograd.grad(results, followed, gradients)
+
+
+@contextlib.contextmanager
+def _followed(read: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, gradients of ``read``, the very tensors that a mod captures, are asked for."""
+    alone = [tensor for tensor in read if not tensor.requires_grad]
+    try:
+        for tensor in alone:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in alone:
+            tensor.requires_grad_(False)  # noqa: FBT003  (torch's own has no name in its stubs)
+
+
+def _in_a_row(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Of all numbers, fp32."""
+    return torch.cat([one.float().flatten() for one in gradients])
 
 
 def score_mod(problem: Problem, device: str) -> ScoreMod:
@@ -184,7 +214,8 @@ def _compiled(structure: Problem) -> Callable[..., tuple[torch.Tensor, torch.Ten
 def _compile_now(call: Call) -> None:
     """One call, so that compiling is no part of a timed one; its advice on speed is not for us.
 
-    Raises Refused where torch's compiler finds no tiles that fit the GPU.
+    Raises Refused where torch's compiler finds no tiles that fit the GPU, or does not add up what a
+    score mod reads twice.
     """
     from torch._inductor.exc import InductorError
 
@@ -193,6 +224,8 @@ def _compile_now(call: Call) -> None:
         try:
             call()
         except InductorError as error:
+            if _READ_TWICE in str(error):
+                raise Refused("torch adds no gradients up of a tensor read twice") from error
             if any(said in str(error) for said in _NO_TILES):
                 raise Refused(f"torch's compiler finds no tiles for it: {brief(error)}") from error
             raise

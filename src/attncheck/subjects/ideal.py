@@ -20,6 +20,7 @@ from attncheck.subjects.matmul_precision import fp32_products
 if TYPE_CHECKING:
     from attncheck.inputs import Inputs
     from attncheck.judge.arithmetic import Arithmetic
+    from attncheck.mods.leaves import CapturedSums
     from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.outputs import Outputs
     from attncheck.problem import Problem
@@ -69,6 +70,8 @@ class Ideal(Subject):
       tiling). dQ and dK are multiplied by the scale at the end. All are then rounded to the storage
       format.
     * dsink is the sum of exp2((sink − LSE)·log2 e)·(0 − delta) over rows, by tiles, in fp32.
+    * dcaptured is the sum of dS, neither rounded nor times the score mod's derivative, times its
+      derivative with respect to the number that it reads, tile after tile, in fp32.
     * A row that sees no key has no gradient and adds to none. What is hidden cannot reach the
       gradients of what sees it not, NaN included.
 
@@ -91,6 +94,7 @@ class Ideal(Subject):
     promises_gradients = True
     sinks = True
     backward = True
+    captured = True
 
     def __init__(
         self, tiling: Tiling | None = None, *, tf32: Literal["nearest", "truncate"] = "nearest"
@@ -217,6 +221,20 @@ class Ideal(Subject):
     def slope(self, score: ScoreMod, x: torch.Tensor, at: Index) -> torch.Tensor:
         """The score mod's derivative at a tile's scores, by torch's autograd."""
         return slope(score, x, at)
+
+    def capture(
+        self, sums: CapturedSums, x: torch.Tensor, at: Index, ds: torch.Tensor, seen: torch.Tensor
+    ) -> None:
+        """Adds what a tile brings to the gradients of the numbers that the score mod reads.
+
+        Args:
+            sums: Them, so far.
+            x: The tile's scores before the mod.
+            at: Where it lies.
+            ds: The gradient after the mod, 0 where not seen.
+            seen: Which keys its rows see.
+        """
+        sums.add(x, (at.b, at.h, at.q_idx, at.kv_idx), ds, seen)
 
     def gradient_added(self, running: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """A running gradient with a tile's part, of one head."""

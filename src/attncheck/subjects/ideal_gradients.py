@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from attncheck.mods.leaves import CapturedSums
 from attncheck.subjects.ideal_attention import Index, Pass
 from attncheck.subjects.ideal_steps import finite, padded, power_of_two, weighted
 
@@ -53,6 +54,9 @@ class _BackwardPass(Pass):
         self.lse = padded(outputs.lse[..., None], rows)[..., 0]
         self.all_finite = all(bool(torch.isfinite(x).all()) for x in (self.q, self.k, self.dout))
         self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        self.captured: CapturedSums | None = None
+        if self.score and self.problem.dcaptured:
+            self.captured = CapturedSums(self.score, self.device, torch.float32)
 
     def gradients(self) -> Outputs:
         problem, blocks = self.problem, self.row_blocks()
@@ -66,6 +70,7 @@ class _BackwardPass(Pass):
             dk=self.kernel.scaled(dk, scale).to(dtype),
             dv=self.dv[:, :, : problem.kv].to(dtype),
             dsink=None if self.sink is None else self._dsink(self.sink),
+            dcaptured=None if self.captured is None else self.captured.sums,
         )
 
     def visible(self, mask: MaskMod, at: Index) -> torch.Tensor:
@@ -101,6 +106,8 @@ class _BackwardPass(Pass):
         v = self.expanded(self.v[:, :, keys])
         dp = self.product(self.dout[:, :, rows], v.mT)
         dx = kernel.dscores(p, dp, self.delta[:, :, rows, None])
+        if self.captured is not None:
+            kernel.capture(self.captured, x, at, torch.where(seen, dx, 0.0), seen)
         if self.score:
             dx = dx * kernel.slope(self.score, x, at)
         # Whatever a hidden key holds, it has no part.

@@ -43,7 +43,7 @@ def _only_the_mask(problem: Problem) -> Problem:
     """One Problem for all of a mask at the same lengths."""
     return problem.replace(
         score=library.NONE, seed=0, distribution="normal", head_dim=1, value_dim=1, scale=1.0,
-        sink=False, paging=None, backward=False, dlse=False,
+        sink=False, paging=None, backward=False, dlse=False, dcaptured=False,
     )  # fmt: skip
 
 

@@ -61,6 +61,7 @@ class Asked:
             paged="pagings" in self.problems,
             sink=self.problems.get("sinks", False) is True,
             backward=self.problems.get("backward", False),
+            captured=self.problems.get("dcaptured", False),
         )
 
     def fits(self, question: str, problem: Problem) -> bool:

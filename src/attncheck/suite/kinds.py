@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from attncheck.mods.spec import Spec
 from attncheck.paging import Paging
 
 __all__ = ["PLAIN", "Kind"]
@@ -20,17 +21,20 @@ class Kind:
         paged: Keys in pages.
         sink: A sink.
         backward: Gradients are asked for.
+        captured: And those of what score mods read from tensors.
     """
 
     paged: bool = False
     sink: bool = False
     backward: bool = False
+    captured: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of a Problem of this kind."""
         paging = Paging(size=_PAGE) if self.paged else None
-        return {"paging": paging, "sink": self.sink, "backward": self.backward}
+        read = {"score": Spec.of("alibi"), "dcaptured": True} if self.captured else {}
+        return {"paging": paging, "sink": self.sink, "backward": self.backward, **read}
 
 
 PLAIN = Kind()

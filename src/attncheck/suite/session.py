@@ -61,6 +61,7 @@ class Session:
     lost_by: str = ""
     compiling: Compiling = field(default_factory=Compiling)
     _refusals: dict[tuple[str, str, str, Kind], str] = field(default_factory=dict)
+    _none_taken: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     @cached_property
     def device(self) -> str:
@@ -117,6 +118,12 @@ class Session:
 
     def _untaken(self, kernel: Kernel, dtype: str) -> bool:
         """Whether the kernel takes no problem of this dtype; then the reason is kept."""
+        key = (kernel.name, dtype)
+        if key not in self._none_taken:  # every property asks
+            self._none_taken[key] = self._takes_none(kernel, dtype)
+        return self._none_taken[key]
+
+    def _takes_none(self, kernel: Kernel, dtype: str) -> bool:
         families = (*MASK_FAMILIES, SOFTMAX)
         reasons = []
         for kind in (PLAIN, Kind(paged=True), Kind(sink=True), Kind(backward=True)):

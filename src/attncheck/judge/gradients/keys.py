@@ -1,4 +1,4 @@
-"""Bounds of the gradients that are sums over rows, heads and sequences: B37–B39 of the manual."""
+"""Bounds of the gradients that are sums over rows, heads and sequences: B37–B40 of the manual."""
 
 from __future__ import annotations
 
@@ -33,17 +33,21 @@ class KeyBounds:
         dk: ``(batch, kv_heads, kv, head_dim)``.
         dv: ``(batch, kv_heads, kv, value_dim)``.
         dsink: ``(heads,)``; None without a sink.
+        dcaptured: ``(numbers,)``; None where no captured numbers are asked about.
         dk_terms: What ``dk`` is made of, by name, each of its shape; they sum to it.
         dv_terms: What ``dv`` is made of.
         dsink_terms: What ``dsink`` is made of; empty without a sink.
+        dcaptured_terms: What ``dcaptured`` is made of; empty without.
     """
 
     dk: torch.Tensor
     dv: torch.Tensor
     dsink: torch.Tensor | None
+    dcaptured: torch.Tensor | None
     dk_terms: dict[str, torch.Tensor]
     dv_terms: dict[str, torch.Tensor]
     dsink_terms: dict[str, torch.Tensor]
+    dcaptured_terms: dict[str, torch.Tensor]
 
 
 class KeyGradients:
@@ -74,9 +78,17 @@ class KeyGradients:
         self._add("dv", rows.dv, heads if apart else heads // self._group)
         if rows.dsink is not None:
             self._add("dsink", rows.dsink, heads % self._heads)
+        if rows.dcaptured is not None:  # summed by number already
+            before = self._sums.get("dcaptured")
+            found = rows.dcaptured
+            self._sums["dcaptured"] = found if before is None else before.plus(found)
 
     def finished(
-        self, dk: torch.Tensor, dv: torch.Tensor, dsink: torch.Tensor | None = None
+        self,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        dsink: torch.Tensor | None = None,
+        dcaptured: torch.Tensor | None = None,
     ) -> KeyBounds:
         """The bounds, once every row has been added.
 
@@ -84,18 +96,22 @@ class KeyGradients:
             dk: Exact, float64 ``(batch, kv_heads, kv, head_dim)``.
             dv: Exact, ``(batch, kv_heads, kv, value_dim)``.
             dsink: Exact, ``(heads,)``, of a Problem with a sink.
+            dcaptured: Exact, ``(numbers,)``, where rows were added with reads.
         """
         operand = query_operand(self._arithmetic), self._arithmetic.operand_error
         dk_bound, dk_terms = self._of_keys("dk", dk, self._scale, operand[0])
         dv_bound, dv_terms = self._of_keys("dv", dv, 1.0, operand[1])
-        sink, sink_terms = (None, {}) if dsink is None else self._of_sink(dsink)
+        sink, sink_terms = self._in_fp32("dsink", dsink)
+        captured, captured_terms = self._in_fp32("dcaptured", dcaptured)
         return KeyBounds(
             dk=dk_bound,
             dv=dv_bound,
             dsink=sink,
+            dcaptured=captured,
             dk_terms=dk_terms,
             dv_terms=dv_terms,
             dsink_terms=sink_terms,
+            dcaptured_terms=captured_terms,
         )
 
     def _add(self, name: str, part: Sums, to: torch.Tensor) -> None:
@@ -155,14 +171,20 @@ class KeyGradients:
         heads = 1 if self._arithmetic.sums_rounded_heads else self._group
         return sums.taken.clamp(max=heads * math.ceil(self._query / accumulator.block))
 
-    def _of_sink(self, exact: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """B38: summed in fp32 and given in fp32, whatever the products are."""
-        sums, arithmetic = self._sums["dsink"], self._arithmetic
+    def _in_fp32(
+        self, name: str, exact: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """B38 and B40: summed in fp32 and given in fp32, whatever the products are."""
+        if exact is None:
+            return None, {}
+        sums, arithmetic = self._sums[name], self._arithmetic
         fp64 = arithmetic.computes.name == "fp64"
         terms = sums.terms(arithmetic, FP64 if fp64 else FP32)
         output = FORMATS["fp64"] if fp64 else FORMATS["fp32"]
         terms[OUTPUT] = rounded(exact.view_as(sums.moved), terms, output)
-        bound, terms = settled(terms, sums.taken[..., None] < 0, sums.unknown[..., None])
+        # Every row sees a sink; a number may be read by no score that counts.
+        unread = (sums.taken == 0) & ~sums.unknown & (name == "dcaptured")
+        bound, terms = settled(terms, unread[..., None], sums.unknown[..., None])
         return bound.flatten(), {name: term.flatten() for name, term in terms.items()}
 
 

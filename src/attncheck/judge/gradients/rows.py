@@ -1,19 +1,23 @@
-"""Bounds of the gradients of some rows, and their parts of the others: B36–B38 of the manual."""
+"""Bounds of the gradients of some rows, and their parts of the others: B36–B40 of the manual."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.judge.additions import taken
+from attncheck.judge.gradients.captured import captured_sums
 from attncheck.judge.gradients.recomputed import recomputed
+from attncheck.judge.gradients.saved import kept
 from attncheck.judge.gradients.score_gradients import score_gradients
 from attncheck.judge.gradients.sums import OUTPUT, PARTS, Sums, in_parts, rounded, settled
 
 if TYPE_CHECKING:
-    from attncheck.conditions import GradientConditions, Rows, ScoreModError
+    from collections.abc import Sequence
+
+    from attncheck.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
     from attncheck.judge.arithmetic import Arithmetic
     from attncheck.judge.gradients.recomputed import Recomputed
     from attncheck.judge.gradients.saved import Saved
@@ -36,6 +40,8 @@ class RowGradients:
         dk: Their part of dk, before the scale, ``(heads, kv, head_dim)``, each head its own.
         dv: Their part of dv, ``(heads, kv, value_dim)``.
         dsink: Their part of the sink's gradient, ``(heads, 1, 1)``; None without a sink.
+        dcaptured: Their part of those of captured numbers, ``(numbers, 1, 1)``; None where the
+            score mod reads none, or they are not asked for.
     """
 
     rows: Rows
@@ -45,6 +51,7 @@ class RowGradients:
     dk: Sums
     dv: Sums
     dsink: Sums | None
+    dcaptured: Sums | None = None
 
 
 def row_gradients(
@@ -54,6 +61,8 @@ def row_gradients(
     saved: Saved,
     mod: ScoreModError | None = None,
     slope: ScoreModError | None = None,
+    reads: Sequence[ReadConditions] = (),
+    numbers: int = 0,
 ) -> RowGradients:
     """What no backward of this arithmetic passes in these rows, whatever its tiles and order.
 
@@ -64,13 +73,16 @@ def row_gradients(
         saved: How far the kernel's own out and LSE are off in these rows.
         mod: Where the Problem has a score mod.
         slope: Of its derivative, in place of the mod, likewise; None where that has no error.
+        reads: What it reads of captured tensors, where those have gradients.
+        numbers: How many numbers they hold.
 
-    Source: B30–B38 in ``docs/bounds.md``.
+    Source: B30–B40 in ``docs/bounds.md``.
     """
     weights = recomputed(known, arithmetic, scores, saved, mod)
+    captured = captured_sums(known, arithmetic, weights, saved, reads, numbers) if reads else None
     if slope is not None:
         weights = weights.without(~torch.isfinite(slope.radius))
-    known, saved = _kept(known, saved, weights.live.any(-1))
+    known, saved = kept(known, saved, weights.live.any(-1))
     found = score_gradients(known, arithmetic, weights, saved, slope)
     dq, dq_terms = _of_query(known, arithmetic, weights, found)
     forward = known.known
@@ -82,6 +94,7 @@ def row_gradients(
         dk=_of_keys(known, arithmetic, weights, found),
         dv=_of_values(known, arithmetic, weights),
         dsink=_of_sink(arithmetic, weights, found) if forward.has_sink else None,
+        dcaptured=captured,
     )
 
 
@@ -89,23 +102,6 @@ def query_operand(arithmetic: Arithmetic) -> float:
     """Relative error of q or k as the products of dk and dq read them."""
     scaled = arithmetic.scaled_query
     return arithmetic.operand_error + (0.0 if scaled is None else scaled.unit_roundoff)
-
-
-def _kept(
-    known: GradientConditions, saved: Saved, kept: torch.Tensor
-) -> tuple[GradientConditions, Saved]:
-    """Both with 0 in the rows that see no key or of which nothing is known: nothing is NaN."""
-
-    def of(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(kept[..., None] if x.dim() > kept.dim() else kept, x, 0.0)
-
-    names = ("dout", "dlse", "delta", "value_products", "slope", "dx")
-    known = replace(
-        known,
-        known=replace(known.known, q=of(known.known.q), out=of(known.known.out)),
-        **{name: of(getattr(known, name)) for name in names},
-    )
-    return known, replace(saved, out_error=of(saved.out_error), lse_error=of(saved.lse_error))
 
 
 def _of_query(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from attncheck.conditions import GradientConditions
 
-__all__ = ["Saved"]
+__all__ = ["Saved", "kept"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -40,3 +40,20 @@ class Saved:
         if self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).abs().sum(-1, keepdim=True)
+
+
+def kept(
+    known: GradientConditions, saved: Saved, rows: torch.Tensor
+) -> tuple[GradientConditions, Saved]:
+    """Both with 0 in all but ``rows``: nothing is NaN where no key is seen or nothing is known."""
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows[..., None] if x.dim() > rows.dim() else rows, x, 0.0)
+
+    names = ("dout", "dlse", "delta", "value_products", "slope", "dx")
+    known = replace(
+        known,
+        known=replace(known.known, q=of(known.known.q), out=of(known.known.out)),
+        **{name: of(getattr(known, name)) for name in names},
+    )
+    return known, replace(saved, out_error=of(saved.out_error), lse_error=of(saved.lse_error))

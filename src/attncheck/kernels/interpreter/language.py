@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attncheck.kernels.interpreter.operands import operand_methods
 from attncheck.kernels.interpreter.repair import Repair
+from attncheck.kernels.interpreter.types import forget, type_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +55,7 @@ class _Language:
                 yield
         finally:
             self.active = False
+            forget()
             for owner, name, old, _ in reversed(self._changes):
                 if old is self._interp._MISSING:
                     delattr(owner, name)
@@ -125,7 +128,13 @@ def _launch_methods(interp: Any, stock: Stock) -> dict[str, Any]:
 
 LAUNCHES = Repair(
     description="faster launches without overflow checks",
-    methods=(_dtype_function, _patch_functions, _launch_methods),
+    methods=(
+        _dtype_function,
+        _patch_functions,
+        _launch_methods,
+        type_methods,
+        operand_methods,
+    ),
     uses=(
         "InterpreterError",
         "InterpretedFunction.rewrite",
@@ -134,5 +143,9 @@ LAUNCHES = Repair(
         "interpreter_semantic",
         "tl.core.builtin",
         "interpreter_builder.options.sanitize_overflow",
+        "interpreter_semantic.cast",
+        "interpreter_semantic.computation_type_impl",
+        "interpreter_semantic.scalar_constant",
+        "tl.core.constexpr",
     ),
 )

@@ -7,7 +7,8 @@ With x = scale · q·k, z = f(x) after the score mod and P = exp(z − LSE) over
     dQ = scale · dX K                   dK = scale · dXᵀ Q
 
 dK and dV are sums over the query heads that share a key head. A sink is a key without a value:
-dsink = Σ P_sink (dLSE − delta) over rows and sequences.
+dsink = Σ P_sink (dLSE − delta) over rows and sequences. A number that the score mod reads from a
+tensor has dcaptured = Σ dZ · ∂f/∂number over the scores that read it.
 """
 
 from __future__ import annotations

@@ -36,18 +36,22 @@ def dense_backward(numbers: Numbers[A], inputs: Inputs) -> Gradients[A]:
     q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
     k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
     every = range(problem.query), range(problem.kv)
-    scores, attended, slopes = Scores.of(numbers, inputs).with_slopes(q, k, *every)
+    scores = Scores.of(numbers, inputs)
+    tile = scores.with_slopes(q, k, *every)
+    attended = tile.attended
     sink = sink_of(numbers, inputs)
-    weights, lse = safe(numbers, scores, attended, sink)
+    weights, lse = safe(numbers, tile.scores, attended, sink)
     # A row that attends to NaN is NaN throughout: no matter to keys it does not attend to.
     weights = numbers.select(attended, weights, 0.0)
     out = numbers.weigh(weights, v, attended)
     rows = row_terms(numbers, out, dout, dlse, attended.any(dim=-1, keepdim=True))
     dp = numbers.matmul(dout, numbers.transpose(v))
-    dx = numbers.select(attended, weights * (dp + rows) * slopes, 0.0)
+    dz = weights * (dp + rows)
+    dx = numbers.select(attended, dz * tile.slopes, 0.0)
     by_key = attended.mT
     dq = numbers.weigh(dx, k, attended) * problem.scale
     dk = numbers.weigh(numbers.transpose(dx), q, by_key) * problem.scale
     dv = numbers.weigh(numbers.transpose(weights), dout, by_key)
     dk, dv = (numbers.sum_heads(array, problem.group) for array in (dk, dv))
-    return Gradients(Result(out, lse), dq, dk, dv, dsink_of(numbers, sink, lse, rows))
+    dsink = dsink_of(numbers, sink, lse, rows)
+    return Gradients(Result(out, lse), dq, dk, dv, dsink, scores.captured(tile, dz))

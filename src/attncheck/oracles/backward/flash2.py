@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -73,7 +74,12 @@ def flash2_backward(
     attends = torch.cat([rows.attends for rows in blocks], dim=2)
     rows_of_all = row_terms(numbers, result.out, dout, dlse, attends)
     dsink = dsink_of(numbers, sink_of(numbers, inputs), result.lse, rows_of_all)
-    return Gradients(result, dq * problem.scale, dk * problem.scale, dv, dsink)
+    dcaptured = functools.reduce(_added, [rows.captured for rows in blocks])
+    return Gradients(result, dq * problem.scale, dk * problem.scale, dv, dsink, dcaptured)
+
+
+def _added(one: A | None, other: A | None) -> A | None:
+    return one if other is None else other if one is None else one + other
 
 
 def _query_blocks(
@@ -116,6 +122,7 @@ class _QueryBlock(Generic[A]):
         terms: A column: dLSE − delta.
         dq: Of the key blocks so far, without the scale.
         attends: Whether a row attends to any of their keys; a bool column.
+        captured: Of the numbers that the score mod reads, where they are asked for.
     """
 
     at: range
@@ -125,18 +132,22 @@ class _QueryBlock(Generic[A]):
     terms: A
     dq: A
     attends: Tensor
+    captured: A | None = None
 
     def add(
         self, numbers: Numbers[A], scores: Scores[A], mine: Sequence[A], block: range
     ) -> tuple[A, A]:
         """Lines 10 to 16: adds to dq, and gives what is added to the key block's dk and dv."""
         k, v = mine
-        tile, attended, slopes = scores.with_slopes(self.q, k, self.at, block)
+        tile = scores.with_slopes(self.q, k, self.at, block)
+        attended = tile.attended
         # A row that attends to NaN has an LSE of NaN: no matter to keys it does not attend to.
-        weights = numbers.select(attended, numbers.exp(tile - self.lse), 0.0)
+        weights = numbers.select(attended, numbers.exp(tile.scores - self.lse), 0.0)
         dp = numbers.matmul(self.dout, numbers.transpose(v))
-        dx = numbers.select(attended, weights * (dp + self.terms) * slopes, 0.0)
+        dz = weights * (dp + self.terms)
+        dx = numbers.select(attended, dz * tile.slopes, 0.0)
         self.dq = self.dq + numbers.weigh(dx, k, attended)
         self.attends = self.attends | attended.any(dim=-1, keepdim=True)
+        self.captured = _added(self.captured, scores.captured(tile, dz))
         dk = numbers.weigh(numbers.transpose(dx), self.q, attended.mT)
         return dk, numbers.weigh(numbers.transpose(weights), self.dout, attended.mT)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.mods.leaves import CapturedSums
 from attncheck.oracles.indices import Indices, is_identity, scored_with_slope
 from attncheck.oracles.nonfinite import Nonfinite, poison
 from attncheck.oracles.streaming import exponential, moderate, streaming, with_ones
@@ -48,7 +49,8 @@ def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outpu
 
     Returns:
         Float64 out, lse and gradients: dq ``(batch, heads, query, head_dim)``, dk and dv with
-        kv_heads, dsink ``(heads,)`` of a Problem with a sink.
+        kv_heads, dsink ``(heads,)`` of a Problem with a sink, dcaptured ``(numbers,)`` of one with
+        dcaptured.
     """
     device = inputs.q.device
     sums = _Sums(inputs, streaming(inputs), blocks or backward_blocks_for(device))
@@ -74,6 +76,7 @@ class _Sums:
         marks: Of dO, where it is not finite.
         dk: Turned, ``(batch, kv_heads, head_dim, kv)``, and without the scale; dv is turned too.
             Xᵀ·tile is a third faster than tileᵀ·X on a CPU.
+        captured: Gradients of what the score mod reads, where they are asked for.
         counts: How many of the rows that attend to a key have NaN, +∞ and −∞ in dO, turned.
     """
 
@@ -90,6 +93,8 @@ class _Sums:
         self.attends = torch.zeros_like(self.lse, dtype=torch.bool)
         self.score_mod = self.problem.score_mod(str(device))
         self.plain = is_identity(self.score_mod, device)
+        asked = self.problem.dcaptured
+        self.captured = CapturedSums(self.score_mod, device) if asked else None
         apart = [Nonfinite.among(x) for x in (q, k, v, dout)]
         finite_lse_loss = bool(torch.isfinite(self.dlse).all())
         self.careful = not self.plain or any(apart) or not finite_lse_loss
@@ -124,7 +129,8 @@ class _Sums:
         if self.counts is not None:
             dv += poison(self.counts.mT)
         dsink = None if self.sink is None else self._dsink(self.sink)
-        return Outputs(self.forward.out, self.forward.lse, dq, dk, dv, dsink)
+        dcaptured = None if self.captured is None else self.captured.sums
+        return Outputs(self.forward.out, self.forward.lse, dq, dk, dv, dsink, dcaptured)
 
     def _dsink(self, sink: Tensor) -> Tensor:
         """``Σ P_sink (dLSE − delta)``, ``(heads,)``."""
@@ -216,12 +222,15 @@ class _General(_Rows):
     def add(self, run: Run) -> None:
         sums = self.sums
         tile = sums.product(0, self.q, self.keys(sums.k, run), sums.problem.scale)
+        products = None if sums.captured is None else self.by_index(tile).clone()
         slopes = None if sums.plain else self._score(tile, run)
         if run.partial:
             self.by_index(tile).masked_fill_(~self.visible(run), -math.inf)
         hidden = (tile == -math.inf) if sums.careful else None
         weights = exponential(tile.sub_(self.lse))
         dx = sums.product(1, self.loss, self.keys(sums.v, run)).mul_(weights)
+        if products is not None and hidden is not None:
+            self._captured(products, dx, ~hidden, run)
         if slopes is not None:
             self.by_index(dx).mul_(slopes)
         if hidden is not None:
@@ -232,13 +241,20 @@ class _General(_Rows):
 
     def _score(self, tile: Tensor, run: Run) -> Tensor | None:
         """Scores in place of the products; the score mod's slopes there, if they are not all 1."""
-        sums, heads = self.sums, self.heads
-        indices = Indices.of(heads.batch, heads.query, self.rows, run.keys, tile.device)
         by_index = self.by_index(tile)
-        after, slopes = scored_with_slope(sums.score_mod, by_index, indices)
+        after, slopes = scored_with_slope(self.sums.score_mod, by_index, self._indices(run))
         # Copied: a score mod may hand back a view of its own table, and a mask is next.
         by_index.copy_(after)
         return slopes
+
+    def _captured(self, products: Tensor, dz: Tensor, attended: Tensor, run: Run) -> None:
+        assert self.sums.captured is not None, "asked where there are such"
+        at = self._indices(run).axes
+        self.sums.captured.add(products, at, self.by_index(dz), self.by_index(attended))
+
+    def _indices(self, run: Run) -> Indices:
+        heads = self.heads
+        return Indices.of(heads.batch, heads.query, self.rows, run.keys, self.q.device)
 
     def _hide(self, hidden: Tensor, weights: Tensor, dx: Tensor, run: Run) -> None:
         """0 where NaN of a hidden key or of a row's LSE may be; counts of what is attended to."""

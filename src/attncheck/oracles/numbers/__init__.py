@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from attncheck.oracles.numbers.evaluate import Evaluate
+from attncheck.oracles.numbers.evaluate import Captures, Evaluate
 from attncheck.oracles.numbers.float64 import Float64
 from attncheck.oracles.numbers.mp import ManyDigits, Mp
 from attncheck.oracles.numbers.protocol import Array, Numbers
 
-__all__ = ["Array", "Evaluate", "Float64", "ManyDigits", "Mp", "Numbers"]
+__all__ = ["Array", "Captures", "Evaluate", "Float64", "ManyDigits", "Mp", "Numbers"]

@@ -17,7 +17,7 @@ import torch
 
 from attncheck.arb import balls_of, each_ball, working_precision
 from attncheck.errors import UsageError
-from attncheck.oracles.numbers.evaluate import Evaluated
+from attncheck.oracles.numbers.evaluate import Captured, Evaluated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attncheck.arb import BallArray
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.indices import Indices
-    from attncheck.oracles.numbers.evaluate import Evaluate
+    from attncheck.oracles.numbers.evaluate import Captures, Evaluate
 
 __all__ = ["BITS", "Ball", "Balls"]
 
@@ -81,6 +81,7 @@ class Ball:
         evaluate: What evaluates a score mod that changes its score, as for ``Mp``; its context is
             ``bits``. What it gives must enclose the exact score for every score in a ball.
         slope: The same of a score mod's derivative, which a backward needs.
+        captures: The same of what it reads of float tensors, whose gradients may be asked for.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Ball:
         bits: int = BITS,
         evaluate: Evaluate | None = None,
         slope: Evaluate | None = None,
+        captures: Captures | None = None,
     ) -> None:
         if isinstance(bits, bool) or not isinstance(bits, int) or bits < LEAST_BITS:
             raise UsageError(
@@ -97,6 +99,7 @@ class Ball:
         self.bits = bits
         self._evaluated = Evaluated("Ball", evaluate, bits)
         self._slope = Evaluated("Ball", slope, bits, "slope")
+        self._captured = Captured("Ball", captures, bits)
 
     def exact(self, values: Tensor) -> Balls:
         """Balls of radius 0, but NaN, of which nothing is known; ``values`` on the CPU."""
@@ -221,6 +224,17 @@ class Ball:
             return self.full(scores.array.shape, 1.0)
         found = function(scores.array, *(axis.numpy() for axis in indices.axes))
         return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
+
+    def captured(
+        self, score_mod: ScoreMod, scores: Balls, indices: Indices, factors: Balls, attended: Tensor
+    ) -> Balls:
+        """Through ``captures``; raises UsageError where there is none."""
+        arrays = scores.array, indices, factors.array, attended
+        with working_precision(self.bits):
+            found = self._captured.sums(score_mod, *arrays)
+            # What no score reads is a bare 0.
+            sums = found + np.full((), flint.arb(0), dtype=object)
+        return Balls(sums.reshape(1, 1, 1, -1), self.bits)
 
     def _balls(self, function: Callable[..., BallArray], *arrays: Any) -> Balls:
         with working_precision(self.bits):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from attncheck.errors import UsageError
 from attncheck.oracles.indices import is_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from attncheck.mods.signatures import ScoreMod
+    from attncheck.oracles.indices import Indices
 
-__all__ = ["Evaluate", "Evaluated"]
+__all__ = ["Captured", "Captures", "Evaluate", "Evaluated", "Reads"]
 
 
 class Evaluate(Protocol):
@@ -33,6 +36,74 @@ class Evaluate(Protocol):
             int64 arrays that broadcast against it, and gives numbers that broadcast to it.
         """
         ...
+
+
+class Reads(Protocol):
+    """What a score mod reads of the float tensors that it captures, in a number system.
+
+    Attributes:
+        numbers: How many numbers they hold together.
+    """
+
+    numbers: int
+
+    def __call__(self, *arguments: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """Of each read which number it reads, and the score mod's derivative with respect to it.
+
+        Args:
+            *arguments: Scores and indices as what ``Evaluate`` gives takes them.
+        """
+        ...
+
+
+class Captures(Protocol):
+    """How those of a score mod are evaluated in a number system."""
+
+    def __call__(self, score_mod: ScoreMod, context: Any, /) -> Reads:
+        """Arguments as of ``Evaluate``."""
+        ...
+
+
+class Captured:
+    """Sums over what the last score mod that was asked for reads.
+
+    Args:
+        system: The number system's name, for the error.
+        captures: What evaluates it, if anything does.
+        context: Handed to it.
+    """
+
+    def __init__(self, system: str, captures: Captures | None, context: Any) -> None:
+        self._system, self._captures, self._context = system, captures, context
+        self._last: tuple[ScoreMod, Reads] | None = None
+
+    def sums(
+        self,
+        score_mod: ScoreMod,
+        scores: NDArray[np.object_],
+        indices: Indices,
+        factors: NDArray[np.object_],
+        attended: Tensor,
+    ) -> NDArray[np.object_]:
+        """What ``Numbers.captured`` gives, ``(numbers,)``, in the precision that is set.
+
+        Raises UsageError where nothing evaluates what the score mod reads.
+        """
+        reads = self._of(score_mod)
+        sums = np.zeros(reads.numbers, dtype=object)
+        kept = attended.expand(scores.shape).numpy()
+        for places, slopes in reads(scores, *(axis.numpy() for axis in indices.axes)):
+            terms = factors * np.broadcast_to(slopes, scores.shape)
+            np.add.at(sums, np.broadcast_to(places, scores.shape)[kept], terms[kept])
+        return sums
+
+    def _of(self, score_mod: ScoreMod) -> Reads:
+        if self._last is None or self._last[0] is not score_mod:
+            if self._captures is None:
+                needed = f"{self._system}'s `captures`"
+                raise UsageError(f"gradients of what a score mod reads need {needed}.")
+            self._last = (score_mod, self._captures(score_mod, self._context))
+        return self._last[1]
 
 
 class Evaluated:

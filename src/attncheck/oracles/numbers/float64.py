@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.mods.leaves import CapturedSums
 from attncheck.oracles.indices import scored, slope
 from attncheck.oracles.nonfinite import Nonfinite
 
@@ -118,3 +119,16 @@ class Float64:
     def score_slope(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
         """Torch's autograd of the callable itself."""
         return slope(score_mod, scores, indices)
+
+    def captured(
+        self,
+        score_mod: ScoreMod,
+        scores: Tensor,
+        indices: Indices,
+        factors: Tensor,
+        attended: Tensor,
+    ) -> Tensor:
+        """Torch's autograd of the callable, with what it reads in float64."""
+        sums = CapturedSums(score_mod, self.device)
+        sums.add(scores, indices.axes, factors, attended)
+        return sums.sums.view(1, 1, 1, -1)

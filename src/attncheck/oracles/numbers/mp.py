@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.errors import UsageError
-from attncheck.oracles.numbers.evaluate import Evaluated
+from attncheck.oracles.numbers.evaluate import Captured, Evaluated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.indices import Indices
-    from attncheck.oracles.numbers.evaluate import Evaluate
+    from attncheck.oracles.numbers.evaluate import Captures, Evaluate
 
 __all__ = ["ManyDigits", "Mp"]
 
@@ -47,13 +47,18 @@ class Mp:
             expression, and an oracle never sees one: whoever joins the two rooms answers for it.
             Masks decide by whole numbers and are called as they are.
         slope: The same of a score mod's derivative, which a backward needs.
+        captures: The same of what it reads of float tensors, whose gradients may be asked for.
 
     Attributes:
         context: The mpmath context.
     """
 
     def __init__(
-        self, digits: int, evaluate: Evaluate | None = None, slope: Evaluate | None = None
+        self,
+        digits: int,
+        evaluate: Evaluate | None = None,
+        slope: Evaluate | None = None,
+        captures: Captures | None = None,
     ) -> None:
         if isinstance(digits, bool) or not isinstance(digits, int) or digits < LEAST_DIGITS:
             raise UsageError(
@@ -65,6 +70,7 @@ class Mp:
         context = self.context
         self._evaluated = Evaluated("Mp", evaluate, context)
         self._slope = Evaluated("Mp", slope, context, "slope")
+        self._captured = Captured("Mp", captures, context)
         self._convert = _elementwise(context.convert, 1)
         self._exp = _elementwise(context.exp, 1)
         self._log = _elementwise(context.log, 1)
@@ -189,6 +195,18 @@ class Mp:
             return self.full(scores.shape, 1.0)
         result = function(scores, *(axis.numpy() for axis in indices.axes))
         return np.broadcast_to(self._convert(result), scores.shape)
+
+    def captured(
+        self,
+        score_mod: ScoreMod,
+        scores: ManyDigits,
+        indices: Indices,
+        factors: ManyDigits,
+        attended: Tensor,
+    ) -> ManyDigits:
+        """Through ``captures``; raises UsageError where there is none."""
+        found = self._captured.sums(score_mod, scores, indices, factors, attended)
+        return self._convert(found).reshape(1, 1, 1, -1)
 
     def _sums(self, array: ManyDigits) -> ManyDigits:
         """Over the last axis, which is gone then."""

@@ -126,3 +126,20 @@ class Numbers(Protocol[A]):
     def score_slope(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
         """The derivative of a score mod at the scores before it; at a kink torch's."""
         ...
+
+    def captured(
+        self, score_mod: ScoreMod, scores: A, indices: Indices, factors: A, attended: Tensor
+    ) -> A:
+        """Σ ``factors`` · ∂ score_mod / ∂ number over the scores that read a captured number.
+
+        Args:
+            score_mod: A FlexAttention callable that reads float tensors.
+            scores: Before it, ``(batch, heads, query, kv)``.
+            indices: Theirs.
+            factors: Of that shape.
+            attended: Bool, likewise: no other score is summed, NaN or not.
+
+        Returns:
+            ``(1, 1, 1, numbers)``: one tensor after the other, each flattened row-major.
+        """
+        ...

@@ -1,0 +1,212 @@
+"""Gradients of what a score mod reads: right kernels pass, and every planted fault is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attncheck.examine.check import compare
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.gradient_allowances import gradient_allowance
+from attncheck.mods import leaves
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+
+SOFTCAP = Spec.of("softcap", cap=1.5)
+ALIBI, RELATIVE = Spec.of("alibi"), Spec.of("relative_bias", distance=5, seed=0)
+BIAS = Spec.of("bias", seed=1, per_batch=1, per_head=1)
+CAPPED = Spec.of("chain", SOFTCAP, RELATIVE, SOFTCAP, ALIBI)
+PROBLEM = Problem(
+    batch=2,
+    heads=4,
+    kv_heads=2,
+    query=37,
+    kv=40,
+    head_dim=16,
+    backward=True,
+    dcaptured=True,
+    mask=Spec.of("causal"),
+    score=CAPPED,
+)
+TILING = Tiling(block_query=16, block_kv=16)
+DTYPES = ("fp32", "tf32", "fp16", "bf16")
+
+
+def examined(kernel: Ideal, problem: Problem = PROBLEM):
+    return compare(
+        kernel, Evidence(Case(problem=problem), "cpu"), variant="", environment="", timed=False
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"score": ALIBI, "dlse": True, "sink": True},
+        {"score": Spec.of("chain", BIAS, SOFTCAP)},
+        {"score": Spec.of("bias", seed=1, per_batch=0, per_head=0), "heads": 2},
+        {"score": RELATIVE, "mask": Spec.of("sliding_window", window=3)},
+    ],
+    ids=lambda changes: ", ".join(f"{k} {v}" for k, v in changes.items()) or "chain",
+)
+def test_a_right_kernel_is_within_its_bounds(dtype, changes):
+    record = examined(Ideal(TILING), PROBLEM.replace(dtype=dtype, **changes))
+    assert (record.status, record.judgement.reason) == ("pass", "")
+    assert 0 < record.judgement.gradients_over_bound["dcaptured"] <= 1
+    found = record.gradients["dcaptured"]
+    assert found.rmse > 0
+    assert found.nonfinite == 0
+
+
+def test_numbers_that_nobody_reads_must_be_0():
+    problem = PROBLEM.replace(score=BIAS)
+    evidence = Evidence(Case(problem=problem), "cpu")
+    seen = torch.ones(problem.query, problem.kv).tril().bool().expand(2, 4, -1, -1).flatten()
+    assert torch.equal(evidence.reads.numbers, seen)
+    given = Ideal(TILING).run(evidence.inputs)
+    bounds = gradient_allowance(evidence, Ideal(TILING).arithmetic(problem, "cpu"), given).bounds
+    assert torch.equal(bounds["dcaptured"] > 0, seen)
+
+    class Leaks(Ideal):
+        def capture(self, sums, x, at, ds, seen):
+            super().capture(sums, x, at, ds, seen)
+            sums.sums[1] = 1e-30  # row 0 does not see key 1
+
+    record = examined(Leaks(TILING), problem)
+    assert (record.status, record.judgement.rule) == ("fail", "empty rows")
+    assert "dcaptured[1]" in record.judgement.reason
+    assert "of numbers that no row reads for a key that it sees" in record.judgement.reason
+
+
+def test_of_a_mod_that_cannot_be_traced_nothing_is_known(monkeypatch):
+    from attncheck.errors import TraceError
+    from attncheck.examine import captured_reads
+
+    def refuses(*_):
+        raise TraceError("no")
+
+    monkeypatch.setattr(captured_reads, "reads", refuses)
+    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    given = Ideal(TILING).run(evidence.inputs)
+    bounds = gradient_allowance(evidence, Ideal(TILING).arithmetic(PROBLEM, "cpu"), given).bounds
+    assert bounds["dcaptured"].isinf().all()
+    assert bounds["dq"].isfinite().all()
+
+
+class SlopeLeftOut(Ideal):
+    """dS alone, whatever the score mod does to the number that it reads."""
+
+    def capture(self, sums, x, at, ds, seen):
+        start = 0
+        for leaf, _ in leaves.leaf_gradients(self.mod, x, at.b, at.h, at.q_idx, at.kv_idx):
+            end = start + leaf.tensor.numel()
+            leaf.add(torch.where(seen, ds, 0.0), sums.sums[start:end].view(leaf.tensor.shape))
+            start = end
+
+    def prepare(self, inputs):
+        self.mod = inputs.problem.score_mod("cpu")
+        return super().prepare(inputs)
+
+
+class SlopeTwice(Ideal):
+    """dX in place of dZ: the derivative with respect to the score as well."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds * self.slope(self.mod, x, at), seen)
+
+    def prepare(self, inputs):
+        self.mod = inputs.problem.score_mod("cpu")
+        return super().prepare(inputs)
+
+
+class WithoutDelta(Ideal):
+    """P dP in place of P (dP − delta)."""
+
+    def dscores(self, p, dp, delta):
+        self.whole = p * dp
+        return super().dscores(p, dp, delta)
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, torch.where(seen, self.whole, 0.0), seen)
+
+
+class AnotherHead(Ideal):
+    """Each head's gradient at the place of the next head."""
+
+    def capture(self, sums, x, at, ds, seen):
+        at = dataclasses.replace(at, h=(at.h + 1) % at.h.numel())
+        super().capture(sums, x, at, ds, seen)
+
+
+class OneSequence(Ideal):
+    """The first sequence alone."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds, seen & (at.b == 0))
+
+
+class TileTwice(Ideal):
+    """The first tile of keys counted twice, as where a block is computed again."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds, seen)
+        if int(at.kv_idx.min()) == 0:
+            super().capture(sums, x, at, ds, seen)
+
+
+class TileLost(Ideal):
+    """The first tile of keys left out."""
+
+    def capture(self, sums, x, at, ds, seen):
+        if int(at.kv_idx.min()) > 0:
+            super().capture(sums, x, at, ds, seen)
+
+
+class NextKey(Ideal):
+    """The place of the next key."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, dataclasses.replace(at, kv_idx=at.kv_idx + 1), ds, seen)
+
+
+class Narrow(Ideal):
+    """Sums kept in bf16."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds, seen)
+        sums.sums.copy_(sums.sums.bfloat16())
+
+
+FAULTS = (
+    *(SlopeLeftOut, SlopeTwice, WithoutDelta, AnotherHead, OneSequence),
+    *(TileTwice, TileLost, NextKey, Narrow),
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_told(fault, dtype):
+    record = examined(fault(TILING), PROBLEM.replace(dtype=dtype, distribution="normal"))
+    assert record.status == "fail"
+    assert record.judgement.rule in {"bound", "empty rows"}
+    assert record.judgement.reason.startswith("dcaptured[")
+    shares = record.judgement.gradients_over_bound
+    assert shares["dcaptured"] > 1
+    assert max(share for name, share in shares.items() if name != "dcaptured") <= 1
+
+
+class RoundedFirst(Ideal):
+    """dS as the products dSᵀ·q read it."""
+
+    def capture(self, sums, x, at, ds, seen):
+        super().capture(sums, x, at, ds.bfloat16().float(), seen)
+
+
+def test_ds_rounded_before_it_is_added_up_is_told_where_nothing_else_is_rounded_so():
+    """Beside an out that is rounded to bf16 it may be hidden: delta is of that out."""
+    assert examined(RoundedFirst(TILING), PROBLEM.replace(dtype="fp32")).status == "fail"

@@ -1,0 +1,324 @@
+"""Gradients of what a score mod reads from tensors: torch's with the tensors in float64."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck import oracles
+from attncheck.errors import ProblemError, UsageError
+from attncheck.inputs import draw
+from attncheck.mods.leaves import leaf_gradients
+from attncheck.mods.spec import Spec
+from attncheck.mods.to_mpmath import captures, evaluator, slope_evaluator
+from attncheck.oracles.backward import dense_backward, streaming_backward
+from attncheck.oracles.numbers import Float64, Mp
+from attncheck.oracles.scores import Scores
+from attncheck.oracles.softmax import safe
+from attncheck.oracles.tiles import Blocks
+from attncheck.problem import Problem
+
+
+def module_of(path):
+    """Under --import-mode=importlib the tests do not find one another."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = module_of(Path(__file__).with_name("gradients_by_torch.py"))
+tiny = REFERENCE.tiny
+SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
+BACKWARDS = oracles.BACKWARDS | {
+    "streaming, many tiles": lambda inputs: streaming_backward(inputs, blocks=SMALL),
+}
+every_backward = pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS.keys())
+
+SOFTCAP = Spec.of("softcap", cap=1.5)
+ALIBI, RELATIVE = Spec.of("alibi"), Spec.of("relative_bias", distance=2, seed=0)
+SCORES = [
+    ALIBI,
+    RELATIVE,
+    *(Spec.of("bias", seed=1, per_batch=b, per_head=h) for b in (0, 1) for h in (0, 1)),
+    Spec.of("chain", SOFTCAP, ALIBI),
+    Spec.of("chain", RELATIVE, SOFTCAP, ALIBI),
+]
+MASKS = [
+    Spec.of("full"),
+    Spec.of("causal"),
+    Spec.of("padding", lengths=[0, 7]),
+    Spec.of("expression", text="(q_idx % 3 > 0) & (kv_idx % 4 > 0)"),
+]
+CASES = [(MASKS[1], score) for score in SCORES] + [(mask, SCORES[-1]) for mask in MASKS]
+PLACES = (2, 4, 9, 11)  # batch, heads, query, kv
+
+
+def asked(**changes):
+    return tiny(**{"dcaptured": True, "score": SCORES[-1], **changes})
+
+
+def tables_of(mod):
+    """The float tensors in a library mod's closures in float64, put in their places, in order."""
+    found = []
+    for cell in mod.__closure__ or ():
+        held = cell.cell_contents
+        if isinstance(held, torch.Tensor) and held.is_floating_point():
+            cell.cell_contents = held.double().requires_grad_()
+            found.append(cell.cell_contents)
+        for part in held if isinstance(held, tuple | list) else [held]:
+            if callable(part) and hasattr(part, "__closure__"):
+                found += tables_of(part)
+    return found
+
+
+def by_torch(inputs, monkeypatch):
+    """Of the definition, as torch's autograd has it with those tensors as leaves."""
+    mod = inputs.problem.score_mod("cpu")
+    tables = tables_of(mod)
+    with monkeypatch.context() as patch:
+        patch.setattr(Problem, "score_mod", lambda _problem, _device: mod)
+        known = REFERENCE.Definition.of(inputs)
+    dout, dlse = inputs.loss()
+    loss = (known.out * dout).sum() + (known.lse.squeeze(-1) * dlse).sum()
+    return torch.cat([found.flatten() for found in torch.autograd.grad(loss, tables)])
+
+
+def allowed(inputs, allowance):
+    """As ``gradients_by_torch.Allowed`` has it of dX, of dZ · J, summed by number."""
+    p, known = inputs.problem, REFERENCE.Definition.of(inputs)
+    bound, (dout, dlse) = allowance(inputs.forward()), inputs.loss()
+    weights = known.weights.detach()[..., : p.kv]
+    sizes = torch.cat([known.before.flatten(), known.after.flatten(), known.lse.flatten()])
+    of_p = 2 * (bound.weight + p.kv) + 6 * sizes.detach().abs().max().item() + 4
+    v = inputs.promoted()[2].abs().repeat_interleave(p.group, dim=1)
+    row = (dout.abs() * bound.spread).sum(-1, keepdim=True) + dlse.abs()[..., None]
+    terms = weights * (dout.abs() @ v.mT + row)
+    each = of_p + bound.out + 2 * (p.value_dim + 1) + 5 + p.batch * p.heads * p.query * p.kv
+    bent = (bound.weight + 16) / 1.5 * max(p.query, p.kv)  # softcap's, times what alibi reads at
+    axes = REFERENCE._axes(p)
+    tables, parts = {}, []
+    for leaf, slope in leaf_gradients(p.score_mod("cpu"), known.before.detach(), *axes):
+        sums = tables.setdefault(id(leaf.tensor), torch.zeros(leaf.tensor.shape).double())
+        leaf.add(terms * ((each + 8) * slope.abs() + bent), sums)
+        parts.append(leaf)
+    return torch.cat([table.flatten() for table in tables.values()]) * REFERENCE.UNIT
+
+
+@every_backward
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize(("mask", "score"), CASES, ids=str)
+def test_equals_torchs_autograd(backward, mask, score, sink, allowance, monkeypatch):
+    inputs = asked(mask=mask, score=score, sink=sink)
+    exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
+    found = backward(inputs)
+    assert found.dcaptured.shape == exact.shape
+    assert ((found.dcaptured - exact).abs() <= 2 * most).all()
+    plain = backward(inputs.replace(problem=inputs.problem.replace(dcaptured=False)))
+    assert plain.dcaptured is None
+    for name, tensor in plain.gradients().items():
+        assert torch.equal(tensor, found.gradients()[name])
+
+
+@every_backward
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+def test_what_is_hidden_reaches_no_number(backward, what):
+    inputs = asked(mask=MASKS[3])
+    tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
+    for name, step in (("q", 3), ("k", 4), ("v", 4), ("dout", 3)):
+        tensors[name][:, :, ::step] = what
+    found, plain = backward(inputs.replace(**tensors)), backward(inputs)
+    assert torch.equal(found.dcaptured, plain.dcaptured)
+
+
+def test_what_is_hidden_would_reach_a_number(planted, monkeypatch):
+    from attncheck.mods import leaves
+    from attncheck.oracles.numbers import float64
+
+    inputs = asked(mask=MASKS[3])
+    v = inputs.v.clone()
+    v[:, :, ::4] = math.nan
+    wrong = planted(leaves, "torch.where(where, factors * slope, 0.0)", "factors * slope")
+    monkeypatch.setattr(float64, "CapturedSums", wrong.CapturedSums)
+    found = oracles.BACKWARDS["dense"](inputs.replace(v=v))
+    assert found.dcaptured.isnan().any()
+
+
+@every_backward
+def test_numbers_that_no_row_reads_or_sees_are_0(backward):
+    score = Spec.of("bias", seed=1, per_batch=1, per_head=1)
+    found = backward(asked(mask=Spec.of("causal"), score=score)).dcaptured.view(PLACES)
+    seen = torch.ones(PLACES[2:]).tril().bool()
+    assert (found[..., ~seen] == 0).all()
+    assert (found[..., seen][..., 1:] != 0).all()
+
+
+@every_backward
+def test_nan_reaches_the_numbers_of_the_rows_that_attend_to_it(backward):
+    inputs = asked(mask=Spec.of("causal"), score=Spec.of("bias", seed=1, per_batch=1, per_head=1))
+    k = inputs.k.clone()
+    k[0, 0, 4] = math.nan
+    found = backward(inputs.replace(k=k)).dcaptured.view(PLACES)
+    assert found[0, :2, 4:][..., torch.ones(5, 11).tril(4).bool()].isnan().all()
+    assert found[0, :2, :4].isfinite().all()
+    assert found[:, 2:].isfinite().all()
+    assert found[1].isfinite().all()
+
+
+TABLE = torch.tensor([[0.5, -1.25, 0.75], [1.0, 0.25, -0.5]])
+
+
+def _mod(table):
+    def bent(score, b, h, q_idx, kv_idx):
+        bias = table[h, (kv_idx - q_idx).clamp(-1, 1) + 1].to(score.dtype)
+        return 1.5 * torch.tanh((score + bias) / 1.5) * bias
+
+    return bent
+
+
+def _loss(mp, inputs, table, patch):
+    """Σ dout·out + Σ dLSE·LSE: the forward's definition alone."""
+    problem = inputs.problem
+    patch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(table))
+    q, k, v = (mp.exact(tensor) for tensor in inputs.promoted())
+    every = range(problem.query), range(problem.kv)
+    scores, attended = Scores.of(mp, inputs)(q, *(mp.repeat_heads(k, 1),), *every)
+    weights, lse = safe(mp, scores, attended, None)
+    dout, dlse = (mp.exact(x) for x in inputs.loss())
+    return (dout * mp.weigh(weights, v, attended)).sum() + (dlse[..., None] * lse).sum()
+
+
+def _quotient(mp, inputs, place, exponent, patch):
+    ends = []
+    for sign in (1, -1):
+        moved = TABLE.clone()
+        moved[place] += sign * 2.0**exponent
+        assert (moved[place].double() - TABLE[place].double()).abs() == 2.0**exponent
+        ends.append(_loss(mp, inputs, moved, patch))
+    return (ends[0] - ends[1]) / mp.context.ldexp(1, exponent + 1)
+
+
+def _small(**changes):
+    sizes = {"query": 3, "kv": 4, "head_dim": 2, "heads": 2, "backward": True, "dlse": True}
+    problem = Problem(**sizes, score=ALIBI, dcaptured=True, mask=Spec.of("causal"))
+    return draw(problem.replace(**changes))
+
+
+def test_they_are_difference_quotients_in_many_digits(monkeypatch):
+    inputs, mp = _small(), Mp(50, evaluator, slope_evaluator, captures)
+    monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
+    found = [one(mp, inputs).dcaptured for one in oracles.BACKWARD_RECURRENCES.values()]
+    in_float64 = [one(inputs).dcaptured for one in oracles.BACKWARDS.values()]
+    for number, place in enumerate((h, c) for h in range(2) for c in range(3)):
+        coarse, fine = (_quotient(mp, inputs, place, e, monkeypatch) for e in (-18, -19))
+        exact = (4 * fine - coarse) / 3  # Richardson: off by h⁴ of the fifth derivative
+        for one in found:
+            assert abs(one[0, 0, 0, number] - exact) <= 1e-20
+        for one in in_float64:
+            assert abs(float(one[number]) - float(exact)) <= 1e-14
+
+
+def test_balls_hold_them(monkeypatch):
+    pytest.importorskip("flint")
+    from attncheck.mods import to_ball
+    from attncheck.oracles.numbers.ball import Ball
+
+    inputs, mp = _small(), Mp(60, evaluator, slope_evaluator, captures)
+    monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
+    exact = dense_backward(mp, inputs).dcaptured
+    ball = Ball(
+        evaluate=to_ball.evaluator, slope=to_ball.slope_evaluator, captures=to_ball.captures
+    )
+    for backward in oracles.BACKWARD_RECURRENCES.values():
+        found = backward(ball, inputs).dcaptured.array
+        for one, number in zip(found.flat, exact.flat, strict=True):
+            assert float(one.rad()) <= 2.0**-90
+            middle = mp.context.mpf(one.mid().str(50, radius=False))
+            assert abs(middle - number) <= float(one.rad()) * (1 + 2.0**-50) + 1e-48
+
+
+@pytest.mark.parametrize("system", ["Mp", "Ball"])
+def test_what_is_read_has_to_be_evaluated(system):
+    if system == "Ball":
+        pytest.importorskip("flint")
+        from attncheck.mods import to_ball
+        from attncheck.oracles.numbers.ball import Ball
+
+        numbers = Ball(evaluate=to_ball.evaluator, slope=to_ball.slope_evaluator)
+    else:
+        numbers = Mp(30, evaluator, slope_evaluator)
+    with pytest.raises(UsageError, match=f"need {system}'s `captures`"):
+        dense_backward(numbers, _small())
+
+
+def test_a_score_mod_of_single_indices_is_refused(monkeypatch):
+    alibi = asked(score=ALIBI).problem.score_mod("cpu")
+
+    def for_one(s, b, h, q, k):
+        if q.dim():
+            raise TypeError("one index at a time")
+        return alibi(s, b, h, q, k)
+
+    inputs = asked()
+    monkeypatch.setattr(Problem, "score_mod", lambda problem, device: for_one)
+    with pytest.raises(ProblemError, match=r"all indices at once, torch says: one index at a time"):
+        dense_backward(Float64(), inputs)
+
+
+FAULTS = {
+    # what is wrong: module, right, wrong
+    "J is left out": ("mods.leaves", "factors * slope", "factors + 0 * slope"),
+    "the last read of a number": ("mods.leaves", "accumulate=True", "accumulate=False"),
+    "dense: f' as well": (
+        "oracles.backward.dense",
+        "scores.captured(tile, dz)",
+        "scores.captured(tile, dx)",
+    ),
+    "dense: without delta": (
+        "oracles.backward.dense",
+        "scores.captured(tile, dz)",
+        "scores.captured(tile, weights * dp)",
+    ),
+    "flash2: the last block": (
+        "oracles.backward.flash2",
+        "self.captured = _added(self.captured, scores.captured(tile, dz))",
+        "self.captured = scores.captured(tile, dz)",
+    ),
+    "streaming: f' as well": (
+        "oracles.backward.streaming",
+        "self._captured(products, dx, ~hidden, run)",
+        "self._captured(products, self.by_index(dx).mul(slopes).view_as(dx), ~hidden, run)",
+    ),
+    "streaming: the scores after the mod": (
+        "oracles.backward.streaming",
+        "self.by_index(tile).clone()",
+        "self.by_index(tile)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("room", "right", "wrong"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_planted_fault_is_noticed(room, right, wrong, allowance, planted, monkeypatch):
+    score = Spec.of("chain", RELATIVE, SOFTCAP, ALIBI, SOFTCAP)
+    inputs = asked(mask=Spec.of("causal"), score=score, query=11)
+    exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
+    wrong_room = planted(importlib.import_module(f"attncheck.{room}"), right, wrong)
+    if room == "mods.leaves":
+        float64 = importlib.import_module("attncheck.oracles.numbers.float64")
+        monkeypatch.setattr(float64, "CapturedSums", wrong_room.CapturedSums)
+        wrong_room = importlib.import_module("attncheck.oracles.backward.dense")
+    numbers = Float64()
+    if "streaming" in room:
+        found = wrong_room.streaming_backward(inputs, blocks=SMALL)
+    elif "flash2" in room:
+        found = wrong_room.flash2_backward(numbers, inputs, block_query=4, block_kv=3)
+        found = found.rounded(numbers)
+    else:
+        found = wrong_room.dense_backward(numbers, inputs).rounded(numbers)
+    assert not ((found.dcaptured - exact).abs() <= 2 * most).all()

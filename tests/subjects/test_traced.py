@@ -1,0 +1,40 @@
+"""Which Problems share a trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck.errors import TraceError
+from attncheck.mods import trace
+from attncheck.mods.spec import Spec
+from attncheck.problem import Problem
+from attncheck.subjects import traced
+
+MASK = Spec.of("padding", lengths=[5])
+PROBLEM = Problem(query=6, kv=9, mask=MASK, score=Spec.of("softcap", cap=20.0))
+READERS = (traced.traced_mask, traced.traced_score, traced.traced_slope)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_dtype_seed_and_head_dim_are_not_a_mods(read) -> None:
+    other = PROBLEM.replace(dtype="fp32", seed=3, head_dim=16, scale=0.0)
+    assert read(PROBLEM, "cpu") is read(other, "cpu")
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("change", [{"kv": 10}, {"query": 7}, {"heads": 2, "kv_heads": 2}])
+def test_dimensions_are_a_mods(read, change) -> None:
+    assert read(PROBLEM, "cpu") is not read(PROBLEM.replace(**change), "cpu")
+
+
+def test_numbers_are_a_mods() -> None:
+    other = PROBLEM.replace(mask=Spec.of("padding", lengths=[4]))
+    assert traced.traced_mask(PROBLEM, "cpu") is not traced.traced_mask(other, "cpu")
+
+
+def test_a_wrong_trace_is_refused_each_time_with_the_problem_it_was_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr(trace, "disagreements", lambda *_, **__: 3)
+    problems = [PROBLEM.replace(query=61, seed=seed) for seed in (1, 2)]
+    for problem in problems:
+        with pytest.raises(TraceError, match=f"at 3 sampled indices of .*seed {problem.seed}"):
+            traced.traced_mask(problem, "cpu")
