@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from attncheck.judge.bounds import deterministic
 from attncheck.judge.gradients.keys import HEADS, KeyGradients
 from attncheck.judge.gradients.rows import row_gradients
 from attncheck.judge.gradients.saved import Saved
+from attncheck.judge.gradients.score_gradients import _rounded
 from attncheck.judge.gradients.sums import OUTPUT, in_parts
 from attncheck.judge.scores import score_error
 from attncheck.judge.spacing import half_ulp
@@ -353,6 +355,18 @@ def test_score_gradients_beyond_fp16_are_not_bounded():
         zero = Saved(out_error=known.known.out * 0, lse_error=known.delta * 0)
         found = row_gradients(known, arithmetic, score_error(known.known, arithmetic), zero)
         assert bool(torch.isfinite(found.dq).all()) == bounded
+
+
+@pytest.mark.parametrize("steep", [0.25, 1.0, 1e4])
+def test_a_steep_slope_multiplies_what_was_rounded_before_it(steep):
+    """In the subnormal range of fp16, where the error of rounding is a constant."""
+    arithmetic = replace(default(DTYPES["fp16"]), normalised_weights=True)
+    before = 2.0 ** (-26 + 4 * torch.rand(1000, generator=torch.manual_seed(0)).double())
+    known = SimpleNamespace(known=SimpleNamespace(scale=1.0))
+    error = (before.half().double() - before).abs() * steep
+    assert bool((error <= _rounded(known, arithmetic, before * steep, before)).all())
+    fused = _rounded(known, arithmetic, before * steep)  # as if it were rounded behind it
+    assert bool((error <= 2 * fused).all()) == (steep <= 1)
 
 
 def oracle_bounds(asked: Problem, exact):

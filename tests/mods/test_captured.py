@@ -184,3 +184,59 @@ def test_a_tensor_that_is_compared_alone_has_no_gradient() -> None:
 
     assert reads(step) == ()
     assert captured_tensors(step) == ()
+
+
+TABLE = torch.tensor([[0.5, 1.0], [2.0, -1.0], [0.25, 3.0]])
+LEARNT = torch.nn.Parameter(torch.tensor(0.5))
+
+
+def test_a_parameter_of_one_number_may_be_cast() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * LEARNT.to(score.dtype) + SLOPES[h].to(score.dtype)
+
+    assert [id(tensor) for tensor in captured_tensors(mod)] == [id(LEARNT), id(SLOPES)]
+    assert [id(tensor) for tensor in tensors(reads(mod))] == [id(LEARNT), id(SLOPES)]
+
+
+def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + TABLE[h, 1].to(score.dtype) * kv_idx
+
+    at = places()
+    ((leaf, slope),) = leaf_gradients(mod, *at)
+    found = torch.zeros(TABLE.shape, dtype=torch.float64)
+    leaf.add(slope, found)
+    of_heads = [float(at[4][at[2] == head].sum()) for head in range(DIMENSIONS.heads)]
+    assert found.tolist() == [[0.0, total] for total in of_heads]
+    with pytest.raises(TraceError, match="select"):
+        reads(mod)
+
+
+def test_who_asks_for_no_gradients_is_refused() -> None:
+    """The trace forgets where they are not asked for."""
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        with torch.no_grad():
+            held = SLOPES[h] * 2
+        return score * held + SLOPES[h] * kv_idx
+
+    with pytest.raises(ProblemError, match="asks for no gradients"):
+        captured_tensors(mod)
+
+
+def test_another_order_than_the_traces_is_refused() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + torch.mul(other=ONE, input=NUMBER) * SLOPES[h] * kv_idx
+
+    with pytest.raises(TraceError, match="other tensors than its trace, or in another order"):
+        reads(mod)
+
+
+def test_a_mod_that_writes_in_place_writes_once() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score *= ONE
+        return score
+
+    at = places()
+    ((_, slope),) = leaf_gradients(mod, *at)
+    assert torch.equal(slope, at[0])

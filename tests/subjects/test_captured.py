@@ -165,3 +165,17 @@ def test_flex_hands_on_what_its_wrapper_captures():
     mod = flex.score_mod(problem(score=BIAS), "cpu")
     (found,) = captured_tensors(mod)
     assert found.numel() == 2 * 2 * 20 * 27
+
+
+def test_flex_refuses_a_table_whose_gradient_torch_rounds(monkeypatch):
+    table = torch.randn(2, 5, dtype=torch.bfloat16)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, (q_idx - kv_idx).clamp(0, 4)].to(score.dtype)
+
+    monkeypatch.setitem(
+        library.SCORES, "narrow", Entry(summary="of this test", build=lambda *_: mod)
+    )
+    monkeypatch.setattr(flex, "_eager", formula)
+    with pytest.raises(Refused, match="rounds the gradient of a 16-bit tensor"):
+        FlexByFormula().run(draw(problem(score=Spec.of("narrow"))))

@@ -32,8 +32,9 @@ class Plan:
         score: The traced score mod; None leaves scores as they are.
         slope: Its derivative with respect to the score.
         captured: Which numbers it reads from tensors, of which it is differentiable too; None: it
-            is not. The kernels read an fp32 tensor that is contiguous where it lies, and another
-            as it was when the mod was made for them.
+            is not. The kernels read an fp32 tensor of several numbers that is contiguous where it
+            lies; another, and a single number, as it was when the mod was made for them: a learnt
+            one needs a plan for every step.
         launch: Of the forward.
         by_rows: Launch of dQ (default: the forward's).
         by_keys: Of dK and dV (default: that of dQ).

@@ -103,6 +103,8 @@ def flash2_forward(
         it 0. Scores may be as large as fp32 allows with a score mod, and up to 2.36e38 (that
         divided by log2 e) without one: beyond, a row is not right.
 
+    To record calls in a CUDA graph, see ``launch.careful_asked``.
+
     Raises:
         UsageError: if ``tiles`` is of other blocks than ``launch`` or has one beyond the last key.
     """

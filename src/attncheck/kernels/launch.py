@@ -147,7 +147,8 @@ def careful_asked(again: torch.Tensor) -> bool:
 
     The GPU is waited for: the kernel is then mostly not compiled either, which takes far longer.
     While a CUDA graph is recorded nothing can be waited for. Then it is launched, and its programs
-    look for themselves; it must have been compiled before, by a call with a NaN in v.
+    look for themselves; it must have been compiled before, by a call with the same shapes, strides
+    and dtypes and a v of NaN throughout.
     """
     if again.is_cuda and torch.cuda.is_current_stream_capturing():
         return True

@@ -93,8 +93,9 @@ def varlen_backward(
 
     Returns:
         dq, dk and dv, each like q, k and v in shape and dtype, and dsink, fp32 ``(heads,)`` or
-        None. Rows that see no key, and keys that no row sees or that are in no document: 0, as
-        ``flash2_backward`` has them. What other documents hold, NaN included, moves no bit.
+        None. Rows that see no key, unless their q or dout is not finite, and keys that no row sees
+        or that are in no document: 0, as ``flash2_backward`` has them. What other documents hold,
+        NaN included, moves no bit of a document's dq, dk and dv.
 
     Raises:
         UsageError: if one of score and slope is given without the other.

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from attncheck.errors import TraceError
+from attncheck.mods.leaves import captured_tensors
 from attncheck.mods.places import described
 from attncheck.mods.plainly import Plainly
 from attncheck.mods.recording import record, record_gradient
@@ -63,17 +64,22 @@ def reads(score_mod: ScoreMod, device: str = "cpu") -> tuple[Read, ...]:
 
     Raises:
         TraceError: as ``derivative``, and where the mod computes with a whole tensor that it
-            captures before it reads it.
+            captures before it reads it, or reads other tensors than its trace does.
     """
     trace_score(score_mod, device)  # what cannot be traced is refused in the same words
     try:
-        return tuple(_reads(score_mod, device))
+        found = tuple(_reads(score_mod, device))
     except TraceError as error:
         fact = str(error).rpartition(" cannot be traced: ")[2].removesuffix(".")
         name = described("score mod", score_mod)
         raise TraceError(
             f"{name} has no derivative to what it captures that can be traced: {fact}."
         ) from None
+    # The order of numbers is what kernels and oracles agree on, each from its own reading.
+    if list(map(id, tensors(found))) != list(map(id, captured_tensors(score_mod, device))):
+        name = described("score mod", score_mod)
+        raise TraceError(f"{name} reads other tensors than its trace, or in another order.")
+    return found
 
 
 def tensors(found: Iterable[Read]) -> tuple[Tensor, ...]:

@@ -44,7 +44,13 @@ class Leaf:
             to += mine.reshape(to.shape)
         else:
             places = self.places if isinstance(self.places, tuple) else (self.places,)
-            to.index_put_(places, mine.reshape(self.read.shape), accumulate=True)
+            if not all(isinstance(place, Tensor) for place in places):  # slices, whole numbers
+                numbers = torch.arange(to.numel(), device=to.device).view(to.shape)
+                to, places = to.view(-1), (numbers[self.places].flatten(),)
+                mine = mine.flatten()
+            else:
+                mine = mine.reshape(self.read.shape)
+            to.index_put_(places, mine, accumulate=True)
 
 
 def leaf_gradients(score_mod: ScoreMod, score: Tensor, *indices: Tensor) -> list[tuple[Leaf, Any]]:
@@ -70,7 +76,8 @@ def leaf_gradients(score_mod: ScoreMod, score: Tensor, *indices: Tensor) -> list
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             said = str(error).partition("\n")[0]
             raise ProblemError(
-                f"the score mod does not take all indices at once, torch says: {said}"
+                "the score mod cannot be called with all indices at once for the gradients of what "
+                f"it reads, torch says: {said}"
             ) from None
     leaves = reads.found
     if not leaves or not after.requires_grad:
@@ -157,15 +164,37 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__getitem__ and self._is_captured(args[0]):
             result: Any = self._leaf(args[0], args[1], func(*args))
+        elif any(self._is_captured(leaf) for leaf in tree_leaves((args, kwargs))):
+            result = self._of_numbers(func, args, kwargs)
         else:
-            result = func(*args, **kwargs)
-            captured = [t for t in tree_leaves((args, kwargs)) if self._is_captured(t)]
-            if captured and isinstance(result, Tensor) and result.is_floating_point():
-                held = tree_map_only(Tensor, self._number, (args, kwargs))
-                result = func(*held[0], **held[1])
-        if func in _CASTS and args[0].requires_grad and result.is_floating_point():
-            result = args[0].to(self.arguments[0].dtype)  # a gradient is cast as its number was
+            result = self._cast(func, args, func(*args, **kwargs))
         self._made |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
+
+    def _of_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call with captured tensors; those of one number are read by it, if it computes.
+
+        Never called twice where it computes: it may write to what it is given.
+        """
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_captured(leaf)]
+        whole = next((leaf for leaf in leaves if leaf.numel() > 1), None)
+        if whole is None:
+            held = tree_map_only(Tensor, self._number, (args, kwargs))
+            result = func(*held[0], **held[1])
+            if _computed(result):
+                return self._cast(func, held[0], result)
+        result = func(*args, **kwargs)
+        if whole is not None and _computed(result):
+            raise ProblemError(
+                f"the score mod computes with a whole tensor of shape {tuple(whole.shape)}: "
+                "there are gradients of what it reads of one."
+            )
+        return result
+
+    def _cast(self, func: Any, args: Any, result: Any) -> Any:
+        """A gradient is cast as its number was: neither is."""
+        if func in _CASTS and args[0].requires_grad and result.is_floating_point():
+            return args[0].to(self.arguments[0].dtype)
         return result
 
     def _is_captured(self, value: object) -> bool:
@@ -174,18 +203,19 @@ class _Reads(TorchFunctionMode):
         )
 
     def _number(self, tensor: Tensor) -> Tensor:
-        if not self._is_captured(tensor):
-            return tensor
-        if tensor.numel() > 1:
-            shape = tuple(tensor.shape)
-            raise ProblemError(
-                f"the score mod computes with a whole tensor of shape {shape}: "
-                "there are gradients of what it reads of one."
-            )
-        return self._leaf(tensor, None, tensor)
+        return self._leaf(tensor, None, tensor) if self._is_captured(tensor) else tensor
 
     def _leaf(self, tensor: Tensor, places: Any, read: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise ProblemError(
+                "the score mod reads a tensor where it asks for no gradients (torch.no_grad): "
+                "what its gradient is depends on who differentiates."
+            )
         score = self.arguments[0]
-        value = read.detach().to(score.dtype).expand(score.shape).requires_grad_()
+        value = read.detach().to(score).expand(score.shape).requires_grad_()
         self.found.append(Leaf(tensor, places, read.detach(), value))
         return value
+
+
+def _computed(result: object) -> bool:
+    return isinstance(result, Tensor) and result.is_floating_point()

@@ -95,9 +95,10 @@ class Scores(Generic[A]):
         products = self._products(q, k)
         # Before the scores: a score mod may write to what it is given.
         slopes = self.numbers.score_slope(self.score_mod, products, indices)
+        kept = self._products(q, k) if problem.dcaptured else products
         scores, attended = self._after(products, indices)
         slopes = self.numbers.select(attended, slopes, 0.0)
-        return Sloped(scores, attended, slopes, products, indices)
+        return Sloped(scores, attended, slopes, kept, indices)
 
     def captured(self, tile: Sloped[A], dz: A) -> A | None:
         """Gradients of the numbers that the score mod reads, by this tile; None if not asked for.

@@ -49,7 +49,7 @@ class Probe:
         """
         if problem.operation != "attention":
             return problem
-        return problem.replace(score=library.NONE, distribution="normal")
+        return problem.replace(score=library.NONE, distribution="normal", dcaptured=False)
 
     def unfit(self, problem: Problem) -> str | None:
         """Why the probe cannot be asked of ``problem``, in one line; None if it can."""

@@ -78,8 +78,9 @@ def _alike(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor
     """Whether the scores of tied keys are sums of the same products, bool ``(batch, heads, rows)``.
 
     Else they tie no longer in a kernel that rounds scale · q, since three times a rounded number is
-    not three times the number, rounded. Numbers of two magnitudes at most make up a row of q and
-    one those of k: if Σ q·k and Σ q·|q|·k tie, then so do the sums of either magnitude.
+    not three times the number, rounded. It happens in ``isolated``, whose rows of q have numbers of
+    two magnitudes and those of k of one: if Σ q·k and Σ q·|q|·k tie, then so do the sums of either
+    magnitude. The keys that other probes tie have the same k.
     """
     squared = (q * q.abs()) @ k.mT
     highest = squared.masked_fill(~tied, -torch.inf).amax(-1)

@@ -36,6 +36,7 @@ __all__ = ["Flex", "block_mask", "score_mod", "uncompiled"]
 
 _SMALLEST_GPU_DIM = 16  # tl.dot's smallest
 _COMPILED_AT_A_TIME = 64
+_FP32_BYTES = 4
 # What torch 2.11 says on an H200, of shapes as ordinary as 65 queries with grouped heads.
 _NO_TILES = ("NoValidChoicesError", "out of resource")
 # And of a score mod that reads one tensor twice.
@@ -83,6 +84,8 @@ class Flex(Subject):
         problem, device = inputs.problem, inputs.q.device
         score = None if problem.score == library.NONE else score_mod(problem, str(device))
         read = captured_tensors(score, device) if score and problem.dcaptured else ()
+        if any(tensor.itemsize < _FP32_BYTES for tensor in read):
+            raise Refused("torch rounds the gradient of a 16-bit tensor to 16 bits")
         blocks = None if problem.mask == library.FULL else block_mask(problem, str(device))
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)

@@ -160,7 +160,7 @@ def _packed(problem: Problem) -> Packed:
 
 def _alone(problem: Problem) -> Problem:
     """As long, of one sequence in which nothing is hidden."""
-    return problem.replace(batch=1, mask=library.FULL, score=library.NONE)
+    return problem.replace(batch=1, mask=library.FULL, score=library.NONE, dcaptured=False)
 
 
 def _documents(inputs: Inputs) -> dict[str, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Bounds of a backward's gradients: equations B30–B39 of the manual."""
+"""Bounds of a backward's gradients: equations B30–B40 of the manual."""

@@ -70,7 +70,8 @@ def score_gradients(
     off = torch.zeros_like(exact) if slope is None else torch.where(live, slope.radius, 0.0)
     steep = torch.where(live, known.slope.abs(), 0.0)
     apart = within + 2 * known.dlse.abs()[..., None]
-    most = torch.where(live, (exact + used) * apart * (steep + off), 0.0)
+    before = torch.where(live, (exact + used) * apart, 0.0)
+    most = before * (steep + off)
     parts = _of_weights(arithmetic, weights, used, torch.where(live, within * (steep + off), 0.0))
     parts |= {
         "dO·V": exact * product * (steep + off),
@@ -81,7 +82,11 @@ def score_gradients(
     }
     error = sum(parts.values(), torch.zeros_like(exact))
     size = exact * inner * steep
-    of_format = _rounded(known, arithmetic, size + error if arithmetic.fused else most)
+    of_format = (
+        _rounded(known, arithmetic, size + error)
+        if arithmetic.fused
+        else _rounded(known, arithmetic, most, before)
+    )
     parts["rounding of dS"] = of_format
     return ScoreGradients(
         shift=-exact * known.slope * shift,
@@ -166,10 +171,16 @@ def _of_weights(
     return parts
 
 
-def _rounded(known: GradientConditions, arithmetic: Arithmetic, size: torch.Tensor) -> torch.Tensor:
+def _rounded(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    size: torch.Tensor,
+    before: torch.Tensor | None = None,
+) -> torch.Tensor:
     """B35: relative above the subnormal range of the format, a constant below; infinite beyond it.
 
-    What is not fused may round it before and after it is multiplied by the scale.
+    What is not fused may round it before and after it is multiplied by the scale, and ``before`` it
+    is multiplied by a score mod's slope, which multiplies the constant too.
     """
     unit, fmt = arithmetic.score_gradients_error, arithmetic.score_gradients
     if not unit:
@@ -177,6 +188,10 @@ def _rounded(known: GradientConditions, arithmetic: Arithmetic, size: torch.Tens
     scale = abs(known.known.scale)
     # Multiplied by a scale below 1 first, it is nearer to the subnormal numbers.
     floor = fmt.subnormal_spacing / 2 / (min(1.0, scale) or 1.0)
-    once = torch.maximum(unit * size, size.clamp_max(floor))
-    rounded = once if arithmetic.fused else (2 + unit) * once
-    return torch.where(size * max(1.0, scale) > fmt.max, torch.inf, rounded)
+    if before is None:
+        rounded, largest = torch.maximum(unit * size, size.clamp_max(floor)), size
+    else:
+        steep = torch.where(before > 0, size / before, 0.0).clamp_min(1.0)
+        rounded = (2 + unit) * torch.maximum(unit * size, torch.minimum(size, floor * steep))
+        largest = torch.maximum(size, before)
+    return torch.where(largest * max(1.0, scale) > fmt.max, torch.inf, rounded)
