@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from attncheck.mods.block_mask import block_mask, visit_list
 from attncheck.mods.derivative import derivative
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.source_files import import_file
 
 if not torch.cuda.is_available():
     prepare("cpu")
@@ -29,16 +29,7 @@ from attncheck.kernels.flash2_forward import flash2_forward
 from attncheck.kernels.launch import Launch, VisitList
 from attncheck.mods.to_triton import to_triton
 
-
-def module_of(path):
-    """Under --import-mode=importlib the tests do not find one another."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
+REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
 given, Score = REFERENCE.given, REFERENCE.Score
 NAMES = ("dq", "dk", "dv", "dsink", "dcaptured")
 SHAPE = (2, 2, 1, 40, 50, 20, 12)
@@ -330,10 +321,12 @@ def with_a_fault(folder: Path, room: str, right: str, wrong: str):
             assert source.count(right) >= 1, right
             source = source.replace(right, wrong)
         for other in ROOMS:
-            source = source.replace(f"attncheck.kernels.{other} ", f"planted_{other} ")
+            source = source.replace(
+                f"attncheck.kernels.{other} ", f"attncheck_file_planted_{other} "
+            )
         copy = folder / f"planted_{name}.py"
         copy.write_text(source)
-        made[name] = module_of(copy)
+        made[name] = import_file(copy, "a copy")
     return made["captured_terms"], made["flash2_backward"].flash2_backward
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from attncheck.mods.block_mask import block_mask, visit_list
 from attncheck.mods.derivative import derivative
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.source_files import import_file
 
 if not torch.cuda.is_available():
     prepare("cpu")
@@ -27,16 +26,7 @@ from attncheck.kernels.flash2_autograd import Plan, attention
 from attncheck.kernels.launch import Launch, VisitList
 from attncheck.mods.to_triton import to_triton
 
-
-def module_of(path):
-    """Under --import-mode=importlib the tests do not find one another."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
+REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
 given = REFERENCE.given
 SOFTCAP = REFERENCE.Score(mod=scores.softcap(2.0), bend=0.5)
 LAUNCH = Launch(block_query=32, block_kv=32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,19 +15,11 @@ from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.outputs import GRADIENTS
 from attncheck.problem import Problem
+from attncheck.source_files import import_file
 from attncheck.subjects import visits
 from attncheck.subjects.flash2 import Flash2, Flash2Atomic
 
-
-def module_of(path):
-    """Under --import-mode=importlib the tests do not find one another."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
+REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
 BLOCKS = (32, 32)
 
 

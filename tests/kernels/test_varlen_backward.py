@@ -21,6 +21,7 @@ from attncheck.examine.environment import prepare
 from attncheck.mods import masks, scores
 from attncheck.mods.derivative import derivative
 from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.source_files import import_file
 
 if not torch.cuda.is_available():
     prepare("cpu")
@@ -31,16 +32,7 @@ from attncheck.kernels.varlen_backward import key_program_list, varlen_backward
 from attncheck.kernels.varlen_forward import program_list, varlen_forward
 from attncheck.mods.to_triton import to_triton
 
-
-def module_of(path):
-    """Under --import-mode=importlib the tests do not find one another."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = module_of(Path(__file__).with_name("gradient_reference.py"))
+REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
 Score = REFERENCE.Score
 
 NAMES = ("dq", "dk", "dv", "dsink")
@@ -591,10 +583,12 @@ def with_a_fault(folder: Path, where: str, right: str, wrong: str):
             source = before + found + behind.replace(right, wrong, 1)
             planted += 1
         for other in ROOMS:
-            source = source.replace(f"attncheck.kernels.{other} ", f"planted_{other} ")
+            source = source.replace(
+                f"attncheck.kernels.{other} ", f"attncheck_file_planted_{other} "
+            )
         copy = folder / f"planted_{name}.py"
         copy.write_text(source + (BESIDE if name == "varlen_backward" else ""))
-        module = module_of(copy)
+        module = import_file(copy, "a copy")
     assert planted == 1, where
     return module.varlen_backward
 
@@ -623,7 +617,9 @@ def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
 @pytest.mark.parametrize("missing", [None, "q", "k", "v", "dout", "dlse", "sink"])
 def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
     """The interpreter itself would copy from anywhere."""
-    watched = module_of(Path(__file__).with_name("test_flash2_backward.py")).Watched
+    watched = import_file(
+        Path(__file__).with_name("test_flash2_backward.py"), "a file of these tests"
+    ).Watched
     asked = asked_of("bottom_right", WITHIN["stripes"], dtype="bf16", sink=True, local=False)
     tensors = [
         getattr(asked.given, name)

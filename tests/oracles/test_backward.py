@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,17 +18,9 @@ from attncheck.oracles.numbers import Float64
 from attncheck.oracles.tiles import Blocks
 from attncheck.outputs import GRADIENTS
 from attncheck.problem import Problem
+from attncheck.source_files import import_file
 
-
-def module_of(path):
-    """Under --import-mode=importlib the tests do not find one another."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = module_of(Path(__file__).with_name("gradients_by_torch.py"))
+REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
 SCORES, Definition = REFERENCE.SCORES, REFERENCE.Definition
 tiny, allowed_of = REFERENCE.tiny, REFERENCE.allowed
 SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)

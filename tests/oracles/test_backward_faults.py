@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,9 @@ import pytest
 from attncheck.mods.spec import Spec
 from attncheck.oracles.numbers import Float64
 from attncheck.oracles.tiles import Blocks
+from attncheck.source_files import import_file
 
-
-def module_of(path):
-    """Under --import-mode=importlib the tests do not find one another."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = module_of(Path(__file__).with_name("gradients_by_torch.py"))
+REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
 Definition, tiny, allowed_of = REFERENCE.Definition, REFERENCE.tiny, REFERENCE.allowed
 SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,17 +21,9 @@ from attncheck.oracles.scores import Scores
 from attncheck.oracles.softmax import safe
 from attncheck.oracles.tiles import Blocks
 from attncheck.problem import Problem
+from attncheck.source_files import import_file
 
-
-def module_of(path):
-    """Under --import-mode=importlib the tests do not find one another."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = module_of(Path(__file__).with_name("gradients_by_torch.py"))
+REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
 tiny = REFERENCE.tiny
 SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 BACKWARDS = oracles.BACKWARDS | {
