@@ -98,9 +98,9 @@ class Task:
 class Untimed(InProcess):
     """Calls a kernel once."""
 
-    def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
-        """As ``InProcess``."""
-        del timed
+    def run(self, subject: Subject, inputs: Inputs, **asked: Any) -> Execution | Failure:
+        """As ``InProcess``, and never timed."""
+        del asked
         return super().run(subject, inputs)
 
 

@@ -113,9 +113,9 @@ class Keeping(InProcess):
 
     last: Execution | Failure | None = None
 
-    def run(self, subject: Subject, inputs: Inputs, *, timed: bool = False) -> Execution | Failure:
-        """As ``InProcess``."""
-        del timed
+    def run(self, subject: Subject, inputs: Inputs, **asked: Any) -> Execution | Failure:
+        """As ``InProcess``, and never timed."""
+        del asked
         self.last = super().run(subject, inputs)
         return self.last
 

@@ -40,13 +40,17 @@ def tiled(query, key, value, scale, first_hidden):
         scores = query.float() @ key[:, :, columns].mT * scale
         hidden = columns - rows[:, None] >= first_hidden
         scores = scores.masked_fill(hidden, -math.inf)
-        larger = torch.maximum(maximum, scores.amax(-1))
+        # Its gradient is 0 in exact arithmetic, and would only add rounding.
+        larger = torch.maximum(maximum, scores.amax(-1)).detach()
         origin = torch.where(larger == -math.inf, 0.0, larger)  # no key was seen yet
         weights = torch.exp(scores - origin[..., None])
         rescale = torch.exp(maximum - origin)
         total = total * rescale + weights.sum(-1)
         rounded = weights.to(query.dtype).float()  # what a tensor core reads
-        out = out * rescale[..., None] + rounded @ value[:, :, columns]
+        values = value[:, :, columns]
+        lost = ~values.isfinite()  # 0 · NaN is no 0: only who sees it may take it
+        out = out * rescale[..., None] + rounded @ values.masked_fill(lost, 0.0)
+        out = out.masked_fill((~hidden).float() @ lost.float() > 0, math.nan)
         maximum = larger
     seen = torch.where(total == 0, 1.0, total)
     return (out / seen[..., None]).to(query.dtype), maximum + torch.log(total)

@@ -93,6 +93,7 @@ def test_heads_and_sequences_know_no_place(kernel: UnderTest, case: Case) -> Non
     "strides_gapped",
     "strides_packed",
     "strides_expanded",
+    "strides_far",
     families=("causal",),
     **OUT,
 )

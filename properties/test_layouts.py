@@ -1,4 +1,4 @@
-"""Strides: transposed, sliced, padded, expanded, with an offset."""
+"""Strides: transposed, sliced, padded, expanded, with an offset, beyond 32 bits."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from attncheck.strategies import scores
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
@@ -18,6 +20,19 @@ if TYPE_CHECKING:
 )
 def test_nan_in_hidden_keys(kernel: UnderTest, case: Case) -> None:
     """Hidden keys and values may be NaN, and no bit moves: 0 · NaN is NaN to who multiplies."""
+    kernel.must_hold(case)
+
+
+@asks(
+    "hidden_keys_nan",
+    families=("causal",),
+    dtypes=("fp16",),
+    scores=partial(scores, names=("none", "softcap")),
+    shapes={"shortest_kv": 2, "longest": 40},
+    backward=True,
+)
+def test_nan_in_hidden_keys_of_a_backward(kernel: UnderTest, case: Case) -> None:
+    """Nor does one of dQ: the slope of a score mod at a NaN is NaN, and so is 0 times it."""
     kernel.must_hold(case)
 
 

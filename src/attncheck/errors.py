@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttncheckError",
     "InterpreterUnavailable",
+    "OraclesDisagree",
     "ProblemError",
     "TraceError",
     "UnknownName",
@@ -43,3 +44,7 @@ class TraceError(UsageError):
 
 class InterpreterUnavailable(AttncheckError):
     """Triton's CPU interpreter, or one of its repairs, cannot be switched on here."""
+
+
+class OraclesDisagree(AttncheckError):
+    """What attncheck holds for exact is not what another way to it gives: it can judge nobody."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck import distributions
+from attncheck import distributions, spread
 from attncheck.distributions import Sizes
 from attncheck.draws import Draws
 from attncheck.errors import ProblemError
@@ -256,7 +256,12 @@ def _of_all(scale: torch.Tensor, name: str, problem: Problem) -> torch.Tensor:
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all the memory that a tensor is a view of, seen through the same view."""
+    """A copy of all the memory that a tensor is a view of, seen through the same view.
+
+    Of what lies between rows that are spread nothing is copied.
+    """
+    if spread.is_spread(tensor):
+        return spread.copied(tensor)
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = tensor.as_strided((size,), (1,), 0).clone()
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -22,7 +22,22 @@ Status = Literal["pass", "warn", "inconclusive", "fail"]
 """``warn``: something is odd, and no proof of a fault. ``inconclusive``: the judge cannot tell."""
 
 Rule = Literal[
-    "", "finite", "empty rows", "structure", "bound", "improbable", "precision", "relation"
+    "",
+    "contract",
+    "alias",
+    "mutation",
+    "memory",
+    "state",
+    "leak",
+    "finite",
+    "empty rows",
+    "structure",
+    "bound",
+    "improbable",
+    "precision",
+    "relation",
+    "determinism",
+    "regression",
 ]
 """What a verdict other than ``pass`` rests on, in the order in which the rules are asked.
 
@@ -32,6 +47,12 @@ an exact probe has another answer. ``bound``: beyond the deterministic bound, a 
 ``improbable``: beyond the probabilistic bound, p < 1e-6 on generic inputs. ``precision``: within
 every bound, and less accurate than a kernel of this arithmetic is. ``relation``: two runs, or a run
 and its own inputs, do not agree as they must; no other rule is asked with it.
+
+Of the call, not of numbers: ``contract``: it gave something other than was asked for. ``alias``:
+what it gave lies in the memory of its inputs. ``mutation``: it wrote to them. ``memory``: it wrote
+beside its outputs, left some of them unwritten, or read what nobody gave it. ``state``: it left its
+process changed. ``leak``: it keeps more with each call. ``determinism``: the same call gave other
+bits than it promises. ``regression``: worse than the baseline.
 """
 
 

@@ -12,20 +12,47 @@ from attncheck.tensor_names import TensorName  # noqa: TC001
 
 __all__ = [
     "SCHEMA",
+    "UNHELD",
+    "WRONG",
+    "Accuracy",
+    "Diagnosis",
     "Environment",
+    "ErrorMap",
+    "Explanation",
     "GradientErrors",
     "LseErrors",
     "OutErrors",
     "Record",
     "Report",
     "Status",
+    "TileMap",
 ]
 
 SCHEMA = 3
 
-Status = Literal["pass", "warn", "inconclusive", "fail", "unsupported", "error"]
-"""The judge's four, which mean that there is a judgement below; ``unsupported``: said beforehand;
-``error``: raised or broke its contract."""
+Status = Literal[
+    "pass",
+    "warn",
+    "inconclusive",
+    "fail",
+    "flaky",
+    "unsupported",
+    "error",
+    "crash",
+    "timeout",
+    "oom",
+    "oracle disagrees",
+]
+"""The judge's four, which mean that there is a judgement below; ``flaky``: failed, and did not when
+it was asked once more alone; ``unsupported``: said beforehand; ``error``: raised; ``crash``,
+``timeout``, ``oom``: its process died, did not come back in time, or had no memory left; ``oracle
+disagrees``: the truth itself is in doubt, and nothing is said of the kernel."""
+
+WRONG: frozenset[Status] = frozenset({"fail", "error", "crash", "timeout", "oom"})
+"""Those that fail a kernel."""
+
+UNHELD: frozenset[Status] = WRONG | {"oracle disagrees"}
+"""Those after which nobody may say that what was asked holds."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +151,90 @@ class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     nonfinite: int = 0
 
 
+class ErrorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where in out the errors are: the largest |error| ÷ allowance of each part of it.
+
+    Attributes:
+        rows: Query rows of one cell, the last one's may be fewer.
+        heads: Query heads of one cell, likewise.
+        values: A line for each group of heads, of a number for each group of rows; over all
+            batches and elements of the head's vectors. Infinite where out is not finite, or wrong
+            where nothing is allowed.
+    """
+
+    rows: int
+    heads: int
+    values: tuple[tuple[float, ...], ...]
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fault that a kernel may have.
+
+    Attributes:
+        model: Its id among the fault models.
+        sentence: What it is.
+        share: Of the squared error that it explains, 0–1.
+        explains_all: Whether what is left is within what rounding allows.
+        parameters: In which form: tile sizes, heads, or a number that was fitted.
+    """
+
+    model: str
+    sentence: str
+    share: float
+    explains_all: bool
+    parameters: dict[str, int | float | str] = {}
+
+
+class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tiles of rows and keys the error is from, as far as out and LSE tell.
+
+    Attributes:
+        rows: Query rows of one cell, the last one's may be fewer.
+        keys: Keys of one cell, likewise.
+        values: A line for each group of rows, of a number for each group of keys: by how much the
+            weights of those keys are off, as a share of the largest such cell.
+    """
+
+    rows: int
+    keys: int
+    values: tuple[tuple[float, ...], ...]
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may be wrong with a kernel.
+
+    Attributes:
+        ranked: The best first; none where no fault model explains anything to speak of.
+        tied: How many of them, from the first on, explain it equally well.
+        tried: How many fault models were tried; 0 where the failure says by itself what is wrong.
+        problems: On how many problems each had to explain what the kernel gave.
+        tiles: Where the error is by tiles; left out where that cannot be told.
+    """
+
+    ranked: tuple[Explanation, ...]
+    tied: int
+    tried: int
+    problems: int = 1
+    tiles: TileMap | msgspec.UnsetType = msgspec.UNSET
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How large the errors of one tensor are, and how much of that is chance.
+
+    Attributes:
+        rmse: Root mean square error.
+        relative: The same in units of what ideal kernels of several tilings err by, each row in its
+            own where roundings are independent.
+        freedom: Degrees of freedom of its square: as how many independent errors they count.
+        ensemble: ``relative`` of each of those ideal kernels.
+    """
+
+    rmse: float
+    relative: float
+    freedom: float
+    ensemble: tuple[float, ...]
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel on one Case.
 
@@ -142,6 +253,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         interpreted: Whether the kernel ran in Triton's interpreter: its time says nothing of a GPU.
         tiling: Tile sizes the ideal kernel was given, as ``128×64``.
         environment: Key into the Report's environments.
+        digest: SHA-256 of the bits of what the kernel gave, in 32 hexadecimal digits: equal ones
+            are equal bit for bit; left out where there is nothing, or nobody asked.
+        accuracy: Of each tensor that it gave, by its name: what a later run is compared with. Left
+            out where nobody asked.
+        error_map: Where the errors of out are; left out where nothing failed.
+        diagnosis: What may be wrong; left out where nothing failed, or nobody looked.
     """
 
     case_id: str
@@ -159,6 +276,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     interpreted: bool = False
     tiling: str = ""
     environment: str
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+    accuracy: dict[TensorName, Accuracy] | msgspec.UnsetType = msgspec.UNSET
+    error_map: ErrorMap | msgspec.UnsetType = msgspec.UNSET
+    diagnosis: Diagnosis | msgspec.UnsetType = msgspec.UNSET
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -84,7 +84,7 @@ def test_a_mask_and_a_score_mod_of_a_file_by_every_kernel_in_a_process_of_its_ow
     """A process of its own: torch's tracer imports Triton before any kernel is asked."""
     mods = ("--mask", f"{folder}/mine.py::even", f"--score={folder}/mine.py::plus")
     kernels = [f"--kernel={name}" for name in ("ideal", "sdpa-math", "flex", "triton-flash2")]
-    options = ("--shape", "1x2/1x8x16", "--format", "json", "--out", "out")
+    options = ("-q", "--shape", "1x2/1x8x16", "--format", "json", "--out", "out")
     run = subprocess.run(
         [sys.executable, "-m", "attncheck", "rmse", *mods, *kernels, *options],
         cwd=folder,

@@ -72,11 +72,11 @@ def test_a_kernel_that_is_wrong_fails_with_exit_code_1(attncheck, tmp_path):
     assert records[0]["judgement"]["worst"]["at"]["query"] == 23
 
 
-def test_a_malformed_arithmetic_is_an_error_of_its_cell(attncheck):
+def test_a_malformed_arithmetic_fails_its_cell(attncheck):
     code, out, err = attncheck("--kernel", "mine.py::Nothing", "--kernel", "ideal")
     assert (code, err) == (1, "")
     assert "arithmetic() returned NoneType, but should return Arithmetic." in out
-    assert "2 cells: 1 pass, 1 error.\n" in out
+    assert "2 cells: 1 pass, 1 fail.\n" in out
 
 
 def test_one_cell_is_explained_and_nothing_is_written(attncheck, tmp_path):

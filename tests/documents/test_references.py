@@ -19,7 +19,10 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-VERBS = ("check", "rmse", "list", "doctor", "oracles", "mods", "blocks", "repro")
+VERBS = (
+    *("check", "rmse", "list", "doctor", "oracles", "mods", "blocks", "repro", "demo", "faults"),
+    "fingerprint",
+)
 
 # Everything before the tox environment; the two commands differ in nothing else.
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install --quiet tox && .venv/bin/tox -q -e "
@@ -199,6 +202,25 @@ def test_the_check_page_names_its_questions_and_conventions():
     assert source == read("examples/my_kernel.py")
 
 
+def test_the_kernel_of_the_ci_page_passes_the_gate_that_the_page_shows(tmp_path):
+    """Its gradients too: through a maximum that is not detached they have rounding of their own."""
+    from attncheck.examine.answer import answered
+    from attncheck.problem import Case, Problem
+    from attncheck.subjects.load import load
+
+    (source,) = re.findall(
+        r"^```python my_kernel\.py$\n(.*?)^```$", read("docs/ci.md"), re.M | re.S
+    )
+    sizes = {"query": 1, "kv": 129, "head_dim": 64, "dtype": "bf16", "backward": True}
+    problem = Problem(**sizes, distribution="uniform", seed=1)
+    found = []
+    for name, text in (("shown", source), ("through_it", source.replace(".detach()", ""))):
+        (tmp_path / f"{name}.py").write_text(text)
+        kernel = load(f"{tmp_path / name}.py::attention", None)
+        found.append(answered(kernel, Case(problem=problem), device="cpu").status)
+    assert found == ["pass", "fail"]
+
+
 def test_arguments_of_the_library_are_documented():
     from attncheck.mods.library import MASKS, SCORES
 
@@ -269,7 +291,7 @@ def test_a_dead_link_is_found():
 
 def test_the_index_lists_every_page():
     pages = {f"{Path(name).name}" for name in DOCUMENTS if name.startswith("docs/")}
-    assert set(re.findall(r"\]\((\w+\.md)\)", read("docs/index.md"))) == pages - {"index.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", read("docs/index.md"))) == pages - {"index.md"}
 
 
 # Public names.

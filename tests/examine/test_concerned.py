@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from attncheck.examine.answer import answered
 from attncheck.examine.concerned import as_concerned, unconcerned
 from attncheck.examine.executor import InProcess
 from attncheck.paging import Paging
-from attncheck.problem import Problem
+from attncheck.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 
 PROBLEM = Problem(batch=2, query=5, kv=20)
@@ -53,3 +54,15 @@ def test_why_not() -> None:
         (Of(), SOFTMAX, "it is not about softmax"),
     ):
         assert unconcerned(subject, problem, InProcess()) == reason
+
+
+def test_a_backward_in_pages_there_is_not() -> None:
+    """There is no such Problem: asking for one of a kernel of pages raised."""
+    backward = PROBLEM.replace(backward=True, dlse=True)
+    assert as_concerned(Of(pages=True), backward) == (backward,)
+    assert unconcerned(Of(pages=True), backward, InProcess()) == "it gives no gradients"
+    for question in ("compare", "guards", "repeats"):
+        numbers = {"calls": 8} if question == "repeats" else {}
+        case = Case(problem=backward, question=question, parameters=numbers)
+        record = answered(Of(pages=True), case, device="cpu")
+        assert (record.status, record.reason) == ("unsupported", "it gives no gradients")

@@ -182,7 +182,7 @@ def test_one_bit_written_to_an_input_is_told(problem, name):
     drawn = inputs_room.draw(problem)
     before = {n: t.clone() for n, t in drawn.tensors().items()}
     result = InProcess().run(Kernel(lambda i: _flip_one_bit(i.tensors()[name])), drawn)
-    assert result == Failure(kind="contract", message=f"wrote to its input {name}.")
+    assert result == Failure(kind="mutation", message=f"wrote to its input {name}.")
     for n, tensor in drawn.tensors().items():  # it had a copy
         assert torch.equal(tensor.view(torch.uint8), before[n].view(torch.uint8))
 

@@ -515,30 +515,9 @@ def test_a_list_of_other_blocks_is_refused(name):
     )
 
 
-class Watched:
-    """Counts what the interpreter loads and stores outside the tensors that it knows."""
-
-    def __init__(self, monkeypatch, tensors):
-        from triton.runtime import interpreter
-
-        self.tensors, self.outside = tensors, 0
-        builder = interpreter.InterpreterBuilder
-        for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
-            monkeypatch.setattr(builder, name, self._watching(getattr(builder, name), place))
-
-    def _watching(self, call, place):
-        def watching(builder, pointers, *rest, **named):
-            addresses = torch.from_numpy(pointers.data.astype("int64"))
-            asked = addresses[torch.from_numpy(rest[place].data.astype("bool"))]
-            inside = torch.zeros_like(asked, dtype=torch.bool)
-            for tensor in self.tensors:
-                start = tensor.data_ptr()
-                end = start + tensor.numel() * tensor.element_size()
-                inside |= (asked >= start) & (asked < end)
-            self.outside += int((~inside).sum())
-            return call(builder, pointers, *rest, **named)
-
-        return watching
+Watched = import_file(
+    Path(__file__).with_name("watched_accesses.py"), "a file of these tests"
+).Watched
 
 
 @pytest.mark.parametrize("missing", [None, "q", "k", "v", "dout", "dlse", "sink"])

@@ -618,7 +618,7 @@ def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
 def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
     """The interpreter itself would copy from anywhere."""
     watched = import_file(
-        Path(__file__).with_name("test_flash2_backward.py"), "a file of these tests"
+        Path(__file__).with_name("watched_accesses.py"), "a file of these tests"
     ).Watched
     asked = asked_of("bottom_right", WITHIN["stripes"], dtype="bf16", sink=True, local=False)
     tensors = [

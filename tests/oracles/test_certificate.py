@@ -19,10 +19,11 @@ from attncheck.conditions import Rows
 from attncheck.inputs import draw
 from attncheck.mods.spec import Spec
 from attncheck.mods.to_ball import evaluator as on_balls
-from attncheck.oracles.certificate import enclosed, one_head, proven_error
+from attncheck.oracles.certificate import enclosed, proven_error
 from attncheck.oracles.flash2 import flash2_forward
 from attncheck.oracles.numbers import Float64
 from attncheck.oracles.numbers.ball import Ball
+from attncheck.oracles.one_head import one_head
 from attncheck.outputs import Outputs
 from attncheck.problem import Problem
 from attncheck.runner.variants import VARIANTS, Shape
@@ -119,7 +120,7 @@ def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
     inputs = of_variant("softcap", "2x4/2x9/7x4/3", dtype="e5m2")
     numbers = Ball(evaluate=on_balls)
     whole = enclosed(numbers, inputs, all_rows(inputs.problem))
-    monkeypatch.setattr("attncheck.oracles.certificate._SCORES", 6)
+    monkeypatch.setattr("attncheck.oracles.one_head._SCORES", 6)
     rows = Rows(range(3, 6), torch.tensor([0, 4, 8]))
     some = enclosed(numbers, inputs, rows)
     assert some.out.array.shape == (1, 3, 3, 3)

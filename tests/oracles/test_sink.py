@@ -14,9 +14,10 @@ import torch
 from attncheck import oracles
 from attncheck.inputs import Inputs, draw
 from attncheck.mods.spec import Spec
-from attncheck.oracles.certificate import enclosed, one_head, proven_error
+from attncheck.oracles.certificate import enclosed, proven_error
 from attncheck.oracles.conditions import blocks
 from attncheck.oracles.numbers import Float64, Mp
+from attncheck.oracles.one_head import one_head
 from attncheck.oracles.tiles import Blocks
 from attncheck.problem import Problem
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import NoSuchExample
 
+from attncheck.record import WRONG
 from attncheck.suite.asking import Asked, cases
 from attncheck.suite.marks import MARK
 from attncheck.suite.tiers import TIERS
@@ -83,7 +84,7 @@ class Suite:
 
     def fails(self, kernel: UnderTest, case: Case) -> bool:
         """Whether it does."""
-        return kernel.answer(case).status in {"fail", "error"}
+        return kernel.answer(case).status in WRONG
 
 
 @pytest.fixture(scope="session")

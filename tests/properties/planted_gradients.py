@@ -63,6 +63,15 @@ class WindowForgotten(WrongBackward):
         return (at.q_idx >= at.kv_idx) & (at.b >= 0) & (at.h >= 0)
 
 
+class HiddenTimesZero(WrongBackward):
+    """Every key adds to dQ as 0 times it: nothing, unless it is NaN."""
+
+    def other(self, inputs: Inputs, given: Outputs) -> Outputs:
+        nothing = (inputs.k * 0.0).sum(2, keepdim=True)
+        nothing = nothing.repeat_interleave(inputs.problem.group, dim=1)
+        return _changed(given, "dq", lambda dq: dq + nothing)
+
+
 class SlopeForgotten(WrongBackward):
     """Scores have gradients as if there were no score mod."""
 

@@ -307,6 +307,23 @@ def _as_contiguous(x: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(x, x.shape, dense, x.storage_offset())
 
 
+class WrappedOffsets(Misreading):
+    """A row's number times the stride between rows is a 32-bit integer."""
+
+    def misread(self, inputs: Inputs) -> Inputs:
+        return inputs.replace(**{n: _wrapped(getattr(inputs, n)) for n in "qkv"})
+
+
+def _wrapped(x: torch.Tensor) -> torch.Tensor:
+    at = torch.tensor(x.storage_offset())
+    for axis, (length, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        steps = torch.arange(length) * stride
+        steps = steps.to(torch.int32).long() if axis == 2 else steps
+        at = at + steps.view([-1 if each == axis else 1 for each in range(4)])
+    size = x.untyped_storage().nbytes() // x.element_size()
+    return x.as_strided((size,), (1,), 0)[at]
+
+
 class OffsetIgnored(Misreading):
     """Reads from the first element of the memory that its tensors are views of."""
 

@@ -141,6 +141,7 @@ masked_rows.empty_rows_are_zero empty_rows arithmetic.Sentinel causal_bottom_rig
 masked_rows.rows_beside_them_are_exact compare misread.PaddingSeen
 masked_rows.rows_beside_them_are_exact compare misread.TopLeft causal_bottom_right
 poison.nan_in_hidden_keys hidden_keys_nan arithmetic.HiddenTimesZero
+poison.nan_in_hidden_keys_of_a_backward hidden_keys_nan gradients.HiddenTimesZero causal fp16
 poison.huge_hidden_keys hidden_keys_huge arithmetic.HiddenKeysOverflow
 poison.nan_in_the_future future_keys_nan arithmetic.HiddenTimesZero
 poison.huge_future future_keys_huge arithmetic.HiddenKeysOverflow
@@ -221,6 +222,7 @@ backward.layouts strides_heads_last gradients.LossAsContiguous
 backward.layouts strides_gapped gradients.LossAsContiguous
 backward.layouts strides_packed misread.AsContiguous
 backward.layouts strides_expanded gradients.LossAsContiguous
+backward.layouts strides_far misread.WrappedOffsets
 backward.runs_agree repeat gradients.Unsteady
 backward.runs_agree call_order gradients.LeavesTraces
 """
@@ -244,7 +246,8 @@ def test_a_property_fails_the_fault_it_is_for(suite, row: list[str]) -> None:
 @pytest.mark.parametrize("question", [name for name in RELATIONS if name.startswith("strides")])
 def test_strides_are_used(suite, question: str) -> None:
     asked = dataclasses.replace(suite.properties[LAYOUTS], questions=(question,))
-    fault = "OffsetIgnored" if question == "strides_offset" else "AsContiguous"
+    faults = {"strides_offset": "OffsetIgnored", "strides_far": "WrappedOffsets"}
+    fault = faults.get(question, "AsContiguous")
     assert suite.failing(suite.under_test(f"misread.{fault}", "full", "fp32"), asked)
 
 

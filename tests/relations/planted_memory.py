@@ -44,6 +44,24 @@ class FromTheStart(_Elsewhere):
         return tensor.as_strided(tensor.shape, tensor.stride(), 0)
 
 
+class Wrapped(_Elsewhere):
+    """Counts rows' elements in an int32."""
+
+    name = "planted-wrapped"
+
+    def prepare(self, inputs):
+        if inputs.dout is not None:
+            inputs = inputs.replace(dout=self.read(inputs.dout))
+        return super().prepare(inputs)
+
+    def read(self, tensor):
+        at = torch.tensor(tensor.storage_offset())
+        for axis, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            steps = (torch.arange(length) * stride).int().long()
+            at = at + steps.view([-1 if each == axis else 1 for each in range(4)])
+        return memory(tensor)[at]
+
+
 class WholeVectors(_Elsewhere):
     """Multiplies what follows a row by 0, and adds it to the row."""
 

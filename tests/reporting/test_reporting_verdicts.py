@@ -25,11 +25,13 @@ def csv_rows(text):
 
 def test_every_status_has_a_look_and_a_count(make):
     records = [make.judged(status=status) for status in JUDGED]
-    records += [make.refused("k", s, "no") for s in ("error", "unsupported")]
+    lost = ("crash", "timeout", "oom", "flaky", "oracle disagrees", "error", "unsupported")
+    records += [make.refused("k", s, "no") for s in lost]
     assert sorted(STATUSES) == sorted(record.status for record in records)
     page = render(make.report(*records, *records[-2:]), "table")
     assert page.splitlines()[-1] == (
-        "8 cells: 1 pass, 1 warn, 1 inconclusive, 1 fail, 2 errors, 2 unsupported."
+        "13 cells: 1 pass, 1 warn, 1 inconclusive, 1 fail, 1 flaky, 2 errors, 1 crash, 1 timeout, "
+        "1 oom, 1 oracle disagrees, 2 unsupported."
     )
 
 

@@ -165,23 +165,37 @@ def test_a_planted_fault_is_shown(fault, question, rule):
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "rule", "reason"),
     [
-        ("raises", "RuntimeError: planted"),
-        ("the first head alone", "out.shape=(1, 1, 64, 64), but should be (1, 8, 64, 64)."),
-        ("out in fp32", "out.dtype=torch.float32, but should be torch.bfloat16."),
-        ("writes to q", "wrote to its input q."),
+        (
+            "the first head alone",
+            "contract",
+            "out.shape=(1, 1, 64, 64), but should be (1, 8, 64, 64).",
+        ),
+        ("out in fp32", "contract", "out.dtype=torch.float32, but should be torch.bfloat16."),
+        ("writes to q", "mutation", "wrote to its input q."),
     ],
 )
-def test_what_cannot_be_judged_is_an_error(fault, reason):
+def test_what_is_no_answer_breaks_a_rule_of_the_call(fault, rule, reason):
     report = answered(PLANTED.WRONG[fault], "plain")
-    assert [(r.status, r.reason) for r in report.records] == [("error", reason)]
+    (record,) = report.records
+    found = record.judgement
+    assert (record.status, found.rule, found.reason) == ("fail", rule, reason)
+    assert check_page.exit_status(report) == "fail"
+    page = check_page.render(report, "md")
+    assert f"{rule}: {reason}".replace("_", "\\_") in page
+
+
+def test_what_is_raised_is_an_error():
+    report = answered(PLANTED.WRONG["raises"], "plain")
+    said = [(r.status, r.reason) for r in report.records]
+    assert said == [("error", "RuntimeError: planted")]
     assert check_page.exit_status(report) == "fail"
 
 
 def test_every_planted_fault_is_shown_here():
-    errors = {"raises", "the first head alone", "out in fp32", "writes to q"}
-    assert {fault for fault, *_ in SHOWN} | errors == set(PLANTED.WRONG)
+    unjudged = {"raises", "the first head alone", "out in fp32", "writes to q"}
+    assert {fault for fault, *_ in SHOWN} | unjudged == set(PLANTED.WRONG)
 
 
 def test_a_refusal_is_no_fault():

@@ -182,14 +182,17 @@ def test_a_relation_shows_the_element_that_is_wrong(script, run):
     assert "  allowed    0 (bit for bit)\n" in said
 
 
-def test_layouts_are_those_of_the_question(script, imported):
-    asked = case("strides_transposed")
+@pytest.mark.parametrize("question", ["strides_transposed", "strides_far"])
+def test_layouts_are_those_of_the_question(script, imported, question):
+    asked = case(question)
     _, path = script(f"{KERNELS}::unfused", asked)
+    assert path.stat().st_size < 2**16  # of what lies between rows nothing is in it
     module = imported(path)
     for told, inputs in zip(module.ASKED["runs"], runs(asked, "cpu"), strict=True):
         for name, tensor in inputs.tensors().items():
             its = module.tensor(module.ASKED["memory"], told["inputs"][name], "cpu")
             assert its.stride() == tensor.stride()
+            assert its.storage_offset() == tensor.storage_offset()
             assert torch.equal(its, tensor)
 
 

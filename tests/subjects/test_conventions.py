@@ -290,19 +290,20 @@ def test_lse_may_come_with_out(exact):
 @pytest.mark.parametrize(
     ("gives", "kind", "message"),
     [
-        (lambda q: (q, None), "", ""),
-        (lambda q: [q], "error", "it returned list of 1: the sdpa convention gives out, or (out, "),
-        (lambda q: None, "error", "it returned NoneType: the sdpa"),
+        (lambda q: (q.clone(), None), "", ""),
+        (lambda q: (q, None), "alias", "out lies in the memory of its input q."),
+        (lambda q: [q], "contract", "it returned list of 1: the sdpa convention gives out, or "),
+        (lambda q: None, "contract", "it returned NoneType: the sdpa"),
         (lambda q: (None, None), "contract", "out is NoneType"),
         (lambda q: q[:1], "contract", "out.shape=(1, 4, 20, 16), but should be (2, 4, 20, 16)."),
         (lambda q: q.float(), "contract", "out.dtype=torch.float32"),
         (lambda q: (q, q), "contract", "lse.shape="),
         (lambda q: (q, q[..., 0]), "contract", "lse.dtype=torch.bfloat16, but should be"),
-        (lambda q: q.mul_(2), "contract", "wrote to its input q."),
+        (lambda q: q.mul_(2).clone(), "mutation", "wrote to its input q."),
         (lambda q: q.nothing, "error", "AttributeError"),
         (lambda q: int("x"), "refused", "ValueError: invalid literal"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_it_may_give(gives, kind, message):
     result = InProcess().run(sdpa(lambda q, k, v: gives(q)), draw(small()))

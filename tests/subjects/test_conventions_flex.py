@@ -57,6 +57,29 @@ def masked(fault=""):
     return kernel
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("score_mod", {"score": Spec.of("alibi")}),
+        ("mask_mod", {"mask": Spec.of("padding", lengths=[20, 13])}),
+    ],
+)
+def test_a_function_that_writes_to_what_a_mod_captures_is_found(name, changes):
+    def kernel(q, k, v, mask_mod=None, score_mod=None, scale=None, *, enable_gqa=False):
+        mod, reads = {"mask_mod": mask_mod, "score_mod": score_mod}[name], []
+        out = masked()(q, k, v, mask_mod, score_mod, scale, enable_gqa=enable_gqa)
+        while not reads:
+            cells = [cell.cell_contents for cell in mod.__closure__]
+            reads = [each for each in cells if isinstance(each, torch.Tensor)]
+            mod = next((each for each in cells if callable(each)), None)
+        reads[0].add_(1)
+        return out
+
+    record = record_of(kernel, small(**changes))
+    assert (record.status, record.judgement.rule) == ("fail", "mutation")
+    assert record.judgement.reason == f"wrote to its input {name}."
+
+
 def lse_alone(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False):
     return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
 
@@ -116,4 +139,4 @@ def test_what_the_signature_lacks_is_not_asked(parameters, changes, reason):
 def test_lse_that_is_not_wanted_is_not_asked_for():
     assert record_of(flex_attention, small(), returns_lse=False).lse is None
     record = record_of(lambda q, k, v, score_mod=None: q, small(), returns_lse=True)
-    assert "it gave no LSE" in record.reason
+    assert "it gave no LSE" in record.judgement.reason

@@ -243,10 +243,25 @@ def test_a_function_that_writes_to_its_cache_is_found():
         return out
 
     record = record_of(subject_of(kernel), small())
-    assert (record.status, record.reason) == (
-        "error",
-        "BrokenConvention: wrote to its input k",
-    )
+    found = record.judgement
+    assert (record.status, found.rule) == ("fail", "mutation")
+    assert found.reason == "wrote to its input k."
+
+
+@pytest.mark.parametrize("name", ["cache_seqlens", "block_table"])
+@pytest.mark.parametrize("copied", [1 << 20, 0])
+def test_a_function_that_writes_to_its_tables_is_found(name, copied, monkeypatch):
+    """Whether a copy was made before the call, or it is made once more after it."""
+    monkeypatch.setattr("attncheck.subjects.conventions.left_alone._COPIED", copied)
+
+    def kernel(q, k_cache, v_cache, cache_seqlens, block_table):
+        out = with_kvcache()(q, k_cache, v_cache, None, None, cache_seqlens, block_table)
+        {"cache_seqlens": cache_seqlens, "block_table": block_table}[name].add_(1)
+        return out
+
+    record = record_of(subject_of(kernel), small())
+    assert (record.status, record.judgement.rule) == ("fail", "mutation")
+    assert record.judgement.reason == f"wrote to its input {name}."
 
 
 @pytest.mark.parametrize("shared", [0, 1])

@@ -19,6 +19,7 @@ from attncheck.inputs import draw
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
+from attncheck.source_files import import_file
 from attncheck.subjects import flash, ideal_attention
 from attncheck.subjects.flash import launch
 from attncheck.subjects.flash1 import Flash1
@@ -434,31 +435,9 @@ def test_planted_faults_are_noticed(kernel, fault, exact, planted, tmp_path, mon
     assert not check(subject.run(inputs)) <= 1
 
 
-class Bounds:
-    """Watches what the interpreter loads and stores: it would copy from anywhere."""
-
-    def __init__(self, monkeypatch, tensors):
-        from triton.runtime import interpreter
-
-        self.tensors, self.outside = tensors, 0
-        builder = interpreter.InterpreterBuilder
-        for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
-            monkeypatch.setattr(builder, name, self._watched(getattr(builder, name), place))
-
-    def _watched(self, call, place):
-        def watched(builder, pointers, *rest, **named):
-            addresses = torch.from_numpy(pointers.data.astype("int64"))
-            asked = addresses[torch.from_numpy(rest[place].data.astype("bool"))]
-            inside = torch.zeros_like(asked, dtype=torch.bool)
-            for tensor in self.tensors:
-                start = tensor.data_ptr()
-                inside |= (asked >= start) & (
-                    asked < start + tensor.numel() * tensor.element_size()
-                )
-            self.outside += int((~inside).sum())
-            return call(builder, pointers, *rest, **named)
-
-        return watched
+Watched = import_file(
+    Path(__file__).parents[1] / "kernels" / "watched_accesses.py", "a file of these tests"
+).Watched
 
 
 def remembered(make, tensors):
@@ -477,9 +456,9 @@ def test_reads_and_writes_its_own_tensors_only(missing, subject, monkeypatch):
         tensors += [listed.runs, listed.counts]
     for name in ("empty", "zeros", "full"):
         monkeypatch.setattr(torch, name, remembered(getattr(torch, name), tensors))
-    bounds = Bounds(monkeypatch, tensors)
+    seen = Watched(monkeypatch, tensors)
     subject.run(inputs)
-    assert (bounds.outside > 0) == (missing is not None)  # it notices a tensor it does not know
+    assert (seen.outside > 0) == (missing is not None)  # it notices a tensor it does not know
 
 
 SHARED_MEMORY = 232448  # bytes a block may use on Hopper

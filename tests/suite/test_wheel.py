@@ -1,4 +1,4 @@
-"""The properties are in the wheel, and run where there is no clone."""
+"""The properties and templates are in the wheel, and run where there is no clone."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_property_is_in_it(installed: Path) -> None:
     ours = {path.name for path in (ROOT / "properties").iterdir() if path.is_file()}
     assert {path.name for path in (installed / "attncheck" / "properties").iterdir()} == ours
+
+
+def test_every_template_is_in_it(installed: Path) -> None:
+    folder = Path("attncheck") / "reporting" / "templates"
+    ours = {path.name: path.read_bytes() for path in (ROOT / "src" / folder).iterdir()}
+    assert {path.name: path.read_bytes() for path in (installed / folder).iterdir()} == ours
+    assert "gate.html.j2" in ours
 
 
 def test_they_run_from_it(installed: Path, tmp_path: Path) -> None:

@@ -13,15 +13,23 @@ from pathlib import Path
 import click
 
 from attncheck import __version__
+from attncheck.cli.baseline import baseline
 from attncheck.cli.blocks import blocks
 from attncheck.cli.check import check
+from attncheck.cli.config import config
+from attncheck.cli.demo import demo
 from attncheck.cli.doctor import doctor
+from attncheck.cli.faults import faults
+from attncheck.cli.fingerprint import fingerprint
+from attncheck.cli.gate import gate
 from attncheck.cli.init import init
 from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.list import list_
+from attncheck.cli.merge import merge
 from attncheck.cli.mods import mods
 from attncheck.cli.oracles import oracles
 from attncheck.cli.probe import probe
+from attncheck.cli.report import report
 from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
 from attncheck.cli.standard_output import Group, discard
@@ -54,15 +62,23 @@ def attncheck() -> None:
 
 
 attncheck.add_command(check)
+attncheck.add_command(gate)
+attncheck.add_command(faults)
 attncheck.add_command(repro)
 attncheck.add_command(probe)
+attncheck.add_command(fingerprint)
 attncheck.add_command(init)
+attncheck.add_command(config)
+attncheck.add_command(baseline)
 attncheck.add_command(rmse)
 attncheck.add_command(list_)
 attncheck.add_command(doctor)
+attncheck.add_command(demo)
 attncheck.add_command(oracles)
 attncheck.add_command(mods)
 attncheck.add_command(blocks)
+attncheck.add_command(merge)
+attncheck.add_command(report)
 
 
 def main() -> None:

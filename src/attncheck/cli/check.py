@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
-_EXIT_CODES = {"pass": 0, "fail": 1, "untested": 5}
+_EXIT_CODES = {"pass": 0, "fail": 1, "in doubt": 3, "untested": 5}
 
 
 @click.command(cls=Verb)
@@ -106,6 +106,7 @@ def check(  # noqa: PLR0913  # one parameter per option
     check_writable(directory, "check")
     report = opened(subject, device=device, command=as_typed(argument=spec))
     report = _answered(interrupts, report, subject, asked, live=fmt == "table", quiet=quiet)
+    report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         check_page.write(report, directory)
     with standard_output():
@@ -161,6 +162,20 @@ def _answered(
                 _show_row(report.records[-1], first=question.case.problem.dtype != before)
                 before = question.case.problem.dtype
     return report
+
+
+def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
+    """With what may be wrong in the Record that is shown in full."""
+    from msgspec.structs import replace
+
+    from attncheck.examine.diagnosis import diagnosed
+    from attncheck.reporting import check_page
+
+    bad = check_page.worst(report)
+    if bad is None:
+        return report
+    told = diagnosed(bad, subject, device=device)
+    return replace(report, records=tuple(told if one is bad else one for one in report.records))
 
 
 def _show_row(record: Record, *, first: bool) -> None:

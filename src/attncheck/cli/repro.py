@@ -26,6 +26,11 @@ _EXIT_CODES: dict[Status, int] = {
     "inconclusive": 0,
     "fail": 1,
     "error": 1,
+    "crash": 1,
+    "timeout": 1,
+    "oom": 1,
+    "flaky": 1,
+    "oracle disagrees": 3,
     "unsupported": 5,
 }
 
@@ -57,6 +62,13 @@ _EXIT_CODES: dict[Status, int] = {
     help="Write a Python script that asks the same without attncheck: it needs torch and the "
     "kernel alone.",
 )
+@click.option(
+    "--plot",
+    "plots",
+    multiple=True,
+    metavar="FILE",
+    help="Draw where the error is, to FILE.png or FILE.svg (repeatable; needs attncheck[plot]).",
+)
 @click.make_pass_decorator(Interrupts, ensure=True)
 def repro(  # one parameter per option
     interrupts: Interrupts,
@@ -68,6 +80,7 @@ def repro(  # one parameter per option
     device: str | None,
     reports: str,
     script: str | None,
+    plots: tuple[str, ...],
 ) -> int:
     """Ask a kernel the very same question again, and say what is wrong with its answer.
 
@@ -79,7 +92,9 @@ def repro(  # one parameter per option
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
     from attncheck.reporting.failures import find
+    from attncheck.reporting.plot import check_plots
 
+    check_plots(plots)
     found = find(wanted, reports, kernel or "")
     from attncheck.examine.environment import prepare
     from attncheck.examine.reproduce import again
@@ -95,6 +110,7 @@ def repro(  # one parameter per option
         _write(script, subject, case, record, kernel=spec, convention=convention, device=device)
     interrupts.check()
     _show(record, found, kernel=spec, device=device)
+    _draw(record, plots, kernel=f"{spec} on {device}")
     return _EXIT_CODES[record.status]
 
 
@@ -102,8 +118,8 @@ def _case(found: Found) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
     from attncheck.errors import UsageError
     from attncheck.examine.questions import check_question
+    from attncheck.inert import one_line
     from attncheck.problem import Case
-    from attncheck.reporting.inert import one_line
 
     try:
         case = Case.from_json(found.case)
@@ -156,10 +172,10 @@ def _write(  # who is asked what
     device: str,
 ) -> None:
     from attncheck.examine.questions import summary
+    from attncheck.inert import one_line
     from attncheck.reporting.asked import asked
     from attncheck.reporting.diagnosis import problem_line
     from attncheck.reporting.files import write_texts
-    from attncheck.reporting.inert import one_line
     from attncheck.runner.standalone import script
 
     path = Path(file)
@@ -181,6 +197,19 @@ def _write(  # who is asked what
     write_texts({path.name: text}, path.parent, what="the script", instead="--script")
 
 
+def _draw(record: Record, plots: tuple[str, ...], *, kernel: str) -> None:
+    """Where the error is; of what is right, or wrong everywhere alike, that there is no picture."""
+    if not plots:
+        return
+    from attncheck.reporting.error_figure import is_mapped
+    from attncheck.reporting.plot import write_error_plots
+
+    if is_mapped(record):
+        write_error_plots(record, plots, kernel=kernel)
+    else:
+        click.echo("attncheck: nothing is known of where an error is: no plot is drawn.", err=True)
+
+
 _HOLDS_NOW = (
     "It failed when it was kept: the kernel has been mended since, or its answer depends on the "
     "calls before it."
@@ -191,6 +220,7 @@ def _show(record: Record, found: Found, *, kernel: str, device: str) -> None:
     import sys
 
     from attncheck.examine.questions import summary
+    from attncheck.record import WRONG
     from attncheck.reporting import screen
     from attncheck.reporting.diagnosis import diagnosis
 
@@ -202,7 +232,7 @@ def _show(record: Record, found: Found, *, kernel: str, device: str) -> None:
         test=found.test,
     )
     same = found.test and kernel == found.kernel
-    if same and record.status not in {"fail", "error", "unsupported"}:
+    if same and record.status not in WRONG | {"unsupported"}:
         said += f"\n{_HOLDS_NOW}"
     with standard_output():
         screen.put(f"{said}\n", sys.stdout)

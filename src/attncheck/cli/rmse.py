@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rmse"]
 
-FAILED, NOTHING_TESTED = 1, 5
+FAILED, IN_DOUBT, NOTHING_TESTED = 1, 3, 5
 _WRITES_NOTHING = "prints one cell and writes no files"
 # Options that take a file: reports name it without its folder.
 _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
@@ -276,7 +276,11 @@ def _draw(report: Report, plots: tuple[str, ...]) -> None:
 
 
 def _exit_code(report: Report) -> int:
+    from attncheck.record import UNHELD, WRONG
+
     statuses = {record.status for record in report.records}
-    if statuses & {"fail", "error"}:
+    if statuses & WRONG:
         return FAILED
+    if statuses & UNHELD:
+        return IN_DOUBT
     return 0 if statuses - {"unsupported"} else NOTHING_TESTED

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from attncheck.examine.check import compare
+from attncheck.examine.checks import CHECKS, checked
 from attncheck.examine.concerned import unconcerned
 from attncheck.examine.evidence import Evidence
 from attncheck.examine.executor import InProcess
@@ -40,7 +41,7 @@ def answered(
 
     Args:
         subject: The kernel.
-        case: Its question is ``compare``, a relation or a probe.
+        case: Its question is ``compare``, a relation, a probe or a check.
         device: ``cpu`` or ``cuda``.
         variant: A name for the question in a report.
         environment: Fingerprint of this process.
@@ -61,6 +62,8 @@ def answered(
         return replace(record, status="unsupported", reason=reason)
     if case.question in RELATIONS:
         return related(subject, case, device=device, executor=executor, **said)
+    if case.question in CHECKS:
+        return checked(subject, case, device=device, executor=executor, **said)
     evidence = Evidence(case, device)
     if case.question in PROBES:
         return probe(subject, evidence, executor=executor, brief=brief, **said)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from attncheck.examine.error_map import mapped
 from attncheck.examine.executor import InProcess
 from attncheck.examine.judging import judged
 from attncheck.examine.recorded import recorded
+from attncheck.examine.second_opinion import second_opinion
 from attncheck.judge.metrics import errors
 from attncheck.judgement import Place
 from attncheck.record import GradientErrors, LseErrors, OutErrors, Record
@@ -47,9 +49,9 @@ def compare(
         brief: Whether the verdict alone is asked for: without errors beside their yardsticks, and
             as ``judging.judged`` says.
 
-    Never raises for what the kernel does: an exception, a broken contract or an input written to
-    becomes a Record with status ``error``; so does a Case whose exact result does not fit into
-    memory. A Refused becomes one with ``unsupported``.
+    Never raises for what the kernel does: a kernel without outputs becomes a Record as
+    ``recorded.without_outputs`` says, and a Case whose exact result does not fit into memory one
+    with status ``error``.
     """
     return recorded(
         subject,
@@ -58,8 +60,8 @@ def compare(
         environment=environment,
         executor=executor or InProcess(),
         timed=timed,
-        answer=lambda record, result: (
-            _verdict(record, result, evidence) if brief else _compared(record, result, evidence)
+        answer=lambda record, result: second_opinion(
+            (_verdict if brief else _compared)(record, result, evidence), evidence
         ),
         brief=brief,
     )
@@ -67,7 +69,8 @@ def compare(
 
 def _verdict(record: Record, result: Execution, evidence: Evidence) -> Record:
     judgement = judged(result, evidence, brief=True)
-    return replace(record, status=judgement.status, judgement=judgement)
+    record = replace(record, status=judgement.status, judgement=judgement)
+    return mapped(record, result, evidence)
 
 
 def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
@@ -75,7 +78,7 @@ def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
     tiling = result.tiling or Ideal().tiling(problem, evidence.device)
     judgement = judged(result, evidence)
     gradients = _gradients(result.outputs, evidence, tiling)
-    return replace(
+    record = replace(
         record,
         status=judgement.status,
         judgement=judgement,
@@ -85,6 +88,7 @@ def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
         seconds=result.seconds,
         tiling=str(tiling) if problem.operation == "attention" else "",
     )
+    return mapped(record, result, evidence)
 
 
 def _out(outputs: Outputs, evidence: Evidence, tiling: Tiling) -> OutErrors:

@@ -23,7 +23,8 @@ def as_concerned(
     """``problem``, or the same in pages for a kernel that takes keys in pages alone.
 
     Then once for each of some usual sizes, of which a kernel may take one; nothing else differs,
-    and with several sequences they share their first page.
+    and with several sequences they share their first page. There are no gradients of keys in pages:
+    a backward stays what it is.
 
     Args:
         subject: The kernel.
@@ -31,7 +32,7 @@ def as_concerned(
         executor: How to ask it; in this process by default.
     """
     executor = executor or InProcess()
-    if problem.operation != "attention" or executor.concerns(subject, problem):
+    if problem.operation != "attention" or problem.backward or executor.concerns(subject, problem):
         return (problem,)
     shared = int(problem.batch > 1)
     paged = tuple(problem.replace(paging=Paging(size=size, shared=shared)) for size in _SIZES)
@@ -40,10 +41,12 @@ def as_concerned(
 
 def unconcerned(subject: Subject, problem: Problem, executor: Executor) -> str:
     """Why ``problem`` does not concern a kernel, in one line."""
-    if problem.backward and executor.concerns(
-        subject, problem.replace(backward=False, dlse=False, dcaptured=False)
-    ):
-        return "it gives no gradients"
+    if problem.backward:
+        forward = problem.replace(backward=False, dlse=False, dcaptured=False)
+        if executor.concerns(subject, forward) or as_concerned(subject, forward, executor) != (
+            forward,
+        ):
+            return "it gives no gradients"
     if problem.sink and executor.concerns(subject, problem.replace(sink=False)):
         return "it is not about sinks"
     if problem.paging is not None:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from attncheck import oracles
@@ -211,7 +212,7 @@ def _shares(errors: Tensor, bounds: Tensor, asked: Tensor) -> Tensor:
 
 
 def _place(number: int, shape: Sequence[int], rows: Rows, problem: Problem) -> Place:
-    head, row, *dim = (int(i) for i in torch.unravel_index(torch.tensor(number), tuple(shape)))
+    head, row, *dim = (int(i) for i in np.unravel_index(number, tuple(shape)))
     pair = rows.heads[head]
     return Place(
         batch=pair // problem.heads,

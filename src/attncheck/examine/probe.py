@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from attncheck.examine.error_map import mapped
 from attncheck.examine.executor import InProcess
 from attncheck.examine.recorded import recorded
+from attncheck.examine.second_opinion import second_opinion
 from attncheck.oracles.indices import Indices, visible
 from attncheck.outputs import Outputs
 from attncheck.probes import probe_named
@@ -56,7 +58,8 @@ def probe(
 
     def answer(record: Record, result: Execution) -> Record:
         judgement = _judged(result, evidence, brief=brief)
-        return replace(record, status=judgement.status, judgement=judgement)
+        record = replace(record, status=judgement.status, judgement=judgement)
+        return second_opinion(mapped(record, result, evidence), evidence)
 
     return recorded(
         subject,

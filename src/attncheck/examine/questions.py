@@ -1,16 +1,20 @@
-"""What can be asked of a kernel: comparing it, an exact probe, or a relation; by name."""
+"""What can be asked of a kernel: comparing it, an exact probe, a relation, a check; by name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from attncheck.errors import UnknownName
+from attncheck.examine.checks import CHECKS
 from attncheck.probes import PROBES
 from attncheck.relations import RELATIONS
 
 if TYPE_CHECKING:
+    from attncheck.examine.checks import Check
+    from attncheck.probes import Probe
     from attncheck.problem import Problem
     from attncheck.question import Allowed
+    from attncheck.relations import Relation
 
 __all__ = ["COMPARE", "allowed", "asked_of", "check_question", "summary", "unfit"]
 
@@ -18,9 +22,9 @@ COMPARE = "compare"
 
 
 def check_question(name: str) -> None:
-    """Raises UnknownName for what is neither ``compare`` nor a relation nor a probe."""
-    if name != COMPARE and name not in RELATIONS and name not in PROBES:
-        raise UnknownName("question", name, (COMPARE, *RELATIONS, *PROBES))
+    """Raises UnknownName for what is neither ``compare`` nor a relation, a probe or a check."""
+    if name != COMPARE and not any(name in known for known in (RELATIONS, PROBES, CHECKS)):
+        raise UnknownName("question", name, (COMPARE, *RELATIONS, *PROBES, *CHECKS))
 
 
 def summary(question: str) -> str:
@@ -28,7 +32,7 @@ def summary(question: str) -> str:
     check_question(question)
     if question == COMPARE:
         return "every element is exact attention up to rounding"
-    return RELATIONS[question].summary if question in RELATIONS else PROBES[question].summary
+    return _named(question).summary
 
 
 def asked_of(question: str, problem: Problem) -> Problem:
@@ -41,9 +45,7 @@ def unfit(question: str, problem: Problem) -> str | None:
     check_question(question)
     if question == COMPARE:
         return None
-    if question in RELATIONS:
-        return RELATIONS[question].unfit(problem)
-    return PROBES[question].unfit(problem)
+    return _named(question).unfit(problem)
 
 
 def allowed(question: str, problem: Problem) -> Allowed:
@@ -51,6 +53,11 @@ def allowed(question: str, problem: Problem) -> Allowed:
     check_question(question)
     if question == COMPARE:
         return {}
+    return _named(question).allowed(problem)
+
+
+def _named(question: str) -> Relation | Probe | Check:
+    """What is asked by a name that was checked, and is not ``compare``."""
     if question in RELATIONS:
-        return RELATIONS[question].allowed(problem)
-    return PROBES[question].allowed(problem)
+        return RELATIONS[question]
+    return CHECKS[question] if question in CHECKS else PROBES[question]

@@ -6,18 +6,29 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.examine.executor import Execution, Executor, Failure, out_of_memory
+from attncheck.examine.digest import digest
+from attncheck.examine.executor import Execution, Executor, Failure, Origin, out_of_memory
+from attncheck.judgement import Judgement
 from attncheck.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.examine.evidence import Evidence
+    from attncheck.judgement import Rule
     from attncheck.problem import Case, Problem
     from attncheck.record import Status
     from attncheck.subjects.contract import Subject
 
-__all__ = ["arrangement", "asked", "recorded"]
+__all__ = ["arrangement", "asked", "recorded", "without_outputs"]
+
+_RULES: dict[str, Rule] = {"contract": "contract", "alias": "alias", "mutation": "mutation"}
+_STATUSES: dict[str, Status] = {
+    "refused": "unsupported",
+    "crash": "crash",
+    "timeout": "timeout",
+    "oom": "oom",
+}
 
 
 def recorded(
@@ -43,27 +54,41 @@ def recorded(
         answer: (Record of what was asked, what the kernel gave) → the Record.
         brief: Whether no yardsticks are needed besides the exact result.
 
-    Never raises for what the kernel does: an exception, a broken contract or an input written to
-    becomes a Record with status ``error``; so does a Case whose exact result does not fit into
-    memory. A Refused becomes one with ``unsupported``.
+    Never raises for what the kernel does: see ``without_outputs``. A Case whose exact result does
+    not fit into memory becomes a Record with status ``error``.
     """
     record = asked(subject, evidence.case, evidence.device, variant, environment)
     refusal = executor.refusal(subject, evidence.case.problem, evidence.device)
     if isinstance(refusal, Failure):
-        return replace(record, status="error", reason=refusal.message)
+        return without_outputs(record, refusal)
     if refusal:
         return replace(record, status="unsupported", reason=refusal)
     try:
         evidence.establish(yardsticks=not brief)  # before any kernel has run
-        result = executor.run(subject, evidence.inputs, timed=timed)
+        result = executor.run(
+            subject, evidence.inputs, origin=Origin(case=evidence.case), timed=timed
+        )
         if isinstance(result, Failure):
-            status: Status = "unsupported" if result.kind == "refused" else "error"
-            return replace(record, status=status, reason=result.message)
-        return answer(record, result)
+            return without_outputs(record, result)
+        return answer(replace(record, digest=digest(result.outputs)), result)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         return replace(record, status="error", reason="out of memory for the exact result")
+
+
+def without_outputs(record: Record, failure: Failure) -> Record:
+    """``record`` of a kernel that gave nothing which could be judged.
+
+    What it raised is an ``error``, what it refused ``unsupported``; a broken contract, outputs in
+    the memory of its inputs and inputs written to ``fail`` by the rule of that name; the end of its
+    process is the status of that name.
+    """
+    if failure.kind in _RULES:
+        rule = _RULES[failure.kind]
+        judgement = Judgement(status="fail", rule=rule, reason=failure.message)
+        return replace(record, status="fail", judgement=judgement)
+    return replace(record, status=_STATUSES.get(failure.kind, "error"), reason=failure.message)
 
 
 def asked(subject: Subject, case: Case, device: str, variant: str, environment: str) -> Record:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import torch
 from msgspec.structs import replace
 
 from attncheck import inputs as inputs_room
+from attncheck import spread
 from attncheck.examine.allowances import certain
 from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution, Executor, Failure, InProcess
+from attncheck.examine.executor import (
+    Execution,
+    Executor,
+    Failure,
+    InProcess,
+    Origin,
+    failure,
+)
 from attncheck.examine.gradient_allowances import gradient_allowance
-from attncheck.examine.recorded import asked
+from attncheck.examine.recorded import asked, without_outputs
 from attncheck.judge.sentences import tile
 from attncheck.judgement import Judgement, Place, Worst
 from attncheck.problem import Case
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs import Inputs
     from attncheck.outputs import Outputs
-    from attncheck.record import Record, Status
+    from attncheck.record import Record
     from attncheck.relations import Finding, Relation
     from attncheck.subjects.contract import Subject
     from attncheck.tensor_names import TensorName
@@ -57,8 +66,9 @@ def related(
     """Run ``subject`` on the inputs that the Case's relation asks for, and compare what it gives.
 
     ``pass`` where the relation holds and ``fail`` where it does not, by the rule ``relation``; a
-    kernel that raised gives ``error``; one that takes a run's Problem not, does not promise what
-    the relation asks, or has no other launches where it asks about those, ``unsupported``. Bits are
+    kernel without outputs gives what ``recorded.without_outputs`` says; one that takes a run's
+    Problem not, does not promise what the relation asks, or has no other launches where it asks
+    about those, ``unsupported``. Bits are
     compared where the kernel promises them; else the runs may be as far apart as the judge's bounds
     of each allow.
 
@@ -74,14 +84,16 @@ def related(
         UsageError: as ``runs``.
     """
     record = asked(subject, case, device, variant, environment)
+    executor = executor or InProcess()
     found = relate(subject, case, executor, device=device)
+    if relation_named(case.question).spacious:
+        spread.let_go(device)
     if isinstance(found, Failure) and found.kind == "unbounded":
         judgement = Judgement(status="inconclusive", rule="relation", reason=found.message)
         return replace(record, status="inconclusive", judgement=judgement)
     if isinstance(found, Failure):
-        status: Status = "unsupported" if found.kind == "refused" else "error"
-        return replace(record, status=status, reason=found.message)
-    judgement = _judgement(found, _last(subject, case, device), case, device)
+        return without_outputs(record, found)
+    judgement = _judgement(found, _last(subject, case, executor, device), case, device)
     return replace(record, status=judgement.status, judgement=judgement)
 
 
@@ -105,11 +117,10 @@ def relate(
     unpromised = _unpromised(relation, subject)
     if unpromised:
         return Failure(kind="refused", message=unpromised)
-    asked_runs = runs(case, device)
-    executor = executor or InProcess()
-    done = _done(subject, case, asked_runs, executor, device)
-    if isinstance(done, Failure):
-        return done
+    answers = _answers(subject, case, executor or InProcess(), device)
+    if isinstance(answers, Failure):
+        return answers
+    asked_runs, done = answers
     if relation.needs_lse and any(each.outputs.lse is None for each in done):
         return Failure(kind="refused", message="gives no LSE")
     exact = _exact(relation, subject, asked_runs)
@@ -119,7 +130,9 @@ def relate(
         found = relation.holds(asked_runs, of_bits, case.parameters, None)
         if found or not case.problem.dcaptured:
             return found
-    errors = _errors(asked_runs, done, device)
+    # Of what poison does to the last run no bound speaks: it may be off by what the first may.
+    bounded = 1 if relation.only_promised else len(done)
+    errors = _errors(asked_runs[:bounded], done[:bounded], device)
     found = relation.holds(asked_runs, outputs, case.parameters, errors)
     unknown = [name for each in errors for name in _unbounded(each)]
     if exact:  # of all others every bit was compared
@@ -129,6 +142,28 @@ def relate(
     return found
 
 
+def _answers(
+    subject: Subject, case: Case, executor: Executor, device: str
+) -> tuple[tuple[Inputs, ...], list[Execution]] | Failure:
+    """The inputs of every run, and what came of them."""
+    spacious = relation_named(case.question).spacious
+    try:
+        asked_runs = runs(case, device)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        if not spacious:
+            raise
+        return _too_small(failure(error))
+    done = _done(subject, case, asked_runs, executor, device)
+    if isinstance(done, Failure):
+        return _too_small(done) if spacious and done.kind == "oom" else done
+    return asked_runs, done
+
+
+def _too_small(lacking: Failure) -> Failure:
+    """What the question takes, not the kernel, is more memory than there is."""
+    return Failure(kind="refused", message=f"this machine is too small for it: {lacking.message}")
+
+
 def _done(
     subject: Subject, case: Case, asked_runs: Sequence[Inputs], executor: Executor, device: str
 ) -> list[Execution] | Failure:
@@ -136,8 +171,10 @@ def _done(
     refused = _refused((subject,) * len(asked_runs), asked_runs, executor)
     if refused is not None:
         return refused
-    subjects = _subjects(subject, case, device, len(asked_runs))
-    return subjects if isinstance(subjects, Failure) else _executed(subjects, asked_runs, executor)
+    subjects = _subjects(subject, case, executor, device, len(asked_runs))
+    if isinstance(subjects, Failure):
+        return subjects
+    return _executed(subjects, case, asked_runs, executor)
 
 
 def _unpromised(relation: Relation, subject: Subject) -> str:
@@ -162,24 +199,24 @@ def _exact(relation: Relation, subject: Subject, asked_runs: Sequence[Inputs]) -
 
 
 def _subjects(
-    subject: Subject, case: Case, device: str, count: int
+    subject: Subject, case: Case, executor: Executor, device: str, count: int
 ) -> tuple[Subject, ...] | Failure:
     """Who makes each run: the kernel, and of some relations at last another launch of it."""
     if not relation_named(case.question).relaunched:
         return (subject,) * count
-    try:
-        others = list(subject.launches(case.problem, device).values())
-    except Exception as error:  # noqa: BLE001  # foreign code may raise anything
-        said = f"asked for its launches it raised {type(error).__name__}: {error}"
-        return Failure(kind="error", message=said)
+    found = executor.launches(subject, case.problem, device)
+    if isinstance(found, Failure):
+        said = f"asked for its launches it raised {found.message}"
+        return dataclasses.replace(found, message=said) if found.kind == "error" else found
+    others = list(found.values())
     if not others:
         return Failure(kind="refused", message="has no launch but its own")
     return (*(subject,) * (count - 1), others[int(case.parameters["launch"]) % len(others)])
 
 
-def _last(subject: Subject, case: Case, device: str) -> Subject:
+def _last(subject: Subject, case: Case, executor: Executor, device: str) -> Subject:
     """Who made the last run, which a Finding is about."""
-    subjects = _subjects(subject, case, device, 1)
+    subjects = _subjects(subject, case, executor, device, 1)
     return subject if isinstance(subjects, Failure) else subjects[-1]
 
 
@@ -197,14 +234,14 @@ def _refused(
 
 
 def _executed(
-    subjects: Sequence[Subject], asked_runs: Sequence[Inputs], executor: Executor
+    subjects: Sequence[Subject], case: Case, asked_runs: Sequence[Inputs], executor: Executor
 ) -> list[Execution] | Failure:
     refused = _refused(subjects, asked_runs, executor)
     if refused is not None:
         return refused
     done = []
-    for subject, inputs in zip(subjects, asked_runs, strict=True):
-        result = executor.run(subject, inputs)
+    for run, (subject, inputs) in enumerate(zip(subjects, asked_runs, strict=True)):
+        result = executor.run(subject, inputs, origin=Origin(case=case, run=run))
         if isinstance(result, Failure):
             return result
         done.append(result)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.examine.answer import answered
+from attncheck.examine.diagnosis import diagnosed
 from attncheck.examine.environment import environment, fingerprint
 from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Executor, Failure, InProcess
+from attncheck.examine.executor import Executor, Failure, InProcess, Origin
 from attncheck.examine.questions import summary
 from attncheck.examine.relate import runs as runs_of
 from attncheck.failure_record import Failed
@@ -57,12 +58,13 @@ def failed(
 
 
 def again(subject: Subject, case: Case, *, device: str) -> Record:
-    """The Record of ``case``, asked here and now.
+    """The Record of ``case``, asked here and now, with what may be wrong where it fails.
 
     Raises:
         UsageError: for a question that there is not, or that cannot be asked of its Problem.
     """
-    return answered(subject, case, device=device, environment=fingerprint(environment(device)))
+    record = answered(subject, case, device=device, environment=fingerprint(environment(device)))
+    return diagnosed(record, subject, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -100,15 +102,20 @@ def runs(
     if case.question in RELATIONS:
         each = runs_of(case, device)
         return tuple(
-            _run(subject, Evidence(Case(problem=one.problem), device, one), executor)
-            for one in each
+            _run(
+                subject,
+                Evidence(Case(problem=one.problem), device, one),
+                executor,
+                Origin(case=case, run=number),
+            )
+            for number, one in enumerate(each)
         )
-    return (_run(subject, Evidence(case, device), executor),)
+    return (_run(subject, Evidence(case, device), executor, Origin(case=case)),)
 
 
-def _run(subject: Subject, evidence: Evidence, executor: Executor) -> Run:
+def _run(subject: Subject, evidence: Evidence, executor: Executor, origin: Origin) -> Run:
     inputs, exact = evidence.inputs, evidence.truth
-    result = executor.run(subject, inputs)
+    result = executor.run(subject, inputs, origin=origin)
     if isinstance(result, Failure):  # it says nothing of its arithmetic either
         arithmetic = default(inputs.problem.formats, capability(evidence.device))
     else:

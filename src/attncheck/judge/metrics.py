@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from attncheck.formats import spacing
@@ -94,7 +95,7 @@ def errors(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) -> 
 def _place(weights: torch.Tensor) -> tuple[int, ...]:
     """Index of the first largest element."""
     flat = int(weights.reshape(-1).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), weights.shape))
+    return tuple(int(i) for i in np.unravel_index(flat, weights.shape))
 
 
 def _root_mean_square(error: torch.Tensor, elements: int) -> float:

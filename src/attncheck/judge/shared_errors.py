@@ -74,14 +74,14 @@ def _excess(
         return sums.view(heads, rows, dim)
     term = values[found.head, found.key]
     if center is not None:
-        term = term - center[found.head, found.row]
-    term = weight[found.head, found.row, found.key][:, None] * term
+        term -= center[found.head, found.row]
+    term *= weight[found.head, found.row, found.key][:, None]
     groups = int(found.group[-1]) + 1
     together = values.new_zeros((groups, dim)).index_add_(0, found.group, term)
     place = found.head * rows + found.row
     of_group = place.new_zeros(groups).index_put_((found.group,), place)
     sums.index_add_(0, of_group, together.square())
-    sums.index_add_(0, place, term.square(), alpha=-1)
+    sums.index_add_(0, place, term.square_(), alpha=-1)
     return sums.view(heads, rows, dim)
 
 

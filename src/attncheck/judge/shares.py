@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from attncheck.judgement import Place
@@ -116,4 +117,4 @@ def of_rows(found: Share, rows: Rows, heads: int) -> Share:
 
 def place(flat: int, shape: torch.Size) -> Place:
     """The element numbered ``flat`` of a tensor of this shape."""
-    return Place.of(tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)))
+    return Place.of(tuple(int(i) for i in np.unravel_index(flat, shape)))

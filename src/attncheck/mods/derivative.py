@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.errors import TraceError
+from attncheck.mods.kept_traces import kept
 from attncheck.mods.places import described
 from attncheck.mods.plainly import Plainly
 from attncheck.mods.recording import record_gradient
@@ -36,6 +37,10 @@ def derivative(score_mod: ScoreMod, device: str = "cpu") -> Expression:
         TraceError: as ``trace_score`` of the score mod itself, and where torch has no derivative
             of an operation, or one that the vocabulary has no words for.
     """
+    return kept("derivative", score_mod, device, lambda: _derivative(score_mod, device))
+
+
+def _derivative(score_mod: ScoreMod, device: str) -> Expression:
     trace_score(score_mod, device)  # what cannot be traced is refused in the same words
     name = described("score mod", score_mod)
     examples = [torch.full((1,), 0.5, dtype=torch.float64, device=device)]

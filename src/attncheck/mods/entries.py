@@ -90,16 +90,16 @@ def check_spec(
 
 
 def _check_arguments(spec: Spec, entry: Entry[Mod], dims: Dimensions) -> None:
-    checks = entry.arguments
-    allowed = ", ".join(checks) or "none"
-    for name in spec.values:
+    checks, values = entry.arguments, spec.values
+    for name in values:
         if name not in checks:
+            allowed = ", ".join(checks) or "none"
             raise ProblemError(f"{spec.name} has no argument {name!r}: its arguments: {allowed}.")
     for name, passes in checks.items():
-        if name not in spec.values:
+        if name not in values:
             raise ProblemError(f"{spec.name} needs its argument {name!r}.")
-        passes(f"{spec.name}.{name}", spec.values[name], dims)
-    entry.together(spec.name, spec.values, dims)
+        passes(f"{spec.name}.{name}", values[name], dims)
+    entry.together(spec.name, values, dims)
 
 
 def build(entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions, device: str) -> Mod:

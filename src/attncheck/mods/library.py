@@ -75,6 +75,8 @@ _captures_once = lru_cache(maxsize=64)(_captures)
 
 def in_fp32(spec: Spec) -> Spec:
     """A checked score mod with its real numbers as a kernel receives them; 50 becomes 50.0."""
+    if not spec.arguments and not spec.parts:
+        return spec
     real = {
         name for name, passes in SCORES[spec.name].arguments.items() if passes is check.positive
     }

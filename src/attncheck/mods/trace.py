@@ -13,6 +13,7 @@ from attncheck.mods.agreement import disagreements
 from attncheck.mods.aten import CREATIONS, SAME_VALUE, translate
 from attncheck.mods.expression import OPERATIONS, Expression, Node, Structure
 from attncheck.mods.graph import Graph, Operand, Traced, kind_of
+from attncheck.mods.kept_traces import kept
 from attncheck.mods.places import described
 from attncheck.mods.recording import PLACE, record
 
@@ -56,6 +57,12 @@ def trace_place(place: Callable[..., Tensor], device: str = "cpu") -> Expression
 
 
 def _trace(
+    what: str, mod: Callable[..., Tensor], inputs: tuple[str, ...], device: str
+) -> Expression:
+    return kept(what, mod, device, lambda: _traced(what, mod, inputs, device))
+
+
+def _traced(
     what: str, mod: Callable[..., Tensor], inputs: tuple[str, ...], device: str
 ) -> Expression:
     examples = [_example(argument, device) for argument in inputs]

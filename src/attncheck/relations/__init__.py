@@ -38,6 +38,7 @@ from attncheck.relations.softmax_rows import SOFTMAX_ROWS
 from attncheck.relations.softmax_shift import SOFTMAX_SHIFT
 from attncheck.relations.split_merge import SPLIT_MERGE
 from attncheck.relations.strides import STRIDES
+from attncheck.relations.strides_far import STRIDES_FAR
 from attncheck.relations.values_added import VALUES_ADDED
 from attncheck.relations.values_scaled import VALUES_SCALED
 from attncheck.relations.window_beyond import WINDOW_BEYOND
@@ -83,6 +84,7 @@ RELATIONS: dict[str, Relation] = {
         SCALED_QUERY,
         DESCALE,
         *STRIDES,
+        STRIDES_FAR,
         PAGES,
         REPEAT,
         CALL_ORDER,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def apart(
         return None
     # 0 ÷ 0 is no share: where nothing is allowed, any distance is worse than where something is.
     share = torch.where(different, distance / allowed, -1.0).nan_to_num(nan=torch.inf)
-    worst = torch.unravel_index(share.argmax(), share.shape)
+    # torch's own of it imports sympy.
+    worst = np.unravel_index(int(share.argmax()), share.shape)
     place = tuple(int(index) for index in worst)
     return Finding(
         tensor=tensor,

@@ -57,7 +57,8 @@ def _holds(
     row = int(parameters["row"])
 
     def alone(given: Outputs) -> Outputs:
-        return mapped(given, lambda tensor: tensor[:, :, row : row + 1])
+        found = mapped(given, lambda tensor: tensor[:, :, row : row + 1])
+        return found if given.dq is None else replace(found, dq=given.dq[:, :, row : row + 1])
 
     before, after = map(alone, outputs)
     # What a row does not see is no part of its error either: the first run's is the second's.
@@ -68,8 +69,14 @@ def _holds(
     return replace(found, place=(batch, head, row, *dim))
 
 
-def _relation(name: str, what: str, fill: Fill, *, poison: bool) -> Relation:
+def _relation(
+    name: str, what: str, fill: Fill, *, poison: bool, gradients: bool = False
+) -> Relation:
     """Row ``row`` keeps every bit of out and LSE when what it does not see becomes ``what``.
+
+    And of dQ where it is NaN: to the bit of a kernel that promises so much of its gradients, else
+    within bounds. dK and dV are left out: rows that see the keys have a part in them. Huge values
+    are no question of a backward: dOut · v may overflow there, as no product of the forward does.
 
     For any mask, as its callable has it: a key of a sequence and key head is replaced where no head
     that reads it shows it to the row; other rows may see it, and change. A hidden key has weight 0,
@@ -85,11 +92,11 @@ def _relation(name: str, what: str, fill: Fill, *, poison: bool) -> Relation:
         only_promised=poison,
         runs=partial(_runs, fill),
         holds=_holds,
-        unfit=of_attention(_unfit),
+        unfit=of_attention(_unfit, gradients=gradients),
         allowed=_rows,
     )
 
 
 HIDDEN_KEYS = _relation("hidden_keys", "others", fills.others, poison=False)
-HIDDEN_KEYS_NAN = _relation("hidden_keys_nan", "NaN", fills.nan, poison=True)
+HIDDEN_KEYS_NAN = _relation("hidden_keys_nan", "NaN", fills.nan, poison=True, gradients=True)
 HIDDEN_KEYS_HUGE = _relation("hidden_keys_huge", "huge", fills.huge, poison=True)

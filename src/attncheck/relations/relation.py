@@ -52,8 +52,11 @@ class Relation:
             it, the relation is asked within bounds. Bits of two
             runs are compared only of a kernel that promises ``repeat``.
         needs_lse: Whether it is asked only of kernels that give LSE.
-        only_promised: Whether it is not asked of a kernel that does not promise it: bounds say
-            nothing of it.
+        only_promised: Whether it is not asked of a kernel that does not promise it: the last run's
+            inputs have no bounds. Where what is not promised is gradients alone, the first run's
+            are taken for those of both.
+        spacious: Whether its inputs take gibibytes, of addresses or of a GPU: where there is not so
+            much memory it is not asked, and no kernel is blamed.
         relaunched: Whether the last run is by another launch of the kernel, the one that the
             parameter ``launch`` counts (``Subject.launches``); asked only of a kernel that has any.
         unfit: Why the relation says nothing of a Problem, in one line; None if it does.
@@ -68,6 +71,7 @@ class Relation:
     needs_lse: bool = False
     only_promised: bool = False
     relaunched: bool = False
+    spacious: bool = False
     unfit: Callable[[Problem], str | None] = fits_all
     allowed: Callable[[Problem], Allowed] = no_parameters
 

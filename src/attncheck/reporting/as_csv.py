@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from attncheck.inert import for_spreadsheet
 from attncheck.record import Environment, GradientErrors, LseErrors, OutErrors
 from attncheck.reporting.asked import Asked, asked
 from attncheck.reporting.figures import quotient
 from attncheck.reporting.gradients import gradients_of
-from attncheck.reporting.inert import for_spreadsheet
 from attncheck.reporting.verdict_columns import verdict_names, verdict_values
 from attncheck.tensor_names import GRADIENTS
 

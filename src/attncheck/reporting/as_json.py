@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from attncheck.errors import UsageError
+from attncheck import json_numbers
 from attncheck.record import SCHEMA, Report
-from attncheck.reporting import json_numbers
-from attncheck.reporting.asked import asked
+from attncheck.reporting import records_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,23 +32,15 @@ def load(source: Path | str) -> Report:
         UsageError: for anything else: unreadable, too large, no JSON, unknown or missing fields,
             another schema version, a record without a problem or environment.
     """
-    data = json_numbers.read(source, "report", LARGEST)
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != SCHEMA or isinstance(schema, bool):
-        raise _refused(source, f"schema is {schema!r}, this version reads {SCHEMA}")
-    try:
-        report = msgspec.convert(_numbered(data), Report)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise _refused(source, str(error)) from None
-    for record in report.records:
-        asked(record)
-        if record.environment not in report.environments:
-            raise _refused(source, f"no environment {record.environment!r}")
-    return report
-
-
-def _refused(source: Path | str, fact: str) -> UsageError:
-    return UsageError(json_numbers.refusal(json_numbers.name_of(source), "report", fact))
+    return records_json.read(
+        source,
+        Report,
+        what="report",
+        schema=SCHEMA,
+        largest=LARGEST,
+        numbered=_numbered,
+        records=lambda report: report.records,
+    )
 
 
 def _numbered(data: dict[str, Any]) -> dict[str, Any]:

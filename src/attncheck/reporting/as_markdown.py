@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.inert import for_markdown, markdown_code, shortened
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
-from attncheck.reporting.inert import for_markdown, markdown_code, shortened
 from attncheck.reporting.rows import HEADINGS
 
 if TYPE_CHECKING:

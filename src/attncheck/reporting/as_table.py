@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from attncheck.inert import one_line, shortened
 from attncheck.reporting.cells import STYLES
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
 from attncheck.reporting.gradients import SHARES
-from attncheck.reporting.inert import one_line, shortened
 from attncheck.reporting.rows import HEADINGS
 from attncheck.reporting.screen import PLAIN_WIDTH, wrapped
 from attncheck.reporting.verdicts import STATUSES

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from attncheck.errors import UsageError
-from attncheck.reporting.inert import one_line
+from attncheck.inert import one_line
 
 if TYPE_CHECKING:
     from attncheck.oracle_record import Certificate, OracleRecord

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TextIO
 from rich.text import Text
 
 from attncheck.block_record import EMPTY, FULL, PARTIAL, SCHEMA, BlockReport
+from attncheck.inert import shortened
 from attncheck.reporting import figures, screen, struct_json
 from attncheck.reporting.cells import Cell
-from attncheck.reporting.inert import shortened
 from attncheck.reporting.sheet import Line, Sheet, terminal_lines
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import msgspec
 from rich.text import Text
 
 from attncheck.errors import UnknownName
+from attncheck.inert import for_markdown
 from attncheck.reporting import screen, struct_json
-from attncheck.reporting.inert import for_markdown
 from attncheck.reporting.sheet import markdown_lines, terminal_lines
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.inert import shortened
 from attncheck.oracle_record import CERTIFICATE_SCHEMA, TRUTH, CertificateReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.asked import asked
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
-from attncheck.reporting.inert import shortened
 from attncheck.reporting.sheet import Line, Sheet
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, TextIO
 from rich.text import Text
 
 from attncheck.errors import UnknownName
+from attncheck.inert import for_markdown, one_line, shortened
 from attncheck.judgement import Rule
+from attncheck.record import UNHELD, WRONG
 from attncheck.reporting import figures, screen
 from attncheck.reporting.as_json import as_json
 from attncheck.reporting.asked import asked
@@ -20,7 +22,6 @@ from attncheck.reporting.content import content
 from attncheck.reporting.explain import explanation_lines
 from attncheck.reporting.files import write_texts
 from attncheck.reporting.gradients import gradient_shares
-from attncheck.reporting.inert import for_markdown, one_line, shortened
 from attncheck.reporting.sheet import Line, Sheet, markdown_lines
 from attncheck.reporting.verdicts import JUDGED, STATUSES, footnote
 
@@ -35,7 +36,6 @@ __all__ = ["FORMATS", "head", "render", "row", "show", "verdict", "worst", "writ
 FORMATS = ("table", "json", "md")
 
 _NAME, _VERDICT, _SHARE = 20, 12, 9  # columns
-_FAILED = ("fail", "error")
 _RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
 _OPTION = "--question"
 _MOST_NAMED = 8
@@ -110,7 +110,7 @@ def verdict(report: Report, width: int, *, command: str = "") -> Iterator[Text]:
         command: The command line with its folders, where the reader is the one who typed it.
     """
     yield Text("")
-    look = STYLES["bad" if exit_status(report) == "fail" else "good"]
+    look = STYLES["bad" if exit_status(report) in {"fail", "in doubt"} else "good"]
     yield from screen.wrapped(_sentence(report), width, style=f"bold {look}")
     bad = worst(report)
     if bad is not None:
@@ -131,13 +131,15 @@ def verdict(report: Report, width: int, *, command: str = "") -> Iterator[Text]:
 
 def worst(report: Report) -> Record | None:
     """The failure that says most: by the order of the rules, then by its size; None if none."""
-    return min((r for r in report.records if r.status in _FAILED), key=_rank, default=None)
+    return min((r for r in report.records if r.status in WRONG), key=_rank, default=None)
 
 
 def exit_status(report: Report) -> str:
-    """``fail``, ``pass``, or ``untested`` where no question was answered."""
+    """``fail``; ``in doubt``: oracles disagree; ``pass``; ``untested``: nothing was answered."""
     if worst(report) is not None or _blind(report):
         return "fail"
+    if any(r.status in UNHELD for r in report.records):
+        return "in doubt"
     return "pass" if any(r.status in JUDGED for r in report.records) else "untested"
 
 
@@ -184,9 +186,10 @@ def _about(record: Record) -> str:
 def _sentence(report: Report) -> str:
     name = next(iter(report.kernels), "")
     count = Counter[str](record.status for record in report.records)
-    failed, judged = sum(count[s] for s in _FAILED), sum(count[s] for s in JUDGED) + count["error"]
+    failed, judged = (sum(count[s] for s in of) for of in (WRONG, WRONG | JUDGED))
     said = {
         "fail": f"FAIL  {name}: {failed} of {judged} question{'s' * (judged != 1)} failed",
+        "in doubt": f"IN DOUBT  {name}: the oracles disagree, and nothing is said of the kernel",
         "pass": f"PASS  {name}: {judged} question{'s' * (judged != 1)}",
         "untested": f"NOTHING TESTED  {name}: it takes none of the questions",
     }[exit_status(report)]

@@ -21,7 +21,7 @@ from attncheck.reporting.verdicts import JUDGED, STATUSES, footnote
 if TYPE_CHECKING:
     from attncheck.record import Environment, Record, Report, Status
 
-__all__ = ["HOW_TO_READ", "Block", "Content", "Note", "Section", "content"]
+__all__ = ["HOW_TO_READ", "Block", "Content", "Note", "Section", "content", "environment_facts"]
 
 HOW_TO_READ = (
     "verdict: whether every error is rounding; why not stands below.",
@@ -187,14 +187,15 @@ def _environment_lines(report: Report, letters: dict[str, str]) -> list[str]:
     interpreted = {record.environment for record in report.records if record.interpreted}
     for key, environment in report.environments.items():
         letter = f"{letters[key]}: " if len(letters) > 1 else ""
-        lines.append(letter + " · ".join(_facts(environment)))
+        lines.append(letter + " · ".join(environment_facts(environment)))
         if environment.interpreter and key in interpreted:
             repairs = ", ".join(environment.interpreter)
             lines.append(f"{letter}kernels interpreted on the CPU, repaired: {repairs}")
     return lines
 
 
-def _facts(environment: Environment) -> list[str]:
+def environment_facts(environment: Environment) -> list[str]:
+    """Device and versions, a few words each."""
     capability = f" ({environment.capability})" if environment.capability else ""
     facts = [f"{environment.device}{capability}", environment.machine]
     versions = {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
+from attncheck.inert import one_line
 from attncheck.mods.spec import Spec
 from attncheck.paging import Paging
 from attncheck.reporting import figures
 from attncheck.reporting.asked import Asked, asked
-from attncheck.reporting.inert import one_line
+from attncheck.reporting.likely import likely_facts, tile_lines
+from attncheck.reporting.map_text import map_lines
 from attncheck.reporting.verdicts import verdict_remarks
 from attncheck.tensor_names import AXES
 
@@ -27,7 +29,12 @@ _HEADS: dict[Status, str] = {
     "warn": "WARN",
     "inconclusive": "INCONCLUSIVE",
     "fail": "FAIL",
+    "flaky": "FLAKY",
     "error": "ERROR",
+    "crash": "CRASH",
+    "timeout": "TIMEOUT",
+    "oom": "OUT OF MEMORY",
+    "oracle disagrees": "ORACLE DISAGREES",
     "unsupported": "NOT TAKEN",
 }
 _LABEL = 11  # columns of the names on the left
@@ -83,7 +90,9 @@ def diagnosis(
     }
     lines = [_head(record)]
     lines += [_fact(name, text) for name, text in facts.items() if text]
+    lines += [_fact(name, text) for name, text in likely_facts(record)]
     lines += _judged(record)
+    lines += _mapped(record)
     lines += [f"Reproduce: {_said(reproduce)}"] if reproduce else []
     return "\n".join(lines)
 
@@ -145,6 +154,14 @@ def _judged(record: Record) -> Iterator[str]:
         yield _fact("also", remark.text)
     if found.arithmetic:
         yield _fact("judged as", found.arithmetic)
+
+
+def _mapped(record: Record) -> Iterator[str]:
+    for label, lines in (("where", map_lines(record)), ("tiles", tile_lines(record))):
+        name = label
+        for line in lines:
+            yield _fact(name, line)
+            name = ""
 
 
 def _worst(found: Judgement, worst: Worst) -> Iterator[str]:

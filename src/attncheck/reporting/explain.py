@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.text import Text
 
+from attncheck.inert import one_line
 from attncheck.reporting import figures, screen
 from attncheck.reporting.asked import asked
 from attncheck.reporting.blind_spots import visible
 from attncheck.reporting.cells import STYLES, Cell
 from attncheck.reporting.gradients import gradient_shares, gradients_of
-from attncheck.reporting.inert import one_line
+from attncheck.reporting.likely import likely_facts
 from attncheck.reporting.sheet import Line, Sheet, terminal_lines
 from attncheck.reporting.terms import TERMS
 from attncheck.reporting.verdicts import STATUSES, footnote, verdict_remarks
@@ -49,6 +50,8 @@ def explanation_lines(record: Record, width: int) -> Iterator[Text]:
     found = record.judgement
     for remark in verdict_remarks(found):
         yield from screen.wrapped(f"└ {remark.text}", width, style=STYLES[remark.look])
+    for name, text in likely_facts(record):
+        yield from screen.wrapped(f"{name:<8}{one_line(text)}", width, indent=" " * 8)
     if found is None:
         return
     if found.worst is not None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from attncheck import json_numbers
 from attncheck.errors import UsageError
 from attncheck.failure_record import SCHEMA, Failed
-from attncheck.reporting import json_numbers
+from attncheck.inert import one_line
+from attncheck.record import WRONG
 from attncheck.reporting.as_json import LARGEST, load
 from attncheck.reporting.asked import asked
 from attncheck.reporting.files import write_texts
-from attncheck.reporting.inert import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,7 +201,7 @@ def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Found]:
 
 def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Found]:
     records = [record for record in report.records if record.case_id == wanted]
-    failed = [record for record in records if record.status in {"fail", "error"}]
+    failed = [record for record in records if record.status in WRONG]
     convention = _option(report.command, "--convention")
     for record in failed or records:
         yield Found(

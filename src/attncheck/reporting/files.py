@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attncheck.errors import UsageError
+from attncheck.inert import one_line
 from attncheck.reporting.as_csv import as_csv
 from attncheck.reporting.as_json import as_json
 from attncheck.reporting.as_markdown import as_markdown
-from attncheck.reporting.inert import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -98,7 +98,7 @@ def write_files(
     """Write each file, by its name, into ``directory``: as ``write`` does it.
 
     Args:
-        files: What they hold, by name.
+        files: What they hold, by name, which may have one folder before it.
         directory: Made if need be.
         what: They are, for the message of an error.
         instead: What to choose another of then.
@@ -109,6 +109,7 @@ def write_files(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path, content in paths.items():
+            path.parent.mkdir(exist_ok=True)
             drafts[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             _write_through(drafts[path], content)
         for path, draft in drafts.items():

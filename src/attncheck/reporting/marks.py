@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from attncheck.errors import UsageError
+from attncheck.inert import one_line
+from attncheck.record import WRONG
 from attncheck.reporting.asked import Asked, asked
 from attncheck.reporting.gradients import gradients_of
-from attncheck.reporting.inert import one_line
 from attncheck.reporting.verdicts import JUDGED
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def page(report: Report) -> Page:
         raise UsageError(
             "the report has gradients, which a plot does not show: plot one without --backward."
         )
-    shown = [r for r in report.records if r.status == "error" or (r.status in JUDGED and r.out)]
+    shown = [r for r in report.records if r.status in WRONG or (r.status in JUDGED and r.out)]
     usual = _usual_shapes(shown)
     order = _order(report)
     columns = tuple(_column(name, shown, usual, order) for name in usual)

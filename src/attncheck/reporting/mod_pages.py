@@ -6,11 +6,11 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from attncheck.inert import shortened
 from attncheck.mod_record import SCHEMA, ModReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
-from attncheck.reporting.inert import shortened
 from attncheck.reporting.sheet import Line, Sheet, least_width
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from attncheck.inert import shortened
 from attncheck.oracle_record import SCHEMA, OracleReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.asked import asked
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
-from attncheck.reporting.inert import shortened
 from attncheck.reporting.sheet import Line, Sheet
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The report as an image in PNG or SVG.
+"""A report, or the error of one Record, as an image in PNG or SVG.
 
 matplotlib, the extra ``plot``, is imported when one is drawn and not before.
 """
@@ -8,20 +8,30 @@ from __future__ import annotations
 import io
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attncheck.errors import UsageError
+from attncheck.inert import one_line
+from attncheck.reporting.error_figure import error_figure
 from attncheck.reporting.files import check_names, write_files
-from attncheck.reporting.inert import one_line
 from attncheck.reporting.marks import measured
 from attncheck.reporting.plot_figure import STYLE, figure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from attncheck.record import Report
+    from attncheck.record import Record, Report
 
-__all__ = ["INSTALL", "SUFFIXES", "check_plots", "drawn", "measured", "write_plots"]
+__all__ = [
+    "INSTALL",
+    "SUFFIXES",
+    "check_plots",
+    "drawn",
+    "error_drawn",
+    "measured",
+    "write_error_plots",
+    "write_plots",
+]
 
 SUFFIXES = (".png", ".svg")
 INSTALL = "pip install 'attncheck[plot]'"
@@ -53,10 +63,28 @@ def write_plots(report: Report, paths: Sequence[str]) -> None:
     Raises:
         UsageError: as ``check_plots``, and where no cell of the report was measured.
     """
+    _write(lambda suffix: drawn(report, suffix), paths)
+
+
+def write_error_plots(record: Record, paths: Sequence[str], *, kernel: str) -> None:
+    """Draw where the error of ``record`` is, as ``write_plots`` does a report.
+
+    Args:
+        record: For which ``error_figure.is_mapped``.
+        paths: Where.
+        kernel: What was asked, in a line.
+
+    Raises:
+        UsageError: as ``check_plots``, and for a Record that holds no Problem.
+    """
+    _write(lambda suffix: error_drawn(record, suffix, kernel=kernel), paths)
+
+
+def _write(image: Callable[[str], bytes], paths: Sequence[str]) -> None:
     check_plots(paths)
-    files = [(path, drawn(report, path.suffix.lower())) for path in map(Path, paths)]
-    for path, image in files:
-        write_files({path.name: image}, path.parent, what="plots", instead="--plot")
+    files = [(path, image(path.suffix.lower())) for path in map(Path, paths)]
+    for path, data in files:
+        write_files({path.name: data}, path.parent, what="plots", instead="--plot")
 
 
 def drawn(report: Report, suffix: str) -> bytes:
@@ -69,6 +97,18 @@ def drawn(report: Report, suffix: str) -> bytes:
     Raises:
         UsageError: where no cell of the report was measured.
     """
+    return _image(lambda: figure(report), suffix)
+
+
+def error_drawn(record: Record, suffix: str, *, kernel: str) -> bytes:
+    """The image of where the error of ``record`` is, the same bytes for the same Record.
+
+    Arguments as of ``drawn`` and ``write_error_plots``.
+    """
+    return _image(lambda: error_figure(record, kernel=kernel), suffix)
+
+
+def _image(figure_: Callable[[], Any], suffix: str) -> bytes:
     import matplotlib as mpl
 
     # matplotlib's own settings: a user's matplotlibrc changes no report.
@@ -78,5 +118,5 @@ def drawn(report: Report, suffix: str) -> bytes:
         file = io.BytesIO()
         # Neither the date nor the version: they would be news where there is none.
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
-        figure(report).savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)
+        figure_().savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)
     return file.getvalue()

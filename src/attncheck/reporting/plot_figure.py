@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from attncheck.inert import one_line
 from attncheck.reporting.content import content
-from attncheck.reporting.inert import one_line
 from attncheck.reporting.marks import GAP, Column, Mark, Page, page
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from attncheck.reporting.inert import one_line
+from attncheck.inert import one_line
+from attncheck.reporting.map_text import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,8 +23,12 @@ PLAIN_WIDTH = 120
 
 
 def put(text: str, stream: TextIO) -> None:
-    """Write ``text``; a stream that cannot say a sign gets a question mark for it."""
+    """Write ``text``; a stream that cannot say a sign gets another one, or a question mark."""
     encoding = stream.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(PLAIN)
     stream.write(text.encode(encoding, errors="replace").decode(encoding))
 
 

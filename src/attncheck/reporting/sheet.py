@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from attncheck.inert import for_markdown, one_line
 from attncheck.reporting.cells import STYLES, Cell
-from attncheck.reporting.inert import for_markdown, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from attncheck.errors import UsageError
-from attncheck.reporting.inert import one_line
+from attncheck.inert import one_line
 
 __all__ = ["read", "written"]
 

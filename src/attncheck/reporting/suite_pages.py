@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.inert import shortened
+from attncheck.record import WRONG
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
-from attncheck.reporting.inert import shortened
 from attncheck.reporting.sheet import Line, Sheet
 from attncheck.suite_record import SCHEMA, Outcome, SuiteReport, Tally
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "load", "rate", "render", "show", "total"]
 
-_STATUSES = ("pass", "warn", "inconclusive", "fail", "error", "unsupported")
+_STATUSES = ("warn", "inconclusive", "fail", "error")
+_COUNTED = {"error": WRONG - {"fail"}}  # where a word stands for several
 
 
 def load(text: str) -> SuiteReport:
@@ -69,7 +71,7 @@ def _sheets(report: SuiteReport, width: int | None) -> Iterator[Sheet]:
 
 
 def _by(report: SuiteReport, name: str, key: Callable[[Outcome], str]) -> Sheet:
-    columns = (name, "tests", "problems", *_STATUSES[1:5], "known", "failed", "skipped", "work")
+    columns = (name, "tests", "problems", *_STATUSES, "known", "failed", "skipped", "work")
     groups: dict[str, list[Outcome]] = {}
     for outcome in report.outcomes:
         groups.setdefault(key(outcome), []).append(outcome)
@@ -81,7 +83,10 @@ def _line(name: str, outcomes: list[Outcome]) -> Line:
     tally = total(outcomes)
     counts = {kind: sum(one.outcome == kind for one in outcomes) for kind in ("known", "failed")}
     skipped = sum(one.outcome == "skipped" for one in outcomes)
-    statuses = [tally.problems.get(status, 0) for status in _STATUSES[1:5]]
+    statuses = [
+        sum(tally.problems.get(each, 0) for each in _COUNTED.get(status, {status}))
+        for status in _STATUSES
+    ]
     numbers = [len(outcomes), tally.total, *statuses, counts["known"], counts["failed"], skipped]
     cells = [Cell(name or figures.NOTHING), *(_number(number) for number in numbers)]
     return Line((*cells, Cell(figures.duration(tally.seconds))))

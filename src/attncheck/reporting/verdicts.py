@@ -18,7 +18,12 @@ STATUSES: dict[Status, Look] = {
     "warn": "notable",
     "inconclusive": "notable",
     "fail": "bad",
+    "flaky": "notable",
     "error": "bad",
+    "crash": "bad",
+    "timeout": "bad",
+    "oom": "bad",
+    "oracle disagrees": "notable",
     "unsupported": "dim",
 }
 """Every status in the order in which they are counted, and how it looks."""

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from attncheck.record import WRONG
+
 if TYPE_CHECKING:
     from attncheck.examine.executor import Failure
     from attncheck.problem import Problem
-    from attncheck.record import Record
+    from attncheck.record import Record, Status
 
 __all__ = ["Tried", "Verdict", "as_tried", "of_failure", "verdict_of"]
 
@@ -17,7 +19,12 @@ Verdict = Literal["takes", "refuses", "raises", "wrong"]
 """``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or it
 broke its contract. ``wrong``: an answer that is no rounding."""
 
-_OF_STATUS: dict[str, Verdict] = {"unsupported": "refuses", "error": "raises", "fail": "wrong"}
+_OF_STATUS: dict[Status, Verdict] = {
+    **dict.fromkeys(WRONG, "raises"),
+    "unsupported": "refuses",
+    "fail": "wrong",
+}
+_OF_THE_CALL = {"contract", "alias", "mutation"}  # rules
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +48,9 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 def verdict_of(record: Record) -> Verdict:
     """What the kernel did with what was asked."""
+    found = record.judgement
+    if found is not None and found.rule in _OF_THE_CALL:
+        return "raises"
     return _OF_STATUS.get(record.status, "takes")
 
 
@@ -49,7 +59,7 @@ def as_tried(aspect: str, what: str, record: Record, problem: Problem | str) -> 
     said, judgement = verdict_of(record), record.judgement
     reason = record.reason
     if judgement is not None:
-        told = judgement.rule != "relation"  # which the question's name says
+        told = judgement.rule not in _OF_THE_CALL | {"relation"}  # the question's name says that
         reason = f"{judgement.rule}: {judgement.reason}" if told else judgement.reason
     return Tried(
         aspect=aspect,

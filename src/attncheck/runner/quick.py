@@ -43,8 +43,10 @@ class Question:
     case: Case
 
 
-# Most lengths are no multiples of any tile; two heads and few tiles, for Triton's interpreter. The
-# head_dims are those of which 1/√head_dim is no power of two, and 64.
+# Most lengths are no multiples of any tile; some are of small tiles alone (48 of 16, 96 of 32, 320
+# of 64), for a kernel that asks by the length of another tile whether to mask its last. Two heads
+# and few tiles, for Triton's interpreter. The head_dims are those of which 1/√head_dim is no power
+# of two, and 64.
 _LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("lengths that fit every tile; eight heads", {"query": 64, "heads": 8}),
     "ragged": ("lengths that fit no tile: masking of the last one", {"query": 77, "kv": 93}),
@@ -59,7 +61,7 @@ _LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "causal-tall": (
         "more queries than keys: the last rows see every key",
-        {"query": 99, "kv": 40, "head_dim": 96, "mask": _CAUSAL},
+        {"query": 99, "kv": 48, "head_dim": 96, "mask": _CAUSAL},
     ),
     "gqa": (
         "three query heads to a key head, two sequences",
@@ -94,7 +96,7 @@ _NUMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "negative": (
         "every logit near −128",
-        {"query": 40, "kv": 100, "distribution": "negative_logits"},
+        {"query": 40, "kv": 96, "distribution": "negative_logits"},
     ),
     "one-hot": (
         "one key takes the whole weight",
@@ -106,7 +108,7 @@ _NUMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "uniform": (
         "all signs equal: errors add up",
-        {"query": 64, "kv": 300, "head_dim": 80, "distribution": "uniform"},
+        {"query": 64, "kv": 320, "head_dim": 80, "distribution": "uniform"},
     ),
     "sink": (
         "key 0 takes nearly the whole weight",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attncheck import spread
 from attncheck.errors import UsageError
 from attncheck.examine.reproduce import Run, runs
 from attncheck.relations import RELATIONS
@@ -118,7 +119,9 @@ class _Memory:
     def view(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Where it lies, its shape and its strides."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        whole = tensor.detach().as_strided((size,), (1,), 0).cpu().contiguous()
+        far = spread.is_spread(tensor)
+        whole = tensor.detach() if far else tensor.detach().as_strided((size,), (1,), 0)
+        whole = whole.cpu().contiguous().flatten()
         raw = whole.view(torch.uint8).numpy().tobytes()
         dtype = str(tensor.dtype).removeprefix("torch.")
         name = self._names.setdefault((dtype, raw), f"m{len(self._names)}")
@@ -128,7 +131,7 @@ class _Memory:
             "shape": tuple(tensor.shape),
             "stride": tuple(tensor.stride()),
             "offset": tensor.storage_offset(),
-        }
+        } | ({"within": size} if far else {})
 
 
 def _tensors(run: Run, more: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck.errors import UnknownName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attncheck.subjects.contract import Subject
 
 __all__ = ["SUBJECTS", "names", "subject_named"]
 
 
-def _made_when_asked(module: str, name: str, *arguments: str) -> Callable[[], Subject]:
-    def make() -> Subject:
-        subject: Subject = getattr(importlib.import_module(module), name)(*arguments)
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A class of a subject, imported when one is made.
+
+    Attributes:
+        module: Where it is.
+        name: Its name there.
+        arguments: What it is made with.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[str, ...] = ()
+
+    def __call__(self) -> Subject:
+        """A new subject."""
+        subject: Subject = getattr(importlib.import_module(self.module), self.name)(*self.arguments)
         return subject
 
-    return make
+
+def _made_when_asked(module: str, name: str, *arguments: str) -> _Made:
+    return _Made(module, name, arguments)
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {
+SUBJECTS: dict[str, _Made] = {
     "triton-flash2": _made_when_asked("attncheck.subjects.flash2", "Flash2"),
     "triton-flash2-vt": _made_when_asked("attncheck.subjects.flash2", "Flash2TransposedValues"),
     "triton-flash2-fastacc": _made_when_asked(

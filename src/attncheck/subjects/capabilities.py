@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIASES",
+    "ALIGNMENTS",
     "ANY",
     "AUTOGRAD",
     "COMPOSITION",
     "DEVICES",
+    "EMPTY_ROWS",
+    "LSE_BASES",
     "PHASES",
     "Capabilities",
     "DeclaredArithmetic",
@@ -39,6 +42,16 @@ ALIASES = {"none": "full", "window": "sliding_window"}
 """Masks as kernels call them → their names in the library."""
 DEVICES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
+
+LSE_BASES = ("natural", "base2")
+"""Logarithms in which a kernel gives LSE."""
+
+EMPTY_ROWS = ("zero", "nan", "mean", "unspecified")
+"""What a kernel gives for a row that sees no key (``subjects.empty_rows``)."""
+
+ALIGNMENTS = ("top_left", "bottom_right")
+"""Where the diagonal of a causal mask ends when the lengths differ: at row and key 0, or at the
+last row and the last key."""
 
 Names = tuple[str, ...]
 HeadDim = int | tuple[int, int]
@@ -161,7 +174,7 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         promises: What it promises of its bits (``question.PROMISES``).
         backward: How gradients are had: by ``autograd``, or by a function, as ``entry`` names one;
             false: it has none. Not declared: by autograd, where it can be.
-        sources: Files that it is made of, as patterns; not yet used.
+        sources: Files that it is made of, as patterns of ``source_patterns``.
         override: Exceptions; later ones win.
     """
 

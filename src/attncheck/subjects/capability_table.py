@@ -17,10 +17,12 @@ from attncheck.mods.library import MASKS, SCORES
 from attncheck.question import PROMISES
 from attncheck.subjects.capabilities import (
     ALIASES,
+    ALIGNMENTS,
     ANY,
     AUTOGRAD,
     COMPOSITION,
     DEVICES,
+    EMPTY_ROWS,
     PHASES,
     Capabilities,
     DeclaredArithmetic,
@@ -28,7 +30,7 @@ from attncheck.subjects.capabilities import (
     Override,
     When,
 )
-from attncheck.subjects.conventions.options import ALIGNMENTS, EMPTY_ROWS
+from attncheck.subjects.source_patterns import mistake
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -55,6 +57,7 @@ def read(table: object, what: str) -> Capabilities:
             _check_limits(limits, name)
         _check_listed("promises", found.promises or (), PROMISES)
         _check_backward(found.backward)
+        _check_sources(found.sources)
         for index, override in enumerate(found.override):
             _check_when(override.when, f"override[{index}].when")
         _check_arithmetic(found)
@@ -174,6 +177,12 @@ def _check_backward(said: bool | str | None) -> None:  # noqa: FBT001  # a field
             f'backward={json.dumps(said)} must be "autograd", FILE.py::NAME, package.module:NAME '
             "or false."
         )
+
+
+def _check_sources(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        if wrong := mistake(pattern):
+            raise UsageError(f"sources: {pattern!r} {wrong}.")
 
 
 def _check_limits(limits: Limits, place: str) -> None:

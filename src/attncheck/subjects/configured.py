@@ -32,6 +32,7 @@ __all__ = [
     "header",
     "nearest",
     "published",
+    "read_tables",
     "tables_of",
 ]
 
@@ -70,7 +71,7 @@ def configuration(start: Path | None = None) -> Configuration:
             one folder that both name kernels; in one line.
     """
     path, tables = nearest(start)
-    return Configuration(path=path, kernels=_read_all(tables, path) if path else {})
+    return Configuration(path=path, kernels=read_tables(tables, path) if path else {})
 
 
 def nearest(start: Path | None = None) -> tuple[Path | None, Mapping[str, Any]]:
@@ -118,6 +119,19 @@ def tables_of(path: Path) -> Mapping[str, Any] | None:
     return tables
 
 
+def read_tables(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities]:
+    """What ``tables_of`` gives, read strictly; raises UsageError as ``configuration``."""
+    found = {}
+    for name, table in tables.items():
+        what = f"{_shown(path)}: {_KERNELS}.{name}"
+        if not name.strip() or set(name) & set(":/\\"):
+            raise UsageError(f"{what}: a kernel's name has no ':', '/' or '\\'.")
+        if name in builtin.SUBJECTS:
+            raise UsageError(f"{what}: attncheck has a kernel of this name: give it another.")
+        found[name] = read(table, what)
+    return found
+
+
 def header(path: Path, name: str) -> str:
     """The table of the kernel ``name`` in ``path``: ``tool.attncheck.kernels.mine``."""
     key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
@@ -154,18 +168,6 @@ def published(name: str, found: object, value: str) -> tuple[object, Capabilitie
     if entry is None or isinstance(entry, str):
         return None, read(dict(found), what)
     return entry, read({**found, "entry": value}, what)
-
-
-def _read_all(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities]:
-    found = {}
-    for name, table in tables.items():
-        what = f"{_shown(path)}: {_KERNELS}.{name}"
-        if not name.strip() or set(name) & set(":/\\"):
-            raise UsageError(f"{what}: a kernel's name has no ':', '/' or '\\'.")
-        if name in builtin.SUBJECTS:
-            raise UsageError(f"{what}: attncheck has a kernel of this name: give it another.")
-        found[name] = read(table, what)
-    return found
 
 
 def _shown(path: Path) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attncheck.problem import Problem
     from attncheck.question import Promise
 
-__all__ = ["Call", "Refused", "Subject", "Tiling", "capability", "with_full_tanh"]
+__all__ = ["Broken", "Call", "Refused", "Subject", "Tiling", "capability", "with_full_tanh"]
 
 Call = Callable[[], "Outputs"]
 
@@ -27,6 +27,18 @@ class Refused(Exception):
 
     For kernels that nobody can ask beforehand. It means the same as a reason of ``unsupported``.
     """
+
+
+class Broken(Exception):
+    """Raised by a call: what came back, or became of the inputs, is wrong; one line.
+
+    For who brings it into attncheck's own form, and so sees what an executor cannot.
+
+    Attributes:
+        rule: ``contract``, or ``mutation`` where it wrote to its inputs.
+    """
+
+    rule = "contract"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attncheck.formats import FORMATS, Format
 from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.outputs import Outputs
 from attncheck.subjects.contract import Call, Refused, Subject
 from attncheck.subjects.empty_rows import empty_rows, settled
@@ -25,6 +24,15 @@ from attncheck.subjects.torch_arithmetic import (
     with_rounded_weights,
     with_short_exp,
 )
+from attncheck.subjects.written_out import (
+    attention_bias,
+    attention_mask,
+    bias_is_exact,
+    is_causal,
+    mask_size,
+    needs_no_mask,
+    row_blocks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,9 +42,6 @@ if TYPE_CHECKING:
     from attncheck.problem import Problem
 
 __all__ = ["Sdpa", "attention_bias", "attention_mask", "is_causal"]
-
-_CAUSAL = Spec.of("causal")
-_CAUSAL_BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 
 _BACKENDS = {
     "math": (SDPBackend.MATH, "unfused: scores and weights in memory"),
@@ -169,9 +174,7 @@ class Sdpa(Subject):
             return too_large("scores and weights in fp32", both, device)
         if problem.score != library.NONE:
             return too_large("bias in fp32", every_head * 4, device)
-        if problem.mask != library.FULL and not is_causal(problem):
-            return too_large("attn_mask", pairs, device)
-        return None
+        return None if needs_no_mask(problem) else too_large("attn_mask", pairs, device)
 
     def _unsupported_score(self, problem: Problem, device: str) -> str | None:
         if not library.is_additive(problem.score):
@@ -179,11 +182,8 @@ class Sdpa(Subject):
         if problem.score == library.NONE:
             return None
         fmt = self._bias_format(problem, device)
-        for rows in _row_blocks(problem):
-            bias = attention_bias(problem, device, rows)
-            exact = bias.to(fmt.torch_dtype).double() == bias
-            if not bool((exact | ~attention_mask(problem, device, rows)).all()):
-                return f"would round the bias to {fmt.name}"
+        if not bias_is_exact(problem, fmt, device):
+            return f"would round the bias to {fmt.name}"
         return None
 
     def _bias_format(self, problem: Problem, device: str) -> Format:
@@ -197,17 +197,25 @@ class Sdpa(Subject):
 
     def _mask(self, problem: Problem, device: str) -> torch.Tensor | None:
         """attn_mask ``(batch or 1, heads or 1, query, kv)``."""
-        dtype = self._bias_format(problem, device).torch_dtype
-
-        def written_out(rows: range) -> torch.Tensor:
-            seen = attention_mask(problem, device, rows)
-            if problem.score == library.NONE:
-                return seen
-            return torch.where(seen, attention_bias(problem, device, rows), -math.inf).to(dtype)
-
-        if problem.score == library.NONE and (problem.mask == library.FULL or is_causal(problem)):
+        if needs_no_mask(problem):
             return None
-        return torch.cat([written_out(rows) for rows in _row_blocks(problem)], dim=2)
+        blocks = (self._written_out(problem, device, rows) for rows in row_blocks(problem))
+        return torch.cat([*blocks], dim=2)
+
+    def _written_out(self, problem: Problem, device: str, rows: range) -> torch.Tensor:
+        seen = attention_mask(problem, device, rows)
+        if problem.score == library.NONE:
+            return seen
+        bias = torch.where(seen, attention_bias(problem, device, rows), -math.inf)
+        return bias.to(self._bias_format(problem, device).torch_dtype)
+
+    def _like_its_mask(self, problem: Problem, device: str) -> torch.Tensor | None:
+        """A tensor as large as ``_mask``, and of its dtype: of any numbers."""
+        if needs_no_mask(problem):
+            return None
+        plain = problem.score == library.NONE
+        dtype = torch.bool if plain else self._bias_format(problem, device).torch_dtype
+        return torch.empty(mask_size(problem, device), dtype=dtype, device=device)
 
     def _refused(self, problem: Problem, device: str) -> str | None:
         """What torch itself says against this backend for tensors of these shapes.
@@ -218,7 +226,7 @@ class Sdpa(Subject):
         dtype = problem.formats.storage.torch_dtype
         empty = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
         q, k, v = (tensor.requires_grad_(problem.backward) for tensor in empty)
-        return self._reason_against(q, k, v, self._mask(problem, device), problem)
+        return self._reason_against(q, k, v, self._like_its_mask(problem, device), problem)
 
     def _reason_against(
         self,
@@ -242,49 +250,6 @@ class Sdpa(Subject):
 
 def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
     return all(tensor.data_ptr() % _VECTOR == 0 for tensor in tensors)
-
-
-def attention_mask(
-    problem: Problem, device: str = "cpu", rows: range | None = None
-) -> torch.Tensor:
-    """What ``rows`` (default: all) see, bool ``(batch or 1, heads or 1, rows, kv)``."""
-    rows = rows or range(problem.query)
-    seen = problem.mask_mod(device)(*_indices(problem, device, rows))
-    return seen & torch.ones((1, 1, len(rows), problem.kv), dtype=torch.bool, device=device)
-
-
-def attention_bias(
-    problem: Problem, device: str = "cpu", rows: range | None = None
-) -> torch.Tensor:
-    """What an additive score mod adds, in float64: ``(batch or 1, heads or 1, rows, kv)``."""
-    rows = rows or range(problem.query)
-    zeros = torch.zeros((1, 1, len(rows), problem.kv), dtype=torch.float64, device=device)
-    return problem.score_mod(device)(zeros, *_indices(problem, device, rows))
-
-
-# Float64 numbers of a bias held at a time: 32 MiB, where the whole may be a hundred GiB.
-_AT_A_TIME = 2**22
-
-
-def _row_blocks(problem: Problem) -> list[range]:
-    size = max(1, _AT_A_TIME // (problem.batch * problem.heads * problem.kv))
-    starts = range(0, problem.query, size)
-    return [range(start, min(start + size, problem.query)) for start in starts]
-
-
-def _indices(problem: Problem, device: str, rows: range) -> tuple[torch.Tensor, ...]:
-    return (
-        torch.arange(problem.batch, device=device).view(-1, 1, 1, 1),
-        torch.arange(problem.heads, device=device).view(1, -1, 1, 1),
-        torch.arange(rows.start, rows.stop, device=device).view(1, 1, -1, 1),
-        torch.arange(problem.kv, device=device).view(1, 1, 1, -1),
-    )
-
-
-def is_causal(problem: Problem) -> bool:
-    """Whether the mask is torch's ``is_causal``, which is aligned top-left."""
-    square = problem.query == problem.kv
-    return problem.mask == _CAUSAL or (square and problem.mask == _CAUSAL_BOTTOM_RIGHT)
 
 
 def _arguments(problem: Problem) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import hypothesis
 
 from attncheck.errors import UsageError
 from attncheck.examine.answer import answered
+from attncheck.examine.diagnosis import diagnosed
 from attncheck.examine.environment import default_device, prepare, require_device
 from attncheck.examine.questions import COMPARE
 from attncheck.problem import Case, Problem
+from attncheck.record import UNHELD
 from attncheck.runner.quick import questions
 from attncheck.subjects.contract import Subject
 from attncheck.subjects.load import load
@@ -65,9 +67,14 @@ def check(
     _guide(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
     wrong = [
-        DoesNotHold(record, kernel=name, device=device)
+        DoesNotHold(
+            record,
+            kernel=name,
+            device=device,
+            diagnose=functools.partial(diagnosed, subject=subject, device=device),
+        )
         for record in records
-        if record.status in {"fail", "error"}
+        if record.status in UNHELD
     ]
     if len(wrong) == 1:
         raise wrong[0]

@@ -11,7 +11,7 @@ from attncheck.reporting.diagnosis import diagnosis, diagnosis_of
 from attncheck.reporting.failures import keep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.record import Record
 
@@ -22,29 +22,48 @@ class DoesNotHold(AssertionError):
     """A kernel does not answer a Case rightly.
 
     Hypothesis raises one for every example that fails on the way to the smallest; so the text is
-    written when it is read, and a file when ``keep`` is called.
+    written when it is read, a file when ``keep`` is called, and what may be wrong is looked for by
+    either.
 
     Attributes:
         record: What the kernel answered.
         kernel: What it was asked for by.
         device: ``cpu`` or ``cuda``.
         remark: What is to be said besides; empty for nothing.
+
+    Args:
+        diagnose: (Record of a failure) → the same with what may be wrong.
     """
 
-    def __init__(self, record: Record, *, kernel: str, device: str, remark: str = "") -> None:
+    def __init__(
+        self,
+        record: Record,
+        *,
+        kernel: str,
+        device: str,
+        remark: str = "",
+        diagnose: Callable[[Record], Record] | None = None,
+    ) -> None:
         super().__init__(record.case_id)
         self.record = record
         self.kernel = kernel
         self.device = device
         self.remark = remark
         self._kept = ""
+        self._diagnose = diagnose
+
+    def _diagnosed(self) -> Record:
+        """The Record, with what may be wrong from now on."""
+        if self._diagnose is not None:
+            self.record, self._diagnose = self._diagnose(self.record), None
+        return self.record
 
     def __str__(self) -> str:
         if self._kept:
             return self._kept
         question = summary(str(self.record.case["question"]))
         text = diagnosis(
-            self.record, kernel=self.kernel, device=self.device, question_summary=question
+            self._diagnosed(), kernel=self.kernel, device=self.device, question_summary=question
         )
         return self._with_remark(text)
 
@@ -54,7 +73,7 @@ class DoesNotHold(AssertionError):
         Returns:
             The text with the failure's id, and facts by name, for a JUnit report.
         """
-        kept = failed(self.record, kernel=self.kernel, device=self.device, test=test)
+        kept = failed(self._diagnosed(), kernel=self.kernel, device=self.device, test=test)
         keep(kept)
         self._kept = self._with_remark(diagnosis_of(kept))
         return self._kept, list(self._facts(kept.id))

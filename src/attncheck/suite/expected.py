@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attncheck.errors import UsageError
+from attncheck.record import WRONG
 from attncheck.subjects import builtin
 from attncheck.suite.known_failures import FILE, KnownFailure, read
 from attncheck.suite.marks import MARK
@@ -66,7 +67,7 @@ def ask_again(entry: KnownFailure, kernel: UnderTest) -> bool:
         Whether the test is done; False where it is to search, as if there were no entry.
     """
     record = kernel.answer(entry.case_in(kernel.dtype))
-    if record.status in {"fail", "error"}:
+    if record.status in WRONG:
         pytest.xfail(entry.reason)
     if entry.depends_on:
         return False

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from attncheck.examine.compiling import Compiling
 from attncheck.formats import DTYPES
 from attncheck.strategies.families import MASK_FAMILIES
-from attncheck.suite.compiling import Compiling
 from attncheck.suite.kernels import Kernel, configured_kernels, kernels, ready
 from attncheck.suite.kinds import PLAIN, Kind
 from attncheck.suite.launched import has_launches_for

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from attncheck.examine.answer import answered
+from attncheck.examine.compiling import Compiling
+from attncheck.examine.diagnosis import diagnosed
 from attncheck.examine.executor import Executor, Failure, InProcess
+from attncheck.record import UNHELD
 from attncheck.suite import gpu
-from attncheck.suite.compiling import Compiling
 from attncheck.suite.diagnosed import DoesNotHold
 from attncheck.suite.tiers import TIERS, Tier
 from attncheck.suite_record import Tally
@@ -110,11 +112,16 @@ class UnderTest:
         __tracebackhide__ = True
         record = self.lost or self.answer(case)
         self._guide(record)
-        if record.status in {"fail", "error"}:
+        if record.status in UNHELD:
             self.failed = record
             if record.status == "error" and self.device == "cuda" and gpu.is_gone():
                 self.lost = record  # whatever is asked now fails alike: this one did it
-            raise DoesNotHold(record, kernel=self.name, device=self.device)
+            raise DoesNotHold(
+                record, kernel=self.name, device=self.device, diagnose=self._diagnosed
+            )
+
+    def _diagnosed(self, record: Record) -> Record:
+        return diagnosed(record, self.subject, device=self.device, executor=self._executor)
 
     def skip(self) -> NoReturn:
         """Skip the test, with what the kernel said when it last refused a Problem."""

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncheck.kernels.interpreter.operands import operand_methods
+from attncheck.kernels.interpreter.plans import forget_plans
 from attncheck.kernels.interpreter.repair import Repair
+from attncheck.kernels.interpreter.shortcuts import shortcuts
 from attncheck.kernels.interpreter.types import forget, type_methods
 
 if TYPE_CHECKING:
@@ -40,7 +42,9 @@ class _Language:
         changes = [(o, name, old, getattr(o, name)) for o, name, old in scope._changes]
         scope.restore()
         # 3.6 asks int() of an array of one element for a loop bound; numpy 2.4 refuses that.
-        return [(o, n, old, _index if n == "__index__" else new) for o, n, old, new in changes]
+        changes = [(o, n, old, _index if n == "__index__" else new) for o, n, old, new in changes]
+        short = shortcuts(self._interp)
+        return [(o, n, old, short(o, n, new)) for o, n, old, new in changes]
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -55,7 +59,8 @@ class _Language:
                 yield
         finally:
             self.active = False
-            forget()
+            if forget():
+                forget_plans()
             for owner, name, old, _ in reversed(self._changes):
                 if old is self._interp._MISSING:
                     delattr(owner, name)

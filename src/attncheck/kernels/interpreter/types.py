@@ -1,13 +1,15 @@
-"""Types of the interpreter, each made once a launch; most of an operation's time went into them.
+"""Types of the interpreter, each made once; most of an operation's time went into them.
 
 Every operation names the type of its result, of its operands once they are spread, and for each the
 shape again as a tuple of constants. A kernel has a few dozen types and tens of thousands of
-operations. What is kept belongs to one launch: ``forget`` is called around it.
+operations, and the next launch has the same ones: pointers of one dtype are of one type.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from attncheck.kernels.interpreter.repair import Stock
@@ -16,11 +18,16 @@ __all__ = ["forget", "type_methods"]
 
 # A block type holds its element type: as long as it is here, no other object has that id.
 _BLOCKS: dict[tuple[int, ...], Any] = {}
+_MOST = 4096
+_INT32 = 2**31
 
 
-def forget() -> None:
-    """Types of pointers are a launch's own."""
-    _BLOCKS.clear()
+def forget() -> bool:
+    """Whether there were so many types that all were forgotten: a kernel made pointer types."""
+    many = len(_BLOCKS) > _MOST
+    if many:
+        _BLOCKS.clear()
+    return many
 
 
 def type_methods(interp: Any, stock: Stock) -> dict[str, Any]:
@@ -79,7 +86,24 @@ def type_methods(interp: Any, stock: Stock) -> dict[str, Any]:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = known
 
+    stock_argument = stock("_implicit_cvt")
+    of_pointers: dict[tuple[type, Any], Any] = {}
+
+    def _implicit_cvt(arg: Any) -> Any:
+        if type(arg) is int and -_INT32 <= arg < _INT32:
+            handle = interp.TensorHandle(np.array([arg], np.int32), core.int32)
+            return core.tensor(handle, core.int32)
+        if not hasattr(arg, "data_ptr"):
+            return stock_argument(arg)
+        key = type(arg), arg.dtype
+        if key not in of_pointers:
+            of_pointers[key] = stock_argument(arg).type
+        kind = of_pointers[key]
+        handle = interp.TensorHandle(np.array([arg.data_ptr()], np.uint64), kind)
+        return core.tensor(handle, kind)
+
     return {
+        "_implicit_cvt": _implicit_cvt,
         "tl.core.block_type.__new__": staticmethod(_block),
         "tl.core.block_type.__init__": _init_block,
         "tl.core.block_type.with_element_ty": with_element_ty,

@@ -28,6 +28,11 @@ class FlashOnTheCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.called = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler, which takes longer than torch itself, and Triton."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

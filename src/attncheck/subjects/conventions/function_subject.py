@@ -16,13 +16,8 @@ from attncheck.subjects.contract import Call, Subject
 from attncheck.subjects.conventions.arguments import Arguments, Asked, Made
 from attncheck.subjects.conventions.backward import Backward, refusal
 from attncheck.subjects.conventions.dispatched import FlashOnTheCpu
-from attncheck.subjects.conventions.outcome import (
-    BrokenConvention,
-    brought,
-    brought_lse,
-    read,
-    refusing,
-)
+from attncheck.subjects.conventions.left_alone import LeftAlone, require_same
+from attncheck.subjects.conventions.outcome import brought, brought_lse, read, refusing
 from attncheck.subjects.conventions.script import script
 from attncheck.subjects.empty_rows import empty_rows, settled
 from attncheck.subjects.matmul_precision import Products, fp32_products
@@ -124,10 +119,10 @@ class FunctionSubject(Subject):
         graded = backward is not None and backward.by_autograd
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
         notes = FlashOnTheCpu() if device.type == "cpu" else None
-        first = True
+        made: LeftAlone | None = LeftAlone(passed, arguments, inputs)
 
         def call() -> Outputs:
-            nonlocal notes, first
+            nonlocal notes, made
             around = self._calling.within(device.type)
             grad = torch.set_grad_enabled(graded)
             with grad, fp32_products(products), around, notes or nullcontext():
@@ -138,11 +133,12 @@ class FunctionSubject(Subject):
                 if backward is not None:
                     with refusing():
                         outputs = backward.added(found, outputs)
-            if first:
+            if made is not None:
                 self._check_inputs(layout, inputs, tensors)
+                made.check()
             if notes is not None and notes.called:
                 self._reached_flash.add(problem.id)
-            notes, first = None, False  # further calls are timed
+            notes = made = None  # further calls are timed
             if dead is None:
                 return outputs
             return settled(outputs, inputs, self._empty_row, self._calling.empty_lse, dead)
@@ -246,12 +242,11 @@ class FunctionSubject(Subject):
     def _check_inputs(
         self, layout: Layout, inputs: Inputs, tensors: tuple[torch.Tensor, ...]
     ) -> None:
-        """Raises BrokenConvention where it wrote to a copy, which the executor does not see."""
+        """Raises WroteToInput where it wrote to a copy, which the executor does not see."""
         again = self._tensors(layout, inputs)
         for name, its, mine in zip("qkv", (x.detach() for x in tensors), again, strict=True):
-            copied = its.data_ptr() != getattr(inputs, name).data_ptr()
-            if copied and not torch.equal(_bytes(its), _bytes(mine)):
-                raise BrokenConvention(f"wrote to its input {name}")
+            if its.data_ptr() != getattr(inputs, name).data_ptr():
+                require_same(name, its, mine)
 
     @property
     def _empty_row(self) -> str:
@@ -286,10 +281,6 @@ class FunctionSubject(Subject):
     def _meanings(self) -> dict[str, str]:
         """By the names that the function has."""
         return {name: meaning for meaning, names in self._spelled.items() for name in names}
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def _listed(spelled: dict[str, tuple[str, ...]]) -> str:

@@ -6,21 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from attncheck.errors import UnknownName
+from attncheck.subjects.capabilities import ALIGNMENTS, EMPTY_ROWS, LSE_BASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["ALIGNMENTS", "EMPTY_ROWS", "LSE_BASES", "ConventionOptions"]
-
-LSE_BASES = ("natural", "base2")
-"""Logarithms in which a kernel gives LSE."""
-
-EMPTY_ROWS = ("zero", "nan", "mean", "unspecified")
-"""What a kernel gives for a row that sees no key (``subjects.empty_rows``)."""
-
-ALIGNMENTS = ("top_left", "bottom_right")
-"""Where the diagonal of a causal mask ends when the lengths differ: at row and key 0, or at the
-last row and the last key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

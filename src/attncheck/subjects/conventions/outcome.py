@@ -11,7 +11,7 @@ import torch
 
 from attncheck.outputs import Outputs
 from attncheck.source_files import brief
-from attncheck.subjects.contract import Refused
+from attncheck.subjects.contract import Broken, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BrokenConvention",
     "Returned",
+    "WroteToInput",
     "brought",
     "brought_lse",
     "in_natural_logarithm",
@@ -44,8 +45,14 @@ def refusing() -> Iterator[None]:
         raise Refused(brief(error)) from error
 
 
-class BrokenConvention(Exception):
-    """What a function returned, or did to its inputs, is not what its convention says; one line."""
+class BrokenConvention(Broken):
+    """What a function returned is not what its convention says; one line."""
+
+
+class WroteToInput(Broken):
+    """It wrote to what it was given; one line."""
+
+    rule = "mutation"
 
 
 @dataclass(frozen=True, slots=True)

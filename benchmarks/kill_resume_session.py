@@ -1,0 +1,197 @@
+"""What ``kill_resume.py`` kills: one session of a run, whose Work has no kernel.
+
+python benchmarks/kill_resume_session.py JOURNAL PLAN right
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import IO, Any
+
+from attncheck.runner import lane, pool
+from attncheck.runner.journal import Journal
+from attncheck.runner.pool import Event, Lane
+from attncheck.runner.processes import Processes
+from attncheck.runner.unit import Done, Unit
+
+__all__ = ["JOURNALS", "Plan", "session", "work"]
+
+_LONGEST_UNIT = 0.01  # seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Units whose number says all of them."""
+
+    number: int
+
+    def units(self) -> list[Unit]:
+        """Those that are known from the outset; every fourth plan has one that kills its lane."""
+        draw = random.Random(self.number)  # noqa: S311  # plans, no secrets
+        units = [self._unit(draw, f"{n}", 2) for n in range(draw.randint(6, 14))]
+        if self.number % 4 == 0:
+            units.insert(draw.randrange(len(units)), _unit("deadly", die=True))
+        return units
+
+    def known(self, without: set[str]) -> set[str]:
+        """Ids of all its units, but those that follow from ``without``."""
+        found, todo = set(), self.units()
+        while todo:
+            unit = todo.pop()
+            found.add(unit.id)
+            if unit.id not in without:
+                todo += [_unit(**case) for case in unit.case.get("follow", ())]
+        return found
+
+    def _unit(self, draw: random.Random, name: str, depth: int) -> Unit:
+        follow = range(draw.choice((0, 0, 1, 3)) if depth else 0)
+        return _unit(
+            f"{self.number}.{name}",
+            seconds=draw.uniform(0, _LONGEST_UNIT),
+            follow=[self._unit(draw, f"{name}.{n}", depth - 1).case for n in follow],
+        )
+
+
+def _unit(name: str, **case: Any) -> Unit:
+    return Unit(
+        kind="ask", stage="bounds", kernel="stub", device="cpu", case={"name": name, **case}
+    )
+
+
+class Stub:
+    """A Work that does what a unit's case says; each doing has a token of its own."""
+
+    def do(self, unit: Unit) -> Done:
+        """Sleeps, dies, or gives further units."""
+        case = unit.case
+        if case.get("die"):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(case["seconds"])
+        return Done(
+            unit=unit.id,
+            units=tuple(_unit(**one) for one in case["follow"]),
+            facts={"token": os.urandom(8).hex(), "name": case["name"]},
+        )
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def work() -> Stub:
+    """The factory of a lane's Work."""
+    return Stub()
+
+
+class Hasty(Journal):
+    """The planted fault: a result is acknowledged one result before it is written."""
+
+    _held: Done | None = None
+
+    def done(self, done: Done, *, quarantined: bool = False) -> None:
+        """Writes the one before."""
+        held, self._held = self._held, done
+        if held is not None:
+            super().done(held, quarantined=quarantined)
+
+
+class Forgetful(Journal):
+    """The planted fault: what it resumes is forgotten."""
+
+    @property
+    def results(self) -> dict[str, Done]:
+        """Nothing."""
+        return {}
+
+    def done(self, done: Done, *, quarantined: bool = False) -> None:
+        """Whatever there is already."""
+        self.content.results.pop(done.unit, None)
+        super().done(done, quarantined=quarantined)
+
+
+JOURNALS = {"right": Journal, "hasty": Hasty, "forgetful": Forgetful}
+
+
+class _Forked:
+    """A process that is a copy of this one, as far as a lane is concerned."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._code = pid, 0
+        self._ended = False
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        if not self._ended:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._ended, self._code = pid != 0, os.waitstatus_to_exitcode(status)
+        return self._code if self._ended else None
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Its exit status."""
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("lane", timeout)
+            time.sleep(0.001)
+        return self._code
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class _Warm(Processes):
+    """Lanes that have imported everything: what is tried here is not how long that takes."""
+
+    def _launch(self, descriptor: int, printed: IO[bytes], environment: dict[str, str]) -> Any:
+        del environment
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return _Forked(pid)
+        os.setsid()
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+        # As a new process: whoever waits for the end of a pipe would wait for this copy too.
+        os.closerange(3, descriptor)
+        os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            lane.main(descriptor, parent)
+        finally:
+            os._exit(1)
+
+
+def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -> None:
+    """One session of a run; writes each result that it is told of to a descriptor.
+
+    Args:
+        path: Of the journal.
+        number: Of the plan.
+        journal: Which, of ``JOURNALS``.
+        told_to: The descriptor.
+        cold: Whether lanes are new processes, as they are for users, or copies of this one.
+    """
+
+    def told(event: Event) -> None:
+        if event.kind == "done" and event.done is not None:
+            token = event.done.facts.get("token", "-")
+            os.write(told_to, f"{event.done.unit} {token}\n".encode())
+
+    pool.Processes = Processes if cold else _Warm
+    with JOURNALS[journal].open(path, {"command": f"plan {number}"}, resume=True) as opened:
+        lanes = [Lane()] * (1 + number % 2)
+        pool.run(
+            Plan(number).units(),
+            work="kill_resume_session:work",
+            options={},
+            journal=opened,
+            lanes=lanes,
+            told=told,
+        )

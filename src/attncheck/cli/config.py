@@ -1,0 +1,55 @@
+"""``attncheck config``: is the file that names the project's kernels right?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from attncheck.cli.standard_output import Verb, standard_output
+
+__all__ = ["config"]
+
+_USAGE = 2
+
+
+@click.command(cls=Verb)
+@click.argument("files", metavar="[FILE]…", nargs=-1)
+def config(files: tuple[str, ...]) -> int:
+    """Read the tables of kernels strictly, and say every mistake in a line.
+
+    FILE is a pyproject.toml or an attncheck.toml (default: the nearest that names kernels, here or
+    above). No kernel is imported, and neither is torch: fit for a hook at every commit.
+
+    Exit code 2 when something is wrong.
+    """
+    from attncheck.inert import one_line
+    from attncheck.subjects.configuration_mistakes import mistakes
+
+    paths = [Path(file) for file in files] or [_nearest()]
+    wrong = []
+    for path in dict.fromkeys(paths):
+        count, found = mistakes(path)
+        wrong += found
+        if not found:
+            with standard_output():
+                click.echo(f"{one_line(str(path))}: {count} kernel{'' if count == 1 else 's'}")
+    for line in wrong:
+        click.echo(f"attncheck: {one_line(line)}", err=True)
+    return _USAGE if wrong else 0
+
+
+def _nearest() -> Path:
+    """Raises UsageError where no file names kernels."""
+    import os
+
+    from attncheck.errors import UsageError
+    from attncheck.subjects import configured
+
+    path, _ = configured.nearest()
+    if path is None:
+        raise UsageError(
+            "neither attncheck.toml nor [tool.attncheck] of pyproject.toml is here or above: "
+            "`attncheck init SPEC` writes a table."
+        )
+    return Path(os.path.relpath(path))

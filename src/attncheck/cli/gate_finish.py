@@ -1,0 +1,81 @@
+"""The end of ``attncheck gate``: its report, beside what was before, its files, its exit code."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attncheck.cli.as_typed import as_typed
+from attncheck.cli.gate_scripts import scripts_of
+from attncheck.cli.standard_output import standard_output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from attncheck.baseline_record import Baseline
+    from attncheck.cli.interrupts import Interrupts
+    from attncheck.gate_record import GateReport
+    from attncheck.runner.journal import JournalContent
+    from attncheck.runner.pool import Ended
+
+__all__ = ["finished", "known_baseline", "typed"]
+
+_INTERRUPTED = 130
+# Options that are files: a report may be read elsewhere.
+_FILES = {"--baseline"}
+
+
+def known_baseline(file: str | None) -> tuple[str, Baseline] | None:
+    """Its name and what it says; raises UsageError for a file that is none."""
+    if file is None:
+        return None
+    from attncheck.baseline_record import read
+
+    return Path(file).name, read(Path(file))
+
+
+def finished(
+    interrupts: Interrupts,
+    ended: Ended,
+    content: JournalContent,
+    *,
+    directory: str,
+    fmt: str,
+    baseline: tuple[str, Baseline] | None,
+    policy: Mapping[str, Any],
+) -> int:
+    """Writes the files, shows the summary; returns the exit code."""
+    from attncheck.reporting import gate_files, gate_pages
+
+    report = _reported(content, baseline)
+    scripts = {} if ended.why == "interrupted" else scripts_of(report)
+    with interrupts.writing(directory):
+        gate_files.write(report, directory, scripts)
+    with standard_output():
+        gate_pages.show(report, fmt)
+    if ended.why:
+        answered = f"{ended.finished} of {ended.finished + ended.left}"
+        click.echo(f"attncheck: {ended.why} at {answered}: the same command goes on.", err=True)
+    if ended.why == "interrupted" and ended.at_once:
+        return _INTERRUPTED
+    return gate_pages.exit_code(report, **policy)
+
+
+def _reported(content: JournalContent, baseline: tuple[str, Baseline] | None) -> GateReport:
+    from attncheck.gate.report import report
+
+    return report(content, command=typed(content.head.get("kernels", ())), baseline=baseline)
+
+
+def typed(kernels: Iterable[str]) -> str:
+    """The command line, with files without their folders."""
+    command = as_typed(files=_FILES)
+    for kernel in kernels:
+        file, colons, name = str(kernel).partition("::")
+        if colons:
+            shown = f"{Path(file).name}{colons}{name}"
+            command = command.replace(shlex.quote(str(kernel)), shlex.quote(shown))
+    return command

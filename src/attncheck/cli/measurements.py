@@ -1,0 +1,122 @@
+"""What gates and reports have measured, as a baseline takes it: read from their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attncheck.errors import UsageError
+from attncheck.inert import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.baseline_record import Entry, Key
+    from attncheck.gate_record import Answer, GateReport
+    from attncheck.record import Environment, Record
+
+__all__ = ["Measured", "measured", "path_of"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What the files say.
+
+    Attributes:
+        answers: Of all stages.
+        by_record: Environments by the ids that Records have.
+        environments: Environments by ``baseline_record.fingerprint``.
+        entries: What a baseline would keep, right or wrong.
+        problems: What each case is, in a few words, by its id.
+        complete: Whether everything was asked that was to be.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    by_record: dict[str, Environment] = field(default_factory=dict)
+    environments: dict[str, Environment] = field(default_factory=dict)
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    complete: bool = True
+
+
+def path_of(typed: str | None) -> Path:
+    """Where the baseline is: as typed, or beside the project's configuration, or here."""
+    from attncheck.baseline_record import FILE
+    from attncheck.subjects.configured import nearest
+
+    if typed is not None:
+        return Path(typed)
+    configuration, _ = nearest()
+    return configuration.parent / FILE if configuration else Path(FILE)
+
+
+def measured(sources: Sequence[str]) -> Measured:
+    """What the files ``sources`` say; later ones take the place of earlier ones.
+
+    Raises:
+        UsageError: for what is no report of attncheck's, or has nothing for a baseline.
+    """
+    from attncheck.baseline_record import fingerprint
+    from attncheck.runner.comparable import comparable, measurements
+
+    found = Measured()
+    for source in sources:
+        answers, environments, complete = _read(Path(source))
+        found.complete &= complete
+        found.by_record |= environments
+        found.answers += answers
+        records = list(measurements(answers))
+        kept = comparable(records, environments)
+        if not kept:
+            raise UsageError(f"{one_line(source)} has nothing for a baseline: {_why(records)}.")
+        found.entries |= {key: entry for key, (entry, _) in kept.items()}
+        found.problems |= {record.case_id: _problem(record) for record in records}
+    found.environments = {fingerprint(one): one for one in found.by_record.values()}
+    return found
+
+
+def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
+    """Answers, environments, and whether all was asked."""
+    from attncheck.gate_record import Answer
+    from attncheck.reporting.as_json import load
+
+    if path.suffix != ".jsonl" and not _of_a_gate(path):
+        records = load(path)
+        answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
+        return answers, records.environments, False
+    report = _gate(path)
+    return list(report.answers), report.environments, not report.unfinished and not report.shard
+
+
+def _of_a_gate(path: Path) -> bool:
+    from attncheck import json_numbers
+    from attncheck.reporting.gate_json import LARGEST
+
+    data = json_numbers.read(path, "report", LARGEST)
+    return isinstance(data, dict) and "answers" in data
+
+
+def _gate(path: Path) -> GateReport:
+    if path.suffix == ".jsonl":
+        from attncheck.gate.report import report
+        from attncheck.runner.journal import read
+
+        return report(read(path))
+    from attncheck.reporting.gate_json import load
+
+    return load(path)
+
+
+def _problem(record: Record) -> str:
+    """``bf16 causal B1 H2 Q128 K128 D64``."""
+    from attncheck.problem import Case
+
+    problem = Case.from_json(record.case).problem
+    return " ".join(part for part in (problem.dtype, record.variant, problem.shape) if part)
+
+
+def _why(records: Sequence[Record]) -> str:
+    if not records:
+        return "no answer of the stage 'baseline' is in it"
+    return "none of its records has an accuracy: attncheck gate measures it"

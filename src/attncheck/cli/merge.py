@@ -1,0 +1,52 @@
+"""``attncheck merge``: the journals of all shards of a run, as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.standard_output import Verb, standard_output
+
+__all__ = ["merge"]
+
+INCOMPLETE = 3
+
+
+@click.command(cls=Verb)
+@click.argument("journals", nargs=-1, required=True, metavar="JOURNAL...")
+@click.option("--out", "target", required=True, metavar="FILE", help="The merged journal.")
+@click.make_pass_decorator(Interrupts, ensure=True)
+def merge(interrupts: Interrupts, /, *, journals: tuple[str, ...], target: str) -> int:
+    """Join the journals that the shards of one gate have written, one results.jsonl each.
+
+    They must be parts of the same run: of the same command but for --shard, on equal machines. A
+    result that several have must be the same but for times. The file can be rendered by attncheck
+    report, and resumed by attncheck gate without --shard.
+
+    Exit code 3 when a shard is missing, or has not finished.
+    """
+    from attncheck.errors import UsageError
+    from attncheck.inert import one_line
+    from attncheck.reporting.files import write_files
+    from attncheck.runner import merge as parts
+    from attncheck.runner.journal import read
+
+    interrupts.check()
+    named = {name: read(Path(name)) for name in journals}
+    if len(named) < len(journals):
+        raise UsageError("a journal is named twice.")
+    merged, absent = parts.merge(named), parts.missing(list(named.values()))
+    path = Path(target)
+    with interrupts.writing(target):
+        files = {path.name: parts.merged_bytes(merged)}
+        write_files(files, path.parent, what="the merged journal")
+    unfinished = len(merged.unanswered)
+    with standard_output():
+        click.echo(
+            f"{one_line(target)}: {len(named)} journals, {len(merged.results)} results"
+            + (f", {unfinished} units unfinished" if unfinished else "")
+            + (f", shards missing: {', '.join(map(str, absent))}" if absent else "")
+        )
+    return INCOMPLETE if absent or unfinished else 0

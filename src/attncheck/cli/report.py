@@ -1,0 +1,128 @@
+"""``attncheck report``: what a run found, shown once more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.standard_output import Verb, standard_output
+
+if TYPE_CHECKING:
+    from attncheck.gate_record import GateReport
+    from attncheck.record import Report
+
+__all__ = ["report"]
+
+_LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
+
+
+@click.command(cls=Verb)
+@click.argument("source", metavar="SOURCE")
+@click.option(
+    "--format",
+    "fmt",
+    default="table",
+    show_default=True,
+    metavar="FORMAT",
+    help="Of standard output: table, json, csv, md, html, junit, sarif or github.",
+)
+@click.option(
+    "--out",
+    "directory",
+    metavar="DIR",
+    help="Write all files of the report there (default: none).",
+)
+@click.make_pass_decorator(Interrupts, ensure=True)
+def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str | None) -> int:
+    """Show again what a run found.
+
+    SOURCE is the journal of a gate (results.jsonl), its gate.json, or the report of attncheck rmse
+    or check (rmse.json, check.json), which are shown as table, json, csv or md. No kernel is
+    imported.
+
+    Exit code 0 however the run went.
+    """
+    path = Path(source)
+    found = _loaded(path)
+    from attncheck.gate_record import GateReport
+
+    if isinstance(found, GateReport):
+        _show_gate(interrupts, found, path, fmt, directory)
+    else:
+        _show(interrupts, found, fmt, directory)
+    return 0
+
+
+def _loaded(path: Path) -> GateReport | Report:
+    """Raises UsageError for what is neither, in one line."""
+    from attncheck import json_numbers
+    from attncheck.errors import UsageError
+    from attncheck.reporting import gate_json, load
+
+    if path.suffix == ".jsonl":
+        return _of_journal(path)
+    data = json_numbers.read(path, "report", gate_json.LARGEST)
+    keys = set(data) if isinstance(data, dict) else set()
+    if "tier" in keys and "started" in keys:
+        return gate_json.load(path)
+    if "records" in keys:
+        return load(path)
+    fact = "it has neither records nor the answers of a gate"
+    raise UsageError(json_numbers.refusal(json_numbers.name_of(path), "report", fact))
+
+
+def _of_journal(path: Path) -> GateReport:
+    from attncheck.errors import UsageError
+    from attncheck.gate.report import report as of_content
+    from attncheck.runner.journal import read
+    from attncheck.runner.journal_content import JournalError
+
+    try:
+        return of_content(read(path))
+    except JournalError as error:
+        raise UsageError(str(error)) from None
+
+
+def _show_gate(
+    interrupts: Interrupts, found: GateReport, path: Path, fmt: str, directory: str | None
+) -> None:
+    from attncheck.reporting import gate_files, gate_pages
+
+    gate_pages.check_format(fmt)
+    if directory is not None:
+        scripts = _scripts(found, path.parent / gate_files.SCRIPTS)
+        with interrupts.writing(directory):
+            gate_files.write(found, directory, scripts)
+    with standard_output():
+        gate_pages.show(found, fmt)
+
+
+def _show(interrupts: Interrupts, found: Report, fmt: str, directory: str | None) -> None:
+    from attncheck import reporting
+    from attncheck.errors import UnknownName
+
+    if fmt not in reporting.FORMATS:
+        raise UnknownName("format of this report", fmt, reporting.FORMATS)
+    if directory is not None:
+        with interrupts.writing(directory):
+            reporting.write(found, directory, "report")
+    with standard_output():
+        reporting.show(found, fmt)
+
+
+def _scripts(found: GateReport, folder: Path) -> dict[str, str]:
+    """Those of its failures that lie beside the report, by id."""
+    from attncheck.reporting.gate_verdict import failing, policy_of
+
+    scripts = {}
+    for one in failing(found, policy_of(found)):
+        path = folder / f"{one.id}.py"
+        try:
+            if one.id.isalnum() and path.stat().st_size <= _LARGEST_SCRIPT:
+                scripts[one.id] = path.read_text(encoding="utf-8", errors="backslashreplace")
+        except (OSError, ValueError):  # there is none, or it is not to be read
+            continue
+    return scripts

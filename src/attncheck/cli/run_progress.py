@@ -1,0 +1,94 @@
+"""How far a run of units is: on a terminal one line that moves, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from rich.console import Console
+
+    from attncheck.runner.pool import Event
+
+    Hear = Callable[[Event], Iterable[str]]
+    Line = Callable[[Event], str]
+
+__all__ = ["run_progress", "time_left"]
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def run_progress(
+    hear: Hear, line: Line, *, quiet: bool, verbose: bool
+) -> Iterator[Callable[[Event], None]]:
+    """Yields what hears of every event; everything goes to standard error.
+
+    Args:
+        hear: Event → what is to be told of it, in lines.
+        line: Event → how far the run is.
+        quiet: Nothing is shown.
+        verbose: What is to be told is.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda _: None
+    elif console.is_terminal:
+        with _live(console, hear, line, verbose=verbose) as told:
+            yield told
+    else:
+        yield _lines(hear, line, verbose=verbose)
+
+
+def time_left(seconds: float) -> str:
+    """``about 35 s left``."""
+    said = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"about {said} left"
+
+
+@contextmanager
+def _live(
+    console: Console, hear: Hear, line: Line, *, verbose: bool
+) -> Iterator[Callable[[Event], None]]:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def told(event: Event) -> None:
+            for text in hear(event):
+                if verbose:
+                    bar.console.print(text, markup=False, highlight=False)
+            said = line(event).replace("[", "\\[")
+            bar.update(task, total=event.known, completed=event.finished, description=said)
+
+        yield told
+
+
+def _lines(hear: Hear, line: Line, *, verbose: bool) -> Callable[[Event], None]:
+    last = time.monotonic()
+
+    def told(event: Event) -> None:
+        nonlocal last
+        for text in hear(event):
+            if verbose:
+                _say(text)
+        now = time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
+            _say(line(event))
+
+    return told
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody follows: no reason to end the run
+        click.echo(text, err=True)

@@ -1,0 +1,123 @@
+"""What the journal of ``attncheck faults`` says, as a FaultReport."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from attncheck.fault_record import SCORED, ControlScore, FaultReport, FaultScore, Total
+from attncheck.faults.catalogue import CONTROLS, FAULTS
+from attncheck.faults.choosing import FILE
+from attncheck.faults.fault import HOSTS
+from attncheck.record import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from attncheck.faults.choosing import Chosen
+    from attncheck.runner.journal_content import JournalContent
+    from attncheck.runner.unit import Done, Unit
+
+__all__ = ["report", "score_of", "totals"]
+
+_DIAGNOSED = 3  # among the first so many a diagnosis is to name the fault
+
+
+def report(content: JournalContent, these: Chosen, *, command: str) -> FaultReport:
+    """What the journal says of ``these``."""
+    head = content.head
+    found: dict[str, FaultScore | ControlScore] = {}
+    environments: dict[str, Environment] = {}
+    for unit in these.units:
+        done = content.results.get(unit.id)
+        if done is not None:
+            score = score_of(unit, done)
+            found[unit.kernel] = score
+            if score.environment and "environment" in done.facts:
+                where = msgspec.convert(done.facts["environment"], Environment)
+                environments[score.environment] = where
+    scores = [score for score in found.values() if isinstance(score, FaultScore)]
+    controls = [score for score in found.values() if isinstance(score, ControlScore)]
+    scores = sorted([*scores, *these.settled], key=_place)
+    left = len(these.units) - len(found)
+    return FaultReport(
+        command=command,
+        tier=str(head.get("tier", "")),
+        device=str(head.get("device", "")),
+        started=str(head.get("started", "")),
+        seconds=round(content.seconds, 1),
+        environments=environments,
+        unfinished=left,
+        unfinished_because=(content.why or "not all was asked") if left else "",
+        scores=tuple(scores),
+        controls=(*controls, *these.controls),
+        totals=tuple(totals(scores)),
+    )
+
+
+def totals(scores: Iterable[FaultScore]) -> Iterator[Total]:
+    """Of each host, and then of each of its categories, in the order of ``scores``."""
+    hosts: dict[str, list[FaultScore]] = {}
+    for score in scores:
+        if score.host:  # what is planted nowhere is no part of any score
+            hosts.setdefault(score.host, []).append(score)
+    for host, of_host in hosts.items():
+        yield _total(host, "", of_host)
+        for category in dict.fromkeys(score.category for score in of_host):
+            yield _total(host, category, [s for s in of_host if s.category == category])
+
+
+def _total(host: str, category: str, scores: Sequence[FaultScore]) -> Total:
+    count = Counter(score.outcome for score in scores)
+    caught = [score for score in scores if score.outcome == "caught"]
+    told = [score for score in caught if score.discrete]
+    peers = Counter(said.rule for score in scores for said in score.peers if said.caught)
+    rules = dict.fromkeys(said.rule for score in scores for said in score.peers)
+    scored = sum(count[outcome] for outcome in SCORED)
+    return Total(
+        host=host,
+        category=category,
+        caught=count["caught"],
+        missed=count["missed"],
+        equivalent=count["equivalent"],
+        unscored=len(scores) - scored - count["equivalent"],
+        seconds=median(score.seconds for score in caught) if caught else None,
+        problems=median(score.problems for score in caught) if caught else None,
+        named_first=sum(score.rank == 1 for score in told),
+        named_third=sum(0 < score.rank <= _DIAGNOSED for score in told),
+        diagnosed=len(told),
+        peers={rule: peers[rule] for rule in rules},
+    )
+
+
+def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
+    """The score in a result; of a unit that was given up, that it has none."""
+    if "score" in done.facts:
+        if done.facts.get("kind") == "control":
+            return msgspec.convert(done.facts["score"], ControlScore)
+        return msgspec.convert(done.facts["score"], FaultScore)
+    name, _, host = unit.kernel.rpartition("@")
+    said: dict[str, Any] = {
+        "host": host,
+        "device": unit.device,
+        "dtype": unit.dtype,
+        "tier": unit.tier,
+        "outcome": "harness",
+        "reason": done.harness or "it has no score",
+    }
+    if name in CONTROLS:
+        return ControlScore(control=name, summary=CONTROLS[name].summary, **said)
+    fault = FAULTS.get(name)
+    category, summary = (fault.category, fault.summary) if fault else ("own", "")
+    return FaultScore(fault=name, category=category, summary=summary, **said)
+
+
+def _place(score: FaultScore) -> tuple[int, int]:
+    """By host, in the order of the catalogue; what is planted nowhere last."""
+    hosts: Mapping[str, int] = {host: place for place, host in enumerate((*HOSTS, FILE))}
+    ids = list(FAULTS)
+    place = ids.index(score.fault) if score.fault in FAULTS else len(ids)
+    return hosts.get(score.host, len(hosts)), place

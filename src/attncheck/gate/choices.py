@@ -1,0 +1,116 @@
+"""What a gate is to ask, as its command line says: plain values that travel to any process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.formats import DTYPES
+from attncheck.gate.against import Tree
+from attncheck.gate.held import Held
+from attncheck.gate.tiers import GateTier, tier_named
+from attncheck.gate_record import STAGES, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Choices", "stages_named"]
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What is asked of each kernel.
+
+    Attributes:
+        tier: How much.
+        stages: Which stages, in their order.
+        dtypes: Only these; empty for all that a kernel takes.
+        seed: Which draw.
+        isolated: Whether kernels run in processes of their own.
+        timeout: Seconds that one call of a kernel may take; 0 for as many as is usual.
+        failures: Folder in which failures are kept; empty for none.
+        sanitizer: Whether a few problems are asked under compute-sanitizer.
+        tree: The files of another commit, whose kernels are measured too; None for none.
+        held: What a baseline holds, and is asked again; None without one.
+    """
+
+    tier: GateTier
+    stages: tuple[Stage, ...] = STAGES
+    dtypes: tuple[str, ...] = ()
+    seed: int = 0
+    isolated: bool = True
+    timeout: float = 0.0
+    failures: str = ""
+    sanitizer: bool = False
+    tree: Tree | None = None
+    held: Held | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Value]) -> Choices:
+        """What ``options`` said; raises UsageError for what it could not have said."""
+        return cls(
+            tier=tier_named(str(options["tier"])),
+            stages=stages_named(_words(options.get("stages", ""))),
+            dtypes=_dtypes(_words(options.get("dtypes", ""))),
+            seed=int(options.get("seed", 0)),
+            isolated=bool(options.get("isolated", True)),
+            timeout=float(options.get("timeout", 0.0)),
+            failures=str(options.get("failures", "")),
+            sanitizer=bool(options.get("sanitizer", False)),
+            tree=Tree.read(str(options["tree"])) if options.get("tree") else None,
+            held=Held.read(str(options["held"])) if options.get("held") else None,
+        )
+
+    def options(self) -> dict[str, Value]:
+        """The same for ``of``: words and numbers."""
+        return {
+            "tier": self.tier.name,
+            "stages": ",".join(self.stages),
+            "dtypes": ",".join(self.dtypes),
+            "seed": self.seed,
+            "isolated": self.isolated,
+            "timeout": self.timeout,
+            "failures": self.failures,
+            "sanitizer": self.sanitizer,
+            "tree": self.tree.spelled() if self.tree else "",
+            "held": self.held.spelled() if self.held else "",
+        }
+
+    def plan(self) -> dict[str, Value]:
+        """What of it makes two runs the same plan."""
+        same = ("tier", "stages", "dtypes", "seed")
+        found = {name: value for name, value in self.options().items() if name in same}
+        found |= {"sanitizer": True} if self.sanitizer else {}
+        found |= {"baseline": self.held.digest} if self.held else {}
+        return found | ({"against": self.tree.commit} if self.tree else {})
+
+
+def stages_named(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
+    """Stages in their order; all where none is named.
+
+    Raises:
+        UnknownName: for one that there is not.
+        UsageError: where none is left.
+    """
+    for name in (*names, *without):
+        if name not in STAGES:
+            raise UnknownName("stage", name, STAGES)
+    left = tuple(s for s in STAGES if (not names or s in names) and s not in without)
+    if not left:
+        raise UsageError("no stage is left: leave one of --stage and --skip out.")
+    return left
+
+
+def _dtypes(names: Sequence[str]) -> tuple[str, ...]:
+    measured = [name for name, dtype in DTYPES.items() if dtype.measured]
+    for name in names:
+        if name not in measured:
+            raise UnknownName("dtype", name, measured)
+    return tuple(name for name in measured if name in names)
+
+
+def _words(value: Value) -> tuple[str, ...]:
+    return cast("tuple[str, ...]", tuple(word for word in str(value).split(",") if word))

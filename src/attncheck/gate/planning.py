@@ -1,0 +1,163 @@
+"""One kernel as a plan sees it: what it takes, and the questions that come of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from attncheck.errors import ProblemError
+from attncheck.examine.concerned import as_concerned
+from attncheck.examine.questions import allowed, asked_of, unfit
+from attncheck.examine.recorded import asked
+from attncheck.formats import DTYPES
+from attncheck.gate_record import Answer
+from attncheck.problem import Case, Problem
+from attncheck.runner.unit import Unit
+from attncheck.strategies import nearest
+from attncheck.strategies.families import MASK_FAMILIES
+from attncheck.suite.kinds import PLAIN, Kind
+from attncheck.suite.marks import SOFTMAX
+from attncheck.suite.samples import NOT_CONCERNED, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.examine.executor import Executor, Failure
+    from attncheck.gate.choices import Choices
+    from attncheck.gate_record import Stage
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["Planning", "moved"]
+
+_DROPS = ("sink", "dlse")
+
+
+class Planning:
+    """What a kernel is asked; it is asked nothing yet but what it takes.
+
+    Attributes:
+        unit: The one that asks what it is: its kernel, convention, device, tier.
+        subject, executor: The kernel, and how to ask it.
+        choices: What is asked.
+        environment: Fingerprint of where.
+        refused: What of the plan it does not take: an answer each.
+        reason: Why it did not take the last Problem that it did not take.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        subject: Subject,
+        executor: Executor,
+        choices: Choices,
+        environment: str = "",
+    ) -> None:
+        self.unit = unit
+        self.subject, self.executor = subject, executor
+        self.choices, self.environment = choices, environment
+        self.refused: list[Answer] = []
+        self.reason = ""
+        self._refusals: dict[tuple[str, str, Kind], str] = {}
+        self._dtypes: tuple[str, ...] | None = None
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.unit.device
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those that are wanted and that the kernel takes somewhere."""
+        if self._dtypes is None:
+            wanted = self.choices.dtypes or [n for n, d in DTYPES.items() if d.measured]
+            self._dtypes = tuple(dtype for dtype in wanted if self._takes(dtype))
+        return self._dtypes
+
+    def supports(self, problem: Problem) -> bool:
+        """Whether the kernel takes ``problem``; where even asking raises it is to be asked."""
+        said: str | Failure | None = NOT_CONCERNED
+        if self.executor.concerns(self.subject, problem):
+            said = self.executor.refusal(self.subject, problem, self.device)
+        if isinstance(said, str):
+            self.reason = said
+        return not isinstance(said, str)
+
+    def nearest(self, problem: Problem) -> Problem | None:
+        """``problem`` itself, the nearest that the kernel takes, or None."""
+        return nearest.supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
+
+    def refusal(self, family: str, dtype: str, kind: Kind = PLAIN) -> str:
+        """Why it takes nothing of a mask family in a dtype; empty if it does."""
+        key = (family, dtype, kind)
+        if key not in self._refusals:
+            self._refusals[key] = refusal(
+                self.subject, family, dtype, self.device, kind, self.executor
+            )
+        return self._refusals[key]
+
+    def ask(self, stage: Stage, case: Case, variant: str, test: str = "") -> Unit:
+        """The piece of work that asks ``case``."""
+        return Unit(
+            kind="ask",
+            stage=stage,
+            kernel=self.unit.kernel,
+            convention=self.unit.convention,
+            device=self.device,
+            tier=self.unit.tier,
+            variant=variant,
+            test=test,
+            case=case.to_json(),
+        )
+
+    def asked_nearest(
+        self, stage: Stage, problem: Problem, variant: str, question: str = "compare"
+    ) -> Unit | None:
+        """The work that asks ``question`` of ``problem`` or the nearest one; None of a refusal.
+
+        What is refused is kept as an answer, so that no plan is shorter than it looks.
+        """
+        found = self.nearest(asked_of(question, problem))
+        if found is None:
+            self.drop(stage, Case(problem=problem, question=question), variant, self.reason)
+            return None
+        return self.ask(stage, Case(problem=found, question=question), variant)
+
+    def drop(self, stage: Stage, case: Case, variant: str, reason: str) -> None:
+        """Keep that ``case`` is not asked, and why."""
+        record = asked(self.subject, case, self.device, variant, self.environment)
+        record = replace(record, status="unsupported", reason=reason)
+        self.refused.append(Answer(unit=self.unit.id, stage=stage, record=record))
+
+    def concerned(self, problem: Problem) -> tuple[Problem, ...]:
+        """``problem``, or the same in pages for a kernel that takes keys in pages alone."""
+        return as_concerned(self.subject, problem, self.executor)
+
+    def fitting(self, question: str, problems: Sequence[Problem]) -> list[Problem]:
+        """Those that ``question`` says something of, as the kernel takes them."""
+        found = []
+        for problem in problems:
+            try:
+                moved = self.nearest(asked_of(question, problem))
+            except ProblemError:
+                continue
+            if moved is not None and unfit(question, moved) is None:
+                found.append(moved)
+        return found
+
+    def _takes(self, dtype: str) -> bool:
+        kinds = (PLAIN, Kind(paged=True), Kind(sink=True))
+        return any(
+            not self.refusal(family, dtype, kind)
+            for kind in kinds
+            for family in (*MASK_FAMILIES, SOFTMAX)
+        )
+
+
+def moved(case: Case, problem: Problem) -> Case:
+    """The question of ``case`` asked of ``problem``, with the nearest numbers that it allows."""
+    chosen = {}
+    for name, values in allowed(case.question, problem).items():
+        wanted = case.parameters.get(name, values[len(values) // 2])
+        chosen[name] = min(values, key=lambda value: abs(value - wanted))
+    return Case(problem=problem, question=case.question, parameters=chosen)

@@ -1,0 +1,83 @@
+"""SIGINT and SIGTERM while units run: counted, and heard at once by a loop that waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+    from typing import Self
+
+__all__ = ["Interruptions"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruptions:
+    """Within ``with``, an interrupt raises nothing: it is counted, and makes ``fileno`` readable.
+
+    SIGTERM counts once, however often it comes: whoever sends it sends SIGKILL next. A signal that
+    whoever started us has us ignore stays ignored. In another thread than the main one, where
+    Python hears no signals, nothing is counted.
+
+    Attributes:
+        count: How often.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._terminated = self._unheard = False
+        self._before: dict[int, Any] = {}
+        self._read, self._write = os.pipe()
+
+    def __enter__(self) -> Self:
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                before = signal.getsignal(number)
+                if before not in (signal.SIG_IGN, None):  # None: a handler that is not Python's
+                    self._before[number] = before
+                    signal.signal(number, self._arrived)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        os.close(self._read)
+        os.close(self._write)
+
+    def fileno(self) -> int:
+        """Readable since the last interrupt, until ``heard``."""
+        return self._read
+
+    def pending(self) -> bool:
+        """Whether there was one since ``heard``."""
+        return self._unheard
+
+    def heard(self) -> None:
+        """Waiting goes on until the next one."""
+        self._unheard = False
+        with suppress(BlockingIOError):
+            while os.read(self._read, 64):
+                pass
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if number == signal.SIGTERM:
+            if self._terminated:
+                return
+            self._terminated = True
+        self.count += 1
+        self._unheard = True
+        with suppress(BlockingIOError):
+            os.write(self._write, b"!")

@@ -1,0 +1,294 @@
+"""A run beside its baseline, case by case: the same bits, other rounding, better or worse.
+
+Nothing here is a tolerance. Bits are compared first; then what the judge says, in the order of
+``comparable.KINDS``; then errors, by how improbable it is that chance alone made them so much
+larger (``chance``). ``docs/baseline.md`` has the derivation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attncheck.baseline_record import fingerprint
+from attncheck.gate_record import Change
+from attncheck.runner.chance import Pair, growth, improbable, ratio
+from attncheck.runner.comparable import KINDS, comparable, measurements
+from attncheck.runner.standings import ordered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from attncheck.baseline_record import Baseline, Entry, Held, Key
+    from attncheck.gate_record import Answer, Standing
+    from attncheck.record import Environment
+    from attncheck.tensor_names import TensorName
+
+__all__ = ["ALARM", "beside", "changes"]
+
+ALARM = 1e-4
+"""Most that is allowed for the probability that a run calls any right kernel worse by chance."""
+
+
+def changes(
+    baseline: Baseline,
+    answers: Iterable[Answer],
+    environments: Mapping[str, Environment],
+    *,
+    complete: bool = True,
+) -> tuple[Change, ...]:
+    """Each case that was measured beside its entry in ``baseline``.
+
+    Args:
+        baseline: What the kernels could do; entries of other kernels and of other architectures
+            than those that answer are no part of the comparison.
+        answers: Of all stages. What counts is what ``examine.accuracy.measured`` made in those of
+            ``comparable.STAGES``.
+        environments: Of the answers, by the ids that their Records have.
+        complete: Whether everything was asked; of a shard, or of a run that was stopped, nothing
+            can be said to be gone.
+
+    Returns:
+        The worst first, then by kernel and case.
+    """
+    after = comparable(measurements(answers), environments)
+    asked = {(entry.kernel, entry.device) for entry, _ in after.values()}
+    before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in asked}
+    known = baseline.environments | {fingerprint(one): one for one in environments.values()}
+    return _beside(before, after, known, complete=complete)
+
+
+def beside(
+    before: Iterable[Answer],
+    after: Iterable[Answer],
+    environments: Mapping[str, Environment],
+    *,
+    complete: bool = True,
+) -> tuple[Change, ...]:
+    """Each case that was measured on two sides, which were both asked now.
+
+    Args:
+        before: Of the earlier kernels; their names are those of the later ones.
+        after: Of the later ones.
+        environments: Of both, by the ids that their Records have.
+        complete: As of ``changes``.
+    """
+    old = comparable(measurements(before), environments)
+    new = comparable(measurements(after), environments)
+    known = {fingerprint(one): one for one in environments.values()}
+    return _beside({k: e for k, (e, _) in old.items()}, new, known, complete=complete)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One case that is on both sides."""
+
+    before: Entry
+    after: Entry
+    independent: bool
+
+    def pairs(self) -> dict[TensorName, Pair]:
+        """Errors that are 0 on neither side, and where ideal kernels have some too."""
+        found = {}
+        for name, old in self.before.tensors.items():
+            new = self.after.tensors.get(name)
+            if new is not None and old.relative and new.relative:
+                found[name] = _pair(old, new, _floor(new, independent=self.independent))
+        return found
+
+
+def _pair(old: Held, new: Held, least: float) -> Pair:
+    return Pair(
+        before=max(old.relative, least),
+        after=max(new.relative, least),
+        freedom_before=old.freedom,
+        freedom_after=new.freedom,
+        ensemble=new.ensemble if all(new.ensemble) else (),
+    )
+
+
+def _floor(held: Held, *, independent: bool) -> float:
+    """What errors are not told apart below.
+
+    Where an ideal kernel is exact, or one rounding falls the same way in all rows, what the largest
+    of the ensemble has is a matter of luck; and then one rounding, which no unit is less than.
+    """
+    largest = max(held.ensemble, default=0.0)
+    if not independent:
+        return max(largest, 1.0)
+    return 0.0 if all(held.ensemble) else largest
+
+
+def _beside(
+    before: Mapping[Key, Entry],
+    after: Mapping[Key, tuple[Entry, bool]],
+    environments: Mapping[str, Environment],
+    *,
+    complete: bool,
+) -> tuple[Change, ...]:
+    both = {k: _Case(before[k], *after[k]) for k in after if k in before}
+    said = _said(both)
+    found = []
+    for key, case in both.items():
+        standing, reason = said[key]
+        versions = _versions(case, environments)
+        reason = "; ".join(part for part in (reason, versions) if part)
+        found.append(_change(case.before, case.after, standing, reason))
+    found += [_change(None, after[key][0], "new", "") for key in after if key not in before]
+    if complete:
+        found += _gone(before, after)
+    return ordered(found)
+
+
+def _gone(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[Change]:
+    """What was not asked; where that is all there was of a kernel, nothing says it is as good."""
+    asked = {before[key].kernel for key in after if key in before}
+    for key, entry in before.items():
+        if key not in after:
+            lost = entry.kernel not in asked
+            reason = "of all that the baseline has of this kernel nothing was asked" if lost else ""
+            yield _change(entry, None, "worse" if lost else "gone", reason)
+
+
+def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[Standing, str]]:
+    """How every case stands, and why: by itself, else together with others of its kind."""
+    groups: dict[tuple[str, str, TensorName, int], dict[Key, Pair]] = defaultdict(dict)
+    unequal = {k: c for k, c in both.items() if not _equal(c)}
+    for key, case in unequal.items():
+        for name, pair in case.pairs().items():
+            if case.independent:
+                kind = (case.after.kernel, case.after.dtype, name, len(pair.ensemble))
+                groups[kind][key] = pair
+    several = {kind: of for kind, of in groups.items() if len(of) > 1}
+    tests = len(several) + sum(len(case.before.tensors) for case in unequal.values())
+    limit = math.log(ALARM / max(tests, 1))
+    found = {key: _alone(case, limit) for key, case in both.items()}
+    for (_, dtype, name, _), of in several.items():
+        _together(dtype, name, of, limit, found)
+    return found
+
+
+def _equal(case: _Case) -> bool:
+    return bool(case.after.digest) and case.after.digest == case.before.digest
+
+
+def _alone(case: _Case, limit: float) -> tuple[Standing, str]:
+    old, new = case.before, case.after
+    step = KINDS[new.status] - KINDS[old.status]
+    bits = "the same bits" if _equal(case) else ""
+    if step:
+        said = f"{old.status} before, {new.status} now"
+        said += "; the same bits: the judge is another" if bits else ""
+        said += ": it took this before" if new.status == "unsupported" and step > 0 else ""
+        return ("worse" if step > 0 else "better"), said
+    if bits or not (old.tensors or new.tensors):
+        return "identical", bits or f"{new.status} before and now"
+    lost = [name for name in old.tensors if name not in new.tensors]
+    if lost:
+        return "worse", f"gives no {lost[0]} any more, or one that is not finite"
+    found = [_of_tensor(name, case, limit) for name in old.tensors]
+    for standing in ("worse", "better"):
+        reasons = [reason for how, reason in found if how == standing]
+        if reasons:
+            return standing, "; ".join(reasons)
+    return "within rounding", ", ".join(reason for _, reason in found)
+
+
+def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[Standing, str]:
+    pair = case.pairs().get(name)
+    if pair is None:
+        return _exact(name, case, limit)
+    if improbable([pair]) < limit:
+        return "worse", f"{name}'s error is {_sentence([pair])}"
+    if improbable([pair.reversed()]) < limit:
+        return "better", f"{name}'s error is {ratio([pair]):.3g} × what it was"
+    return "within rounding", f"{name} {ratio([pair]):.3g} ×"
+
+
+def _exact(name: TensorName, case: _Case, limit: float) -> tuple[Standing, str]:
+    """Exact on one side or on both: then the ideal kernels stand in for the other."""
+    old, new = case.before.tensors[name], case.after.tensors[name]
+    if not old.relative and not new.relative:
+        return "within rounding", f"{name} exact before and now"
+    held, standing = (new, "worse") if new.relative else (old, "better")
+    said = f"{name} {'was' if new.relative else 'is'} exact, and "
+    said += "is not" if new.relative else "was not"
+    largest = max([*held.ensemble, _floor(held, independent=case.independent)])
+    if not largest:
+        return _standing(standing), f"{said}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
+    spread = held.ensemble if all(held.ensemble) else ()
+    pair = Pair(
+        before=largest,
+        after=held.relative,
+        freedom_before=held.freedom,
+        freedom_after=held.freedom,
+        ensemble=spread,
+    )
+    if improbable([pair]) < limit:
+        times = f"{ratio([pair]):.3g} × the largest of ideal kernels'"
+        return _standing(standing), f"{said}: RMSE {held.rmse:.3g}, {times}"
+    return "within rounding", f"{said}: no more than ideal kernels may err by"
+
+
+def _standing(said: str) -> Standing:
+    return "worse" if said == "worse" else "better"
+
+
+def _together(
+    dtype: str,
+    name: str,
+    of: Mapping[Key, Pair],
+    limit: float,
+    found: dict[Key, tuple[Standing, str]],
+) -> None:
+    """A loss that no case shows by itself, and all of them do."""
+    left = {key: pair for key, pair in of.items() if found[key][0] == "within rounding"}
+    pairs = list(left.values())
+    if len(pairs) < 2:  # what is said of a case by itself is no reason to accuse others
+        return
+    for standing, turned in (("worse", pairs), ("better", [pair.reversed() for pair in pairs])):
+        if improbable(turned) >= limit:
+            continue
+        sentence = _sentence(pairs) if standing == "worse" else f"{ratio(pairs):.3g} × what it was"
+        for key, pair in zip(left, turned, strict=True):
+            if pair.after > pair.before:
+                own = found[key][1]
+                reason = (
+                    f"{name}'s error in {len(left)} {dtype} cases together is {sentence}; {own}"
+                )
+                found[key] = _standing(standing), reason
+
+
+def _sentence(pairs: Sequence[Pair]) -> str:
+    chance = math.floor(improbable(pairs) / math.log(10)) + 1
+    tiling = f"another tiling explains {growth(pairs):.3g} ×"
+    return f"{ratio(pairs):.3g} × what it was; {tiling}, chance the rest with p < 1e{chance}"
+
+
+def _versions(case: _Case, environments: Mapping[str, Environment]) -> str:
+    """What else is not as it was."""
+    old, new = (environments[entry.versions] for entry in (case.before, case.after))
+    fields = [f for f in old.__struct_fields__ if getattr(old, f) != getattr(new, f)]
+    named = [f"{f} {_word(getattr(old, f))} → {_word(getattr(new, f))}" for f in fields]
+    return f"measured with other versions: {', '.join(named)}" if named else ""
+
+
+def _word(value: object) -> str:
+    return (", ".join(value) if isinstance(value, tuple) else str(value)) or "none"
+
+
+def _change(before: Entry | None, after: Entry | None, standing: Standing, reason: str) -> Change:
+    entry = after or before
+    assert entry is not None, "it is on one side at least"
+    out_before = before.tensors.get("out") if before else None
+    out_after = after.tensors.get("out") if after else None
+    return Change(
+        kernel=entry.kernel,
+        case_id=entry.case,
+        standing=standing,
+        reason=reason,
+        before=out_before.rmse if out_before else None,
+        after=out_after.rmse if out_after else None,
+    )

@@ -1,0 +1,142 @@
+"""``attncheck faults``: scores, exit codes, what it refuses, and a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attncheck.cli.faults_run import header
+from attncheck.fault_record import FaultScore
+from attncheck.faults.choosing import of_file
+from attncheck.runner.journal import Journal
+from attncheck.runner.unit import Done
+
+OWN = Path(__file__).parents[1] / "faults" / "faulty_kernels.py"
+
+
+@pytest.fixture
+def run(attncheck, tmp_path):
+    """``run(word, …)`` in an empty folder."""
+
+    def run(*words):
+        return attncheck("faults", *words, cwd=tmp_path)
+
+    return run
+
+
+def outcomes(folder):
+    report = json.loads((folder / "r.json").read_text())
+    return {score["fault"]: score["outcome"] for score in report["scores"]}
+
+
+def test_a_file_of_faults_is_scored(run, tmp_path):
+    """One is caught; one is no fault."""
+    words = ["--kernel-file", str(OWN), "--fault", "next key", "--fault", "none"]
+    done = run(*words, "--device", "cpu", "--json", "r.json", "--md", "r.md", "-q")
+    assert done.returncode == 1, done.stderr
+    assert outcomes(tmp_path) == {"next key": "caught", "none": "missed"}
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["command"].startswith("attncheck faults --kernel-file faulty_kernels.py")
+    assert "| next key |" in (tmp_path / "r.md").read_text()
+    assert "1 of 2 faults caught." in done.stdout
+
+
+def test_a_kernel_that_ends_its_process_is_asked_in_one_of_its_own(run, tmp_path):
+    words = ["--kernel-file", str(OWN), "--fault", "exit", "--jobs", "1"]
+    done = run(*words, "--device", "cpu", "--json", "r.json", "-q")
+    assert done.returncode == 0, done.stderr
+    (score,) = json.loads((tmp_path / "r.json").read_text())["scores"]
+    assert score["caught"]["first"]["status"] == "crash"
+
+
+def test_a_run_goes_on_where_it_was(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    these = of_file(OWN, names=["next key", "exit"], device="cpu", tier="smoke")
+    head = header(these, device="cpu", tier="smoke", file=OWN, typed="")
+    first = FaultScore(fault="exit", category="own", host="file", outcome="caught", problems=4321)
+    with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
+        journal.queued(these.units)
+        unit = these.units[1]
+        journal.begun(unit)
+        facts = {"score": msgspec.to_builtins(first), "kind": "fault"}
+        journal.done(Done(unit=unit.id, facts=facts))
+        journal.end("interrupted")
+    words = ["--kernel-file", str(OWN), "--fault", "next key", "--fault", "exit"]
+    done = run(*words, "--device", "cpu", "--json", "r.json", "-q")
+    assert done.returncode == 0, done.stderr
+    assert "goes on with reports/faults/results.jsonl, 1 of 2 done" in done.stderr
+    assert outcomes(tmp_path) == {"next key": "caught", "exit": "caught"}
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["scores"][-1]["problems"] == 4321  # what was done is not done again
+
+
+def test_another_run_that_is_not_finished_is_left_alone(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    these = of_file(OWN, names=["exit"], device="cpu", tier="smoke")
+    head = header(these, device="cpu", tier="smoke", file=OWN, typed="")
+    with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
+        journal.queued(these.units)
+        journal.end("interrupted")
+    done = run("--kernel-file", str(OWN), "--fault", "none", "--device", "cpu", "-q")
+    assert done.returncode == 3
+    assert "holds another run" in done.stderr
+    assert "--fresh" in done.stderr
+
+
+def test_time_that_is_up_leaves_the_rest_unscored(run):
+    words = ["--kernel-file", str(OWN), "--fault", "none", "--device", "cpu", "-q"]
+    done = run(*words, "--max-time", "0.001")
+    assert done.returncode == 3
+    assert "time is up at 0 of 1: the same command goes on" in done.stderr
+    assert "1 have no score: time is up." in " ".join(done.stdout.split())
+
+
+def test_the_list_says_where_each_is_planted(run):
+    done = run("--list", "--host", "ideal", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    (line,) = [
+        each for each in done.stdout.splitlines() if each.startswith("missing-alpha-on-acc ")
+    ]
+    assert line.startswith("missing-alpha-on-acc (online softmax; ideal and triton): the output so")
+
+
+REFUSED = {
+    "fault": (["--fault", "nope"], "fault 'nope' is not known: choose from "),
+    "host": (["--host", "cuda"], "host 'cuda' is not known: choose from all, ideal, triton"),
+    "category": (["--category", "nope"], "category 'nope' is not known: choose from backward"),
+    "tier": (["--tier", "nope"], "tier 'nope' is not known"),
+    "of no such category": (
+        ["--fault", "missing-alpha-on-acc", "--category", "gqa"],
+        "none of the faults is of category gqa",
+    ),
+    "max time": (["--max-time", "soon"], "--max-time 'soon' must be a time above 0"),
+    "no file": (["--kernel-file", "gone.py"], "there is no file"),
+    "a folder": (["--kernel-file", "."], "is a folder"),
+    "raises": (["--kernel-file", "raises.py"], "ZeroDivisionError: division by zero at raises.py"),
+    "empty": (["--kernel-file", "empty.py"], "has no kernel: give it public functions"),
+    "a list": (["--kernel-file", "a_list.py"], "FAULTS is list: it must be a dict"),
+    "a number": (["--kernel-file", "a_number.py"], "fault 'x' is int: it must be a function"),
+    "of the file": (
+        ["--kernel-file", str(OWN), "--fault", "nope"],
+        "fault of faulty_kernels.py 'nope' is not known: choose from exit, next key, none",
+    ),
+    "both": (["--kernel-file", str(OWN), "--host", "ideal"], "leave --host, --category and"),
+    "nothing replaced": (["--pytest", "tests"], "--pytest needs --replace package.module:name"),
+    "no tests": (["--replace", "a:b"], "say what --pytest tests: give it too"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(run, tmp_path, name):
+    words, said = REFUSED[name]
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    (tmp_path / "empty.py").write_text("from math import sqrt\n\n\ndef _own(): ...\n")
+    (tmp_path / "a_list.py").write_text("FAULTS = [len]\n")
+    (tmp_path / "a_number.py").write_text("FAULTS = {'x': 1}\n")
+    done = run(*words, "--device", "cpu", "-q")
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not (tmp_path / "reports").exists()

@@ -1,0 +1,94 @@
+"""Kernels that do to a GPU what no kernel should; which of it the query length says."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+from attncheck.outputs import Outputs
+from attncheck.subjects.ideal import Ideal
+
+RIGHT = 2
+
+
+@triton.jit
+def _far_away(pointer, distance):
+    tl.store(pointer + distance, 1.0)
+
+
+@triton.jit
+def _spin(pointer):
+    while tl.load(pointer, volatile=True) == 0.0:
+        pass
+
+
+def _writes_far_away(q):
+    _far_away[(1,)](q, 1 << 44)
+
+
+def spins(q, right):
+    _spin[(1,)](torch.zeros(1, device=q.device))
+    return right
+
+
+def illegal(q, right):
+    _writes_far_away(q)
+    return right
+
+
+def illegal_and_swallowed(q, right):
+    """It looks, sees the fault, says nothing, and gives the right numbers from the CPU."""
+    _writes_far_away(q)
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+    return right
+
+
+def illegal_on_another_stream(q, right):
+    """Nobody has waited for it when it returns: without a look it would be the next Case's."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        _writes_far_away(q)
+    return right
+
+
+def takes_all(q, right):
+    kept = [torch.empty(1 << 42, dtype=torch.uint8, device=q.device)]
+    return right + kept[0][0]
+
+
+def mutation(q, right):
+    q.view(torch.uint8).view(-1)[0] ^= 1
+    return right
+
+
+FAULTS = dict(
+    enumerate(
+        (
+            spins,
+            illegal,
+            illegal_and_swallowed,
+            illegal_on_another_stream,
+            takes_all,
+            mutation,
+        ),
+        start=RIGHT + 1,
+    )
+)
+
+
+class Planted(Ideal):
+    """Right but for the fault."""
+
+    name, summary = "planted on a GPU", "right but for the fault"
+
+    def prepare(self, inputs):
+        call, fault = super().prepare(inputs), FAULTS.get(inputs.problem.query)
+
+        def spoiled():
+            found = call()
+            return found if fault is None else Outputs(fault(inputs.q, found.out), found.lse)
+
+        return spoiled

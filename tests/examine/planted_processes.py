@@ -1,0 +1,253 @@
+"""Kernels that do to their process what no kernel should; which of it the query length says.
+
+One function for all of them: a process serves many Cases, and after each fault a right one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from attncheck.outputs import Outputs
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+
+RIGHT = 2
+_STARTED = Path("grandchild")  # in the working directory
+
+
+class Lazy(torch.Tensor):
+    """Computes when it is looked at."""
+
+
+def raises(q, right):
+    raise ValueError("planted\nand more")
+
+
+def wrong_shape(q, right):
+    return right[..., :-1]
+
+
+def wrong_dtype(q, right):
+    return right.double()
+
+
+def wrong_device(q, right):
+    return right.to("meta")
+
+
+def lazy(q, right):
+    return right.as_subclass(Lazy)
+
+
+def alias(q, right):
+    return q.copy_(right)
+
+
+def alias_of_a_part(q, right):
+    """Elements apart from each other in one storage: what it gives would change with its input."""
+    storage = q.untyped_storage()
+    before = storage.nbytes() // q.itemsize
+    storage.resize_(2 * storage.nbytes())
+    out = torch.tensor([], dtype=q.dtype).set_(storage, before, q.shape)
+    return out.copy_(right)
+
+
+def mutation(q, right):
+    q.view(torch.uint8).view(-1)[0] ^= 1
+    return right
+
+
+def mutation_unseen(q, right):
+    """It puts functions of its own in the place of torch's, also where attncheck looks."""
+    from attncheck.examine import executor, obligations
+
+    torch.equal = lambda *_: True
+    obligations._EQUAL = torch.equal
+    executor.written_to = lambda *_: ""
+    return mutation(q, right)
+
+
+def patched(q, right):
+    """The same without a fault to hide, so that whoever believes it passes rightly."""
+    torch.equal = lambda *_: True
+    torch.allclose = torch.equal
+    return right
+
+
+def wrong_and_patched(q, right):
+    torch.equal = torch.allclose = lambda *_: True
+    return right + 1
+
+
+def starts_a_daemon(q, right):
+    """Which leaves its session and its parent, ignores what it can, and holds every pipe it had."""
+    code = (
+        "import os, signal, time, pathlib\n"
+        "if os.fork(): os._exit(0)\n"
+        "os.setsid()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path('grandchild.part').write_text(str(os.getpid()))\n"
+        "os.rename('grandchild.part', 'grandchild')\n"
+        "time.sleep(1000)"
+    )
+    subprocess.Popen([sys.executable, "-S", "-c", code])
+    while not _STARTED.exists():
+        time.sleep(0.01)
+
+
+def daemon_and_hang(q, right):
+    """Holds the GIL for ever: no thread of Python's can end it from within."""
+    starts_a_daemon(q, right)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.PyDLL(None).pause()
+
+
+def daemon_and_death(q, right):
+    """A fork of Python's own, which inherits every descriptor that is not closed in it."""
+    if os.fork() == 0:
+        os.setsid()
+        _STARTED.write_text(str(os.getpid()))
+        time.sleep(1000)
+    while not _STARTED.exists() or not _STARTED.read_text():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault(q, right):
+    ctypes.string_at(0)
+
+
+def leaves(q, right):
+    os._exit(0)
+
+
+def raises_memory_error(q, right):
+    raise MemoryError
+
+
+def has_a_limit(q, right):
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    return right + bytearray(1 << 40)[0]
+
+
+def takes_all(q, right):
+    return right + torch.empty(1 << 50)[0]
+
+
+def prints(q, right):
+    """A hundred megabytes, past Python's own streams too, escapes and what looks like frames."""
+    line = b"\x1b[2J\x1b]0;planted\x07attncheck\x00\x01\nran\x00\x00" + b"x" * 65000 + b"\n"
+    for _ in range(800):
+        os.write(1, line)
+        os.write(2, line)
+    sys.stdout.write("{}" * 1000)
+    return right
+
+
+def writes_everywhere(q, right):
+    """To every pipe that it can find: what looks like a frame, but for the key."""
+    frame = b"attncheck\x00\x01\nran".ljust(26, b"\x00") + bytes(24)
+    for each in list(Path("/proc/self/fd").iterdir()):
+        if int(each.name) > 2:
+            with contextlib.suppress(OSError):
+                os.write(int(each.name), frame + bytes(64))
+    return right
+
+
+def interrupts(q, right):
+    raise KeyboardInterrupt
+
+
+def raises_at_length(q, right):
+    raise ValueError("\N{PILE OF POO}" * (1 << 17))
+
+
+def gives_gradients(q, right):
+    """Which nobody asked for, and of a dtype that no kernel of ours is asked for."""
+    return Outputs(right, dq=torch.ones_like(right), dsink=torch.ones(1 << 20).int())
+
+
+FAULTS = dict(
+    enumerate(
+        (
+            raises,
+            wrong_shape,
+            wrong_dtype,
+            wrong_device,
+            lazy,
+            alias,
+            alias_of_a_part,
+            mutation,
+            mutation_unseen,
+            patched,
+            wrong_and_patched,
+            daemon_and_hang,
+            daemon_and_death,
+            segfault,
+            leaves,
+            raises_memory_error,
+            has_a_limit,
+            takes_all,
+            prints,
+            writes_everywhere,
+            interrupts,
+            raises_at_length,
+            gives_gradients,
+        ),
+        start=RIGHT + 1,
+    )
+)
+
+
+class Planted(Ideal):
+    """Right but for the fault, and by its name a script."""
+
+    name, summary = "<script>alert(1)</script>", "=planted()"
+
+    def prepare(self, inputs):
+        call, fault = super().prepare(inputs), FAULTS.get(inputs.problem.query)
+
+        def spoiled():
+            found = call()
+            given = found if fault is None else fault(inputs.q, found.out)
+            return given if isinstance(given, Outputs) else Outputs(given, found.lse)
+
+        return spoiled
+
+
+class Launched(Ideal):
+    """With another launch, and one that is another kernel."""
+
+    name, summary = "launched", "two launches"
+
+    def launches(self, problem, device):
+        if problem.query == FAULT_IN_LAUNCHES:
+            os.kill(os.getpid(), signal.SIGABRT)
+        return {"small": Ideal(Tiling(block_query=16, block_kv=16)), "other": Other()}
+
+
+class Other(Ideal):
+    name, summary = "other", "gives twice as much"
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+
+        def twice():
+            found = call()
+            found.out.mul_(2)
+            return found
+
+        return twice
+
+
+FAULT_IN_LAUNCHES = 5

@@ -1,0 +1,63 @@
+"""How long was compiled."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+from attncheck.examine.compiling import Compiling
+
+
+def compiled(clock: Compiling, microseconds: int) -> None:
+    """What Triton calls at the end of a compilation."""
+    clock._compiled(
+        src=None,
+        metadata={},
+        metadata_group={},
+        times=SimpleNamespace(total=microseconds),
+        cache_hit=False,
+    )
+
+
+def test_it_adds_up_what_triton_tells() -> None:
+    clock = Compiling()
+    compiled(clock, 250_000)
+    compiled(clock, 500_000)
+    assert clock.seconds == 0.75
+
+
+def test_triton_within_torch_counts_once() -> None:
+    clock, start = Compiling(), time.perf_counter()
+    clock._started(None)
+    compiled(clock, 10**9)
+    clock._ended(None)
+    assert 0 < clock.seconds <= time.perf_counter() - start
+
+
+def test_triton_takes_it_and_whoever_listened_still_hears(monkeypatch) -> None:
+    from triton import knobs
+
+    heard = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told))
+    clock = Compiling()
+    clock.listen()
+    clock.listen()  # once is enough
+    told = {"src": None, "metadata": {}, "metadata_group": {}, "cache_hit": True}
+    knobs.compilation.listener(times=SimpleNamespace(total=10**6), **told)
+    assert clock.seconds == 1
+    assert len(heard) == 1
+
+
+def test_torch_tells_when_it_compiles() -> None:
+    import torch
+    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+    clock = Compiling()
+    clock.listen()
+    try:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    finally:
+        callback_handler.remove_start_callback(clock._started)
+        callback_handler.remove_end_callback(clock._ended)
+    assert clock.seconds > 0
+    assert CallbackArgs(CallbackTrigger.DYNAMO, "0")  # what it is called with

@@ -1,0 +1,179 @@
+"""What a Record says may be wrong: of comparisons, probes and relations; of nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+import torch
+
+from attncheck.examine.answer import answered
+from attncheck.examine.diagnosis import LARGEST, diagnosed, findings
+from attncheck.examine.questions import allowed
+from attncheck.judge.diagnosis_ranking import equals
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case, Problem
+from attncheck.record import Diagnosis, Record
+from attncheck.reporting.diagnosis import diagnosis
+from attncheck.subjects.ideal import Ideal
+
+CAUSAL = Problem(query=40, kv=40, heads=2, head_dim=32, dtype="fp16", mask=Spec.of("causal"))
+
+
+class OneKeyWider(Ideal):
+    name = "one-key-wider"
+
+    def visible(self, mask, at):
+        later = dataclasses.replace(at, q_idx=at.q_idx + 1)
+        return super().visible(mask, later)
+
+
+class Wavy(Ideal):
+    name = "wavy"
+
+    def normalised(self, out, total):
+        wave = torch.arange(out.numel()).view(out.shape).sin()
+        return super().normalised(out, total) + wave
+
+
+def told(subject, case):
+    record = answered(subject, case, device="cpu")
+    return diagnosed(record, subject, device="cpu")
+
+
+def test_a_comparison_is_diagnosed():
+    record = told(OneKeyWider(), Case(problem=CAUSAL))
+    assert isinstance(record.diagnosis, Diagnosis)
+    first = record.diagnosis.ranked[0]
+    assert first.model == "mask-one-key-wider"
+    assert first.explains_all
+    assert record.diagnosis.tied == 1
+    text = diagnosis(record, kernel="mine")
+    assert "likely     the causal mask is one key too wide: row i sees key i + 1 (explains" in text
+
+
+def test_the_tiles_of_the_diagonal_are_shown():
+    record = told(OneKeyWider(), Case(problem=CAUSAL.replace(query=64, kv=64, head_dim=64)))
+    tiles = record.diagnosis.tiles
+    for row, line in enumerate(tiles.values):
+        largest = max(range(len(line)), key=line.__getitem__)
+        # Of the last row there is no next key: nothing is wrong with it.
+        assert line[largest] == 0 or abs(largest * tiles.keys - row * tiles.rows) <= tiles.keys
+    assert "tiles" in diagnosis(record, kernel="mine")
+
+
+@pytest.mark.parametrize("question", ["decode", "future_keys"])
+def test_probes_and_relations_are(question):
+    chosen = {name: values[0] for name, values in allowed(question, CAUSAL).items()}
+    record = told(OneKeyWider(), Case(problem=CAUSAL, question=question, parameters=chosen))
+    assert record.status == "fail"
+    assert "mask-one-key-wider" in [one.model for one in record.diagnosis.ranked]
+
+
+def test_a_right_answer_is_not():
+    record = told(Ideal(), Case(problem=CAUSAL))
+    assert record.status == "pass"
+    assert record.diagnosis is msgspec.UNSET
+
+
+def test_what_no_model_explains_is_said_so():
+    record = told(Wavy(), Case(problem=CAUSAL))
+    assert record.status == "fail"
+    assert record.diagnosis.ranked == ()
+    text = diagnosis(record, kernel="mine")
+    assert f"unknown: none of {record.diagnosis.tried} fault models fits" in text
+
+
+@pytest.mark.parametrize(
+    "large",
+    [CAUSAL.replace(query=2048, kv=2048, heads=2), CAUSAL.replace(query=1, kv=2, batch=4097)],
+    ids=["pairs", "heads"],
+)
+def test_large_problems_are_left_out(large):
+    pairs = large.batch * large.heads * large.query * large.kv
+    assert pairs > LARGEST or large.batch > large.query * large.kv
+    record = answered(OneKeyWider(), Case(problem=CAUSAL), device="cpu")
+    asked = msgspec.structs.replace(record, case=Case(problem=large).to_json())
+    assert findings(asked, OneKeyWider(), device="cpu") is None
+
+
+def test_of_a_longer_problem_some_rows_are_predicted():
+    longer = CAUSAL.replace(query=500, kv=500)
+    record = told(OneKeyWider(), Case(problem=longer))
+    assert record.diagnosis.ranked[0].model == "mask-one-key-wider"
+
+
+def test_two_failures_are_explained_together():
+    small = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
+    kernel = OneKeyWider()
+    alone = told(kernel, small)
+    larger = findings(answered(kernel, Case(problem=CAUSAL), device="cpu"), kernel, device="cpu")
+    together = diagnosed(alone, kernel, device="cpu", before=larger)
+    assert together.diagnosis.problems == 2
+    assert together.diagnosis.ranked[0].model == "mask-one-key-wider"
+
+
+def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
+    two_keys = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
+    small = findings(answered(OneKeyWider(), two_keys, device="cpu"), OneKeyWider(), device="cpu")
+    tied = [one.name for one in small.ranking[: equals(small.ranking)]]
+    assert {"mask-one-key-wider", "mask-ignored"} <= set(tied)
+    found = told(OneKeyWider(), two_keys).diagnosis
+    assert [one.model for one in found.ranked[: found.tied]] == ["mask-one-key-wider"]
+    assert found.problems > 1
+
+
+class Unwritten(Ideal):
+    """Rows that see no key are what the memory held."""
+
+    name = "unwritten"
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+
+        def left():
+            outputs = call()
+            dead = outputs.lse == -torch.inf
+            out = torch.where(dead[..., None], torch.empty_like(outputs.out), outputs.out)
+            lse = torch.where(dead, torch.empty_like(outputs.lse), outputs.lse)
+            return dataclasses.replace(outputs, out=out, lse=lse)
+
+        return left
+
+
+def test_what_is_never_written_is_told_from_nan():
+    late = CAUSAL.replace(query=45, kv=20, mask=Spec.of("causal_bottom_right"))
+    record = answered(Unwritten(), Case(problem=late), device="cpu")
+    failed = msgspec.structs.replace(record, status="fail")  # what lay there may have been right
+    found = findings(failed, Unwritten(), device="cpu").ranking
+    assert [one.name for one in found[: equals(found)]] == ["rows-unwritten"]
+
+
+class NowAndThen(OneKeyWider):
+    """Every third call."""
+
+    name = "now-and-then"
+    calls = 0
+
+    def visible(self, mask, at):
+        return OneKeyWider.visible(self, mask, at) if self.bad else Ideal.visible(self, mask, at)
+
+    def prepare(self, inputs):
+        self.calls += 1
+        self.bad = self.calls % 3 == 0
+        return super().prepare(inputs)
+
+
+def test_a_kernel_that_is_wrong_now_and_then_is_called_until_it_is():
+    kernel = NowAndThen()
+    record = answered(kernel, Case(problem=CAUSAL), device="cpu")
+    assert record.status == "pass"
+    kernel.calls = 0
+    found = findings(msgspec.structs.replace(record, status="fail"), kernel, device="cpu")
+    assert found.ranking[0].name == "mask-one-key-wider"
+
+
+def test_a_record_with_a_diagnosis_is_read_as_it_was_written():
+    record = told(OneKeyWider(), Case(problem=CAUSAL))
+    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record

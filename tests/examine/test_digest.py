@@ -1,0 +1,134 @@
+"""Equal digests are equal bits, and a kernel that repeats itself has one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from attncheck.examine import accuracy
+from attncheck.examine.accuracy import measured
+from attncheck.examine.check import compare
+from attncheck.examine.digest import DIGITS, digest
+from attncheck.examine.evidence import Evidence
+from attncheck.outputs import Outputs
+from attncheck.problem import Case, Problem
+from attncheck.subjects.contract import Refused
+from attncheck.subjects.ideal import Ideal
+
+if TYPE_CHECKING:
+    from attncheck.inputs import Inputs
+    from attncheck.subjects.contract import Call
+
+OUT = torch.tensor([[[[1.0, -2.0], [0.0, 4.0]]]])
+CASE = Case(problem=Problem(query=24, head_dim=16, dtype="bf16"))
+
+
+def test_the_same_bits_have_one_digest_whatever_their_strides() -> None:
+    other = OUT.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert other.stride() != OUT.stride()
+    assert digest(Outputs(OUT)) == digest(Outputs(other))
+    assert len(digest(Outputs(OUT))) == DIGITS
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(Outputs(torch.where(OUT == 0, -0.0, OUT)), id="negative zero"),
+        pytest.param(Outputs(OUT.view(1, 1, 4, 1)), id="shape"),
+        pytest.param(Outputs(OUT.view(torch.int32)), id="dtype"),
+        pytest.param(Outputs(OUT, OUT[..., 0]), id="one more"),
+        pytest.param(Outputs(torch.nextafter(OUT, OUT + 1)), id="last bit"),
+    ],
+)
+def test_other_bits_have_another(other: Outputs) -> None:
+    assert digest(other) != digest(Outputs(OUT))
+
+
+def test_the_payload_of_a_nan_is_a_bit_too() -> None:
+    quiet, other = (torch.tensor([bits], dtype=torch.int32) for bits in (0x7FC00000, 0x7FC00001))
+    assert digest(Outputs(quiet.view(torch.float32))) != digest(Outputs(other.view(torch.float32)))
+    assert digest(Outputs(quiet.view(torch.float32))) == digest(Outputs(quiet.view(torch.float32)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float64])
+def test_of_every_dtype_and_of_nothing(dtype: torch.dtype) -> None:
+    assert digest(Outputs(OUT.to(dtype))) != digest(Outputs(OUT.to(torch.float16)))
+    assert digest(Outputs(torch.empty(1, 1, 0, 4, dtype=dtype)))
+
+
+class Drifting(Ideal):
+    """Gives other bits each time, larger errors each time; promises nothing."""
+
+    name = "drifting"
+    promises = frozenset()
+
+    def __init__(self, step: float = 2.0**-12) -> None:
+        super().__init__()
+        self.calls, self._step = 0, step
+
+    def prepare(self, inputs: Inputs) -> Call:
+        call = super().prepare(inputs)
+
+        def later() -> Outputs:
+            self.calls += 1
+            found = call()
+            return replace(found, out=found.out + self._step * self.calls * found.out.abs().max())
+
+        return later
+
+
+def test_a_comparison_carries_its_digest() -> None:
+    evidence = Evidence(CASE, "cpu")
+    record = compare(Ideal(), evidence, variant="", environment="", timed=False)
+    assert record.digest == digest(Ideal().run(evidence.inputs))
+
+
+def test_a_kernel_that_repeats_itself_is_measured_once() -> None:
+    record = measured(Ideal(), CASE, device="cpu")
+    assert record.status == "pass"
+    assert isinstance(record.digest, str)
+    assert isinstance(record.accuracy, dict)
+    assert set(record.accuracy) == {"out", "lse"}
+    out = record.accuracy["out"]
+    assert record.out is not None
+    assert out.rmse == record.out.rmse
+    assert out.relative == pytest.approx(1.0, rel=0.2)  # an ideal kernel among ideal kernels
+    assert len(out.ensemble) == len(accuracy.tilings(CASE.problem)) == 5
+    assert 1 <= out.freedom <= record.out.elements
+
+
+def test_of_one_that_does_not_the_largest_error_of_several_runs_counts() -> None:
+    drifting = Drifting()
+    record = measured(drifting, CASE, device="cpu", runs=3)
+    one = measured(Drifting(), CASE, device="cpu", runs=1)
+    assert record.digest is msgspec.UNSET  # it has no one
+    assert drifting.calls == 3
+    assert isinstance(record.accuracy, dict)
+    assert isinstance(one.accuracy, dict)
+    assert record.accuracy["out"].rmse > one.accuracy["out"].rmse
+
+
+def test_bits_that_happen_to_be_equal_each_time_have_a_digest() -> None:
+    still = Drifting(step=0.0)
+    record = measured(still, CASE, device="cpu", runs=3)
+    assert still.calls == 3
+    assert record.digest == digest(Ideal().run(Evidence(CASE, "cpu").inputs))
+
+
+class Refusing(Drifting):
+    """Says so only as it is called."""
+
+    name = "refusing"
+
+    def prepare(self, inputs: Inputs) -> Call:
+        raise Refused("not today")
+
+
+def test_what_is_not_taken_is_asked_once() -> None:
+    record = measured(Refusing(), CASE, device="cpu")
+    assert record.status == "unsupported"
+    assert record.accuracy is msgspec.UNSET

@@ -1,0 +1,247 @@
+"""The arithmetic of kernels whose arithmetic is known, and of those that declare another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from attncheck.errors import UnknownName
+from attncheck.examine.environment import prepare
+from attncheck.examine.fingerprint.grids import Grid, coarsest, grid
+from attncheck.examine.fingerprint.survey import fingerprint, survey
+from attncheck.fingerprint_record import FIELDS
+from attncheck.source_files import import_file
+from attncheck.subjects.contract import Tiling
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.load import load
+from attncheck.subjects.sdpa import Sdpa
+
+if TYPE_CHECKING:
+    from attncheck.fingerprint_record import Reading
+
+
+planted = import_file(Path(__file__).parent / "planted_arithmetics.py", "planted arithmetics")
+
+
+def fields(subject, dtype) -> dict[str, Reading]:
+    record = fingerprint(subject, dtype)
+    return {reading.field: reading for reading in record.readings}
+
+
+def differing(readings) -> set[str]:
+    return {name for name, reading in readings.items() if reading.standing == "differs"}
+
+
+WEIGHTS = {
+    "fp32": "fp32",
+    "tf32": "tf32, nearest",
+    "fp16": "fp16, nearest",
+    "bf16": "bf16, nearest",
+    "e4m3": "e4m3 × 256, nearest",
+    "e5m2": "e5m2 × 32768, nearest",
+}
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+def test_the_ideal_kernel_is_what_it_declares(dtype):
+    """Every field is read in every dtype, but for the row sum of a P that is not rounded."""
+    read = fields(Ideal(), dtype)
+    assert list(read) == list(FIELDS)
+    assert not differing(read)
+    unseen = {name for name, reading in read.items() if reading.standing == "not seen"}
+    assert unseen == ({"row sum"} if dtype == "fp32" else set())
+    assert read["P"].read == WEIGHTS[dtype]
+    assert read["q·k"].read == read["P·V"].read == "24 bits, nearest"
+    assert read["products"].read == ("11 bits, nearest" if dtype == "tf32" else "as stored")
+    assert (read["tile"].read, read["order"].read) == ("64 keys", "forward")
+    assert (read["parts"].read, read["sentinel"].read) == ("1", "−∞")
+    assert read["subnormals"].read == "kept"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("tiling", "size", "order"),
+    [
+        (Tiling(block_query=64, block_kv=16), "16 keys", "forward"),
+        (Tiling(block_query=64, block_kv=48), "steps begin at 48, 96, 144, 192, …", "forward"),
+        (Tiling(block_query=64, block_kv=128, reverse=True), "128 keys", "reverse"),
+        (Tiling(block_query=128, block_kv=32, lazy_rescale=8.0), "32 keys", "forward"),
+        (Tiling(block_query=128, block_kv=64, recurrence="flash1"), "64 keys", ""),
+    ],
+    ids=str,
+)
+def test_tiles_are_read_of_the_ideal_kernel_in_other_tilings(dtype, tiling, size, order):
+    """Their size and order, in fp32 too, where P is not rounded."""
+    read = fields(Ideal(tiling), dtype)
+    assert (read["tile"].read, read["order"].read) == (size, order)
+    # The last of 48 keys is shorter: no size is said, and none can agree.
+    assert differing(read) == ({"tile"} if tiling.block_kv == 48 else set())
+    assert read["P"].standing == "agrees"
+
+
+def test_tf32_that_is_truncated_is_read_as_that():
+    read = fields(Ideal(tf32="truncate"), "tf32")
+    assert (read["products"].read, read["P"].read) == ("11 bits, truncated", "tf32, truncated")
+    assert not differing(read)
+
+
+FAULTS = {
+    "P in bf16": ("fp16", planted.PIn(torch.bfloat16), {"P": "bf16, nearest"}),
+    "P in fp16": ("bf16", planted.PIn(torch.float16), {"P": "fp16, nearest"}),
+    "P truncated": ("bf16", planted.PTruncated(), {"P": "bf16, truncated"}),
+    "P unscaled": ("e4m3", planted.Unscaled(), {"P": "e4m3, nearest"}),
+    "sum of rounded P": ("bf16", planted.SumsRoundedP(), {"row sum": "of rounded P"}),
+    "q·k in bf16": ("bf16", planted.ScoresInBf16(), {"q·k": "8 bits, nearest"}),
+    "P·V in 16 bits": ("bf16", planted.ValuesIn16Bits(), {"P·V": "16 bits, truncated"}),
+    "sentinel": ("bf16", planted.FiniteSentinel(), {"sentinel": "−10000"}),
+    "sentinel in fp16": ("fp16", planted.FiniteSentinel(), {"sentinel": "−10000"}),
+    "sentinel in e4m3": ("e4m3", planted.FiniteSentinel(), {"sentinel": "−10000"}),
+    "large sentinel": ("fp32", planted.LargeSentinel(), {"sentinel": "−1e30"}),
+    "lowest sentinel": (
+        "bf16",
+        planted.LowestSentinel(),
+        {"sentinel": "finite, lower than was asked"},
+    ),
+    "flush": ("fp16", planted.FlushesToZero(), {"subnormals": "q, k, v or out, P flushed to 0"}),
+    "tf32": ("fp32", planted.ReadsTf32(), {"products": "11 bits, nearest", "P": "tf32, nearest"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_as_declared_differs(fault):
+    """The field that is wrong, and no other one."""
+    dtype, runs, wrong = FAULTS[fault]
+    read = fields(planted.Misdeclared(runs), dtype)
+    assert {name: read[name].read for name in differing(read)} == wrong
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_exp2_of_ten_bits_differs(dtype):
+    """P, which has no more bits than exp2, is read with it."""
+    read = fields(planted.Misdeclared(planted.ShortExp()), dtype)
+    assert "exp2" in differing(read)
+    assert float(read["exp2"].read.split()[0]) > 1000
+
+
+@pytest.mark.parametrize(
+    ("tiling", "wrong"),
+    [
+        (Tiling(block_query=128, block_kv=32), {"tile": "32 keys"}),
+        (Tiling(block_query=128, block_kv=64, reverse=True), {"order": "reverse"}),
+        (
+            Tiling(block_query=128, block_kv=64, recurrence="flash1"),
+            {"parts": "4 of 256 keys; 4 of 256 keys in a batch of 4; 16 of 1,024 keys"},
+        ),
+    ],
+    ids=["tile", "order", "parts"],
+)
+def test_another_tiling_than_is_declared_differs(tiling, wrong):
+    read = fields(planted.Misdeclared(Ideal(tiling), Ideal()), "bf16")
+    assert {name: read[name].read for name in differing(read)} == wrong
+
+
+def test_without_lse_the_row_sum_shows_in_out():
+    assert fields(planted.WithoutLse(), "bf16")["row sum"].standing == "agrees"
+
+
+def test_what_is_refused_is_not_seen_and_says_why():
+    read = fields(planted.Short(), "bf16")
+    unseen = {name: each.reason for name, each in read.items() if each.standing == "not seen"}
+    refused = dict.fromkeys(("tile", "order", "parts"), "more than 128 keys")
+    assert unseen == {**refused, "sentinel": "no masks"}
+
+
+def test_of_what_is_not_finite_nothing_is_read():
+    """But for the sentinel: rows of which nothing is right are what hidden keys may bring about."""
+    read = fields(planted.GivesNan(), "bf16")
+    seen = {name for name, reading in read.items() if reading.standing != "not seen"}
+    assert seen <= {"sentinel", "subnormals"}
+
+
+def test_a_kernel_that_raises_is_asked_nothing_more():
+    record = fingerprint(planted.Raises(), "bf16")
+    assert record.calls == 0
+    assert record.readings[0].reason == "RuntimeError: out of order"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tile", "parts"),
+    [
+        ("triton-flash2", "bf16", "64 keys", "1"),
+        (
+            "triton-flash1",
+            "fp16",
+            "64 keys",
+            "4 of 256 keys; 4 of 256 keys in a batch of 4; 8 of 1,024 keys",
+        ),
+        (
+            "triton-decode",
+            "fp32",
+            "64 keys",
+            "3 of 256 keys; 3 of 256 keys in a batch of 4; 3 of 1,024 keys",
+        ),
+    ],
+)
+def test_our_triton_kernels_are_what_they_declare(name, dtype, tile, parts):
+    if torch.cuda.is_available():
+        pytest.skip("this process compiles")
+    prepare("cpu")
+    read = fields(load(name), dtype)
+    assert not differing(read)
+    assert (read["tile"].read, read["parts"].read) == (tile, parts)
+    assert read["P"].read.startswith(dtype)
+
+
+def test_a_kernel_that_casts_to_fp16_whatever_it_is_given_is_told_so():
+    """It takes as many rows as keys alone, and adds −1e6 to a hidden score in log2 units."""
+    if torch.cuda.is_available():
+        pytest.skip("this process compiles")
+    prepare("cpu")
+    example = Path(__file__).parents[2] / "examples/tutorial_attention.py"
+    read = fields(load(f"{example}::attention"), "bf16")
+    wrong = {"P": "fp16, nearest", "sentinel": "−1e6 in log2 units"}
+    assert {name: read[name].read for name in differing(read)} == wrong
+    assert read["tile"].read == "64 keys"
+
+
+def test_the_cpus_flash_kernel_is_as_it_is_declared():
+    """A step of 512 keys, and where it has vectors a short polynomial for exp."""
+    read = fields(Sdpa("flash"), "bf16")
+    assert not differing(read)
+    assert (read["tile"].read, read["P"].read) == ("512 keys", "bf16, nearest")
+    assert float(read["exp2"].read.split()[0]) < 1024
+
+
+def test_the_unfused_kernel_is_finer_than_it_is_declared():
+    read = fields(Sdpa("math"), "bf16")
+    assert not differing(read)
+    assert (read["P"].standing, read["P"].read) == ("finer", "fp32")
+    assert read["tile"].standing == "not seen"
+
+
+def test_a_dtype_that_there_is_not():
+    with pytest.raises(UnknownName):
+        survey(Ideal(), ["fp8"], device="cpu", command="")
+
+
+@pytest.mark.parametrize(
+    ("spacing", "rounding", "held"),
+    [
+        (2, "nearest", [0, 0, 2, 4, 4, 4, 6, 8]),
+        (4, "nearest", [0, 0, 0, 4, 4, 4, 8, 8]),
+        (2, "truncated", [0, 0, 2, 2, 4, 4, 6, 6]),
+        (4, "truncated", [0, 4, 4, 4, 4, 8, 8, 8]),
+    ],
+)
+def test_a_grid_is_told_by_what_is_equal(spacing, rounding, held):
+    found = grid([float(x) for x in held], 10)
+    assert found == Grid(11 - spacing.bit_length() + 1, rounding)
+
+
+def test_what_is_on_no_grid_is_told_as_nothing():
+    assert grid([0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 10) is None
+    assert coarsest([(10, [float("nan")] * 8)]) is None
+    assert coarsest([(10, list(map(float, range(8))))]) == Grid(11)

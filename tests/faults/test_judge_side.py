@@ -1,0 +1,330 @@
+"""Faults on the judge's side: each is planted in attncheck, and something of attncheck shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck import inputs as inputs_room
+from attncheck import oracles
+from attncheck.examine.answer import answered
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.questions import allowed
+from attncheck.faults.entries.of_the_judge import OF_THE_JUDGE
+from attncheck.gate import axes, bounds, lost_pairs
+from attncheck.inputs import draw
+from attncheck.judge import rules, shares, verdict
+from attncheck.mods import library
+from attncheck.mods import paging as paging_room
+from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
+from attncheck.problem import Case, Problem
+from attncheck.record import WRONG
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.pages import cached
+
+FULL = Problem(heads=2, query=20, kv=33, head_dim=16, dtype="bf16")
+BACKWARD = FULL.replace(dtype="fp16", mask=Spec.of("causal"), backward=True)
+
+
+def ask(subject, problem, question="compare", **parameters):
+    case = Case(problem=problem, question=question, parameters=parameters)
+    return answered(subject, case, device="cpu", brief=False)
+
+
+def asked_first(problem, question, subject=None):
+    """With the most telling parameters."""
+    parameters = {name: values[0] for name, values in allowed(question, problem).items()}
+    return ask(subject or Ideal(), problem, question, **parameters)
+
+
+def spoiling(change):
+    """The ideal kernel, and ``change(inputs, outputs)`` of what it gives."""
+
+    class Spoiled(Ideal):
+        name, summary = "spoiled", "the ideal kernel, spoiled"
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+            return lambda: change(inputs, call())
+
+    return Spoiled()
+
+
+def test_every_fault_of_the_judge_has_its_test():
+    here = Path(__file__)
+    tests = set(re.findall(r"^def (test_\w+)", here.read_text("utf-8"), re.MULTILINE))
+    for fault in OF_THE_JUDGE:
+        file, _, name = fault.test.partition("::")
+        assert here.match(file)
+        assert name in tests
+    assert len({fault.id for fault in OF_THE_JUDGE}) == len(OF_THE_JUDGE)
+
+
+HALVED = spoiling(lambda _, found: dataclasses.replace(found, out=found.out * 0.5))
+
+
+def test_a_tolerance_that_cannot_fail(monkeypatch):
+    assert ask(HALVED, FULL).status == "fail"
+    assert ask(Ideal(), FULL).judgement.blind_spot.half
+    right = Evidence.allowance
+
+    def generous(self, arithmetic):
+        found = right(self, arithmetic)
+        samples = [scaled(one, 1e6) for one in found.samples]
+        return dataclasses.replace(scaled(found, 1e6), samples=samples)
+
+    monkeypatch.setattr(Evidence, "allowance", generous)
+    assert ask(HALVED, FULL).status not in WRONG, "half of O passes"
+    spot = ask(Ideal(), FULL).judgement.blind_spot
+    assert (spot.half, spot.zeros, spot.dropped_keys) == (False, False, 0.0)
+    # Others have margins of their own: a probe, and a relation.
+    record = asked_first(FULL, "mean", HALVED)
+    assert (record.status, record.judgement.rule) == ("fail", "structure")
+    assert asked_first(FULL, "zero_query", HALVED).status == "fail"
+
+
+def scaled(allowance, factor):
+    """With every tensor of it so many times as large."""
+    tensors = {
+        field.name: getattr(allowance, field.name) * factor
+        for field in dataclasses.fields(allowance)
+        if isinstance(getattr(allowance, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(allowance, **tensors)
+
+
+def test_nan_is_close(monkeypatch):
+    def to_nan(_, found):
+        found.out[0, 1, 3, 5] = math.nan
+        return found
+
+    broken = spoiling(to_nan)
+    right = shares.shares
+
+    def close(*given):
+        return right(*given).nan_to_num(0.0)
+
+    # NaN is no share: the rule of what is finite needs none.
+    with monkeypatch.context() as patch:
+        for room in (shares, verdict, rules):
+            if hasattr(room, "shares"):
+                patch.setattr(room, "shares", close)
+        record = ask(broken, FULL)
+        assert (record.status, record.judgement.rule) == ("fail", "finite")
+    # And without that rule a share of NaN is beyond its bound.
+    monkeypatch.setattr(rules, "finite", lambda _: [])
+    record = ask(broken, FULL)
+    assert (record.status, record.judgement.rule) == ("fail", "bound")
+
+
+def test_an_oracle_with_the_kernels_mask(monkeypatch):
+    causal = FULL.replace(mask=Spec.of("causal"), kv=20)
+    wider = dataclasses.replace(
+        library.MASKS["causal"],
+        build=lambda *_: lambda b, h, q_idx, kv_idx: q_idx + 1 >= kv_idx,
+    )
+    for question in ("future_keys", "first_row"):
+        assert asked_first(causal, question).status == "pass"
+    monkeypatch.setitem(library.MASKS, "causal", wider)
+    assert ask(Ideal(), causal).status == "pass", "the fault is planted: both are wrong alike"
+    for question in ("future_keys", "first_row"):
+        assert asked_first(causal, question).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "oracle"),
+    [("fp32", torch.float32), ("fp32", torch.bfloat16), ("bf16", torch.float16)],
+)
+def test_a_low_precision_oracle(monkeypatch, dtype, oracle):
+    problem = FULL.replace(dtype=dtype)
+    right = oracles.truth
+
+    def rounded(inputs):
+        found = right(inputs)
+        return dataclasses.replace(
+            found, out=found.out.to(oracle).double(), lse=found.lse.to(oracle).double()
+        )
+
+    monkeypatch.setattr(oracles, "truth", rounded)
+    record = ask(Ideal(), problem)
+    # Nobody is blamed: it passes, as what the oracle is off by is small beside what rounding may
+    # cost, or the oracles disagree.
+    assert record.status in {"pass", "oracle disagrees"}
+    if oracle is torch.bfloat16:
+        assert record.status == "oracle disagrees"
+
+
+PAGED = FULL.replace(kv=40, paging=Paging(size=16, seed=3))
+
+
+class ReadsOnePageMore(Ideal):
+    """Sums what its last page and a free one hold beyond the last key, with weights of 0."""
+
+    name, summary = "one page more", "reads what no row sees"
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+        given = cached(inputs)
+
+        def reading():
+            found = call()
+            free = given.v[-1].float().sum() * 0.0
+            return dataclasses.replace(found, out=(found.out.float() + free).to(found.out.dtype))
+
+        return reading
+
+
+def test_a_cache_of_zeros(monkeypatch):
+    assert ask(Ideal(), PAGED).status == "pass"
+    record = ask(ReadsOnePageMore(), PAGED)
+    assert (record.status, record.judgement.rule) == ("fail", "finite")
+    monkeypatch.setattr(
+        paging_room, "_nan", lambda like, shape: like.new_zeros(()).expand(shape).contiguous()
+    )
+    assert ask(ReadsOnePageMore(), PAGED).status == "pass", "what zeros hide"
+
+
+PLAIN = {
+    "mask": "full",
+    "score": "none",
+    "stored": "plain",
+    "backward": "",
+    "dtype": "bf16",
+    "shape": "even",
+    "heads": "one head",
+    "dims": "64",
+    "distribution": "normal",
+}
+
+
+def absent_values():
+    """Values of the axes that the problems made of them do not have."""
+    had = {
+        "mask": lambda problem: problem.mask.name,
+        "score": lambda problem: problem.score.name,
+        "stored": lambda problem: (
+            "paged" if problem.paging else "sink" if problem.sink else "plain"
+        ),
+        "backward": lambda problem: "backward" if problem.backward else "",
+        "dtype": lambda problem: problem.dtype,
+        "distribution": lambda problem: problem.distribution,
+    }
+    values = {
+        "mask": set(axes.MASKS) - {"varlen"},  # of sequences: documents
+        "score": axes.SCORES,
+        "stored": axes.STORED,
+        "backward": axes.BACKWARD,
+        "dtype": ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"),
+        "distribution": axes.DISTRIBUTIONS,
+    }
+    return {
+        (axis, value)
+        for axis, each in values.items()
+        for value in each
+        if had[axis](bounds.problem_of(PLAIN | {axis: value}, "small", 0)) != value
+    }
+
+
+def test_a_parameter_silently_off(monkeypatch):
+    assert absent_values() == set()
+    right = bounds.problem_of
+
+    def without_softcap(row, shapes, seed):
+        return right(row | ({"score": "none"} if row["score"] == "softcap" else {}), shapes, seed)
+
+    for room in (bounds, lost_pairs):
+        monkeypatch.setattr(room, "problem_of", without_softcap)
+    assert absent_values() == {("score", "softcap")}
+    row = PLAIN | {"score": "softcap"}
+    # A plan does not count the pairs of what was dropped as asked.
+    had = lost_pairs.values_of(row, without_softcap(row, "small", 0), "small")
+    assert had == row | {"score": None}
+
+
+def wrong_every_other_time(inputs, found):
+    """By the sign of one number: a race, say, that every other draw wins."""
+    odd = bool(inputs.q[0, 0, 0, 0] > 0)
+    return dataclasses.replace(found, out=found.out * (1.25 if odd else 1.0))
+
+
+def test_a_seed_that_hides_half(monkeypatch):
+    kernel, seeds = spoiling(wrong_every_other_time), range(8)
+    said = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
+    assert {"pass", "fail"} <= set(said)
+    passes = said.index("pass")
+    # The fault: every problem is drawn as that one.
+    right = inputs_room.originals
+
+    def same(problem):
+        return dataclasses.replace(right(problem.replace(seed=passes)), problem=fp64(problem))
+
+    monkeypatch.setattr(inputs_room, "originals", same)
+    said = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
+    assert set(said) == {"pass"}, "what one seed hides"
+    # What a Case is asked of is its own: another seed that draws the same bits is noticed.
+    first, second = (draw(FULL.replace(seed=seed)).q for seed in (0, 1))
+    monkeypatch.undo()
+    assert bool((first == second).all())
+    first, second = (draw(FULL.replace(seed=seed)).q for seed in (0, 1))
+    assert not bool((first == second).any(-1).all())
+
+
+def fp64(problem):
+    return problem.replace(dtype="fp64")
+
+
+@pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
+def test_a_backward_oracle_that_blames(monkeypatch, tensor):
+    assert ask(Ideal(), BACKWARD).status == "pass"
+    right = oracles.truth
+
+    def wrong(inputs):
+        found = right(inputs)
+        if found.dq is None:
+            return found
+        return dataclasses.replace(found, **{tensor: getattr(found, tensor) * 1.25})
+
+    monkeypatch.setattr(oracles, "truth", wrong)
+    record = ask(Ideal(), BACKWARD)
+    assert record.status == "oracle disagrees"
+    assert tensor in record.reason
+
+
+class AssumesContiguous(Ideal):
+    """Reads dO by the strides of O, in which the harness is thought to have laid it out."""
+
+    name, summary = "assumes contiguous", "reads dO by the strides of O"
+
+    def prepare(self, inputs):
+        dout = inputs.dout
+        if dout is not None:
+            rows = torch.empty(dout.shape).stride()
+            size = dout.untyped_storage().nbytes() // dout.element_size()
+            if size - dout.storage_offset() >= dout.numel():
+                read = dout.as_strided(dout.shape, rows, dout.storage_offset())
+                inputs = inputs.replace(dout=read)
+        return super().prepare(inputs)
+
+
+def test_a_gradient_with_other_strides(monkeypatch):
+    kernel = AssumesContiguous()
+    assert ask(kernel, BACKWARD).status == "pass", "laid out as it thinks"
+    assert ask(kernel, BACKWARD, "strides_heads_last").status == "fail"
+    right = inputs_room.rounded
+
+    def laid_out_otherwise(exact, problem):
+        found = right(exact, problem)
+        if found.dout is None:
+            return found
+        return found.replace(dout=found.dout.transpose(1, 2).contiguous().transpose(1, 2))
+
+    monkeypatch.setattr(inputs_room, "rounded", laid_out_otherwise)
+    # Who reads numbers where they are is right whatever the layout; and the other one is caught.
+    assert ask(Ideal(), BACKWARD).status == "pass"
+    assert ask(kernel, BACKWARD).status == "fail"

@@ -1,0 +1,207 @@
+"""A kernel author's tests, scored with faulty kernels in place of their function."""
+
+import pytest
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.faults import own_suite
+from attncheck.faults.own_pytest import OwnSuite, Ran
+from attncheck.faults.own_suite import check_scorable, control, scored
+
+# A project with a function of its own, tests as they are usually written, and a stricter one.
+FUNCTION = """
+import torch
+
+def attention(q, k, v, causal=False, sm_scale=None, *, return_lse=False):
+    scores = (q.float() @ k.float().mT) * (sm_scale or q.shape[-1] ** -0.5)
+    if causal:
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf
+        )
+    out = (torch.softmax(scores, -1) @ v.float()).to(q.dtype)
+    return (out, scores.logsumexp(-1)) if return_lse else out
+"""
+USUAL = """
+import pytest, torch
+from mine.kernel import attention
+import torch.nn.functional as F
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 128, 64) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert torch.allclose(attention(q, k, v, causal), expected, atol=1e-2)
+"""
+STRICT = """
+import torch, mine.kernel
+import torch.nn.functional as F
+
+def test_ragged():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 65, 64).requires_grad_() for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v)
+    out, lse = mine.kernel.attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    scores = (q @ k.mT) * 64**-0.5
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    for mine_, right in zip(found, torch.autograd.grad(expected, (q, k, v), dout)):
+        torch.testing.assert_close(mine_, right, rtol=1e-4, atol=1e-5)
+"""
+
+
+TAIL = "tail-keys-not-masked-exp0"
+"""Of keys beyond the last one, which 128 of them have not."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    files = {
+        "mine/__init__.py": "",
+        "mine/kernel.py": FUNCTION,
+        "mine/empty.py": "number = 3\n",
+        "tests/test_usual.py": USUAL,
+        "tests/test_strict.py": STRICT,
+        "quick/test_quick.py": "import mine.empty\ndef test_nothing(): pass\n",
+        "slow/test_slow.py": "import time\ndef test_slow(): time.sleep(60)\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def suite(project):
+    def suite(command, replace="mine.kernel:attention", **more):
+        return OwnSuite(**{"command": command, "replace": replace, "folder": project} | more)
+
+    return suite
+
+
+def test_the_control_passes_also_with_gradients_and_lse(suite):
+    found = control(suite("tests"))
+    assert (found.status, found.left) == ("not shown", ())
+
+
+def test_a_strict_suite_catches_a_fault_and_the_test_is_named(suite):
+    found = scored(suite("tests/test_strict.py"), TAIL)
+    assert (found.status, found.tests) == ("caught", ("tests/test_strict.py::test_ragged",))
+    assert (found.category, found.host) == ("tail tile", "ideal")
+
+
+def test_what_nice_shapes_do_not_show_is_no_question_of_tolerances(suite):
+    found = scored(suite("tests/test_usual.py"), TAIL)
+    assert (found.status, found.tests) == ("not shown", ())
+
+
+def test_what_a_tolerance_hides_is_missed(suite):
+    assert scored(suite("tests/test_usual.py"), "approx-reciprocal").status == "missed"
+
+
+@pytest.mark.parametrize(
+    ("command", "replace", "says"),
+    [
+        ("quick", "mine.empty:attn", "'attn' of module 'mine.empty' is not there"),
+        ("quick", "mine.empty:number", "'number' of module 'mine.empty' is int, no function"),
+        ("quick", "mine.kernel:attention", "no test imports module 'mine.kernel'"),
+        ("quick -k no_such_test", "m:f", "runs no test"),
+        ("no_such_folder", "m:f", "ends with 4: ERROR: file or directory not found"),
+    ],
+)
+def test_what_cannot_be_scored_says_why(suite, command, replace, says):
+    with pytest.raises(UsageError, match="cannot be scored") as error:
+        control(suite(command, replace))
+    assert says in str(error.value)
+
+
+def test_a_suite_that_does_not_end_cannot_be_scored(suite):
+    with pytest.raises(UsageError, match="did not end within 2 s"):
+        control(suite("slow", timeout=2))
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Runs that end as is said, one after the other."""
+
+    def ended(*runs):
+        left = [Ran(code=code, said=said, output="", seconds=1.0) for code, said in runs]
+        monkeypatch.setattr(own_suite, "ran", lambda *_, **__: left.pop(0))
+
+    return ended
+
+
+FAILS = (1, {"replaced": [""], "called": [""], "failed": ["t.py::test"]})
+PASSES = (0, {"replaced": [""], "called": [""], "shown": [""]})
+
+
+@pytest.mark.parametrize(("alone", "says"), [(0, "passes"), (1, "fails too")])
+def test_a_suite_that_a_right_kernel_fails_cannot_be_scored(suite, ended, alone, says):
+    ended(FAILS, (alone, {}))
+    with pytest.raises(UsageError, match=r"t\.py::test with the right kernel 'ideal'") as error:
+        control(suite("tests"))
+    assert f"{says} with its own" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ran", "status", "says"),
+    [
+        (FAILS, "caught", ""),
+        (PASSES, "missed", ""),
+        ((0, {"replaced": [""], "called": [""]}), "not shown", "the same bits"),
+        ((0, {"replaced": [""], "left": ["it has dropout"]}), "not reached", "it has dropout"),
+        ((0, {"replaced": [""]}), "not reached", "no test calls"),
+        ((1, {"replaced": [""], "failed": ["t"]}), "not reached", "no test calls"),
+        ((2, {"replaced": [""], "called": [""], "failed": ["t.py"]}), "caught", ""),
+        ((3, {"replaced": [""], "called": [""]}), "not scored", "ends with 3"),
+        ((None, {"replaced": [""], "called": [""]}), "not scored", "did not end"),
+    ],
+)
+def test_how_a_run_ends_is_what_it_says_of_a_fault(suite, ended, ran, status, says):
+    ended(ran)
+    found = scored(suite("tests"), TAIL)
+    assert found.status == status
+    assert says in found.reason
+
+
+def test_a_suite_that_calls_no_kernel_cannot_be_scored(suite, ended):
+    ended((0, {"replaced": [""], "left": ["it has dropout"]}))
+    with pytest.raises(UsageError, match="takes its calls: it has dropout"):
+        check_scorable(suite("tests"), [TAIL], "ideal")
+
+
+@pytest.mark.parametrize("replace", ["mine.kernel", "mine/kernel.py:attention", "a:b.c", ":f"])
+def test_a_target_is_a_function_of_a_module(replace):
+    with pytest.raises(UsageError, match=r"package\.module:name"):
+        OwnSuite(command="tests", replace=replace)
+
+
+def test_a_command_and_a_convention_are_checked():
+    with pytest.raises(UsageError, match="cannot be split"):
+        OwnSuite(command="tests -k 'a", replace="m:f")
+    with pytest.raises(UnknownName, match="flash_attn"):
+        OwnSuite(command="tests", replace="m:f", convention="paged")
+
+
+def test_a_fault_that_is_not_known_or_not_in_the_host_is_said(suite):
+    with pytest.raises(UnknownName, match="no-such-fault"):
+        scored(suite("tests"), "no-such-fault")
+    with pytest.raises(UsageError, match="not planted in metal"):
+        scored(suite("tests"), TAIL, "metal")
+
+
+def test_a_project_is_what_is_pythons_and_its_own(tmp_path):
+    suite = OwnSuite(command="tests", replace="m:f", folder=tmp_path)
+
+    def write(name, text="x = 1"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return own_suite.project(suite)
+
+    known = [write("tests/test_a.py"), write("tests/test_a.py", "x = 2"), write("tests/test_b.py")]
+    assert len(set(known)) == 3
+    write("venv/pyvenv.cfg")
+    others = ("venv/lib/a.py", ".tox/a.py", "reports/results.jsonl", "a/site-packages/b.py")
+    assert {write(name) for name in others} == {known[-1]}

@@ -1,0 +1,71 @@
+"""A journal of scores as a report: totals, and what has no score."""
+
+from __future__ import annotations
+
+from msgspec import to_builtins
+
+from attncheck.fault_record import FaultScore, PeerSaid
+from attncheck.faults.choosing import Chosen
+from attncheck.faults.score_report import report, score_of, totals
+from attncheck.record import Explanation
+from attncheck.runner.journal_content import JournalContent
+from attncheck.runner.unit import Done, Unit
+
+
+def score(fault, outcome, category="gqa", **fields):
+    return FaultScore(fault=fault, category=category, host="ideal", outcome=outcome, **fields)
+
+
+def unit(fault):
+    return Unit(kind="fault", stage="contract", kernel=f"{fault}@ideal", device="cpu", tier="smoke")
+
+
+NAMED = (Explanation(model="m", sentence="s", share=1.0, explains_all=True),)
+
+
+def test_totals_count_what_was_scored():
+    said = (PeerSaid(rule="2×", problems=3, caught=True),)
+    scores = [
+        score("a", "caught", seconds=1.0, problems=10, peers=said, diagnosis=NAMED, rank=1),
+        score("b", "caught", seconds=3.0, problems=30, diagnosis=NAMED, rank=3),
+        score("c", "missed", "softcap", seconds=50.0, problems=200),
+        score("d", "equivalent", "softcap"),
+        score("e", "harness", "softcap"),
+    ]
+    whole, gqa, softcap = totals(scores)
+    assert (whole.caught, whole.missed, whole.equivalent, whole.unscored) == (2, 1, 1, 1)
+    assert (whole.seconds, whole.problems) == (2.0, 20.0)
+    assert (whole.named_first, whole.named_third, whole.diagnosed) == (1, 2, 2)
+    assert whole.peers == {"2×": 1}
+    assert (gqa.category, gqa.caught, gqa.missed) == ("gqa", 2, 0)
+    assert (softcap.category, softcap.caught, softcap.missed) == ("softcap", 0, 1)
+    assert softcap.seconds is None
+
+
+def test_what_is_planted_nowhere_is_no_part_of_a_score():
+    assert list(totals([FaultScore(fault="x", category="gqa", outcome="unplanted")])) == []
+
+
+def test_a_fault_that_is_not_discrete_is_not_to_be_named():
+    (whole, _) = totals([score("a", "caught", discrete=False, diagnosis=NAMED, rank=1)])
+    assert whole.diagnosed == 0
+
+
+def test_a_unit_without_a_result_is_unfinished():
+    first, second = unit("missing-alpha-on-acc"), unit("missing-alpha-on-l")
+    facts = {"score": to_builtins(score("missing-alpha-on-acc", "caught")), "kind": "fault"}
+    content = JournalContent(
+        head={"tier": "smoke", "device": "cpu"},
+        results={first.id: Done(unit=first.id, facts=facts)},
+        why="interrupted",
+    )
+    found = report(content, Chosen(units=(first, second)), command="attncheck faults")
+    assert [each.fault for each in found.scores] == ["missing-alpha-on-acc"]
+    assert (found.unfinished, found.unfinished_because) == (1, "interrupted")
+
+
+def test_a_unit_that_was_given_up_has_no_score_and_says_why():
+    one = unit("missing-alpha-on-acc")
+    found = score_of(one, Done(unit=one.id, harness="its process died twice"))
+    assert (found.outcome, found.reason) == ("harness", "its process died twice")
+    assert found.category == "online softmax"

@@ -1,0 +1,142 @@
+"""One fault in one host: caught, missed, or no score at all where what was planted does not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attncheck.fault_record import ControlScore, FaultScore
+from attncheck.faults import catalogue
+from attncheck.faults.fault import Control, Edit, Fault, Host
+from attncheck.faults.scoring import Scorer, ranked
+from attncheck.problem import Case
+from attncheck.record import Explanation
+from attncheck.runner.unit import Unit
+
+OWN = Path(__file__).with_name("faulty_kernels.py")
+MODULE = "subjects.ideal_attention"
+RESCALED = "out = self.kernel.rescaled(run.out, alpha[..., None])"
+BASE = "log2_e = math.log2(math.e)"
+
+
+def fault(name, new, *, old=RESCALED, module=MODULE):
+    edit = Edit(module=module, old=old, new=new)
+    return Fault(
+        id=name,
+        category="online softmax",
+        summary="as the test says",
+        when="always",
+        seen="something",
+        sources=("this test",),
+        hosts={"ideal": Host(kernel="ideal", edits=(edit,), dtypes=("fp32",))},
+    )
+
+
+def control(name, new, **where):
+    hosts = fault(name, new, **where).hosts
+    return Control(id=name, summary="as the test says", why="it is right", hosts=hosts)
+
+
+PLANTED = {
+    "wrong": fault("wrong", "out = run.out"),  # of two tiles of keys and more
+    "no-op": fault("no-op", RESCALED + "  # the same"),
+    "broken": fault("broken", "out = run.out * nobody_knows"),
+    "syntax": fault("syntax", "out = = run.out"),
+    "absent": fault("absent", "out", old="a text that the source does not have"),
+    "wrong-control": control("wrong-control", "log2_e = 1.5", old=BASE, module="subjects.ideal"),
+    "right-control": control("right-control", RESCALED + "  # the same"),
+}
+
+
+def scored(monkeypatch, name, *, stages="probes", host="ideal", file=""):
+    planted = PLANTED.get(name)
+    if planted is not None:
+        everything = catalogue.FAULTS if isinstance(planted, Fault) else catalogue.CONTROLS
+        monkeypatch.setitem(everything, name, planted)
+    unit = Unit(
+        kind="fault",
+        stage="contract",
+        kernel=f"{name}@{host}",
+        device="cpu",
+        dtype="fp32",
+        tier="smoke",
+    )
+    done = Scorer(stages=stages, file=file).do(unit)
+    assert not done.harness
+    kind = ControlScore if done.facts["kind"] == "control" else FaultScore
+    return msgspec.convert(done.facts["score"], kind)
+
+
+def test_a_fault_is_caught_and_made_smaller(monkeypatch):
+    score = scored(monkeypatch, "wrong")
+    assert score.outcome == "caught"
+    first, shrunk = score.caught.first, score.caught.shrunk
+    assert (first.stage, first.status) == ("probes", "fail")
+    assert 0 < score.problems < 40
+    assert score.seconds > 0
+    small, large = (Case.from_json(each.case).problem for each in (shrunk, first))
+    assert small.query * small.kv < large.query * large.kv
+    assert {said.rule for said in score.peers} == {"allclose(1e-2)", "2×", "1.1× mean"}
+    assert score.environment
+
+
+def test_a_fault_that_is_none_is_missed(monkeypatch):
+    score = scored(monkeypatch, "no-op", stages="contract")
+    assert (score.outcome, score.caught) == ("missed", None)
+    assert score.problems > 1
+    assert not any(said.caught for said in score.peers)
+    assert any(said.problems for said in score.peers)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("broken", "NameError"), ("syntax", "SyntaxError"), ("absent", "0 times, not once")],
+)
+def test_what_does_not_run_is_no_catch(monkeypatch, name, said):
+    score = scored(monkeypatch, name)
+    assert score.outcome == "harness"
+    assert said in score.reason
+
+
+def test_a_control_that_is_wrong_is_flagged(monkeypatch):
+    score = scored(monkeypatch, "wrong-control", stages="contract")
+    assert score.outcome == "flagged"
+    assert score.flagged
+    assert {each.status for each in score.flagged} == {"fail"}
+
+
+def test_a_control_that_is_right_is_clean(monkeypatch):
+    score = scored(monkeypatch, "right-control", stages="contract")
+    assert (score.outcome, score.flagged) == ("clean", ())
+    assert score.problems > 1
+
+
+def test_what_takes_nothing_has_no_score(monkeypatch, tmp_path):
+    file = tmp_path / "nothing.py"
+    file.write_text(
+        "from attncheck.subjects.ideal import Ideal\n\n\nclass Nothing(Ideal):\n"
+        "    name, summary = 'nothing', 'takes nothing'\n\n"
+        "    def unsupported(self, problem, device):\n        return 'too much'\n"
+    )
+    score = scored(monkeypatch, "Nothing", host="file", file=str(file), stages="probes")
+    assert score.outcome == "harness"
+    assert "nothing was asked" in score.reason
+
+
+def test_a_rule_that_refuses_the_right_kernel_too_has_caught_nothing(monkeypatch):
+    score = scored(monkeypatch, "none", host="file", file=str(OWN))
+    assert score.outcome == "missed"
+    mean = next(said for said in score.peers if said.rule == "1.1× mean")
+    assert mean.alarms > 0
+    assert not mean.caught
+
+
+def test_the_rank_is_that_of_the_best_of_its_models():
+    diagnosis = tuple(
+        Explanation(model=model, sentence=model, share=0.5, explains_all=False)
+        for model in ("a", "b", "c")
+    )
+    assert ranked(diagnosis, ("c", "b")) == 2
+    assert ranked(diagnosis, ("d",)) == ranked((), ("a",)) == 0

@@ -1,0 +1,156 @@
+"""The smallest fault that is seen: found by asking few, confirmed at both ends."""
+
+import ast
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncheck.errors import UnknownName, UsageError
+from attncheck.examine.answer import answered
+from attncheck.faults import continuous
+from attncheck.faults import sensitivity as room
+from attncheck.faults.bisection import least
+from attncheck.faults.continuous import CONTINUOUS, continuous_named
+from attncheck.faults.planting import planted
+from attncheck.faults.sensitivity import sensitivity
+from attncheck.inputs import draw
+from attncheck.problem import Case, Problem
+from attncheck.reporting import figures, sensitivity_pages
+from attncheck.sensitivity_record import OURS, Least, Seen, SensitivityReport
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.load import load
+
+SIZES = tuple(2.0**-n for n in range(40))
+
+
+def seeing(thresholds):
+    """Questions that see the fault of a number up to their own; −1 sees none."""
+    asked = []
+
+    def question(name, last):
+        def sees(number):
+            assert 0 <= number < len(SIZES)
+            asked.append((name, number))
+            return number <= last
+
+        return str(name), sees
+
+    return [question(name, last) for name, last in enumerate(thresholds)], asked
+
+
+@given(st.lists(st.integers(-1, len(SIZES) - 1), max_size=8))
+def test_the_smallest_is_found_and_every_question_is_asked_about_the_next(thresholds):
+    questions, asked = seeing(thresholds)
+    found = least(questions, SIZES)
+    best = max(thresholds, default=-1)
+    assert found.size == (SIZES[best] if best >= 0 else None)
+    assert found.below == (SIZES[best + 1] if best + 1 < len(SIZES) else None)
+    assert found.asked == len(asked)
+    if best >= 0:
+        assert thresholds[int(found.question)] == best
+        assert (int(found.question), best) in asked
+    if found.below is not None:
+        assert {(name, best + 1) for name in range(len(thresholds))} <= set(asked)
+
+
+def test_where_the_best_is_first_others_are_asked_once():
+    questions, asked = seeing([20, *itertools.repeat(3, 50)])
+    assert least(questions, SIZES).size == SIZES[20]
+    # Up to the best one twice as far each time, then by halves: two logarithms.
+    assert len(asked) == 50 + len([each for each in asked if each[0] == 0])
+    assert len([each for each in asked if each[0] == 0]) <= 2 * 5 + 2
+
+
+def test_seeing_need_not_be_monotone():
+    def sees(number):
+        return number in {0, 1, 2, 3, 7, 8}
+
+    found = least([("odd", sees)], SIZES)
+    assert sees(SIZES.index(found.size))
+    assert not sees(SIZES.index(found.below))
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_the_largest_size_is_a_fault_and_the_smallest_is_less(name, tmp_path):
+    fault = continuous_named(name)
+    problem = Problem(query=40, kv=200, head_dim=16, dtype="fp32", heads=2)
+    inputs, sizes = draw(problem), fault.sizes("fp32")
+    right, off = Ideal().run(inputs).out, []
+    for size in (sizes[0], sizes[-1]):
+        kernel = load(planted(fault.fault(size), "ideal", tmp_path))
+        off.append(float((kernel.run(inputs).out - right).abs().max()))
+        if size == sizes[0]:
+            assert answered(kernel, Case(problem=problem), device="cpu").status == "fail"
+    assert off[0] > off[1]
+
+
+def test_sizes_are_quarters_of_octaves_or_bits_that_are_too_few():
+    scale = continuous_named("scale-off").sizes("bf16")
+    assert scale[:2] == (1.0, 2.0**-0.25)
+    assert continuous_named("weights-of-few-bits").sizes("bf16") == tuple(range(1, 8))
+    assert continuous_named("sums-of-few-bits").sizes("bf16") == tuple(range(1, 24))
+    with pytest.raises(UnknownName, match="scale-off"):
+        continuous_named("scale")
+
+
+def test_texts_of_sizes_are_statements():
+    for fault in CONTINUOUS.values():
+        for size in fault.sizes("fp32")[::7]:
+            for edit in fault.fault(size).hosts["ideal"].edits:
+                ast.parse("if True:\n" + edit.new if edit.new.startswith(" ") else edit.new)
+
+
+def test_rules_and_the_gate_on_a_few_questions(monkeypatch):
+    everything = room._asked
+
+    def few(*asked):
+        comparisons = (unit for unit in everything(*asked) if unit.stage == "bounds")
+        return itertools.islice(comparisons, 1)
+
+    monkeypatch.setattr(room, "_asked", few)
+    monkeypatch.setattr(continuous, "_STEPS", 1)
+    found = sensitivity("scale-off", "fp32", tier="smoke")
+    assert (found.questions, found.unit) == (1, "ε")
+    ours, theirs = found.rules[OURS], found.rules["allclose(1e-2)"]
+    assert ours.size is not None
+    assert ours.below < ours.size
+    assert theirs.size is None or theirs.size > ours.size
+    with pytest.raises(UnknownName, match="bf16"):
+        sensitivity("scale-off", "half", tier="smoke")
+
+
+def report(size=2.0**-9):
+    rules = {
+        OURS: Least(size=size, below=2.0**-9.25, question="probes: ones", asked=12),
+        "2×": Least(size=None, below=1.0, asked=3),
+    }
+    seen = Seen(
+        fault="scale-off",
+        summary="the softmax scale is 1 + ε times its own",
+        unit="ε",
+        dtype="bf16",
+        tier="smoke",
+        device="cpu",
+        questions=4,
+        plain=3,
+        rules=rules,
+        seconds=9.0,
+    )
+    return SensitivityReport(command="attncheck faults --sensitivity", seen=(seen,))
+
+
+def test_the_page_says_what_each_sees():
+    page = sensitivity_pages.render(report(), "md")
+    assert figures.scientific(2.0**-9) in page.replace("\\", "")
+    assert "none" in page
+    assert "probes: ones" in page
+    assert sensitivity_pages.load(sensitivity_pages.render(report(), "json")) == report()
+    with pytest.raises(UsageError, match="schema"):
+        sensitivity_pages.load("{}")
+
+
+@pytest.mark.parametrize(("size", "code"), [(0.1, 0), (None, 1)])
+def test_a_fault_that_the_gate_sees_in_no_size_fails(size, code):
+    assert sensitivity_pages.exit_code(report(size)) == code

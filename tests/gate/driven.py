@@ -1,0 +1,53 @@
+"""A gate without lanes: its work done in this process, in the order in which lanes would do it."""
+
+from __future__ import annotations
+
+import heapq
+from pathlib import Path
+
+from attncheck.gate.known import Known
+from attncheck.gate.plan import describing, priority
+from attncheck.gate.work import Choices, Gate
+from attncheck.record import WRONG
+
+PLANTED = Path(__file__).with_name("planted_kernels.py")
+
+
+def named(name):
+    return f"{PLANTED}::{name}"
+
+
+def choices(**options):
+    usual = {"tier": "smoke", "isolated": False, "dtypes": "fp32"}
+    return Choices.of(usual | options)
+
+
+def drive(kernel, *, first=False, most=10_000, **options):
+    """Every result by its unit's id; with ``first`` until an answer is wrong and made smaller."""
+    chosen = choices(**options)
+    gate, queue, units, results = Gate(chosen, Known(())), [], {}, {}
+    tier = chosen.tier.name
+
+    def add(new):
+        for unit in new:
+            if unit.id not in units:
+                units[unit.id] = unit
+                heapq.heappush(queue, (priority(unit), len(units), unit))
+
+    add(describing([kernel], device="cpu", tier=tier, convention=""))
+    while queue and len(results) < most:
+        *_, unit = heapq.heappop(queue)
+        done = gate.do(unit)
+        assert not done.harness, done.harness
+        results[unit.id] = done
+        if first and any(answer.record.status in WRONG for answer in done.answers):
+            for smaller in done.units:
+                results[smaller.id] = gate.do(smaller)
+            break
+        add(done.units)
+    gate.close()
+    return units, results
+
+
+def answers(results):
+    return [answer for done in results.values() for answer in done.answers]

@@ -1,0 +1,201 @@
+"""The tree of another commit: what lies in it, what is found there, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attncheck.errors import UsageError
+from attncheck.gate import against
+from attncheck.gate.against import named_alike, tree
+from attncheck.gate_record import Answer
+from attncheck.record import Record
+from attncheck.runner.unit import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", *who, "-C", str(folder), *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two commits: a file, and a package in a src layout, with another number in each."""
+    temporary, root = tmp_path / "temporary", tmp_path / "repository"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    package = root / "src" / "mypackage"
+    package.mkdir(parents=True)
+    (root / "kernels").mkdir()
+    git(root.parent, "init", "--quiet", "--initial-branch=main", str(root))
+    for number in (1, 2):
+        (root / "kernels" / "mine.py").write_text(f"NUMBER = {number}\n")
+        (package / "__init__.py").write_text(f"NUMBER = {number}\n")
+        git(root, "add", ".")
+        git(root, "commit", "--quiet", "-m", f"Number {number}")
+    monkeypatch.chdir(root)
+    yield root
+    assert not list(temporary.iterdir())
+    assert git(root, "worktree", "list").count("\n") == 0
+    assert git(root, "status", "--porcelain") == ""
+
+
+def test_the_files_are_those_of_the_commit(repository: Path) -> None:
+    with tree("HEAD~1") as there:
+        assert there.commit == git(repository, "rev-parse", "HEAD~1")
+        assert not there.root.is_relative_to(repository)
+        side = there.kernel("kernels/mine.py::fwd")
+        assert side.kernel == "kernels/mine.py::fwd"
+        assert side.missing == ""
+        text = (Path(side.folder) / "kernels" / "mine.py").read_text()
+        assert text == "NUMBER = 1\n"
+        assert "2" in (repository / "kernels" / "mine.py").read_text()
+        Unit(kind="ask", stage="baseline", kernel=side.kernel, commit=there.commit, device="cpu")
+
+
+def test_from_a_folder_within(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository / "kernels")
+    with tree("HEAD~1") as there:
+        side = there.kernel("mine.py::fwd")
+        assert side.kernel == "mine.py::fwd"
+        assert (Path(side.folder) / "mine.py").read_text() == "NUMBER = 1\n"
+        whole = there.kernel(f"{repository / 'kernels' / 'mine.py'}::fwd")
+        assert Path(whole.kernel.partition("::")[0]).read_text() == "NUMBER = 1\n"
+
+
+def test_a_package_installed_in_place_is_found_in_the_tree(repository: Path) -> None:
+    """Its paths stand before those that lead to the repository."""
+    with tree("HEAD~1") as there:
+        side = there.kernel("mypackage:fwd")
+        paths = os.pathsep.join((*side.paths, str(repository / "src")))
+        code = "import mypackage; print(mypackage.NUMBER, mypackage.__file__)"
+
+        def loaded(where: str) -> tuple[str, str]:
+            done = subprocess.run(
+                [sys.executable, "-B", "-c", code],  # -B: nothing is left in the tree
+                cwd=side.folder,
+                env=os.environ | {"PYTHONPATH": where},
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            number, file = done.stdout.split()
+            return number, file
+
+        number, file = loaded(paths)
+        assert number == "1"
+        assert there.strayed([file, os.__file__]) == ""
+        number, file = loaded(str(repository / "src"))  # without them it is the other
+        assert number == "2"
+        assert "was loaded in place of HEAD~1's" in there.strayed([os.__file__, file])
+
+
+def test_a_tree_that_has_an_attncheck_does_not_replace_ours(repository: Path) -> None:
+    (repository / "src" / "attncheck").mkdir()
+    (repository / "src" / "attncheck" / "__init__.py").write_text("")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "One of its own")
+    with tree("HEAD") as there:
+        assert all(not path.endswith("src") for path in there.kernel("mypackage:fwd").paths)
+
+
+def test_a_kernel_that_was_not_there_yet_is_missing(repository: Path) -> None:
+    (repository / "kernels" / "new.py").write_text("")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "New")
+    with tree("HEAD~1") as there:
+        assert there.kernel("kernels/new.py::fwd").missing == "HEAD~1 has no file kernels/new.py"
+
+
+@pytest.mark.parametrize("ref", ["nowhere", "--upload-pack=x", "", "HEAD~99", "main\n"])
+def test_no_such_commit(repository: Path, ref: str) -> None:
+    if ref == "main\n":
+        ref = "\x1b[31mred"
+    with pytest.raises(UsageError) as error, tree(ref):
+        pass
+    assert "\n" not in str(error.value)
+    assert "\x1b" not in str(error.value)
+    assert "--against" in str(error.value)
+
+
+def test_a_kernel_that_is_no_part_of_the_commit(repository: Path) -> None:
+    with tree("HEAD") as there:
+        with pytest.raises(UsageError, match="attncheck's own"):
+            there.kernel("ideal")
+        with pytest.raises(UsageError, match="lies outside of the repository"):
+            there.kernel("/elsewhere/mine.py::fwd")
+
+
+def test_no_git_and_no_repository(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    with pytest.raises(UsageError, match="not a git repository"), tree("HEAD", tmp_path):
+        pass
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "")
+        with pytest.raises(UsageError, match="needs git, which is not here"), tree("HEAD"):
+            pass
+
+
+def test_an_interrupt_leaves_nothing(repository: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), tree("HEAD") as there:  # noqa: PT012  # it is what ends it
+        (there.root / "written").write_text("by a kernel")
+        raise KeyboardInterrupt
+
+
+def test_a_git_that_cannot_remove_it_leaves_nothing_either(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = against._git
+
+    def broken(folder: Path, *words: str) -> str:
+        if words[:2] == ("worktree", "remove"):
+            raise UsageError("no")
+        return right(folder, *words)
+
+    monkeypatch.setattr(against, "_git", broken)
+    with tree("HEAD"):
+        pass
+
+
+def test_within_a_hook_and_with_hooks_of_its_own(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = repository / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\ntouch ran\n")
+    hook.chmod(0o755)
+    monkeypatch.setenv("GIT_INDEX_FILE", str(repository / ".git" / "index"))
+    monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
+    with tree("HEAD~1") as there:
+        assert not (there.root / "ran").exists()
+    monkeypatch.delenv("GIT_INDEX_FILE")
+    monkeypatch.delenv("GIT_DIR")
+
+
+def test_names_of_the_other_side() -> None:
+    record = Record(
+        case_id="case",
+        case={},
+        kernel="/tree/mine.py::fwd",
+        variant="full",
+        heads="MHA",
+        status="pass",
+        environment="here",
+    )
+    answers = [Answer(unit="unit", stage="baseline", record=record)]
+    (found,) = named_alike(answers, {"/tree/mine.py::fwd": "/here/mine.py::fwd"})
+    assert found.record.kernel == "/here/mine.py::fwd"
+    assert named_alike(answers, {}) == tuple(answers)

@@ -1,0 +1,210 @@
+"""``attncheck gate``: exit codes, files, going on with a run that was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncheck.cli.gate_asked import asked
+from attncheck.cli.gate_run import ran
+from attncheck.errors import UsageError
+from attncheck.examine.reproduce import failed
+from attncheck.gate.plan import REPLAYED
+from attncheck.gate.work import Gate
+from attncheck.problem import Case, Problem
+from attncheck.record import Record
+from attncheck.reporting import gate_pages
+from attncheck.reporting.failures import keep
+from attncheck.runner.journal import Journal, JournalError, read
+from attncheck.runner.merge import merge, merged_bytes
+from attncheck.runner.unit import Done
+
+PLANTED = Path(__file__).with_name("planted_kernels.py")
+LITTLE = ("--tier", "smoke", "--dtype", "fp32", "--stage", "contract", "--jobs", "1", "-q")
+
+
+def gate(*words, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "attncheck", "gate", *words],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nobody",), "kernel 'nobody' is not known: choose from"),
+        (("missing.py::kernel",), "there is no file 'missing.py'"),
+        (("ideal", "--tier", "hard"), "tier 'hard' is not known: choose from nightly, pr, smoke"),
+        (("ideal", "--stage", "bound"), "stage 'bound' is not known: choose from baseline"),
+        (("ideal", "--dtype", "fp12"), "dtype 'fp12' is not known: choose from"),
+        (("ideal", "--max-time", "soon"), "must be a time above 0, such as 90s, 10m or 2h"),
+        (("ideal", "--shard", "3/2"), "shard '3/2' must be I/N"),
+        (("ideal", "--tier", "nightly", "--shard", "1/2"), "give all parts the same --seed N"),
+        (("ideal", "--format", "pdf"), "'pdf' is not known: choose from"),
+        (("ideal", "--changed-since", "main"), "--changed-since"),
+        ((), "no kernel is named"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_2(words, said, tmp_path, attncheck_here):
+    code, err = attncheck_here(*words, cwd=tmp_path)
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "reports").exists()
+
+
+@pytest.fixture
+def attncheck_here(monkeypatch):
+    """The verb in this process: nothing is started for what cannot be."""
+    from click.testing import CliRunner
+
+    from attncheck.cli.gate import gate as verb
+
+    def run(*words, cwd):
+        monkeypatch.chdir(cwd)
+        result = CliRunner().invoke(verb, words)
+        if isinstance(result.exception, UsageError):
+            return 2, str(result.exception)
+        return result.exit_code, result.output
+
+    return run
+
+
+def this_run(shard="", seed=None, directory="reports/gate", stage="contract"):
+    """What ``attncheck gate ideal --tier nightly`` is to do; nothing is done."""
+    return asked(
+        ("ideal",),
+        tier="nightly",
+        device="cpu",
+        dtypes=("fp32",),
+        convention="",
+        stages=(stage,),
+        skipped=(),
+        seed=seed,
+        shard=shard,
+        timeout=0.0,
+        isolated=False,
+        sanitizer=False,
+        tree=None,
+        baseline=None,
+        directory=str(directory),
+        fresh=False,
+    )
+
+
+def part(shard, seed, folder):
+    """The journal of a part of that run, whose kernel is right."""
+    this, path = this_run(shard, seed), folder / f"{shard[0]}.jsonl"
+    gate = Gate(this.choices)
+    with Journal.open(path, this.head, resume=False) as journal:
+        journal.queued(this.units)
+        for unit in this.units:
+            journal.done(gate.do(unit))
+        for unit in journal.content.unfinished:
+            journal.done(Done(unit=unit.id))
+    gate.close()
+    return path
+
+
+def test_parts_of_nightly_with_one_seed_are_one_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parts = [part(shard, 7, tmp_path) for shard in ("1/2", "2/2")]
+    content = merge({str(path): read(path) for path in parts})
+    assert content.units.keys() == content.results.keys()
+    assert len(content.results) > len(read(parts[0]).results) > 1
+    (tmp_path / "results.jsonl").write_bytes(merged_bytes(content))
+    whole = this_run(directory=tmp_path)  # goes on with the numbers that the parts have drawn
+    assert (whole.head["seed"], whole.choices.seed) == (7, 7)
+    with Journal.open(tmp_path / "results.jsonl", whole.head, resume=True) as journal:
+        assert journal.results == content.results
+    other = part("2/2", 8, tmp_path)
+    with pytest.raises(UsageError, match="no parts of one run: seed is 7 and 8"):
+        merge({str(path): read(path) for path in (parts[0], other)})
+
+
+def test_a_part_asks_nothing_that_failed_on_its_own_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    case = Case(problem=Problem(query=4, dtype="fp32"))
+    record = Record(
+        case_id=case.id,
+        case=case.to_json(),
+        kernel="ideal",
+        variant="full",
+        heads="mha",
+        status="error",
+        reason="planted",
+        environment="",
+    )
+    keep(failed(record, kernel="ideal", device="cpu", convention="", test=""), "reports/failures")
+    variants = [
+        [unit.variant for unit in this_run(shard, seed=7, stage="bounds").units]
+        for shard in ("", "1/2", "2/2")
+    ]
+    assert variants == [["", REPLAYED], [""], [""]]
+
+
+def test_another_seed_is_another_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Journal.open(tmp_path / "results.jsonl", this_run(seed=7).head, resume=False) as journal:
+        journal.queued(this_run(seed=7).units)
+    this = this_run(seed=8, directory=tmp_path)
+    how = {"fresh": False, "jobs": 1, "seconds": None, "cluster": None, "first": False}
+    with pytest.raises(JournalError, match="holds another run: seed is 7 there and 8 here"):
+        ran(this, directory=str(tmp_path), quiet=True, verbose=False, **how)
+    assert "goes on" not in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_is_1_with_all_files(tmp_path):
+    done = gate(f"{PLANTED}::of_another_dtype", *LITTLE, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "FAIL" in done.stdout
+    folder = tmp_path / "reports" / "gate"
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"results.jsonl", "gate.json", "report.html", "junit.xml", "summary.md"}
+    report = gate_pages.load(folder / "gate.json")
+    assert {answer.record.status for answer in report.answers} >= {"fail"}
+    assert report.stages == ("contract",)
+    kept = {path.stem for path in (tmp_path / "reports" / "failures").iterdir()}
+    assert {answer.failure for answer in report.answers if answer.failure} == kept
+
+
+def test_nothing_tested_is_5_and_a_stopped_run_goes_on(tmp_path):
+    nothing = gate(f"{PLANTED}::takes_nothing", *LITTLE, "--in-process", cwd=tmp_path)
+    assert nothing.returncode == 5, nothing.stdout + nothing.stderr
+
+    stopped = gate("ideal", *LITTLE, "--max-time", "0.001s", cwd=tmp_path)
+    assert stopped.returncode == 3, stopped.stderr
+    assert "the same command goes on" in stopped.stderr
+    other = gate("ideal", *LITTLE, "--skip", "probes", "--dtype", "bf16", cwd=tmp_path)
+    assert other.returncode == 3
+    assert "holds another run" in other.stderr
+    journal = tmp_path / "reports" / "gate" / "results.jsonl"
+    before = set(read(journal).results)
+
+    rest = gate("ideal", *LITTLE, cwd=tmp_path)
+    assert rest.returncode == 0, rest.stdout + rest.stderr
+    assert "goes on with" in rest.stderr
+    content = read(journal)
+    assert before <= set(content.results)
+    assert not content.unfinished
+    begun = [json.loads(line) for line in journal.read_text().splitlines()]
+    results = [line["done"]["unit"] for line in begun if line["kind"] == "result"]
+    assert len(results) == len(set(results))
+
+
+def test_the_first_failure_stops_the_run(tmp_path):
+    done = gate(f"{PLANTED}::of_another_dtype", *LITTLE, "-x", "--in-process", cwd=tmp_path)
+    assert done.returncode == 1
+    report = gate_pages.load(tmp_path / "reports" / "gate" / "gate.json")
+    assert report.unfinished
+    assert "stopped" in report.unfinished_because
+    assert "--in-process" in done.stderr

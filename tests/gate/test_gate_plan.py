@@ -1,0 +1,282 @@
+"""What is asked: the same every time, each property, and by parts each question once."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.baseline_record import entries, fingerprint, made
+from attncheck.errors import UnknownName, UsageError
+from attncheck.examine.answer import answered
+from attncheck.examine.environment import environment
+from attncheck.examine.executor import Failure, InProcess
+from attncheck.examine.recorded import asked
+from attncheck.gate.axes import DIMS, EXCLUSIONS, HEADS, SHAPES, problem_of
+from attncheck.gate.bounds import axes_of, bounds
+from attncheck.gate.choices import stages_named
+from attncheck.gate.held import Held
+from attncheck.gate.known import Known
+from attncheck.gate.lost_pairs import values_of
+from attncheck.gate.plan import describing, plan, priority
+from attncheck.gate.planning import Planning
+from attncheck.gate.remembering import Remembering
+from attncheck.gate.searched import asks, chosen
+from attncheck.gate_record import STAGES
+from attncheck.outputs import Outputs
+from attncheck.problem import Case, Problem
+from attncheck.runner.shards import Shard
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.load import load
+from attncheck.suite.catalogue import properties
+
+sys.path.insert(0, str(Path(__file__).parent))
+from driven import choices, named
+
+PLAIN = {
+    "score": "none",
+    "stored": "plain",
+    "backward": "backward",
+    "dtype": "bf16",
+    "heads": "one head",
+    "dims": "64",
+    "distribution": "normal",
+}
+
+
+def planning(kernel="ideal", **options):
+    options = {"dtypes": "fp32,bf16"} | options
+    (unit,) = describing([kernel], device="cpu", tier="smoke", convention="")
+    return Planning(unit, load(kernel), InProcess(), choices(**options))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return plan(planning())
+
+
+def test_the_plan_is_the_same_every_time(whole):
+    assert [unit.id for unit in plan(planning())] == [unit.id for unit in whole]
+
+
+def test_every_stage_asks_something(whole):
+    assert {unit.stage for unit in whole} == set(STAGES)
+
+
+def test_no_question_is_asked_twice(whole):
+    assert len({unit.id for unit in whole}) == len(whole)
+
+
+def test_every_property_that_concerns_the_kernel_is_drawn_from(whole):
+    drawn = {unit.test for unit in whole if unit.kind == "draw"}
+    able = {
+        each.id
+        for each in properties()
+        if (not each.asked.dtypes or {"fp32", "bf16"} & set(each.asked.dtypes))
+        and each.asked.questions != ("launches",)
+    }
+    assert drawn == able
+
+
+def test_what_is_drawn_is_the_same_every_time(whole):
+    for unit in [unit for unit in whole if unit.kind == "draw"][:5]:
+        first, second = (asks(unit, planning(), Known(())) for _ in range(2))
+        assert first == second
+        assert all(Case.from_json(each.case).problem.dtype == unit.dtype for each in first)
+
+
+def test_a_question_that_needs_more_than_a_layout_is_asked_in_every_plan():
+    cases = [Case.from_json(unit.case) for unit in plan(planning(stages="memory"))]
+    (found,) = (c for c in cases if c.question == "hidden_keys_nan" and c.problem.backward)
+    assert (found.problem.score.name, found.problem.mask.name) == ("softcap", "causal")
+    far = [c for c in cases if c.question == "strides_far"]
+    assert [c.parameters["tensor"] for c in far] == [0, 1, 2, 3][: 3 + far[0].problem.backward]
+    without = plan(restricted(lambda problem: not problem.backward, stages="memory"))
+    assert not any(Case.from_json(unit.case).problem.backward for unit in without)
+
+
+def test_more_sequences_than_a_grid_holds_are_asked_where_there_are_grids():
+    def many(device):
+        (unit,) = describing(["mine"], device=device, tier="smoke", convention="")
+        found = Planning(unit, Elsewhere(), InProcess(), choices(stages="contract"))
+        cases = [Case.from_json(each.case) for each in plan(found)]
+        return [case for case in cases if case.problem.batch * case.problem.heads > 65_535]
+
+    assert many("cpu") == []
+    (case,) = many("cuda")
+    assert case.question == "first_row"  # which needs no oracle, of so many heads
+    small = Case(problem=case.problem.replace(head_dim=1, value_dim=1), question=case.question)
+    record = answered(Elsewhere(), small, device="cpu")
+    assert (record.status, record.judgement.rule) == ("fail", "relation")
+
+
+class Elsewhere(Ideal):
+    """Of more sequences than a grid's axis has places it launches nothing, and says nothing."""
+
+    def absent(self, device):
+        return None
+
+    def prepare(self, inputs):
+        sizes = inputs.problem.batch, inputs.problem.heads, inputs.problem.query
+        if sizes[0] * sizes[1] <= 65_535:
+            return super().prepare(inputs)
+        out = torch.full((*sizes, inputs.problem.value_dim), 7.0)
+        dtype = inputs.problem.formats.output.torch_dtype
+        return lambda: Outputs(out.to(dtype), torch.zeros(sizes))
+
+
+def test_a_window_hides_something_wherever_its_pairs_count():
+    for shapes in SHAPES:
+        rows = [{"mask": "sliding_window", "shape": shape} | PLAIN for shape in SHAPES[shapes]]
+        for row in [row for row in rows if not any(never(row) for _, never in EXCLUSIONS)]:
+            problem = problem_of(row, shapes, 0)
+            q_idx, kv_idx = torch.meshgrid(
+                torch.arange(problem.query), torch.arange(problem.kv), indexing="ij"
+            )
+            zero = torch.zeros((), dtype=torch.long)
+            seen = problem.mask_mod()(zero, zero, q_idx, kv_idx)
+            assert bool(((q_idx >= kv_idx) & ~seen).any()), (shapes, row["shape"])
+            assert values_of(row, problem, shapes)["mask"] == "sliding_window"
+            one_row = problem.replace(query=1)
+            assert values_of(row, one_row, shapes)["mask"] is None
+
+
+def test_shards_share_the_questions_among_them(whole):
+    asked = [unit for unit in whole if unit.kind == "ask"]
+    parts = [[unit.id for unit in asked if Shard(n, 3).has(unit)] for n in (1, 2, 3)]
+    assert sorted(id_ for part in parts for id_ in part) == sorted(unit.id for unit in asked)
+    assert all(parts)
+
+
+def test_another_seed_draws_other_numbers(whole):
+    other = {unit.id for unit in plan(planning(seed=5)) if unit.stage == "bounds"}
+    assert not other & {unit.id for unit in whole if unit.stage == "bounds"}
+
+
+def test_a_stage_that_is_left_out_asks_nothing():
+    assert {unit.stage for unit in plan(planning(stages="probes"))} == {"probes"}
+
+
+def test_what_a_kernel_refuses_is_kept_and_said():
+    found = planning(named("right"), stages="bounds")
+    asked = [Case.from_json(unit.case).problem for unit in plan(found)]
+    assert {problem.mask.name for problem in asked} == {"full", "causal", "causal_bottom_right"}
+    assert {answer.record.variant for answer in found.refused} >= {"sliding_window", "alibi"}
+    assert all(answer.record.reason for answer in found.refused)
+
+
+class Restricted(Ideal):
+    """Takes what ``able`` says."""
+
+    def __init__(self, able):
+        super().__init__()
+        self.able = able
+
+    def unsupported(self, problem, device):
+        return super().unsupported(problem, device) or (
+            None if self.able(problem) else "restricted"
+        )
+
+
+def restricted(able, stages="baseline", **options):
+    (unit,) = describing(["mine"], device="cpu", tier="smoke", convention="")
+    return Planning(unit, Restricted(able), InProcess(), choices(stages=stages, **options))
+
+
+def plainly(problem, *masks):
+    return (
+        problem.operation != "softmax"
+        and problem.mask.name in {"full", "causal", *masks}
+        and (problem.score.name, problem.backward, problem.sink) == ("none", False, False)
+        and problem.paging is None
+    )
+
+
+def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
+    before = plan(restricted(plainly, dtypes="bf16"))
+    here = environment("cpu")
+    records = [
+        asked(Restricted(plainly), Case.from_json(unit.case), "cpu", unit.variant, "e")
+        for unit in before
+    ]
+    held = Held.of(made(entries(records, {"e": here}), {fingerprint(here): here}, "0"))
+    assert Held.read(held.spelled()) == held
+    after = restricted(lambda problem: plainly(problem, "sliding_window"), dtypes="bf16")
+    cases = [Case.from_json(unit.case).id for unit in plan(after)]
+    assert not {Case.from_json(unit.case).id for unit in before} <= set(cases)
+    after.choices = replace(after.choices, held=held)
+    found = [Case.from_json(unit.case).id for unit in plan(after)]
+    assert {*cases, *(Case.from_json(unit.case).id for unit in before)} == set(found)
+    assert len(found) == len(set(found))
+    assert after.choices.plan()["baseline"] == held.digest
+
+
+def test_a_pair_that_is_lost_where_rows_are_moved_has_a_row_of_its_own():
+    def able(problem):
+        return plainly(problem) and (problem.mask.name == "full" or problem.query == problem.kv)
+
+    found = restricted(able, dtypes="bf16,fp16")
+    problems = [Case.from_json(unit.case).problem for unit in bounds(found)]
+    axes = axes_of(found)
+    pairs = {(p.mask.name, p.head_dim, p.value_dim) for p in problems}
+    pairs |= {(p.mask.name, p.dtype, p.distribution) for p in problems}
+    wanted = {(mask, *DIMS[dims]) for mask in axes["mask"] for dims in axes["dims"]}
+    assert wanted <= pairs
+    heads = {(p.mask.name, p.batch, p.heads, p.kv_heads) for p in problems}
+    assert {(mask, *HEADS[each]) for mask in axes["mask"] for each in axes["heads"]} <= heads
+
+
+def test_what_is_asked_first_is_what_the_kernel_is(whole):
+    describe = describing(["ideal"], device="cpu", tier="smoke", convention="")
+    ordered = sorted([*whole, *describe], key=priority)
+    assert ordered[0].kind == "describe"
+    order = [STAGES.index(unit.stage) for unit in ordered]
+    assert order == sorted(order)
+
+
+def test_pairs_are_chosen_evenly():
+    pairs = [(dtype, family) for dtype in ("fp32", "bf16") for family in ("full", "causal")]
+    used = Counter()
+    for _ in range(4):
+        chosen(pairs, 1, used)
+    assert all(used[f"{dtype} {family}"] == 1 for dtype, family in pairs)
+    assert set(chosen(pairs, 2, Counter())) in ({pairs[0], pairs[3]}, {pairs[1], pairs[2]})
+
+
+def test_a_known_failure_is_asked_in_place_of_a_search():
+    known = Known()
+    entry = next(each for each in known.entries if each.device == "cpu" and not each.depends_on)
+    found = planning(entry.kernel, dtypes=entry.dtypes[0], stages="properties")
+    unit = next(
+        each
+        for each in plan(found)
+        if known.of_draw(each) is not None and not known.of_draw(each).depends_on
+    )
+    (asked,) = asks(unit, found, known)
+    assert Case.from_json(asked.case).question == known.of_draw(unit).case.question
+
+
+def test_stages_are_named_in_their_order():
+    assert stages_named(("memory", "probes")) == ("probes", "memory")
+    assert "bounds" not in stages_named((), ("bounds",))
+    with pytest.raises(UnknownName, match="choose from baseline"):
+        stages_named(("bound",))
+    with pytest.raises(UsageError, match="no stage is left"):
+        stages_named(("bounds",), ("bounds",))
+
+
+def test_a_kernel_is_asked_once_what_it_takes_and_again_where_asking_failed():
+    said = [Failure(kind="error", message="it died"), None]
+
+    class Counting(InProcess):
+        def refusal(self, subject, problem, device):
+            return said.pop(0)
+
+    executor, problem = Remembering(Counting()), Problem(query=4)
+    answers = [executor.refusal(load("ideal"), problem, "cpu") for _ in range(4)]
+    assert isinstance(answers[0], Failure)
+    assert answers[1:] == [None, None, None]

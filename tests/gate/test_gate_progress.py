@@ -1,0 +1,82 @@
+"""The line that says how far a gate is: no estimate from nothing, and then stage by stage."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from attncheck.cli.gate_progress import _Count
+from attncheck.reporting.gate_content import _pace
+from attncheck.runner.dispatch import Event
+from attncheck.runner.unit import Done, Unit
+
+
+def unit(stage, number, kind="ask", commit=""):
+    return Unit(
+        kind=kind, stage=stage, kernel="k", variant=str(number), device="cpu", commit=commit
+    )
+
+
+FIRST = unit("contract", 0, "describe")
+CONTRACT = [unit("contract", n) for n in range(12)]
+BOUNDS = [unit("bounds", n) for n in range(88)]
+
+
+def event(one, finished, *, seconds=1.0, units=(), kind="done", running=1):
+    done = Done(unit=one.id, seconds=seconds, units=tuple(units)) if kind != "begun" else None
+    return Event(
+        kind=kind,
+        unit=one,
+        done=done,
+        finished=finished,
+        known=101,
+        running=running,
+        seconds=0.0,
+        left=1e6,
+    )
+
+
+def test_nothing_is_estimated_from_what_a_kernel_is():
+    count = _Count()
+    first = event(FIRST, 1, seconds=90.0, units=(*CONTRACT, *BOUNDS))
+    count.hear(first)
+    assert count.line(first) == "starting 1/101"
+    for number, one in enumerate(CONTRACT[:9], 2):
+        count.hear(event(one, number))
+    assert count.left(event(CONTRACT[8], 10)) is None
+
+
+def test_each_stage_takes_as_long_as_it_has_taken():
+    count = _Count()
+    count.hear(event(FIRST, 1, seconds=90.0, units=(*CONTRACT, *BOUNDS)))
+    for number, one in enumerate(CONTRACT, 2):
+        count.hear(event(one, number, seconds=1.0))
+    assert count.left(event(CONTRACT[-1], 13)) == pytest.approx(88)  # of bounds nothing is known
+    for number, one in enumerate(BOUNDS[:8], 14):
+        count.hear(event(one, number, seconds=5.0, running=2))
+    last = event(BOUNDS[7], 21, running=2)
+    assert count.left(last) == pytest.approx(80 * 5 / 2)
+    assert count.line(last).endswith("about 3 min left")
+
+
+def test_what_the_journal_had_and_what_was_before_count_for_nothing():
+    count = _Count()
+    for number, one in enumerate(CONTRACT, 1):
+        count.hear(event(one, number, kind="recalled"))
+    assert count.left(event(CONTRACT[-1], 12)) is None
+    assert count.hear(event(unit("baseline", 0, commit="0" * 40), 13)) == []
+
+
+def test_the_head_of_a_report_says_the_pace_and_what_compilers_took():
+    def answer(status, seconds, compiling):
+        record = SimpleNamespace(status=status)
+        return SimpleNamespace(record=record, seconds=seconds, compiling=compiling, smallest_of="")
+
+    said = [answer("pass", 3.0, 2.0), answer("fail", 1.0, 0.0), answer("unsupported", 0.0, 0.0)]
+    assert _pace(SimpleNamespace(answers=said, seconds=4.0)) == (
+        " · 0.5 questions a second · 50 % of the work in compilers"
+    )
+    interpreted = _pace(SimpleNamespace(answers=said[1:], seconds=4.0))
+    assert interpreted == " · 0.25 questions a second"
+    assert _pace(SimpleNamespace(answers=said[2:], seconds=4.0)) == ""

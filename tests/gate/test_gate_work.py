@@ -1,0 +1,187 @@
+"""Each stage finds the kernel that is wrong there, and a right one passes all."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from attncheck.examine.reproduce import failed
+from attncheck.gate.known import KNOWN, Known
+from attncheck.gate.replay import replays
+from attncheck.gate.work import Gate
+from attncheck.gate_record import STAGES
+from attncheck.problem import Case, Problem
+from attncheck.record import WRONG, Record
+from attncheck.reporting.failures import keep, load_failed
+from attncheck.runner.unit import Unit
+from attncheck.suite.known_failures import KnownFailure
+
+sys.path.insert(0, str(Path(__file__).parent))
+from driven import answers, choices, drive, named
+
+
+def wrong(results):
+    return [a for a in answers(results) if a.record.status in WRONG]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kernel"),
+    [
+        ("contract", "of_another_dtype"),
+        ("probes", "sees_the_next_key"),
+        ("bounds", "sees_the_next_key"),
+        ("properties", "sees_the_next_key"),
+        ("memory", "multiplies_what_is_hidden"),
+        ("determinism", "never_the_same"),
+        ("baseline", "sees_the_next_key"),
+    ],
+)
+def test_each_stage_finds_its_planted_fault(stage, kernel):
+    _, results = drive(named(kernel), first=True, stages=stage)
+    found = wrong(results)
+    assert found, stage
+    assert all(answer.stage == stage for answer in found)
+
+
+@pytest.mark.parametrize("stage", ["contract", "memory", "determinism"])
+def test_a_right_kernel_passes(stage):
+    _, results = drive(named("right"), stages=stage)
+    found = answers(results)
+    assert not wrong(results), [a.record.reason or a.record.judgement for a in wrong(results)]
+    assert any(answer.record.status == "pass" for answer in found)
+
+
+def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
+    kernel = named("sees_the_next_key")
+    _, results = drive(kernel, first=True, stages="bounds", failures=str(tmp_path))
+    first, smallest = wrong(results)
+    assert smallest.smallest_of == first.record.case_id
+    small = Case.from_json(smallest.record.case).problem
+    assert (small.batch, small.heads, small.query, small.kv) == (1, 1, 1, 2)
+    assert small.distribution == "normal"
+    kept = load_failed(tmp_path / f"{smallest.failure}.json")
+    assert kept.record.case_id == smallest.record.case_id
+    how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
+    again = replays([kernel], tmp_path, **how)
+    assert {Case.from_json(unit.case).id for unit in again} == {
+        first.record.case_id,
+        smallest.record.case_id,
+    }
+    assert replays(["ideal"], tmp_path, **how) == []
+    assert replays([kernel], tmp_path, **how | {"stages": ("probes",)}) == []
+
+
+def test_a_failure_file_that_is_none_stops_nothing(tmp_path):
+    (tmp_path / "aaaaaaaaaa.json").write_text("{")
+    how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
+    assert replays(["ideal"], tmp_path, **how) == []
+
+
+def test_what_can_be_asked_no_more_is_not_asked_again(tmp_path):
+    problem = Problem(query=4)
+    good = kept(Case(problem=problem, question="prefill_rows", parameters={"rows": 2}), tmp_path)
+    kept(Case(problem=problem, question="prefill_rows", parameters={"gone": 2}), tmp_path)
+    kept(Case(problem=problem, question="empty_rows"), tmp_path)  # each of its rows sees a key
+    how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
+    assert [unit.case for unit in replays(["ideal"], tmp_path, **how)] == [good]
+
+
+def kept(case, folder):
+    """Keep it as a failure of the ideal kernel; its JSON."""
+    record = Record(
+        case_id=case.id,
+        case=case.to_json(),
+        kernel="ideal",
+        variant="full",
+        heads="mha",
+        status="error",
+        reason="planted",
+        environment="",
+    )
+    keep(failed(record, kernel="ideal", device="cpu", convention="", test=""), folder)
+    return case.to_json()
+
+
+def test_a_question_that_cannot_be_asked_is_no_matter_of_usage():
+    case = Case(problem=Problem(query=4), question="compare").to_json() | {"question": "gone"}
+    unit = Unit(kind="ask", stage="bounds", kernel="ideal", device="cpu", case=case)
+    done = Gate(choices()).do(unit)
+    assert "usage" not in done.facts
+    assert "ask of ideal: question 'gone' is not known" in done.harness
+
+
+def test_a_kernel_that_is_not_there_is_a_matter_of_usage():
+    unit = Unit(kind="describe", stage="contract", kernel=named("nobody"), device="cpu")
+    done = Gate(choices()).do(unit)
+    assert "nobody" in done.facts["usage"]
+
+
+def test_known_failures_warn_and_others_fail():
+    known = Known()
+    entry = next(each for each in known.entries if each.device == "cpu" and not each.depends_on)
+    case = entry.case
+    unit = Unit(
+        kind="ask",
+        stage="memory",
+        kernel=entry.kernel,
+        device="cpu",
+        variant=entry.families[0],
+        case=case.to_json(),
+    )
+    from attncheck.examine.recorded import asked
+    from attncheck.subjects.load import load
+
+    record = asked(load(entry.kernel), case, "cpu", "", "")
+    said = known.settled(record, unit, case)
+    assert said.status == "warn"
+    assert said.reason.startswith(KNOWN)
+    assert Known(()).settled(record, unit, case).status == record.status
+    for lost in ("crash", "timeout", "oom"):
+        gone = replace(record, status=lost)
+        assert known.settled(gone, unit, case) is gone
+        drawn = replace(unit, test=entry.test)
+        assert known.settled(gone, drawn, case) is gone
+
+
+@pytest.mark.parametrize(
+    ("question", "changes", "status"),
+    [
+        ("compare", {}, "warn"),
+        ("compare", {"query": 4}, "fail"),
+        ("hidden_keys_huge", {"query": 4}, "warn"),
+        ("hidden_keys_huge", {"query": 4, "dtype": "fp32"}, "fail"),
+        ("hidden_keys_huge", {"query": 4, "mask": {"name": "sliding_window", "window": 1}}, "fail"),
+    ],
+)
+def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
+    question, changes, status
+):
+    row = {} if question == "compare" else {"row": 0}
+    problem = {"query": 2, "kv": 4, "dtype": "fp16", "mask": {"name": "causal"}}
+    case, other = (
+        Case.from_json({"problem": each, "question": question, "parameters": row})
+        for each in (problem, problem | changes)
+    )
+    entry = KnownFailure(
+        test="test_x.py::*",
+        kernel="mine",
+        reason="theirs.",
+        case=case,
+        dtypes=("fp16", "bf16"),
+        families=("causal",),
+        where="entry 1",
+    )
+    unit = Unit(kind="ask", stage="memory", kernel="mine", device="cpu", case=other.to_json())
+    record = Record(
+        case_id=other.id,
+        case=other.to_json(),
+        kernel="mine",
+        variant="",
+        heads="MHA",
+        status="fail",
+        environment="",
+    )
+    assert Known((entry,)).settled(record, unit, other).status == status

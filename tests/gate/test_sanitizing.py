@@ -1,0 +1,83 @@
+"""``--sanitizer`` in a gate: what is asked, what is said without the tool, and what is found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from attncheck.examine.executor import InProcess
+from attncheck.examine.recorded import asked
+from attncheck.gate.planning import Planning
+from attncheck.gate.sanitizing import sanitized, sanitizing
+from attncheck.judgement import Judgement
+from attncheck.record import WRONG
+from attncheck.reporting.gate_content import missing
+from attncheck.runner import sanitizer
+from attncheck.runner.unit import Unit
+from attncheck.subjects.load import load
+
+sys.path.insert(0, str(Path(__file__).parent))
+from driven import choices
+
+_WHERE = "00000000"
+
+
+def planning(device="cuda", **options):
+    unit = Unit(kind="describe", stage="contract", kernel="ideal", device=device, tier="smoke")
+    found = Planning(unit, load("ideal"), InProcess(), choices(**options), _WHERE)
+    found._dtypes = ("bf16",)
+    return found
+
+
+def test_nobody_asks_for_it():
+    assert list(sanitizing(planning())) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cpu", "nothing of a CPU"), ("cuda", sanitizer.ABSENT)]
+)
+def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, said):
+    monkeypatch.setattr(sanitizer, "sanitizer", lambda: None)
+    found = planning(device, sanitizer=True)
+    assert list(sanitizing(found)) == []
+    (answer,) = found.refused
+    assert answer.record.status == "unsupported"
+    report = SimpleNamespace(
+        harness=(),
+        unfinished=0,
+        unfinished_because="",
+        kernels={"ideal": ""},
+        absent={},
+        stages=("memory",),
+        shard="",
+        answers=(answer,),
+    )
+    assert [line for line in missing(report) if said in line] == [
+        f"ideal takes 1 of the questions not: {answer.record.reason}"
+    ]
+
+
+def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeypatch):
+    monkeypatch.setattr(sanitizer, "sanitizer", lambda: "/planted")
+    found = planning(sanitizer=True)
+    units = list(sanitizing(found))
+    assert [unit.variant.split()[-1] for unit in units] == ["memcheck", "racecheck", "synccheck"]
+    assert {unit.stage for unit in units} == {"memory"}
+
+    def planted(kernel, cases, tool, *, convention, device):
+        assert (kernel, tool, convention, device) == ("ideal", "memcheck", "", "cuda")
+        said = Judgement(status="fail", rule="memory", reason="memcheck: planted")
+        first, *rest = (asked(load("ideal"), case, "cuda", "", "") for case in cases)
+        return (replace(first, status="fail", judgement=said), *rest)
+
+    monkeypatch.setattr(sanitizer, "sanitized", planted)
+    done = sanitized(units[0], found)
+    assert len(done.answers) == 3
+    assert not done.units  # a smaller one would be asked without the tool
+    first = done.answers[0].record
+    assert first.status in WRONG
+    assert (first.kernel, first.environment, first.variant) == ("ideal", _WHERE, units[0].variant)

@@ -1,0 +1,90 @@
+"""dQ of a row knows nothing of the keys that are hidden from it, be they NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.examine.answer import answered
+from attncheck.mods.spec import Spec
+from attncheck.problem import Case
+from attncheck.relations import Finding, relation_named
+from attncheck.subjects.ideal import Ideal
+
+CAUSAL, CAPPED = Spec.of("causal"), Spec.of("softcap", cap=5.0)
+
+
+class _OfGradients(Ideal):
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+        return lambda: self.spoiled(inputs, call())
+
+
+class TimesZero(_OfGradients):
+    """Every key adds 0 times itself to dQ of every row."""
+
+    def spoiled(self, inputs, right):
+        leak = (inputs.k.float() * 0.0).sum(2, keepdim=True)
+        leak = leak.repeat_interleave(inputs.problem.group, 1)
+        return replace(right, dq=(right.dq + leak).to(right.dq.dtype))
+
+
+class Rounding(_OfGradients):
+    """Every other call rounds dQ otherwise, as sums by atomics do."""
+
+    promises_gradients = False
+    calls = 0
+
+    def spoiled(self, inputs, right):
+        Rounding.calls += 1
+        return replace(right, dq=right.dq * (1 + Rounding.calls % 2 * 2.0**-22))
+
+
+class TimesZeroByAtomics(TimesZero):
+    promises_gradients = False
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", ["ideal", "triton-flash2"])
+def test_a_right_kernel_passes(kernel, dtype, small, ask) -> None:
+    asked = small(CAUSAL, batch=1, heads=2, dtype=dtype, score=CAPPED, backward=True)
+    assert ask(kernel, "hidden_keys_nan", asked, row=2) is None
+
+
+@pytest.mark.parametrize("kernel", [TimesZero(), TimesZeroByAtomics()])
+def test_a_nan_in_dq_is_found(kernel, small, ask) -> None:
+    found = ask(kernel, "hidden_keys_nan", small(CAUSAL, backward=True), row=2)
+    assert isinstance(found, Finding)
+    assert (found.tensor, found.place[2]) == ("dq", 2)
+
+
+def test_bits_of_dq_are_for_who_promises_them(small) -> None:
+    asked = small(CAUSAL, dtype="fp32", backward=True)
+    case = Case(problem=asked, question="hidden_keys_nan", parameters={"row": 2})
+    kernel = Rounding()
+    assert answered(kernel, case, device="cpu").status == "pass"
+    kernel.promises_gradients = True
+    assert answered(kernel, case, device="cpu").status == "fail"
+
+
+def test_what_is_added_up_in_any_order_has_bounds_of_the_first_run(small, ask) -> None:
+    """Captured gradients are compared within bounds, which NaN has none of."""
+    slopes = Spec.of("chain", Spec.of("alibi"), CAPPED)
+    asked = small(CAUSAL, dtype="fp32", score=slopes, backward=True, dcaptured=True)
+    assert ask(Ideal(), "hidden_keys_nan", asked, row=2) is None
+
+
+def test_dk_and_dv_are_left_out(small, ask) -> None:
+    class Poisoned(_OfGradients):
+        def spoiled(self, inputs, right):
+            worst = torch.full_like(right.dk, torch.nan)
+            return replace(right, dk=worst if inputs.k.isnan().any() else right.dk)
+
+    assert ask(Poisoned(), "hidden_keys_nan", small(CAUSAL, backward=True), row=2) is None
+
+
+@pytest.mark.parametrize("question", ["hidden_keys", "hidden_keys_huge", "future_keys_nan"])
+def test_others_say_nothing_of_gradients(question, small) -> None:
+    assert "nothing of gradients" in relation_named(question).unfit(small(CAUSAL, backward=True))

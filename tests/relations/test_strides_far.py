@@ -1,0 +1,118 @@
+"""Rows that 32 bits do not count up to, in memory that nobody takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck import inputs as inputs_room
+from attncheck import spread
+from attncheck.examine.executor import Failure
+from attncheck.examine.guard_bands import GuardBands
+from attncheck.mods.spec import Spec
+from attncheck.paging import Paging
+from attncheck.relations import Finding, relation_named
+from attncheck.source_files import import_file
+from attncheck.subjects.ideal import Ideal
+
+planted = import_file(Path(__file__).parent / "planted_memory.py", "planted faults")
+
+FAR, CAUSAL = relation_named("strides_far"), Spec.of("causal")
+TENSORS = {"q": 0, "k": 1, "v": 2, "dout": 3}
+INT32 = 2**31
+
+
+def far(problem, name):
+    """The tensor called ``name`` of the last run."""
+    _, laid_out = FAR.runs(inputs_room.draw(problem), {"tensor": TENSORS[name]})
+    return laid_out, laid_out.tensors()[name]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_the_ideal_kernel_keeps_every_bit(name, dtype, small, ask) -> None:
+    asked = small(CAUSAL, dtype=dtype, distribution="large_logits")
+    assert ask(Ideal(), "strides_far", asked, tensor=TENSORS[name]) is None
+
+
+@pytest.mark.parametrize("kernel", ["ideal", "triton-flash2", "sdpa-math"])
+def test_gradients_are_kept_too(kernel, small, ask) -> None:
+    asked = small(CAUSAL, batch=1, heads=2, dtype="fp32", backward=True)
+    assert ask(kernel, "strides_far", asked, tensor=3) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_offsets_of_32_bits_are_found(name, dtype, small, ask) -> None:
+    backward = name == "dout"
+    asked = small(dtype="fp32" if backward else dtype, backward=backward)
+    found = ask(planted.Wrapped(), "strides_far", asked, tensor=TENSORS[name])
+    assert isinstance(found, Finding)
+
+
+@pytest.mark.parametrize("length", [3, 4, 7, 70])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_wrapped_offset_is_inside(name, length, small) -> None:
+    _, tensor = far(small(query=length, kv=length, backward=True), name)
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    row, last = tensor.stride(2), (length - 1) * tensor.stride(2)
+    assert INT32 <= last < 2 * INT32  # as an int32 it is negative
+    assert row < INT32
+    assert tensor.storage_offset() + last - 2 * INT32 >= 0
+    assert tensor.storage_offset() + last < elements
+    assert row * tensor.element_size() % 16 == 0
+
+
+def test_a_clone_is_as_far_apart_and_takes_no_more(small) -> None:
+    laid_out, tensor = far(small(), "k")
+    before = _resident()
+    clone = laid_out.clone().k
+    with GuardBands("pattern", tensor.device) as guards:
+        guarded = guards.copied(laid_out).k
+    for copy in (clone, guarded):
+        assert torch.equal(copy, tensor)
+        assert copy.stride() == tensor.stride()
+        assert copy.storage_offset() == tensor.storage_offset()
+        assert copy.data_ptr() != tensor.data_ptr()
+    assert _resident() - before < 1 << 26
+
+
+def test_two_rows_are_not_asked_about(small) -> None:
+    assert FAR.allowed(small(query=2))["tensor"] == [1, 2]
+    assert FAR.allowed(small(query=3, backward=True))["tensor"] == [0, 1, 2, 3]
+    assert "two rows" in FAR.unfit(small(query=1, kv=2))
+    assert FAR.allowed(small(paging=Paging(size=16)))["tensor"] == [0]
+
+
+def test_no_kernel_is_blamed_for_too_small_a_machine(small, ask, monkeypatch) -> None:
+    class Lacking(Ideal):
+        def prepare(self, inputs):
+            raise MemoryError
+
+    found = ask(Lacking(), "strides_far", small(), tensor=0)
+    assert (found.kind, "too small" in found.message) == ("refused", True)
+    assert ask(Lacking(), "strides_gapped", small()).kind == "oom"
+
+    def nothing(*_, **__):
+        raise torch.OutOfMemoryError("48 GiB are needed, and 2 are free.")
+
+    monkeypatch.setattr(spread, "reserved", nothing)
+    found = ask(Ideal(), "strides_far", small(), tensor=0)
+    assert isinstance(found, Failure)
+    assert "48 GiB are needed" in found.message
+
+
+def test_in_its_own_question_no_memory_is_a_fault_of_ours(small, ask, monkeypatch) -> None:
+    def nothing(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(inputs_room, "draw", nothing)
+    with pytest.raises(MemoryError):
+        ask(Ideal(), "strides_gapped", small())
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096

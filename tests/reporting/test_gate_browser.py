@@ -1,0 +1,161 @@
+"""The page of a gate in a browser: headless Chromium, where it is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attncheck.reporting.gate_html import as_html
+from attncheck.source_files import import_file
+
+made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SIZES = {"desktop": (1280, 900), "phone": (360, 780)}
+HOSTILE = (
+    "<script>document.title = 'owned'</script>",
+    "<img src=https://evil.example/x.png onerror=document.title='owned'>",
+    "</script></style></title><script>document.title = 'owned'</script>",
+    "\" onmouseover=\"document.title='owned'",
+    "javascript:document.title='owned'",
+    "wordwithoutanyspace" * 300,
+    "../../etc/passwd \u202e\x1b[31m =cmd()",
+)
+
+
+def missing(what):
+    """Skips where a developer has no browser; CI is to have one."""
+    if os.environ.get("CI"):
+        pytest.fail(f"{what} is not installed, and CI needs it to look at the page")
+    pytest.skip(f"{what} is not installed")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        missing("a Chromium")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("playwright")
+    with sync_playwright() as playwright:
+        # Without its sandbox: root has none, and the page is our own.
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Visit:
+    """A page that is open, what it said and what it asked for."""
+
+    def __init__(self, browser, path, size=(1280, 900), **how):
+        width, height = size
+        self.address, self.said, self.asked = path.as_uri(), [], []
+        viewport = {"width": width, "height": height}
+        self.page = browser.new_page(viewport=viewport, **how)
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(self.address)
+
+    def width(self):
+        return self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+    def assert_alone(self):
+        assert self.said == []
+        assert self.asked == [self.address]
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(as_html(made.sample(), {"pyidwkg7fj": "print(1)\n"}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    answers = []
+    for text in HOSTILE:
+        mods = {"mask": {"name": text}, "score": {"name": text}, "dtype": text}
+        answers.append(made.answer(made.wrong(text, asked=mods), test=text, failure="abcdefghij"))
+        answers.append(made.answer(made.measured(text, kv=64)))
+        answers.append(made.answer(made.record(text, status="unsupported", reason=text)))
+    report = made.report(
+        *answers,
+        command=HOSTILE[0],
+        tier=HOSTILE[1],
+        kernels=dict.fromkeys(HOSTILE, HOSTILE[2]),
+        absent=dict.fromkeys(HOSTILE, HOSTILE[3]),
+        harness=HOSTILE,
+        baseline=HOSTILE[1],
+        changes=tuple(
+            made.Change(kernel=text, case_id=text, standing="worse", reason=text)
+            for text in HOSTILE
+        ),
+    )
+    path = tmp_path_factory.mktemp("page") / "hostile.html"
+    path.write_text(as_html(report, {"abcdefghij": "\n".join(HOSTILE)}), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_page_says_nothing_asks_for_nothing_and_fits(browser, sample, size, scheme):
+    visit = Visit(browser, sample, SIZES[size], color_scheme=scheme)
+    assert visit.width() <= 0
+    assert visit.page.title() == "FAIL · attncheck gate"
+    assert len(visit.page.screenshot()) > 10_000
+    visit.assert_alone()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_foreign_text_is_shown_and_does_nothing(browser, hostile, size):
+    visit = Visit(browser, hostile, SIZES[size])
+    assert visit.width() <= 0
+    assert visit.page.title() == "FAIL · attncheck gate"
+    assert visit.page.locator("img, iframe, link, [onmouseover], [onerror]").count() == 0
+    assert visit.page.locator("script").count() == 1
+    assert HOSTILE[0] in visit.page.locator("main").inner_text()
+    visit.assert_alone()
+
+
+def test_the_dark_page_is_dark(browser, sample):
+    def brightness(scheme):
+        visit = Visit(browser, sample, color_scheme=scheme)
+        color = "getComputedStyle(document.body).backgroundColor"
+        return sum(map(int, visit.page.evaluate(f"{color}.match(/\\d+/g)")[:3]))
+
+    assert 4 * brightness("dark") < brightness("light")
+
+
+def test_a_button_copies_the_command(browser, sample):
+    visit = Visit(browser, sample)
+    button = visit.page.locator("button").first
+    button.click()
+    visit.page.wait_for_function(
+        "/Copied|Selected/.test(document.querySelector('button').textContent)"
+    )
+    visit.assert_alone()
+
+
+def test_a_script_that_is_not_ours_is_refused_by_the_policy(browser, sample, tmp_path):
+    page = sample.read_text(encoding="utf-8")
+    planted = page.replace("</main>", "<script>document.title = 'owned'</script></main>")
+    planted = planted.replace(
+        "<main>", '<main style="color:red"><img src="https://evil.example/x">'
+    )
+    (tmp_path / "planted.html").write_text(planted, encoding="utf-8")
+    visit = Visit(browser, tmp_path / "planted.html")
+    assert visit.page.title() == "FAIL · attncheck gate"
+    assert len([text for text in visit.said if "Content Security Policy" in text]) == 3
+
+
+def test_a_line_too_long_for_a_phone_is_found(browser, sample, tmp_path):
+    page = sample.read_text(encoding="utf-8")
+    wide = page.replace("<main>", "<main><svg width='2000' height='9'></svg>")
+    (tmp_path / "wide.html").write_text(wide, encoding="utf-8")
+    assert Visit(browser, tmp_path / "wide.html", SIZES["phone"]).width() > 0

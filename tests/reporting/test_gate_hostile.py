@@ -1,0 +1,206 @@
+"""Foreign text in every format of a gate: shown as text, and never believed."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import msgspec
+import pytest
+
+from attncheck.errors import UsageError
+from attncheck.reporting import gate_files, gate_pages
+from attncheck.reporting.gate_html import as_html
+from attncheck.reporting.gate_markdown import LARGEST, as_markdown
+from attncheck.source_files import import_file
+
+made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script></style></title><script>alert(1)</script>",
+    "\" onload=alert(1) x='",
+    "{{ 7 * 7 }}{% raw %}",
+    "../../../etc/passwd::x",
+    "=cmd()|' /C calc'!A0",
+    "@SUM(A1)",
+    "a|b\\|c `tick` ```` **bold** [x](http://evil.example)",
+    "\x1b[31mred\x1b[0m\x1b]8;;http://evil.example\x07link\x1b]8;;\x07",
+    "two\nlines\r\nand\u2028more\x85still",
+    "::error file=x::y\n::set-output name=a::b",
+    "%0A::error::no",
+    "\u202eflip\u202c \u2066iso\u2069 \u200bzero\ufeff",
+    "bell\x07 nul\x00 \ufffe\uffff back\b ]]> <!-- -->",
+    "lone \ud800 surrogate",
+]
+TEXTS = [*HOSTILE, "long " + "x" * 100_000]
+FORBIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+TEXT_FORMATS = [fmt for fmt in gate_pages.FORMATS if fmt != "json"]
+
+
+def hostile(text):
+    refused = made.record(text, status="unsupported", reason=text)
+    raised = made.record(text, status="error", reason=text, asked={"distribution": text})
+    odd = made.measured(text)
+    judgement = msgspec.structs.replace(
+        odd.judgement, status="warn", rule="precision", reason=text, arithmetic=text
+    )
+    odd = msgspec.structs.replace(odd, status="warn", judgement=judgement, variant=text)
+    mods = {"mask": {"name": text}, "score": {"name": text}, "dtype": text}
+    return made.report(
+        *(made.answer(one, test=text) for one in (refused, raised, odd)),
+        made.answer(made.wrong(text, asked=mods), test=text, failure=text),
+        made.answer(made.record(text, question=text, status="crash", reason=text, case_id=text)),
+        command=text,
+        shard=text,
+        tier=text,
+        started=text,
+        environments={"here": msgspec.structs.replace(made.GPU, device=text)},
+        kernels={text: text},
+        absent={text: text},
+        unfinished=2,
+        unfinished_because=text,
+        harness=(text,),
+        baseline=text,
+        changes=(made.Change(kernel=text, case_id=text, standing="worse", reason=text),),
+    )
+
+
+class Tags(HTMLParser):
+    """Tags and their attributes' names; addresses and ids."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.addresses, self.text = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, tuple(name for name, _ in attrs)))
+        self.addresses += [v for name, v in attrs if name in {"href", "src", "id", "style"}]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("fmt", TEXT_FORMATS)
+def test_nothing_unseen_reaches_a_page(fmt, text):
+    page = gate_pages.render(hostile(text), fmt)
+    assert not FORBIDDEN.search(page)
+    page.encode()
+
+
+@functools.cache
+def tame_page():
+    return Tags(as_html(hostile("tame")))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_html_has_the_tags_of_a_tame_page(text):
+    page, tame = Tags(as_html(hostile(text))), tame_page()
+    assert page.tags == tame.tags
+    assert page.addresses == tame.addresses
+
+
+def test_html_says_the_text_itself():
+    text = '<b>a</b> & "c"'
+    assert text in "".join(Tags(as_html(hostile(text))).text)
+
+
+def test_a_script_of_a_failure_is_text():
+    report = made.report(made.answer(made.record(status="error", reason="no"), failure="abcdef"))
+    script = "</code></pre><script>alert(1)</script>\n\tkept\x1b[31m\u202e"
+    page = as_html(report, {"abcdef": script})
+    assert "<script>alert" not in page
+    assert "\n\tkept[31m</code>" in page
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_junit_is_xml_whatever_it_says(text):
+    root = ET.fromstring(gate_pages.render(hostile(text), "junit"))  # noqa: S314  # our own
+    assert (root.get("tests"), root.get("errors")) == ("8", "4")
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_sarif_is_json_with_addresses_of_the_repository(text):
+    data = json.loads(gate_pages.render(hostile(text), "sarif"))
+    for result in data["runs"][0]["results"]:
+        (location,) = result["locations"]
+        assert location["physicalLocation"]["artifactLocation"]["uri"] == "pyproject.toml"
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_every_line_for_github_is_a_command_of_ours(text):
+    page, tame = (gate_pages.render(hostile(t), "github") for t in (text, "tame"))
+    heads = [line.partition(" ")[0] for line in page.splitlines()]
+    assert heads == [line.partition(" ")[0] for line in tame.splitlines()]
+    for line in page.splitlines():
+        assert re.fullmatch(r"::\w+ title=[^:,]*::.*", line)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_no_text_in_csv_is_a_formula(text):
+    for row in csv.reader(io.StringIO(gate_pages.render(hostile(text), "csv"))):
+        for cell in row:
+            assert not cell.startswith(("=", "+", "@", "\t", "\r"))
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_json_comes_back(text):
+    page = gate_pages.render(hostile(text), "json")
+    again = gate_pages.load(page)
+    assert gate_pages.render(again, "json") == page
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_no_fence_of_the_summary_is_ended_by_what_is_in_it(text):
+    def fences(text):
+        page = gate_pages.render(hostile(text), "md")
+        lines = [line for line in page.splitlines() if re.match("`{3,}", line)]
+        return len(lines), len([line for line in page.splitlines() if line.startswith("#")])
+
+    assert fences(text) == fences("tame")
+
+
+def test_the_summary_stays_below_its_limit_and_says_what_it_leaves_out():
+    reason = "x" * 100_000
+    answers = [
+        made.answer(made.record(f"kernel{i}", status="error", reason=reason)) for i in range(400)
+    ]
+    report = made.report(*answers, kernels={}, changes=())
+    page = as_markdown(report)
+    assert len(page.encode()) <= LARGEST
+    assert "more kinds of failure" in page
+
+
+@pytest.mark.parametrize("largest", [2_000, 3_000, 3_500, 4_000])
+def test_a_smaller_limit_is_kept_too(largest):
+    page = as_markdown(made.sample(), largest=largest)
+    assert len(page.encode()) <= largest
+    assert "gate.json has" in page
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", "", "A", "x" * 41, "a\n", "<script>"])
+def test_a_script_has_the_name_of_an_id_or_nothing_is_written(tmp_path, name):
+    with pytest.raises(UsageError, match="is no id"):
+        gate_files.write(made.sample(), tmp_path, {name: "print()"})
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_files_have_names_of_our_own(tmp_path, text):
+    paths = gate_files.write(hostile(text), tmp_path / "out", {"abc234defg": text})
+    names = {p.relative_to(tmp_path / "out").as_posix() for p in paths}
+    assert names == {
+        *("gate.json", "report.html", "junit.xml", "results.sarif", "summary.md"),
+        "repro/abc234defg.py",
+    }
+    assert {p for p in tmp_path.rglob("*") if p.is_file()} == set(paths)

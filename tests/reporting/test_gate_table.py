@@ -1,0 +1,67 @@
+"""What a terminal and the summary of a step show of a gate."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from attncheck.reporting import gate_pages
+from attncheck.reporting.gate_table import MOST, table_lines
+from attncheck.source_files import import_file
+
+made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
+
+
+@pytest.mark.parametrize(("fmt", "suffix"), [("table", "txt"), ("md", "md")])
+def test_a_run_as_it_is_shown(matches_snapshot, fmt, suffix):
+    matches_snapshot(f"gate.{suffix}", gate_pages.render(made.sample(), fmt))
+
+
+def test_the_verdict_is_the_last_line():
+    report = made.report(made.answer(made.measured("k")))
+    assert gate_pages.render(report, "table").splitlines()[-1] == "PASS 1 question"
+
+
+def test_more_failures_than_are_shown_are_counted():
+    answers = [made.answer(made.wrong(f"kernel{i}")) for i in range(MOST + 3)]
+    page = gate_pages.render(made.report(*answers), "table")
+    assert page.count("Reproduce: attncheck repro ") == MOST
+    assert "and 3 more kinds of failure" in page
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_tables_keep_to_the_width(width):
+    answers = [made.answer(made.record("kernel" * 20, status="unsupported", reason="why " * 50))]
+    report = made.report(*answers, kernels={"kernel" * 20: "s " * 100}, harness=("x" * 300,))
+    assert max(cell_len(line.plain) for line in table_lines(report, width)) <= max(width, 90)
+
+
+def test_what_was_not_looked_at_is_said():
+    report = made.report(
+        made.answer(made.record("k", status="unsupported", reason="no fp8")),
+        stages=("bounds",),
+        shard="2/4",
+        absent={"gone": "needs a GPU"},
+        unfinished=3,
+        unfinished_because="an interrupt",
+        harness=("disk full",),
+    )
+    page = gate_pages.render(report, "table")
+    for said in (
+        "the gate itself: disk full",
+        "3 questions were not asked: an interrupt. The same command goes on.",
+        "gone is absent: needs a GPU",
+        "not part of this run: contract, probes, properties, memory, determinism, baseline",
+        "this is part 2/4",
+        "k takes 1 of the questions not: no fp8",
+    ):
+        assert said in page
+
+
+def test_show_writes_what_render_gives():
+    stream = io.StringIO()
+    gate_pages.show(made.sample(), "github", stream)
+    assert stream.getvalue() == gate_pages.render(made.sample(), "github")

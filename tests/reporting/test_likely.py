@@ -1,0 +1,62 @@
+"""A diagnosis in words."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from attncheck.record import Diagnosis, Explanation, TileMap
+from attncheck.reporting.likely import likely_facts, tile_lines
+
+
+class Told(msgspec.Struct):
+    diagnosis: object = msgspec.UNSET
+
+
+def explanation(sentence, share=0.998, explains_all=True, **parameters):
+    return Explanation(
+        model="m", sentence=sentence, share=share, explains_all=explains_all, parameters=parameters
+    )
+
+
+def lines(*ranked, tied=0):
+    return list(likely_facts(Told(Diagnosis(ranked=ranked, tied=tied, tried=45))))
+
+
+def test_one_that_explains_all():
+    (line,) = lines(explanation("the mask is wide"), explanation("else", 0.3, False), tied=1)
+    assert line == (
+        "likely",
+        "the mask is wide (explains 99.8 % of the error, and rounding the rest)",
+    )
+
+
+def test_ties_are_told():
+    found = lines(explanation("one", tile=64), explanation("two"), tied=2)
+    assert [label for label, _ in found] == ["likely", "or"]
+    assert found[0][1].startswith("one [tile 64]")
+
+
+def test_what_explains_a_part():
+    found = lines(explanation("one", 0.99999, False))
+    assert found[0] == ("perhaps", "one (explains 99.9 % of the error)")
+    assert found[1] == ("", "none of 45 fault models explains all of the error")
+
+
+def test_none_fits():
+    assert lines() == [("likely", "unknown: none of 45 fault models fits")]
+
+
+def test_nobody_looked():
+    assert list(likely_facts(Told())) == []
+
+
+@pytest.mark.parametrize(("rows", "shown"), [(4, True), (1, False)])
+def test_tiles_are_drawn_where_there_are_several(rows, shown):
+    values = tuple(tuple(1.0 if i == j else 0.0 for j in range(8)) for i in range(rows))
+    tiles = TileMap(rows=16, keys=32, values=values)
+    found = list(tile_lines(Told(Diagnosis(ranked=(), tied=0, tried=1, tiles=tiles))))
+    assert bool(found) is shown
+    if shown:
+        assert found[0] == "weights that are off; a line is 16 rows, a column 32 keys"
+        assert found[1] == "█·······"

@@ -1,0 +1,171 @@
+"""The file of a baseline: what is written is read back, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+from attncheck.baseline_record import (
+    Baseline,
+    Entry,
+    Held,
+    architecture,
+    fingerprint,
+    made,
+    read,
+    written,
+)
+from attncheck.errors import UsageError
+from attncheck.problem import Case, Problem
+from attncheck.record import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CPU = Environment(
+    device="cpu",
+    machine="x86_64",
+    python="3.12.0",
+    torch="2.11.0",
+    numpy="2.0.0",
+    attncheck="0.1.0",
+)
+GPU = replace(CPU, device="NVIDIA H100", capability="9.0", cuda="13.0")
+HELD = Held(
+    rmse=1.25e-3, ideal=1.2e-3, floor=1.1e-3, relative=1.01, freedom=512.0, ensemble=(0.99, 1.02)
+)
+
+
+def entry(case: str = "case1", kernel: str = "mine", where: Environment = CPU) -> Entry:
+    return Entry(
+        kernel=kernel,
+        variant="causal",
+        dtype="bf16",
+        case=case,
+        device=architecture(where),
+        status="pass",
+        digest="0123456789abcdef" * 2,
+        tensors={"out": HELD},
+        over_bound=0.31,
+        versions=fingerprint(where),
+    )
+
+
+def baseline(*entries: Entry) -> Baseline:
+    known = {fingerprint(one): one for one in (CPU, GPU)}
+    return made(entries or (entry(),), known, "0.1.0")
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    kept = baseline(entry("b"), entry("a"), entry("a", where=GPU), entry("a", "another"))
+    assert read(written(kept)) == kept
+    path = tmp_path / "attncheck-baseline.json"
+    path.write_text(written(kept))
+    assert read(path) == kept
+    assert written(read(path)) == written(kept)
+
+
+def test_an_entry_says_what_was_asked() -> None:
+    case = Case(problem=Problem(query=3))
+    kept = baseline(replace(entry(case.id), asked=case.to_json()))
+    assert read(written(kept)) == kept
+    with pytest.raises(UsageError, match="another Case than its id says"):
+        read(written(baseline(replace(entry("another"), asked=case.to_json()))))
+
+
+def test_one_entry_a_line_sorted_so_that_branches_merge() -> None:
+    one, two = written(baseline(entry("a"), entry("c"))), written(baseline(entry("c"), entry("a")))
+    assert one == two
+    more = written(baseline(entry("a"), entry("b"), entry("c"))).splitlines()
+    assert [line for line in more if line not in one.splitlines()] == [more[-4]]
+    assert json.loads(more[-4].rstrip(","))["case"] == "b"
+
+
+def test_architectures_do_not_meet() -> None:
+    kept = baseline(entry(), entry(where=GPU))
+    assert {one.device for one in kept.entries} == {"x86_64", "sm 9.0"}
+
+
+def test_a_name_that_is_no_text_is_kept_as_its_escape() -> None:
+    kept = read(written(baseline(entry(kernel="mine\ud800\x1b[31m</script>"))))
+    assert kept.entries[0].kernel == "mine\\ud800\x1b[31m</script>"
+
+
+def _line(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
+    def damaged(text: str) -> str:
+        data = json.loads(text)
+        change(data)
+        return json.dumps(data)
+
+    return damaged
+
+
+def _twice(text: str) -> str:
+    line = next(line for line in text.splitlines() if '"kernel"' in line)
+    return text.replace(line, f"{line},\n{line}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(lambda text: "", "no baseline", id="empty"),
+        pytest.param(lambda text: text[: len(text) // 2], "no baseline", id="cut off"),
+        pytest.param(lambda text: f"<<<<<<< HEAD\n{text}", "no baseline", id="merge conflict"),
+        pytest.param(lambda text: "[]", "schema is None", id="no object"),
+        pytest.param(lambda text: "[" * 100_000, "", id="deep"),
+        pytest.param(
+            lambda text: text.replace('"schema": 1', '"schema": 2'), "schema is 2", id="later"
+        ),
+        pytest.param(
+            lambda text: text.replace('"schema": 1', '"schema": true'), "schema is True", id="true"
+        ),
+        pytest.param(
+            lambda text: text.replace("0.00125", "0.00126"), "changed by hand", id="number"
+        ),
+        pytest.param(lambda text: text.replace('"pass"', '"warn"'), "changed by hand", id="status"),
+        pytest.param(
+            lambda text: text.replace("2.11.0", "2.12.0"), "changed by hand", id="versions"
+        ),
+        pytest.param(
+            lambda text: text.replace('"rmse": 0.00125', '"rmse": 9.0, "rmse": 0.00125'),
+            "'rmse' is there twice",
+            id="name twice",
+        ),
+        pytest.param(_twice, "is there twice: delete one", id="entry twice"),
+        pytest.param(_line(lambda d: d.update(extra=1)), "unknown field", id="unknown field"),
+        pytest.param(_line(lambda d: d.pop("entries")), "missing required", id="no entries"),
+        pytest.param(
+            _line(lambda d: d.update(environments={})), "environment that is not", id="nowhere"
+        ),
+        pytest.param(
+            lambda text: written(baseline(replace(entry(), over_bound=-1.0))),
+            "number or digest that cannot be",
+            id="negative",
+        ),
+        pytest.param(
+            lambda text: written(baseline(replace(entry(), digest="../etc"))),
+            "number or digest that cannot be",
+            id="no digest",
+        ),
+    ],
+)
+def test_what_is_damaged_is_refused_in_one_line(
+    damage: Callable[[str], str], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "attncheck-baseline.json"
+    path.write_text(damage(written(baseline())))
+    with pytest.raises(UsageError) as error:
+        read(path)
+    message = str(error.value)
+    assert message.startswith("baseline invalid: ")
+    assert said in message
+    assert "\n" not in message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^baseline invalid: .*cannot be read"):
+        read(tmp_path / "nowhere.json")

@@ -1,0 +1,108 @@
+"""compute-sanitizer, by a program that stands for it, and on a GPU itself."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from attncheck.errors import UsageError
+from attncheck.problem import Case, Problem
+from attncheck.runner import sanitizer
+
+CASES = [Case(problem=Problem(query=4, head_dim=4, dtype="fp16", seed=seed)) for seed in range(3)]
+
+# It runs what it is told to, and after the second case has begun says what memcheck would.
+_FAKE = """#!{python}
+import os, subprocess, sys
+assert sys.argv[1:5] == ["--tool", "memcheck", "--error-exitcode", "99"], sys.argv
+assert sys.argv[5:7] == ["--report-api-errors", "no"], sys.argv
+assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+print("========= COMPUTE-SANITIZER")
+done = subprocess.run(sys.argv[7:], capture_output=True, text=True)
+for line in done.stdout.splitlines():
+    print(line)
+    if " begin 1" in line:
+        print({report!r})
+print("========= ERROR SUMMARY: 1 error")
+sys.exit({code} if {code} else done.returncode)
+"""
+_REPORT = """========= Invalid __global__ write of size 2 bytes
+=========     at _forward+0x2c0 in flash.py:120
+=========     by thread (3,0,0) in block (0,0,0)
+=========     Address 0x7f00 is out of bounds
+=========     Saved host backtrace up to driver entry point at kernel launch time
+========= Invalid __global__ write of size 2 bytes
+=========     at _forward+0x2c0 in flash.py:120"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """``fake(report)``: a program of that name, which says ``report``, is first on PATH."""
+
+    def make(report="", code=0, text=_FAKE):
+        program = tmp_path / "compute-sanitizer"
+        program.write_text(text.format(python=sys.executable, report=report, code=code))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return make
+
+
+def test_without_one_it_is_said(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (record,) = sanitizer.sanitized("ideal", CASES[:1], "memcheck", device="cpu")
+    assert (record.status, record.reason) == ("unsupported", sanitizer.ABSENT)
+
+
+def test_an_error_is_its_case_s(fake) -> None:
+    fake(_REPORT, code=99)
+    before, wrong, after = sanitizer.sanitized("ideal", CASES, "memcheck", device="cpu")
+    assert (before.status, wrong.status, after.status) == ("pass", "fail", "pass")
+    assert wrong.case_id == CASES[1].id
+    assert wrong.judgement.rule == "memory"
+    assert wrong.judgement.reason == (
+        "memcheck: Invalid __global__ write of size 2 bytes at _forward+0x2c0 in flash.py:120 "
+        "(2 in all)"
+    )
+
+
+def test_a_kernel_that_raises_and_one_that_dies(fake, tmp_path) -> None:
+    fake()
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(
+        "import os\n"
+        "from attncheck.subjects.ideal import Ideal\n"
+        "class Kernel(Ideal):\n"
+        "    name, summary = 'planted', 'planted'\n"
+        "    def prepare(self, inputs):\n"
+        "        if inputs.problem.seed == 1: raise ValueError('planted')\n"
+        "        if inputs.problem.seed == 2: os._exit(0)\n"
+        "        return super().prepare(inputs)\n"
+    )
+    records = sanitizer.sanitized(f"{kernel}::Kernel", CASES, "memcheck", device="cpu")
+    assert [each.status for each in records] == ["pass", "error", "crash"]
+    assert records[1].reason == "ValueError: planted"
+
+
+def test_one_that_does_not_end_is_ended(fake) -> None:
+    fake(text="#!/bin/sh\nexec sleep 1000\n")
+    (record,) = sanitizer.sanitized("ideal", CASES[:1], "memcheck", device="cpu", seconds=0.2)
+    assert record.status == "timeout"
+
+
+def test_another_tool_is_no_tool() -> None:
+    with pytest.raises(UsageError, match="memcheck"):
+        sanitizer.sanitized("ideal", CASES, "memchek")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or sanitizer.sanitizer() is None,
+    reason="needs a CUDA GPU and compute-sanitizer",
+)
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
+def test_a_right_kernel_passes_on_a_gpu(tool) -> None:
+    case = Case(problem=Problem(heads=2, query=80, kv=100, head_dim=64, dtype="fp16"))
+    (record,) = sanitizer.sanitized("triton-flash2", [case], tool)
+    assert record.status == "pass", (record.reason, record.judgement)

@@ -1,0 +1,26 @@
+"""What looks on while a function calls torch."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attncheck.examine.guard_bands import GuardBands
+from attncheck.examine.late_streams import _Late
+from attncheck.subjects.conventions.dispatched import FlashOnTheCpu
+
+
+class Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def imports_torchs_compiler(mode):
+    """At the first operator that it sees: torch has wrapped its handler."""
+    return hasattr(mode.__torch_dispatch__, "__wrapped__")
+
+
+@pytest.mark.parametrize("mode", [FlashOnTheCpu, GuardBands, _Late])
+def test_it_imports_no_compiler(mode):
+    assert not imports_torchs_compiler(mode)
+    assert imports_torchs_compiler(Plain)

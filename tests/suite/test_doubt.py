@@ -1,0 +1,39 @@
+"""Where the oracles disagree nobody says that a kernel holds: not the suite, check, nor rmse."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck import oracles
+from attncheck.problem import Case, Problem
+from attncheck.reporting import check_page
+from attncheck.runner.quick import ask, opened, questions
+from attncheck.subjects.ideal import Ideal
+from attncheck.suite.diagnosed import DoesNotHold
+from attncheck.suite.under_test import UnderTest
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """An oracle that is wrong in one element."""
+    right = oracles.truth
+
+    def truth(inputs):
+        found = right(inputs)
+        found.out[0, 0, 0, 0] += 1.0
+        return found
+
+    monkeypatch.setattr(oracles, "truth", truth)
+
+
+def test_a_property_does_not_pass(broken):
+    case = Case(problem=Problem(query=8, head_dim=16, dtype="fp32"))
+    with pytest.raises(DoesNotHold, match="ORACLE"):
+        UnderTest("ideal", Ideal(), "cpu").must_hold(case)
+
+
+def test_check_says_so(broken):
+    (question,) = [each for each in questions("bf16") if each.name == "one-query"]
+    report = ask(opened(Ideal(), device="cpu", command="attncheck check ideal"), Ideal(), question)
+    assert check_page.exit_status(report) == "in doubt"
+    assert "IN DOUBT" in check_page.render(report, "table")

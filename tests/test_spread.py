@@ -1,0 +1,69 @@
+"""Memory that is reserved and hardly written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attncheck import spread
+
+WIDE = 2**31 + 4096
+BF16 = torch.empty(0, dtype=torch.bfloat16)
+
+
+def test_what_is_reserved_is_zeros_and_can_be_written() -> None:
+    whole = spread.reserved(WIDE, BF16)
+    assert (whole.dtype, len(whole)) == (torch.bfloat16, WIDE)
+    assert (whole[0], whole[-1]) == (0, 0)
+    whole[-1] = 3
+    assert whole[-1] == 3
+
+
+def test_a_copy_has_the_elements_and_the_strides() -> None:
+    view = spread.reserved(WIDE, BF16).as_strided((3, 2), (2**30, 1), 4000)
+    view.copy_(torch.arange(6).view(3, 2))
+    copy = spread.copied(view)
+    assert torch.equal(copy, view)
+    assert (copy.stride(), copy.storage_offset()) == (view.stride(), view.storage_offset())
+    copy.zero_()
+    assert int(view.sum()) == 15
+
+
+@pytest.mark.parametrize(
+    ("elements", "shape", "spreads"),
+    [
+        (WIDE, (3, 2), True),
+        (WIDE, (2**26, 2), True),
+        (WIDE, (2**29, 2), False),  # a large tensor: all of it is what is meant
+        (2**31, (3, 2), False),
+        (64, (3, 2), False),
+    ],
+)
+def test_what_is_spread(elements, shape, spreads) -> None:
+    assert spread.is_spread(spread.reserved(elements, BF16).as_strided(shape, (2, 1))) == spreads
+
+
+def test_too_much_is_an_error_that_says_so() -> None:
+    with pytest.raises(MemoryError, match="cannot allocate memory"):
+        spread.reserved(2**58, BF16)
+
+
+class _Gpu:
+    """A GPU with 10 GiB free."""
+
+    dtype, device = torch.bfloat16, torch.device("cuda")
+
+    def element_size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(("copies", "able"), [(0, True), (1, False)])
+def test_a_gpu_needs_room_for_its_copies(copies, able, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 16 << 30))
+    monkeypatch.setattr(torch, "empty", lambda elements, **_: elements)
+    if able:
+        assert spread.reserved(2**32, _Gpu(), copies=copies) == 2**32
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="16 GiB are needed, and 10 are free"):
+            spread.reserved(2**32, _Gpu(), copies=copies)

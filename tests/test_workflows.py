@@ -1,0 +1,364 @@
+"""The action and the example workflows: what they run, with what rights, and what they pass on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+WORKFLOWS = {path.stem: path for path in sorted((ROOT / "examples/workflows").glob("*.yml"))}
+FILES = {"action": ROOT / "action.yml", **WORKFLOWS}
+SHA = re.compile(r"[0-9a-f]{40}")
+
+
+def data_of(name):
+    return yaml.safe_load(FILES[name].read_text())
+
+
+def steps_of(name):
+    """Every step of a file, in order."""
+    if name == "action":
+        return ACTION["runs"]["steps"]
+    return [step for job in data_of(name)["jobs"].values() for step in job["steps"]]
+
+
+def events_of(name):
+    """What starts a workflow; YAML 1.1 reads the word ``on`` as true."""
+    events = data_of(name)[True]
+    return set(events) if isinstance(events, dict | list) else {events}
+
+
+# Rights.
+
+
+def test_there_is_a_workflow_for_each_purpose():
+    assert set(WORKFLOWS) == {"cpu", "gpu", "nightly"}
+    assert events_of("cpu") == events_of("gpu") == {"pull_request"}
+    assert events_of("nightly") == {"schedule", "workflow_dispatch"}
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_can_only_read(name):
+    workflow = data_of(name)
+    assert "pull_request_target" not in FILES[name].read_text()
+    assert workflow["permissions"] == {"contents": "read"}
+    assert not [job for job in workflow["jobs"].values() if "permissions" in job]
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_checkout_leaves_no_token_behind_for_the_code_of_the_pull_request(name):
+    checkouts = [s for s in steps_of(name) if s.get("uses", "").startswith("actions/checkout")]
+    assert checkouts
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+def test_a_gpu_runs_no_code_of_a_fork():
+    for job in data_of("gpu")["jobs"].values():
+        assert job["if"] == "github.event.pull_request.head.repo.full_name == github.repository"
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_job_ends_and_a_newer_run_replaces_an_older_one(name):
+    workflow = data_of(name)
+    assert all(job["timeout-minutes"] <= 150 for job in workflow["jobs"].values())
+    assert "${{ github.workflow }}" in workflow["concurrency"]["group"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_expression_is_pasted_into_a_script(name):
+    """The text of a branch's name would be a command there."""
+    assert pasted(steps_of(name)) == []
+
+
+def pasted(steps):
+    return [step["run"] for step in steps if "${{" in step.get("run", "")]
+
+
+def test_a_pasted_expression_is_found():
+    assert pasted([{"run": "echo ${{ github.event.pull_request.title }}"}]) != []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_actions_of_others_are_pinned(name):
+    for step in steps_of(name):
+        if "uses" in step:
+            assert re.fullmatch(rf"[\w-]+/[\w./-]+@(v\d+|{SHA.pattern})", step["uses"])
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_what_a_workflow_gives_the_action_are_its_inputs(name):
+    ours = [step for step in steps_of(name) if step.get("uses", "").startswith("attncheck/")]
+    assert ours
+    for step in ours:
+        assert set(step["with"]) <= set(ACTION["inputs"])
+        assert "kernels" in step["with"]
+
+
+def test_every_input_is_used_and_described():
+    text = FILES["action"].read_text()
+    for name, given in ACTION["inputs"].items():
+        assert given["description"].strip(), name
+        assert f"inputs.{name}" in text, name
+
+
+def test_parts_that_draw_draw_the_same():
+    (step,) = [each for each in steps_of("nightly") if "shard" in each.get("with", {})]
+    assert step["with"]["tier"] == "nightly"
+    assert step["with"]["args"] == "--seed ${{ github.run_id }}"
+
+
+# Command lines.
+
+
+def commands_in(script):
+    """Words of every ``attncheck …`` of a script, without what the shell does around them."""
+    for line in script.replace("\\\n", " ").splitlines():
+        for found in re.finditer(r"(?:^|[|&;]\s*|\s)attncheck ([^|&;>]*)", line):
+            yield shlex.split(found[1])
+
+
+def check_words(words):
+    """Raises click.UsageError unless the real verb takes them."""
+    from attncheck.cli import attncheck
+
+    command, context = attncheck, click.Context(attncheck, **attncheck.context_settings)
+    while isinstance(command, click.Group):
+        verb, *words = words
+        command = command.commands[verb]
+        parent = context
+        context = click.Context(command, parent=parent, info_name=verb)
+    command.make_context(verb, list(words), parent=parent)
+
+
+def shown_commands():
+    """Where → words: what the workflows run, and what the pages on them show."""
+    for name in FILES:
+        for step in steps_of(name):
+            for words in commands_in(step.get("run", "")):
+                if "${options[@]}" not in words:  # the gate's own step is run below
+                    yield f"{name}: {shlex.join(words)}", words
+    for page in ("docs/ci.md", "docs/demo.md", "README.md", "docs/quickstart.md"):
+        text = (ROOT / page).read_text()
+        blocks = re.findall(r"^```console.*?\n(.*?)^```$", text, re.M | re.S)
+        lines = [line[2:] for block in blocks for line in block.splitlines() if line[:2] == "$ "]
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        lines += re.findall(r"`(attncheck [a-z]+ [^`]*)`", prose.replace("\n", " "))
+        for line in lines:
+            for words in commands_in(line):
+                yield f"{page}: {shlex.join(words)}", words
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    for hook in hooks:
+        yield ".pre-commit-hooks.yaml", [*shlex.split(hook["entry"])[1:], "pyproject.toml"]
+
+
+SHOWN = dict(shown_commands())
+
+
+@pytest.mark.parametrize("where", SHOWN)
+def test_every_command_line_is_one_that_there_is(where):
+    check_words(SHOWN[where])
+
+
+def test_a_line_that_has_rotted_is_noticed():
+    with pytest.raises(click.NoSuchOption):
+        check_words(["check", "x.py::f", "--gone"])
+    with pytest.raises(KeyError):
+        check_words(["gone"])
+    assert {words[0] for words in SHOWN.values()} >= {"config", "demo", "gate", "merge", "report"}
+
+
+# The action, step by step, with an attncheck that does what it is told.
+
+STUB = """#!/usr/bin/env bash
+printf '%s\\n' "$@" >>"$STUB/$1.words"
+echo ==== >>"$STUB/$1.words"
+if [ "$1" = gate ]; then
+  echo "::error::said by a kernel"
+  out=reports/gate
+  while [ $# -gt 0 ]; do [ "$1" = --out ] && out=$2; shift; done
+  mkdir -p "$out"
+  for file in $STUB_FILES; do echo "text of $file" >"$out/$file"; done
+  exit "$STUB_CODE"
+fi
+if [ "$1" = report ]; then
+  echo "::error file=kernel.py::planted"
+  exit "$STUB_CODE"
+fi
+"""
+
+
+@pytest.fixture
+def act(tmp_path):
+    """``act(code, files, **inputs)``: exit codes of the scripts by name, and all that they left."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("attncheck", "python"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(STUB)
+        program.chmod(0o755)
+
+    def run(code=0, files="summary.md gate.json results.jsonl", **inputs):
+        given = {name: one.get("default", "") for name, one in ACTION["inputs"].items()}
+        given |= {name.replace("_", "-"): value for name, value in inputs.items()}
+        return {
+            step["name"]: subprocess.run(
+                ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+                cwd=folder,
+                env=environment(tmp_path, step.get("env", {}), given)
+                | {"STUB_CODE": str(code), "STUB_FILES": files},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            for step in ACTION["runs"]["steps"]
+            if "run" in step
+        }
+
+    return run
+
+
+def environment(folder, env, inputs):
+    """Of a step: the runner's files, and its own ``env`` with the inputs in it."""
+    filled = {
+        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: inputs[found[1]], value)
+        for name, value in env.items()
+    }
+    return {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "STUB": str(folder),
+        "GITHUB_ACTION_PATH": "/the/action",
+        "GITHUB_OUTPUT": str(folder / "output"),
+        "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+        **filled,
+    }
+
+
+def words_of(folder, verb):
+    """The command lines that the stub was called by, without the verb."""
+    return [
+        call.split("\n")[1:-1] for call in (folder / f"{verb}.words").read_text().split("====\n")
+    ][:-1]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 5, 130])
+def test_the_exit_code_passes_through_and_reports_come_all_the_same(act, tmp_path, code):
+    done = act(code, kernels="myfa")
+    assert done["Gate"].returncode == code
+    assert f"exit-code={code}\n" in (tmp_path / "output").read_text()
+    assert f"reports={tmp_path}/project/reports/gate\n" in (tmp_path / "output").read_text()
+    after = done["Summary and annotations"]
+    assert after.returncode == 0
+    assert after.stdout == "::error file=kernel.py::planted\n"
+    assert (tmp_path / "summary").read_text() == "text of summary.md\n"
+    assert words_of(tmp_path, "report") == [["reports/gate/gate.json", "--format", "github"]]
+
+
+def test_what_follows_the_gate_runs_whatever_it_found():
+    after = ACTION["runs"]["steps"][-3:]
+    assert [step["name"] for step in after] == [
+        "Summary and annotations",
+        "Reports",
+        "Code scanning",
+    ]
+    assert all(step["if"].startswith("always() && ") for step in after)
+
+
+def test_what_a_kernel_prints_is_no_command_to_the_runner(act):
+    lines = act(0, kernels="myfa")["Gate"].stdout.splitlines()
+    token = lines[0].removeprefix("::stop-commands::")
+    assert re.fullmatch(r"[0-9a-f]{32}", token)
+    assert lines[1:] == ["::error::said by a kernel", f"::{token}::"]
+
+
+def test_a_gate_that_was_killed_is_read_from_its_journal(act, tmp_path):
+    done = act(137, "results.jsonl", kernels="myfa")
+    assert done["Gate"].returncode == 137
+    source = "reports/gate/results.jsonl"
+    assert words_of(tmp_path, "report") == [
+        [source, "--format", "md"],
+        [source, "--format", "github"],
+    ]
+    assert "planted" in (tmp_path / "summary").read_text()
+
+
+def test_a_gate_that_left_nothing_says_so(act, tmp_path):
+    assert act(2, "", kernels="myfa")["Summary and annotations"].returncode == 0
+    assert "left no report" in (tmp_path / "summary").read_text()
+
+
+def test_every_input_reaches_the_gate_and_the_gate_takes_it(act, tmp_path):
+    act(
+        kernels="myfa\nmine.py::attention",
+        tier="pr",
+        device="cpu",
+        baseline="base line.json",
+        against="HEAD~1",
+        shard="2/4",
+        max_time="10m",
+        args="--strict  --flaky 1\n--dtype bf16",
+        out="reports/other",
+    )
+    (words,) = words_of(tmp_path, "gate")
+    assert words == [
+        *("--out", "reports/other", "--tier", "pr", "--device", "cpu"),
+        *("--baseline", "base line.json", "--against", "HEAD~1", "--shard", "2/4"),
+        *("--max-time", "10m", "--strict", "--flaky", "1", "--dtype", "bf16"),
+        *("--", "myfa", "mine.py::attention"),
+    ]
+    check_words(["gate", *words])
+
+
+def test_nothing_that_was_left_out_is_said(act, tmp_path):
+    act(kernels="myfa")
+    assert words_of(tmp_path, "gate") == [["--out", "reports/gate", "--", "myfa"]]
+
+
+@pytest.mark.parametrize("name", ["kernels", "tier", "baseline", "args", "out", "install"])
+def test_an_input_is_text_and_never_a_command(act, tmp_path, name):
+    planted = "$(touch planted);`touch planted`&&touch${IFS}planted|*"
+    act(**({"kernels": "myfa"} | {name: planted}))
+    assert not list(tmp_path.rglob("planted"))
+    said = [word for path in tmp_path.glob("*.words") for word in path.read_text().splitlines()]
+    assert any(planted.split(maxsplit=1)[0] in word for word in said)
+
+
+def test_what_is_installed(act, tmp_path):
+    act(kernels="myfa")
+    act(kernels="myfa", install="torch\n\nattncheck[properties] @ file:///x y")
+    pip = ["pip", "install", "--disable-pip-version-check"]
+    assert words_of(tmp_path, "-m") == [
+        [*pip, "/the/action[properties]"],
+        [*pip, "torch", "attncheck[properties] @ file:///x y"],
+    ]
+
+
+# The pages.
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ci.md"])
+def test_a_page_shows_what_is_shipped(page):
+    """Each of its YAML blocks is a part of one of the files, to the letter."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)
+    files = [path.read_text() for path in FILES.values()]
+    hooks = (ROOT / ".pre-commit-hooks.yaml").read_text().replace("\n# ", "\n")
+    assert blocks
+    for block in blocks:
+        yaml.safe_load(block)
+        assert any(block in file for file in [*files, hooks]), block
+
+
+def test_the_page_has_a_table_of_all_inputs():
+    text = (ROOT / "docs/ci.md").read_text()
+    (table,) = re.findall(r"^\| input \|.*\n\|[-| ]+\n((?:\|.*\n)+)", text, re.M)
+    named = [re.match(r"\| `([\w-]+)` \|", line)[1] for line in table.splitlines()]
+    assert named == list(ACTION["inputs"])
