@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+from attncheck.formats import FORMATS, round_to
 from attncheck.judge.arithmetic import FP32, HOPPER_FP8, default
 from attncheck.mods.spec import Spec
 from attncheck.problem import Problem
@@ -16,6 +18,7 @@ from attncheck.subjects.flash1 import Flash1
 from attncheck.subjects.flash2 import Flash2, Flash2FastAccumulation, Flash2TransposedValues
 from attncheck.subjects.flex import Flex
 from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.sdpa import Sdpa
 
 HOPPER = (9, 0)
 FP8 = ("e4m3", "e5m2")
@@ -142,3 +145,30 @@ def test_kernels_that_call_a_full_tanh_declare_it_where_a_score_mod_may_call_it(
     softcap = ATTENTION.replace(score=Spec.of("softcap", cap=20.0))
     assert kernel().arithmetic(softcap, "cpu").tanh_error == 0
     assert kernel().arithmetic(ATTENTION, "cpu").tanh_error > 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv", "splits"),
+    [(64, 256, 1), (64, 1024, 4), (64, 257, 2), (128, 1024, 8), (256, 1024, 16), (64, 10**6, 128)],
+)
+def test_flash_of_torch_may_cut_keys_on_a_gpu_into_whole_blocks(hopper, dim, kv, splits):
+    problem = Problem(query=1, kv=kv, head_dim=dim, dtype="bf16")
+    assert Sdpa("flash").arithmetic(problem, "cuda").splits == splits
+    assert Sdpa("flash").arithmetic(problem, "cpu").splits == 1
+    assert Sdpa("efficient").arithmetic(problem, "cuda").splits == 1
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_the_efficient_kernel_has_p_in_two_tf32_numbers_in_fp32_alone(hopper, dtype):
+    problem = ATTENTION.replace(dtype=dtype)
+    assumed = default(problem.formats, HOPPER).exp2_ulps
+    expected = assumed + 1.0 if dtype == "fp32" else assumed
+    assert Sdpa("efficient").arithmetic(problem, "cuda").exp2_ulps == expected
+
+
+def test_two_tf32_numbers_hold_an_fp32_weight_to_an_ulp():
+    ulp = 2.0 ** -FORMATS["fp32"].significand  # of numbers from 1/2 to 1
+    weights = torch.linspace(0.5, 1.0, 2**16 + 1, dtype=torch.float64).float().double()
+    high = round_to(weights, FORMATS["tf32"])
+    off = (high + round_to(weights - high, FORMATS["tf32"]) - weights).abs().max()
+    assert 0 < off <= ulp

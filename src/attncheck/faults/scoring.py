@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
 from attncheck.errors import UsageError
+from attncheck.examine.answer import answered
 from attncheck.examine.environment import environment, fingerprint, prepare
 from attncheck.fault_record import Caught, ControlScore, FaultScore
 from attncheck.faults.catalogue import fault_named
@@ -27,7 +29,7 @@ from attncheck.faults.fault import HOSTS, Control, Fault, Host
 from attncheck.faults.kernel_file import reference
 from attncheck.faults.listening import Listening, Peers
 from attncheck.faults.planting import NotPlanted, planted
-from attncheck.problem import Case
+from attncheck.problem import Case, Problem
 from attncheck.record import WRONG, Diagnosis
 from attncheck.runner.unit import Done
 from attncheck.subjects.builtin import subject_named
@@ -76,8 +78,9 @@ class Scorer:
         report says it of that fault.
         """
         name, _, host = unit.kernel.rpartition("@")
-        start = time.perf_counter()
         prepare(unit.device)
+        _started("triton-flash2" if host == "triton" else "ideal", unit.device)
+        start = time.perf_counter()
         with _planting() as folder:
             if host == FILE:
                 score: FaultScore | ControlScore = self._of_file(unit, name, folder)
@@ -194,6 +197,13 @@ class Scorer:
             isolated=unit.alone,  # it brought a lane down
             listening=listening,
         )
+
+
+@cache
+def _started(kernel: str, device: str) -> None:
+    """One question to a right kernel: what a process loads once is no part of any score."""
+    smallest = Case(problem=Problem(query=1, kv=1))
+    answered(subject_named(kernel), smallest, device=device)
 
 
 @contextmanager

@@ -28,17 +28,53 @@ _SMALL: dict[str, dict[str, Any]] = {
     "a tile": {"query": 16, "kv": 16},
 }
 # Whether it takes these is the kernel's own affair: it says so cleanly, or it answers rightly.
+# Those of one mask are beside each other, and backwards last: for each kind kernels are compiled.
 _UNUSUAL: dict[str, dict[str, Any]] = {
-    "odd head_dim": {"query": 5, "kv": 7, "head_dim": 17},
-    "other value_dim": {"query": 5, "kv": 7, "value_dim": 32},
     "other scale": {"query": 5, "kv": 7, "scale": 0.3},
     "three heads to a key head": {"query": 5, "kv": 7, "heads": 6, "kv_heads": 2},
-    "more rows than keys": {"query": 7, "kv": 5, "mask": Spec.of("causal")},
-    "more keys than rows": {"query": 5, "kv": 7, "mask": Spec.of("causal")},
     "rows that see nothing": {
         "query": 7,
         "kv": 5,
         "mask": Spec.of("causal_bottom_right"),
+    },
+    # More than a tile of rows of every kernel of ours, and a diagonal within a tile of keys.
+    "a diagonal beyond a tile": {
+        "query": 177,
+        "kv": 293,
+        "mask": Spec.of("causal_bottom_right"),
+    },
+    "more rows than keys": {"query": 7, "kv": 5, "mask": Spec.of("causal")},
+    "more keys than rows": {"query": 5, "kv": 7, "mask": Spec.of("causal")},
+    # A first tile that the mask empties, before scores that are all far below 0.
+    "a window over negative scores": {
+        "query": 100,
+        "kv": 100,
+        "mask": Spec.of("sliding_window", window=17),
+        "distribution": "negative_logits",
+    },
+    "odd head_dim": {"query": 5, "kv": 7, "head_dim": 17},
+    "other value_dim": {"query": 5, "kv": 7, "value_dim": 32},
+    "a window beyond a tile": {
+        "query": 177,
+        "kv": 293,
+        "mask": Spec.of("sliding_window", window=73),
+    },
+    # Of up to 256 rows: those of a GPU are larger than an interpreter's.
+    "a prefix beyond the diagonal's tiles": {
+        "query": 20,
+        "kv": 330,
+        "mask": Spec.of("prefix_lm", prefix=300),
+    },
+    "a prefix beside padding": {
+        "query": 9,
+        "kv": 20,
+        "mask": Spec.of("and", Spec.of("prefix_lm", prefix=4), Spec.of("padding", lengths=[15])),
+    },
+    "negative scores backward": {
+        "query": 40,
+        "kv": 40,
+        "distribution": "negative_logits",
+        "backward": True,
     },
     "rows that see nothing backward": {
         "query": 7,
@@ -52,46 +88,12 @@ _UNUSUAL: dict[str, dict[str, Any]] = {
         "mask": Spec.of("sliding_window", window=2),
         "backward": True,
     },
-    # A first tile that the mask empties, before scores that are all far below 0.
-    "a window over negative scores": {
-        "query": 100,
-        "kv": 100,
-        "mask": Spec.of("sliding_window", window=17),
-        "distribution": "negative_logits",
-    },
-    "negative scores backward": {
-        "query": 40,
-        "kv": 40,
-        "distribution": "negative_logits",
-        "backward": True,
-    },
     "the gradient of a table": {
         "query": 140,
         "kv": 70,
         "score": Spec.of("relative_bias", distance=4, seed=0),
         "backward": True,
         "dcaptured": True,
-    },
-    # More than a tile of rows of every kernel of ours, and a diagonal within a tile of keys.
-    "a diagonal beyond a tile": {
-        "query": 177,
-        "kv": 293,
-        "mask": Spec.of("causal_bottom_right"),
-    },
-    "a window beyond a tile": {
-        "query": 177,
-        "kv": 293,
-        "mask": Spec.of("sliding_window", window=73),
-    },
-    "a prefix beyond the diagonal's tiles": {
-        "query": 20,
-        "kv": 130,
-        "mask": Spec.of("prefix_lm", prefix=100),
-    },
-    "a prefix beside padding": {
-        "query": 9,
-        "kv": 20,
-        "mask": Spec.of("and", Spec.of("prefix_lm", prefix=4), Spec.of("padding", lengths=[15])),
     },
 }
 # The smallest there is: times a descale it is 0, and 0 times a score of −∞ is NaN.

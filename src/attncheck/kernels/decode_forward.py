@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
     all_finite,
@@ -133,7 +133,7 @@ def decode_forward(
 
 # A column of forty names says less than five lines of them.
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _split(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row,
     k_col, v_batch, v_head, v_row, v_col, rows_of_all, kv_heads, group, query, kv, head_dim,
@@ -253,7 +253,7 @@ def _step(
     return m, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _merge(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink, splits, rows, heads, query, value_dim,
     SINK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,

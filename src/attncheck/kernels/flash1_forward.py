@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
     factor_of,
     hidden,
@@ -122,7 +122,7 @@ def _started(
 
 # A column of forty names says less than five lines of them.
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _step(
     start, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr, total_ptr, m_ptr, q_batch, q_head,
     q_row, q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col, heads, group,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import LOG2E, block_dim, careful_asked, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, careful_asked, scales
 from attncheck.kernels.order import asked, place, turns_of
 from attncheck.kernels.tile import (
     advanced,
@@ -162,7 +162,7 @@ def hoisted(k: torch.Tensor, v: torch.Tensor) -> bool:
 
 # A column of forty names says less than five lines of them.
 # fmt: off
-@triton.jit(do_not_specialize=("blocks", "together"))  # of no use to the code, and compiled anew
+@triton.jit(do_not_specialize=("blocks", "together", *COUNTS))
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, again_ptr, q_batch, q_head, q_row, q_col, k_batch,
     k_head, k_row, k_col, v_batch, v_head, v_row, v_col, out_batch, out_head, out_row, out_col,

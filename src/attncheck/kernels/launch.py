@@ -13,9 +13,21 @@ from attncheck.errors import UsageError
 if TYPE_CHECKING:
     from attncheck.inputs import Descale
 
-__all__ = ["LOG2E", "KernelPages", "Launch", "VisitList", "block_dim", "careful_asked", "scales"]
+__all__ = [
+    "COUNTS",
+    "LOG2E",
+    "KernelPages",
+    "Launch",
+    "VisitList",
+    "block_dim",
+    "careful_asked",
+    "scales",
+]
 
 LOG2E = 1.4426950408889634
+# Whether one of these is 1, or a multiple of 16, changes no load; and each kernel would be compiled
+# anew for it, which takes far longer than a small problem.
+COUNTS = ("heads", "kv_heads", "group", "query", "kv", "total_query", "rows_of_all", "splits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

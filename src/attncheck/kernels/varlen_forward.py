@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attncheck.errors import UsageError
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
     factor_of,
@@ -138,7 +138,7 @@ def varlen_forward(
 
 # A column of forty names says less than five lines of them.
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_row, q_head, q_col, k_row, k_head, k_col, v_row,
     v_head, v_col, out_row, out_head, out_col, query_starts, kv_starts, programs, places, sink,

@@ -23,6 +23,8 @@ from attncheck.subjects.torch_arithmetic import (
     with_rounded_sums,
     with_rounded_weights,
     with_short_exp,
+    with_split_keys,
+    with_three_products,
 )
 from attncheck.subjects.written_out import (
     attention_bias,
@@ -140,7 +142,9 @@ class Sdpa(Subject):
         if self._backend == "math":
             return replace(assumed, normalised_weights=True)
         if self._backend == "flash":
-            assumed = with_short_exp(assumed, device)
+            assumed = with_split_keys(with_short_exp(assumed, device), problem, device)
+        if self._backend == "efficient":
+            assumed = with_three_products(assumed)
         if not problem.backward:
             return assumed
         if self._backend == "flash":

@@ -10,12 +10,22 @@ if TYPE_CHECKING:
     from attncheck.judge.arithmetic import Arithmetic
     from attncheck.problem import Problem
 
-__all__ = ["with_rounded_heads", "with_rounded_sums", "with_rounded_weights", "with_short_exp"]
+__all__ = [
+    "with_rounded_heads",
+    "with_rounded_sums",
+    "with_rounded_weights",
+    "with_short_exp",
+    "with_split_keys",
+    "with_three_products",
+]
 
 _16_BITS = {"fp16", "bf16"}
 # Rows of a tile of the CPU's backward, from so many rows on; and keys of one.
 _CPU_ROWS = ((768, 256), (192, 64), (0, 32))
 _CPU_KEYS = 512
+# Of flash on a GPU: head dims up to the first have so many keys in a block, and parts are blocks.
+_BLOCKS = ((64, 256), (128, 128), (256, 64))
+_MOST_PARTS = 128
 
 
 def with_short_exp(assumed: Arithmetic, device: str) -> Arithmetic:
@@ -28,6 +38,32 @@ def with_short_exp(assumed: Arithmetic, device: str) -> Arithmetic:
     if device != "cpu" or assumed.products.name not in _16_BITS:
         return assumed
     return replace(assumed, exp2_ulps=1024.0)
+
+
+def with_split_keys(assumed: Arithmetic, problem: Problem, device: str) -> Arithmetic:
+    """Flash's forward on a GPU, which cuts the keys where rows are too few for the processors.
+
+    FlashAttention-2 chooses the number of parts by how many of them are at work at once: up to 128,
+    of whole blocks of keys (``num_splits_heuristic`` and ``set_params_splitkv`` of its API). On an
+    H200 (torch 2.11) 256 keys of head dim 64 were one part and 1,024 four.
+    """
+    if device == "cpu":
+        return assumed
+    dim = max(problem.head_dim, problem.value_dim)
+    block = next((keys for widest, keys in _BLOCKS if dim <= widest), _BLOCKS[-1][1])
+    return replace(assumed, splits=min(_MOST_PARTS, max(1, math.ceil(problem.kv / block))))
+
+
+def with_three_products(assumed: Arithmetic) -> Arithmetic:
+    """The efficient kernel in fp32 on a GPU, of which each product is three of tf32.
+
+    P is its rounding to tf32 and that of the rest, at most 2^-12 beside 1/2 ≤ P < 1: together
+    within 2^-24 of P, an ulp more than exp2's. On an H200 (torch 2.11) 3.1 ulps were seen, those of
+    rounded arguments among them.
+    """
+    if assumed.products.name != "fp32":
+        return assumed
+    return replace(assumed, exp2_ulps=assumed.exp2_ulps + 1.0)
 
 
 def with_rounded_sums(
