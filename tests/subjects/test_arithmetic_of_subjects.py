@@ -168,7 +168,7 @@ def test_the_efficient_kernel_has_p_in_two_tf32_numbers_in_fp32_alone(hopper, dt
 
 def test_two_tf32_numbers_hold_an_fp32_weight_to_an_ulp():
     ulp = 2.0 ** -FORMATS["fp32"].significand  # of numbers from 1/2 to 1
-    weights = torch.linspace(0.5, 1.0, 2**16 + 1, dtype=torch.float64).float().double()
+    weights = 0.75 + ulp * torch.arange(2**14, dtype=torch.float64)
     high = round_to(weights, FORMATS["tf32"])
     off = (high + round_to(weights - high, FORMATS["tf32"]) - weights).abs().max()
-    assert 0 < off <= ulp
+    assert off == ulp
