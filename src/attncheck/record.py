@@ -206,7 +206,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         ranked: The best first; none where no fault model explains anything to speak of.
         tied: How many of them, from the first on, explain it equally well.
-        tried: How many fault models were tried; 0 where the failure says by itself what is wrong.
+        tried: How many fault models were tried; 0 where the failure says by itself what is wrong:
+            that is first then, and models that explain its error come behind it.
         problems: On how many problems each had to explain what the kernel gave.
         tiles: Where the error is by tiles; left out where that cannot be told.
     """

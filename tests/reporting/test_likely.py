@@ -37,6 +37,15 @@ def test_ties_are_told():
     assert found[0][1].startswith("one [tile 64]")
 
 
+def test_what_is_proven_comes_before_what_explains():
+    ranked = (explanation("it reads beside", 1.0, of="v"), explanation("else", 0.7, False))
+    found = list(likely_facts(Told(Diagnosis(ranked=ranked, tied=1, tried=0))))
+    assert found == [
+        ("likely", "it reads beside [of v]"),
+        ("perhaps", "else (explains 70 % of the error)"),
+    ]
+
+
 def test_what_explains_a_part():
     found = lines(explanation("one", 0.99999, False))
     assert found[0] == ("perhaps", "one (explains 99.9 % of the error)")

@@ -13,6 +13,7 @@ from attncheck.examine.guard_bands import GuardBands
 from attncheck.examine.keepings import growing
 from attncheck.examine.poison import Fill, allocator_filled, primed
 from attncheck.examine.process_state import changes, restore, state
+from attncheck.examine.surroundings import Surroundings, surrounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ __all__ = ["PLAIN", "Arranged", "Circumstances", "Noted", "arranged"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """Under which a call is made; every field is a number, a word or a flag: it travels as JSON.
+    """Under which a call is made, in numbers, words and flags alone: it travels as JSON.
 
     Attributes:
         fill: What lies in memory that the kernel allocates, and in the guard bands around it: one
@@ -44,6 +45,8 @@ class Circumstances:
         last: Whether what the last call gave is what the execution gives, in place of the first's.
         state: Whether what a further call changes in its process is looked at.
         window: Calls in a window in which leaks are looked for; 0 where they are not.
+        beside: What lies beside its inputs, in place of guard bands; None for nothing in
+            particular.
     """
 
     fill: Fill = ""
@@ -53,6 +56,7 @@ class Circumstances:
     last: bool = False
     state: bool = False
     window: int = 0
+    beside: Surroundings | None = None
 
 
 PLAIN = Circumstances()
@@ -127,6 +131,8 @@ class Arranged:
 
     def copied(self, inputs: Inputs) -> Inputs:
         """What the kernel is to read: the same numbers, laid out alike, in memory of their own."""
+        if self._under.beside is not None:
+            return surrounded(inputs, self._under.beside)
         return inputs.clone() if self._guards is None else self._guards.copied(inputs)
 
     def returned(self, outputs: Outputs) -> None:

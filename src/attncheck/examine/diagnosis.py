@@ -15,7 +15,7 @@ from attncheck.examine.executor import Execution, Failure, InProcess, Origin, ou
 from attncheck.examine.explaining import NO_FIT, Findings, consistent, explained, pairs, tensors_of
 from attncheck.examine.poison import allocator_filled
 from attncheck.examine.relate import runs
-from attncheck.examine.signs import by_signs
+from attncheck.examine.signs import by_proof, by_signs
 from attncheck.hypotheses import MODELS
 from attncheck.judge.diagnosis_ranking import equals, joint, told_apart
 from attncheck.probes import PROBES
@@ -70,11 +70,35 @@ def diagnosed(
 
     Never raises for what the kernel does.
     """
-    found = findings(record, subject, device=device, executor=executor)
+    by = executor or InProcess()
+    found = findings(record, subject, device=device, executor=by)
+    proven = functools.partial(by_proof, record, subject, device=device, executor=by)
     if found is None or not any(one.share >= _TELLING for one in found.ranking):
-        said = by_signs(record, subject, device=device, executor=executor or InProcess())
+        # First what is proven: what lies beside an input may be something else another time.
+        said = proven(wrong=found is not None, explained=False) or by_signs(
+            record, subject, device=device, executor=by
+        )
         if said is not None or found is None:
-            return replace(record, diagnosis=said or UNSET)
+            alone = UNSET if said is None else Diagnosis(ranked=(said,), tied=1, tried=0)
+            return replace(record, diagnosis=alone)
+        return replace(record, diagnosis=_of_models(record, found, before, subject, device, by)[0])
+    told, predicted = _of_models(record, found, before, subject, device, by)
+    proof = proven(wrong=True, explained=predicted)
+    return replace(record, diagnosis=told if proof is None else _behind(proof, told))
+
+
+def _of_models(  # a failure, what is known of it, and who is asked
+    record: Record,
+    found: Findings,
+    before: Findings | None,
+    subject: Subject,
+    device: str,
+    executor: Executor,
+) -> tuple[Diagnosis, bool]:
+    """What fault models say of a failure, and whether one predicts the numbers that were given.
+
+    Of NaN and infinities, and of rows that are left to chance, others may say the same.
+    """
     ranking, problems = found.ranking, 1
     if before is not None and before.ranking:
         ranking, problems = joint(before.ranking, found.ranking), 2
@@ -82,9 +106,17 @@ def diagnosed(
         tied = [one.name for one in ranking[: equals(ranking)]]
         if len(tied) > 1:
             case = Case.from_json(record.case)
-            fits = _fits(case.problem, keys, subject, device, executor or InProcess(), tied)
+            fits = _fits(case.problem, keys, subject, device, executor, tied)
             ranking, problems = told_apart(ranking, fits), problems + bool(fits)
-    return replace(record, diagnosis=_told(ranking, found, problems))
+    first = ranking[0] if ranking else None
+    certain = first is not None and first.all and not first.loose and found.finite
+    return _told(ranking, found, problems), certain
+
+
+def _behind(proof: Explanation, told: Diagnosis) -> Diagnosis:
+    """What is proven, and then what fault models say."""
+    ranked = (proof, *told.ranked)[:SHOWN]
+    return replace(told, ranked=ranked, tied=1, tried=0)
 
 
 def _fits(  # who is asked, on what, how
@@ -200,7 +232,11 @@ def _of_calls(
         found = explained(result, evidence, proven=True)
         each += [] if found is None else [found]
     if len(each) > 1:
-        return dataclasses.replace(each[0], ranking=joint(*(one.ranking for one in each)))
+        return dataclasses.replace(
+            each[0],
+            ranking=joint(*(one.ranking for one in each)),
+            finite=all(one.finite for one in each),
+        )
     if each or related or not given:
         return each[0] if each else None
     return explained(given[0], evidence)

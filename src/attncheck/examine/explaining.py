@@ -46,11 +46,14 @@ class Findings:
         ranking: All that explain anything, the best first.
         tried: How many there were.
         tiles: Where the error is by tiles.
+        finite: Whether all that it gave is, LSE aside. NaN and infinities say where they are, and
+            no more: several models may have them there.
     """
 
     ranking: list[Explained]
     tried: int
     tiles: TileMap | None
+    finite: bool
 
 
 def explained(result: Execution, evidence: Evidence, *, proven: bool = False) -> Findings | None:
@@ -71,7 +74,8 @@ def explained(result: Execution, evidence: Evidence, *, proven: bool = False) ->
     models = [m for m in MODELS.values() if m.of == of and m.applies(problem)]
     ranking = ranked(error, _hypotheses(given, models))
     tiles = tile_map(given, error.got, error) if error.forward else None
-    return Findings(ranking=ranking, tried=len(models), tiles=tiles)
+    finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
+    return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite)
 
 
 def consistent(result: Execution, evidence: Evidence, among: Collection[str]) -> set[str]:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from attncheck.question import Allowed
     from attncheck.relations.finding import Finding
 
-__all__ = ["STRIDES_FAR"]
+__all__ = ["STRIDES_FAR", "TENSORS"]
 
 _FAR = 2**31  # elements: one more than an int32 counts
-_TENSORS = ("q", "k", "v", "dout")
+TENSORS = ("q", "k", "v", "dout")
+"""What the parameter ``tensor`` counts."""
 _VECTOR = 16  # bytes: the widest load of a GPU's thread, and what TMA wants strides to be made of
 
 
@@ -34,7 +35,7 @@ def _allowed(problem: Problem) -> Allowed:
     if problem.backward:
         rows["dout"] = problem.query
     # Of two rows the stride itself is more than an int32 holds, and so none is what it is kept in.
-    return {"tensor": [_TENSORS.index(name) for name, length in rows.items() if length > 2]}
+    return {"tensor": [TENSORS.index(name) for name, length in rows.items() if length > 2]}
 
 
 def _unfit(problem: Problem) -> str | None:
@@ -43,7 +44,7 @@ def _unfit(problem: Problem) -> str | None:
 
 def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     tensors = inputs.tensors()
-    name = _TENSORS[int(parameters["tensor"])]
+    name = TENSORS[int(parameters["tensor"])]
     tensors[name] = _far(tensors[name])
     q, k, v = (tensors[name] for name in "qkv")
     return inputs, inputs.replace(q=q, k=k, v=v, dout=tensors.get("dout"))

@@ -35,7 +35,8 @@ def facts_of(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "likely", f"unknown: none of {found.tried} fault models fits"
         return
     if not found.tried:  # the failure says it by itself: there is no share of an error
-        yield "likely", found.ranked[0].sentence
+        yield "likely", _named(found.ranked[0])
+        yield from (("perhaps", _said(one)) for one in found.ranked[1:])
         return
     certain = found.ranked[0].explains_all
     told = found.ranked[: max(1, found.tied)] if certain else found.ranked
@@ -50,11 +51,15 @@ def facts_of(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "", f"none of {found.tried} fault models explains all of the error"
 
 
-def _said(one: Explanation) -> str:
+def _named(one: Explanation) -> str:
     form = ", ".join(f"{name} {_value(value)}" for name, value in one.parameters.items())
+    return f"{one.sentence}{f' [{form}]' if form else ''}"
+
+
+def _said(one: Explanation) -> str:
     share = _percent(one.share)
     rest = ", and rounding the rest" if one.explains_all and one.share < 1 else ""
-    return f"{one.sentence}{f' [{form}]' if form else ''} (explains {share} % of the error{rest})"
+    return f"{_named(one)} (explains {share} % of the error{rest})"
 
 
 def _value(value: float | str) -> str:

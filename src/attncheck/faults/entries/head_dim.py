@@ -58,7 +58,7 @@ FAULTS = (
                 ),
             ),
         },
-        named=("head-dim-padding-read",),
+        named=("head-dim-padding-read", "reads-beside-an-input"),
     ),
     Fault(
         id="dv-ne-d-extent",
@@ -120,6 +120,6 @@ FAULTS = (
                 ),
             ),
         },
-        named=("backward-columns",),
+        named=("backward-columns", "reads-beside-an-input"),
     ),
 )

@@ -53,7 +53,7 @@ FAULTS = (
                 ),
             ),
         },
-        named=("offsets-of-32-bits",),
+        named=("offsets-of-32-bits", "far-offsets-wrap"),
     ),
     Fault(
         id="mask-offset-overflow",

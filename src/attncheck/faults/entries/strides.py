@@ -44,7 +44,7 @@ FAULTS = (
                 ),
             ),
         },
-        named=("contiguous-assumed",),
+        named=("contiguous-assumed", "strides-not-taken"),
     ),
     Fault(
         id="dout-stride-assumed-out",
@@ -92,7 +92,7 @@ FAULTS = (
                 ),
             ),
         },
-        named=("dout-strides",),
+        named=("dout-strides", "strides-not-taken"),
     ),
     Fault(
         id="v-uses-k-strides",
@@ -117,7 +117,7 @@ FAULTS = (
                 ),
             ),
         },
-        named=("values-of-keys-strides",),
+        named=("values-of-keys-strides", "reads-beside-an-input"),
     ),
     Fault(
         id="graph-cache-key-omits-strides",
@@ -147,6 +147,6 @@ FAULTS = (
                 ),
             ),
         },
-        named=("contiguous-assumed",),
+        named=("contiguous-assumed", "strides-not-taken"),
     ),
 )

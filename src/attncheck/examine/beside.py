@@ -1,0 +1,158 @@
+"""Proofs that a kernel reads what is no input: its result changes with that, or with the layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.examine.circumstances import Circumstances
+from attncheck.examine.evidence import Evidence
+from attncheck.examine.executor import Execution, Origin
+from attncheck.examine.explaining import pairs
+from attncheck.examine.judging import judged
+from attncheck.examine.relate import runs
+from attncheck.examine.surroundings import Surroundings
+from attncheck.problem import Case
+from attncheck.relations import RELATIONS, relation_named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.examine.executor import Executor
+    from attncheck.examine.surroundings import Contents
+    from attncheck.outputs import Outputs
+    from attncheck.subjects.contract import Subject
+
+__all__ = ["read_beside", "taken_otherwise"]
+
+_AGAIN = 2
+# Pairs of calls: what gives one of two things by chance agrees with 2 · 4 of them once in 128, and
+# is asked so twice. Of what does not promise to repeat itself more are made.
+_PAIRS, _PAIRS_UNPROMISED = 4, 8
+_LARGEST = 2**22  # (row, key) pairs of a problem of which many calls are made
+_CONTENTS: tuple[Contents, ...] = ("others", "nan")
+_LAID_OUT = ("q", "k", "v", "dout")
+
+
+class _Asking:
+    """One kernel on one run of a Case, among other surroundings each time."""
+
+    def __init__(self, subject: Subject, executor: Executor, origin: Origin, case: Case) -> None:
+        self._subject, self._executor, self._origin = subject, executor, origin
+        promised = "repeat" in subject.promises
+        promised &= subject.promises_gradients or not case.problem.backward
+        self._times = _PAIRS if promised else _PAIRS_UNPROMISED
+
+    def execution(self, evidence: Evidence, by: Surroundings) -> Execution | None:
+        # What it allocates holds the same each time: else it would hold what lay beside an input
+        # of the call before.
+        found = self._executor.run(
+            self._subject,
+            evidence.inputs,
+            origin=self._origin,
+            under=Circumstances(fill="pattern", beside=by),
+        )
+        return found if isinstance(found, Execution) else None
+
+    def differ(self, evidence: Evidence, by: Surroundings) -> bool:
+        """Whether it gives one thing among ordinary numbers and another ``by``, each time."""
+        sides = Surroundings(), by
+        first = tuple(self._outputs(evidence, side) for side in sides)
+        if not _other(*first):
+            return False
+        for turn in range(1, self._times):
+            # Not in turns alone: what changes from call to call would agree with them.
+            order = (1, 0) if turn.bit_count() % 2 else (0, 1)
+            for side in order:
+                again = self._outputs(evidence, sides[side])
+                if again is None or _other(again, first[side]):
+                    return False
+        return True
+
+    def _outputs(self, evidence: Evidence, by: Surroundings) -> Outputs | None:
+        found = self.execution(evidence, by)
+        return None if found is None else found.outputs
+
+
+def read_beside(case: Case, subject: Subject, device: str, executor: Executor) -> str:
+    """Names of inputs, with commas between them, beside which it reads; empty where nobody knows.
+
+    Of a kernel that gives the same whatever lies there nothing is said, nor of one that gives
+    something else each time.
+
+    Args:
+        case: Of which a run was wrong.
+        subject: The kernel.
+        device: ``cpu`` or ``cuda``.
+        executor: How to call it.
+    """
+    if case.question in RELATIONS and relation_named(case.question).spacious:
+        return ""  # gibibytes for each of many calls
+    if pairs(case.problem) > _LARGEST:
+        return ""
+    for number, evidence in enumerate(_evidence(case, device)):
+        asking = _Asking(subject, executor, Origin(case=case, run=number), evidence.case)
+        for contents in _CONTENTS:
+            if not asking.differ(evidence, Surroundings(contents=contents)):
+                continue
+            alone = [
+                name
+                for name in evidence.inputs.tensors()
+                if asking.differ(evidence, Surroundings(contents=contents, of=name))
+            ]
+            if alone:
+                return ", ".join(alone)
+    return ""
+
+
+def taken_otherwise(
+    case: Case, subject: Subject, device: str, executor: Executor
+) -> tuple[bool, str]:
+    """Whether it is right where all is contiguous, and inputs that it has wrong laid out otherwise.
+
+    Args:
+        case: Its question is not looked at.
+        subject: The kernel.
+        device: ``cpu`` or ``cuda``.
+        executor: How to call it.
+    """
+    if pairs(case.problem) > _LARGEST:
+        return False, ""
+    plain = Case(problem=case.problem)
+    evidence = Evidence(plain, device)
+    asking = _Asking(subject, executor, Origin(case=plain), plain)
+
+    def verdicts(by: Surroundings) -> Iterator[str]:
+        for _ in range(_AGAIN):
+            found = asking.execution(evidence, by)
+            yield "" if found is None else judged(found, evidence, brief=True).status
+
+    if not all(status == "pass" for status in verdicts(Surroundings())):
+        return False, ""
+    wrong = [
+        name
+        for name in _LAID_OUT
+        if name in evidence.inputs.tensors()
+        and all(status == "fail" for status in verdicts(Surroundings(apart=name)))
+    ]
+    return True, ", ".join(wrong)
+
+
+def _evidence(case: Case, device: str) -> Iterator[Evidence]:
+    """Of each run that its question asks for."""
+    if case.question in RELATIONS:
+        for inputs in runs(case, device):
+            yield Evidence(Case(problem=inputs.problem), device, inputs)
+    else:
+        yield Evidence(case, device)
+
+
+def _other(one: Outputs | None, before: Outputs | None) -> bool:
+    """Whether any number differs; NaN is NaN. Dcaptured is added up in whatever order."""
+    if one is None or before is None:
+        return False
+    then = before.tensors()
+    return any(
+        not bool(((x == then[name]) | (x.isnan() & then[name].isnan())).all())
+        for name, x in one.tensors().items()
+        if name in then and name != "dcaptured"
+    )
