@@ -39,6 +39,18 @@ SPECIALS = {
     "offsets-of-32-bits": (RAGGED | {"query": 5, "kv": 7}, "scale-missing"),
     "empty-documents-not-counted": (RAGGED | {"mask": DOCUMENTS}, "document-ignored"),
     "padding-as-prefix": (RAGGED | {"mask": PREFIX}, "padding-ignored"),
+    "full-tile-beyond-the-end": (
+        RAGGED | {"query": 80, "kv": 40, "mask": OF("causal"), "score": OF("alibi")},
+        "mask-one-key-wider",
+    ),
+    "tile-mostly-seen-as-full": (
+        RAGGED | {"query": 80, "mask": OF("sliding_window", window=30)},
+        "mask-one-key-wider",
+    ),
+    "mask-dropped-in-whole-tiles": (
+        RAGGED | {"query": 48, "kv": 64, "mask": OF("causal")},
+        "mask-one-key-wider",
+    ),
     "delta-padded-otherwise": (GRADIENTS, "delta-of-another-row"),
     "backward-rows-behind": (GRADIENTS, "dk-without-scale"),
     "gradient-added-again": (GRADIENTS, "dq-without-scale"),
@@ -80,7 +92,8 @@ def planted(name, evidence):
     formats = problem.formats
     storage = formats.storage.torch_dtype
     dtypes = {"out": formats.output.torch_dtype, "dq": storage, "dk": storage, "dv": storage}
-    for variant in MODELS[name].variants(Given(evidence.inputs)):
+    tile = TILES.block_query, TILES.block_kv
+    for variant in MODELS[name].variants(Given(evidence.inputs, tile=tile)):
         rounded = {
             n: x.to(dtypes.get(n, torch.float32)) for n, x in variant.outputs.tensors().items()
         }

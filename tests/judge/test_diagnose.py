@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 
-from attncheck.judge.diagnose import Error, Hypothesis
+from attncheck.judge.diagnose import Error, Explained, Hypothesis
 from attncheck.judge.diagnosis_ranking import equals, joint, ranked, told_apart
 
 EXACT = {"out": torch.zeros(1, 1, 4, 2).double(), "lse": torch.zeros(1, 1, 4).double()}
@@ -98,6 +99,14 @@ def test_several_problems_are_explained_by_what_explains_each():
     alone = ranking(moved(out=2.0), two)
     assert names(joint(both, alone)) == ["two"]
     assert names(joint(both, [])) == names(both)
+
+
+def test_what_explains_all_of_each_is_told_by_the_larger_error():
+    large = Explained(name="one", share=0.999, all=True, left=0.1)
+    small = dataclasses.replace(large, share=0.2)
+    part = dataclasses.replace(small, all=False)
+    assert [one.share for one in joint([large], [small])] == [0.999]
+    assert [one.share for one in joint([large], [part])] == [0.2]
 
 
 def test_a_tie_is_broken_by_what_fits_a_further_problem():

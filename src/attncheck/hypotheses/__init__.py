@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from attncheck.hypotheses import (
     fp8,
+    full_tiles,
     gradient_buffers,
     gradient_reads,
     gradients,
@@ -21,6 +22,7 @@ from attncheck.hypotheses import (
     recurrence,
     scales,
     sequences,
+    sinks,
     softmax,
     splits,
     tiles,
@@ -31,8 +33,8 @@ from attncheck.hypotheses.model import MODELS, Model, Variant
 __all__ = ["MODELS", "ORDER", "Given", "Model", "Variant"]
 
 _ROOMS = (
-    sequences, masks, memory, infinities, softmax, scales, mods, recurrence, fp8, tiles, heads,
-    memory_beside, splits, precision, gradients, gradient_reads, gradient_buffers,
+    sequences, masks, memory, infinities, softmax, scales, mods, recurrence, fp8, tiles, full_tiles,
+    heads, memory_beside, sinks, splits, precision, gradients, gradient_reads, gradient_buffers,
 )  # fmt: skip
 _ROOM_OF = {room.__name__: place for place, room in enumerate(_ROOMS)}
 

@@ -46,14 +46,18 @@ class Backward:
     @cached_property
     def slopes(self) -> Tensor:
         """The score mod's derivative."""
+        return self.slopes_at(self.given.x)
+
+    def slopes_at(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        """The same at other scores, or of other heads."""
         given = self.given
         if given.problem.score.name == "none":
-            return torch.ones_like(given.x)
-        x = given.x.clone().requires_grad_()
+            return torch.ones_like(x)
+        x = x.clone().requires_grad_()
         with torch.enable_grad():
-            s = given.modified(x)
+            s = given.modified(x, h=h)
             if not s.requires_grad:
-                return torch.zeros_like(given.x)
+                return torch.zeros_like(x)
             (found,) = torch.autograd.grad(s, x, torch.ones_like(s))
         return found
 

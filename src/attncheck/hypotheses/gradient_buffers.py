@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.hypotheses.captured_stores import last_stored
 from attncheck.hypotheses.gradients import slip
 from attncheck.hypotheses.model import Variant, masked, scored
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from attncheck.outputs import Outputs
 
 _TIMES = (2, 3, 4, 5, 8)
+_PADDED_TO = (64, 128)  # rows, whatever a tile has
 
 
 @slip(
@@ -42,6 +44,26 @@ def _padded(of: Backward) -> Iterator[Variant]:
             yield Variant(outputs=of.gradients(weights=weights), parameters=parameters)
             both = of.gradients(delta=delta, weights=weights)
             yield Variant(outputs=both, parameters=parameters)
+    yield from _packed(of)
+
+
+def _packed(of: Backward) -> Iterator[Variant]:
+    """Delta with heads beside one another and sequences one behind the other, each with padding.
+
+    A whole tile of it behind each, or what a whole number of tiles lacks. The sink's gradient has
+    the right one, or the same.
+    """
+    query, exact = of.given.problem.query, of.gradients()
+    sizes = sorted({*_row_tiles(of), *_PADDED_TO})
+    for lengths in ([query + size for size in sizes], [-(-query // s) * s for s in sizes]):
+        for written in dict.fromkeys(lengths):
+            for read in dict.fromkeys(lengths):
+                if read != written:
+                    found = of.gradients(delta=_reread_packed(of.delta, written, read))
+                    parameters = {"written": written, "read": read}
+                    yield Variant(outputs=replace(found, dsink=exact.dsink), parameters=parameters)
+                    if exact.dsink is not None:
+                        yield Variant(outputs=found, parameters=parameters)
 
 
 def _row_tiles(of: Backward) -> tuple[int, ...]:
@@ -57,6 +79,14 @@ def _reread(rows: Tensor, written: int, read: int) -> Tensor:
     more = rows.shape[0] * rows.shape[1] * read - memory.numel()
     memory = torch.nn.functional.pad(memory, (0, max(0, more)))[: memory.numel() + more]
     return memory.view(*rows.shape[:2], read)[:, :, :query]
+
+
+def _reread_packed(rows: Tensor, written: int, read: int) -> Tensor:
+    """The same with the heads of a row beside one another."""
+    batch, heads, query = rows.shape
+    by_row = rows.transpose(1, 2).reshape(batch, 1, query * heads)
+    found = _reread(by_row, written * heads, read * heads)
+    return found.view(batch, query, heads).transpose(1, 2)
 
 
 @slip(
@@ -137,8 +167,9 @@ def _captured(of: Backward) -> Iterator[Variant]:
         for part in _parts(of, rows, keys):
             mine = of.captured(dz, part)
             found = torch.where(mine != 0, mine, found)
-        outputs = replace(exact, dcaptured=found)
-        yield Variant(outputs=outputs, parameters={"rows": rows, "keys": keys})
+        for one in (found, *last_stored(of, dz, rows, keys)):
+            outputs = replace(exact, dcaptured=one)
+            yield Variant(outputs=outputs, parameters={"rows": rows, "keys": keys})
 
 
 def _parts(of: Backward, rows: int, keys: int) -> Iterator[Tensor]:

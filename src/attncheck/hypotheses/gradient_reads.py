@@ -86,3 +86,23 @@ def _group(of: Backward) -> Iterator[Variant]:
         of_heads = (heads % problem.heads).flatten()
         sums = {n: summed(x[:, of_heads], problem.group) for n, x in each.items()}
         yield Variant(outputs=replace(exact, **sums), parameters={"heads": name})
+        met = _of_other_heads(of, of_heads)
+        yield Variant(outputs=replace(exact, **met), parameters={"heads": name})
+
+
+def _of_other_heads(of: Backward, heads: Tensor) -> dict[str, Tensor]:
+    """DK and dV of each key head with rows of ``heads``: what they give with its own keys.
+
+    Their LSE and delta are of keys that they have seen: these weights are no softmax.
+    """
+    given, index = of.given, heads.view(1, -1, 1, 1)
+    q, dout = given.q[:, heads], of.dout[:, heads]
+    x = q @ given.k.mT * given.scale
+    seen = given.visible(given.mask, h=index)
+    lse = given.parts.lse[:, heads]
+    p = of.weights(s=given.modified(x, h=index), seen=seen, lse=lse)
+    off = (of.delta - of.dlse)[:, heads]
+    dx = p * (dout @ given.v.mT - off[..., None]) * of.slopes_at(x, index)
+    dx = torch.where(p == 0, 0.0, dx)
+    sums = {"dk": dx.mT @ q * given.scale, "dv": p.mT @ dout}
+    return {name: summed(each, given.problem.group) for name, each in sums.items()}

@@ -1,4 +1,4 @@
-"""Faults of splits of the keys and of how they are merged, and of sinks."""
+"""Faults of splits of the keys and of how they are merged."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def _splits(given: Given) -> Iterator[tuple[dict[str, int], Tensor, Tensor]]:
             if 1 < count <= blocks:
                 edges = tuple(min(kv, blocks * n // count * size) for n in range(count + 1))
                 cuts.setdefault(edges, (count, size))
+        if blocks > 1:  # a first tile, and all others
+            cuts.setdefault((0, size, kv), (2, size))
     for edges, (count, size) in cuts.items():
         outs, lses = [], []
         for start, stop in pairwise(edges):
@@ -61,20 +63,30 @@ def _more_keys(problem: Problem) -> bool:
     return problem.operation == "attention" and problem.kv > 1
 
 
+def _averaged_at_all(problem: Problem) -> bool:
+    return _more_keys(problem) or (problem.operation == "attention" and problem.sink)
+
+
 @model(
     "splits-averaged",
     "splits of the keys are averaged, not weighted by their sums",
     group="splits",
-    applies=_more_keys,
+    applies=_averaged_at_all,
 )
 def _averaged(given: Given) -> Iterator[Variant]:
     exact = given.parts.lse
+    if given.sink is not None:  # of one split, too: the sink has no part in what is averaged
+        yield Variant(
+            outputs=Outputs(given.softmax(given.z, sink=None).out, exact), parameters={"splits": 1}
+        )
     for parameters, outs, lses in _splits(given):
-        there = lses != -math.inf
-        alive = there.sum(0).clamp(min=1)[..., None]
-        for out in (outs.mean(0), outs.sum(0) / alive):
-            for lse in (exact, lses.mean(0)):
-                yield Variant(outputs=Outputs(out, lse), parameters=parameters)
+        # The sink is one of them, or has no part in it.
+        for some in dict.fromkeys((len(outs), parameters["splits"])):
+            there = lses[:some] != -math.inf
+            alive = there.sum(0).clamp(min=1)[..., None]
+            for out in (outs[:some].mean(0), outs[:some].sum(0) / alive):
+                for lse in (exact, lses[:some].mean(0)):
+                    yield Variant(outputs=Outputs(out, lse), parameters=parameters)
 
 
 @model(
@@ -157,61 +169,3 @@ def _halves(given: Given) -> Iterator[tuple[dict[str, int], Tensor]]:
         blind = ~halves.any(-1).all(-1)
         for empty in (blind.any(-1), (blind & visited).any(-1)):
             yield {"splits": 2 * count, "tile": size}, empty
-
-
-def _sunk(problem: Problem) -> bool:
-    return problem.sink
-
-
-def _with_sink(given: Given, sink: Tensor | None) -> Outputs:
-    return given.softmax(given.z, sink=sink).outputs
-
-
-@model("sink-ignored", "the sink is ignored", group="sinks", applies=_sunk)
-def _no_sink(given: Given) -> Iterator[Variant]:
-    plain = _with_sink(given, None)
-    exact = given.parts
-    yield Variant(outputs=plain)
-    yield Variant(outputs=Outputs(plain.out, exact.lse))
-    yield Variant(outputs=Outputs(exact.out, plain.lse))
-
-
-@model("sink-twice", "the sink counts more than once", group="sinks", applies=_sunk)
-def _sink_twice(given: Given) -> Iterator[Variant]:
-    assert given.sink is not None, "asked of what has one"
-    blocks = {-(-given.problem.kv // size) for size in given.key_tiles}
-    for count in sorted({2, 3, 4, 5, *(n for n in blocks if 1 < n < 64)}):
-        outputs = _with_sink(given, given.sink + math.log(count))
-        yield Variant(outputs=outputs, parameters={"times": count})
-
-
-@model(
-    "sink-in-other-units",
-    "the sink is in other units than the scores: log2 e or the scale is missing, or there too "
-    "often",
-    group="sinks",
-    applies=_sunk,
-)
-def _units(given: Given) -> Iterator[Variant]:
-    assert given.sink is not None, "asked of what has one"
-    for factor in (_LOG2E, 1.0 / _LOG2E, given.scale, 1.0 / given.scale):
-        yield Variant(outputs=_with_sink(given, given.sink * factor))
-
-
-@model("sink-of-head-0", "every head has another head's sink", group="sinks", applies=_sunk)
-def _sink_head(given: Given) -> Iterator[Variant]:
-    assert given.sink is not None, "asked of what has one"
-    h, problem = torch.arange(given.problem.heads), given.problem
-    for of in (0 * h, h // problem.group, h % problem.kv_heads, problem.heads - 1 - h):
-        yield Variant(outputs=_with_sink(given, given.sink[:, of]))
-
-
-@model("sink-as-key", "the sink is a key with a value", group="sinks", applies=_sunk)
-def _sink_key(given: Given) -> Iterator[Variant]:
-    plain, exact = _with_sink(given, None), given.parts
-    # Whose share is that of a gate: out · sigmoid(LSE − sink), with LSE of the keys alone.
-    assert plain.lse is not None, "as it was made"
-    assert given.sink is not None, "asked of what has one"
-    gate = torch.sigmoid(plain.lse - given.sink)
-    yield Variant(outputs=Outputs(plain.out * gate[..., None], plain.lse))
-    yield Variant(outputs=Outputs(exact.out * gate[..., None], exact.lse))

@@ -125,8 +125,6 @@ def _as_full(given: Given) -> Iterator[Variant]:
     for rows, size in given.tiles:
         some, _ = tile_sight(given, rows, size)
         yield Variant(outputs=given.attend(seen=some), parameters={"tile": size, "rows": rows})
-        mostly = given.seen | _mostly(given, rows, size)
-        yield Variant(outputs=given.attend(seen=mostly), parameters={"tile": size, "rows": rows})
 
 
 @model(
@@ -185,18 +183,6 @@ def tile_sight(given: Given, rows: int, size: int) -> tuple[Tensor, Tensor]:
     )
     some, every = sums > 0, sums == sizes
     return some[..., place].view(seen.shape), every[..., place].view(seen.shape)
-
-
-def _mostly(given: Given, rows: int, size: int) -> Tensor:
-    seen = given.visible(given.mask)
-    place = _numbered(((given.i // rows) * (1 << 20) + given.j // size)[0, 0].reshape(-1))
-    count = int(place.max()) + 1
-    sums = torch.zeros((*seen.shape[:2], count), dtype=torch.float64)
-    sums.index_add_(2, place, seen.reshape(*seen.shape[:2], -1).double())
-    sizes = torch.zeros(count, dtype=torch.float64).index_add_(
-        0, place, torch.ones(len(place), dtype=torch.float64)
-    )
-    return (sums * 2 > sizes)[..., place].view(seen.shape)
 
 
 def _numbered(names: Tensor) -> Tensor:

@@ -32,13 +32,16 @@ def ranked(error: Error, hypotheses: Iterable[Hypothesis]) -> list[Explained]:
 def joint(first: Sequence[Explained], *more: Sequence[Explained]) -> list[Explained]:
     """What explains several problems of one kernel: each name by the one that it explains least.
 
-    A name that says nothing of one of them is told after all that do.
+    By the one that it explains best, where it explains all of each. A name that says nothing of one
+    of them is left out, unless all are.
     """
     each = [{one.name: one for one in ranking} for ranking in (first, *more)]
     everywhere = [name for name in each[0] if all(name in one for one in each)]
     found = []
     for name in everywhere:
         worst = min((one[name] for one in each), key=lambda e: (e.all, e.share))
+        if worst.all:  # of an error little beyond its bound rounding is a large share
+            worst = max((one[name] for one in each), key=lambda e: e.share)
         found.append(
             replace(
                 worst,

@@ -47,7 +47,7 @@ FAULTS = (
                 ),
             ),
         },
-        named=("mask-one-key-wider", "tail-unmasked"),
+        named=("tile-mostly-seen-as-full", "mask-one-key-wider", "tail-unmasked"),
     ),
     Fault(
         id="blockmask-wrong-block-size",
@@ -87,7 +87,8 @@ FAULTS = (
                 ),
             ),
         },
-        named=("last-tile-dropped", "tile-skipped"),
+        # The later half that is never visited is the last of two splits, too.
+        named=("last-tile-dropped", "tile-skipped", "split-dropped"),
     ),
     Fault(
         id="blockmask-larger-than-seq",
@@ -143,6 +144,6 @@ _kept = lru_cache(maxsize=_KEPT)(_visits)""",
                 ),
             ),
         },
-        named=("tail-unmasked",),
+        named=("full-tile-beyond-the-end", "tail-unmasked"),
     ),
 )

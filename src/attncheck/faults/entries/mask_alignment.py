@@ -238,7 +238,8 @@ FAULTS = (
                 ),
             ),
         },
-        named=("mask-ignored",),
+        # Where every tile is visited and all are whole it is the mask that is ignored.
+        named=("mask-dropped-in-whole-tiles", "mask-ignored"),
     ),
     Fault(
         id="causal-flag-ignored",
