@@ -28,7 +28,7 @@ _SMALL: dict[str, dict[str, Any]] = {
     "a tile": {"query": 16, "kv": 16},
 }
 # Whether it takes these is the kernel's own affair: it says so cleanly, or it answers rightly.
-# Those of one mask are beside each other, and backwards last: for each kind kernels are compiled.
+# Those of one mask are beside each other: for each kind kernels are compiled.
 _UNUSUAL: dict[str, dict[str, Any]] = {
     "other scale": {"query": 5, "kv": 7, "scale": 0.3},
     "three heads to a key head": {"query": 5, "kv": 7, "heads": 6, "kv_heads": 2},
@@ -120,7 +120,8 @@ _DECLARED_MASKS = {
 def contract(planning: Planning) -> Iterator[Unit]:
     """The questions, in every dtype that the kernel takes."""
     asked: set[str] = set()
-    for name, problem in _problems(planning):
+    # Backwards last: each has kernels of its own to be compiled, and forwards are wrong more often.
+    for name, problem in sorted(_problems(planning), key=lambda named: named[1].backward):
         unit = planning.ask(_STAGE, Case(problem=problem), name)
         if unit.id not in asked:
             asked.add(unit.id)

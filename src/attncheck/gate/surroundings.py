@@ -80,6 +80,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 # Asked for each value of this parameter: which tensor is read wrongly nobody knows.
 _EACH = {"strides_far": "tensor"}
 # Asked whatever the turn. The slope of this score mod at a NaN is NaN: 0 times it is no gradient.
+# And keys are cut into parts where they are many and rows few.
 _ALSO: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden_keys_nan": (
         "backward through a softcap",
@@ -90,6 +91,10 @@ _ALSO: dict[str, tuple[str, dict[str, Any]]] = {
             "score": Spec.of("softcap", cap=5.0),
             "backward": True,
         },
+    ),
+    "neighbours": (
+        "a row of many keys",
+        {"batch": 2, "heads": 2, "query": 1, "kv": 2049},
     ),
 }
 

@@ -17,13 +17,12 @@ from attncheck.kernels.gradient_tile import (
     score_gradients,
     weights,
 )
-from attncheck.kernels.launch import COUNTS
 from attncheck.kernels.tile import listed, loaded, run_of
 
 __all__ = ["by_keys_kernel"]
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit
 def by_keys_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq, q_batch, q_head, q_row,
     q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col, dout_batch, dout_head,

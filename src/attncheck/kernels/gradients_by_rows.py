@@ -18,13 +18,12 @@ from attncheck.kernels.gradient_tile import (
     score_gradients,
     weights,
 )
-from attncheck.kernels.launch import COUNTS
 from attncheck.kernels.tile import all_finite, key_rows, listed, loaded, loaded_keys, run_of
 
 __all__ = ["by_rows_kernel"]
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit
 def by_rows_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, again_ptr, q_batch, q_head, q_row,
     q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col, dout_batch, dout_head,
