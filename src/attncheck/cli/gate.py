@@ -86,7 +86,9 @@ __all__ = ["gate"]
     is_flag=True,
     help="A few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
 )
-@click.option("--cluster", metavar="ADDRESS", help="A Ray cluster to work on: auto, or an address.")
+@click.option(
+    "--cluster", metavar="ADDRESS", help="A Ray cluster to work on: auto, local, or an address."
+)
 @click.option("--fresh", is_flag=True, help="Forget an unfinished run, in place of going on.")
 @click.option(
     "--in-process",
