@@ -68,6 +68,17 @@ def test_what_is_wrong_each_time_is_not():
     assert record.diagnosis.ranked == ()
 
 
+def test_what_is_wrong_otherwise_each_time():
+    record = told(Wavy(lambda number: 1 + number), Case(problem=SMALL))
+    assert [one.model for one in record.diagnosis.ranked] == ["not-the-same-again"]
+
+
+def test_what_does_not_promise_to_repeat_itself_may_be_wrong_otherwise():
+    subject = Wavy(lambda number: 1 + number)
+    subject.promises = frozenset()
+    assert told(subject, Case(problem=SMALL)).diagnosis.ranked == ()
+
+
 def test_a_batch_that_decides_the_tiles():
     record = told(Sharing(), Case(problem=BATCH, question="neighbours"))
     assert [one.model for one in record.diagnosis.ranked] == ["depends-on-the-batch"]

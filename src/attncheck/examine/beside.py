@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attncheck.outputs import Outputs
     from attncheck.subjects.contract import Subject
 
-__all__ = ["read_beside", "taken_otherwise"]
+__all__ = ["changes", "read_beside", "taken_otherwise"]
 
 _AGAIN = 2
 # Pairs of calls: what gives one of two things by chance agrees with 2 · 4 of them once in 128, and
@@ -39,8 +39,8 @@ class _Asking:
     def __init__(self, subject: Subject, executor: Executor, origin: Origin, case: Case) -> None:
         self._subject, self._executor, self._origin = subject, executor, origin
         promised = "repeat" in subject.promises
-        promised &= subject.promises_gradients or not case.problem.backward
-        self._times = _PAIRS if promised else _PAIRS_UNPROMISED
+        self.promised = promised and (subject.promises_gradients or not case.problem.backward)
+        self._times = _PAIRS if self.promised else _PAIRS_UNPROMISED
 
     def execution(self, evidence: Evidence, by: Surroundings) -> Execution | None:
         # What it allocates holds the same each time: else it would hold what lay beside an input
@@ -68,9 +68,30 @@ class _Asking:
                     return False
         return True
 
+    def changes(self, evidence: Evidence) -> bool:
+        """Whether calls that are alike in all that we decide give other bits."""
+        first, *more = (self._outputs(evidence, Surroundings()) for _ in range(1 + self._times))
+        return any(_other(again, first) for again in more)
+
     def _outputs(self, evidence: Evidence, by: Surroundings) -> Outputs | None:
         found = self.execution(evidence, by)
         return None if found is None else found.outputs
+
+
+def changes(case: Case, subject: Subject, device: str, executor: Executor) -> bool:
+    """Whether a kernel that promises to repeat itself gives one thing and then another.
+
+    Of memory that it does not clear nothing is told: that holds the same each time.
+
+    Arguments as of ``read_beside``.
+    """
+    if not _asked_often(case):
+        return False
+    asked = (
+        (_Asking(subject, executor, Origin(case=case, run=number), one.case), one)
+        for number, one in enumerate(_evidence(case, device))
+    )
+    return any(asking.promised and asking.changes(one) for asking, one in asked)
 
 
 def read_beside(case: Case, subject: Subject, device: str, executor: Executor) -> str:
@@ -85,9 +106,7 @@ def read_beside(case: Case, subject: Subject, device: str, executor: Executor) -
         device: ``cpu`` or ``cuda``.
         executor: How to call it.
     """
-    if case.question in RELATIONS and relation_named(case.question).spacious:
-        return ""  # gibibytes for each of many calls
-    if pairs(case.problem) > _LARGEST:
+    if not _asked_often(case):
         return ""
     for number, evidence in enumerate(_evidence(case, device)):
         asking = _Asking(subject, executor, Origin(case=case, run=number), evidence.case)
@@ -135,6 +154,12 @@ def taken_otherwise(
         and all(status == "fail" for status in verdicts(Surroundings(apart=name)))
     ]
     return True, ", ".join(wrong)
+
+
+def _asked_often(case: Case) -> bool:
+    """Whether many calls of it take neither long nor, each, gibibytes."""
+    spacious = case.question in RELATIONS and relation_named(case.question).spacious
+    return not spacious and pairs(case.problem) <= _LARGEST
 
 
 def _evidence(case: Case, device: str) -> Iterator[Evidence]:

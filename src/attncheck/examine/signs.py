@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.errors import AttncheckError
 from attncheck.examine.answer import answered
-from attncheck.examine.beside import read_beside, taken_otherwise
+from attncheck.examine.beside import changes, read_beside, taken_otherwise
 from attncheck.examine.executor import out_of_memory
 from attncheck.examine.explaining import NO_FIT
 from attncheck.hypotheses.signs import MOST_PLACES, SIGNS
@@ -133,8 +133,8 @@ def _sign(case: Case, subject: Subject, device: str, executor: Executor) -> str 
     if asked in _OF_BATCHES and passes(Case(problem=case.problem)):
         return None if passes(case) else "depends-on-the-batch"
     times = 1 if asked == _FAR else _AGAIN  # gibibytes each time
-    if (asked in RELATIONS or asked in PROBES or asked == "compare") and any(
-        passes(case) for _ in range(times)
+    if asked in (*RELATIONS, *PROBES, "compare") and (
+        any(passes(case) for _ in range(times)) or changes(case, subject, device, executor)
     ):
         return "not-the-same-again"
     if asked in RELATIONS and (fewer := _that_fit(case.problem)) is not None:

@@ -156,7 +156,8 @@ def _alone(""",
                 ),
             ),
         },
-        named=("backward-rows-behind",),
+        # Memory that nobody wrote holds something else another time, on a GPU mostly.
+        named=("backward-rows-behind", "not-the-same-again"),
     ),
     Fault(
         id="prefix-lost-in-causal-tile-skip",
