@@ -31,6 +31,10 @@ _SMALL: dict[str, dict[str, Any]] = {
 # Those of one mask are beside each other: for each kind kernels are compiled.
 _UNUSUAL: dict[str, dict[str, Any]] = {
     "other scale": {"query": 5, "kv": 7, "scale": 0.3},
+    # Of one size and no larger: a path without bounds, chosen for the tiles that there once were.
+    "whole tiles of 16": {"query": 48, "kv": 48},
+    "whole tiles of 32": {"query": 96, "kv": 96},
+    "whole tiles of 64": {"query": 192, "kv": 192},
     "three heads to a key head": {"query": 5, "kv": 7, "heads": 6, "kv_heads": 2},
     "rows that see nothing": {
         "query": 7,

@@ -1,0 +1,32 @@
+"""The first stage asks lengths that are whole tiles of one size and of no larger one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.gate.driven import answers, drive
+
+from attncheck import demo
+from attncheck.record import WRONG
+
+SOURCE = Path(demo.__file__).with_name("flash_attention.py").read_text()
+CHOSEN_FOR = "EVEN=key.shape[2] % 32 == 0"  # where its tiles are of 64 keys
+
+
+def wrong(path, *, chosen_for, tile):
+    text = SOURCE.replace(CHOSEN_FOR, CHOSEN_FOR.replace("32", str(chosen_for)))
+    path.write_text(text.replace("TILE = 64\n", f"TILE = {tile}\n"))
+    _, results = drive(f"{path}::attention", stages="contract")
+    return {answer.record.variant for answer in answers(results) if answer.record.status in WRONG}
+
+
+@pytest.mark.parametrize(("chosen_for", "tile"), [(16, 32), (32, 64), (64, 128), (16, 128)])
+def test_a_path_without_bounds_for_smaller_tiles_is_found(tmp_path, chosen_for, tile):
+    assert f"whole tiles of {chosen_for}" in wrong(
+        tmp_path / "kernel.py", chosen_for=chosen_for, tile=tile
+    )
+
+
+def test_one_for_its_own_tiles_passes(tmp_path):
+    assert not wrong(tmp_path / "kernel.py", chosen_for=64, tile=64)
