@@ -77,13 +77,17 @@ def by_proof(  # what is asked, of whom, and what is known already
         return None
     try:
         case = Case.from_json(record.case)
+        right = False
         if case.question in _LAYOUTS:
-            found = _of_layout(case, subject, device, executor, wrong=wrong)
-            if found is not None:
-                return found
-        if explained or case.question not in (*RELATIONS, *PROBES, "compare"):
-            return None
-        names = read_beside(case, subject, device, executor)
+            right, names = taken_otherwise(case, subject, device, executor)
+            if names:
+                return _told("strides-not-taken", of=names)
+        # What is read beside an input changes with its layout, too: it is asked about first.
+        names = ""
+        if not explained and case.question in (*RELATIONS, *PROBES, "compare"):
+            names = read_beside(case, subject, device, executor)
+        if right and wrong and not names:
+            return _of_layout(case, subject, device, executor)
     except (*NO_FIT, MemoryError) as error:
         if not isinstance(error, AttncheckError) and not out_of_memory(error):
             raise
@@ -98,16 +102,9 @@ def _told(name: str, **parameters: str) -> Explanation:
     )
 
 
-def _of_layout(
-    case: Case, subject: Subject, device: str, executor: Executor, *, wrong: bool
-) -> Explanation | None:
-    """Which input's layout it does not take; of rows far apart, whether it takes near ones."""
-    right, names = taken_otherwise(case, subject, device, executor)
-    if not right:
-        return None
-    if names:
-        return _told("strides-not-taken", of=names)
-    if not wrong or case.question not in (_FAR, *_SAME_NUMBERS):
+def _of_layout(case: Case, subject: Subject, device: str, executor: Executor) -> Explanation | None:
+    """What a relation of layouts says that fails, where no input alone is wrong laid out near."""
+    if case.question not in (_FAR, *_SAME_NUMBERS):
         return None
     # Far rows take gibibytes: once more is to do.
     again = answered(subject, case, device=device, executor=executor, brief=True).status
