@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.examine.asked_checks import RIGHT, SMALL, ask, ready
 
 from attncheck import inputs as inputs_room
-from attncheck.errors import InterpreterUnavailable
 from attncheck.examine import poison
 from attncheck.examine.answer import answered
 from attncheck.examine.checks import CHECKS
@@ -20,54 +20,17 @@ from attncheck.examine.guard_bands import GuardBands
 from attncheck.examine.isolated import Host
 from attncheck.examine.poison import pattern
 from attncheck.examine.process_state import changes, restore, state
-from attncheck.kernels import interpreter
-from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
+from attncheck.problem import Case
 from attncheck.relations import RELATIONS
 from attncheck.source_files import import_file
 from attncheck.subjects.load import load
 
 planted = import_file(Path(__file__).parent / "planted_calls_of_memory.py", "planted memory")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = Problem(
-    batch=2, heads=4, kv_heads=2, query=5, kv=7, head_dim=6, value_dim=3, mask=Spec.of("causal")
-)
 DTYPES = ["fp32", "bf16", "e4m3"]
-RIGHT = [
-    "ideal",
-    "sdpa-math",
-    "sdpa-flash",
-    "flex",
-    "triton-flash2",
-    "triton-varlen",
-    "triton-decode",
-]
 UNREACHED = "may have held anything before: torch did not ask Python for that memory"
 OF_MEMORY = [name for name, check in CHECKS.items() if check.stage == "memory"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def ready(kernel):
-    """Skip where Triton was imported in this process to compile for a GPU."""
-    if kernel.startswith("triton-"):
-        try:
-            interpreter.enable()
-        except InterpreterUnavailable:
-            pytest.skip("this process compiles for its GPU")
-
-
-def ask(kernel, question, problem=SMALL, **numbers):
-    subject = load(kernel) if isinstance(kernel, str) else kernel
-    smallest = {name: of[0] for name, of in CHECKS[question].allowed(problem).items()}
-    case = Case(problem=problem, question=question, parameters=smallest | numbers)
-    return answered(subject, case, device="cpu")
 
 
 @pytest.mark.parametrize("question", OF_MEMORY)

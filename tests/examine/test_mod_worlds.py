@@ -22,19 +22,12 @@ from attncheck.source_files import import_file
 from attncheck.subjects.builtin import subject_named
 from attncheck.subjects.ideal import Ideal
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Dimensions(batch=2, heads=2, query=6, kv=9)
 WHOLE = Dimensions(batch=2, heads=4, query=64, kv=64)
 FEW_HEADS = Dimensions(batch=1, heads=2, query=64, kv=64)  # a second a score mod
 FILE = Path(__file__).parents[2] / "examples" / "mods.py"
 EXAMPLES = mods_in(import_file(FILE, "the examples"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def softcap(score, b, h, q_idx, kv_idx):
