@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from attncheck.errors import ProblemError
 from attncheck.examine.asking import Unanswered
+from attncheck.examine.concerned import as_concerned
 from attncheck.examine.executor import Failure
 
 if TYPE_CHECKING:
@@ -64,14 +65,7 @@ class Asker:
 
     def ask(self, scene: Scene) -> Told:
         """What it gives; raises Unanswered where it does not take the scene, or fails."""
-        problem = scene.problem
-        if not self.executor.concerns(self.subject, problem):
-            raise Unanswered(Failure(kind="refused", message="the kernel is for other problems"))
-        refused = self.executor.refusal(self.subject, problem, self.device)
-        if isinstance(refused, Failure):
-            raise Unanswered(refused)
-        if refused:
-            raise Unanswered(Failure(kind="refused", message=refused))
+        scene = self._taken(scene)
         try:
             inputs = scene.inputs(self.device)
         except ProblemError as error:
@@ -87,3 +81,20 @@ class Asker:
             arithmetic=result.arithmetic,
             tiling=result.tiling,
         )
+
+    def _taken(self, scene: Scene) -> Scene:
+        """``scene``, in pages for a kernel that takes no others; raises Unanswered for none."""
+        problems = as_concerned(self.subject, scene.problem, self.executor)
+        if not self.executor.concerns(self.subject, problems[0]):
+            raise Unanswered(Failure(kind="refused", message="the kernel is for other problems"))
+        refusals: list[Failure] = []
+        for problem in problems:
+            refused = self.executor.refusal(self.subject, problem, self.device)
+            if not refused:
+                return replace(scene, problem=problem)
+            refusals.append(
+                refused
+                if isinstance(refused, Failure)
+                else Failure(kind="refused", message=refused)
+            )
+        raise Unanswered(refusals[0])
