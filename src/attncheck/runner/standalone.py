@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import pprint
-import textwrap
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,7 +204,7 @@ def _data(said: dict[str, Any], how: list[Calling], memory: _Memory) -> Iterator
     yield 'ASKED["kernel"] = the_kernel'
     lines = ["# Memory of the tensors: its dtype, and its bytes."]
     for name, (dtype, encoded) in memory.held.items():
-        wrapped = "\n".join(textwrap.wrap(encoded, 96))
+        wrapped = "\n".join(encoded[at : at + 96] for at in range(0, len(encoded), 96))
         lines.append(f'ASKED.setdefault("memory", {{}})[{name!r}] = {dtype!r}, """\n{wrapped}\n"""')
     yield "\n".join(lines)
     yield 'if __name__ == "__main__":\n    sys.exit(main(ASKED, globals()))'
