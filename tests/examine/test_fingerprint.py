@@ -171,6 +171,7 @@ def test_a_kernel_that_raises_is_asked_nothing_more():
     ("name", "dtype", "tile", "parts"),
     [
         ("triton-flash2", "bf16", "64 keys", "1"),
+        ("triton-paged", "bf16", "64 keys", "1"),
         (
             "triton-flash1",
             "fp16",

@@ -189,6 +189,14 @@ def test_levels_have_one_as_a_border(share, level):
     assert gate_maps.level(float("nan")) == 6
 
 
+@pytest.mark.parametrize(("worst", "drawn"), [(1.0, False), (1.5, True), (float("nan"), True)])
+def test_a_map_is_drawn_where_out_is_wrong_somewhere(worst, drawn):
+    record = made.wrong()
+    cells = msgspec.structs.replace(record.error_map, values=((0.2, worst), (0.1, 0.0)))
+    found = gate_maps.drawing(msgspec.structs.replace(record, error_map=cells))
+    assert (found is not None) == drawn
+
+
 def test_a_map_of_one_cell_is_not_drawn():
     record = msgspec.structs.replace(made.wrong(), error_map=made.error_map(1, 1, bad=0))
     assert gate_maps.drawing(record) is None

@@ -77,13 +77,15 @@ def drawing(record: Record) -> Drawing | None:
     found = record.error_map
     if not isinstance(found, ErrorMap) or not says_more(record):
         return None
+    wrong = sum(not share <= 1 for line in found.values for share in line)  # NaN too
+    if not wrong:  # LSE or a gradient is wrong, and the map is of out
+        return None
     columns, lines = max(map(len, found.values)), len(found.values)
     wide = max(_LEAST, min(_LARGEST, _WIDTH / columns))
     high = max(_LEAST, min(_LARGEST, _HEIGHT / lines))
     tiles = tuple(
         tile for i, line in enumerate(found.values) for tile in _line(found, i, line, wide, high)
     )
-    wrong = sum(not share <= 1 for line in found.values for share in line)  # NaN too
     return Drawing(
         width=columns * wide,
         height=lines * high,
