@@ -189,12 +189,17 @@ def test_levels_have_one_as_a_border(share, level):
     assert gate_maps.level(float("nan")) == 6
 
 
-@pytest.mark.parametrize(("worst", "drawn"), [(1.0, False), (1.5, True), (float("nan"), True)])
-def test_a_map_is_drawn_where_out_is_wrong_somewhere(worst, drawn):
-    record = made.wrong()
-    cells = msgspec.structs.replace(record.error_map, values=((0.2, worst), (0.1, 0.0)))
-    found = gate_maps.drawing(msgspec.structs.replace(record, error_map=cells))
-    assert (found is not None) == drawn
+@pytest.mark.parametrize("share", [1.0, 1.5, float("nan")])
+@pytest.mark.parametrize("tensor", ["out", "dq"])
+def test_a_map_of_right_outs_is_not_drawn_for_a_wrong_gradient(share, tensor):
+    record = made.wrong(rule="improbable")
+    worst = msgspec.structs.replace(record.judgement.worst, tensor=tensor)
+    record = msgspec.structs.replace(
+        record,
+        judgement=msgspec.structs.replace(record.judgement, worst=worst),
+        error_map=msgspec.structs.replace(record.error_map, values=((0.2, share), (0.1, 0.0))),
+    )
+    assert (gate_maps.drawing(record) is None) == (tensor == "dq" and share == 1.0)
 
 
 def test_a_map_of_one_cell_is_not_drawn():

@@ -78,7 +78,7 @@ def drawing(record: Record) -> Drawing | None:
     if not isinstance(found, ErrorMap) or not says_more(record):
         return None
     wrong = sum(not share <= 1 for line in found.values for share in line)  # NaN too
-    if not wrong:  # LSE or a gradient is wrong, and the map is of out
+    if not wrong and _elsewhere(record):
         return None
     columns, lines = max(map(len, found.values)), len(found.values)
     wide = max(_LEAST, min(_LARGEST, _WIDTH / columns))
@@ -95,6 +95,12 @@ def drawing(record: Record) -> Drawing | None:
         rows=f"{found.rows} rows" if found.rows != 1 else "1 row",
         heads=f"{found.heads} heads" if found.heads != 1 else "1 head",
     )
+
+
+def _elsewhere(record: Record) -> bool:
+    """Whether what is wrong is LSE or a gradient: the map is of out."""
+    worst = None if record.judgement is None else record.judgement.worst
+    return worst is not None and worst.tensor != "out"
 
 
 def _line(found: ErrorMap, i: int, line: tuple[float, ...], wide: float, high: float) -> list[Tile]:
