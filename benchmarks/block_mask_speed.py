@@ -27,18 +27,18 @@ import msgspec
 import torch
 from in_processes import write_json
 
-from attncheck.examine.environment import default_device, environment, prepare
-from attncheck.inputs import Inputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects.flash2 import Flash2
-from attncheck.subjects.flex import Flex
+from attncheck.subjects.torch_kernels import Flex
+from attncheck.subjects.triton_flash import Flash2
+from attncheck.verify.environment import default_device, environment, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
 
 _DOCUMENTS = 8
 _READING = (

@@ -30,18 +30,18 @@ from calibration_summary import merged, summary
 from in_processes import finished, write_json
 from random_problems import gradient_problem, problem, shaped, tiling
 
-from attncheck.examine.check import compare
-from attncheck.examine.environment import default_device, environment, prepare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution, Failure, InProcess
-from attncheck.problem import Case, Problem
-from attncheck.subjects.builtin import subject_named
-from attncheck.subjects.flash2 import Flash2Atomic
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.triton_flash import Flash2Atomic
+from attncheck.verify.environment import default_device, environment, prepare
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.input_tensors import Inputs
 
 # Without the naive one, which overflows where it says it does.
 SOFTMAX: tuple[str, ...] = (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.problem import Case
-from attncheck.tensor_names import GRADIENTS
+from attncheck.core.outputs import GRADIENTS
+from attncheck.inputs.problem import Case
 
 if TYPE_CHECKING:
-    from attncheck.judgement import Judgement
-    from attncheck.problem import Problem
-    from attncheck.record import Record
+    from attncheck.core.judgement import Judgement
+    from attncheck.inputs.problem import Problem
+    from attncheck.records.record import Record
 
 __all__ = ["crash", "row"]
 

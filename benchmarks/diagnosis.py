@@ -13,13 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from attncheck.faults.catalogue import FAULTS, fault_named
-from attncheck.faults.planting import planted
+from attncheck.faults.catalogue import FAULTS_of_catalogue, fault_named
+from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
 from attncheck.gate.known import Known
 from attncheck.gate.plan import describing, priority
 from attncheck.gate.work import Gate
-from attncheck.record import WRONG, Diagnosis
+from attncheck.records.record import FAILED_STATUSES, Diagnosis
 
 LONGEST = 60.0
 """Seconds until a fault counts as not caught: how soon it is, is another benchmark's matter."""
@@ -35,7 +35,7 @@ def main():
     parser.add_argument("--alone", action="store_true", help="make no failure smaller")
     typed = parser.parse_args()
     part, parts = map(int, typed.part.split("/"))
-    chosen = [fault_named(name) for name in typed.ids] or list(FAULTS.values())
+    chosen = [fault_named(name) for name in typed.ids] or list(FAULTS_of_catalogue.values())
     chosen = [
         f
         for f in chosen
@@ -56,7 +56,7 @@ def main():
 
 def one(fault, host, folder, device, *, shrink):
     """Ranks of the fault's names by the failure alone, and with the smallest one."""
-    kernel = planted(fault, host, folder)
+    kernel = plant(fault, host, folder)
     dtype, start = fault.hosts[host].dtypes[0], time.perf_counter()
     choices = Choices.of({"tier": "smoke", "isolated": False, "dtypes": dtype})
     gate, queue, seen = Gate(choices, Known(())), [], set()
@@ -71,7 +71,7 @@ def one(fault, host, folder, device, *, shrink):
     while queue and time.perf_counter() < start + LONGEST:
         *_, unit = heapq.heappop(queue)
         done = gate.do(unit)
-        bad = [answer.record for answer in done.answers if answer.record.status in WRONG]
+        bad = [answer.record for answer in done.answers if answer.record.status in FAILED_STATUSES]
         if not bad:
             add(done.units)
             continue

@@ -27,24 +27,23 @@ from rules_run import measure, merged, parser
 from spread import Spread
 from wrong_structure import TILING
 
-from attncheck.examine import judging
-from attncheck.examine.check import compare
-from attncheck.examine.environment import prepare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution, InProcess
-from attncheck.examine.gradient_allowances import GradientAllowance, gradient_allowance
-from attncheck.problem import Case, Problem
-from attncheck.subjects.builtin import subject_named
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.capabilities.subject import Tiling
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify import judging
+from attncheck.verify.environment import prepare
+from attncheck.verify.evidence import Evidence, GradientAllowance, gradient_allowance
+from attncheck.verify.executor import Execution, InProcess
+from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
     import argparse
 
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.outputs import Outputs
-    from attncheck.record import Record
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.core.outputs import Outputs
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.records.record import Record
 
 LENGTHS = {"cpu": (70, 250), "cuda": (1000, 2000)}
 # The ordinary case and what shows most that it does not; then scales that are powers of two.

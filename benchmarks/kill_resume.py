@@ -28,7 +28,7 @@ from in_processes import finished, write_json
 from kill_resume_page import page, summary
 from kill_resume_session import JOURNALS, Plan, session
 
-from attncheck.runner.journal import read
+from attncheck.workers.journal_format import read_journal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +98,7 @@ def undisturbed(task: Task) -> dict[str, str]:
     path = Path(task.folder) / f"plan-{task.number}.jsonl"
     with _session(path, task) as running:
         running.rest()
-    return _said(read(path).results)
+    return _said(read_journal(path).results)
 
 
 def disturbed(task: Task) -> Found:
@@ -136,7 +136,7 @@ def _compare(
     expected: dict[str, str],
     found: Found,
 ) -> None:
-    content = read(path)
+    content = read_journal(path)
     said = _said(content.results)
     given_up = {id_ for id_ in content.quarantined if expected.get(id_) != "given up"}
     # Two blows at one unit are what a unit that takes the machine down looks like.
@@ -247,7 +247,7 @@ def _orphans() -> int:
 def _part(path: Path, count: int) -> float:
     """How much of a run is done."""
     with suppress(Exception):
-        return len(read(path).results) / count
+        return len(read_journal(path).results) / count
     return 0.0
 
 

@@ -11,13 +11,15 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from attncheck.runner import lane, pool
-from attncheck.runner.journal import Journal
-from attncheck.runner.pool import Event, Lane
-from attncheck.runner.processes import Processes
-from attncheck.runner.unit import Done, Unit
+from attncheck.workers import pool, worker_pool
+from attncheck.workers.journal import Journal
+from attncheck.workers.units import Done, Unit
+from attncheck.workers.worker_pool import ProcessPool, WorkerPlace
+
+if TYPE_CHECKING:
+    from attncheck.workers.pool import RunEvent
 
 __all__ = ["JOURNALS", "Plan", "session", "work"]
 
@@ -145,7 +147,7 @@ class _Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class _Warm(Processes):
+class _Warm(ProcessPool):
     """Lanes that have imported everything: what is tried here is not how long that takes."""
 
     def _launch(self, descriptor: int, printed: IO[bytes], environment: dict[str, str]) -> Any:
@@ -163,7 +165,7 @@ class _Warm(Processes):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            lane.main(descriptor, parent)
+            worker_pool.main(descriptor, parent)
         finally:
             os._exit(1)
 
@@ -179,15 +181,15 @@ def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -
         cold: Whether lanes are new processes, as they are for users, or copies of this one.
     """
 
-    def told(event: Event) -> None:
+    def told(event: RunEvent) -> None:
         if event.kind == "done" and event.done is not None:
             token = event.done.facts.get("token", "-")
             os.write(told_to, f"{event.done.unit} {token}\n".encode())
 
-    pool.Processes = Processes if cold else _Warm
+    pool.ProcessPool = ProcessPool if cold else _Warm
     with JOURNALS[journal].open(path, {"command": f"plan {number}"}, resume=True) as opened:
-        lanes = [Lane()] * (1 + number % 2)
-        pool.run(
+        lanes = [WorkerPlace()] * (1 + number % 2)
+        pool.run_units(
             Plan(number).units(),
             work="kill_resume_session:work",
             options={},

@@ -25,21 +25,21 @@ from in_processes import finished, write_json
 from known_good_page import ALARMS, page, summary
 from msgspec.structs import replace
 
-from attncheck.errors import ProblemError
-from attncheck.examine.environment import default_device, environment
+from attncheck.core.errors import ProblemError
 from attncheck.gate.known import KNOWN
 from attncheck.gate.plan import describing
 from attncheck.gate.tiers import TIERS
 from attncheck.gate.work import work as gate_of
-from attncheck.gate_record import STAGES
-from attncheck.problem import Case
+from attncheck.inputs.problem import Case
+from attncheck.records.run_reports import STAGES
+from attncheck.verify.environment import default_device, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.gate.work import Gate
-    from attncheck.gate_record import Answer
-    from attncheck.runner.unit import Unit
+    from attncheck.records.run_reports import Answer
+    from attncheck.workers.units import Unit
 
 __all__ = ["KERNELS", "Task", "main", "work"]
 

@@ -6,14 +6,14 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = ["ALARMS", "page", "summary"]
 
-ALARMS = frozenset({*WRONG, "flaky", "oracle disagrees"})
+ALARMS = frozenset({*FAILED_STATUSES, "flaky", "oracle disagrees"})
 """What fails a gate, or does not let it pass."""
 
 _STATUSES = ("pass", "warn", "inconclusive", "known", "alarm")

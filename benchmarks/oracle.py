@@ -37,7 +37,7 @@ from oracle_calls import (
     streamed,
 )
 
-from attncheck.oracles.tiles import Blocks, backward_blocks_for, blocks_for
+from attncheck.oracles.streaming_forward import Blocks, backward_blocks_for, blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,16 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.inputs import Inputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles import streaming
-from attncheck.oracles.backward import streaming_backward
-from attncheck.problem import Problem
+from attncheck.oracles.streaming_backward import streaming_backward
+from attncheck.oracles.streaming_forward import streaming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.oracles.tiles import Blocks
+    from attncheck.oracles.streaming_forward import Blocks
 
 __all__ = ["Cell", "forward_alone", "matmul", "medians", "peak_bytes", "sdpa", "streamed"]
 

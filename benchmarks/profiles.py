@@ -23,19 +23,19 @@ import msgspec
 from calibration import Untimed
 from in_processes import finished, write_json
 
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.examine.check import compare
-from attncheck.examine.environment import default_device, environment, prepare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import InProcess
-from attncheck.judge.arithmetic import FP32, HOPPER_FP8
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import FP32, HOPPER_FP8
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.builtin import subject_named
+from attncheck.verify.environment import default_device, environment, prepare
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import InProcess
+from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.judge.declared_arithmetic import Arithmetic
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 KERNELS = {

@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.draws import Draws
-from attncheck.formats import DTYPES
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.draws import Draws
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import SOFTMAX_DTYPES, Problem
-from attncheck.subjects.contract import Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

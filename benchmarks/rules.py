@@ -23,24 +23,23 @@ from rules_page import page
 from rules_run import measure, merged, parser
 from spread import Spread, difference
 
-from attncheck.examine.check import compare
-from attncheck.examine.environment import prepare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution, Failure, InProcess
-from attncheck.examine.probe import probe
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.capabilities.subject import Tiling
+from attncheck.inputs.problem import Case, Problem
 from attncheck.probes import PROBES, cases
-from attncheck.problem import Case, Problem
-from attncheck.subjects.builtin import subject_named
-from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.environment import prepare
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.run_case import compare, run_probe
 
 if TYPE_CHECKING:
     import argparse
 
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
-    from attncheck.record import Record
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.records.record import Record
 
 LENGTHS = {"cpu": (250, 1000), "cuda": (4096,)}
 # The ordinary case twice, at scales that are and are not powers of two; then what else is drawn.
@@ -201,7 +200,7 @@ def _probed(task: Task, case: Case) -> list[dict[str, Any]]:
 
     def ask(kind: str, name: str, subject: Subject) -> Outputs | None:
         executor.last = None
-        record = probe(subject, evidence, variant="", environment="", executor=executor)
+        record = run_probe(subject, evidence, variant="", environment="", executor=executor)
         rows.append(_row(task, kind, name, record))
         return executor.last.outputs if isinstance(executor.last, Execution) else None
 

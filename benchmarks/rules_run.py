@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from in_processes import finished, write_json
 
-from attncheck.examine.environment import default_device, environment, prepare
+from attncheck.verify.environment import default_device, environment, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
 from attncheck.kernels.compilation import prepare_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.kernels.softmax import Launch
+    from attncheck.kernels.softmax_forward import Launch
 
 COLUMNS = (4096, 5000, 8192, 16384, 32768, 50257, 65536)
 DTYPES = ("fp32", "bf16", "fp16")
@@ -116,11 +116,11 @@ def references(x: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 def measure(cell: Cell, kinds: list[str], device: str, repeats: int) -> dict[str, Any]:
     """One line for each kind: GB/s, and ratios to torch.softmax and to the copy."""
-    from attncheck.kernels.softmax import softmax
-    from attncheck.subjects.softmax import launch
+    from attncheck.kernels.softmax_forward import softmax
+    from attncheck.subjects.softmax_kernels import launch_softmax
 
     x = cell.x(device)
-    chosen = {kind: launch(kind, cell.columns, cell.dtype, device) for kind in kinds}
+    chosen = {kind: launch_softmax(kind, cell.columns, cell.dtype, device) for kind in kinds}
     calls = references(x) | {kind: partial(softmax, x, kind, chosen[kind]) for kind in kinds}
     rates = {
         name: cell.bytes / taken / 1e9 for name, taken in medians(calls, device, repeats).items()
@@ -142,7 +142,7 @@ def measure(cell: Cell, kinds: list[str], device: str, repeats: int) -> dict[str
 
 def candidates(kind: str, columns: int) -> list[Launch]:
     """Launches that a sweep tries: 8 to 64 columns of a tile for each thread."""
-    from attncheck.kernels.softmax import Launch
+    from attncheck.kernels.softmax_forward import Launch
 
     whole = 1 << (columns - 1).bit_length()
     tiles = [(1, whole)] if whole <= 65536 else []
@@ -163,7 +163,7 @@ def candidates(kind: str, columns: int) -> list[Launch]:
 def compile_now(device: str, dtype: str, tasks: list[tuple[str, int, Launch]]) -> None:
     """Launch each once, so that Triton's cache on disk has it."""
     prepare_triton(device)
-    from attncheck.kernels.softmax import softmax
+    from attncheck.kernels.softmax_forward import softmax
 
     for kind, columns, launch in tasks:
         x = torch.zeros((2, columns), device=device, dtype=FORMATS[dtype].torch_dtype)
@@ -190,7 +190,7 @@ def compile_all(cells: list[Cell], kinds: list[str], jobs: int) -> None:
 
 def sweep(cell: Cell, kinds: list[str], device: str, repeats: int) -> list[dict[str, Any]]:
     """Every candidate of a cell, over torch.softmax; fastest first within its kind."""
-    from attncheck.kernels.softmax import softmax
+    from attncheck.kernels.softmax_forward import softmax
 
     x, found = cell.x(device), []
     for kind in kinds:
@@ -276,7 +276,7 @@ def main() -> None:
     """Measure, print, write."""
     options = arguments()
     prepare_triton(options.device)
-    import attncheck.kernels.softmax  # noqa: F401  # imports triton, whose version is printed
+    import attncheck.kernels.softmax_forward  # noqa: F401  # imports triton, whose version is printed
 
     cells = [
         Cell(dtype, columns, options.megabytes)

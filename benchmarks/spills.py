@@ -2,7 +2,7 @@
 
     python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
-One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/flash.py``,
+One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/triton_flash.py``,
 which were chosen by it; flash2-dq and flash2-dkdv are FlashAttention-2's backward, varlen-dq and
 varlen-dkdv that of packed documents. Spilled bytes are ptxas's stack a thread, with this triton's
 ptxas.
@@ -33,19 +33,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attncheck.formats import DTYPES
-from attncheck.kernels import flash1_forward, flash2_forward, varlen_gradients
-from attncheck.kernels.gradients_by_keys import by_keys_kernel
-from attncheck.kernels.gradients_by_rows import by_rows_kernel
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import Problem
+from attncheck.kernels import flash1_forward, flash2_forward, varlen_backward
+from attncheck.kernels.flash2_backward import by_keys_kernel, by_rows_kernel
 from attncheck.kernels.launch import block_dim
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import TritonMod, to_triton
-from attncheck.problem import Problem
-from attncheck.subjects.flash1 import Flash1
-from attncheck.subjects.flash2 import Flash2, Flash2FastAccumulation
-from attncheck.subjects.traced import traced_mask, traced_reads, traced_score, traced_slope
-from attncheck.subjects.varlen import Varlen
+from attncheck.subjects.kernel_mods import (
+    captured_reads,
+    mask_expression,
+    score_expression,
+    slope_expression,
+)
+from attncheck.subjects.triton_caches import Varlen
+from attncheck.subjects.triton_flash import Flash1, Flash2, Flash2FastAccumulation
 
 STORED = {"fp32": "*fp32", "tf32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
 STORED |= {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
@@ -55,8 +58,8 @@ KERNELS = {
     "flash1": flash1_forward._step,
     "flash2-dq": by_rows_kernel,
     "flash2-dkdv": by_keys_kernel,
-    "varlen-dq": varlen_gradients.by_rows_kernel,
-    "varlen-dkdv": varlen_gradients.by_keys_kernel,
+    "varlen-dq": varlen_backward.by_rows_kernel,
+    "varlen-dkdv": varlen_backward.by_keys_kernel,
 }
 BACKWARD = {
     "flash2-dq": (Flash2, 0),
@@ -135,10 +138,10 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
     chosen = launch_of(name, problem, kind)
     identity = "score" not in kind.mods
     packed = name.startswith("varlen")  # a causal mask is its flag, documents are no mask
-    mask = to_triton(traced_mask(problem.replace(mask=FULL) if packed else problem, "cpu"))
-    score = mask if identity else to_triton(traced_score(problem, "cpu"))
-    slope = mask if identity else to_triton(traced_slope(problem, "cpu"))
-    reads = traced_reads(problem, "cpu") if problem.dcaptured else None
+    mask = to_triton(mask_expression(problem.replace(mask=FULL) if packed else problem, "cpu"))
+    score = mask if identity else to_triton(score_expression(problem, "cpu"))
+    slope = mask if identity else to_triton(slope_expression(problem, "cpu"))
+    reads = captured_reads(problem, "cpu") if problem.dcaptured else None
     scaled = problem.formats.scaled
     dim = block_dim(problem.head_dim, problem.formats.storage.torch_dtype)
     stored = torch.empty(1, 1, 1, dim, dtype=problem.formats.storage.torch_dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
 
 __all__ = ["Spread", "difference"]
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from wrong_structure import Planted
 
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
-    from attncheck.formats import Format
-    from attncheck.inputs import Inputs
-    from attncheck.problem import Problem
+    from attncheck.core.formats import Format
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
 
 
 def rounded(values: torch.Tensor, name: str) -> torch.Tensor:

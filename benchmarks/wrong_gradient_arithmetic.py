@@ -12,14 +12,14 @@ import torch
 from wrong_arithmetic import rounded
 from wrong_gradients import BY_KEYS, BY_ROWS, WrongBackward, changed
 
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.formats import Format
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
+    from attncheck.core.formats import Format
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
 
 
 class LseInBaseTwo(WrongBackward):

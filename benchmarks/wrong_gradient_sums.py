@@ -17,8 +17,8 @@ from attncheck.subjects.ideal import Ideal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
 
 _LOG2_E = math.log2(math.e)
 

@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 from wrong_structure import TILING
 
+from attncheck.conventions.torch_arithmetic import fp32_products
+from attncheck.core.outputs import GRADIENTS, TensorName
 from attncheck.mods.spec import Spec
-from attncheck.subjects.ideal import Ideal, Index
-from attncheck.subjects.ideal_attention import attention
-from attncheck.subjects.ideal_gradients import with_gradients
-from attncheck.subjects.matmul_precision import fp32_products
-from attncheck.tensor_names import GRADIENTS, TensorName
+from attncheck.subjects.ideal import Ideal, Index, attention, with_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attncheck.inputs import Inputs
-    from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.outputs import Outputs
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.mods.spec import MaskMod, ScoreMod
 
 BY_ROWS: tuple[TensorName, ...] = ("dq",)
 BY_KEYS: tuple[TensorName, ...] = ("dk", "dv")

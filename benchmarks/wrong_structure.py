@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.outputs import Outputs
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal, Index
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.mods.signatures import MaskMod
-    from attncheck.problem import Problem
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.mods.spec import MaskMod
 
 TILING = Tiling(block_query=64, block_kv=64)
 

@@ -8,7 +8,7 @@ from attncheck.strategies import captured_scores, scores
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case, Problem
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.suite import UnderTest
 
 # The families whose tiles a backward visits in another order than its forward does.

@@ -8,7 +8,7 @@ from attncheck.strategies import scores
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case
+    from attncheck.inputs.problem import Case
     from attncheck.suite import UnderTest
 
 BOTH = ("causal", "causal_bottom_right")

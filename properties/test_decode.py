@@ -12,7 +12,7 @@ from attncheck.suite import asks
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-    from attncheck.problem import Case, Problem
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.suite import UnderTest
 
 # One row, or a few as of speculative decoding; up to 8 heads on a kv head.

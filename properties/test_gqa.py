@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case, Problem
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.suite import UnderTest
 
 

@@ -8,7 +8,7 @@ from attncheck.relations import RELATIONS
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case
+    from attncheck.inputs.problem import Case
     from attncheck.suite import UnderTest
 
 STRIDES = tuple(name for name in RELATIONS if name.startswith("strides"))

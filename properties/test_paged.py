@@ -8,7 +8,7 @@ from attncheck.strategies import pagings
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case, Problem
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.suite import UnderTest
 
 # A few pages within the shortest lengths that are drawn.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.conventions.layouts import pack
 from attncheck.strategies import scores
-from attncheck.subjects.conventions.packing import packed
 from attncheck.suite import asks
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case, Problem
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.suite import UnderTest
 
 RAGGED = ("document", "documents", "padding")
@@ -17,7 +17,7 @@ RAGGED = ("document", "documents", "padding")
 
 def lengths(problem: Problem) -> list[tuple[int, int]]:
     """Rows and keys of each document, or of each sequence of a batch."""
-    found = packed(problem)
+    found = pack(problem)
     return found.lengths() if found else []
 
 

@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from attncheck.distributions import DISTRIBUTIONS, Sizes, draw_scores
-from attncheck.errors import ProblemError, UnknownName
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.inputs.distribution_tensors import Sizes
+from attncheck.inputs.distributions import DISTRIBUTIONS, draw_scores
 
 HASHES = """
 import hashlib

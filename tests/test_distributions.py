@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from attncheck.distributions import DISTRIBUTIONS, Sizes, draw
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
+from attncheck.inputs.distribution_tensors import Sizes
+from attncheck.inputs.distributions import DISTRIBUTIONS, draw
 
 HASHES = """
 import hashlib
@@ -77,8 +78,8 @@ def test_same_bits_without_vector_instructions(without_vectors):
 
 def test_needs_neither_torch_nor_problem():
     code = (
-        "import sys, attncheck.distributions\n"
-        "assert not {'torch', 'triton', 'attncheck.problem'} & set(sys.modules)"
+        "import sys, attncheck.inputs.distributions\n"
+        "assert not {'torch', 'triton', 'attncheck.inputs.problem'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck import draws
-from attncheck.draws import Draws
+from attncheck.core import draws
+from attncheck.core.draws import Draws
 
 # Relative error that Acklam states for his approximation; its reference here, Wichura's AS241 in
 # the standard library, is good to about 1e-16.
@@ -76,7 +76,7 @@ def test_a_library_logarithm_would_not_have_the_same_bits(without_vectors, vecto
     if not any(name.startswith(("AVX512", "X86_V4")) for name in vector_features):
         pytest.skip("NumPy's own vector logarithm is known to differ on AVX-512 only")
     logarithm = (
-        "import hashlib, numpy as np\nfrom attncheck.draws import Draws\n"
+        "import hashlib, numpy as np\nfrom attncheck.core.draws import Draws\n"
         "logs = np.log(Draws(2026).uniform('golden', (100_000,)))\n"
         "print(hashlib.sha256(logs.tobytes()).hexdigest()[:16])"
     )

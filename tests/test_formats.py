@@ -11,9 +11,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attncheck.draws import Draws
-from attncheck.errors import UnknownName
-from attncheck.formats import DTYPES, FORMATS, Format, dtype_named, fp32, round_to
+from attncheck.core.draws import Draws
+from attncheck.core.errors import UnknownName
+from attncheck.core.formats import DTYPES, FORMATS, Format, dtype_named, fp32, round_to
 
 CAST = ["fp16", "bf16", "e4m3", "e5m2"]  # torch casts float32 to these in one rounding
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck import distributions, inputs
-from attncheck.distributions import DISTRIBUTIONS, Sizes
-from attncheck.errors import ProblemError
-from attncheck.formats import DTYPES, FORMATS, round_to
-from attncheck.problem import Problem
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import DTYPES, FORMATS, round_to
+from attncheck.inputs import distributions, input_tensors
+from attncheck.inputs.distribution_tensors import Sizes
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Problem
 
 MEASURED = [name for name, dtype in DTYPES.items() if dtype.measured]
 UNSCALED = [name for name, dtype in DTYPES.items() if not dtype.scaled]  # the others: _fp8
@@ -26,18 +27,18 @@ def exact(problem: Problem) -> list[torch.Tensor]:
     return [torch.from_numpy(tensor) for tensor in drawn]
 
 
-def tensors(drawn: inputs.Inputs) -> tuple[torch.Tensor, ...]:
+def tensors(drawn: input_tensors.Inputs) -> tuple[torch.Tensor, ...]:
     return drawn.q, drawn.k, drawn.v
 
 
-def equal(a: inputs.Inputs, b: inputs.Inputs) -> bool:
+def equal(a: input_tensors.Inputs, b: input_tensors.Inputs) -> bool:
     return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_shapes_and_storage(dtype):
     problem = Problem(**SMALL, value_dim=40, dtype=dtype)
-    drawn = inputs.draw(problem)
+    drawn = input_tensors.draw_inputs(problem)
     assert drawn.q.shape == (2, 4, 5, 24)
     assert drawn.k.shape == (2, 2, 7, 24)
     assert drawn.v.shape == (2, 2, 7, 40)
@@ -51,21 +52,23 @@ def test_shapes_and_storage(dtype):
 def test_each_number_is_the_drawn_one_rounded_once(dtype, name):
     problem = Problem(**SMALL, dtype=dtype, distribution=name, seed=3)
     fmt = problem.formats.storage
-    for stored, drawn in zip(tensors(inputs.draw(problem)), exact(problem), strict=True):
+    for stored, drawn in zip(
+        tensors(input_tensors.draw_inputs(problem)), exact(problem), strict=True
+    ):
         assert torch.equal(stored.double(), round_to(drawn, fmt))
 
 
 def test_a_plain_cast_rounds_twice_somewhere_and_inputs_do_not():
     # Chunks: the draw is longer than several of them.
     problem = Problem(query=2**12, kv=1, head_dim=256, dtype="bf16")
-    assert problem.query * problem.head_dim > 3 * inputs._CHUNK
-    (q, *_), stored = exact(problem), inputs.draw(problem).q
+    assert problem.query * problem.head_dim > 3 * input_tensors._CHUNK
+    (q, *_), stored = exact(problem), input_tensors.draw_inputs(problem).q
     assert torch.equal(stored.double(), round_to(q, FORMATS["bf16"]))
     assert not torch.equal(stored, q.float().to(torch.bfloat16))
 
 
 def test_golden_bits():
-    drawn = inputs.draw(Problem(**SMALL, dtype="bf16", seed=2026))
+    drawn = input_tensors.draw_inputs(Problem(**SMALL, dtype="bf16", seed=2026))
     digest = hashlib.sha256()
     for tensor in tensors(drawn):
         digest.update(tensor.view(torch.int16).numpy().astype("<i2").tobytes())
@@ -74,18 +77,22 @@ def test_golden_bits():
 
 def test_same_problem_same_bits_and_other_seeds_other_bits():
     problem = Problem(**SMALL)
-    assert equal(inputs.draw(problem), inputs.draw(problem))
-    assert not equal(inputs.draw(problem), inputs.draw(problem.replace(seed=1)))
+    assert equal(input_tensors.draw_inputs(problem), input_tensors.draw_inputs(problem))
+    assert not equal(
+        input_tensors.draw_inputs(problem), input_tensors.draw_inputs(problem.replace(seed=1))
+    )
 
 
 def test_fp32_and_tf32_problems_store_the_same_numbers():
-    fp32, tf32 = (inputs.draw(Problem(**SMALL, dtype=dtype)) for dtype in ("fp32", "tf32"))
+    fp32, tf32 = (
+        input_tensors.draw_inputs(Problem(**SMALL, dtype=dtype)) for dtype in ("fp32", "tf32")
+    )
     assert equal(fp32, tf32)
 
 
 @pytest.mark.parametrize("dtype", UNSCALED)
 def test_promotion_loses_nothing(dtype):
-    drawn = inputs.draw(Problem(**SMALL, dtype=dtype, distribution="outliers"))
+    drawn = input_tensors.draw_inputs(Problem(**SMALL, dtype=dtype, distribution="outliers"))
     for stored, promoted in zip(tensors(drawn), drawn.promoted(), strict=True):
         assert promoted.dtype == torch.float64
         assert torch.equal(promoted.to(stored.dtype), stored)
@@ -124,7 +131,7 @@ def test_the_overflow_test_notices_a_number_too_large(monkeypatch):
 
 
 def test_replace_and_to():
-    drawn = inputs.draw(Problem(**SMALL))
+    drawn = input_tensors.draw_inputs(Problem(**SMALL))
     zero = torch.zeros_like(drawn.v)
     other = drawn.replace(v=zero)
     assert other.v is zero
@@ -137,7 +144,7 @@ def test_replace_and_to():
 
 
 def test_tensors_that_do_not_fit_the_problem_are_refused():
-    drawn = inputs.draw(Problem(**SMALL))
+    drawn = input_tensors.draw_inputs(Problem(**SMALL))
     with pytest.raises(ProblemError) as error:
         drawn.replace(k=drawn.k[:, :1])
     assert str(error.value) == "k.shape=(2, 1, 7, 24), but should be (2, 2, 7, 24)."
@@ -149,9 +156,9 @@ def test_tensors_that_do_not_fit_the_problem_are_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_same_bits_on_a_gpu():
     problem = Problem(**SMALL)
-    drawn = inputs.draw(problem, "cuda")
+    drawn = input_tensors.draw_inputs(problem, "cuda")
     assert drawn.q.is_cuda
-    assert equal(drawn.to("cpu"), inputs.draw(problem))
+    assert equal(drawn.to("cpu"), input_tensors.draw_inputs(problem))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +172,7 @@ def test_same_bits_on_a_gpu():
     ids=["transposed", "gapped", "offset", "expanded"],
 )
 def test_a_clone_is_laid_out_alike_in_memory_of_its_own(view):
-    drawn = inputs.draw(Problem(**SMALL))
+    drawn = input_tensors.draw_inputs(Problem(**SMALL))
     laid_out = drawn.replace(k=view(drawn.k))
     cloned = laid_out.clone()
     assert torch.equal(cloned.k, laid_out.k)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck import inputs
-from attncheck.errors import ProblemError
-from attncheck.formats import round_to
-from attncheck.inputs import Inputs
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import round_to
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs import input_tensors
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Problem
 
 FORWARD = Problem(
     batch=2, heads=4, kv_heads=2, query=5, kv=7, head_dim=8, value_dim=3, dtype="fp16", sink=True
@@ -22,7 +22,7 @@ WITH_LSE = BACKWARD.replace(dlse=True)
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "fp64"])
 def test_the_loss_has_the_shapes_of_what_it_is_of(dtype) -> None:
-    drawn = inputs.draw(WITH_LSE.replace(dtype=dtype))
+    drawn = input_tensors.draw_inputs(WITH_LSE.replace(dtype=dtype))
     assert drawn.dout.shape == (2, 4, 5, 3)
     assert drawn.dout.dtype == drawn.problem.formats.output.torch_dtype
     assert drawn.dlse.shape == (2, 4, 5)
@@ -33,23 +33,23 @@ def test_the_loss_has_the_shapes_of_what_it_is_of(dtype) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_dout_is_rounded_once_and_dlse_is_fp32_in_every_dtype(dtype) -> None:
     problem = WITH_LSE.replace(dtype=dtype)
-    exact, stored = inputs.originals(problem), inputs.draw(problem)
+    exact, stored = input_tensors.unrounded_inputs(problem), input_tensors.draw_inputs(problem)
     assert exact.dout.dtype == torch.float64
     assert torch.equal(stored.dout.double(), round_to(exact.dout, problem.formats.output))
-    assert torch.equal(stored.dlse, inputs.draw(WITH_LSE).dlse)
+    assert torch.equal(stored.dlse, input_tensors.draw_inputs(WITH_LSE).dlse)
     dout, dlse = stored.loss()
     assert torch.equal(dout, stored.dout.double())
     assert torch.equal(dlse, stored.dlse.double())
 
 
 def test_without_dlse_the_loss_does_not_depend_on_it() -> None:
-    _, dlse = inputs.draw(BACKWARD).loss()
+    _, dlse = input_tensors.draw_inputs(BACKWARD).loss()
     assert dlse.shape == (2, 4, 5)
     assert not dlse.any()
 
 
 def test_the_numbers_of_the_forward_stay_what_they_were() -> None:
-    forward, backward = inputs.draw(FORWARD), inputs.draw(WITH_LSE)
+    forward, backward = input_tensors.draw_inputs(FORWARD), input_tensors.draw_inputs(WITH_LSE)
     for name, tensor in forward.tensors().items():
         assert torch.equal(tensor, backward.tensors()[name])
     again = backward.forward()
@@ -58,13 +58,15 @@ def test_the_numbers_of_the_forward_stay_what_they_were() -> None:
 
 
 def test_other_seeds_and_other_tensors_are_other_streams() -> None:
-    one, other = (inputs.draw(BACKWARD.replace(seed=seed, value_dim=8)) for seed in (0, 1))
+    one, other = (
+        input_tensors.draw_inputs(BACKWARD.replace(seed=seed, value_dim=8)) for seed in (0, 1)
+    )
     assert not torch.equal(one.dout, other.dout)
     assert not torch.equal(one.dout, one.q)
 
 
 def test_a_loss_moves_and_is_copied_with_the_rest() -> None:
-    drawn = inputs.draw(WITH_LSE)
+    drawn = input_tensors.draw_inputs(WITH_LSE)
     copy = drawn.clone()
     assert torch.equal(copy.dout, drawn.dout)
     assert copy.dout.data_ptr() != drawn.dout.data_ptr()
@@ -85,14 +87,14 @@ def test_a_loss_moves_and_is_copied_with_the_rest() -> None:
     ],
 )
 def test_a_loss_that_is_not_the_problems_is_refused(problem, changes, said) -> None:
-    given = inputs.draw(problem).tensors() | changes
+    given = input_tensors.draw_inputs(problem).tensors() | changes
     with pytest.raises(ProblemError, match=said):
         Inputs(problem=problem, **given)
 
 
 def test_a_forward_has_no_loss() -> None:
     with pytest.raises(ProblemError, match="no backward, and so no loss"):
-        inputs.draw(FORWARD).loss()
+        input_tensors.draw_inputs(FORWARD).loss()
 
 
 @pytest.mark.parametrize(
@@ -130,4 +132,4 @@ def test_a_backward_is_another_problem_and_says_so() -> None:
     assert Problem.from_json(of_slopes.to_json()) == of_slopes
     assert "dcaptured" not in BACKWARD.to_json()
     assert " backward dcaptured " in str(of_slopes)
-    assert not inputs.draw(of_slopes).forward().problem.dcaptured
+    assert not input_tensors.draw_inputs(of_slopes).forward().problem.dcaptured

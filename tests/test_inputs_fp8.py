@@ -8,12 +8,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from attncheck import inputs
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError
-from attncheck.formats import DTYPES, FORMATS, Format
-from attncheck.inputs import Descale, Inputs
-from attncheck.problem import Problem
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import DTYPES, FORMATS, Format
+from attncheck.inputs import input_tensors
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.problem import Problem
 
 FP8 = ["e4m3", "e5m2"]
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 5, "kv": 7, "head_dim": 6, "value_dim": 3}
@@ -64,12 +64,14 @@ def is_rounded_quotient(drawn: Inputs, exact: Inputs) -> bool:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_each_stored_number_is_the_rounded_quotient(dtype, distribution):
     problem = fp8(dtype, distribution=distribution, seed=4)
-    assert is_rounded_quotient(inputs.draw(problem), inputs.originals(problem))
+    assert is_rounded_quotient(
+        input_tensors.draw_inputs(problem), input_tensors.unrounded_inputs(problem)
+    )
 
 
 def test_the_quotient_test_notices_a_number_rounded_twice():
     problem = fp8(kv=200, head_dim=64)
-    drawn, exact = inputs.draw(problem), inputs.originals(problem)
+    drawn, exact = input_tensors.draw_inputs(problem), input_tensors.unrounded_inputs(problem)
     quotient = exact.k / descale_of(drawn, "k")[..., None, None]
     twice = drawn.replace(k=quotient.half().to(drawn.k.dtype))
     assert not torch.equal(twice.k.view(torch.uint8), drawn.k.view(torch.uint8))
@@ -78,18 +80,18 @@ def test_the_quotient_test_notices_a_number_rounded_twice():
 
 def test_a_quotient_just_above_a_tie_is_not_rounded_to_fp32_first():
     problem = fp8()
-    exact = inputs.originals(problem)
+    exact = input_tensors.unrounded_inputs(problem)
     # Descale 1, and 17 is half way between the neighbours 16 and 18.
     q = torch.full_like(exact.q, FORMATS["e4m3"].max)
     q[0, 0, 0, :2] = torch.tensor([17.0, 17.0 + 2.0**-30], dtype=torch.float64)
-    stored = inputs.rounded(exact.replace(q=q), problem)
+    stored = input_tensors.round_inputs(exact.replace(q=q), problem)
     assert torch.equal(stored.descale.q, torch.ones(2, 2))
     assert stored.q[0, 0, 0, :2].double().tolist() == [16.0, 18.0]
 
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_promoted_is_the_stored_number_times_its_descale_exactly(dtype):
-    drawn = inputs.draw(fp8(dtype, distribution="outliers"))
+    drawn = input_tensors.draw_inputs(fp8(dtype, distribution="outliers"))
     for name, promoted in zip(("q", "k", "v"), drawn.promoted(), strict=True):
         assert promoted.dtype == torch.float64
         for index, stored, descale in elements(drawn, name):
@@ -100,7 +102,7 @@ def test_promoted_is_the_stored_number_times_its_descale_exactly(dtype):
 @pytest.mark.parametrize("distribution", ["normal", "outliers", "sink", "uniform"])
 def test_the_largest_of_every_key_head_reaches_the_formats_largest(dtype, distribution):
     problem = fp8(dtype, distribution=distribution)
-    drawn, exact = inputs.draw(problem), inputs.originals(problem)
+    drawn, exact = input_tensors.draw_inputs(problem), input_tensors.unrounded_inputs(problem)
     for name in ("q", "k", "v"):
         stored, original = (getattr(i, name).double() for i in (drawn, exact))
         by_key_head = stored.reshape(2, 2, -1).abs().amax(-1)
@@ -113,10 +115,12 @@ def test_the_largest_of_every_key_head_reaches_the_formats_largest(dtype, distri
 def test_query_heads_of_a_group_share_the_key_heads_descale():
     """The larger query head decides for both; the other group is not touched."""
     problem = fp8()
-    exact = inputs.originals(problem)
+    exact = input_tensors.unrounded_inputs(problem)
     loud = exact.q.clone()
     loud[0, 1] *= 64
-    before, after = (inputs.rounded(exact.replace(q=q), problem) for q in (exact.q, loud))
+    before, after = (
+        input_tensors.round_inputs(exact.replace(q=q), problem) for q in (exact.q, loud)
+    )
     changed = before.descale.q != after.descale.q
     assert changed.tolist() == [[True, False], [False, False]]
     assert torch.equal(after.q[:, 2:].double(), before.q[:, 2:].double())
@@ -127,7 +131,7 @@ def test_query_heads_of_a_group_share_the_key_heads_descale():
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_a_tensor_of_zeros_has_descale_one(dtype):
-    drawn = inputs.draw(fp8(dtype, distribution="zero_q"))
+    drawn = input_tensors.draw_inputs(fp8(dtype, distribution="zero_q"))
     assert torch.equal(drawn.descale.q, torch.ones(2, 2))
     assert not drawn.q.double().any()
     assert not drawn.promoted()[0].any()
@@ -135,10 +139,10 @@ def test_a_tensor_of_zeros_has_descale_one(dtype):
 
 def test_one_head_of_zeros_among_others():
     problem = fp8()
-    exact = inputs.originals(problem)
+    exact = input_tensors.unrounded_inputs(problem)
     k = exact.k.clone()
     k[1, 0] = 0
-    drawn = inputs.rounded(exact.replace(k=k), problem)
+    drawn = input_tensors.round_inputs(exact.replace(k=k), problem)
     assert (drawn.descale.k == 1).tolist() == [[False, False], [True, False]]
 
 
@@ -146,7 +150,10 @@ def test_one_head_of_zeros_among_others():
 @pytest.mark.parametrize("distribution", ["normal", "outliers", "zero_q"])
 def test_rounding_the_originals_is_drawing(dtype, distribution):
     problem = fp8(dtype, distribution=distribution, seed=9)
-    once, twice = inputs.draw(problem), inputs.rounded(inputs.originals(problem), problem)
+    once, twice = (
+        input_tensors.draw_inputs(problem),
+        input_tensors.round_inputs(input_tensors.unrounded_inputs(problem), problem),
+    )
     assert once.tensors().keys() == twice.tensors().keys()
     for name, tensor in once.tensors().items():
         assert tensor.dtype == twice.tensors()[name].dtype
@@ -154,17 +161,20 @@ def test_rounding_the_originals_is_drawing(dtype, distribution):
 
 
 def test_originals_are_the_same_whatever_the_dtype():
-    wide = [inputs.originals(fp8(dtype, seed=3)) for dtype in ("e5m2", "bf16", "fp32", "fp64")]
+    wide = [
+        input_tensors.unrounded_inputs(fp8(dtype, seed=3))
+        for dtype in ("e5m2", "bf16", "fp32", "fp64")
+    ]
     for other in wide:
         assert other.problem == fp8("fp64", seed=3)
         assert other.descale is None
         assert torch.equal(other.q, wide[0].q)
-    assert torch.equal(inputs.draw(fp8("fp64", seed=3)).q, wide[0].q)
+    assert torch.equal(input_tensors.draw_inputs(fp8("fp64", seed=3)).q, wide[0].q)
     assert torch.equal(wide[0].promoted()[0], wide[0].q)
 
 
 def test_golden_bits():
-    drawn = inputs.draw(fp8("e4m3", seed=2026))
+    drawn = input_tensors.draw_inputs(fp8("e4m3", seed=2026))
     assert [x.hex() for x in drawn.descale.k[0].tolist()] == [
         "0x1.1ef6040000000p-8",
         "0x1.a80c2a0000000p-8",
@@ -173,15 +183,15 @@ def test_golden_bits():
 
 
 def test_tensors_names_everything():
-    drawn = inputs.draw(fp8())
+    drawn = input_tensors.draw_inputs(fp8())
     names = ["q", "k", "v", "q_descale", "k_descale", "v_descale"]
     assert list(drawn.tensors()) == names
     assert drawn.tensors()["k_descale"] is drawn.descale.k
-    assert list(inputs.draw(fp8("bf16")).tensors()) == names[:3]
+    assert list(input_tensors.draw_inputs(fp8("bf16")).tensors()) == names[:3]
 
 
 def test_clone_is_memory_of_its_own_and_to_takes_everything_along():
-    drawn = inputs.draw(fp8())
+    drawn = input_tensors.draw_inputs(fp8())
     copy = drawn.clone()
     for name, tensor in drawn.tensors().items():
         other = copy.tensors()[name]
@@ -196,14 +206,14 @@ def test_clone_is_memory_of_its_own_and_to_takes_everything_along():
 
 
 def test_replace_keeps_or_takes_a_descale():
-    drawn = inputs.draw(fp8())
+    drawn = input_tensors.draw_inputs(fp8())
     assert drawn.replace(v=drawn.v.clone()).descale is drawn.descale
     ones = Descale(**{name: torch.ones(2, 2) for name in ("q", "k", "v")})
     assert drawn.replace(descale=ones).descale is ones
 
 
 def with_descale(**changes: torch.Tensor) -> Inputs:
-    drawn = inputs.draw(fp8())
+    drawn = input_tensors.draw_inputs(fp8())
     named = {name: getattr(drawn.descale, name) for name in ("q", "k", "v")}
     return drawn.replace(descale=Descale(**named | changes))
 
@@ -212,15 +222,17 @@ def with_descale(**changes: torch.Tensor) -> Inputs:
     ("make", "message"),
     [
         (
-            lambda: Inputs(problem=fp8(), **qkv(inputs.draw(fp8()))),
+            lambda: Inputs(problem=fp8(), **qkv(input_tensors.draw_inputs(fp8()))),
             "attention in e4m3 needs its descale.",
         ),
         (
-            lambda: inputs.draw(fp8("fp16")).replace(descale=inputs.draw(fp8()).descale),
+            lambda: input_tensors.draw_inputs(fp8("fp16")).replace(
+                descale=input_tensors.draw_inputs(fp8()).descale
+            ),
             "attention in fp16 has no descale.",
         ),
         (
-            lambda: inputs.draw(fp8()).replace(x=torch.zeros(2, 4, 5, 7)),
+            lambda: input_tensors.draw_inputs(fp8()).replace(x=torch.zeros(2, 4, 5, 7)),
             "attention in e4m3 has no x.",
         ),
         (
@@ -236,7 +248,9 @@ def with_descale(**changes: torch.Tensor) -> Inputs:
             "v_descale.dtype=torch.float64, but should be torch.float32.",
         ),
         (
-            lambda: inputs.draw(fp8()).replace(q=inputs.draw(fp8("e5m2")).q),
+            lambda: input_tensors.draw_inputs(fp8()).replace(
+                q=input_tensors.draw_inputs(fp8("e5m2")).q
+            ),
             "q.dtype=torch.float8_e5m2, but should be torch.float8_e4m3fn.",
         ),
     ],
@@ -253,16 +267,16 @@ def qkv(drawn: Inputs) -> dict[str, torch.Tensor]:
 
 def test_tiny_numbers_have_the_smallest_normal_descale():
     """A GPU may take a subnormal number for 0."""
-    exact = inputs.originals(Problem(query=2, head_dim=4, dtype="e4m3"))
+    exact = input_tensors.unrounded_inputs(Problem(query=2, head_dim=4, dtype="e4m3"))
     tiny = exact.replace(q=torch.full_like(exact.q, 2.0**-140))
-    fp8 = inputs.rounded(tiny, Problem(query=2, head_dim=4, dtype="e4m3"))
+    fp8 = input_tensors.round_inputs(tiny, Problem(query=2, head_dim=4, dtype="e4m3"))
     assert fp8.descale.q.tolist() == [[2.0**-126]]
     assert (fp8.q.double() == 0).all()  # 2^-14, half of e4m3's smallest number 2^-9, and less
 
 
 @pytest.mark.parametrize("number", [1e60, math.inf, math.nan])
 def test_numbers_beyond_every_descale_are_refused(number):
-    exact = inputs.originals(Problem(query=2, head_dim=4, dtype="e4m3"))
+    exact = input_tensors.unrounded_inputs(Problem(query=2, head_dim=4, dtype="e4m3"))
     exact.k[0, 0, 1, 2] = number
     with pytest.raises(ProblemError, match="the inputs are too large for e4m3: a descale is an"):
-        inputs.rounded(exact, Problem(query=2, head_dim=4, dtype="e4m3"))
+        input_tensors.round_inputs(exact, Problem(query=2, head_dim=4, dtype="e4m3"))

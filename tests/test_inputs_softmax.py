@@ -7,12 +7,13 @@ import hashlib
 import pytest
 import torch
 
-from attncheck import distributions, inputs
-from attncheck.distributions import DISTRIBUTIONS, Sizes
-from attncheck.errors import ProblemError
-from attncheck.formats import round_to
-from attncheck.inputs import Inputs
-from attncheck.problem import SOFTMAX_DTYPES, Problem
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import round_to
+from attncheck.inputs import distributions, input_tensors
+from attncheck.inputs.distribution_tensors import Sizes
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 
 WITH_SCORES = [name for name, d in DISTRIBUTIONS.items() if d.scores]
 
@@ -29,7 +30,7 @@ def drawn_scores(problem: Problem) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", SOFTMAX_DTYPES)
 def test_shapes_and_storage(dtype):
-    drawn = inputs.draw(softmax(dtype=dtype))
+    drawn = input_tensors.draw_inputs(softmax(dtype=dtype))
     assert drawn.x.shape == (2, 3, 5, 7)
     assert drawn.x.dtype == softmax(dtype=dtype).formats.storage.torch_dtype
     assert drawn.x.is_contiguous()
@@ -47,44 +48,48 @@ def test_shapes_and_storage(dtype):
 def test_each_score_is_the_drawn_one_rounded_once(dtype, name):
     problem = softmax(dtype=dtype, distribution=name, seed=3)
     exact = drawn_scores(problem)
-    stored = inputs.draw(problem)
+    stored = input_tensors.draw_inputs(problem)
     assert torch.equal(stored.x.double(), round_to(exact, problem.formats.storage))
     assert stored.scores().dtype == torch.float64
     assert torch.equal(stored.scores(), stored.x.double())
-    assert torch.equal(inputs.originals(problem).x, exact)
-    assert torch.equal(inputs.rounded(inputs.originals(problem), problem).x, stored.x)
+    assert torch.equal(input_tensors.unrounded_inputs(problem).x, exact)
+    assert torch.equal(
+        input_tensors.round_inputs(input_tensors.unrounded_inputs(problem), problem).x, stored.x
+    )
 
 
 @pytest.mark.parametrize("name", WITH_SCORES)
 def test_fp16_never_overflows(name):
     """However many columns: the sink's score grows with them."""
     for problem in (softmax(kv=2**16, heads=1, query=1), softmax(kv=1)):
-        drawn = inputs.draw(problem.replace(dtype="fp16", distribution=name))
+        drawn = input_tensors.draw_inputs(problem.replace(dtype="fp16", distribution=name))
         assert drawn.x.isfinite().all()
 
 
 def test_a_plain_cast_rounds_twice_somewhere_and_inputs_do_not():
     problem = softmax(batch=1, heads=1, query=2**10, kv=2**10)
-    assert problem.query * problem.kv > 3 * inputs._CHUNK
-    exact, stored = drawn_scores(problem), inputs.draw(problem).x
+    assert problem.query * problem.kv > 3 * input_tensors._CHUNK
+    exact, stored = drawn_scores(problem), input_tensors.draw_inputs(problem).x
     assert torch.equal(stored.double(), round_to(exact, problem.formats.storage))
     assert not torch.equal(stored, exact.float().to(torch.bfloat16))
 
 
 def test_golden_bits():
-    x = inputs.draw(softmax(seed=2026)).x
+    x = input_tensors.draw_inputs(softmax(seed=2026)).x
     digest = hashlib.sha256(x.view(torch.int16).numpy().astype("<i2").tobytes())
     assert digest.hexdigest()[:16] == "56bbb219bedd567a"
 
 
 def test_same_problem_same_bits_and_other_seeds_other_bits():
     problem = softmax()
-    assert torch.equal(inputs.draw(problem).x, inputs.draw(problem).x)
-    assert not torch.equal(inputs.draw(problem).x, inputs.draw(problem.replace(seed=1)).x)
+    assert torch.equal(input_tensors.draw_inputs(problem).x, input_tensors.draw_inputs(problem).x)
+    assert not torch.equal(
+        input_tensors.draw_inputs(problem).x, input_tensors.draw_inputs(problem.replace(seed=1)).x
+    )
 
 
 def test_clone_to_and_replace():
-    drawn = inputs.draw(softmax())
+    drawn = input_tensors.draw_inputs(softmax())
     copy = drawn.clone()
     copy.x.zero_()
     assert drawn.x.any()
@@ -95,7 +100,7 @@ def test_clone_to_and_replace():
 
 def test_an_attention_has_no_scores_as_inputs():
     with pytest.raises(ProblemError) as error:
-        inputs.draw(Problem(query=3, head_dim=2)).scores()
+        input_tensors.draw_inputs(Problem(query=3, head_dim=2)).scores()
     assert str(error.value) == "attention has no scores as inputs."
 
 
@@ -119,13 +124,15 @@ def test_an_attention_has_no_scores_as_inputs():
             "q.shape=(2, 3, 5, 1), but should be (2, 3, 5, 0).",
         ),
         (
-            lambda i: i.replace(descale=inputs.draw(Problem(query=3, dtype="e4m3")).descale),
+            lambda i: i.replace(
+                descale=input_tensors.draw_inputs(Problem(query=3, dtype="e4m3")).descale
+            ),
             "softmax in bf16 has no descale.",
         ),
     ],
 )
 def test_what_does_not_fit_the_problem_is_refused(change, message):
-    drawn = inputs.draw(softmax())
+    drawn = input_tensors.draw_inputs(softmax())
     with pytest.raises(ProblemError) as error:
         change(drawn)
     assert str(error.value) == message

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from attncheck.errors import ProblemError
-from attncheck.inputs import draw
-from attncheck.paging import Paging
-from attncheck.problem import Problem
+from attncheck.core.errors import ProblemError
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 
 PAGED = Problem(batch=3, heads=2, query=1, kv=70, paging=Paging(size=16, seed=5, shared=2))
 
@@ -47,7 +47,7 @@ def test_a_softmax_has_neither():
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_shared_pages_hold_the_same(dtype):
-    inputs = draw(PAGED.replace(dtype=dtype))
+    inputs = draw_inputs(PAGED.replace(dtype=dtype))
     for tensor in (inputs.k, inputs.v):
         stored = tensor.view(torch.uint8)
         assert torch.equal(stored[0, :, :32], stored[2, :, :32])
@@ -58,11 +58,13 @@ def test_shared_pages_hold_the_same(dtype):
 
 def test_a_sink_is_a_logit_of_each_head_in_every_dtype():
     problem = Problem(heads=3, query=5, kv=9, sink=True)
-    sinks = {dtype: draw(problem.replace(dtype=dtype)).sink for dtype in ("fp32", "bf16", "e4m3")}
+    sinks = {
+        dtype: draw_inputs(problem.replace(dtype=dtype)).sink for dtype in ("fp32", "bf16", "e4m3")
+    }
     assert all(torch.equal(sink, sinks["fp32"]) for sink in sinks.values())
     assert sinks["fp32"].shape == (3,)
     assert sinks["fp32"].dtype is torch.float32
     with pytest.raises(ProblemError, match="needs its sink"):
-        draw(problem.replace(sink=False)).replace(problem=problem)
+        draw_inputs(problem.replace(sink=False)).replace(problem=problem)
     with pytest.raises(ProblemError, match=r"sink.shape"):
-        draw(problem).replace(sink=torch.zeros(2))
+        draw_inputs(problem).replace(sink=torch.zeros(2))

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck import draws
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError, UnknownName, UsageError
-from attncheck.formats import DTYPES, fp32
+from attncheck.core import draws
+from attncheck.core.errors import ProblemError, UnknownName, UsageError
+from attncheck.core.formats import DTYPES, fp32
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
 
 RICH = Problem(
     batch=2,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError, UnknownName, UsageError
+from attncheck.core.errors import ProblemError, UnknownName, UsageError
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import SOFTMAX_DTYPES, Case, Problem
 
 SOFTMAX = Problem(operation="softmax", batch=2, heads=3, query=5, kv=7, dtype="fp32")
 

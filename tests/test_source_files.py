@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.source_files import Aside, brief, import_file, member
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import DivertedOutput, error_line, import_file, load_member
 
 
 def test_a_file_is_a_module_that_classes_can_look_up(tmp_path):
@@ -17,7 +17,7 @@ def test_a_file_is_a_module_that_classes_can_look_up(tmp_path):
     module = import_file(path, "mod")
     assert module.Mine().x == 3
     assert sys.modules[module.__name__] is module
-    assert member(f"{path}::Mine", "mod")().x == 3
+    assert load_member(f"{path}::Mine", "mod")().x == 3
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_what_an_import_raises_is_one_line_with_its_place(tmp_path, text, says):
 def test_a_file_that_cannot_be(tmp_path, asked, says):
     (tmp_path / "mine.txt").write_text("x = 1")
     with pytest.raises(UsageError, match=says):
-        member(f"{tmp_path}/{asked}", "mod 'x'")
+        load_member(f"{tmp_path}/{asked}", "mod 'x'")
 
 
 def test_a_name_that_is_not_there(tmp_path):
     (tmp_path / "mine.py").write_text("x = 1")
     with pytest.raises(UsageError, match=r"^mod 'y': .*mine\.py has no 'y'"):
-        member(f"{tmp_path}/mine.py::y", "mod 'y'")
+        load_member(f"{tmp_path}/mine.py::y", "mod 'y'")
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_half_a_reference_and_a_folder(tmp_path, monkeypatch, asked, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(UsageError, match=f"^mod 'x': {says}"):
-        member(asked, "mod 'x'")
+        load_member(asked, "mod 'x'")
 
 
 def test_a_getattr_of_the_module_may_raise_anything(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def __getattr__(name):\n    raise ValueError('planted')\n")
     with pytest.raises(UsageError, match=r"asking .* for 'x' raised ValueError: planted at mine"):
-        member(f"{path}::x", "mod 'y'")
+        load_member(f"{path}::x", "mod 'y'")
     path.write_text("import sys\ndef __getattr__(name):\n    sys.exit(0)\n")
     with pytest.raises(UsageError, match=r"asking .* for 'x' raised SystemExit: 0 at mine.py:3"):
-        member(f"{path}::x", "mod 'y'")
+        load_member(f"{path}::x", "mod 'y'")
 
 
 @pytest.mark.parametrize("raised", ["RuntimeError", "SystemExit"])
@@ -86,7 +86,7 @@ def test_an_error_that_cannot_be_said_has_a_name(tmp_path, raised):
     )
     with pytest.raises(UsageError, match=r"raised Mute at mine\.py:4\.$"):
         import_file(path, "mod 'x'")
-    assert brief(ValueError("a\nb")) == "ValueError: a"
+    assert error_line(ValueError("a\nb")) == "ValueError: a"
 
 
 def test_what_an_import_prints_is_not_on_standard_output(tmp_path, capsys):
@@ -127,9 +127,9 @@ def test_no_stream_a_closed_one_and_a_split_character_are_no_error():
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed):
-        print("lost", file=Aside(stream))
+        print("lost", file=DivertedOutput(stream))
     stream = io.StringIO()
-    aside = Aside(stream)
+    aside = DivertedOutput(stream)
     for byte in "γ".encode():
         aside.buffer.write(bytes([byte]))
     assert stream.getvalue() == "γ"

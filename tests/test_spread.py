@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck import spread
+from attncheck.core import strided_alloc
 
 WIDE = 2**31 + 4096
 BF16 = torch.empty(0, dtype=torch.bfloat16)
 
 
 def test_what_is_reserved_is_zeros_and_can_be_written() -> None:
-    whole = spread.reserved(WIDE, BF16)
+    whole = strided_alloc.reserve_memory(WIDE, BF16)
     assert (whole.dtype, len(whole)) == (torch.bfloat16, WIDE)
     assert (whole[0], whole[-1]) == (0, 0)
     whole[-1] = 3
@@ -20,9 +20,9 @@ def test_what_is_reserved_is_zeros_and_can_be_written() -> None:
 
 
 def test_a_copy_has_the_elements_and_the_strides() -> None:
-    view = spread.reserved(WIDE, BF16).as_strided((3, 2), (2**30, 1), 4000)
+    view = strided_alloc.reserve_memory(WIDE, BF16).as_strided((3, 2), (2**30, 1), 4000)
     view.copy_(torch.arange(6).view(3, 2))
-    copy = spread.copied(view)
+    copy = strided_alloc.copy_far_rows(view)
     assert torch.equal(copy, view)
     assert (copy.stride(), copy.storage_offset()) == (view.stride(), view.storage_offset())
     copy.zero_()
@@ -40,12 +40,17 @@ def test_a_copy_has_the_elements_and_the_strides() -> None:
     ],
 )
 def test_what_is_spread(elements, shape, spreads) -> None:
-    assert spread.is_spread(spread.reserved(elements, BF16).as_strided(shape, (2, 1))) == spreads
+    assert (
+        strided_alloc.has_far_rows(
+            strided_alloc.reserve_memory(elements, BF16).as_strided(shape, (2, 1))
+        )
+        == spreads
+    )
 
 
 def test_too_much_is_an_error_that_says_so() -> None:
     with pytest.raises(MemoryError, match="cannot allocate memory"):
-        spread.reserved(2**58, BF16)
+        strided_alloc.reserve_memory(2**58, BF16)
 
 
 class _Gpu:
@@ -63,7 +68,7 @@ def test_a_gpu_needs_room_for_its_copies(copies, able, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 16 << 30))
     monkeypatch.setattr(torch, "empty", lambda elements, **_: elements)
     if able:
-        assert spread.reserved(2**32, _Gpu(), copies=copies) == 2**32
+        assert strided_alloc.reserve_memory(2**32, _Gpu(), copies=copies) == 2**32
     else:
         with pytest.raises(torch.OutOfMemoryError, match="16 GiB are needed, and 10 are free"):
-            spread.reserved(2**32, _Gpu(), copies=copies)
+            strided_alloc.reserve_memory(2**32, _Gpu(), copies=copies)

@@ -46,11 +46,11 @@ _HEAVY_IF_INTERPRETED = ("torch._dynamo",)
 _OWN = {
     "attncheck": (
         "attncheck.cli",
-        "attncheck.examine.evidence",
-        "attncheck.examine.executor",
+        "attncheck.verify.evidence",
+        "attncheck.verify.executor",
         "attncheck.reporting.screen",
-        "attncheck.runner.measure",
-        "attncheck.subjects.configured",
+        "attncheck.verify.verify",
+        "attncheck.capabilities.configuration",
     ),
     "pytest": (),
 }

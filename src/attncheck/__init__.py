@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.recordings.recorder import capture
+    from attncheck.inputs.capture import capture
     from attncheck.strategies.problems import problems
     from attncheck.suite.assertion import assert_attention_close
     from attncheck.suite.check import check
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 # Imported when they are asked for: they need torch or Hypothesis, ``--help`` does not.
 _ROOMS = {
     "assert_attention_close": "attncheck.suite.assertion",
-    "capture": "attncheck.recordings.recorder",
+    "capture": "attncheck.inputs.capture",
     "check": "attncheck.suite.check",
     "given": "attncheck.suite.given",
     "problems": "attncheck.strategies.problems",

@@ -23,7 +23,7 @@ from attncheck.suite.ownership import is_ours
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
     from attncheck.suite.known_failures import KnownFailure
     from attncheck.suite.session import Session
     from attncheck.suite.under_test import UnderTest

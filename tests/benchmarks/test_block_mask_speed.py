@@ -9,10 +9,10 @@ import pytest
 import torch
 from block_mask_speed import masks, measured, page, same_bits, tiles
 
-from attncheck.examine.environment import prepare
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import FULL
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
+from attncheck.verify.environment import prepare
 
 if not torch.cuda.is_available():
     prepare("cpu")

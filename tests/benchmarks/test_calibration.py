@@ -13,10 +13,10 @@ from calibration_page import page
 from calibration_summary import merged, summary
 from random_problems import problem
 
-from attncheck.examine.evidence import Evidence
-from attncheck.judge.arithmetic import HOPPER_FP8
-from attncheck.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import HOPPER_FP8
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
 
 
 def asked(tmp_path, **changes):

@@ -7,19 +7,19 @@ import torch
 from gradient_peers import PEERS, GivenGradients
 
 from attncheck import oracles
-from attncheck.formats import round_to
-from attncheck.inputs import draw
+from attncheck.core.formats import round_to
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_kernels import Sdpa
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 
 def given(dtype="bf16", **changes):
     asked = Problem(heads=4, kv_heads=2, query=16, kv=50, head_dim=24, dtype=dtype, backward=True)
-    inputs = draw(asked.replace(**({"mask": Spec.of("causal_bottom_right")} | changes)))
+    inputs = draw_inputs(asked.replace(**({"mask": Spec.of("causal_bottom_right")} | changes)))
     return GivenGradients(inputs, oracles.truth(inputs))
 
 

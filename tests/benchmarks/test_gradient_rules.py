@@ -11,11 +11,10 @@ from gradient_rules import Remembered, Task, tasks, work
 from planted_gradients import FAULTS
 from spread import difference
 
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.gradient_allowances import gradient_allowance
-from attncheck.outputs import Outputs
-from attncheck.problem import Case
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence, gradient_allowance
 
 TASK = Task("cpu", "fp16", 70, 0, "causal")
 

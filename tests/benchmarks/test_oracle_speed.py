@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle_calls import Cell, forward_alone, peak_bytes, sdpa, streamed
 
-from attncheck.oracles.tiles import Blocks
+from attncheck.oracles.streaming_forward import Blocks
 
 CELL = Cell(8, "causal", 40, 1, 2, backward=True)
 SMALL = [Blocks(rows=64, query=16, query_most=32, kv=k, cell=16) for k in (16, 32)]

@@ -7,11 +7,11 @@ import torch
 from peers import PEERS, Given
 
 from attncheck import oracles
-from attncheck.formats import round_to
-from attncheck.inputs import draw
+from attncheck.core.formats import round_to
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 NO_LSE = ("2×", "3×", "1.1× mean", "ε·Σp|v|", "oneDNN")
@@ -20,7 +20,7 @@ NO_LSE = ("2×", "3×", "1.1× mean", "ε·Σp|v|", "oneDNN")
 def given(dtype="bf16", **changes):
     mask = Spec.of("causal_bottom_right")
     problem = Problem(heads=2, kv_heads=1, query=16, kv=100, head_dim=80, dtype=dtype, mask=mask)
-    inputs = draw(problem.replace(**changes))
+    inputs = draw_inputs(problem.replace(**changes))
     return Given(inputs, oracles.truth(inputs))
 
 

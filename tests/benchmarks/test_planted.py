@@ -11,8 +11,8 @@ import wrong_arithmetic
 import wrong_structure
 from planted import FAULTS, MASKS, TILING
 
-from attncheck.inputs import draw
-from attncheck.problem import Problem
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.ideal import Ideal
 
 # Inputs meant for a fault that ordinary ones do not show.
@@ -23,7 +23,7 @@ MEANT |= {"no fp8 prescale": "large_logits"}
 def inputs_for(fault, dtype, distribution=None):
     """200 keys: a ragged last tile of 8; a scale that is no power of two."""
     heads, kv_heads = fault.heads
-    return draw(
+    return draw_inputs(
         Problem(
             heads=heads,
             kv_heads=kv_heads,

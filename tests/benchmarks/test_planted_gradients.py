@@ -12,13 +12,13 @@ import wrong_gradients
 from planted_gradients import FAULTS, KINDS
 from wrong_structure import TILING
 
-from attncheck.inputs import draw
+from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.subjects.ideal import Ideal
 
 
 def inputs_for(fault, dtype):
     """90 keys: a ragged second tile of 26."""
-    return draw(gradient_rules.Task("cpu", dtype, 90, 0, fault.kind).problem)
+    return draw_inputs(gradient_rules.Task("cpu", dtype, 90, 0, fault.kind).problem)
 
 
 def same(a, b):
@@ -45,7 +45,7 @@ def test_a_fault_changes_a_gradient_and_nothing_else(fault):
 
 def test_the_base_of_the_faults_is_right():
     for kind in KINDS:
-        inputs = draw(gradient_rules.Task("cpu", "bf16", 70, 0, kind).problem)
+        inputs = draw_inputs(gradient_rules.Task("cpu", "bf16", 70, 0, kind).problem)
         right = Ideal(TILING).run(inputs).tensors()
         found = wrong_gradients.WrongBackward().run(inputs).tensors()
         assert all(torch.equal(found[name], tensor) for name, tensor in right.items())

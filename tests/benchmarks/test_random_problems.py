@@ -12,9 +12,10 @@ from random_problems import (
     tiling,
 )
 
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.formats import DTYPES
-from attncheck.mods.library import MASKS, SCORES
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
 
 SOME = range(0, 7500, 12)
 

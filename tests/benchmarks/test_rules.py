@@ -14,7 +14,7 @@ from rules import Task, compared, probed, tasks
 from rules_run import merged
 from spread import Spread, difference
 
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 
 
 def task(**changes):

@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from attncheck import json_numbers
-from attncheck.baseline_record import FILE, read
 from attncheck.cli import attncheck
-from attncheck.errors import UsageError
-from attncheck.gate_record import Answer, GateReport
-from attncheck.judgement import Judgement
-from attncheck.problem import Case, Problem
-from attncheck.record import Accuracy, Environment, Record
+from attncheck.core import json_numbers
+from attncheck.core.errors import UsageError
+from attncheck.core.judgement import Judgement
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.baseline_entries import BASELINE_FILE, read_baseline
+from attncheck.records.record import Accuracy, Environment, Record
+from attncheck.records.run_reports import Answer, GateReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ def gate(path: Path, *records: Record, **changes: Any) -> str:
         kernels={"mine.py::fwd": "a kernel"},
         answers=answers,
     )
-    path.write_text(json_numbers.written(replace(report, **changes)))
+    path.write_text(json_numbers.to_json_text(replace(report, **changes)))
     return str(path)
 
 
@@ -89,16 +89,16 @@ def code(*words: str) -> int:
 @pytest.fixture
 def kept(folder: Path) -> Path:
     assert code("write", gate(folder / "gate.json", record(0), record(1))) == 0
-    return folder / FILE
+    return folder / BASELINE_FILE
 
 
 def test_write_makes_the_file_and_replaces_none(kept: Path, folder: Path) -> None:
-    baseline = read(kept)
+    baseline = read_baseline(kept)
     assert [entry.case for entry in baseline.entries] == sorted(case.id for case in CASES)
     with pytest.raises(UsageError, match=r"attncheck-baseline\.json is there"):
         code("write", str(folder / "gate.json"))
     assert code("write", str(folder / "gate.json"), "--force") == 0
-    assert read(kept) == baseline
+    assert read_baseline(kept) == baseline
 
 
 def test_write_goes_beside_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_write_goes_beside_the_configuration(folder: Path, monkeypatch: pytest.M
     (folder / "below").mkdir()
     monkeypatch.chdir(folder / "below")
     assert code("write", gate(folder / "gate.json", record(0))) == 0
-    assert (folder / FILE).is_file()
+    assert (folder / BASELINE_FILE).is_file()
 
 
 @pytest.mark.parametrize("status", ["fail", "error", "crash", "timeout", "oom", "flaky"])
@@ -115,7 +115,7 @@ def test_a_wrong_answer_cannot_be_kept(folder: Path, status: Any) -> None:
     result = call("write", gate(folder / "gate.json", record(0), wrong))
     assert result.return_value == 1
     assert "cannot be kept in a baseline" in result.stderr
-    assert not (folder / FILE).exists()
+    assert not (folder / BASELINE_FILE).exists()
 
 
 def test_nor_of_a_kernel_that_fails_elsewhere(folder: Path) -> None:
@@ -160,7 +160,9 @@ def test_what_is_worse_is_accepted_with_a_reason_that_stays(kept: Path, folder: 
     with pytest.raises(UsageError, match="say why"):
         code("accept", now)
     assert code("accept", now, "--reason", "twice as fast") == 0
-    first, second = (next(e for e in read(kept).entries if e.case == case.id) for case in CASES)
+    first, second = (
+        next(e for e in read_baseline(kept).entries if e.case == case.id) for case in CASES
+    )
     assert first.reason == "twice as fast"
     assert first.tensors["out"].relative == 1.5
     # Within rounding nothing is taken over, so that it does not creep.
@@ -172,16 +174,16 @@ def test_what_is_worse_is_accepted_with_a_reason_that_stays(kept: Path, folder: 
 def test_only_what_is_named_is_accepted(kept: Path, folder: Path) -> None:
     now = gate(folder / "now.json", record(0, 0.5), record(1, 0.5))
     assert code("accept", now, "--case", CASES[1].id) == 0
-    held = {entry.case: entry.tensors["out"].relative for entry in read(kept).entries}
+    held = {entry.case: entry.tensors["out"].relative for entry in read_baseline(kept).entries}
     assert held == {CASES[0].id: 1.0, CASES[1].id: 0.5}
 
 
 def test_what_is_gone_is_forgotten_where_all_was_asked(kept: Path, folder: Path) -> None:
     part = gate(folder / "now.json", record(0), unfinished=1)
     assert code("accept", part) == 0
-    assert len(read(kept).entries) == 2
+    assert len(read_baseline(kept).entries) == 2
     assert code("accept", gate(folder / "now.json", record(0))) == 0
-    assert len(read(kept).entries) == 1
+    assert len(read_baseline(kept).entries) == 1
 
 
 def test_a_damaged_baseline_is_never_no_regression(kept: Path, folder: Path) -> None:

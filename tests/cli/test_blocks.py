@@ -10,13 +10,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attncheck.block_record import BlockRecord, BlockReport
 from attncheck.cli.blocks import blocks
-from attncheck.errors import AttncheckError
-from attncheck.examine.block_survey import mask_of, survey
-from attncheck.mods.library import MASKS
+from attncheck.core.errors import AttncheckError
+from attncheck.mods.masks import MASKS
 from attncheck.mods.spec import Dimensions, Spec
+from attncheck.records.survey_reports import BlockRecord, BlockReport
 from attncheck.reporting import block_pages
+from attncheck.surveys.block_survey import mask_of, survey_blocks
 
 MINE = """
 import torch
@@ -245,7 +245,9 @@ def test_an_interrupt_between_two_sizes_ends_it():
 
     dimensions = Dimensions(batch=1, heads=1, query=8, kv=8)
     with pytest.raises(KeyboardInterrupt):
-        survey(Spec.of("causal"), dimensions, [(4, 4)], mapped=False, command="", done=interrupted)
+        survey_blocks(
+            Spec.of("causal"), dimensions, [(4, 4)], mapped=False, command="", done=interrupted
+        )
 
 
 def test_help_imports_nothing_heavy(tmp_path):

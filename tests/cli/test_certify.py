@@ -12,7 +12,7 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 
 from attncheck import oracles
 from attncheck.cli import main
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 from attncheck.reporting import certificate_pages
 
 TINY = ("--certify", "--shape", "1x2/1x5x4", "--distribution", "normal", "-q")

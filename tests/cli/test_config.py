@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.subjects.configuration_mistakes import CONVENTIONS, mistakes
+from attncheck.capabilities.configuration_mistakes import CONVENTION_NAMES, find_mistakes
 
 KERNELS = "def attention(query, key, value): ...\n\ndef gradients(dout): ...\n"
 RIGHT = """
@@ -43,7 +43,7 @@ def written(tmp_path, monkeypatch):
 
 
 def test_a_right_file_has_no_mistakes(written):
-    assert mistakes(written(RIGHT)) == (4, [])
+    assert find_mistakes(written(RIGHT)) == (4, [])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_right_file_has_no_mistakes(written):
 def test_each_mistake_is_a_line(written, line, says):
     Path("broken.py").write_text("f(\n")
     entry = "" if line.startswith("entry") else 'entry = "kernels.py::attention"\n'
-    count, found = mistakes(written(f"[kernels.mine]\n{entry}{line}\n"))
+    count, found = find_mistakes(written(f"[kernels.mine]\n{entry}{line}\n"))
     assert count == 1
     assert len(found) == 1
     assert found[0].startswith(f"attncheck.toml: kernels.mine: {says}")
@@ -79,7 +79,7 @@ def test_each_mistake_is_a_line(written, line, says):
 
 
 def test_all_mistakes_are_said_and_not_the_first_alone(written):
-    _, found = mistakes(
+    _, found = find_mistakes(
         written(
             '[kernels.one]\ndtypes = ["bf17"]\nmasks = ["gone"]\n'
             '[[kernels.one.override]]\nwhen = { dtype = "bf16" }\n'
@@ -94,18 +94,18 @@ def test_all_mistakes_are_said_and_not_the_first_alone(written):
 
 def test_what_is_no_table_is_a_line(written):
     for text in ("[kernels", "kernels = 1", "gone = 1", "[kernels]\nmine = 1"):
-        assert len(mistakes(written(text))[1]) == 1
+        assert len(find_mistakes(written(text))[1]) == 1
 
 
 def test_conventions_are_those_that_there_are():
-    from attncheck.subjects import conventions
+    from attncheck.conventions import declarations
 
-    assert sorted(CONVENTIONS) == sorted(conventions.CONVENTIONS)
+    assert sorted(CONVENTION_NAMES) == sorted(declarations.CONVENTIONS)
 
 
 def test_nothing_of_the_project_is_imported(written):
     Path("kernels.py").write_text(f"raise RuntimeError\n{KERNELS}")
-    assert mistakes(written(RIGHT))[1] == []
+    assert find_mistakes(written(RIGHT))[1] == []
 
 
 def run(*words, cwd):

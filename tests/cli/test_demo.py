@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from attncheck.cli.demo_search import at_edges, drawn
-from attncheck.examine.environment import prepare
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.environment import prepare
 
 verb = importlib.import_module("attncheck.cli.demo")  # the room's name is the command's
 
@@ -80,7 +80,7 @@ def mended(tmp_path):
 
 def test_the_mended_kernel_passes_the_same_questions(mended):
     """So that what is found is what was planted."""
-    subject = load(mended)
+    subject = load_subject(mended)
     assert at_edges(subject, "cpu") is None
     # Under the planted one's name: of another Hypothesis would draw other problems.
     assert drawn(verb.KERNEL, subject, "cpu", most=60) is None
@@ -88,7 +88,7 @@ def test_the_mended_kernel_passes_the_same_questions(mended):
 
 def test_without_hypothesis_it_is_found_at_the_edges_of_tiles():
     prepare("cpu")
-    found = at_edges(load(verb.KERNEL), "cpu")
+    found = at_edges(load_subject(verb.KERNEL), "cpu")
     assert found is not None
     assert WRONG in found.smallest.judgement.reason
     assert found.smallest.case["problem"]["kv"] == 32
@@ -97,7 +97,7 @@ def test_without_hypothesis_it_is_found_at_the_edges_of_tiles():
 def test_the_extra_is_named_where_it_is_missing(monkeypatch, capsys):
     prepare("cpu")
     monkeypatch.setitem(sys.modules, "hypothesis", None)
-    found = verb._find(load(verb.KERNEL), "cpu", quiet=True)
+    found = verb._find(load_subject(verb.KERNEL), "cpu", quiet=True)
     assert found.after == 0
     assert "pip install 'attncheck[properties]'" in flat(capsys.readouterr().out)
 

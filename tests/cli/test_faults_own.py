@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from attncheck.cli.faults_own import header
-from attncheck.fault_record import OwnScore
-from attncheck.faults.choosing import Chosen, chosen
-from attncheck.faults.own_pytest import OwnSuite
-from attncheck.runner.journal import Journal
-from attncheck.runner.unit import Done
+from attncheck.faults.fault_selection import FaultSelection, select_faults
+from attncheck.faults.user_suite import UserSuite
+from attncheck.records.fault_scores import OwnTestsScore
+from attncheck.workers.journal import Journal
+from attncheck.workers.units import Done
 
 FUNCTION = """
 import torch
@@ -62,11 +62,13 @@ def run(attncheck, project):
 @pytest.fixture
 def interrupted(project):
     """A run that was interrupted when the first of two faults had its score."""
-    suite = OwnSuite(command="test_mine.py", replace="mine:attention")
-    these = chosen(
+    suite = UserSuite(command="test_mine.py", replace="mine:attention")
+    these = select_faults(
         hosts=("ideal",), names=FAULTS, categories=(), controls=False, device="cuda", tier=""
     )
-    first = OwnScore(fault=FAULTS[0], category="x", host="ideal", status="missed", seconds=4321)
+    first = OwnTestsScore(
+        fault=FAULTS[0], category="x", host="ideal", status="missed", seconds=4321
+    )
     path = Path("reports/faults/results.jsonl")
     with Journal.open(path, header(suite, these, typed=""), resume=False) as journal:
         journal.queued(these.units)
@@ -103,8 +105,8 @@ def test_another_run_that_is_not_finished_is_left_alone(run, project, interrupte
 
 def test_a_run_is_of_the_tests_as_they_are(project):
     def sources():
-        suite = OwnSuite(command="test_mine.py", replace="mine:attention")
-        return header(suite, Chosen(units=()), typed="")["sources"]
+        suite = UserSuite(command="test_mine.py", replace="mine:attention")
+        return header(suite, FaultSelection(units=()), typed="")["sources"]
 
     before = sources()
     assert sources() == before

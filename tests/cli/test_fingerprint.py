@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from attncheck.cli.fingerprint import fingerprint
-from attncheck.errors import AttncheckError, UsageError
-from attncheck.fingerprint_record import FIELDS
+from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.records.survey_reports import FIELDS
 from attncheck.reporting import fingerprint_page
 
 MINE = """

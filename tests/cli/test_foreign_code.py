@@ -14,7 +14,7 @@ import pytest
 
 from attncheck.cli import attncheck as group
 from attncheck.cli import main, standard_output
-from attncheck.mods import own
+from attncheck.mods import mod_files
 
 MODS = ("--shape", "1x1x3", "--kernel", "ideal", "-q", "--device", "cpu")
 RMSE = ("--shape", "1x1x8x8", "--variant", "causal", "-q", "--device", "cpu")
@@ -67,7 +67,7 @@ def attncheck(tmp_path, monkeypatch, capsys):
     yield run
     signal.signal(signal.SIGINT, handler)
     sys.warnoptions = options
-    own._mod.cache_clear()
+    mod_files._mod.cache_clear()
 
 
 @pytest.fixture

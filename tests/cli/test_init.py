@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 
 MINE = """
 import torch

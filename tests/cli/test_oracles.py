@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.examine.oracle_survey import survey
+from attncheck.core.errors import UsageError
 from attncheck.reporting import oracle_pages
+from attncheck.surveys.oracle_survey import survey_oracles
 
 PROMISED = 1e-13 * 2.0**53  # units; what the manual says of ordinary inputs
 TINY = ("--shape", "1x2/1x5x4", "--distribution", "large_logits", "-q")
@@ -216,7 +216,7 @@ def test_by_default_what_does_not_exist_is_left_out(attncheck, tmp_path):
 
 def test_no_problem_is_no_report():
     with pytest.raises(UsageError, match="nothing can be measured"):
-        survey([], digits=50, command="")
+        survey_oracles([], digits=50, command="")
 
 
 @pytest.mark.parametrize(

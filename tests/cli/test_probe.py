@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from attncheck.cli.probe import name_of
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 
 # Quick: it takes one dtype, one head_dim, and neither masks nor score mods.
 MINE = """

@@ -9,9 +9,9 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from attncheck.record import Report
+from attncheck.core.source_files import import_file
+from attncheck.records.record import Report
 from attncheck.reporting import gate_files, gate_pages, render
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parents[1] / "reporting" / "gate_reports.py", "gate reports")
 
@@ -120,10 +120,10 @@ def test_the_manual_has_every_option():
 
 
 def test_a_journal_is_read(attncheck, folder):
-    from attncheck.examine.environment import fingerprint
     from attncheck.gate.report import header
-    from attncheck.runner.journal import Journal
-    from attncheck.runner.unit import Done, Unit
+    from attncheck.verify.environment import fingerprint
+    from attncheck.workers.journal import Journal
+    from attncheck.workers.units import Done, Unit
 
     plan = {"tier": "smoke", "stages": "bounds"}
     head = header(("k",), device="cpu", convention="", started="2026-11-22T17:30:00Z", plan=plan)

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from attncheck.cli import attncheck
 from attncheck.cli.interrupts import Interrupts
-from attncheck.errors import UsageError
-from attncheck.examine.reproduce import again, failed
+from attncheck.core.errors import UsageError
+from attncheck.diagnose.reproduce import new_failure, run_again
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.reporting.diagnosis import diagnosis_of
-from attncheck.reporting.failures import keep
-from attncheck.subjects.load import load
+from attncheck.records.failures import keep_failure
+from attncheck.reporting.diagnosis_text import kept_failure_text
+from attncheck.subjects.load import load_subject
 
 KERNELS = Path(__file__).parents[1] / "runner" / "planted_kernels.py"
 WRONG = f"{KERNELS}::bottom_right"
@@ -41,9 +41,9 @@ def repro(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def kept(tmp_path):
-    record = again(load(WRONG), CASE, device="cpu")
-    one = failed(record, kernel=WRONG, device="cpu", test="test_causal.py::test_it")
-    keep(one, tmp_path / "reports" / "failures")
+    record = run_again(load_subject(WRONG), CASE, device="cpu")
+    one = new_failure(record, kernel=WRONG, device="cpu", test="test_causal.py::test_it")
+    keep_failure(one, tmp_path / "reports" / "failures")
     return one
 
 
@@ -55,7 +55,7 @@ def written(data, name="given.json"):
 def test_a_failure_is_asked_again(repro, kept):
     code, said = repro(kept.id)
     assert code == 1
-    assert f"{said}Reproduce: attncheck repro {kept.id}" == diagnosis_of(kept)
+    assert f"{said}Reproduce: attncheck repro {kept.id}" == kept_failure_text(kept)
     assert said.startswith("FAIL bound compare: out[")
     assert "  test       test_causal.py::test_it\n" in said
 
@@ -68,18 +68,18 @@ def test_another_kernel_is_asked_the_same(repro, kept):
 
 
 def test_what_holds_now_failed_when_it_was_kept(repro, kept):
-    mended = failed(kept.record, kernel="ideal", device="cpu", test="test_causal.py::test_it")
-    keep(mended)
+    mended = new_failure(kept.record, kernel="ideal", device="cpu", test="test_causal.py::test_it")
+    keep_failure(mended)
     code, said = repro(mended.id)
     assert code == 0
     assert "It failed when it was kept: the kernel has been mended since" in said
 
 
 def test_two_kernels_have_two_ids(kept):
-    other = failed(kept.record, kernel="ideal", device="cpu")
-    third = failed(kept.record, kernel=WRONG, device="cpu", convention="sdpa")
+    other = new_failure(kept.record, kernel="ideal", device="cpu")
+    third = new_failure(kept.record, kernel=WRONG, device="cpu", convention="sdpa")
     assert len({kept.id, other.id, third.id}) == 3
-    assert failed(kept.record, kernel=WRONG, device="cpu").id == kept.id
+    assert new_failure(kept.record, kernel=WRONG, device="cpu").id == kept.id
 
 
 def test_a_case_and_a_problem_are_files(repro):
@@ -142,16 +142,16 @@ def test_what_cannot_be_is_a_line(repro, data, words, says):
 
 
 def test_a_kernel_that_is_gone_is_a_line(repro, kept):
-    gone = failed(kept.record, kernel="gone.py::f", device="cpu")
-    keep(gone, "reports/failures")
+    gone = new_failure(kept.record, kernel="gone.py::f", device="cpu")
+    keep_failure(gone, "reports/failures")
     with pytest.raises(UsageError, match=r"there is no file gone\.py; if it is elsewhere now"):
         repro(gone.id)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
 def test_a_device_that_is_not_here_is_a_line(repro, kept):
-    on_a_gpu = failed(kept.record, kernel=WRONG, device="cpu")
-    keep(replace(on_a_gpu, id="gpugpugpug", device="cuda"), "reports/failures")
+    on_a_gpu = new_failure(kept.record, kernel=WRONG, device="cpu")
+    keep_failure(replace(on_a_gpu, id="gpugpugpug", device="cuda"), "reports/failures")
     with pytest.raises(UsageError, match=r"it was asked on 'cuda': .*; add --device cpu\.$"):
         repro("gpugpugpug", device=None)
     assert repro("gpugpugpug")[0] == 1

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.capabilities import named_kernels
 from attncheck.cli import main
-from attncheck.distributions import DISTRIBUTIONS
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
-from attncheck.problem import Problem
 from attncheck.reporting import figures
-from attncheck.subjects import builtin
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
 
 MINE = """
 from attncheck.subjects.contract import Subject
@@ -127,7 +127,7 @@ def test_a_kernel_without_gradients_is_refused_by_name(attncheck, tmp_path):
 
 def test_built_in_kernels_without_gradients_are_named_in_one_line(attncheck, monkeypatch):
     known = ("ideal", "triton-flash1", "triton-decode", "triton-paged", "torch-softmax")
-    monkeypatch.setattr(builtin, "names", lambda: known)
+    monkeypatch.setattr(named_kernels, "builtin_names", lambda: known)
     code, out, err = attncheck()
     assert code == 0
     assert (
@@ -136,7 +136,7 @@ def test_built_in_kernels_without_gradients_are_named_in_one_line(attncheck, mon
     assert "1 cell: 1 pass.\n" in out
     assert "triton-flash1" not in out
     asked = Problem(query=24, head_dim=8, backward=True)
-    assert [name for name in known if load(name).concerns(asked)] == ["ideal"]
+    assert [name for name in known if load_subject(name).concerns(asked)] == ["ideal"]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from attncheck.cli import main
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.mods import library, own
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.mods import library, mod_files
 
 TINY = ("--shape", "1x2x8x8", "--kernel", "ideal", "--kernel", "sdpa-math")
 MODS = """
@@ -69,7 +69,7 @@ def attncheck(monkeypatch, capsys):
 
     yield run
     signal.signal(signal.SIGINT, handler)
-    own._mod.cache_clear()
+    mod_files._mod.cache_clear()
     for registry, known in before:
         registry.clear()
         registry.update(known)
@@ -111,7 +111,7 @@ def test_the_id_of_a_cell_changes_with_the_captured_numbers(folder, attncheck):
     ids = []
     for table in ("torch.linspace(-1, 1, 8)", "torch.linspace(-1, 2, 8)"):
         (folder / "mine.py").write_text(MODS.replace("torch.linspace(-1, 1, 8)", table))
-        own._mod.cache_clear()  # as another process
+        mod_files._mod.cache_clear()  # as another process
         code, out, err = attncheck(
             "rmse", *TINY, "--score", "mine.py::plus", "-q", "--format", "json"
         )

@@ -106,8 +106,8 @@ class Command:
 
 def _read(kind: str, data: dict[str, Any]) -> dict[str, Any]:
     """``data`` read as a ``kind`` and written back."""
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.mods.spec import Spec
-    from attncheck.problem import Case, Problem
 
     if kind == "mask":
         return Problem(query=128, mask=Spec.from_json(data)).mask.to_json()

@@ -138,9 +138,10 @@ def test_the_page_names_every_property_profile_and_length():
 
 
 def test_tables_name_everything_there_is():
-    from attncheck.distributions import DISTRIBUTIONS
-    from attncheck.formats import DTYPES
-    from attncheck.mods.library import MASKS, SCORES
+    from attncheck.core.formats import DTYPES
+    from attncheck.inputs.distributions import DISTRIBUTIONS
+    from attncheck.mods.masks import MASKS
+    from attncheck.mods.scores import SCORES
     from attncheck.relations import RELATIONS
     from attncheck.reporting.rows import COLUMNS
 
@@ -164,8 +165,8 @@ def test_tables_name_everything_there_is():
 
 def test_the_table_of_examples_says_what_was_measured():
     """Every mod of the examples, and for each world what the reports of a CPU and a GPU hold."""
-    from attncheck.mods.in_file import mods_in
-    from attncheck.source_files import import_file
+    from attncheck.core.source_files import import_file
+    from attncheck.mods.mod_files import mods_in
 
     answers = {}
     for machine in ("cpu", "h200"):
@@ -186,9 +187,8 @@ def test_the_table_of_examples_says_what_was_measured():
 
 
 def test_the_check_page_names_its_questions_and_conventions():
+    from attncheck.conventions.declarations import CONVENTIONS, KEYWORDS
     from attncheck.runner.quick import questions
-    from attncheck.subjects.conventions import CONVENTIONS
-    from attncheck.subjects.conventions.sdpa import KEYWORDS
 
     compared = {q.name: q.summary for q in questions("bf16") if q.case.question == "compare"}
     shown = rows("docs/check.md", "layout") + rows("docs/check.md", "numbers")
@@ -204,9 +204,9 @@ def test_the_check_page_names_its_questions_and_conventions():
 
 def test_the_kernel_of_the_ci_page_passes_the_gate_that_the_page_shows(tmp_path):
     """Its gradients too: through a maximum that is not detached they have rounding of their own."""
-    from attncheck.examine.answer import answered
-    from attncheck.problem import Case, Problem
-    from attncheck.subjects.load import load
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.subjects.load import load_subject
+    from attncheck.verify.run_case import run_case
 
     (source,) = re.findall(
         r"^```python my_kernel\.py$\n(.*?)^```$", read("docs/ci.md"), re.M | re.S
@@ -216,13 +216,14 @@ def test_the_kernel_of_the_ci_page_passes_the_gate_that_the_page_shows(tmp_path)
     found = []
     for name, text in (("shown", source), ("through_it", source.replace(".detach()", ""))):
         (tmp_path / f"{name}.py").write_text(text)
-        kernel = load(f"{tmp_path / name}.py::attention", None)
-        found.append(answered(kernel, Case(problem=problem), device="cpu").status)
+        kernel = load_subject(f"{tmp_path / name}.py::attention", None)
+        found.append(run_case(kernel, Case(problem=problem), device="cpu").status)
     assert found == ["pass", "fail"]
 
 
 def test_arguments_of_the_library_are_documented():
-    from attncheck.mods.library import MASKS, SCORES
+    from attncheck.mods.masks import MASKS
+    from attncheck.mods.scores import SCORES
 
     for heading, entries in (("mask", MASKS), ("score mod", SCORES)):
         for first, arguments, *_ in rows("docs/masks.md", heading):
@@ -232,12 +233,12 @@ def test_arguments_of_the_library_are_documented():
 
 
 def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
-    from attncheck.examine.check import compare
-    from attncheck.examine.evidence import Evidence
+    from attncheck.capabilities.named_kernels import subject_named
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.mods.spec import Spec
-    from attncheck.problem import Case, Problem
     from attncheck.reporting.figures import ratio
-    from attncheck.subjects.builtin import subject_named
+    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.run_case import compare
 
     evidence = Evidence(Case(problem=Problem(heads=4, query=256, mask=Spec.of("causal"))), "cpu")
     out = compare(subject_named("sdpa-math"), evidence, variant="causal", environment="").out
@@ -332,7 +333,11 @@ def exports():
 def test_every_public_name_exists(exports):
     found, faults = exports
     assert faults == []
-    assert {"attncheck.problem", "attncheck.cli.rmse", "attncheck.judge.floor"} <= set(found)
+    assert {
+        "attncheck.inputs.problem",
+        "attncheck.cli.rmse",
+        "attncheck.judge.error_measures",
+    } <= set(found)
 
 
 def test_the_python_page_names_all_of_its_modules(exports):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.errors import InterpreterUnavailable
-from attncheck.examine.answer import answered
-from attncheck.examine.checks import CHECKS
+from attncheck.core.errors import InterpreterUnavailable
+from attncheck.inputs.problem import Case, Problem
 from attncheck.kernels import interpreter
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.call_checks import CHECKS
+from attncheck.verify.run_case import run_case
 
 SMALL = Problem(
     batch=2, heads=4, kv_heads=2, query=5, kv=7, head_dim=6, value_dim=3, mask=Spec.of("causal")
@@ -36,7 +36,7 @@ def ready(kernel):
 
 
 def ask(kernel, question, problem=SMALL, **numbers):
-    subject = load(kernel) if isinstance(kernel, str) else kernel
+    subject = load_subject(kernel) if isinstance(kernel, str) else kernel
     smallest = {name: of[0] for name, of in CHECKS[question].allowed(problem).items()}
     case = Case(problem=problem, question=question, parameters=smallest | numbers)
-    return answered(subject, case, device="cpu")
+    return run_case(subject, case, device="cpu")

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 RIGHT = 2

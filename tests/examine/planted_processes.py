@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from attncheck.outputs import Outputs
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 RIGHT = 2
@@ -69,11 +69,11 @@ def mutation(q, right):
 
 def mutation_unseen(q, right):
     """It puts functions of its own in the place of torch's, also where attncheck looks."""
-    from attncheck.examine import executor, obligations
+    from attncheck.verify import executor, obligations
 
     torch.equal = lambda *_: True
     obligations._EQUAL = torch.equal
-    executor.written_to = lambda *_: ""
+    executor.written_input = lambda *_: ""
     return mutation(q, right)
 
 

@@ -8,19 +8,19 @@ import math
 import pytest
 import torch
 
-from attncheck.examine import allowances as room
-from attncheck.examine.allowances import allowance, budget
-from attncheck.examine.evidence import Evidence
-from attncheck.formats import FORMATS, round_to
-from attncheck.judge.bounds import deterministic
-from attncheck.judge.scores import score_error
-from attncheck.judgement import Place
-from attncheck.mods.library import MASKS, SCORES, Entry
-from attncheck.mods.spec import Spec
-from attncheck.oracles import conditions as conditions_room
-from attncheck.oracles.conditions import conditions
-from attncheck.problem import Case, Problem
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.judgement import Place
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.score_errors import score_error
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
+from attncheck.mods.spec import Entry, Spec
+from attncheck.oracles import row_conditions as conditions_room
+from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify import evidence as room
+from attncheck.verify.evidence import Evidence, allowance, budget
 
 HALF_THE_DIGITS = 2.0**-26
 """Of float64: what roots of sums that cancel may keep when they are added up in another order."""
@@ -218,8 +218,8 @@ def test_an_allowance_is_that_of_the_judge():
     problem = attention()
     found, arithmetic = evidence(problem), of_ideal(problem)
     allowed = found.allowance(arithmetic)
-    known = conditions(found.inputs, found.truth, allowed.samples[0].rows)
-    bound = deterministic(known, arithmetic, score_error(known, arithmetic))
+    known = compute_conditions(found.inputs, found.truth, allowed.samples[0].rows)
+    bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
     assert torch.equal(allowed.out.flatten(0, 1), bound.out)
     assert torch.equal(allowed.lse.flatten(0, 1), bound.lse)
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.errors import UnknownName
-from attncheck.examine import questions, relate
-from attncheck.examine.answer import answered
+from attncheck.capabilities.subject import Refused
+from attncheck.core.errors import UnknownName
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
 from attncheck.relations import RELATIONS
-from attncheck.subjects.contract import Refused
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify import relation_runs
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=5, kv=6, head_dim=8, mask=Spec.of("causal"))
 
@@ -62,7 +62,7 @@ class Picky(Ideal):
 
 
 def status(subject, question, parameters=None):
-    record = answered(
+    record = run_case(
         subject, Case(problem=PROBLEM, question=question, parameters=parameters or {}), device="cpu"
     )
     return record.status
@@ -75,11 +75,11 @@ def test_the_ideal_kernel_passes(question) -> None:
 
 def test_a_probe_is_answered() -> None:
     case = probes.cases("decode", PROBLEM)[0]
-    assert answered(Ideal(), case, device="cpu").status == "pass"
+    assert run_case(Ideal(), case, device="cpu").status == "pass"
 
 
 def test_a_last_bit_fails_who_promises_bits() -> None:
-    record = answered(Moved(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    record = run_case(Moved(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "relation")
     assert record.judgement.worst.tensor == "lse"
     assert record.judgement.worst.allowance == 0
@@ -92,7 +92,7 @@ def test_a_last_bit_is_within_the_bounds_of_who_does_not() -> None:
 
 
 def test_more_than_rounding_is_not() -> None:
-    record = answered(Doubled(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    record = run_case(Doubled(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert record.status == "fail"
     assert record.judgement.worst.allowance > 0
     assert "±" in record.judgement.reason
@@ -104,7 +104,7 @@ def test_what_is_not_promised_of_hidden_keys_is_not_asked() -> None:
 
 
 def test_a_refusal_as_it_is_called_is_unsupported() -> None:
-    record = answered(Picky(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    record = run_case(Picky(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert (record.status, record.reason) == ("unsupported", "not today")
 
 
@@ -120,20 +120,20 @@ def test_wrong_elements_of_a_comparison_are_counted() -> None:
 
             return half
 
-    judgement = answered(Half(), Case(problem=PROBLEM), device="cpu").judgement
+    judgement = run_case(Half(), Case(problem=PROBLEM), device="cpu").judgement
     assert judgement.worst.at.head == 0
     assert 0 < judgement.wrong <= 5 * 8 < judgement.compared == 2 * 5 * 8
 
 
 def test_an_unknown_question_is_a_usage_error() -> None:
     with pytest.raises(UnknownName, match="question 'wrong' is not known"):
-        answered(Ideal(), Case(problem=PROBLEM, question="wrong"), device="cpu")
+        run_case(Ideal(), Case(problem=PROBLEM, question="wrong"), device="cpu")
 
 
 @pytest.mark.parametrize("question", ["compare", *RELATIONS, *probes.PROBES])
 def test_every_question_has_a_summary_of_one_line(question: str) -> None:
-    assert questions.summary(question)
-    assert "\n" not in questions.summary(question)
+    assert run_case.question_summary(question)
+    assert "\n" not in run_case.question_summary(question)
 
 
 def test_a_kernel_of_another_operation_is_not_asked() -> None:
@@ -143,7 +143,7 @@ def test_a_kernel_of_another_operation_is_not_asked() -> None:
 
     for question in ("compare", "repeat", "decode"):
         case = probes.cases(question, PROBLEM)[0] if question == "decode" else None
-        record = answered(Softmax(), case or Case(problem=PROBLEM, question=question), device="cpu")
+        record = run_case(Softmax(), case or Case(problem=PROBLEM, question=question), device="cpu")
         assert (record.status, record.reason) == ("unsupported", "it is not about attention")
 
 
@@ -152,8 +152,8 @@ def test_where_nothing_is_bounded_nothing_passes(monkeypatch) -> None:
         nothing = [torch.full(tuple(run.q.shape[:3]), torch.inf) for run in runs]
         return [Outputs(inf[..., None].expand(*inf.shape, 8), inf) for inf in nothing]
 
-    monkeypatch.setattr(relate, "_errors", unbounded)
-    record = answered(
+    monkeypatch.setattr(relation_runs, "_errors", unbounded)
+    record = run_case(
         Ideal(), Case(problem=PROBLEM, question="values_added", parameters={"run": 1}), device="cpu"
     )
     assert record.status == "inconclusive"

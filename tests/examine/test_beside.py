@@ -9,19 +9,17 @@ import itertools
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
-from attncheck.examine.beside import read_beside, taken_otherwise
-from attncheck.examine.circumstances import Circumstances
-from attncheck.examine.diagnosis import diagnosed
-from attncheck.examine.executor import InProcess
-from attncheck.examine.isolated import Host
-from attncheck.examine.spelled import read, spelled
-from attncheck.examine.surroundings import Surroundings, surrounded
-from attncheck.inputs import draw
-from attncheck.problem import Case, Problem
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.out_of_bounds_reads import misread_strides, out_of_bounds_reads
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.relations import relation_named
-from attncheck.reporting.diagnosis import diagnosis
+from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.call_conditions import CallConditions, Surroundings, place_among
+from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import IsolatedKernel, from_fields, to_fields
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(query=5, kv=7, heads=2, head_dim=17, dtype="bf16")
 ROWS = Problem(query=4, kv=4, heads=2, head_dim=16, dtype="bf16")
@@ -112,17 +110,17 @@ class Untransposed(Ideal):
 
 
 def told(subject, case):
-    record = answered(subject, case, device="cpu")
+    record = run_case(subject, case, device="cpu")
     assert record.status == "fail"
-    return diagnosed(record, subject, device="cpu")
+    return diagnose_failure(record, subject, device="cpu")
 
 
 @pytest.mark.parametrize("contents", ["numbers", "others", "nan"])
 @pytest.mark.parametrize("apart", ["", "k"])
 def test_surroundings_change_no_number(contents, apart):
     problem = PROBLEM.replace(backward=True)
-    (_, inputs) = relation_named("strides_gapped").runs(draw(problem), {})
-    around = surrounded(inputs, Surroundings(contents=contents, of="q,k", apart=apart))
+    (_, inputs) = relation_named("strides_gapped").runs(draw_inputs(problem), {})
+    around = place_among(inputs, Surroundings(contents=contents, of="q,k", apart=apart))
     for name, tensor in inputs.tensors().items():
         found = around.tensors()[name]
         assert torch.equal(found, tensor)
@@ -132,8 +130,8 @@ def test_surroundings_change_no_number(contents, apart):
 
 @pytest.mark.parametrize("name", ["strides_expanded", "strides_packed", "strides_transposed"])
 def test_any_layout_stays(name):
-    inputs = relation_named(name).runs(draw(PROBLEM.replace(batch=2, heads=2)), {})[-1]
-    around = surrounded(inputs, Surroundings())
+    inputs = relation_named(name).runs(draw_inputs(PROBLEM.replace(batch=2, heads=2)), {})[-1]
+    around = place_among(inputs, Surroundings())
     for one, tensor in zip(around.tensors().values(), inputs.tensors().values(), strict=True):
         assert torch.equal(one, tensor)
         assert one.stride() == tensor.stride()
@@ -149,26 +147,26 @@ def test_any_layout_stays(name):
     ids=["fp8", "dlse", "softmax"],
 )
 def test_every_input_has_surroundings(problem):
-    inputs = draw(problem)
-    around = surrounded(inputs, Surroundings(contents="others"))
+    inputs = draw_inputs(problem)
+    around = place_among(inputs, Surroundings(contents="others"))
     for name, tensor in inputs.tensors().items():
         as_bytes = (x.contiguous().view(torch.uint8) for x in (tensor, around.tensors()[name]))
         assert torch.equal(*as_bytes)
 
 
 def test_another_process_has_the_same_surroundings():
-    under = Circumstances(fill="pattern", beside=Surroundings(contents="nan", of="k", apart="q"))
-    assert read(Circumstances, spelled(under)) == under
-    with Host("ideal") as host:
-        assert read_beside(Case(problem=ROWS), host.subject, "cpu", host.executor) == ""
-        found = taken_otherwise(Case(problem=ROWS), host.subject, "cpu", host.executor)
+    under = CallConditions(fill="pattern", beside=Surroundings(contents="nan", of="k", apart="q"))
+    assert from_fields(CallConditions, to_fields(under)) == under
+    with IsolatedKernel("ideal") as host:
+        assert out_of_bounds_reads(Case(problem=ROWS), host.subject, "cpu", host.executor) == ""
+        found = misread_strides(Case(problem=ROWS), host.subject, "cpu", host.executor)
     assert found == (True, "")
 
 
 def test_of_the_inputs_that_are_named_the_memory_beside_is_another():
-    inputs = draw(PROBLEM)
+    inputs = draw_inputs(PROBLEM)
     usual, other = (
-        surrounded(inputs, by) for by in (Surroundings(), Surroundings(contents="nan", of="k"))
+        place_among(inputs, by) for by in (Surroundings(), Surroundings(contents="nan", of="k"))
     )
     assert torch.equal(behind(usual.q), behind(other.q))
     assert behind(usual.k).isfinite()
@@ -177,40 +175,40 @@ def test_of_the_inputs_that_are_named_the_memory_beside_is_another():
 
 @pytest.mark.parametrize(("of", "names"), [("v", "v"), ("qk", "q, k"), ("", "")])
 def test_beside_which_input_a_kernel_reads(of, names):
-    assert read_beside(Case(problem=PROBLEM), Reading(of), "cpu", InProcess()) == names
+    assert out_of_bounds_reads(Case(problem=PROBLEM), Reading(of), "cpu", InProcess()) == names
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 7, 8])
 def test_of_what_changes_by_itself_nothing_is_said(period):
-    assert read_beside(Case(problem=PROBLEM), Turning(period), "cpu", InProcess()) == ""
+    assert out_of_bounds_reads(Case(problem=PROBLEM), Turning(period), "cpu", InProcess()) == ""
 
 
 @pytest.mark.parametrize("question", ["compare", "strides_gapped", "mean"])
 def test_a_right_kernel_reads_nothing_beside(question):
     case = Case(problem=ROWS, question=question)
-    assert read_beside(case, Ideal(), "cpu", InProcess()) == ""
+    assert out_of_bounds_reads(case, Ideal(), "cpu", InProcess()) == ""
 
 
 def test_what_is_read_beside_is_told_before_what_explains_a_part():
     record = told(Reading("v"), Case(problem=PROBLEM))
     first = record.diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("reads-beside-an-input", {"of": "v"})
-    assert "and is no part of it [of v]" in " ".join(diagnosis(record, kernel="mine").split())
+    assert "and is no part of it [of v]" in " ".join(diagnosis_text(record, kernel="mine").split())
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_which_input_is_taken_for_contiguous(name):
     case = Case(problem=BACKWARD)
-    assert taken_otherwise(case, Contiguous(name), "cpu", InProcess()) == (True, name)
+    assert misread_strides(case, Contiguous(name), "cpu", InProcess()) == (True, name)
 
 
 def test_a_right_kernel_takes_every_layout():
-    assert taken_otherwise(Case(problem=BACKWARD), Ideal(), "cpu", InProcess()) == (True, "")
+    assert misread_strides(Case(problem=BACKWARD), Ideal(), "cpu", InProcess()) == (True, "")
 
 
 def test_a_kernel_that_is_wrong_anyway_is_not_blamed_for_layouts():
     case = Case(problem=ROWS)
-    assert taken_otherwise(case, Off(), "cpu", InProcess()) == (False, "")
+    assert misread_strides(case, Off(), "cpu", InProcess()) == (False, "")
 
 
 def test_strides_that_are_not_taken_are_told_before_all():

@@ -7,14 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.gradient_allowances import gradient_allowance
-from attncheck.mods import leaves
+from attncheck.capabilities.subject import Tiling
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods import captured_gradients
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence, gradient_allowance
+from attncheck.verify.run_case import compare
 
 SOFTCAP = Spec.of("softcap", cap=1.5)
 ALIBI, RELATIVE = Spec.of("alibi"), Spec.of("relative_bias", distance=5, seed=0)
@@ -84,13 +83,13 @@ def test_numbers_that_nobody_reads_must_be_0():
 
 
 def test_of_a_mod_that_cannot_be_traced_nothing_is_known(monkeypatch):
-    from attncheck.errors import TraceError
-    from attncheck.examine import captured_reads
+    from attncheck.core.errors import TraceError
+    from attncheck.verify import evidence as captured_reads
 
     def refuses(*_):
         raise TraceError("no")
 
-    monkeypatch.setattr(captured_reads, "reads", refuses)
+    monkeypatch.setattr(captured_reads, "trace_reads", refuses)
     evidence = Evidence(Case(problem=PROBLEM), "cpu")
     given = Ideal(TILING).run(evidence.inputs)
     bounds = gradient_allowance(evidence, Ideal(TILING).arithmetic(PROBLEM, "cpu"), given).bounds
@@ -103,7 +102,9 @@ class SlopeLeftOut(Ideal):
 
     def capture(self, sums, x, at, ds, seen):
         start = 0
-        for leaf, _ in leaves.leaf_gradients(self.mod, x, at.b, at.h, at.q_idx, at.kv_idx):
+        for leaf, _ in captured_gradients.leaf_gradients(
+            self.mod, x, at.b, at.h, at.q_idx, at.kv_idx
+        ):
             end = start + leaf.tensor.numel()
             leaf.add(torch.where(seen, ds, 0.0), sums.sums[start:end].view(leaf.tensor.shape))
             start = end

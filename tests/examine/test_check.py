@@ -7,18 +7,17 @@ import math
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.formats import FORMATS, round_to
-from attncheck.judge.floor import rounding_floor
-from attncheck.judge.metrics import errors
-from attncheck.judgement import Place
+from attncheck.capabilities.subject import Subject, Tiling
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.judgement import Place
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.error_measures import measure_errors, rounding_floor
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.record import LseErrors, OutErrors
-from attncheck.subjects.contract import Subject, Tiling
+from attncheck.records.record import LseErrors, OutErrors
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import compare
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=9, kv=7, head_dim=8, dtype="fp16")
 
@@ -94,10 +93,12 @@ def test_each_number_stands_under_its_name():
     record = compare(subject, evidence, variant="causal", environment="env")
     given, truth = subject.run(evidence.inputs), evidence.truth
     out, lse = (
-        errors(values, exact, torch.tensor(True))
+        measure_errors(values, exact, torch.tensor(True))
         for values, exact in ((given.out, truth.out), (given.lse, truth.lse))
     )
-    best = errors(Ideal(tiling).run(evidence.inputs).out, truth.out, torch.tensor(True)).rmse
+    best = measure_errors(
+        Ideal(tiling).run(evidence.inputs).out, truth.out, torch.tensor(True)
+    ).rmse
     assert best not in {evidence.floor_rmse, evidence.ideal_rmse(Ideal().tiling(problem, "cpu"))}
     assert out.bias < 0
     assert record.out == OutErrors(
@@ -210,7 +211,7 @@ def test_no_lse_is_no_error():
 
 
 def test_truth_and_floor_are_known_before_a_kernel_runs(monkeypatch):
-    from attncheck.examine import evidence
+    from attncheck.verify import evidence
 
     events = []
 
@@ -266,7 +267,7 @@ def test_a_kernel_that_raises_when_asked_is_an_error_of_its_cell(question, raise
     ],
 )
 def test_no_memory_for_the_truth_is_said_in_the_cell(failure, monkeypatch):
-    from attncheck.examine import evidence
+    from attncheck.verify import evidence
 
     def truth(_):
         raise failure
@@ -277,7 +278,7 @@ def test_no_memory_for_the_truth_is_said_in_the_cell(failure, monkeypatch):
 
 
 def test_any_other_failure_of_the_oracle_is_not_hidden(monkeypatch):
-    from attncheck.examine import evidence
+    from attncheck.verify import evidence
 
     def truth(_):
         raise RuntimeError("a fault of ours")

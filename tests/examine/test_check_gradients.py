@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.formats import FORMATS, round_to
-from attncheck.judge.metrics import errors
-from attncheck.judgement import Place
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.judgement import Place
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.error_measures import measure_errors
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import compare
 
 PROBLEM = Problem(
     batch=2, heads=4, kv_heads=2, query=9, kv=12, head_dim=8, dtype="fp16", backward=True
@@ -84,9 +84,9 @@ def test_each_number_stands_under_its_name():
     assert list(record.gradients) == ["dq", "dk", "dv"]
     everywhere = torch.tensor(True)
     for name, found in record.gradients.items():
-        right = errors(given.gradients()[name], exact[name], everywhere)
-        floor = errors(round_to(exact[name], FORMATS["fp16"]), exact[name], everywhere)
-        best = errors(ideal[name], exact[name], everywhere)
+        right = measure_errors(given.gradients()[name], exact[name], everywhere)
+        floor = measure_errors(round_to(exact[name], FORMATS["fp16"]), exact[name], everywhere)
+        best = measure_errors(ideal[name], exact[name], everywhere)
         assert (found.rmse, found.max_error, found.bias) == (
             right.rmse,
             right.max_error,
@@ -112,7 +112,7 @@ def test_a_sink_has_a_gradient_by_head():
     found = record.gradients["dsink"]
     assert (record.status, found.elements) == ("pass", 4)
     exact = evidence.truth.dsink
-    assert found.floor_rmse == errors(exact.float(), exact, torch.tensor(True)).rmse
+    assert found.floor_rmse == measure_errors(exact.float(), exact, torch.tensor(True)).rmse
     assert (found.max_at.batch, found.max_at.query, found.max_at.dim) == (0, 0, -1)
 
 

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.recorded import arrangement
+from attncheck.capabilities.subject import Refused, Tiling
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Refused, Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_kernels import Sdpa
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.new_record import arrangement
+from attncheck.verify.run_case import compare
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=24, kv=40, head_dim=16, dtype="fp16")
 CAUSAL = PROBLEM.replace(mask=Spec.of("causal"))
@@ -141,7 +141,7 @@ def test_the_tile_of_the_worst_element_is_that_of_the_declared_tiling():
 
 
 def test_structured_inputs_are_no_generic_ones(monkeypatch):
-    from attncheck.examine import judging
+    from attncheck.verify import judging
 
     seen = []
     decide = judging.decide
@@ -170,7 +170,7 @@ def test_a_declared_arithmetic_decides():
         def arithmetic(self, problem, device):
             from dataclasses import replace
 
-            from attncheck.formats import FORMATS
+            from attncheck.core.formats import FORMATS
 
             return replace(super().arithmetic(problem, device), weights=FORMATS["bf16"])
 
@@ -182,7 +182,7 @@ def test_a_declared_arithmetic_decides():
 
 
 def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypatch):
-    from attncheck.examine import allowances as room
+    from attncheck.verify import evidence as room
 
     counts = {"allowance": 0}
     original = room.allowance
@@ -213,7 +213,7 @@ def test_a_refusal_that_comes_with_the_call_is_no_error():
 
 
 def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
-    from attncheck.examine import allowances as room
+    from attncheck.verify import evidence as room
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")

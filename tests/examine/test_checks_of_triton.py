@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
-from attncheck.examine.checks import CHECKS
-from attncheck.examine.environment import prepare
+from attncheck.core.source_files import import_file
+from attncheck.inputs.problem import Case, Problem
 from attncheck.kernels import interpreter
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.source_files import import_file
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.call_checks import CHECKS
+from attncheck.verify.environment import prepare
+from attncheck.verify.run_case import run_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda" and interpreter.enabled():
@@ -27,10 +27,10 @@ on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU: it has 
 
 
 def ask(kernel, question, **numbers):
-    subject = load(kernel) if isinstance(kernel, str) else kernel
+    subject = load_subject(kernel) if isinstance(kernel, str) else kernel
     smallest = {name: of[0] for name, of in CHECKS[question].allowed(SMALL).items()}
     case = Case(problem=SMALL, question=question, parameters=smallest | numbers)
-    return answered(subject, case, device=DEVICE)
+    return run_case(subject, case, device=DEVICE)
 
 
 @pytest.mark.parametrize("question", ["guards", "unwritten", "repeats", "elsewhere"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
-from attncheck.examine.compiling import Compiling
+from attncheck.verify.kernel_server import Compiling
 
 
 def compiled(clock: Compiling, microseconds: int) -> None:

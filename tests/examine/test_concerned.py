@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from attncheck.examine.answer import answered
-from attncheck.examine.concerned import as_concerned, unconcerned
-from attncheck.examine.executor import InProcess
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import InProcess
+from attncheck.verify.run_case import adapted_problems, not_applicable_reason, run_case
 
 PROBLEM = Problem(batch=2, query=5, kv=20)
 SOFTMAX = Problem(operation="softmax", query=4)
@@ -24,12 +23,12 @@ class Of(Ideal):
 
 
 def test_a_kernel_of_pages_gets_pages_of_usual_sizes() -> None:
-    found = as_concerned(Of(pages=True), PROBLEM)
+    found = adapted_problems(Of(pages=True), PROBLEM)
     assert [each.paging for each in found] == [
         Paging(size=size, shared=1) for size in (16, 64, 256)
     ]
     assert {each.replace(paging=None) for each in found} == {PROBLEM}
-    (first, *_) = as_concerned(Of(pages=True), PROBLEM.replace(batch=1))
+    (first, *_) = adapted_problems(Of(pages=True), PROBLEM.replace(batch=1))
     assert first.paging == Paging(size=16)
 
 
@@ -42,7 +41,7 @@ def test_any_other_gets_what_it_was_to_get() -> None:
         (Of(pages=True), SOFTMAX),
         (Of(), paged),
     ):
-        assert as_concerned(subject, problem) == (problem,)
+        assert adapted_problems(subject, problem) == (problem,)
 
 
 def test_why_not() -> None:
@@ -53,16 +52,16 @@ def test_why_not() -> None:
         (Of(softmax=True), PROBLEM, "it is not about attention"),
         (Of(), SOFTMAX, "it is not about softmax"),
     ):
-        assert unconcerned(subject, problem, InProcess()) == reason
+        assert not_applicable_reason(subject, problem, InProcess()) == reason
 
 
 def test_a_backward_in_pages_there_is_not() -> None:
     """There is no such Problem: asking for one of a kernel of pages raised."""
     backward = PROBLEM.replace(backward=True, dlse=True)
-    assert as_concerned(Of(pages=True), backward) == (backward,)
-    assert unconcerned(Of(pages=True), backward, InProcess()) == "it gives no gradients"
+    assert adapted_problems(Of(pages=True), backward) == (backward,)
+    assert not_applicable_reason(Of(pages=True), backward, InProcess()) == "it gives no gradients"
     for question in ("compare", "guards", "repeats"):
         numbers = {"calls": 8} if question == "repeats" else {}
         case = Case(problem=backward, question=question, parameters=numbers)
-        record = answered(Of(pages=True), case, device="cpu")
+        record = run_case(Of(pages=True), case, device="cpu")
         assert (record.status, record.reason) == ("unsupported", "it gives no gradients")

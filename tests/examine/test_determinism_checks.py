@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 from tests.examine.asked_checks import RIGHT, SMALL, ask, ready
 
-from attncheck.errors import ProblemError, UsageError
-from attncheck.examine.checks import CHECKS, check_named
-from attncheck.examine.questions import allowed, check_question, summary, unfit
-from attncheck.source_files import import_file
+from attncheck.core.errors import ProblemError, UsageError
+from attncheck.core.source_files import import_file
+from attncheck.verify.call_checks import CHECKS, check_named
+from attncheck.verify.run_case import (
+    allowed_parameters,
+    check_question,
+    question_summary,
+    unfit_reason,
+)
 
 planted = import_file(Path(__file__).parent / "planted_calls_of_bits.py", "planted bits")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,7 +104,7 @@ def test_a_kernel_that_raises_is_an_error() -> None:
 
 def test_what_is_alone_has_no_neighbours() -> None:
     alone = SMALL.replace(batch=1)
-    assert unfit("neighbours", alone) == "its only sequence is alone; it has one sequence"
+    assert unfit_reason("neighbours", alone) == "its only sequence is alone; it has one sequence"
     with pytest.raises(ProblemError, match="its only sequence is alone"):
         ask("ideal", "neighbours", alone)
 
@@ -113,8 +118,8 @@ def test_the_page_names_every_check() -> None:
 def test_checks_are_questions() -> None:
     for name, check in CHECKS.items():
         check_question(name)
-        assert summary(name) == check.summary
-        assert allowed(name, SMALL) == check.allowed(SMALL)
+        assert question_summary(name) == check.summary
+        assert allowed_parameters(name, SMALL) == check.allowed(SMALL)
         assert "\n" not in check.summary
     assert check_named("guards") is CHECKS["guards"]
     with pytest.raises(UsageError, match="repeat"):

@@ -8,15 +8,14 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
-from attncheck.examine.diagnosis import LARGEST, diagnosed, findings
-from attncheck.examine.questions import allowed
-from attncheck.judge.diagnosis_ranking import equals
+from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_failure, explain_failure
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.fault_explanation import count_equals
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.record import Diagnosis, Record
-from attncheck.reporting.diagnosis import diagnosis
+from attncheck.records.record import Diagnosis, Record
+from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.run_case import allowed_parameters, run_case
 
 CAUSAL = Problem(query=40, kv=40, heads=2, head_dim=32, dtype="fp16", mask=Spec.of("causal"))
 
@@ -38,8 +37,8 @@ class Wavy(Ideal):
 
 
 def told(subject, case):
-    record = answered(subject, case, device="cpu")
-    return diagnosed(record, subject, device="cpu")
+    record = run_case(subject, case, device="cpu")
+    return diagnose_failure(record, subject, device="cpu")
 
 
 def test_a_comparison_is_diagnosed():
@@ -49,7 +48,7 @@ def test_a_comparison_is_diagnosed():
     assert first.model == "mask-one-key-wider"
     assert first.explains_all
     assert record.diagnosis.tied == 1
-    text = diagnosis(record, kernel="mine")
+    text = diagnosis_text(record, kernel="mine")
     assert "likely     the causal mask is one key too wide: row i sees key i + 1 (explains" in text
 
 
@@ -60,12 +59,12 @@ def test_the_tiles_of_the_diagonal_are_shown():
         largest = max(range(len(line)), key=line.__getitem__)
         # Of the last row there is no next key: nothing is wrong with it.
         assert line[largest] == 0 or abs(largest * tiles.keys - row * tiles.rows) <= tiles.keys
-    assert "tiles" in diagnosis(record, kernel="mine")
+    assert "tiles" in diagnosis_text(record, kernel="mine")
 
 
 @pytest.mark.parametrize("question", ["decode", "future_keys"])
 def test_probes_and_relations_are(question):
-    chosen = {name: values[0] for name, values in allowed(question, CAUSAL).items()}
+    chosen = {name: values[0] for name, values in allowed_parameters(question, CAUSAL).items()}
     record = told(OneKeyWider(), Case(problem=CAUSAL, question=question, parameters=chosen))
     assert record.status == "fail"
     assert "mask-one-key-wider" in [one.model for one in record.diagnosis.ranked]
@@ -81,7 +80,7 @@ def test_what_no_model_explains_is_said_so():
     record = told(Wavy(), Case(problem=CAUSAL))
     assert record.status == "fail"
     assert record.diagnosis.ranked == ()
-    text = diagnosis(record, kernel="mine")
+    text = diagnosis_text(record, kernel="mine")
     assert f"unknown: none of {record.diagnosis.tried} fault models fits" in text
 
 
@@ -92,10 +91,10 @@ def test_what_no_model_explains_is_said_so():
 )
 def test_large_problems_are_left_out(large):
     pairs = large.batch * large.heads * large.query * large.kv
-    assert pairs > LARGEST or large.batch > large.query * large.kv
-    record = answered(OneKeyWider(), Case(problem=CAUSAL), device="cpu")
+    assert pairs > LARGEST_DIAGNOSED or large.batch > large.query * large.kv
+    record = run_case(OneKeyWider(), Case(problem=CAUSAL), device="cpu")
     asked = msgspec.structs.replace(record, case=Case(problem=large).to_json())
-    assert findings(asked, OneKeyWider(), device="cpu") is None
+    assert explain_failure(asked, OneKeyWider(), device="cpu") is None
 
 
 def test_of_a_longer_problem_some_rows_are_predicted():
@@ -108,16 +107,20 @@ def test_two_failures_are_explained_together():
     small = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
     kernel = OneKeyWider()
     alone = told(kernel, small)
-    larger = findings(answered(kernel, Case(problem=CAUSAL), device="cpu"), kernel, device="cpu")
-    together = diagnosed(alone, kernel, device="cpu", before=larger)
+    larger = explain_failure(
+        run_case(kernel, Case(problem=CAUSAL), device="cpu"), kernel, device="cpu"
+    )
+    together = diagnose_failure(alone, kernel, device="cpu", before=larger)
     assert together.diagnosis.problems == 2
     assert together.diagnosis.ranked[0].model == "mask-one-key-wider"
 
 
 def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
     two_keys = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
-    small = findings(answered(OneKeyWider(), two_keys, device="cpu"), OneKeyWider(), device="cpu")
-    tied = [one.name for one in small.ranking[: equals(small.ranking)]]
+    small = explain_failure(
+        run_case(OneKeyWider(), two_keys, device="cpu"), OneKeyWider(), device="cpu"
+    )
+    tied = [one.name for one in small.ranking[: count_equals(small.ranking)]]
     assert {"mask-one-key-wider", "mask-ignored"} <= set(tied)
     found = told(OneKeyWider(), two_keys).diagnosis
     assert [one.model for one in found.ranked[: found.tied]] == ["mask-one-key-wider"]
@@ -144,10 +147,10 @@ class Unwritten(Ideal):
 
 def test_what_is_never_written_is_told_from_nan():
     late = CAUSAL.replace(query=45, kv=20, mask=Spec.of("causal_bottom_right"))
-    record = answered(Unwritten(), Case(problem=late), device="cpu")
+    record = run_case(Unwritten(), Case(problem=late), device="cpu")
     failed = msgspec.structs.replace(record, status="fail")  # what lay there may have been right
-    found = findings(failed, Unwritten(), device="cpu").ranking
-    assert [one.name for one in found[: equals(found)]] == ["rows-unwritten"]
+    found = explain_failure(failed, Unwritten(), device="cpu").ranking
+    assert [one.name for one in found[: count_equals(found)]] == ["rows-unwritten"]
 
 
 class NowAndThen(OneKeyWider):
@@ -167,10 +170,10 @@ class NowAndThen(OneKeyWider):
 
 def test_a_kernel_that_is_wrong_now_and_then_is_called_until_it_is():
     kernel = NowAndThen()
-    record = answered(kernel, Case(problem=CAUSAL), device="cpu")
+    record = run_case(kernel, Case(problem=CAUSAL), device="cpu")
     assert record.status == "pass"
     kernel.calls = 0
-    found = findings(msgspec.structs.replace(record, status="fail"), kernel, device="cpu")
+    found = explain_failure(msgspec.structs.replace(record, status="fail"), kernel, device="cpu")
     assert found.ranking[0].name == "mask-one-key-wider"
 
 

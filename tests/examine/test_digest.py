@@ -9,19 +9,19 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.examine import accuracy
-from attncheck.examine.accuracy import measured
-from attncheck.examine.check import compare
-from attncheck.examine.digest import DIGITS, digest
-from attncheck.examine.evidence import Evidence
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Refused
+from attncheck.capabilities.subject import Refused
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify import accuracy
+from attncheck.verify.accuracy import measure_accuracy
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.obligations import DIGITS, outputs_digest
+from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.inputs.input_tensors import Inputs
 
 OUT = torch.tensor([[[[1.0, -2.0], [0.0, 4.0]]]])
 CASE = Case(problem=Problem(query=24, head_dim=16, dtype="bf16"))
@@ -30,8 +30,8 @@ CASE = Case(problem=Problem(query=24, head_dim=16, dtype="bf16"))
 def test_the_same_bits_have_one_digest_whatever_their_strides() -> None:
     other = OUT.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert other.stride() != OUT.stride()
-    assert digest(Outputs(OUT)) == digest(Outputs(other))
-    assert len(digest(Outputs(OUT))) == DIGITS
+    assert outputs_digest(Outputs(OUT)) == outputs_digest(Outputs(other))
+    assert len(outputs_digest(Outputs(OUT))) == DIGITS
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,23 @@ def test_the_same_bits_have_one_digest_whatever_their_strides() -> None:
     ],
 )
 def test_other_bits_have_another(other: Outputs) -> None:
-    assert digest(other) != digest(Outputs(OUT))
+    assert outputs_digest(other) != outputs_digest(Outputs(OUT))
 
 
 def test_the_payload_of_a_nan_is_a_bit_too() -> None:
     quiet, other = (torch.tensor([bits], dtype=torch.int32) for bits in (0x7FC00000, 0x7FC00001))
-    assert digest(Outputs(quiet.view(torch.float32))) != digest(Outputs(other.view(torch.float32)))
-    assert digest(Outputs(quiet.view(torch.float32))) == digest(Outputs(quiet.view(torch.float32)))
+    assert outputs_digest(Outputs(quiet.view(torch.float32))) != outputs_digest(
+        Outputs(other.view(torch.float32))
+    )
+    assert outputs_digest(Outputs(quiet.view(torch.float32))) == outputs_digest(
+        Outputs(quiet.view(torch.float32))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float64])
 def test_of_every_dtype_and_of_nothing(dtype: torch.dtype) -> None:
-    assert digest(Outputs(OUT.to(dtype))) != digest(Outputs(OUT.to(torch.float16)))
-    assert digest(Outputs(torch.empty(1, 1, 0, 4, dtype=dtype)))
+    assert outputs_digest(Outputs(OUT.to(dtype))) != outputs_digest(Outputs(OUT.to(torch.float16)))
+    assert outputs_digest(Outputs(torch.empty(1, 1, 0, 4, dtype=dtype)))
 
 
 class Drifting(Ideal):
@@ -84,11 +88,11 @@ class Drifting(Ideal):
 def test_a_comparison_carries_its_digest() -> None:
     evidence = Evidence(CASE, "cpu")
     record = compare(Ideal(), evidence, variant="", environment="", timed=False)
-    assert record.digest == digest(Ideal().run(evidence.inputs))
+    assert record.digest == outputs_digest(Ideal().run(evidence.inputs))
 
 
 def test_a_kernel_that_repeats_itself_is_measured_once() -> None:
-    record = measured(Ideal(), CASE, device="cpu")
+    record = measure_accuracy(Ideal(), CASE, device="cpu")
     assert record.status == "pass"
     assert isinstance(record.digest, str)
     assert isinstance(record.accuracy, dict)
@@ -97,14 +101,14 @@ def test_a_kernel_that_repeats_itself_is_measured_once() -> None:
     assert record.out is not None
     assert out.rmse == record.out.rmse
     assert out.relative == pytest.approx(1.0, rel=0.2)  # an ideal kernel among ideal kernels
-    assert len(out.ensemble) == len(accuracy.tilings(CASE.problem)) == 5
+    assert len(out.ensemble) == len(accuracy.accuracy_tilings(CASE.problem)) == 5
     assert 1 <= out.freedom <= record.out.elements
 
 
 def test_of_one_that_does_not_the_largest_error_of_several_runs_counts() -> None:
     drifting = Drifting()
-    record = measured(drifting, CASE, device="cpu", runs=3)
-    one = measured(Drifting(), CASE, device="cpu", runs=1)
+    record = measure_accuracy(drifting, CASE, device="cpu", runs=3)
+    one = measure_accuracy(Drifting(), CASE, device="cpu", runs=1)
     assert record.digest is msgspec.UNSET  # it has no one
     assert drifting.calls == 3
     assert isinstance(record.accuracy, dict)
@@ -114,9 +118,9 @@ def test_of_one_that_does_not_the_largest_error_of_several_runs_counts() -> None
 
 def test_bits_that_happen_to_be_equal_each_time_have_a_digest() -> None:
     still = Drifting(step=0.0)
-    record = measured(still, CASE, device="cpu", runs=3)
+    record = measure_accuracy(still, CASE, device="cpu", runs=3)
     assert still.calls == 3
-    assert record.digest == digest(Ideal().run(Evidence(CASE, "cpu").inputs))
+    assert record.digest == outputs_digest(Ideal().run(Evidence(CASE, "cpu").inputs))
 
 
 class Refusing(Drifting):
@@ -129,6 +133,6 @@ class Refusing(Drifting):
 
 
 def test_what_is_not_taken_is_asked_once() -> None:
-    record = measured(Refusing(), CASE, device="cpu")
+    record = measure_accuracy(Refusing(), CASE, device="cpu")
     assert record.status == "unsupported"
     assert record.accuracy is msgspec.UNSET

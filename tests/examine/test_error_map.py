@@ -7,15 +7,14 @@ import math
 import msgspec
 import pytest
 
-from attncheck.examine.check import compare
-from attncheck.examine.error_map import MOST_HEADS, MOST_ROWS
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.probe import probe
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.record import ErrorMap
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.record import ErrorMap
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.judging import MOST_HEADS, MOST_ROWS
+from attncheck.verify.run_case import compare, run_probe
 
 
 class Spoiled(Ideal):
@@ -43,7 +42,7 @@ class Spoiled(Ideal):
 def record(at, *, question="compare", brief=True, tiling=None, **sizes):
     small = {"batch": 2, "heads": 2, "kv_heads": 2, "query": 4, "kv": 4, "head_dim": 4}
     case = Case(problem=Problem(**(small | sizes)), question=question)
-    ask = compare if question == "compare" else probe
+    ask = compare if question == "compare" else run_probe
     subject = Spoiled(at, tiling)
     return ask(subject, Evidence(case, "cpu"), variant="v", environment="e", brief=brief)
 

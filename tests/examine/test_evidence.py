@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.examine.evidence import Evidence, ensemble_tilings
-from attncheck.inputs import Inputs, draw
+from attncheck.capabilities.subject import Tiling
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles import conditions as conditions_room
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Tiling
+from attncheck.oracles import row_conditions as conditions_room
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence, ensemble_tilings
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 9, "kv": 7, "head_dim": 16}
 ALL = ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
@@ -77,7 +77,7 @@ def attention_resolution(problem: Problem, drawn: Inputs) -> float:
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_input_rmse_is_the_distance_of_two_exact_results(dtype, mask):
     problem = attention(dtype=dtype, mask=Spec.of(mask), seed=5)
-    stored, drawn = draw(problem), draw(problem.replace(dtype="fp64"))
+    stored, drawn = draw_inputs(problem), draw_inputs(problem.replace(dtype="fp64"))
     expected = rms(exact(*stored.promoted(), problem) - exact(drawn.q, drawn.k, drawn.v, problem))
     found = evidence(problem).input_rmse
     assert expected > 0
@@ -89,7 +89,7 @@ def test_input_rmse_is_the_distance_of_two_exact_results(dtype, mask):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_input_rmse_of_a_softmax(dtype):
     problem = softmax(dtype=dtype, distribution="large_logits")
-    stored, drawn = draw(problem), draw(problem.replace(dtype="fp64"))
+    stored, drawn = draw_inputs(problem), draw_inputs(problem.replace(dtype="fp64"))
     difference = torch.softmax(stored.x.double(), -1) - torch.softmax(drawn.x, -1)
     # The scores are given; their difference from the maximum is rounded.
     allowed = resolution(problem.kv, float(2 * drawn.x.abs().max()), 1.0)
@@ -143,7 +143,7 @@ def test_everything_is_computed_once_and_the_originals_are_let_go():
 
 @pytest.mark.parametrize("problem", [attention(dtype="e4m3"), softmax(dtype="bf16")], ids=str)
 def test_its_inputs_are_those_of_the_problem(problem):
-    found, drawn = evidence(problem).inputs, draw(problem)
+    found, drawn = evidence(problem).inputs, draw_inputs(problem)
     for name, tensor in drawn.tensors().items():
         assert torch.equal(found.tensors()[name].double(), tensor.double())
 

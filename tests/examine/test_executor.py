@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.examine.executor import Execution, Failure, InProcess
-from attncheck.formats import FORMATS
+from attncheck.capabilities.subject import Subject
+from attncheck.core.formats import FORMATS
+from attncheck.core.outputs import Outputs
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.subjects.contract import Subject
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import Execution, Failure, InProcess
 
 ATTENTION = Problem(heads=4, kv_heads=2, query=5, kv=7, head_dim=8, value_dim=3, dtype="fp16")
 SOFTMAX = Problem(operation="softmax", heads=2, query=5, kv=7, dtype="fp16")
@@ -54,7 +54,7 @@ class Kernel(Subject):
 
 
 def run(kernel, problem=ATTENTION, **options):
-    return InProcess().run(kernel, inputs_room.draw(problem), **options)
+    return InProcess().run(kernel, inputs_room.draw_inputs(problem), **options)
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, SOFTMAX, FP8], ids=str)
@@ -179,7 +179,7 @@ def _flip_one_bit(tensor):
 
 @pytest.mark.parametrize(("problem", "name"), NAMES)
 def test_one_bit_written_to_an_input_is_told(problem, name):
-    drawn = inputs_room.draw(problem)
+    drawn = inputs_room.draw_inputs(problem)
     before = {n: t.clone() for n, t in drawn.tensors().items()}
     result = InProcess().run(Kernel(lambda i: _flip_one_bit(i.tensors()[name])), drawn)
     assert result == Failure(kind="mutation", message=f"wrote to its input {name}.")
@@ -194,7 +194,7 @@ def test_an_input_of_another_shape_is_told():
 
 def test_nan_written_over_nan_is_no_change():
     """Bits are compared, not numbers: NaN is not equal to itself."""
-    drawn = inputs_room.draw(SOFTMAX)
+    drawn = inputs_room.draw_inputs(SOFTMAX)
     with_nan = drawn.replace(x=torch.full_like(drawn.x, torch.nan))
     assert isinstance(InProcess().run(Kernel(), with_nan), Execution)
 
@@ -293,7 +293,7 @@ def test_outputs_are_those_of_the_first_call_though_memory_is_used_anew():
 
             return call
 
-    inputs = inputs_room.draw(Problem(query=8, head_dim=8))
+    inputs = inputs_room.draw_inputs(Problem(query=8, head_dim=8))
     result = InProcess().run(Reuses(), inputs, timed=True)
     expected = Ideal().run(inputs)
     assert torch.equal(result.outputs.out, expected.out)
@@ -381,7 +381,7 @@ def test_what_warnings_the_caller_ignores_stays_ignored():
 
 def test_a_warning_of_several_runs_is_shown_once():
     kernel = Kernel(lambda _inputs: warnings.warn("planted", UserWarning))  # noqa: B028
-    inputs = inputs_room.draw(ATTENTION)
+    inputs = inputs_room.draw_inputs(ATTENTION)
     with warnings.catch_warnings(record=True) as shown:
         warnings.resetwarnings()  # this pytest makes errors of them
         warnings.simplefilter("default")

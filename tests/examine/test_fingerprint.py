@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck.errors import UnknownName
-from attncheck.examine.environment import prepare
-from attncheck.examine.fingerprint.grids import Grid, coarsest, grid
-from attncheck.examine.fingerprint.survey import fingerprint, survey
-from attncheck.fingerprint_record import FIELDS
-from attncheck.source_files import import_file
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.errors import UnknownName
+from attncheck.core.source_files import import_file
+from attncheck.records.survey_reports import FIELDS
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.load import load_subject
+from attncheck.subjects.torch_kernels import Sdpa
+from attncheck.surveys.arithmetic_survey import fingerprint_kernel, survey_arithmetic
+from attncheck.surveys.fingerprint_scenes import Grid, coarsest, read_grid
+from attncheck.verify.environment import prepare
 
 if TYPE_CHECKING:
-    from attncheck.fingerprint_record import Reading
+    from attncheck.records.survey_reports import Reading
 
 
 planted = import_file(Path(__file__).parent / "planted_arithmetics.py", "planted arithmetics")
 
 
 def fields(subject, dtype) -> dict[str, Reading]:
-    record = fingerprint(subject, dtype)
+    record = fingerprint_kernel(subject, dtype)
     return {reading.field: reading for reading in record.readings}
 
 
@@ -162,7 +162,7 @@ def test_of_what_is_not_finite_nothing_is_read():
 
 
 def test_a_kernel_that_raises_is_asked_nothing_more():
-    record = fingerprint(planted.Raises(), "bf16")
+    record = fingerprint_kernel(planted.Raises(), "bf16")
     assert record.calls == 0
     assert record.readings[0].reason == "RuntimeError: out of order"
 
@@ -190,7 +190,7 @@ def test_our_triton_kernels_are_what_they_declare(name, dtype, tile, parts):
     if torch.cuda.is_available():
         pytest.skip("this process compiles")
     prepare("cpu")
-    read = fields(load(name), dtype)
+    read = fields(load_subject(name), dtype)
     assert not differing(read)
     assert (read["tile"].read, read["parts"].read) == (tile, parts)
     assert read["P"].read.startswith(dtype)
@@ -202,7 +202,7 @@ def test_a_kernel_that_casts_to_fp16_whatever_it_is_given_is_told_so():
         pytest.skip("this process compiles")
     prepare("cpu")
     example = Path(__file__).parents[2] / "examples/tutorial_attention.py"
-    read = fields(load(f"{example}::attention"), "bf16")
+    read = fields(load_subject(f"{example}::attention"), "bf16")
     wrong = {"P": "fp16, nearest", "sentinel": "−1e6 in log2 units"}
     assert {name: read[name].read for name in differing(read)} == wrong
     assert read["tile"].read == "64 keys"
@@ -225,7 +225,7 @@ def test_the_unfused_kernel_is_finer_than_it_is_declared():
 
 def test_a_dtype_that_there_is_not():
     with pytest.raises(UnknownName):
-        survey(Ideal(), ["fp8"], device="cpu", command="")
+        survey_arithmetic(Ideal(), ["fp8"], device="cpu", command="")
 
 
 @pytest.mark.parametrize(
@@ -238,11 +238,11 @@ def test_a_dtype_that_there_is_not():
     ],
 )
 def test_a_grid_is_told_by_what_is_equal(spacing, rounding, held):
-    found = grid([float(x) for x in held], 10)
+    found = read_grid([float(x) for x in held], 10)
     assert found == Grid(11 - spacing.bit_length() + 1, rounding)
 
 
 def test_what_is_on_no_grid_is_told_as_nothing():
-    assert grid([0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 10) is None
+    assert read_grid([0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 10) is None
     assert coarsest([(10, [float("nan")] * 8)]) is None
     assert coarsest([(10, list(map(float, range(8))))]) == Grid(11)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from attncheck.examine.frames import (
+from attncheck.workers.transport import (
     KEY,
     LARGEST_WORDS,
     BrokenFrame,
@@ -118,6 +118,6 @@ def test_who_reads_no_more_is_told(pipe):
 
 @pytest.mark.parametrize("words", ["[1]", "1", "[" * 30_000, "{", "nul"])
 def test_words_are_a_json_object(pipe, words, monkeypatch):
-    monkeypatch.setattr("attncheck.examine.frames._DUMPS", lambda *_, **__: words)
+    monkeypatch.setattr("attncheck.workers.transport._DUMPS", lambda *_, **__: words)
     with pytest.raises(BrokenFrame, match="no JSON"):
         received(pipe, bytes_of(SENT))

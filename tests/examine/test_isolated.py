@@ -11,21 +11,21 @@ import torch
 from msgspec.structs import replace
 from tests.examine import planted_processes as planted
 
-from attncheck import inputs as inputs_room
-from attncheck.errors import UsageError
-from attncheck.examine.answer import answered
-from attncheck.examine.circumstances import Circumstances
-from attncheck.examine.confirmed import confirmed
-from attncheck.examine.executor import Execution, Failure, InProcess, Origin
-from attncheck.examine.frames import KEY, LARGEST_WORDS, Frame, Receiver, Sender
-from attncheck.examine.isolated import Deadlines, Died, Host, HostError, Isolated
-from attncheck.examine.recorded import asked
-from attncheck.examine.reproduce import runs
-from attncheck.examine.worker import _serve
+from attncheck.core.errors import UsageError
+from attncheck.core.paged_layout import Paging
+from attncheck.diagnose.reproduce import exact_runs
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.call_conditions import CallConditions
+from attncheck.verify.executor import Execution, Failure, InProcess, Origin
+from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
+from attncheck.verify.new_record import asked
+from attncheck.verify.run_case import run_case
+from attncheck.workers.kernel_worker import _serve
+from attncheck.workers.process import Deadlines, Died, HostError
+from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
 
 FILE = Path(planted.__file__)
 SIZES = {"heads": 2, "kv_heads": 1, "query": 6, "kv": 9, "head_dim": 8}
@@ -51,14 +51,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def host():
-    with Host(f"{FILE}::Launched", deadlines=Deadlines(call=30.0)) as found:
+    with IsolatedKernel(f"{FILE}::Launched", deadlines=Deadlines(call=30.0)) as found:
         yield found
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_answers_are_those_of_this_process(host, case):
     here, there = (
-        answered(subject, case, device="cpu", executor=executor)
+        run_case(subject, case, device="cpu", executor=executor)
         for subject, executor in (
             (planted.Launched(), InProcess()),
             (host.subject, host.executor),
@@ -82,7 +82,7 @@ def test_it_says_of_itself_what_the_kernel_says(host):
 
 def test_outputs_are_the_same_bits(host):
     case = Case(problem=BACKWARD)
-    inputs = inputs_room.draw(case.problem)
+    inputs = inputs_room.draw_inputs(case.problem)
     there = host.executor.run(host.subject, inputs, origin=Origin(case=case), timed=True)
     here = InProcess().run(planted.Launched(), inputs)
     assert isinstance(there, Execution)
@@ -94,30 +94,30 @@ def test_outputs_are_the_same_bits(host):
 
 def test_calls_of_a_case_are_made_there(host):
     for case in (CASES["compare"], CASES["relation"]):
-        found = runs(host.subject, case, device="cpu", executor=host.executor)
-        expected = runs(planted.Launched(), case, device="cpu")
+        found = exact_runs(host.subject, case, device="cpu", executor=host.executor)
+        expected = exact_runs(planted.Launched(), case, device="cpu")
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one.allowed.out, other.allowed.out)
 
 
 def test_circumstances_are_made_there(host):
     case = Case(problem=SMALL)
-    inputs = inputs_room.draw(SMALL)
+    inputs = inputs_room.draw_inputs(SMALL)
     found = host.executor.run(
-        host.subject, inputs, origin=Origin(case=case), under=Circumstances(calls=3)
+        host.subject, inputs, origin=Origin(case=case), under=CallConditions(calls=3)
     )
     assert found.noted.further == 2
 
 
 def test_inputs_of_another_case_are_seen(host):
     """The process draws them itself: other bits there are no answer to what is asked here."""
-    inputs = inputs_room.draw(SMALL.replace(seed=1))
+    inputs = inputs_room.draw_inputs(SMALL.replace(seed=1))
     found = host.executor.run(host.subject, inputs, origin=Origin(case=Case(problem=SMALL)))
     assert found == Failure(kind="contract", message="in its process the Case has other inputs.")
 
 
 def test_a_kernel_is_called_where_it_is(host):
-    inputs = inputs_room.draw(SMALL)
+    inputs = inputs_room.draw_inputs(SMALL)
     with pytest.raises(HostError, match="without a Case"):
         host.executor.run(host.subject, inputs)
     with pytest.raises(HostError, match="in another process"):
@@ -129,15 +129,15 @@ def test_a_kernel_is_called_where_it_is(host):
 def test_a_death_while_it_is_asked_for_launches_is_a_crash(host):
     case = Case(problem=SMALL.replace(query=planted.FAULT_IN_LAUNCHES), question="launches")
     case = Case(problem=case.problem, question="launches", parameters={"launch": 0})
-    record = answered(host.subject, case, device="cpu", executor=host.executor)
+    record = run_case(host.subject, case, device="cpu", executor=host.executor)
     assert (record.status, "SIGABRT" in record.reason) == ("crash", True)
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_MOST_CASES", 1), ("_MOST_GROWTH", -(1 << 50))])
 def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypatch):
-    monkeypatch.setattr(f"attncheck.examine.connection.{limit}", value)
+    monkeypatch.setattr(f"attncheck.workers.process.{limit}", value)
     case = Case(problem=SMALL)
-    record = answered(host.subject, case, device="cpu", executor=host.executor, brief=True)
+    record = run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
     assert record.status == "pass"
     assert host.pid is None
 
@@ -146,7 +146,7 @@ def test_what_a_process_compiled_is_gone_with_it():
     """Each new one has the time to compile, also what another one has called before."""
     connection = SimpleNamespace(new=False, deadlines=Deadlines())
     given = SimpleNamespace(problem=SMALL, device=SimpleNamespace(type="cuda"))
-    executor = Isolated(connection)
+    executor = IsolatedExecutor(connection)
     calls = []
     for connection.new in (True, False, False, True, False):
         calls.append(executor._seconds(given, calls=1))
@@ -195,7 +195,7 @@ def test_a_death_is_confirmed_alone(statuses, status, attempts):
     record = asked(Ideal(), Case(problem=SMALL), "cpu", "", "")
     given = (replace(record, status=each, reason=f"said {i}") for i, each in enumerate(statuses))
     host = Counted()
-    found, times = confirmed(host, lambda: next(given))
+    found, times = confirm_death(host, lambda: next(given))
     assert (found.status, times, host.started) == (status, attempts, attempts - 1)
     if statuses[-1] != status:
         again = f"said 0; asked once more, alone in a new process: {statuses[-1]} (said 1)"
@@ -214,14 +214,14 @@ def test_a_death_is_confirmed_alone(statuses, status, attempts):
 def test_what_cannot_be_loaded_is_told(text, load, error, said, tmp_path):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(error, match=said):
-        Host("mine.py::f", folder=str(tmp_path), deadlines=Deadlines(load=load))
+        IsolatedKernel("mine.py::f", folder=str(tmp_path), deadlines=Deadlines(load=load))
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_kernel(host, monkeypatch):
     """Neither as it is loaded nor as it is asked: nothing of the kernel's has run by then."""
     host.fresh()
     monkeypatch.setattr(host._connection, "deadlines", Deadlines(start=0.001))
-    inputs = inputs_room.draw(SMALL)
+    inputs = inputs_room.draw_inputs(SMALL)
     with pytest.raises(HostError, match="no process of its own can be had") as caught:
         host.executor.run(host.subject, inputs, origin=Origin(case=Case(problem=SMALL)))
     assert not isinstance(caught.value, Died)
@@ -237,5 +237,5 @@ def test_a_host_is_given_another_kernel_of_another_folder(tmp_path):
         "    summary = f\"{os.environ['CUDA_VISIBLE_DEVICES']} {sys.stdin.read()!r}\"\n"
         "    summary += f' {os.getsid(0) == os.getpid()} {os.getcwd()}'\n"
     )
-    with Host("mine.py::Mine", folder=str(tmp_path), gpu="3") as found:
+    with IsolatedKernel("mine.py::Mine", folder=str(tmp_path), gpu="3") as found:
         assert found.subject.summary == f"3 '' True {tmp_path}"

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from tests.examine import planted_processes as planted
 
-from attncheck.examine.answer import answered
-from attncheck.examine.isolated import Deadlines, Host
-from attncheck.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem
+from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.run_case import run_case
+from attncheck.workers.process import Deadlines
 
 FILE = Path(planted.__file__)
 DEADLINES = Deadlines(call=2.0, close=5.0)
@@ -49,7 +50,7 @@ def problem(length):
 def host(tmp_path_factory):
     folder = tmp_path_factory.mktemp("worker")
     kernel = f"{FILE}::Planted"
-    with Host(kernel, deadlines=DEADLINES, folder=str(folder)) as found:
+    with IsolatedKernel(kernel, deadlines=DEADLINES, folder=str(folder)) as found:
         found.folder = folder
         assert ask(found, planted.RIGHT).status == "pass"
         yield found
@@ -57,7 +58,7 @@ def host(tmp_path_factory):
 
 def ask(host, length):
     case = Case(problem=problem(length))
-    return answered(host.subject, case, device="cpu", executor=host.executor, brief=True)
+    return run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
 
 
 def runs(pid):

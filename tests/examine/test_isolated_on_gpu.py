@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
-from attncheck.examine.executor import InProcess
-from attncheck.examine.isolated import Deadlines, Host
-from attncheck.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.run_case import run_case
+from attncheck.workers.process import Deadlines
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU: kernels that break one", allow_module_level=True)
@@ -30,14 +31,14 @@ FAULTS = (
 @pytest.fixture(scope="module")
 def host():
     deadlines = Deadlines(call=10.0, imports=10.0, compile=30.0, close=30.0)
-    with Host(f"{FILE}::Planted", device="cuda", deadlines=deadlines) as found:
+    with IsolatedKernel(f"{FILE}::Planted", device="cuda", deadlines=deadlines) as found:
         assert ask(found, RIGHT).status == "pass"
         yield found
 
 
 def ask(host, length):
     case = Case(problem=Problem(query=length, kv=4, head_dim=8, dtype="fp32"))
-    return answered(host.subject, case, device="cuda", executor=host.executor, brief=True)
+    return run_case(host.subject, case, device="cuda", executor=host.executor, brief=True)
 
 
 @pytest.mark.parametrize(("name", "length", "status", "reason"), FAULTS)
@@ -58,7 +59,7 @@ def test_one_bit_written_to_an_input_is_told(host):
 def test_answers_are_those_of_this_process(dtype):
     """The ideal kernel gives the same bits in any process of a machine."""
     case = Case(problem=Problem(heads=2, query=33, kv=40, head_dim=16, dtype=dtype))
-    here = answered(Ideal(), case, device="cuda", executor=InProcess())
-    with Host("ideal", device="cuda") as host:
-        there = answered(host.subject, case, device="cuda", executor=host.executor)
+    here = run_case(Ideal(), case, device="cuda", executor=InProcess())
+    with IsolatedKernel("ideal", device="cuda") as host:
+        there = run_case(host.subject, case, device="cuda", executor=host.executor)
     assert there == here

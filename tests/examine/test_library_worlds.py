@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.errors import ProblemError
-from attncheck.examine.mod_worlds import worlds
-from attncheck.mods import serialise
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.errors import ProblemError
+from attncheck.mods import expression
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.subjects.builtin import subject_named
 from attncheck.subjects.ideal import Ideal
+from attncheck.surveys.mod_survey import compare_backends
 
 SMALL = Dimensions(batch=2, heads=2, query=14, kv=17)
 LARGE = Dimensions(batch=3, heads=5, query=5000, kv=7000)
@@ -47,7 +47,7 @@ every_mod = pytest.mark.parametrize(
 @every_mod
 def test_all_worlds_agree(spec, build, trace) -> None:
     kernels = [Ideal(), subject_named("flex"), subject_named("triton-flash2")]
-    (found,) = worlds({"mod": build(spec, SMALL)}, kernels, dimensions=SMALL)
+    (found,) = compare_backends({"mod": build(spec, SMALL)}, kernels, dimensions=SMALL)
     assert [world.status for world in found.worlds] == ["equal"] * 4, found
     assert {world.compared for world in found.worlds} == {2 * 2 * 14 * 17}
 
@@ -56,8 +56,10 @@ def test_all_worlds_agree(spec, build, trace) -> None:
 def test_it_survives_json_bit_for_bit(spec, build, trace) -> None:
     mod = build(spec, SMALL)
     traced = trace(mod)
-    again = serialise.from_json(serialise.to_json(traced))
-    assert serialise.digest(again) == serialise.digest(trace(build(spec, SMALL)))
+    again = expression.expression_from_json(expression.expression_to_json(traced))
+    assert expression.expression_digest(again) == expression.expression_digest(
+        trace(build(spec, SMALL))
+    )
     indices = torch.meshgrid(*map(torch.arange, (2, 2, 14, 17)), indexing="ij")
     start = [torch.zeros(2, 2, 14, 17, dtype=torch.float64)] if build is build_score else []
     assert torch.equal(again.evaluate(*start, *indices), mod(*start, *indices).expand(2, 2, 14, 17))

@@ -11,19 +11,18 @@ import pytest
 import torch
 from tests.examine.asked_checks import RIGHT, SMALL, ask, ready
 
-from attncheck import inputs as inputs_room
-from attncheck.examine import poison
-from attncheck.examine.answer import answered
-from attncheck.examine.checks import CHECKS
-from attncheck.examine.executor import InProcess
-from attncheck.examine.guard_bands import GuardBands
-from attncheck.examine.isolated import Host
-from attncheck.examine.poison import pattern
-from attncheck.examine.process_state import changes, restore, state
-from attncheck.problem import Case
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
-from attncheck.source_files import import_file
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify import memory_patterns
+from attncheck.verify.call_checks import CHECKS
+from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.memory_patterns import GuardBands, pattern
+from attncheck.verify.process_effects import changed_parts, process_state, restore_process
+from attncheck.verify.run_case import run_case
 
 planted = import_file(Path(__file__).parent / "planted_calls_of_memory.py", "planted memory")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,7 +77,7 @@ def test_the_two_patterns_agree_in_no_byte() -> None:
 
 
 def test_a_write_between_the_elements_of_an_input_is_found() -> None:
-    gapped = RELATIONS["strides_gapped"].runs(inputs_room.draw(SMALL), {})[1]
+    gapped = RELATIONS["strides_gapped"].runs(inputs_room.draw_inputs(SMALL), {})[1]
     guards = GuardBands("pattern", torch.device("cpu"))
     given = guards.copied(gapped)
     assert [guards.look(), given.k.stride()] == ["", gapped.k.stride()]
@@ -107,7 +106,7 @@ def test_an_unwritten_row_is_found(fault, dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_torch_s_fill_nothing_passes(dtype, monkeypatch) -> None:
     """As glibc gives what was just freed: it may hold the right numbers of the call before."""
-    monkeypatch.setattr(poison, "_torch_flag", lambda fill: None)
+    monkeypatch.setattr(memory_patterns, "_torch_flag", lambda fill: None)
     for fault in (planted.LastRowByItself(), planted.ByItself()):
         assert ask(fault, "unwritten", SMALL.replace(dtype=dtype)).status != "pass"
 
@@ -121,7 +120,7 @@ def test_memory_that_nobody_filled_is_said(fault) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_cpp_allocates_is_filled(dtype) -> None:
-    if poison._torch_flag("pattern") is None:
+    if memory_patterns._torch_flag("pattern") is None:
         pytest.skip("this torch does not fill what it allocates")
     assert ask(planted.ByItself(), "unwritten", SMALL.replace(dtype=dtype)).status == "pass"
 
@@ -140,11 +139,11 @@ def test_what_nobody_wrote_may_be_read_and_masked() -> None:
 
 @pytest.mark.parametrize("part", planted.STATES)
 def test_a_changed_process_is_found_and_put_right(part) -> None:
-    before = state(torch.device("cpu"))
+    before = process_state(torch.device("cpu"))
     record = ask(planted.Changing(part), "state")
     assert (record.status, record.judgement.rule) == ("fail", "state")
     assert part in record.judgement.reason
-    assert changes(before, state(torch.device("cpu"))) == []
+    assert changed_parts(before, process_state(torch.device("cpu"))) == []
 
 
 FLAGGED = """
@@ -163,16 +162,16 @@ def test_what_earlier_calls_have_changed_already_is_found(isolated, tmp_path) ->
     kernel = tmp_path / "flagged.py"
     kernel.write_text(FLAGGED)
     problem = SMALL.replace(kv_heads=4, dtype="fp32", value_dim=6)
-    before = state(torch.device("cpu"))
+    before = process_state(torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        stack.callback(restore, before, torch.device("cpu"))
+        stack.callback(restore_process, before, torch.device("cpu"))
         if isolated:
-            host = stack.enter_context(Host(f"{kernel}::attention"))
+            host = stack.enter_context(IsolatedKernel(f"{kernel}::attention"))
             subject, executor = host.subject, host.executor
         else:
-            subject, executor = load(f"{kernel}::attention", None), InProcess()
+            subject, executor = load_subject(f"{kernel}::attention", None), InProcess()
         said = [
-            answered(subject, Case(problem=problem, question=each), device="cpu", executor=executor)
+            run_case(subject, Case(problem=problem, question=each), device="cpu", executor=executor)
             for each in ("guards", "compare", "state")
         ]
     assert said[-1].status == "fail", [record.status for record in said]

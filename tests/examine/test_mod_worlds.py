@@ -9,18 +9,18 @@ from unittest import mock
 import pytest
 import torch
 
-from attncheck.examine.mod_probes import Scores, as_lse
-from attncheck.examine.mod_worlds import mpmath_world, worlds
-from attncheck.formats import FORMATS
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.formats import FORMATS
+from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import import_file
 from attncheck.mods import library
 from attncheck.mods.enclosures import Interval
-from attncheck.mods.in_file import kind_of_mod, mods_in
+from attncheck.mods.mod_files import kind_of_mod, mods_in
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask
-from attncheck.outputs import Outputs
-from attncheck.source_files import import_file
-from attncheck.subjects.builtin import subject_named
 from attncheck.subjects.ideal import Ideal
+from attncheck.surveys.applied_mods import Scores, lse_difference
+from attncheck.surveys.mod_survey import compare_backends, mpmath_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Dimensions(batch=2, heads=2, query=6, kv=9)
@@ -39,7 +39,7 @@ def causal(b, h, q_idx, kv_idx):
 
 
 def one(mod, *subjects, dimensions=SMALL):
-    (found,) = worlds({"mod": mod}, subjects, dimensions=dimensions)
+    (found,) = compare_backends({"mod": mod}, subjects, dimensions=dimensions)
     return found
 
 
@@ -98,7 +98,7 @@ def test_an_example_in_our_triton_kernel(name):
 
 
 def test_the_examples_are_many_and_of_both_kinds():
-    found = worlds(FILE, dimensions=Dimensions(batch=1, heads=1, query=2, kv=2))
+    found = compare_backends(FILE, dimensions=Dimensions(batch=1, heads=1, query=2, kv=2))
     assert [mod.name for mod in found] == list(EXAMPLES)
     kinds = [mod.kind for mod in found]
     assert kinds.count("mask") >= 12
@@ -121,8 +121,8 @@ def test_truncating_division_is_told_apart():
     def truncates(b, h, q, k):
         return torch.div(q - k, 3, rounding_mode="trunc") >= 0
 
-    assert mpmath_world(trace_mask(floors), floors, SMALL).status == "equal"
-    world = mpmath_world(trace_mask(floors), truncates, SMALL)
+    assert mpmath_backend(trace_mask(floors), floors, SMALL).status == "equal"
+    world = mpmath_backend(trace_mask(floors), truncates, SMALL)
     assert world.status == "different"
     difference = world.difference
     assert difference is not None
@@ -234,7 +234,7 @@ def test_what_a_kernel_refuses_or_raises_is_said():
 
 def test_a_mod_that_cannot_be_traced_is_a_result():
     table = torch.zeros(3)
-    found = worlds(
+    found = compare_backends(
         {
             "decides": lambda b, h, q_idx, kv_idx: q_idx if q_idx > 0 else kv_idx,
             "outside": lambda score, b, h, q_idx, kv_idx: score + table[kv_idx],
@@ -279,7 +279,7 @@ def test_the_drawn_scores_are_exact_in_fp32_and_spread():
 
 def test_the_lse_of_a_score_is_a_few_units_wide():
     one_score = Interval.of(torch.tensor([8.0]).double().numpy())
-    low, high = as_lse(one_score).bounds()
+    low, high = lse_difference(one_score).bounds()
     u = FORMATS["fp32"].unit_roundoff
     assert low < 8.0 < high
     assert high - low < 2 * (8.0 * 7 + 12 + 1) * u

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck import inputs, oracles
-from attncheck.examine.oracle_distance import agreement, distances
-from attncheck.oracles.result import Result
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
+from attncheck import oracles
+from attncheck.core.outputs import Outputs
+from attncheck.inputs import input_tensors
+from attncheck.inputs.problem import Case, Problem
+from attncheck.oracles.recurrence_steps import Result
+from attncheck.surveys.oracle_survey import agreement, distances
 
 MP = mpmath.MPContext()
 MP.dps = 60
@@ -28,7 +29,7 @@ PROMISED = 1e-13 / UNIT  # what the manual says of ordinary inputs
 
 def by_hand(case):
     """Exact out, LSE and Σ p|v| of a Problem without a mask."""
-    problem, drawn = case.problem, inputs.draw(case.problem)
+    problem, drawn = case.problem, input_tensors.draw_inputs(case.problem)
     q, k, v = (tensor[0].tolist() for tensor in drawn.promoted())
     out = np.empty((1, problem.heads, problem.query, problem.value_dim), dtype=object)
     spread, lse = out.copy(), out[..., 0].copy()
@@ -50,7 +51,7 @@ EXACT, SPREAD = by_hand(CASE)
 def measured(change):
     """The Record of dense attention with ``change`` made to its out and LSE."""
 
-    dense = oracles.dense(inputs.draw(CASE.problem))
+    dense = oracles.dense(input_tensors.draw_inputs(CASE.problem))
     given = {"changed": Outputs(*change(dense.out, dense.lse))}
     (record,) = distances(CASE, "full", given, EXACT, SPREAD)
     return record
@@ -137,7 +138,7 @@ def test_a_row_without_keys_must_be_zero_and_minus_infinity():
     lse = EXACT.lse.copy()
     lse[0, 0, 0] = MP.ninf
     exact = Result(EXACT.out, lse)
-    outputs = oracles.dense(inputs.draw(CASE.problem))
+    outputs = oracles.dense(input_tensors.draw_inputs(CASE.problem))
     (record,) = distances(CASE, "full", {"dense": outputs}, exact, SPREAD)
     assert (record.rows.total, record.rows.dead_wrong) == (5, 1)
     assert record.lse.compared == 5
@@ -166,7 +167,7 @@ def planted(part, at, value):
 )
 def test_an_exact_side_that_is_not_finite_is_counted(part, value):
     exact, spread = planted(part, (0, 1, 2, 0), value)
-    given = {"dense": oracles.dense(inputs.draw(CASE.problem))}
+    given = {"dense": oracles.dense(input_tensors.draw_inputs(CASE.problem))}
     (record,) = distances(CASE, "full", given, exact, spread)
     assert (record.rows.total, record.rows.nonfinite) == (6, 1)
     assert record.out.nonfinite == (part != "lse")
@@ -178,7 +179,7 @@ def test_an_exact_side_that_is_not_finite_is_counted(part, value):
 
 def test_nothing_exact_that_is_finite_has_no_distance():
     nothing = Result(EXACT.out * MP.nan, EXACT.lse * MP.nan)
-    given = {"dense": oracles.dense(inputs.draw(CASE.problem))}
+    given = {"dense": oracles.dense(input_tensors.draw_inputs(CASE.problem))}
     (record,) = distances(CASE, "full", given, nothing, SPREAD * MP.nan)
     assert (record.out.units, record.out.at, record.out.compared) == (None, None, 0)
     assert (record.out.nonfinite, record.lse.nonfinite, record.rows.nonfinite) == (12, 6, 6)

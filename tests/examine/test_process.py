@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.examine.process import KEPT, Ended, Late, Process, Tail
+from attncheck.workers.process import KEPT, Ended, Late, Process, Tail
 
 # A daemon: out of the session, its parent gone, its name in a file when it is there.
 _DAEMON = """

@@ -10,19 +10,17 @@ import pytest
 import torch
 
 from attncheck import assert_attention_close, oracles
-from attncheck.errors import OraclesDisagree
-from attncheck.examine import second_opinion as room
-from attncheck.examine.answer import answered
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.questions import allowed
-from attncheck.inputs import draw
-from attncheck.judgement import Place
+from attncheck.core.errors import OraclesDisagree
+from attncheck.core.judgement import Place
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.conditions import is_whole
-from attncheck.problem import Case, Problem
-from attncheck.record import WRONG
+from attncheck.oracles.row_conditions import samples_all_rows
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify import second_opinion as room
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import allowed_parameters, compare, run_case
 
 FULL = Problem(heads=2, kv_heads=1, query=12, kv=9, head_dim=16, dtype="fp16")
 CAUSAL = FULL.replace(mask=Spec.of("causal_bottom_right"))  # its first three rows see no key
@@ -106,12 +104,12 @@ def broken(monkeypatch):
 
 def answer(subject, problem):
     with torch.no_grad():
-        return subject.prepare(draw(problem))()
+        return subject.prepare(draw_inputs(problem))()
 
 
 def ask(subject, problem, *, brief=True, question="compare", parameters=None):
     case = Case(problem=problem, question=question, parameters=parameters or {})
-    return answered(subject, case, device="cpu", brief=brief)
+    return run_case(subject, case, device="cpu", brief=brief)
 
 
 @pytest.mark.parametrize(("problem", "tensor", "index", "error"), FAULTS.values(), ids=FAULTS)
@@ -135,12 +133,12 @@ def test_it_says_where_and_by_which_oracles(broken):
     for name in ("the streaming oracle", "FlashAttention-2's recurrence", "differ by at most "):
         assert name in record.reason
     assert (record.out, record.lse) == (None, None)
-    assert record.status not in WRONG
+    assert record.status not in FAILED_STATUSES
 
 
 @pytest.mark.parametrize("question", ["decode", "ones", "ramp"])
 def test_a_probe_too(broken, question):
-    parameters = {name: values[0] for name, values in allowed(question, FULL).items()}
+    parameters = {name: values[0] for name, values in allowed_parameters(question, FULL).items()}
     assert ask(Ideal(), FULL, question=question, parameters=parameters).status == "pass"
     broken("out", (0, 1, 5), 1.0)
     record = ask(Ideal(), FULL, question=question, parameters=parameters)
@@ -148,7 +146,7 @@ def test_a_probe_too(broken, question):
 
 
 def test_given_tensors_too(broken):
-    given = draw(FULL)
+    given = draw_inputs(FULL)
     right = answer(Ideal(), FULL)
     assert assert_attention_close(right.out, right.lse, problem=given).status == "pass"
     broken("out", (0, 1, 5), 1.0)
@@ -221,7 +219,7 @@ def test_one_that_does_not_fit_is_none(monkeypatch, error):
 def test_of_a_large_problem_the_row_itself_is_compared():
     problem = Problem(batch=2, heads=2, query=5000, kv=600, head_dim=16)
     evidence = Evidence(Case(problem=problem), "cpu")
-    assert not is_whole(problem, "cpu")
+    assert not samples_all_rows(problem, "cpu")
     place = Place(batch=1, head=1, query=4321, dim=3)
     first, *others = room._asked(place, evidence)
     assert (list(first.heads), first.query.tolist()) == ([3], [4321])

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.examine import signs
-from attncheck.examine.answer import answered
-from attncheck.examine.diagnosis import diagnosed
-from attncheck.hypotheses.signs import SIGNS
+from attncheck.capabilities.subject import Tiling
+from attncheck.diagnose import diagnosis as signs
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.fault_models.fault_model import SIGNS
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.reporting.diagnosis import diagnosis
-from attncheck.subjects.contract import Tiling
+from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.run_case import run_case
 
 SMALL = Problem(query=9, kv=9, head_dim=16, dtype="fp16")
 BATCH = Problem(batch=2, query=1, kv=129, dtype="bf16")
@@ -50,15 +50,15 @@ class Sharing(Ideal):
 
 
 def told(subject, case):
-    record = answered(subject, case, device="cpu")
+    record = run_case(subject, case, device="cpu")
     assert record.status == "fail"
-    return diagnosed(record, subject, device="cpu")
+    return diagnose_failure(record, subject, device="cpu")
 
 
 def test_a_first_call_that_is_wrong():
     record = told(Wavy(), Case(problem=SMALL))
     assert [one.model for one in record.diagnosis.ranked] == ["not-the-same-again"]
-    text = diagnosis(record, kernel="mine")
+    text = diagnosis_text(record, kernel="mine")
     assert f"likely     {SIGNS['not-the-same-again'][:30]}" in text
     assert "% of the error" not in text
 
@@ -109,7 +109,7 @@ class Unlaunched(Ideal):
 @pytest.mark.parametrize(("places", "told_so"), [(6, ["grid-axis-exceeded"]), (5, [])])
 def test_more_sequences_than_an_axis_has_places(monkeypatch, places, told_so):
     monkeypatch.setattr(signs, "MOST_PLACES", 6)
-    monkeypatch.setattr("attncheck.examine.diagnosis._MOST_HEADS", 3)
+    monkeypatch.setattr("attncheck.diagnose.diagnosis._MOST_HEADS", 3)
     problem = Problem(batch=4, heads=2, query=1, kv=2, dtype="bf16", mask=Spec.of("causal"))
     record = told(Unlaunched(places), Case(problem=problem, question="first_row"))
     ranked = [] if record.diagnosis is msgspec.UNSET else record.diagnosis.ranked

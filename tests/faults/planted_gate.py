@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 
 from attncheck.faults.catalogue import fault_named
-from attncheck.faults.planting import planted
+from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
 from attncheck.gate.known import Known
 from attncheck.gate.plan import describing, priority
 from attncheck.gate.work import Gate
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 
 
 def caught(fault_id, host, *, dtype=None, stages="", tier="smoke"):
@@ -26,7 +26,7 @@ def caught(fault_id, host, *, dtype=None, stages="", tier="smoke"):
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(choices, Known(()))
         try:
-            return _first_wrong(gate, planted(fault, host, Path(folder)), tier)
+            return _first_wrong(gate, plant(fault, host, Path(folder)), tier)
         finally:
             gate.close()
 
@@ -46,7 +46,7 @@ def _first_wrong(gate, kernel, tier):
         done = gate.do(unit)
         assert not done.harness, done.harness
         for answer in done.answers:
-            if answer.record.status in WRONG:
+            if answer.record.status in FAILED_STATUSES:
                 return answer.record
         add(done.units)
     return None

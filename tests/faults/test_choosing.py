@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.faults import catalogue
-from attncheck.faults.choosing import chosen, priority
 from attncheck.faults.fault import Control, Fault, Host
+from attncheck.faults.fault_selection import priority, select_faults
 
 RIGHT = Host(kernel="ideal", edits=(), dtypes=("fp16", "bf16"))
 
@@ -35,15 +35,17 @@ def few(monkeypatch):
         fault("gpu", triton=Host(kernel="triton-flash2", edits=(), needs="cuda")),
         fault("nowhere"),
     )
-    monkeypatch.setattr(catalogue, "FAULTS", {one.id: one for one in faults})
+    monkeypatch.setattr(catalogue, "FAULTS_of_catalogue", {one.id: one for one in faults})
     controls = {"control": Control(id="control", summary="s", why="w", hosts={"ideal": RIGHT})}
-    monkeypatch.setattr("attncheck.faults.choosing.FAULTS", catalogue.FAULTS)
-    monkeypatch.setattr("attncheck.faults.choosing.CONTROLS", controls)
+    monkeypatch.setattr(
+        "attncheck.faults.fault_selection.FAULTS_of_catalogue", catalogue.FAULTS_of_catalogue
+    )
+    monkeypatch.setattr("attncheck.faults.fault_selection.CONTROLS", controls)
     monkeypatch.setattr(catalogue, "CONTROLS", controls)
 
 
 def of(hosts, *, names=(), categories=(), controls=True, device="cpu"):
-    return chosen(
+    return select_faults(
         hosts=hosts,
         names=names,
         categories=categories,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.examine.answer import answered
-from attncheck.examine.environment import prepare
-from attncheck.faults.catalogue import CONTROLS, FAULTS
+from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue
 from attncheck.faults.fault import HOSTS
-from attncheck.faults.planting import planted
+from attncheck.faults.planting import plant
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.probes import case
-from attncheck.problem import Case, Problem
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.environment import prepare
+from attncheck.verify.run_case import run_case
 
 CHANGES = [
     (name, host, dtype)
@@ -59,8 +59,8 @@ CHANGES = [
 @pytest.mark.parametrize("host", HOSTS)
 def test_what_a_gate_comes_to_late_is_caught_where_it_is_asked(name, problem, host, tmp_path):
     prepare("cpu")
-    kernel = load(planted(FAULTS[name], host, tmp_path))
-    record = answered(kernel, Case(problem=problem), device="cpu")
+    kernel = load_subject(plant(FAULTS_of_catalogue[name], host, tmp_path))
+    record = run_case(kernel, Case(problem=problem), device="cpu")
     assert record.status == "fail"
     assert record.judgement.rule == "bound"
 
@@ -68,7 +68,7 @@ def test_what_a_gate_comes_to_late_is_caught_where_it_is_asked(name, problem, ho
 @pytest.mark.parametrize(("name", "host", "dtype"), CHANGES)
 def test_a_control_is_right_where_it_differs(name, host, dtype, tmp_path):
     """Maxima that rise, a sink and gradients; a gate asks far more."""
-    kernel = load(planted(CONTROLS[name], host, tmp_path))
+    kernel = load_subject(plant(CONTROLS[name], host, tmp_path))
     few = {"dtype": dtype, "query": 5, "kv": 70, "head_dim": 16}
     gradients = {"backward": kernel.backward, "mask": Spec.of("causal_bottom_right")}
     asked = [
@@ -77,5 +77,5 @@ def test_a_control_is_right_where_it_differs(name, host, dtype, tmp_path):
     ]
     prepare("cpu")
     for each in asked:
-        record = answered(kernel, each, device="cpu")
+        record = run_case(kernel, each, device="cpu")
         assert record.status == "pass", (each.question, record.reason)

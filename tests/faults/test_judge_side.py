@@ -10,23 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
 from attncheck import oracles
-from attncheck.examine.answer import answered
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.questions import allowed
-from attncheck.faults.entries.of_the_judge import OF_THE_JUDGE
+from attncheck.conventions.call_tensors import paged_inputs
+from attncheck.core.paged_layout import Paging
+from attncheck.faults.entries.judge_faults import JUDGE_FAULTS
 from attncheck.gate import axes, bounds, lost_pairs
-from attncheck.inputs import draw
-from attncheck.judge import rules, shares, verdict
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge import allowance, verdict, verdict_rules
 from attncheck.mods import library
-from attncheck.mods import paging as paging_room
+from attncheck.mods import page_table as paging_room
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.pages import cached
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import allowed_parameters, run_case
 
 FULL = Problem(heads=2, query=20, kv=33, head_dim=16, dtype="bf16")
 BACKWARD = FULL.replace(dtype="fp16", mask=Spec.of("causal"), backward=True)
@@ -34,12 +33,12 @@ BACKWARD = FULL.replace(dtype="fp16", mask=Spec.of("causal"), backward=True)
 
 def ask(subject, problem, question="compare", **parameters):
     case = Case(problem=problem, question=question, parameters=parameters)
-    return answered(subject, case, device="cpu", brief=False)
+    return run_case(subject, case, device="cpu", brief=False)
 
 
 def asked_first(problem, question, subject=None):
     """With the most telling parameters."""
-    parameters = {name: values[0] for name, values in allowed(question, problem).items()}
+    parameters = {name: values[0] for name, values in allowed_parameters(question, problem).items()}
     return ask(subject or Ideal(), problem, question, **parameters)
 
 
@@ -59,11 +58,11 @@ def spoiling(change):
 def test_every_fault_of_the_judge_has_its_test():
     here = Path(__file__)
     tests = set(re.findall(r"^def (test_\w+)", here.read_text("utf-8"), re.MULTILINE))
-    for fault in OF_THE_JUDGE:
+    for fault in JUDGE_FAULTS:
         file, _, name = fault.test.partition("::")
         assert here.match(file)
         assert name in tests
-    assert len({fault.id for fault in OF_THE_JUDGE}) == len(OF_THE_JUDGE)
+    assert len({fault.id for fault in JUDGE_FAULTS}) == len(JUDGE_FAULTS)
 
 
 HALVED = spoiling(lambda _, found: dataclasses.replace(found, out=found.out * 0.5))
@@ -80,7 +79,7 @@ def test_a_tolerance_that_cannot_fail(monkeypatch):
         return dataclasses.replace(scaled(found, 1e6), samples=samples)
 
     monkeypatch.setattr(Evidence, "allowance", generous)
-    assert ask(HALVED, FULL).status not in WRONG, "half of O passes"
+    assert ask(HALVED, FULL).status not in FAILED_STATUSES, "half of O passes"
     spot = ask(Ideal(), FULL).judgement.blind_spot
     assert (spot.half, spot.zeros, spot.dropped_keys) == (False, False, 0.0)
     # Others have margins of their own: a probe, and a relation.
@@ -105,20 +104,20 @@ def test_nan_is_close(monkeypatch):
         return found
 
     broken = spoiling(to_nan)
-    right = shares.shares
+    right = allowance.shares
 
     def close(*given):
         return right(*given).nan_to_num(0.0)
 
     # NaN is no share: the rule of what is finite needs none.
     with monkeypatch.context() as patch:
-        for room in (shares, verdict, rules):
+        for room in (allowance, verdict, verdict_rules):
             if hasattr(room, "shares"):
                 patch.setattr(room, "shares", close)
         record = ask(broken, FULL)
         assert (record.status, record.judgement.rule) == ("fail", "finite")
     # And without that rule a share of NaN is beyond its bound.
-    monkeypatch.setattr(rules, "finite", lambda _: [])
+    monkeypatch.setattr(verdict_rules, "finite", lambda _: [])
     record = ask(broken, FULL)
     assert (record.status, record.judgement.rule) == ("fail", "bound")
 
@@ -170,7 +169,7 @@ class ReadsOnePageMore(Ideal):
 
     def prepare(self, inputs):
         call = super().prepare(inputs)
-        given = cached(inputs)
+        given = paged_inputs(inputs)
 
         def reading():
             found = call()
@@ -259,19 +258,19 @@ def test_a_seed_that_hides_half(monkeypatch):
     assert {"pass", "fail"} <= set(said)
     passes = said.index("pass")
     # The fault: every problem is drawn as that one.
-    right = inputs_room.originals
+    right = inputs_room.unrounded_inputs
 
     def same(problem):
         return dataclasses.replace(right(problem.replace(seed=passes)), problem=fp64(problem))
 
-    monkeypatch.setattr(inputs_room, "originals", same)
+    monkeypatch.setattr(inputs_room, "unrounded_inputs", same)
     said = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
     assert set(said) == {"pass"}, "what one seed hides"
     # What a Case is asked of is its own: another seed that draws the same bits is noticed.
-    first, second = (draw(FULL.replace(seed=seed)).q for seed in (0, 1))
+    first, second = (draw_inputs(FULL.replace(seed=seed)).q for seed in (0, 1))
     monkeypatch.undo()
     assert bool((first == second).all())
-    first, second = (draw(FULL.replace(seed=seed)).q for seed in (0, 1))
+    first, second = (draw_inputs(FULL.replace(seed=seed)).q for seed in (0, 1))
     assert not bool((first == second).any(-1).all())
 
 
@@ -316,7 +315,7 @@ def test_a_gradient_with_other_strides(monkeypatch):
     kernel = AssumesContiguous()
     assert ask(kernel, BACKWARD).status == "pass", "laid out as it thinks"
     assert ask(kernel, BACKWARD, "strides_heads_last").status == "fail"
-    right = inputs_room.rounded
+    right = inputs_room.round_inputs
 
     def laid_out_otherwise(exact, problem):
         found = right(exact, problem)
@@ -324,7 +323,7 @@ def test_a_gradient_with_other_strides(monkeypatch):
             return found
         return found.replace(dout=found.dout.transpose(1, 2).contiguous().transpose(1, 2))
 
-    monkeypatch.setattr(inputs_room, "rounded", laid_out_otherwise)
+    monkeypatch.setattr(inputs_room, "round_inputs", laid_out_otherwise)
     # Who reads numbers where they are is right whatever the layout; and the other one is caught.
     assert ask(Ideal(), BACKWARD).status == "pass"
     assert ask(kernel, BACKWARD).status == "fail"

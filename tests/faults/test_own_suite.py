@@ -2,10 +2,15 @@
 
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.faults import own_suite
-from attncheck.faults.own_pytest import OwnSuite, Ran
-from attncheck.faults.own_suite import check_scorable, control, scored
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.faults import user_suite
+from attncheck.faults.user_suite import (
+    SuiteRun,
+    UserSuite,
+    check_scorable,
+    run_control,
+    score_suite,
+)
 
 # A project with a function of its own, tests as they are usually written, and a stricter one.
 FUNCTION = """
@@ -76,29 +81,29 @@ def project(tmp_path_factory):
 @pytest.fixture
 def suite(project):
     def suite(command, replace="mine.kernel:attention", **more):
-        return OwnSuite(**{"command": command, "replace": replace, "folder": project} | more)
+        return UserSuite(**{"command": command, "replace": replace, "folder": project} | more)
 
     return suite
 
 
 def test_the_control_passes_also_with_gradients_and_lse(suite):
-    found = control(suite("tests"))
+    found = run_control(suite("tests"))
     assert (found.status, found.left) == ("not shown", ())
 
 
 def test_a_strict_suite_catches_a_fault_and_the_test_is_named(suite):
-    found = scored(suite("tests/test_strict.py"), TAIL)
+    found = score_suite(suite("tests/test_strict.py"), TAIL)
     assert (found.status, found.tests) == ("caught", ("tests/test_strict.py::test_ragged",))
     assert (found.category, found.host) == ("tail tile", "ideal")
 
 
 def test_what_nice_shapes_do_not_show_is_no_question_of_tolerances(suite):
-    found = scored(suite("tests/test_usual.py"), TAIL)
+    found = score_suite(suite("tests/test_usual.py"), TAIL)
     assert (found.status, found.tests) == ("not shown", ())
 
 
 def test_what_a_tolerance_hides_is_missed(suite):
-    assert scored(suite("tests/test_usual.py"), "approx-reciprocal").status == "missed"
+    assert score_suite(suite("tests/test_usual.py"), "approx-reciprocal").status == "missed"
 
 
 @pytest.mark.parametrize(
@@ -113,13 +118,13 @@ def test_what_a_tolerance_hides_is_missed(suite):
 )
 def test_what_cannot_be_scored_says_why(suite, command, replace, says):
     with pytest.raises(UsageError, match="cannot be scored") as error:
-        control(suite(command, replace))
+        run_control(suite(command, replace))
     assert says in str(error.value)
 
 
 def test_a_suite_that_does_not_end_cannot_be_scored(suite):
     with pytest.raises(UsageError, match="did not end within 2 s"):
-        control(suite("slow", timeout=2))
+        run_control(suite("slow", timeout=2))
 
 
 @pytest.fixture
@@ -127,8 +132,8 @@ def ended(monkeypatch):
     """Runs that end as is said, one after the other."""
 
     def ended(*runs):
-        left = [Ran(code=code, said=said, output="", seconds=1.0) for code, said in runs]
-        monkeypatch.setattr(own_suite, "ran", lambda *_, **__: left.pop(0))
+        left = [SuiteRun(code=code, said=said, output="", seconds=1.0) for code, said in runs]
+        monkeypatch.setattr(user_suite, "run_suite", lambda *_, **__: left.pop(0))
 
     return ended
 
@@ -141,7 +146,7 @@ PASSES = (0, {"replaced": [""], "called": [""], "shown": [""]})
 def test_a_suite_that_a_right_kernel_fails_cannot_be_scored(suite, ended, alone, says):
     ended(FAILS, (alone, {}))
     with pytest.raises(UsageError, match=r"t\.py::test with the right kernel 'ideal'") as error:
-        control(suite("tests"))
+        run_control(suite("tests"))
     assert f"{says} with its own" in str(error.value)
 
 
@@ -161,7 +166,7 @@ def test_a_suite_that_a_right_kernel_fails_cannot_be_scored(suite, ended, alone,
 )
 def test_how_a_run_ends_is_what_it_says_of_a_fault(suite, ended, ran, status, says):
     ended(ran)
-    found = scored(suite("tests"), TAIL)
+    found = score_suite(suite("tests"), TAIL)
     assert found.status == status
     assert says in found.reason
 
@@ -175,30 +180,30 @@ def test_a_suite_that_calls_no_kernel_cannot_be_scored(suite, ended):
 @pytest.mark.parametrize("replace", ["mine.kernel", "mine/kernel.py:attention", "a:b.c", ":f"])
 def test_a_target_is_a_function_of_a_module(replace):
     with pytest.raises(UsageError, match=r"package\.module:name"):
-        OwnSuite(command="tests", replace=replace)
+        UserSuite(command="tests", replace=replace)
 
 
 def test_a_command_and_a_convention_are_checked():
     with pytest.raises(UsageError, match="cannot be split"):
-        OwnSuite(command="tests -k 'a", replace="m:f")
+        UserSuite(command="tests -k 'a", replace="m:f")
     with pytest.raises(UnknownName, match="flash_attn"):
-        OwnSuite(command="tests", replace="m:f", convention="paged")
+        UserSuite(command="tests", replace="m:f", convention="paged")
 
 
 def test_a_fault_that_is_not_known_or_not_in_the_host_is_said(suite):
     with pytest.raises(UnknownName, match="no-such-fault"):
-        scored(suite("tests"), "no-such-fault")
+        score_suite(suite("tests"), "no-such-fault")
     with pytest.raises(UsageError, match="not planted in metal"):
-        scored(suite("tests"), TAIL, "metal")
+        score_suite(suite("tests"), TAIL, "metal")
 
 
 def test_a_project_is_what_is_pythons_and_its_own(tmp_path):
-    suite = OwnSuite(command="tests", replace="m:f", folder=tmp_path)
+    suite = UserSuite(command="tests", replace="m:f", folder=tmp_path)
 
     def write(name, text="x = 1"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        return own_suite.project(suite)
+        return user_suite.project_digest(suite)
 
     known = [write("tests/test_a.py"), write("tests/test_a.py", "x = 2"), write("tests/test_b.py")]
     assert len(set(known)) == 3

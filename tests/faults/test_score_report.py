@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from msgspec import to_builtins
 
-from attncheck.fault_record import FaultScore, PeerSaid
-from attncheck.faults.choosing import Chosen
-from attncheck.faults.score_report import report, score_of, totals
-from attncheck.record import Explanation
-from attncheck.runner.journal_content import JournalContent
-from attncheck.runner.unit import Done, Unit
+from attncheck.faults.fault_selection import FaultSelection
+from attncheck.faults.score_report import fault_report, score_of, totals
+from attncheck.records.fault_scores import FaultScore, PeerVerdict
+from attncheck.records.record import Explanation
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.units import Done, Unit
 
 
 def score(fault, outcome, category="gqa", **fields):
@@ -24,7 +24,7 @@ NAMED = (Explanation(model="m", sentence="s", share=1.0, explains_all=True),)
 
 
 def test_totals_count_what_was_scored():
-    said = (PeerSaid(rule="2×", problems=3, caught=True),)
+    said = (PeerVerdict(rule="2×", problems=3, caught=True),)
     scores = [
         score("a", "caught", seconds=1.0, problems=10, peers=said, diagnosis=NAMED, rank=1),
         score("b", "caught", seconds=3.0, problems=30, diagnosis=NAMED, rank=3),
@@ -59,7 +59,7 @@ def test_a_unit_without_a_result_is_unfinished():
         results={first.id: Done(unit=first.id, facts=facts)},
         why="interrupted",
     )
-    found = report(content, Chosen(units=(first, second)), command="attncheck faults")
+    found = fault_report(content, FaultSelection(units=(first, second)), command="attncheck faults")
     assert [each.fault for each in found.scores] == ["missing-alpha-on-acc"]
     assert (found.unfinished, found.unfinished_because) == (1, "interrupted")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attncheck.fault_record import ControlScore, FaultScore
 from attncheck.faults import catalogue
 from attncheck.faults.fault import Control, Edit, Fault, Host
-from attncheck.faults.scoring import Scorer, ranked
-from attncheck.problem import Case
-from attncheck.record import Explanation
-from attncheck.runner.unit import Unit
+from attncheck.faults.scoring import FaultScorer, rank_of
+from attncheck.inputs.problem import Case
+from attncheck.records.fault_scores import ControlScore, FaultScore
+from attncheck.records.record import Explanation
+from attncheck.workers.units import Unit
 
 OWN = Path(__file__).with_name("faulty_kernels.py")
 MODULE = "subjects.ideal_attention"
@@ -53,7 +53,9 @@ PLANTED = {
 def scored(monkeypatch, name, *, stages="probes", host="ideal", file=""):
     planted = PLANTED.get(name)
     if planted is not None:
-        everything = catalogue.FAULTS if isinstance(planted, Fault) else catalogue.CONTROLS
+        everything = (
+            catalogue.FAULTS_of_catalogue if isinstance(planted, Fault) else catalogue.CONTROLS
+        )
         monkeypatch.setitem(everything, name, planted)
     unit = Unit(
         kind="fault",
@@ -63,7 +65,7 @@ def scored(monkeypatch, name, *, stages="probes", host="ideal", file=""):
         dtype="fp32",
         tier="smoke",
     )
-    done = Scorer(stages=stages, file=file).do(unit)
+    done = FaultScorer(stages=stages, file=file).do(unit)
     assert not done.harness
     kind = ControlScore if done.facts["kind"] == "control" else FaultScore
     return msgspec.convert(done.facts["score"], kind)
@@ -138,5 +140,5 @@ def test_the_rank_is_that_of_the_best_of_its_models():
         Explanation(model=model, sentence=model, share=0.5, explains_all=False)
         for model in ("a", "b", "c")
     )
-    assert ranked(diagnosis, ("c", "b")) == 2
-    assert ranked(diagnosis, ("d",)) == ranked((), ("a",)) == 0
+    assert rank_of(diagnosis, ("c", "b")) == 2
+    assert rank_of(diagnosis, ("d",)) == rank_of((), ("a",)) == 0

@@ -7,20 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.examine.answer import answered
-from attncheck.faults import continuous
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.faults import sensitivity as continuous
 from attncheck.faults import sensitivity as room
-from attncheck.faults.bisection import least
-from attncheck.faults.continuous import CONTINUOUS, continuous_named
-from attncheck.faults.planting import planted
-from attncheck.faults.sensitivity import sensitivity
-from attncheck.inputs import draw
-from attncheck.problem import Case, Problem
+from attncheck.faults.planting import plant
+from attncheck.faults.sensitivity import (
+    CONTINUOUS_FAULTS,
+    continuous_fault_named,
+    measure_sensitivity,
+    smallest_seen,
+)
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.fault_scores import (
+    ATTNCHECK_RULE,
+    FaultSensitivity,
+    SensitivityReport,
+    SmallestFault,
+)
 from attncheck.reporting import figures, sensitivity_pages
-from attncheck.sensitivity_record import OURS, Least, Seen, SensitivityReport
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.run_case import run_case
 
 SIZES = tuple(2.0**-n for n in range(40))
 
@@ -43,7 +51,7 @@ def seeing(thresholds):
 @given(st.lists(st.integers(-1, len(SIZES) - 1), max_size=8))
 def test_the_smallest_is_found_and_every_question_is_asked_about_the_next(thresholds):
     questions, asked = seeing(thresholds)
-    found = least(questions, SIZES)
+    found = smallest_seen(questions, SIZES)
     best = max(thresholds, default=-1)
     assert found.size == (SIZES[best] if best >= 0 else None)
     assert found.below == (SIZES[best + 1] if best + 1 < len(SIZES) else None)
@@ -57,7 +65,7 @@ def test_the_smallest_is_found_and_every_question_is_asked_about_the_next(thresh
 
 def test_where_the_best_is_first_others_are_asked_once():
     questions, asked = seeing([20, *itertools.repeat(3, 50)])
-    assert least(questions, SIZES).size == SIZES[20]
+    assert smallest_seen(questions, SIZES).size == SIZES[20]
     # Up to the best one twice as far each time, then by halves: two logarithms.
     assert len(asked) == 50 + len([each for each in asked if each[0] == 0])
     assert len([each for each in asked if each[0] == 0]) <= 2 * 5 + 2
@@ -67,36 +75,36 @@ def test_seeing_need_not_be_monotone():
     def sees(number):
         return number in {0, 1, 2, 3, 7, 8}
 
-    found = least([("odd", sees)], SIZES)
+    found = smallest_seen([("odd", sees)], SIZES)
     assert sees(SIZES.index(found.size))
     assert not sees(SIZES.index(found.below))
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", CONTINUOUS_FAULTS)
 def test_the_largest_size_is_a_fault_and_the_smallest_is_less(name, tmp_path):
-    fault = continuous_named(name)
+    fault = continuous_fault_named(name)
     problem = Problem(query=40, kv=200, head_dim=16, dtype="fp32", heads=2)
-    inputs, sizes = draw(problem), fault.sizes("fp32")
+    inputs, sizes = draw_inputs(problem), fault.sizes("fp32")
     right, off = Ideal().run(inputs).out, []
     for size in (sizes[0], sizes[-1]):
-        kernel = load(planted(fault.fault(size), "ideal", tmp_path))
+        kernel = load_subject(plant(fault.fault(size), "ideal", tmp_path))
         off.append(float((kernel.run(inputs).out - right).abs().max()))
         if size == sizes[0]:
-            assert answered(kernel, Case(problem=problem), device="cpu").status == "fail"
+            assert run_case(kernel, Case(problem=problem), device="cpu").status == "fail"
     assert off[0] > off[1]
 
 
 def test_sizes_are_quarters_of_octaves_or_bits_that_are_too_few():
-    scale = continuous_named("scale-off").sizes("bf16")
+    scale = continuous_fault_named("scale-off").sizes("bf16")
     assert scale[:2] == (1.0, 2.0**-0.25)
-    assert continuous_named("weights-of-few-bits").sizes("bf16") == tuple(range(1, 8))
-    assert continuous_named("sums-of-few-bits").sizes("bf16") == tuple(range(1, 24))
+    assert continuous_fault_named("weights-of-few-bits").sizes("bf16") == tuple(range(1, 8))
+    assert continuous_fault_named("sums-of-few-bits").sizes("bf16") == tuple(range(1, 24))
     with pytest.raises(UnknownName, match="scale-off"):
-        continuous_named("scale")
+        continuous_fault_named("scale")
 
 
 def test_texts_of_sizes_are_statements():
-    for fault in CONTINUOUS.values():
+    for fault in CONTINUOUS_FAULTS.values():
         for size in fault.sizes("fp32")[::7]:
             for edit in fault.fault(size).hosts["ideal"].edits:
                 ast.parse("if True:\n" + edit.new if edit.new.startswith(" ") else edit.new)
@@ -111,22 +119,24 @@ def test_rules_and_the_gate_on_a_few_questions(monkeypatch):
 
     monkeypatch.setattr(room, "_asked", few)
     monkeypatch.setattr(continuous, "_STEPS", 1)
-    found = sensitivity("scale-off", "fp32", tier="smoke")
+    found = measure_sensitivity("scale-off", "fp32", tier="smoke")
     assert (found.questions, found.unit) == (1, "ε")
-    ours, theirs = found.rules[OURS], found.rules["allclose(1e-2)"]
+    ours, theirs = found.rules[ATTNCHECK_RULE], found.rules["allclose(1e-2)"]
     assert ours.size is not None
     assert ours.below < ours.size
     assert theirs.size is None or theirs.size > ours.size
     with pytest.raises(UnknownName, match="bf16"):
-        sensitivity("scale-off", "half", tier="smoke")
+        measure_sensitivity("scale-off", "half", tier="smoke")
 
 
 def report(size=2.0**-9):
     rules = {
-        OURS: Least(size=size, below=2.0**-9.25, question="probes: ones", asked=12),
-        "2×": Least(size=None, below=1.0, asked=3),
+        ATTNCHECK_RULE: SmallestFault(
+            size=size, below=2.0**-9.25, question="probes: ones", asked=12
+        ),
+        "2×": SmallestFault(size=None, below=1.0, asked=3),
     }
-    seen = Seen(
+    seen = FaultSensitivity(
         fault="scale-off",
         summary="the softmax scale is 1 + ε times its own",
         unit="ε",

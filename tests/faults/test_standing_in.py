@@ -5,15 +5,15 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution
-from attncheck.examine.given_tensors import GivenTensors
-from attncheck.examine.judging import judged
-from attncheck.faults.standing_in import Standing, stand_in
-from attncheck.mods.library import alibi_slopes
-from attncheck.outputs import Outputs
-from attncheck.problem import Case
+from attncheck.core.outputs import Outputs
+from attncheck.diagnose.user_tensors import UserTensors
+from attncheck.faults.kernel_shim import ShimSettings, make_shim
+from attncheck.inputs.problem import Case
+from attncheck.mods.scores import alibi_slopes
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution
+from attncheck.verify.judging import judge_outputs
 
 
 class Skewed(Ideal):
@@ -33,9 +33,9 @@ def said():
 @pytest.fixture
 def ours(said):
     def ours(function, convention, kernel=None, right=None):
-        return stand_in(
+        return make_shim(
             function,
-            Standing(
+            ShimSettings(
                 kernel=kernel or Ideal(),
                 right=right,
                 convention=convention,
@@ -62,7 +62,7 @@ def check(found, q, k, v, dout=None, dlse=None, **given):
     ``found``: Outputs, or out alone.
     """
     outputs = found if isinstance(found, Outputs) else Outputs(found)
-    with GivenTensors(q=q, k=k, v=v, **given).inputs() as inputs:
+    with UserTensors(q=q, k=k, v=v, **given).inputs() as inputs:
         problem, more = inputs.problem, {}
         if dout is not None:
             problem = problem.replace(backward=True, dlse=dlse is not None)
@@ -73,7 +73,9 @@ def check(found, q, k, v, dout=None, dlse=None, **given):
             tiling=None,
             arithmetic=Ideal().arithmetic(problem, "cpu"),
         )
-        found = judged(result, Evidence(Case(problem=problem), "cpu", inputs.replace(**more)))
+        found = judge_outputs(
+            result, Evidence(Case(problem=problem), "cpu", inputs.replace(**more))
+        )
     assert found.status == "pass", found.reason
 
 

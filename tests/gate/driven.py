@@ -8,7 +8,7 @@ from pathlib import Path
 from attncheck.gate.known import Known
 from attncheck.gate.plan import describing, priority
 from attncheck.gate.work import Choices, Gate
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 
 PLANTED = Path(__file__).with_name("planted_kernels.py")
 
@@ -40,7 +40,7 @@ def drive(kernel, *, first=False, most=10_000, **options):
         done = gate.do(unit)
         assert not done.harness, done.harness
         results[unit.id] = done
-        if first and any(answer.record.status in WRONG for answer in done.answers):
+        if first and any(answer.record.status in FAILED_STATUSES for answer in done.answers):
             for smaller in done.units:
                 results[smaller.id] = gate.do(smaller)
             break

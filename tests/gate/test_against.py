@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.gate import against
 from attncheck.gate.against import named_alike, tree
-from attncheck.gate_record import Answer
-from attncheck.record import Record
-from attncheck.runner.unit import Unit
+from attncheck.records.record import Record
+from attncheck.records.run_reports import Answer
+from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.capabilities.capability_table import matches_pattern
+from attncheck.core.errors import UsageError
 from attncheck.gate.changed import changed
-from attncheck.subjects.source_patterns import matches
 
 TABLE = """
 [kernels.one]
@@ -117,4 +117,4 @@ def test_what_is_no_commit_is_said(project, ref):
     ],
 )
 def test_patterns(file, pattern, same):
-    assert matches(file, pattern) is same
+    assert matches_pattern(file, pattern) is same

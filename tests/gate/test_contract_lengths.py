@@ -8,7 +8,7 @@ import pytest
 from tests.gate.driven import answers, drive
 
 from attncheck import demo
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 
 SOURCE = Path(demo.__file__).with_name("flash_attention.py").read_text()
 CHOSEN_FOR = "EVEN=key.shape[2] % 32 == 0"  # where its tiles are of 64 keys
@@ -18,7 +18,11 @@ def wrong(path, *, chosen_for, tile):
     text = SOURCE.replace(CHOSEN_FOR, CHOSEN_FOR.replace("32", str(chosen_for)))
     path.write_text(text.replace("TILE = 64\n", f"TILE = {tile}\n"))
     _, results = drive(f"{path}::attention", stages="contract")
-    return {answer.record.variant for answer in answers(results) if answer.record.status in WRONG}
+    return {
+        answer.record.variant
+        for answer in answers(results)
+        if answer.record.status in FAILED_STATUSES
+    }
 
 
 @pytest.mark.parametrize(("chosen_for", "tile"), [(16, 32), (32, 64), (64, 128), (16, 128)])

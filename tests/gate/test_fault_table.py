@@ -19,13 +19,13 @@ from tests.examine import planted_processes as of_processes
 from tests.gate import planted_faults as of_calls
 
 from attncheck import oracles
-from attncheck.examine.questions import allowed
 from attncheck.gate.work import work
-from attncheck.gate_record import GateReport
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
+from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import exit_code
-from attncheck.runner.unit import Unit
+from attncheck.verify.run_case import allowed_parameters
+from attncheck.workers.units import Unit
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 4.0
@@ -109,7 +109,7 @@ def problem(length, seed=0):
 
 def ask(gate, file, length, *, question="compare", seed=0):
     asked = problem(length, seed)
-    numbers = {name: values[0] for name, values in allowed(question, asked).items()}
+    numbers = {name: values[0] for name, values in allowed_parameters(question, asked).items()}
     case = Case(problem=asked, question=question, parameters=numbers)
     unit = Unit(
         kind="ask",
@@ -206,7 +206,7 @@ def test_what_cannot_be_written_to_and_a_damaged_baseline_are_said_in_one_line(t
     from click.testing import CliRunner
 
     from attncheck.cli.gate import gate as verb
-    from attncheck.errors import AttncheckError
+    from attncheck.core.errors import AttncheckError
 
     (tmp_path / "file").touch()
     damaged = tmp_path / "baseline.json"

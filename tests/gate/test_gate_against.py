@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.gate.against import Tree, tree
 from attncheck.gate.bounds import measurements
 from attncheck.gate.known import Known
@@ -18,12 +18,11 @@ from attncheck.gate.plan import describing
 from attncheck.gate.report import report
 from attncheck.gate.tiers import tier_named
 from attncheck.gate.work import Gate
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.reporting.gate_verdict import exit_code
-from attncheck.runner.journal import JournalContent
-from attncheck.runner.shards import Shard
-from attncheck.runner.unit import Done, Unit
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.units import Done, Shard, Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import choices

@@ -12,17 +12,17 @@ import pytest
 
 from attncheck.cli.gate_asked import asked
 from attncheck.cli.gate_run import ran
-from attncheck.errors import UsageError
-from attncheck.examine.reproduce import failed
+from attncheck.core.errors import UsageError
+from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.plan import REPLAYED
 from attncheck.gate.work import Gate
-from attncheck.problem import Case, Problem
-from attncheck.record import Record
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failures import keep_failure
+from attncheck.records.record import Record
 from attncheck.reporting import gate_pages
-from attncheck.reporting.failures import keep
-from attncheck.runner.journal import Journal, JournalError, read
-from attncheck.runner.merge import merge, merged_bytes
-from attncheck.runner.unit import Done
+from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes
+from attncheck.workers.journal_format import JournalError, read_journal
+from attncheck.workers.units import Done
 
 PLANTED = Path(__file__).with_name("planted_kernels.py")
 LITTLE = ("--tier", "smoke", "--dtype", "fp32", "--stage", "contract", "--jobs", "1", "-q")
@@ -118,17 +118,17 @@ def part(shard, seed, folder):
 def test_parts_of_nightly_with_one_seed_are_one_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parts = [part(shard, 7, tmp_path) for shard in ("1/2", "2/2")]
-    content = merge({str(path): read(path) for path in parts})
+    content = merge_journals({str(path): read_journal(path) for path in parts})
     assert content.units.keys() == content.results.keys()
-    assert len(content.results) > len(read(parts[0]).results) > 1
-    (tmp_path / "results.jsonl").write_bytes(merged_bytes(content))
+    assert len(content.results) > len(read_journal(parts[0]).results) > 1
+    (tmp_path / "results.jsonl").write_bytes(merged_journal_bytes(content))
     whole = this_run(directory=tmp_path)  # goes on with the numbers that the parts have drawn
     assert (whole.head["seed"], whole.choices.seed) == (7, 7)
     with Journal.open(tmp_path / "results.jsonl", whole.head, resume=True) as journal:
         assert journal.results == content.results
     other = part("2/2", 8, tmp_path)
     with pytest.raises(UsageError, match="no parts of one run: seed is 7 and 8"):
-        merge({str(path): read(path) for path in (parts[0], other)})
+        merge_journals({str(path): read_journal(path) for path in (parts[0], other)})
 
 
 def test_a_part_asks_nothing_that_failed_on_its_own_machine(tmp_path, monkeypatch):
@@ -144,7 +144,10 @@ def test_a_part_asks_nothing_that_failed_on_its_own_machine(tmp_path, monkeypatc
         reason="planted",
         environment="",
     )
-    keep(failed(record, kernel="ideal", device="cpu", convention="", test=""), "reports/failures")
+    keep_failure(
+        new_failure(record, kernel="ideal", device="cpu", convention="", test=""),
+        "reports/failures",
+    )
     variants = [
         [unit.variant for unit in this_run(shard, seed=7, stage="bounds").units]
         for shard in ("", "1/2", "2/2")
@@ -188,12 +191,12 @@ def test_nothing_tested_is_5_and_a_stopped_run_goes_on(tmp_path):
     assert other.returncode == 3
     assert "holds another run" in other.stderr
     journal = tmp_path / "reports" / "gate" / "results.jsonl"
-    before = set(read(journal).results)
+    before = set(read_journal(journal).results)
 
     rest = gate("ideal", *LITTLE, cwd=tmp_path)
     assert rest.returncode == 0, rest.stdout + rest.stderr
     assert "goes on with" in rest.stderr
-    content = read(journal)
+    content = read_journal(journal)
     assert before <= set(content.results)
     assert not content.unfinished
     begun = [json.loads(line) for line in journal.read_text().splitlines()]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.examine.isolated import Deadlines
 from attncheck.gate.known import Known
 from attncheck.gate.work import Gate
-from attncheck.problem import Case, Problem
-from attncheck.runner.unit import Unit
+from attncheck.inputs.problem import Case, Problem
+from attncheck.workers.process import Deadlines
+from attncheck.workers.units import Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import choices

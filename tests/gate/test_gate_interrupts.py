@@ -8,8 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from attncheck.runner.journal import read
-from attncheck.runner.journal_content import JournalError
+from attncheck.workers.journal_format import JournalError, read_journal
 
 WORDS = ("ideal", "--device", "cpu", "--dtype", "fp32", "--stage", "contract", "--jobs", "1")
 
@@ -55,7 +54,7 @@ def started(folder, *words):
 
 def _answered(journal):
     try:
-        return any(done.answers for done in read(journal).results.values())
+        return any(done.answers for done in read_journal(journal).results.values())
     except JournalError:  # not there yet, or no line of it
         return False
 
@@ -69,7 +68,7 @@ def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path):
     assert "the same command goes on" in err
     assert "Traceback" not in err
     assert "INCOMPLETE" in out
-    content = read(journal)
+    content = read_journal(journal)
     assert content.why == "interrupted"
     assert content.unfinished
     assert content.head["typed"].startswith("attncheck gate ideal --device cpu")
@@ -78,7 +77,7 @@ def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path):
     command = [sys.executable, "-m", "attncheck", "gate", *WORDS, "--in-process", "--strict", "-q"]
     rest = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert rest.returncode == 0, rest.stdout + rest.stderr
-    content = read(journal)
+    content = read_journal(journal)
     assert before <= set(content.results)
     assert not content.unfinished
     assert "--strict" in content.head["typed"]  # as the last session was typed
@@ -104,7 +103,7 @@ def test_two_end_it_at_once_with_130(tmp_path):
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    content = read(tmp_path / "reports" / "gate" / "results.jsonl")
+    content = read_journal(tmp_path / "reports" / "gate" / "results.jsonl")
     assert content.why == "interrupted"
     assert not any(content.lost.values())  # what was ended is not held against its unit
     assert not list((tmp_path / "temporary").glob("attncheck-against-*"))

@@ -10,12 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.baseline_record import entries, fingerprint, made
-from attncheck.errors import UnknownName, UsageError
-from attncheck.examine.answer import answered
-from attncheck.examine.environment import environment
-from attncheck.examine.executor import Failure, InProcess
-from attncheck.examine.recorded import asked
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.outputs import Outputs
 from attncheck.gate.axes import DIMS, EXCLUSIONS, HEADS, SHAPES, problem_of
 from attncheck.gate.bounds import axes_of, bounds
 from attncheck.gate.choices import stages_named
@@ -26,13 +22,17 @@ from attncheck.gate.plan import describing, plan, priority
 from attncheck.gate.planning import Planning
 from attncheck.gate.remembering import Remembering
 from attncheck.gate.searched import asks, chosen
-from attncheck.gate_record import STAGES
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.runner.shards import Shard
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
+from attncheck.records.run_reports import STAGES
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
 from attncheck.suite.catalogue import properties
+from attncheck.verify.environment import environment
+from attncheck.verify.executor import Failure, InProcess
+from attncheck.verify.new_record import asked
+from attncheck.verify.run_case import run_case
+from attncheck.workers.units import Shard
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import choices, named
@@ -51,7 +51,7 @@ PLAIN = {
 def planning(kernel="ideal", **options):
     options = {"dtypes": "fp32,bf16"} | options
     (unit,) = describing([kernel], device="cpu", tier="smoke", convention="")
-    return Planning(unit, load(kernel), InProcess(), choices(**options))
+    return Planning(unit, load_subject(kernel), InProcess(), choices(**options))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_more_sequences_than_a_grid_holds_are_asked_where_there_are_grids():
     (case,) = many("cuda")
     assert case.question == "first_row"  # which needs no oracle, of so many heads
     small = Case(problem=case.problem.replace(head_dim=1, value_dim=1), question=case.question)
-    record = answered(Elsewhere(), small, device="cpu")
+    record = run_case(Elsewhere(), small, device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "relation")
 
 
@@ -203,7 +203,9 @@ def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
         asked(Restricted(plainly), Case.from_json(unit.case), "cpu", unit.variant, "e")
         for unit in before
     ]
-    held = Held.of(made(entries(records, {"e": here}), {fingerprint(here): here}, "0"))
+    held = Held.of(
+        make_baseline(baseline_entries(records, {"e": here}), {environment_id(here): here}, "0")
+    )
     assert Held.read(held.spelled()) == held
     after = restricted(lambda problem: plainly(problem, "sliding_window"), dtypes="bf16")
     cases = [Case.from_json(unit.case).id for unit in plan(after)]
@@ -277,6 +279,6 @@ def test_a_kernel_is_asked_once_what_it_takes_and_again_where_asking_failed():
             return said.pop(0)
 
     executor, problem = Remembering(Counting()), Problem(query=4)
-    answers = [executor.refusal(load("ideal"), problem, "cpu") for _ in range(4)]
+    answers = [executor.refusal(load_subject("ideal"), problem, "cpu") for _ in range(4)]
     assert isinstance(answers[0], Failure)
     assert answers[1:] == [None, None, None]

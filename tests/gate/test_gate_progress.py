@@ -8,8 +8,8 @@ import pytest
 
 from attncheck.cli.gate_progress import _Count
 from attncheck.reporting.gate_content import _pace
-from attncheck.runner.dispatch import Event
-from attncheck.runner.unit import Done, Unit
+from attncheck.workers.pool import RunEvent
+from attncheck.workers.units import Done, Unit
 
 
 def unit(stage, number, kind="ask", commit=""):
@@ -25,7 +25,7 @@ BOUNDS = [unit("bounds", n) for n in range(88)]
 
 def event(one, finished, *, seconds=1.0, units=(), kind="done", running=1):
     done = Done(unit=one.id, seconds=seconds, units=tuple(units)) if kind != "begun" else None
-    return Event(
+    return RunEvent(
         kind=kind,
         unit=one,
         done=done,

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from attncheck.examine.reproduce import failed
+from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.known import KNOWN, Known
 from attncheck.gate.replay import replays
 from attncheck.gate.work import Gate
-from attncheck.gate_record import STAGES
-from attncheck.problem import Case, Problem
-from attncheck.record import WRONG, Record
-from attncheck.reporting.failures import keep, load_failed
-from attncheck.runner.unit import Unit
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failures import keep_failure, load_failure
+from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.records.run_reports import STAGES
 from attncheck.suite.known_failures import KnownFailure
+from attncheck.workers.units import Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import answers, choices, drive, named
 
 
 def wrong(results):
-    return [a for a in answers(results) if a.record.status in WRONG]
+    return [a for a in answers(results) if a.record.status in FAILED_STATUSES]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
     small = Case.from_json(smallest.record.case).problem
     assert (small.batch, small.heads, small.query, small.kv) == (1, 1, 1, 2)
     assert small.distribution == "normal"
-    kept = load_failed(tmp_path / f"{smallest.failure}.json")
+    kept = load_failure(tmp_path / f"{smallest.failure}.json")
     assert kept.record.case_id == smallest.record.case_id
     how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
     again = replays([kernel], tmp_path, **how)
@@ -101,7 +101,7 @@ def kept(case, folder):
         reason="planted",
         environment="",
     )
-    keep(failed(record, kernel="ideal", device="cpu", convention="", test=""), folder)
+    keep_failure(new_failure(record, kernel="ideal", device="cpu", convention="", test=""), folder)
     return case.to_json()
 
 
@@ -131,10 +131,10 @@ def test_known_failures_warn_and_others_fail():
         variant=entry.families[0],
         case=case.to_json(),
     )
-    from attncheck.examine.recorded import asked
-    from attncheck.subjects.load import load
+    from attncheck.subjects.load import load_subject
+    from attncheck.verify.new_record import asked
 
-    record = asked(load(entry.kernel), case, "cpu", "", "")
+    record = asked(load_subject(entry.kernel), case, "cpu", "", "")
     said = known.settled(record, unit, case)
     assert said.status == "warn"
     assert said.reason.startswith(KNOWN)

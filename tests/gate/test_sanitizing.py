@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from attncheck.examine.executor import InProcess
-from attncheck.examine.recorded import asked
+from attncheck.core.judgement import Judgement
 from attncheck.gate.planning import Planning
 from attncheck.gate.sanitizing import sanitized, sanitizing
-from attncheck.judgement import Judgement
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.gate_content import missing
-from attncheck.runner import sanitizer
-from attncheck.runner.unit import Unit
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify import sanitizer
+from attncheck.verify.executor import InProcess
+from attncheck.verify.new_record import asked
+from attncheck.workers.units import Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import choices
@@ -28,7 +28,7 @@ _WHERE = "00000000"
 
 def planning(device="cuda", **options):
     unit = Unit(kind="describe", stage="contract", kernel="ideal", device=device, tier="smoke")
-    found = Planning(unit, load("ideal"), InProcess(), choices(**options), _WHERE)
+    found = Planning(unit, load_subject("ideal"), InProcess(), choices(**options), _WHERE)
     found._dtypes = ("bf16",)
     return found
 
@@ -71,7 +71,7 @@ def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeyp
     def planted(kernel, cases, tool, *, convention, device):
         assert (kernel, tool, convention, device) == ("ideal", "memcheck", "", "cuda")
         said = Judgement(status="fail", rule="memory", reason="memcheck: planted")
-        first, *rest = (asked(load("ideal"), case, "cuda", "", "") for case in cases)
+        first, *rest = (asked(load_subject("ideal"), case, "cuda", "", "") for case in cases)
         return (replace(first, status="fail", judgement=said), *rest)
 
     monkeypatch.setattr(sanitizer, "sanitized", planted)
@@ -79,5 +79,5 @@ def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeyp
     assert len(done.answers) == 3
     assert not done.units  # a smaller one would be asked without the tool
     first = done.answers[0].record
-    assert first.status in WRONG
+    assert first.status in FAILED_STATUSES
     assert (first.kernel, first.environment, first.variant) == ("ideal", _WHERE, units[0].variant)

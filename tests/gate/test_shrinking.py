@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attncheck.examine.recorded import asked
 from attncheck.gate.shrinking import smaller, smallest
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.new_record import asked
 
 LARGE = Case(
     problem=Problem(
@@ -29,7 +29,7 @@ def fails_where(wrong):
     """``ask`` of a kernel that fails where ``wrong`` of its Problem."""
 
     def ask(case):
-        record = asked(load("ideal"), case, "cpu", "", "")
+        record = asked(load_subject("ideal"), case, "cpu", "", "")
         import msgspec
 
         return msgspec.structs.replace(record, status="error" if wrong(case.problem) else "pass")

@@ -14,8 +14,8 @@ from attncheck.gate.choices import Choices
 from attncheck.gate.plan import describing
 from attncheck.gate.sources import differs, fingerprint, loaded
 from attncheck.gate.work import Gate
-from attncheck.runner.journal import JournalContent
-from attncheck.runner.unit import Done, Unit
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.units import Done, Unit
 
 KERNEL = """\
 import sys

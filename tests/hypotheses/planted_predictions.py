@@ -6,15 +6,15 @@ from functools import cache
 
 import torch
 
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution
-from attncheck.examine.explaining import explained
-from attncheck.hypotheses import Given
-from attncheck.judge.arithmetic import default
+from attncheck.core.outputs import Outputs
+from attncheck.core.paged_layout import Paging
+from attncheck.diagnose.explanations import explain
+from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution
 
 OF = Spec.of
 RAGGED = {"heads": 2, "query": 37, "kv": 77, "head_dim": 32, "dtype": "fp16"}
@@ -80,10 +80,10 @@ def faulty(model, number):
     problem = evidence.case.problem
     if not model.applies(problem) or problem.backward != (model.of == "backward"):
         return
-    for variant in model.variants(Given(evidence.inputs)):
+    for variant in model.variants(ExactAttention(evidence.inputs)):
         yield variant, evidence, execution(problem, variant.outputs)
 
 
 def exact(number):
     evidence = evidence_of(number)
-    return explained(execution(evidence.case.problem, evidence.truth), evidence)
+    return explain(execution(evidence.case.problem, evidence.truth), evidence)

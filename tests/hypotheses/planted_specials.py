@@ -9,15 +9,16 @@ from functools import cache
 import torch
 from tests.hypotheses.planted_predictions import GRADIENTS, OF, RAGGED
 
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution
-from attncheck.examine.relate import runs
-from attncheck.hypotheses import MODELS, Given
-from attncheck.inputs import draw
-from attncheck.judge.arithmetic import default
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.outputs import Outputs
+from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.fault_models.fault_model import FAULT_MODELS
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import default
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution
+from attncheck.verify.relation_runs import relation_inputs
 
 TILES = Tiling(block_query=16, block_kv=32)
 FP8 = RAGGED | {"dtype": "e4m3"}
@@ -71,10 +72,10 @@ SPECIALS = {
 def evidence_of(name):
     """The exact result, of inputs that the fault needs to be seen."""
     problem = Problem(**SPECIALS[name][0])
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     if name == "offsets-of-32-bits":
         far = Case(problem=problem, question="strides_far", parameters={"tensor": 0})
-        inputs = runs(far, "cpu")[-1]
+        inputs = relation_inputs(far, "cpu")[-1]
     if name == "column-scale-of-zero":
         v = inputs.v.clone()
         v[..., 3] = torch.zeros((), dtype=v.dtype)
@@ -93,7 +94,7 @@ def planted(name, evidence):
     storage = formats.storage.torch_dtype
     dtypes = {"out": formats.output.torch_dtype, "dq": storage, "dk": storage, "dv": storage}
     tile = TILES.block_query, TILES.block_kv
-    for variant in MODELS[name].variants(Given(evidence.inputs, tile=tile)):
+    for variant in FAULT_MODELS[name].variants(ExactAttention(evidence.inputs, tile=tile)):
         rounded = {
             n: x.to(dtypes.get(n, torch.float32)) for n, x in variant.outputs.tensors().items()
         }

@@ -11,14 +11,14 @@ from tests.hypotheses.planted_predictions import PROBLEMS, evidence_of, exact, e
 from tests.hypotheses.planted_specials import SPECIALS
 
 from attncheck import oracles
-from attncheck.examine.explaining import explained
-from attncheck.faults.catalogue import FAULTS
-from attncheck.hypotheses import MODELS, Given
-from attncheck.hypotheses.backward import Backward
-from attncheck.hypotheses.signs import SIGNS
-from attncheck.inputs import draw
-from attncheck.judge.diagnosis_ranking import equals
-from attncheck.problem import Problem
+from attncheck.diagnose.explanations import explain
+from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.fault_models.fault_model import FAULT_MODELS, SIGNS
+from attncheck.fault_models.gradient_models import ExactGradients
+from attncheck.faults.catalogue import FAULTS_of_catalogue
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.judge.fault_explanation import count_equals
 
 # Of these none of the problems shows anything: they need memory that is laid out otherwise, values
 # that are not finite, or rows so long that fp16 overflows.
@@ -29,32 +29,32 @@ NOT_DRAWN |= {"values-behind-keys", "half-unwritten", *SPECIALS}
 @pytest.mark.parametrize("number", range(0, len(PROBLEMS), 3))
 def test_without_a_fault_it_is_the_exact_result(number):
     evidence = evidence_of(number)
-    given, truth = Given(evidence.inputs), evidence.truth
+    given, truth = ExactAttention(evidence.inputs), evidence.truth
     torch.testing.assert_close(given.parts.out, truth.out)
     torch.testing.assert_close(given.parts.lse, truth.lse)
     if evidence.case.problem.backward:
-        found = Backward(given).gradients()
+        found = ExactGradients(given).gradients()
         for name in ("dq", "dk", "dv"):
             torch.testing.assert_close(getattr(found, name), getattr(truth, name))
 
 
 def test_some_rows_are_those_of_all():
     problem = Problem(query=40, kv=33, heads=2, dtype="fp16")
-    inputs, rows = draw(problem), torch.tensor([3, 17, 39])
+    inputs, rows = draw_inputs(problem), torch.tensor([3, 17, 39])
     truth = oracles.truth(inputs)
-    torch.testing.assert_close(Given(inputs, rows=rows).parts.out, truth.out[:, :, rows])
+    torch.testing.assert_close(ExactAttention(inputs, rows=rows).parts.out, truth.out[:, :, rows])
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_DRAWN])
+@pytest.mark.parametrize("name", [name for name in FAULT_MODELS if name not in NOT_DRAWN])
 def test_a_kernel_with_the_fault_is_named(name):
     """First, or among those that explain it as well: some faults are the same on some problems."""
-    model = MODELS[name]
+    model = FAULT_MODELS[name]
     for number in range(len(PROBLEMS)):
         for _, evidence, result in list(faulty(model, number))[:2]:
-            found = explained(result, evidence)
+            found = explain(result, evidence)
             if found is None or not found.ranking or not found.ranking[0].all:
                 continue
-            assert name in [one.name for one in found.ranking[: equals(found.ranking)]]
+            assert name in [one.name for one in found.ranking[: count_equals(found.ranking)]]
             return
     raise AssertionError("no problem shows it")
 
@@ -73,21 +73,21 @@ def test_a_fault_of_no_model_fits_none(number):
     wrong = torch.randn(outputs.out.shape, generator=noise, dtype=torch.float64)
     result = execution(evidence.case.problem, outputs)
     result.outputs.out.copy_((outputs.out + wrong).to(result.outputs.out.dtype))
-    found = explained(result, evidence)
+    found = explain(result, evidence)
     assert found is not None
     assert not any(one.all or one.share > 0.5 for one in found.ranking)
 
 
 def test_every_model_says_what_it_is():
-    for name, model in MODELS.items():
+    for name, model in FAULT_MODELS.items():
         assert name == model.id
         assert model.sentence
         assert not model.sentence.endswith(".")
 
 
 def test_the_catalogue_names_models_that_there_are():
-    named = {name: fault.id for fault in FAULTS.values() for name in fault.named}
-    unknown = {name: fault for name, fault in named.items() if name not in {*MODELS, *SIGNS}}
+    named = {name: fault.id for fault in FAULTS_of_catalogue.values() for name in fault.named}
+    unknown = {name: fault for name, fault in named.items() if name not in {*FAULT_MODELS, *SIGNS}}
     assert not unknown
 
 
@@ -95,4 +95,4 @@ def test_the_manual_has_every_model_in_its_words():
     page = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
     page = page.partition("## The fault models")[2]
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+) \|$", page, flags=re.MULTILINE))
-    assert rows == {name: model.sentence for name, model in MODELS.items()} | SIGNS
+    assert rows == {name: model.sentence for name, model in FAULT_MODELS.items()} | SIGNS

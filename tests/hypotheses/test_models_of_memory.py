@@ -6,21 +6,22 @@ import pytest
 import torch
 from tests.hypotheses.planted_predictions import execution
 
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.explaining import consistent, explained
-from attncheck.hypotheses import MODELS, Given
-from attncheck.hypotheses.reading import contiguous, read_as, wider
-from attncheck.inputs import draw
-from attncheck.judge.diagnosis_ranking import equals
-from attncheck.problem import Case, Problem
+from attncheck.diagnose.explanations import consistent_models, explain
+from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.fault_models.fault_model import FAULT_MODELS
+from attncheck.fault_models.memory_models import contiguous, read_as, wider
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.fault_explanation import count_equals
 from attncheck.relations import relation_named
+from attncheck.verify.evidence import Evidence
 
 GAPPED = Problem(query=9, kv=21, head_dim=16, heads=2, dtype="fp16")
 EXPANDED = GAPPED.replace(backward=True)
 
 
 def evidence_of(problem, question):
-    inputs = relation_named(question).runs(draw(problem), {})[-1]
+    inputs = relation_named(question).runs(draw_inputs(problem), {})[-1]
     evidence = Evidence(Case(problem=problem), "cpu", inputs)
     evidence.establish(yardsticks=False)
     return evidence
@@ -37,22 +38,22 @@ def evidence_of(problem, question):
 def test_a_kernel_with_the_fault_is_named(name, problem, question):
     evidence = evidence_of(problem, question)
     results = [
-        explained(execution(problem, variant.outputs), evidence, proven=True)
-        for variant in MODELS[name].variants(Given(evidence.inputs))
+        explain(execution(problem, variant.outputs), evidence, proven=True)
+        for variant in FAULT_MODELS[name].variants(ExactAttention(evidence.inputs))
     ]
     wrong = [found for found in results if found is not None]  # some read what they should
     assert wrong
     for found in wrong:
-        assert name in [one.name for one in found.ranking[: equals(found.ranking)]]
+        assert name in [one.name for one in found.ranking[: count_equals(found.ranking)]]
 
 
 def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
     evidence = Evidence(Case(problem=GAPPED), "cpu")
     evidence.establish(yardsticks=False)
-    assert not list(MODELS["values-behind-keys"].variants(Given(evidence.inputs)))
+    assert not list(FAULT_MODELS["values-behind-keys"].variants(ExactAttention(evidence.inputs)))
     right = execution(GAPPED, evidence.truth)
     among = ["values-behind-keys", "scale-twice"]
-    assert consistent(right, evidence, among) == {"values-behind-keys"}
+    assert consistent_models(right, evidence, among) == {"values-behind-keys"}
 
 
 def test_beyond_its_memory_the_last_number_is_read_or_none():

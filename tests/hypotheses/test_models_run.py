@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.hypotheses import MODELS, Given
-from attncheck.inputs import draw
+from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.fault_models.fault_model import FAULT_MODELS
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 
 OF = Spec.of
 PROBLEMS = {
@@ -46,7 +47,7 @@ def test_none_raises_where_it_applies(of):
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 33, "kv": 33, "head_dim": 16}
     problem = Problem(**sizes | {"dtype": "bf16"} | PROBLEMS[of])
     some = None if problem.backward else torch.arange(0, problem.query, 2)
-    given = Given(draw(problem), rows=some, tile=None)
-    models = [model for model in MODELS.values() if model.applies(problem)]
+    given = ExactAttention(draw_inputs(problem), rows=some, tile=None)
+    models = [model for model in FAULT_MODELS.values() if model.applies(problem)]
     forms = {model.id: len(list(model.variants(given))) for model in models}
-    assert sum(forms.values()) > len(MODELS) // 4
+    assert sum(forms.values()) > len(FAULT_MODELS) // 4

@@ -10,28 +10,28 @@ import torch
 from tests.hypotheses.planted_predictions import OF, RAGGED, execution
 from tests.hypotheses.planted_specials import SPECIALS, TILES, evidence_of, planted
 
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.explaining import explained
-from attncheck.judge.diagnosis_ranking import equals
-from attncheck.problem import Case, Problem
+from attncheck.diagnose.explanations import explain
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.fault_explanation import count_equals
+from attncheck.verify.evidence import Evidence
 
 
 def named(found):
-    return [one.name for one in found.ranking[: equals(found.ranking)]] if found else []
+    return [one.name for one in found.ranking[: count_equals(found.ranking)]] if found else []
 
 
 @pytest.mark.parametrize("name", SPECIALS)
 def test_a_special_fault_is_named(name):
     evidence = evidence_of(name)
     few = islice(planted(name, evidence), 3)  # some of them show nothing on this problem
-    assert any(name in named(explained(result, evidence)) for result in few)
+    assert any(name in named(explain(result, evidence)) for result in few)
 
 
 @pytest.mark.parametrize("name", SPECIALS)
 def test_another_fault_is_not_taken_for_it(name):
     evidence, other = evidence_of(name), SPECIALS[name][1]
     result = next(planted(other, evidence))
-    found = named(explained(result, evidence))
+    found = named(explain(result, evidence))
     assert other in found
     assert name not in found
 
@@ -48,9 +48,9 @@ def unwritten(problem, rows):
 
 def test_rows_of_another_configuration():
     result, evidence = unwritten(Problem(**RAGGED), slice(0, RAGGED["query"] // 2))
-    assert named(explained(result, evidence)) == ["half-unwritten"]
+    assert named(explain(result, evidence)) == ["half-unwritten"]
 
 
 def test_a_row_too_few_is_no_half():
     result, evidence = unwritten(Problem(**RAGGED | {"mask": OF("causal")}), slice(0, 4))
-    assert "half-unwritten" not in named(explained(result, evidence))
+    assert "half-unwritten" not in named(explain(result, evidence))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.source_files import import_file
+from attncheck.core.source_files import import_file
 
 if TYPE_CHECKING:
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
 
 kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 Backward = kernels.Backward

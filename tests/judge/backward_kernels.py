@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.inputs import Inputs, draw
-from attncheck.judge.arithmetic import Arithmetic, default
-from attncheck.judge.bounds import deterministic
-from attncheck.judge.gradients.keys import KeyGradients
-from attncheck.judge.gradients.rows import row_gradients
-from attncheck.judge.gradients.saved import Saved
-from attncheck.judge.scores import score_error
-from attncheck.oracles.conditions import blocks
-from attncheck.oracles.gradient_conditions import gradient_conditions
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.judge.declared_arithmetic import Arithmetic, default
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
+from attncheck.judge.score_errors import score_error
+from attncheck.judge.score_gradient_errors import Saved
+from attncheck.oracles.row_conditions import all_rows, compute_gradient_conditions
 
 if TYPE_CHECKING:
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
 
 LOG2E = math.log2(math.e)
 
@@ -257,16 +255,16 @@ def bounds(
         kv_heads=problem.kv_heads,
         query=problem.query,
     )
-    for rows in pieces or blocks(problem, "cpu"):
+    for rows in pieces or all_rows(problem, "cpu"):
         heads = slice(rows.heads.start, rows.heads.stop)
-        known = gradient_conditions(inputs, truth, rows)
+        known = compute_gradient_conditions(inputs, truth, rows)
         scores = score_error(known.known, arithmetic)
         mod, slope = mods(known, scores) if mods else (None, None)
         out = given.out.flatten(0, 1)[heads][:, rows.query].double()
         if exposes_lse:
             lse = given.lse.flatten(0, 1)[heads][:, rows.query].double() - known.known.lse
         else:
-            lse = deterministic(known.known, arithmetic, scores, mod).lse
+            lse = deterministic_bound(known.known, arithmetic, scores, mod).lse
         saved = Saved(out_error=out - known.known.out, lse_error=lse)
         found = row_gradients(known, arithmetic, scores, saved, mod, slope)
         dq[heads, rows.query] = found.dq
@@ -283,7 +281,7 @@ def shares(
     kernel: Backward, problem: Problem, arithmetic: Arithmetic | None = None, mods=None, **options
 ):
     """Largest error ÷ bound of every gradient; infinite where one must be 0 and is not."""
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     exact = Exact.of(inputs)
     given = kernel.run(inputs)
     arithmetic = arithmetic or profile(problem, kernel)

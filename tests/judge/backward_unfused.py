@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.outputs import Outputs
-from attncheck.source_files import import_file
+from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import import_file
 
 if TYPE_CHECKING:
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
 
 kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 

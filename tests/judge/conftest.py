@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from attncheck.conditions import Conditions, Rows
+from attncheck.core.conditions import Conditions, Rows
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.errors import ProblemError
-from attncheck.formats import DTYPES, FORMATS
-from attncheck.judge.accumulators import AMPERE, FP32, FP64, HOPPER_FP8, VOLTA, Accumulator
-from attncheck.judge.arithmetic import FP64_ORACLE, default
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.judge.declared_arithmetic import (
+    AMPERE,
+    FP32,
+    FP64,
+    FP64_ORACLE,
+    HOPPER_FP8,
+    VOLTA,
+    Accumulator,
+    default,
+)
 
 U = 2.0**-24
 

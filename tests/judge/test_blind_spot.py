@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck.conditions import Conditions, Rows
+from attncheck.core.conditions import Conditions, Rows
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.blind_spot import blind_spot
-from attncheck.judge.truncation import cut
+from attncheck.judge.blind_spot import blind_spot, cut
 
 if TYPE_CHECKING:
-    from attncheck.judgement import BlindSpot
+    from attncheck.core.judgement import BlindSpot
 
 LN2 = math.log(2.0)
 ROUNDINGS = 64 * 2.0**-52  # a few dozen float64 operations stand between the numbers below

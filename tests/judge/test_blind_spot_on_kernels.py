@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution, InProcess
-from attncheck.examine.judging import judged
-from attncheck.judge.truncation import cut
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.blind_spot import cut
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution, InProcess
+from attncheck.verify.judging import judge_outputs
 
 if TYPE_CHECKING:
-    from attncheck.judgement import BlindSpot, Judgement
+    from attncheck.core.judgement import BlindSpot, Judgement
 
 BEYOND = {"bound", "improbable"}
 CAUSAL = Spec.of("causal_bottom_right")
@@ -43,7 +43,7 @@ def verdict(kernel: Ideal, dtype: str, *, exposes_lse: bool) -> Judgement:
         tiling=found.tiling,
         arithmetic=found.arithmetic,
     )
-    return judged(shown, case)
+    return judge_outputs(shown, case)
 
 
 def spot(dtype: str, *, exposes_lse: bool) -> BlindSpot:

@@ -10,20 +10,24 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.conditions import Conditions, Rows, ScoreModError
-from attncheck.examine.evidence import Evidence
-from attncheck.formats import DTYPES, FORMATS
-from attncheck.judge.additions import additions
-from attncheck.judge.arithmetic import FP64_ORACLE, HOPPER_FP8, default
-from attncheck.judge.bounds import OUTPUT, deterministic
-from attncheck.judge.scores import score_error
-from attncheck.judge.spacing import half_ulp
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.conditions import Conditions, Rows, ScoreModError
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import (
+    FP64_ORACLE,
+    HOPPER_FP8,
+    additions,
+    default,
+    half_ulp,
+)
+from attncheck.judge.deterministic_bound import OUTPUT, deterministic_bound
+from attncheck.judge.score_errors import score_error
 from attncheck.mods.spec import Spec
-from attncheck.oracles.conditions import conditions
-from attncheck.oracles.numbers import Mp
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Tiling
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
 
 U = 2.0**-24
 NOISE = 64 * 2.0**-53
@@ -35,7 +39,7 @@ NAMES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 
 
 def bound(known, arithmetic, mod=None):
-    return deterministic(known, arithmetic, score_error(known, arithmetic), mod)
+    return deterministic_bound(known, arithmetic, score_error(known, arithmetic), mod)
 
 
 def drawn(made, *, heads=2, rows=5, kv=24, dim=8, seen=None):
@@ -320,7 +324,7 @@ def test_every_float64_recurrence_is_within_the_proof_of_the_oracle(distribution
     evidence = Evidence(Case(problem=problem), "cpu")
     inputs = evidence.inputs
     rows = Rows(range(1), torch.arange(2))
-    proof = bound(conditions(inputs, evidence.truth, rows), FP64_ORACLE)
+    proof = bound(compute_conditions(inputs, evidence.truth, rows), FP64_ORACLE)
     exact = oracles.RECURRENCES[oracles.REFERENCE](Mp(40), inputs)
     seen = 0.0
     for name in oracles.ORACLES.keys() - oracles.MAY_OVERFLOW:
@@ -341,7 +345,7 @@ def test_float32_is_beyond_the_proof_of_float64():
     problem = Problem(batch=1, heads=1, query=4, kv=16, head_dim=4, dtype="fp32")
     evidence = Evidence(Case(problem=problem), "cpu")
     rows = Rows(range(1), torch.arange(4))
-    proof = bound(conditions(evidence.inputs, evidence.truth, rows), FP64_ORACLE)
+    proof = bound(compute_conditions(evidence.inputs, evidence.truth, rows), FP64_ORACLE)
     out = Ideal().run(evidence.inputs).out.double()
     assert bool(((out - evidence.truth.out)[0].abs() > proof.out).any())
 

@@ -7,8 +7,15 @@ import math
 
 import torch
 
-from attncheck.judge.diagnose import Error, Explained, Hypothesis
-from attncheck.judge.diagnosis_ranking import equals, joint, ranked, told_apart
+from attncheck.judge.fault_explanation import (
+    FaultExplanation,
+    FaultPrediction,
+    ObservedError,
+    combine_rankings,
+    count_equals,
+    keep_fitting,
+    rank_explanations,
+)
 
 EXACT = {"out": torch.zeros(1, 1, 4, 2).double(), "lse": torch.zeros(1, 1, 4).double()}
 ALLOWED = {
@@ -25,7 +32,7 @@ def moved(out=0.0, lse=0.0, rows=slice(None)):
 
 
 def ranking(got, *hypotheses):
-    return ranked(Error(got, EXACT, ALLOWED), hypotheses)
+    return rank_explanations(ObservedError(got, EXACT, ALLOWED), hypotheses)
 
 
 def names(found):
@@ -33,8 +40,8 @@ def names(found):
 
 
 def test_what_is_left_decides():
-    half = Hypothesis(name="half", tensors=moved(out=1.0))
-    whole = Hypothesis(name="whole", tensors=moved(out=2.05))
+    half = FaultPrediction(name="half", tensors=moved(out=1.0))
+    whole = FaultPrediction(name="whole", tensors=moved(out=2.05))
     first, second = ranking(moved(out=2.0), half, whole)
     assert (first.name, first.all) == ("whole", True)
     assert (second.name, second.all) == ("half", False)
@@ -42,21 +49,21 @@ def test_what_is_left_decides():
 
 
 def test_lse_counts_as_much_as_out():
-    wrong = Hypothesis(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
+    wrong = FaultPrediction(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
     assert ranking(moved(out=2.0), wrong) == []
-    of_out = Hypothesis(name="out alone", tensors=moved(out=2.0))
+    of_out = FaultPrediction(name="out alone", tensors=moved(out=2.0))
     assert ranking(moved(out=2.0, lse=1.0), of_out) == []
 
 
 def test_lse_that_is_not_exposed_refutes_nothing():
     got = {"out": moved(out=2.0)["out"]}
-    one = Hypothesis(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
+    one = FaultPrediction(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
     assert names(ranking(got, one)) == ["moves LSE"]
 
 
 def test_among_equals_the_plainer_is_first():
-    fitted = Hypothesis(name="fitted", tensors=moved(out=2.0), order=2)
-    plain = Hypothesis(name="plain", tensors=moved(out=2.0))
+    fitted = FaultPrediction(name="fitted", tensors=moved(out=2.0), order=2)
+    plain = FaultPrediction(name="plain", tensors=moved(out=2.0))
     assert names(ranking(moved(out=2.01), fitted, plain)) == ["plain", "fitted"]
 
 
@@ -64,7 +71,7 @@ def test_a_number_is_fitted():
     def at(size):
         return moved(out=size)
 
-    one = Hypothesis(
+    one = FaultPrediction(
         name="as large", tensors=at(1.0), family=at, start=1.0, parameter="size", order=2
     )
     (found,) = ranking(moved(out=3.0), one)
@@ -74,66 +81,66 @@ def test_a_number_is_fitted():
 
 def test_what_is_not_finite_compares_as_a_pattern():
     got = moved(out=math.nan, rows=slice(2))
-    same = Hypothesis(name="same rows", tensors=moved(out=math.nan, rows=slice(2)))
-    other = Hypothesis(name="other rows", tensors=moved(out=math.nan, rows=slice(2, 4)))
-    infinite = Hypothesis(name="infinite", tensors=moved(out=math.inf, rows=slice(2)))
+    same = FaultPrediction(name="same rows", tensors=moved(out=math.nan, rows=slice(2)))
+    other = FaultPrediction(name="other rows", tensors=moved(out=math.nan, rows=slice(2, 4)))
+    infinite = FaultPrediction(name="infinite", tensors=moved(out=math.inf, rows=slice(2)))
     found = ranking(got, other, same, infinite)
     assert names(found) == ["same rows"]
     assert found[0].all
 
 
 def test_a_right_kernel_has_nothing_to_explain():
-    assert not Error(moved(), EXACT, ALLOWED).wrong
-    assert not Error(moved(out=0.05), EXACT, ALLOWED).proven
+    assert not ObservedError(moved(), EXACT, ALLOWED).wrong
+    assert not ObservedError(moved(out=0.05), EXACT, ALLOWED).proven
 
 
 def test_where_nothing_is_known_nothing_is_asked():
     allowed = {name: torch.full_like(x, math.inf) for name, x in ALLOWED.items()}
-    assert not Error(moved(out=2.0), EXACT, allowed).wrong
+    assert not ObservedError(moved(out=2.0), EXACT, allowed).wrong
 
 
 def test_several_problems_are_explained_by_what_explains_each():
-    one = Hypothesis(name="one", tensors=moved(out=2.0))
-    two = Hypothesis(name="two", tensors=moved(out=2.0), order=1)
+    one = FaultPrediction(name="one", tensors=moved(out=2.0))
+    two = FaultPrediction(name="two", tensors=moved(out=2.0), order=1)
     both = ranking(moved(out=2.0), one, two)
     alone = ranking(moved(out=2.0), two)
-    assert names(joint(both, alone)) == ["two"]
-    assert names(joint(both, [])) == names(both)
+    assert names(combine_rankings(both, alone)) == ["two"]
+    assert names(combine_rankings(both, [])) == names(both)
 
 
 def test_what_explains_all_of_each_is_told_by_the_larger_error():
-    large = Explained(name="one", share=0.999, all=True, left=0.1)
+    large = FaultExplanation(name="one", share=0.999, all=True, left=0.1)
     small = dataclasses.replace(large, share=0.2)
     part = dataclasses.replace(small, all=False)
-    assert [one.share for one in joint([large], [small])] == [0.999]
-    assert [one.share for one in joint([large], [part])] == [0.2]
+    assert [one.share for one in combine_rankings([large], [small])] == [0.999]
+    assert [one.share for one in combine_rankings([large], [part])] == [0.2]
 
 
 def test_a_tie_is_broken_by_what_fits_a_further_problem():
-    one = Hypothesis(name="one", tensors=moved(out=2.0))
-    two = Hypothesis(name="two", tensors=moved(out=2.0), order=1)
-    half = Hypothesis(name="half", tensors=moved(out=1.0))
+    one = FaultPrediction(name="one", tensors=moved(out=2.0))
+    two = FaultPrediction(name="two", tensors=moved(out=2.0), order=1)
+    half = FaultPrediction(name="half", tensors=moved(out=1.0))
     tied = ranking(moved(out=2.0), one, two, half)
-    assert (names(tied), equals(tied)) == (["one", "two", "half"], 2)
-    assert names(told_apart(tied, {"two"})) == ["two", "half"]
+    assert (names(tied), count_equals(tied)) == (["one", "two", "half"], 2)
+    assert names(keep_fitting(tied, {"two"})) == ["two", "half"]
     # Of a further problem that none of them fits nothing is learnt.
-    assert names(told_apart(tied, set())) == names(tied)
-    assert names(told_apart(tied, {"half"})) == names(tied)
+    assert names(keep_fitting(tied, set())) == names(tied)
+    assert names(keep_fitting(tied, {"half"})) == names(tied)
 
 
 def test_what_is_right_agrees_with_what_says_so():
-    right = Error(moved(out=0.05), EXACT, ALLOWED)
-    assert right.agrees(Hypothesis(name="right here", tensors=moved()))
-    assert not right.agrees(Hypothesis(name="wrong here", tensors=moved(lse=1.0)))
-    wrong = Error(moved(lse=1.0), EXACT, ALLOWED)
-    assert wrong.agrees(Hypothesis(name="wrong here", tensors=moved(lse=1.0)))
-    assert not wrong.agrees(Hypothesis(name="right here", tensors=moved()))
+    right = ObservedError(moved(out=0.05), EXACT, ALLOWED)
+    assert right.agrees(FaultPrediction(name="right here", tensors=moved()))
+    assert not right.agrees(FaultPrediction(name="wrong here", tensors=moved(lse=1.0)))
+    wrong = ObservedError(moved(lse=1.0), EXACT, ALLOWED)
+    assert wrong.agrees(FaultPrediction(name="wrong here", tensors=moved(lse=1.0)))
+    assert not wrong.agrees(FaultPrediction(name="right here", tensors=moved()))
 
 
 def free(name, count):
     rows = torch.zeros(1, 1, 4, dtype=torch.bool)
     rows[..., :count] = True
-    return Hypothesis(name=name, tensors=moved(), free=rows)
+    return FaultPrediction(name=name, tensors=moved(), free=rows)
 
 
 def test_rows_of_which_nothing_is_said_are_mostly_wrong_and_all_others_right():
@@ -145,7 +152,7 @@ def test_rows_of_which_nothing_is_said_are_mostly_wrong_and_all_others_right():
 
 def test_what_leaves_rows_free_comes_after_what_predicts_them():
     got = moved(out=2.05, rows=slice(2))
-    exact = Hypothesis(name="predicted", tensors=moved(out=2.0, rows=slice(2)), order=2)
+    exact = FaultPrediction(name="predicted", tensors=moved(out=2.0, rows=slice(2)), order=2)
     found = ranking(got, free("free", 2), exact)
     assert names(found) == ["predicted", "free"]
-    assert equals(found) == 1
+    assert count_equals(found) == 1

@@ -10,26 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.conditions import Rows, ScoreModError
-from attncheck.formats import DTYPES, FORMATS
-from attncheck.inputs import draw
-from attncheck.judge.accumulators import AMPERE, VOLTA
-from attncheck.judge.arithmetic import FP64_ORACLE, default
-from attncheck.judge.bounds import deterministic
-from attncheck.judge.gradients.keys import HEADS, KeyGradients
-from attncheck.judge.gradients.rows import row_gradients
-from attncheck.judge.gradients.saved import Saved
-from attncheck.judge.gradients.score_gradients import _rounded
-from attncheck.judge.gradients.sums import OUTPUT, in_parts
-from attncheck.judge.scores import score_error
-from attncheck.judge.spacing import half_ulp
-from attncheck.mods.library import SCORES, Entry
-from attncheck.mods.spec import Spec
-from attncheck.oracles.conditions import blocks
-from attncheck.oracles.gradient_conditions import gradient_conditions
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.source_files import import_file
+from attncheck.core.conditions import Rows, ScoreModError
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import import_file
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.judge.declared_arithmetic import AMPERE, FP64_ORACLE, VOLTA, default, half_ulp
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.gradient_bounds import HEADS, OUTPUT, KeyGradients, in_parts, row_gradients
+from attncheck.judge.score_errors import score_error
+from attncheck.judge.score_gradient_errors import Saved, _rounded_of_score_gradients
+from attncheck.mods.scores import SCORES
+from attncheck.mods.spec import Entry, Spec
+from attncheck.oracles.row_conditions import all_rows, compute_gradient_conditions
 
 kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 
@@ -44,10 +38,10 @@ def problem(**changes) -> Problem:
 
 
 def known_of(asked: Problem, rows: Rows | None = None):
-    inputs = draw(asked)
+    inputs = draw_inputs(asked)
     exact = kernels.Exact.of(inputs)
-    rows = rows or next(iter(blocks(asked, "cpu")))
-    return gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows), exact
+    rows = rows or next(iter(all_rows(asked, "cpu")))
+    return compute_gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows), exact
 
 
 def rows_of(asked: Problem, arithmetic=None, *, out_error=0.0, lse_error=0.0, **options):
@@ -189,7 +183,7 @@ def test_rows_that_see_no_key_and_keys_that_no_row_sees_are_exact():
 
 def test_pieces_may_come_in_any_order():
     asked = problem(mask=CAUSAL, sink=True, dlse=True)
-    inputs, arithmetic = draw(asked), default(asked.formats)
+    inputs, arithmetic = draw_inputs(asked), default(asked.formats)
     exact, kernel = kernels.Exact.of(inputs), kernels.Backward()
     given = kernel.run(inputs)
     pieces = [
@@ -311,7 +305,7 @@ def test_a_saved_lse_that_is_nan_bounds_nothing_of_its_row():
 
 def test_a_query_that_is_nan_and_sees_nothing_costs_no_key_its_bound():
     asked = problem(mask=Spec.of("causal_bottom_right"), query=20)
-    inputs = draw(asked)
+    inputs = draw_inputs(asked)
     q = inputs.q.clone()
     q[:, :, 0] = math.nan
     exact = kernels.Exact.of(inputs)
@@ -319,8 +313,8 @@ def test_a_query_that_is_nan_and_sees_nothing_costs_no_key_its_bound():
     bounds = []
     for given in (inputs, inputs.replace(q=q)):
         keys = KeyGradients(arithmetic, batch=2, heads=4, kv_heads=2, query=20)
-        for rows in blocks(asked, "cpu"):
-            known = gradient_conditions(given, truth, rows)
+        for rows in all_rows(asked, "cpu"):
+            known = compute_gradient_conditions(given, truth, rows)
             nothing = torch.zeros_like(known.known.out)
             saved = Saved(out_error=nothing, lse_error=nothing[..., 0])
             scores = score_error(known.known, arithmetic)
@@ -332,11 +326,11 @@ def test_a_query_that_is_nan_and_sees_nothing_costs_no_key_its_bound():
 
 def test_what_may_overflow_is_not_bounded():
     asked = problem(batch=1, heads=1, kv_heads=1)
-    inputs = draw(asked)
+    inputs = draw_inputs(asked)
     inputs = inputs.replace(v=inputs.v.clone().fill_(2.0**125))
     exact = kernels.Exact.of(inputs)
-    rows = next(iter(blocks(asked, "cpu")))
-    known = gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows)
+    rows = next(iter(all_rows(asked, "cpu")))
+    known = compute_gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows)
     arithmetic = default(asked.formats)
     zero = Saved(out_error=known.known.out * 0, lse_error=known.delta * 0)
     found = row_gradients(known, arithmetic, score_error(known.known, arithmetic), zero)
@@ -345,13 +339,13 @@ def test_what_may_overflow_is_not_bounded():
 
 def test_score_gradients_beyond_fp16_are_not_bounded():
     asked = problem(dtype="fp16", batch=1, heads=1, kv_heads=1)
-    inputs = draw(asked)
+    inputs = draw_inputs(asked)
     arithmetic = default(asked.formats)
     for size, bounded in ((1.0, True), (2.0**12, False)):
         large = inputs.replace(v=size * inputs.v, dout=size * inputs.dout)
         exact = kernels.Exact.of(large)
-        rows = next(iter(blocks(asked, "cpu")))
-        known = gradient_conditions(large, Outputs(exact.out, exact.lse), rows)
+        rows = next(iter(all_rows(asked, "cpu")))
+        known = compute_gradient_conditions(large, Outputs(exact.out, exact.lse), rows)
         zero = Saved(out_error=known.known.out * 0, lse_error=known.delta * 0)
         found = row_gradients(known, arithmetic, score_error(known.known, arithmetic), zero)
         assert bool(torch.isfinite(found.dq).all()) == bounded
@@ -364,18 +358,22 @@ def test_a_steep_slope_multiplies_what_was_rounded_before_it(steep):
     before = 2.0 ** (-26 + 4 * torch.rand(1000, generator=torch.manual_seed(0)).double())
     known = SimpleNamespace(known=SimpleNamespace(scale=1.0))
     error = (before.half().double() - before).abs() * steep
-    assert bool((error <= _rounded(known, arithmetic, before * steep, before)).all())
-    fused = _rounded(known, arithmetic, before * steep)  # as if it were rounded behind it
+    assert bool(
+        (error <= _rounded_of_score_gradients(known, arithmetic, before * steep, before)).all()
+    )
+    fused = _rounded_of_score_gradients(
+        known, arithmetic, before * steep
+    )  # as if it were rounded behind it
     assert bool((error <= 2 * fused).all()) == (steep <= 1)
 
 
 def oracle_bounds(asked: Problem, exact):
     """The proof of a float64 backward."""
     inputs = exact.inputs
-    rows = next(iter(blocks(asked, "cpu")))
-    known = gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows)
+    rows = next(iter(all_rows(asked, "cpu")))
+    known = compute_gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows)
     scores = score_error(known.known, FP64_ORACLE)
-    forward = deterministic(known.known, FP64_ORACLE, scores)
+    forward = deterministic_bound(known.known, FP64_ORACLE, scores)
     saved = Saved(out_error=forward.out, lse_error=forward.lse, measured=False)
     found = row_gradients(known, FP64_ORACLE, scores, saved)
     of_keys = keys_of(asked, found, exact, FP64_ORACLE)
@@ -384,7 +382,7 @@ def oracle_bounds(asked: Problem, exact):
 
 def test_float64_is_within_its_own_proof_and_fp32_is_not():
     asked = problem(dtype="fp32", sink=True, dlse=True)
-    inputs = draw(asked)
+    inputs = draw_inputs(asked)
     exact = kernels.Exact.of(inputs)
     proof = oracle_bounds(asked, exact)
     known, _ = known_of(asked)

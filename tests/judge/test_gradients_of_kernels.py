@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.conditions import ScoreModError
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.formats import DTYPES, FORMATS
-from attncheck.judge.arithmetic import default
-from attncheck.mods.derivative import derivative
+from attncheck.core.conditions import ScoreModError
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.source_files import import_file
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Problem
+from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Spec
-from attncheck.mods.trace import trace_score
-from attncheck.problem import Problem
-from attncheck.source_files import import_file
+from attncheck.mods.trace import trace_derivative, trace_score
 
 faults = import_file(Path(__file__).parent / "backward_faults.py", "backward faults")
 unfused = import_file(Path(__file__).parent / "backward_unfused.py", "unfused backward")
@@ -121,7 +120,7 @@ def test_a_fused_backward_is_beyond_what_it_does_not_declare(fact, keys):
 def errors_of(asked: Problem):
     """Errors of a score mod and of its slope, by the running error analysis of both."""
     mod = asked.score_mod("cpu")
-    analyses = [RunningError(each, TANH) for each in (trace_score(mod), derivative(mod))]
+    analyses = [RunningError(each, TANH) for each in (trace_score(mod), trace_derivative(mod))]
 
     def at(known, scores):
         forward, kv = known.known, asked.kv

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.conditions import Rows
-from attncheck.formats import DTYPES
+from attncheck.core.conditions import Rows
+from attncheck.core.formats import DTYPES
+from attncheck.core.judgement import Judgement, Precision
+from attncheck.core.outputs import Outputs
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.arithmetic import HOPPER_FP8, default
-from attncheck.judge.floor import spread
-from attncheck.judge.precision import FAR, FEWEST, RESIDUAL, SPREAD, Z
+from attncheck.judge.declared_arithmetic import HOPPER_FP8, default
+from attncheck.judge.error_measures import rmse_over_ideal
+from attncheck.judge.head_precision import FAR, FEWEST, RESIDUAL, SPREAD, Z
 from attncheck.judge.verdict import decide
-from attncheck.judgement import Judgement, Precision
-from attncheck.outputs import Outputs
 
 HEADS, QUERY, DIM = 2, 32, 32
 SD = 2.0**-8
@@ -255,7 +255,7 @@ def test_bias_and_slope():
 def test_the_ensembles_spread_of_hand_made_errors():
     rmse = torch.tensor([[3.0, 2.0, 0.0, math.nan, 1.0]])
     ideal = [torch.tensor([[1.0, 4.0, 0.0, 1.0, 0.0]]), torch.tensor([[2.0, 1.0, 0.0, 1.0, 0.0]])]
-    assert spread(rmse, ideal).tolist() == [[1.5, 0.5, 0.0, math.inf, 0.0]]
+    assert rmse_over_ideal(rmse, ideal).tolist() == [[1.5, 0.5, 0.0, math.inf, 0.0]]
 
 
 def test_what_underflow_explains_is_no_lack_of_precision():
@@ -276,7 +276,7 @@ def test_what_underflow_explains_is_no_lack_of_precision():
     assert (found.status, found.rule) == ("fail", "precision")
     assert precision(found).residual == precision(decide(**plain)).residual
     rmse, tiny = torch.tensor([[3.0, 3.0]]), torch.tensor([[1.0, 0.0]])
-    assert spread(rmse, [tiny], torch.tensor([[2.0, 2.0]])).tolist() == [[1.5, 0.0]]
+    assert rmse_over_ideal(rmse, [tiny], torch.tensor([[2.0, 2.0]])).tolist() == [[1.5, 0.0]]
 
 
 @pytest.mark.parametrize(("generic", "status"), [(True, "fail"), (False, "warn")])

@@ -8,16 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.conditions import ScoreModError
-from attncheck.examine.evidence import Evidence
-from attncheck.formats import DTYPES, round_to
-from attncheck.judge.arithmetic import default
-from attncheck.judge.probable import MISSED, deviations, probable
-from attncheck.judge.scores import score_error
-from attncheck.judge.shared_errors import quadrature
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.conditions import ScoreModError
+from attncheck.core.formats import DTYPES, round_to
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.probabilistic_bound import (
+    MISSED,
+    probabilistic_bound,
+    quadrature,
+    sigmas_needed,
+)
+from attncheck.judge.score_errors import score_error
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence
 
 NOISE = 64 * 2.0**-53
 # Of errors of a unit of bf16 what a few units of fp32, in quadrature and beside them, add.
@@ -26,7 +30,9 @@ BF16 = DTYPES["bf16"]
 
 
 def found(known, arithmetic, mod=None, elements=2**16):
-    return probable(known, arithmetic, score_error(known, arithmetic), mod, elements=elements)
+    return probabilistic_bound(
+        known, arithmetic, score_error(known, arithmetic), mod, elements=elements
+    )
 
 
 def drawn(made, *, heads=2, rows=5, kv=24, dim=8, seen=None):
@@ -36,7 +42,7 @@ def drawn(made, *, heads=2, rows=5, kv=24, dim=8, seen=None):
 
 def test_lambda_is_hoeffdings():
     for elements in (1, 1000, 2**24):
-        wide = deviations(elements)
+        wide = sigmas_needed(elements)
         assert 2 * elements * math.exp(-(wide**2) / 2) == pytest.approx(MISSED, rel=NOISE)
 
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.formats import DTYPES, FORMATS, round_to
-from attncheck.judge.accumulators import HOPPER_FP8, Accumulator
-from attncheck.judge.aligned_products import truncation_error
-from attncheck.judge.arithmetic import default
-from attncheck.judge.scores import score_error
+from attncheck.core.formats import DTYPES, FORMATS, round_to
+from attncheck.judge.declared_arithmetic import HOPPER_FP8, Accumulator, default
+from attncheck.judge.score_errors import score_error, truncation_error
 
 U = 2.0**-24
 # float64 computes the bound, in some dozens of operations; underflow adds 2^-126 and less.

@@ -8,15 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.conditions import ScoreModError
-from attncheck.formats import DTYPES, FORMATS, round_to
-from attncheck.judge.accumulators import AMPERE, HOPPER_FP8
-from attncheck.judge.additions import sum_of_weights, taken
-from attncheck.judge.arithmetic import default
-from attncheck.judge.bounds import deterministic
-from attncheck.judge.probable import probable
-from attncheck.judge.scores import score_error
-from attncheck.judge.truncation import cut
+from attncheck.core.conditions import ScoreModError
+from attncheck.core.formats import DTYPES, FORMATS, round_to
+from attncheck.judge.blind_spot import cut
+from attncheck.judge.declared_arithmetic import AMPERE, HOPPER_FP8, default, sum_of_weights, taken
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.probabilistic_bound import probabilistic_bound
+from attncheck.judge.score_errors import score_error
 
 TF32, BF16, FP16, E4M3 = (default(DTYPES[name]) for name in ("tf32", "bf16", "fp16", "e4m3"))
 KEYS = 512
@@ -30,7 +28,7 @@ def bounds(known, arithmetic, mod=None):
         radius = errors.radius * slope
         none = torch.zeros_like(radius)
         error = ScoreModError(radius=radius, own=none, jump=none > 0, falls=falls)
-    return probable(known, arithmetic, errors, error, elements=known.out.numel())
+    return probabilistic_bound(known, arithmetic, errors, error, elements=known.out.numel())
 
 
 def positive(made, dim=64, rows=8):
@@ -121,7 +119,7 @@ def test_sums_overflow_before_the_largest_score_has_come(made):
     keys[0, 0] = 200.0
     known = made.attention(torch.ones(1, 1, 1), keys, torch.full((1, 16, 1), 1e38))
     arithmetic = default(DTYPES["bf16"])
-    assert deterministic(known, arithmetic, score_error(known, arithmetic)).out.isinf().all()
+    assert deterministic_bound(known, arithmetic, score_error(known, arithmetic)).out.isinf().all()
 
 
 @pytest.mark.parametrize("place", ["q", "k", "v"])
@@ -132,7 +130,7 @@ def test_numbers_that_tf32_rounds_to_infinity_have_no_bound(made, place):
     known = made.attention(**tensors, seen=torch.tensor([place != "v", True]))
     for truncates in (False, True):
         arithmetic = replace(TF32, truncates=truncates)
-        found = deterministic(known, arithmetic, score_error(known, arithmetic)).out
+        found = deterministic_bound(known, arithmetic, score_error(known, arithmetic)).out
         assert bool(found.isinf().any()) is not truncates
 
 
@@ -151,7 +149,7 @@ def test_a_maximum_that_lags_is_farther_from_lse(made):
         made.normal(1, 2, 4), made.normal(1, 16, 4, seed=1), torch.ones(1, 16, 1)
     )
     found = [
-        deterministic(known, one, score_error(known, one)).lse_terms["logarithm"]
+        deterministic_bound(known, one, score_error(known, one)).lse_terms["logarithm"]
         for one in (BF16, replace(BF16, lazy_rescale=8.0))
     ]
     # The maximum, times a rounded factor, and the logarithm of the row sum are as much larger.
@@ -161,5 +159,5 @@ def test_a_maximum_that_lags_is_farther_from_lse(made):
 def test_given_scores_that_overflow_as_exponents_have_no_bound(made):
     known = made.softmax(torch.tensor([[[3e38, 0.0], [1.0, 0.0]]]))
     arithmetic = default(DTYPES["fp32"])
-    found = deterministic(known, arithmetic, score_error(known, arithmetic))
+    found = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
     assert found.lse.isinf().tolist() == [[True, False]]

@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.conditions import Rows
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence, ensemble_tilings
+from attncheck.capabilities.subject import Subject, Tiling
+from attncheck.core.conditions import Rows
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.conditions import conditions
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
+from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.strategies import masks, problems, scores, shapes
-from attncheck.subjects.contract import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence, ensemble_tilings
+from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
+    from attncheck.inputs.input_tensors import Inputs
 
 EXAMPLES = 25
 LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)
@@ -236,7 +236,7 @@ def test_conditions_have_one_key_more(problem):
     """Its own quantities are those of the exact result, whose LSE has it."""
     evidence = Evidence(Case(problem=problem), "cpu")
     every = Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
-    known = conditions(evidence.inputs, evidence.truth, every)
+    known = compute_conditions(evidence.inputs, evidence.truth, every)
     assert known.has_sink
     assert known.seen[..., -1].all()
     assert known.v[:, -1].eq(0).all()
@@ -251,12 +251,12 @@ def test_conditions_have_one_key_more(problem):
 
 def test_a_sink_has_an_error_of_its_own_units_alone():
     """No rounding of q·k, whatever q: 8 roundings of the sink itself."""
-    from attncheck.judge.arithmetic import default
-    from attncheck.judge.scores import score_error
+    from attncheck.judge.declared_arithmetic import default
+    from attncheck.judge.score_errors import score_error
 
     problem = Problem(query=4, kv=4, dtype="bf16", sink=True)
     evidence = Evidence(Case(problem=problem), "cpu")
-    known = conditions(evidence.inputs, evidence.truth, Rows(range(1), torch.arange(4)))
+    known = compute_conditions(evidence.inputs, evidence.truth, Rows(range(1), torch.arange(4)))
     found = score_error(known, default(problem.formats)).radius[..., -1]
     expected = 8 * 2.0**-24 * known.scores[..., -1].abs()
     assert torch.allclose(found, expected, rtol=1e-5)

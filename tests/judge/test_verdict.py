@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.conditions import Rows
-from attncheck.formats import DTYPES
+from attncheck.core.conditions import Rows
+from attncheck.core.formats import DTYPES
+from attncheck.core.judgement import Judgement, Place
+from attncheck.core.outputs import Outputs
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.arithmetic import default
+from attncheck.judge.declared_arithmetic import default
 from attncheck.judge.verdict import decide
-from attncheck.judgement import Judgement, Place
-from attncheck.outputs import Outputs
 
 BATCH, HEADS, QUERY, DIM = 1, 2, 32, 32  # 1,024 outputs a head
 DEAD = 5  # the last row of head 1 sees no key: row 31

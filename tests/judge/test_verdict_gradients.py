@@ -10,15 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.conditions import Rows
-from attncheck.formats import DTYPES
+from attncheck.core.conditions import Rows
+from attncheck.core.formats import DTYPES
+from attncheck.core.judgement import Judgement, Place
+from attncheck.core.outputs import AXES, GRADIENTS, Outputs, TensorName
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.arithmetic import default
-from attncheck.judge.rules import Compared
+from attncheck.judge.declared_arithmetic import default
 from attncheck.judge.verdict import decide
-from attncheck.judgement import Judgement, Place
-from attncheck.outputs import Outputs
-from attncheck.tensor_names import AXES, GRADIENTS, TensorName
+from attncheck.judge.verdict_rules import Compared
 
 HEADS, KV_HEADS, QUERY, KV, DIM = 4, 2, 3, 5, 8
 BOUND = 2.0**-6

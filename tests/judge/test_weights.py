@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.conditions import ScoreModError
-from attncheck.formats import DTYPES
-from attncheck.judge.arithmetic import default
-from attncheck.judge.exponents import exponents
-from attncheck.judge.scores import score_error
-from attncheck.judge.value_bounds import about
-from attncheck.judge.weights import weights
+from attncheck.core.conditions import ScoreModError
+from attncheck.core.formats import DTYPES
+from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.deterministic_bound import about
+from attncheck.judge.score_errors import exponents, score_error
+from attncheck.judge.weight_errors import weights
 
 BF16 = default(DTYPES["bf16"])
 # Softmax, product and bound in float64: some dozens of roundings of numbers of the size of P and V.

@@ -16,9 +16,9 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects.triton_flash import Flash2
 
 SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
 

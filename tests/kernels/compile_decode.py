@@ -11,16 +11,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from attncheck.inputs.problem import Problem
 from attncheck.kernels.decode_forward import _merge, _split
 from attncheck.kernels.launch import block_dim
 from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import to_triton
-from attncheck.problem import Problem
-from attncheck.subjects.decode import Decode
-from attncheck.subjects.traced import traced_mask, traced_score
+from attncheck.subjects.kernel_mods import mask_expression, score_expression
+from attncheck.subjects.triton_caches import Decode
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MOST_SPILLED = 80  # bytes a thread: what the forwards' tiles may (subjects/flash.py)
+MOST_SPILLED = 80  # bytes a thread: what the forwards' tiles may (subjects/triton_flash.py)
 STORED = {"fp32": "*fp32", "bf16": "*bf16", "e4m3": "*fp8e4nv"}
 
 
@@ -45,7 +45,7 @@ def compiled(kernel, constants, types, **options):
 def split(problem, page):
     """The launch of the splits, for contiguous tensors."""
     chosen = Decode().launch(problem, "cuda")
-    mask, score = (to_triton(t(problem, "cpu")) for t in (traced_mask, traced_score))
+    mask, score = (to_triton(t(problem, "cpu")) for t in (mask_expression, score_expression))
     storage, scaled = problem.formats.storage.torch_dtype, problem.formats.scaled
     constants = {
         "MASK": mask.function, "SCORE": score.function, "IDENTITY": False, "FREE": chosen.free,

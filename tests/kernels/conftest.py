@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.errors import InterpreterUnavailable
+from attncheck.core.errors import InterpreterUnavailable
 from attncheck.kernels import interpreter
 
 try:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.formats import DTYPES, FORMATS
-from attncheck.mods.captured import reads
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.mods.captured_reads import trace_reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,7 +216,7 @@ def of_captured(given: Given, x, e_x, dz, most_dz) -> dict[str, torch.Tensor]:
         return {}
     bound = torch.zeros(sum(tensor.numel() for tensor in score.tensors), dtype=torch.float64)
     sizes, counts = bound.clone(), bound.clone()
-    for read in reads(score.mod):
+    for read in trace_reads(score.mod):
         at = (x, *given.indices())
         slope, place = (one.evaluate(*at).expand(x.shape) for one in (read.slope, read.place))
         e_slope = score.bend * (e_x + 16 * U * x.abs()) + 32 * U * slope.abs()

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from attncheck.kernels import delta
+from attncheck.kernels import gradient_terms
 
 SHAPE = (2, 1, 40, 40)
 
@@ -29,7 +29,7 @@ def layouts() -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    kernel = delta._row_deltas
+    kernel = gradient_terms._row_deltas
     if "specialised" in sys.argv:  # as it would be without what is said of its arguments
         for parameter in kernel.params:
             parameter.do_not_specialize = parameter.do_not_specialize_on_alignment = False

@@ -24,7 +24,7 @@ def tool(version):
     ],
 )
 def test_another_ptxas_is_chosen_where_the_default_is_wrong_and_it_is_not(default, other, path):
-    assert assembler.chosen(tool(default), tool(other)) == path
+    assert assembler.choose_assembler(tool(default), tool(other)) == path
 
 
 def test_the_interpreter_needs_none():
@@ -34,7 +34,7 @@ def test_the_interpreter_needs_none():
 def test_other_kernels_keep_theirs(monkeypatch):
     path = knobs.nvidia.ptxas_blackwell.path
     before = knobs.nvidia.ptxas.path
-    monkeypatch.setattr(assembler, "replacement", lambda: path)
+    monkeypatch.setattr(assembler, "replacement_assembler", lambda: path)
     with assembler.sound_assembler("cuda"):
         assert knobs.nvidia.ptxas.path == path
     assert knobs.nvidia.ptxas.path == before != path

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.examine.environment import prepare
-from attncheck.mods import captured, compose, masks, scores
-from attncheck.mods.block_mask import block_mask, visit_list
-from attncheck.mods.derivative import derivative
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file
+from attncheck.mods import captured_reads, masks, scores
+from attncheck.mods import masks as compose
+from attncheck.mods.block_mask import block_mask, list_visits
 from attncheck.mods.spec import Dimensions
-from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.source_files import import_file
+from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
+from attncheck.verify.environment import prepare
 
 if not torch.cuda.is_available():
     prepare("cpu")
 
-from attncheck.kernels import captured_terms
+from attncheck.kernels import gradient_terms
 from attncheck.kernels.flash2_backward import flash2_backward
 from attncheck.kernels.flash2_forward import flash2_forward
 from attncheck.kernels.launch import Launch, VisitList
@@ -43,11 +43,11 @@ SLOPES = numbers(2) / 4
 
 
 def capped(table):
-    return compose.chain(scores.bias(table), scores.softcap(2.0))
+    return compose.chain_scores(scores.bias(table), scores.softcap(2.0))
 
 
 def under_a_cap(slopes):
-    return compose.chain(scores.softcap(2.0), scores.alibi(slopes))
+    return compose.chain_scores(scores.softcap(2.0), scores.alibi(slopes))
 
 
 def two_tensors(slopes, table):
@@ -107,11 +107,11 @@ MASKS = {
 @functools.cache
 def mods(mask, score):
     """The TritonMods of a mask and a score mod, and what it reads."""
-    found = captured.reads(score.mod)
+    found = captured_reads.trace_reads(score.mod)
     return {
         "mask": to_triton(trace_mask(mask)),
         "score": to_triton(trace_score(score.mod)),
-        "slope": to_triton(derivative(score.mod)),
+        "slope": to_triton(trace_derivative(score.mod)),
         "reads": tuple((to_triton(r.slope), to_triton(r.place), r.start) for r in found),
     }
 
@@ -124,11 +124,11 @@ def lists(asked, launch) -> dict[str, VisitList]:
         block_query=launch.block_query,
         block_kv=launch.block_kv,
     )
-    by_keys = VisitList(*visit_list(found.transposed()))
-    return {"tiles": VisitList(*visit_list(found)), "by_keys": by_keys}
+    by_keys = VisitList(*list_visits(found.transposed()))
+    return {"tiles": VisitList(*list_visits(found)), "by_keys": by_keys}
 
 
-def run(asked, *, rooms=(captured_terms, flash2_backward), asks=True, listed=False, **keywords):
+def run(asked, *, rooms=(gradient_terms, flash2_backward), asks=True, listed=False, **keywords):
     """out, lse and the gradients by name."""
     called = dict(mods(asked.mask, asked.score))
     reads, slope = called.pop("reads"), called.pop("slope")
@@ -234,7 +234,7 @@ def test_it_needs_a_score_mod():
         return flash2_backward(*tensors, **keywords | {"score": None, "slope": None})
 
     with pytest.raises(UsageError, match="give no captured"):
-        run(asked, rooms=(captured_terms, without))
+        run(asked, rooms=(gradient_terms, without))
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.environment import prepare
-from attncheck.examine.evidence import Evidence
-from attncheck.inputs import draw
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
-from attncheck.subjects.decode import MOST_ROWS, Decode, splits_of
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.subjects.triton_caches import MOST_ROWS, Decode, splits_of
+from attncheck.verify.environment import prepare
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.judgement import Judgement
+    from attncheck.core.judgement import Judgement
 
 FULL, BOTTOM_RIGHT = Spec.of("full"), Spec.of("causal_bottom_right")
 WINDOW = Spec.of("offset", Spec.of("sliding_window", window=20), rows=98)
@@ -57,7 +57,7 @@ def small(**changes) -> Problem:
 
 def judged(problem: Problem, subject: Decode) -> Judgement:
     """What the judge says of it beside exact attention."""
-    evidence = Evidence(Case(problem=problem), "cpu", draw(problem))
+    evidence = Evidence(Case(problem=problem), "cpu", draw_inputs(problem))
     record = compare(subject, evidence, variant="", environment="", timed=False, brief=True)
     assert record.judgement is not None, record.reason
     return record.judgement
@@ -142,11 +142,11 @@ def test_keys_in_pages(mask, size, dtype):
 
 
 def test_rows_that_see_nothing_are_zero_or_the_sink():
-    inputs = draw(small(mask=PADDING))
+    inputs = draw_inputs(small(mask=PADDING))
     outputs = Decode().run(inputs)
     assert (outputs.out[0] == 0).all()
     assert (outputs.lse[0] == -math.inf).all()
-    inputs = draw(small(mask=PADDING, sink=True))
+    inputs = draw_inputs(small(mask=PADDING, sink=True))
     outputs = Decode().run(inputs)
     assert (outputs.out[0] == 0).all()
     assert torch.equal(outputs.lse[0], inputs.sink[:, None].expand(-1, 3))
@@ -155,7 +155,7 @@ def test_rows_that_see_nothing_are_zero_or_the_sink():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_hidden_values_that_are_not_finite_move_no_bit(value):
     """And those that a row sees reach it, and no other row of its block."""
-    inputs = draw(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
+    inputs = draw_inputs(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
     v = inputs.v.clone()
     v[:, :, -1, 3] = value  # the last row sees it alone
     clean, spoilt = Decode(2).run(inputs), Decode(2).run(inputs.replace(v=v))
@@ -169,7 +169,7 @@ def test_hidden_values_that_are_not_finite_move_no_bit(value):
 
 
 def test_what_it_does_not_take():
-    decode = load("triton-decode")
+    decode = load_subject("triton-decode")
     assert decode.unsupported(small(query=MOST_ROWS // 3), "cpu") is None
     reason = decode.unsupported(small(query=MOST_ROWS // 3 + 1), "cpu")
     assert reason == "query · group = 129: it is for decoding, at most 128"
@@ -313,7 +313,7 @@ CARELESS = ("if not all_finite(acc):", "if False:")
 def test_a_careless_kernel_lets_hidden_values_through(tmp_path, monkeypatch):
     planted = with_a_fault(tmp_path, *CARELESS)
     monkeypatch.setattr(Decode, "forward", lambda self: planted)
-    inputs = draw(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
+    inputs = draw_inputs(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
     v = inputs.v.clone()
     v[:, :, -1] = math.nan
     assert Decode(2).run(inputs.replace(v=v)).out[:, :, 0].isnan().any()

@@ -8,21 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.examine.environment import prepare
-from attncheck.mods import captured, masks, scores
-from attncheck.mods.block_mask import block_mask, visit_list
-from attncheck.mods.derivative import derivative
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file
+from attncheck.mods import captured_reads, masks, scores
+from attncheck.mods.block_mask import block_mask, list_visits
 from attncheck.mods.spec import Dimensions
-from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.source_files import import_file
+from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
+from attncheck.verify.environment import prepare
 
 if not torch.cuda.is_available():
     prepare("cpu")
 
 from attncheck.kernels import flash2_autograd
-from attncheck.kernels.captured_terms import CapturedReads
 from attncheck.kernels.flash2_autograd import Plan, attention
+from attncheck.kernels.gradient_terms import CapturedReads
 from attncheck.kernels.launch import Launch, VisitList
 from attncheck.mods.to_triton import to_triton
 
@@ -36,7 +35,7 @@ def plan(asked, **changes) -> Plan:
     mods = {"mask": to_triton(trace_mask(asked.mask))}
     if asked.score is not None:
         mods["score"] = to_triton(trace_score(asked.score.mod))
-        mods["slope"] = to_triton(derivative(asked.score.mod))
+        mods["slope"] = to_triton(trace_derivative(asked.score.mod))
     return Plan(**{"scale": asked.scale, "launch": LAUNCH, **mods, **changes})
 
 
@@ -95,7 +94,7 @@ def lists(asked, launch):
     sizes = Dimensions(batch=1, heads=2, query=asked.q.shape[2], kv=asked.k.shape[2])
     blocks = {"block_query": launch.block_query, "block_kv": launch.block_kv}
     found = block_mask(asked.mask, sizes, **blocks)
-    return VisitList(*visit_list(found)), VisitList(*visit_list(found.transposed()))
+    return VisitList(*list_visits(found)), VisitList(*list_visits(found.transposed()))
 
 
 def test_each_pass_may_have_tiles_of_its_own():
@@ -187,9 +186,9 @@ def learned(make=with_a_table, **changes):
 
 def reading(asked, **changes) -> Plan:
     """The plan that counts what the score mod reads too."""
-    found = captured.reads(asked.score.mod)
+    found = captured_reads.trace_reads(asked.score.mod)
     terms = tuple((to_triton(one.slope), to_triton(one.place), one.start) for one in found)
-    count = sum(tensor.numel() for tensor in captured.tensors(found))
+    count = sum(tensor.numel() for tensor in captured_reads.read_tensors(found))
     return plan(asked, captured=CapturedReads(terms, count), **changes)
 
 

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.examine.environment import prepare
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file
 from attncheck.mods import masks, scores
-from attncheck.mods.block_mask import block_mask, visit_list
-from attncheck.mods.derivative import derivative
+from attncheck.mods.block_mask import block_mask, list_visits
 from attncheck.mods.spec import Dimensions
-from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.source_files import import_file
+from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
+from attncheck.verify.environment import prepare
 
 if not torch.cuda.is_available():
     prepare("cpu")
@@ -75,7 +74,7 @@ def mods(mask, score):
     said = {"mask": to_triton(trace_mask(mask)), "score": None, "slope": None}
     if score is not None:
         said["score"] = to_triton(trace_score(score.mod))
-        said["slope"] = to_triton(derivative(score.mod))
+        said["slope"] = to_triton(trace_derivative(score.mod))
     return said
 
 
@@ -88,8 +87,8 @@ def lists(asked, launch) -> dict[str, VisitList]:
         block_query=launch.block_query,
         block_kv=launch.block_kv,
     )
-    by_keys = VisitList(*visit_list(found.transposed()))
-    return {"tiles": VisitList(*visit_list(found)), "by_keys": by_keys}
+    by_keys = VisitList(*list_visits(found.transposed()))
+    return {"tiles": VisitList(*list_visits(found)), "by_keys": by_keys}
 
 
 def run(asked, launch=SMALL, *, backward=flash2_backward, listed=False, **keywords):

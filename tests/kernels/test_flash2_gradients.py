@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.inputs import draw
+from attncheck.core.outputs import GRADIENTS
+from attncheck.core.source_files import import_file
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
-from attncheck.outputs import GRADIENTS
-from attncheck.problem import Problem
-from attncheck.source_files import import_file
-from attncheck.subjects import visits
-from attncheck.subjects.flash2 import Flash2, Flash2Atomic
+from attncheck.subjects import kernel_mods
+from attncheck.subjects.triton_flash import Flash2, Flash2Atomic
 
 REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
 BLOCKS = (32, 32)
@@ -52,7 +52,7 @@ def of_problem(inputs):
     ids=["causal", "full", "softcap", "alibi"],
 )
 def test_the_subject_gives_gradients(changes, subject):
-    inputs = draw(problem(**changes))
+    inputs = draw_inputs(problem(**changes))
     assert subject.backward
     assert subject.concerns(inputs.problem)
     found = subject.run(inputs)
@@ -67,7 +67,7 @@ def test_the_subject_gives_gradients(changes, subject):
 @pytest.mark.parametrize("subject", [Flash2(), Flash2(BLOCKS)])
 def test_a_key_that_is_nan_has_no_part_in_the_gradients_of_keys_of_other_rows(subject):
     asked = problem(mask=Spec.of("document", lengths=[30, 20]), kv=50, query=50, sink=False)
-    plain = draw(asked)
+    plain = draw_inputs(asked)
     k = plain.k.clone()
     k[:, :, 3] = torch.nan
     right, found = subject.run(plain), subject.run(plain.replace(k=k))
@@ -79,12 +79,13 @@ def test_a_key_that_is_nan_has_no_part_in_the_gradients_of_keys_of_other_rows(su
 
 def test_its_lists_have_the_tiles_of_their_launches():
     """And dense it has none; to the bit the same."""
-    inputs = draw(problem(query=70, kv=70))
+    inputs = draw_inputs(problem(query=70, kv=70))
     listed, dense = Flash2(BLOCKS).run(inputs), Flash2(BLOCKS, dense=True).run(inputs)
     for name, one in listed.gradients().items():
         assert torch.equal(one, dense.gradients()[name])
     by_rows, by_keys = (
-        find(inputs.problem, 32, 16, "cpu") for find in (visits.visits, visits.visits_by_keys)
+        find(inputs.problem, 32, 16, "cpu")
+        for find in (kernel_mods.visited_tiles, kernel_mods.visited_tiles_by_keys)
     )
     assert by_rows.runs[..., 1].sum(-1).flatten().tolist() == [2, 4, 5]
     assert by_keys.runs[..., 1].sum(-1).flatten().tolist() == [3, 3, 2, 2, 1]
@@ -104,7 +105,7 @@ def test_every_dtype_has_tiles_that_hopper_holds():
 
 SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
 SHARED_MEMORY = 232448  # bytes a block may use on Hopper
-MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/flash.py)
+MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/triton_flash.py)
 
 
 @pytest.mark.parametrize("kernel", ["flash2-dq", "flash2-dkdv"])

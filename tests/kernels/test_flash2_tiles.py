@@ -15,26 +15,25 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.errors import UsageError
-from attncheck.examine.answer import answered
-from attncheck.examine.environment import prepare
-from attncheck.inputs import draw
+from attncheck.core.errors import UsageError
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects import visits as visits_room
-from attncheck.subjects.flash1 import Flash1
-from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects import kernel_mods as visits_room
+from attncheck.subjects.triton_flash import Flash1, Flash2
+from attncheck.verify.environment import prepare
+from attncheck.verify.run_case import run_case
 
 if not torch.cuda.is_available():
     prepare("cpu")
 
 from attncheck.kernels import flash2_forward as flash2_forward_room
-from attncheck.kernels import order
+from attncheck.kernels import tile
 from attncheck.kernels.flash2_forward import flash2_forward, hoisted
-from attncheck.kernels.launch import KernelPages, VisitList, careful_asked
+from attncheck.kernels.launch import KernelPages, VisitList, needs_careful_launch
 from attncheck.mods.to_triton import to_triton
-from attncheck.subjects.traced import traced_mask
+from attncheck.subjects.kernel_mods import mask_expression
 
 CAUSAL = Spec.of("causal")
 MASKS = {
@@ -62,13 +61,13 @@ def same(one, other) -> bool:
 
 
 def verdict(subject, problem: Problem) -> str:
-    return answered(subject, Case(problem=problem), device="cpu", brief=True).status
+    return run_case(subject, Case(problem=problem), device="cpu", brief=True).status
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_listed_tiles_give_what_all_give(mask) -> None:
     """To the bit: a hidden key's weight is 0, and a maximum that stays rescales by 1."""
-    inputs = draw(small(mask=MASKS[mask], batch=2 if mask == "of both" else 1))
+    inputs = draw_inputs(small(mask=MASKS[mask], batch=2 if mask == "of both" else 1))
     assert same(Flash2((32, 32)).run(inputs), Flash2((32, 32), dense=True).run(inputs))
 
 
@@ -92,7 +91,7 @@ def test_the_list_leaves_tiles_out(mask) -> None:
 def test_a_score_mod_and_other_numbers_have_the_same_list() -> None:
     """It is made once for a mask at its lengths; for another window it is another."""
     lists = [
-        visits_room.visits(small(**changes), 32, 32, "cpu")
+        visits_room.visited_tiles(small(**changes), 32, 32, "cpu")
         for changes in ({}, {"seed": 5, "score": Spec.of("alibi"), "sink": True}, {"kv": 50})
     ]
     assert lists[0] is lists[1]
@@ -167,18 +166,18 @@ def test_a_wrong_list_is_noticed(fault) -> None:
     change, mask, expected = WRONG[fault]
     problem = small(mask=MASKS[mask])
     assert verdict(WrongList(change), problem) == expected
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     dense = Flash2((32, 32), dense=True).run(inputs)
     assert same(WrongList(change).run(inputs), dense) == (expected == "pass")
 
 
 def test_a_list_of_other_blocks_is_refused() -> None:
-    inputs = draw(small())
+    inputs = draw_inputs(small())
     for blocks, says in (
         ((16, 32), "tiles lists the tiles of 5 blocks: 70 in blocks of 32 are 3."),
         ((32, 16), "tiles lists tile 4, counted from 0: 66 in tiles of 32 are 3."),
     ):
-        wrong = visits_room.visits(inputs.problem, *blocks, "cpu")
+        wrong = visits_room.visited_tiles(inputs.problem, *blocks, "cpu")
         with pytest.raises(UsageError) as error:
             WrongList(lambda *_, wrong=wrong: wrong).run(inputs)
         assert str(error.value) == says
@@ -187,7 +186,7 @@ def test_a_list_of_other_blocks_is_refused() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 4, 5])
 def test_runs_of_every_sort(heads) -> None:
     """Of both kinds, with gaps between them, of single tiles, and none: of any number of heads."""
-    inputs = draw(small(heads=heads, mask=MASKS["gaps"], query=96, kv=131))
+    inputs = draw_inputs(small(heads=heads, mask=MASKS["gaps"], query=96, kv=131))
     subject = Flash2((32, 16))
     found = subject.visited(inputs.problem, inputs.device)["tiles"]
     assert found.counts[:, :, 1].max() == 0
@@ -203,7 +202,7 @@ def test_runs_of_every_sort(heads) -> None:
 @triton.jit
 def placed(out_ptr, blocks, together):
     number = tl.program_id(0)
-    block, bh = order.place(number, blocks, together)
+    block, bh = tile.place(number, blocks, together)
     tl.store(out_ptr + 2 * number, block)
     tl.store(out_ptr + 2 * number + 1, bh)
 
@@ -226,7 +225,7 @@ def test_each_block_of_each_head_is_started_once(together) -> None:
 @triton.jit
 def counted(again_ptr, out_ptr, every):
     mine = tl.program_id(0)
-    tl.store(out_ptr + mine, order.turns_of(again_ptr, mine, every))
+    tl.store(out_ptr + mine, tile.turns_of(again_ptr, mine, every))
 
 
 @pytest.mark.parametrize("flagged", [None, 0, 2, 767, 768, 799])
@@ -243,7 +242,7 @@ def test_a_careful_program_looks_at_all_of_its_share(flagged) -> None:
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_few_careful_programs_do_all_blocks(programs, monkeypatch) -> None:
-    inputs = draw(small(heads=3, kv_heads=3, query=66, batch=2))
+    inputs = draw_inputs(small(heads=3, kv_heads=3, query=66, batch=2))
     v = inputs.v.clone()
     v[0, 1, 60], v[1, 2, 20], v[1, 0, 5] = math.nan, math.inf, -math.inf
     poisoned = inputs.replace(v=v)
@@ -277,7 +276,7 @@ def test_what_a_launch_on_hopper_has_besides(monkeypatch) -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_a_skipped_tile_holds_does_not_matter(poison) -> None:
     """Nor what a visited one hides: its rows are done again with care, and no bit moves."""
-    inputs = draw(small(query=20, heads=1))
+    inputs = draw_inputs(small(query=20, heads=1))
     k, v = inputs.k.clone(), inputs.v.clone()
     k[:, :, 20:], v[:, :, 20:] = poison, poison
     poisoned = inputs.replace(k=k, v=v)
@@ -320,7 +319,7 @@ def test_sinks_with_a_score_mod_are_exact(subject) -> None:
 
 @pytest.mark.parametrize("subject", [Flash2(), Flash1()], ids=["flash2", "flash1"])
 def test_a_row_that_sees_no_key_sees_the_sink(subject) -> None:
-    inputs = draw(small(sink=True, mask=MASKS["nothing"], score=Spec.of("softcap", cap=5.0)))
+    inputs = draw_inputs(small(sink=True, mask=MASKS["nothing"], score=Spec.of("softcap", cap=5.0)))
     found = subject.run(inputs)
     assert torch.equal(found.out, torch.zeros_like(found.out))
     assert torch.equal(found.lse, inputs.sink[:, None].expand_as(found.lse))
@@ -370,7 +369,7 @@ def forward(inputs, subject, k, v, **more):
         k,
         v,
         scale=problem.scale,
-        mask=to_triton(traced_mask(problem, "cpu")),
+        mask=to_triton(mask_expression(problem, "cpu")),
         score=None,
         launch=subject.launch(problem, "cpu"),
         descale=inputs.descale,
@@ -390,7 +389,7 @@ def forward(inputs, subject, k, v, **more):
 )
 def test_pages_give_the_bits_of_rows_one_after_another(changes, size) -> None:
     """Whatever their size; what is free, or beyond the last key, may be NaN."""
-    inputs = draw(small(batch=2, query=20, kv=70, **changes))
+    inputs = draw_inputs(small(batch=2, query=20, kv=70, **changes))
     subject = Flash2((32, 32))
     k, v, pages = paged(inputs, size)
     found = forward(inputs, subject, k, v, pages=pages, kv=inputs.problem.kv)
@@ -398,7 +397,7 @@ def test_pages_give_the_bits_of_rows_one_after_another(changes, size) -> None:
 
 
 def test_a_wrong_page_is_noticed() -> None:
-    inputs = draw(small(batch=2, heads=4, kv_heads=2, query=20, kv=70, mask=library.FULL))
+    inputs = draw_inputs(small(batch=2, heads=4, kv_heads=2, query=20, kv=70, mask=library.FULL))
     subject = Flash2((32, 32))
     k, v, pages = paged(inputs, 16, poison=0.0)
     wrong = KernelPages(pages.table.roll(1, 0), 16)
@@ -411,7 +410,7 @@ def test_a_wrong_page_is_noticed() -> None:
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_tile_beyond_32_bits(name) -> None:
     """Its first key times a row's stride is 2^31: untouched pages of memory cost nothing."""
-    inputs = draw(small(heads=1, query=3, kv=33, mask=library.FULL))
+    inputs = draw_inputs(small(heads=1, query=3, kv=33, mask=library.FULL))
     given = getattr(inputs, name)
     stride = 2**31 // 32
     view = torch.empty(33 * stride, dtype=given.dtype).as_strided(given.shape, (0, 0, stride, 1))
@@ -452,6 +451,6 @@ def test_the_careful_launch_is_asked_for_where_it_is_needed(some, capturing, mon
     """Or where nobody can look: while a CUDA graph is recorded."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     flags = torch.tensor([0, int(some)])
-    assert careful_asked(flags) == some
+    assert needs_careful_launch(flags) == some
     on_gpu = SimpleNamespace(is_cuda=True, any=flags.any)
-    assert careful_asked(on_gpu) == (some or capturing)
+    assert needs_careful_launch(on_gpu) == (some or capturing)

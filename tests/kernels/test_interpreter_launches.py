@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.errors import InterpreterUnavailable
+from attncheck.core.errors import InterpreterUnavailable
 from attncheck.kernels import interpreter
 
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels import interpreter
-from attncheck.kernels.interpreter import plans, types
-from attncheck.kernels.interpreter.shortcuts import shortcuts
+from attncheck.kernels.interpreter import speedups
+from attncheck.kernels.interpreter.speedups import shortcuts
 
 DTYPES = ("int1", "int8", "int32", "int64", "uint32", "fp16", "bf16", "fp32", "fp64", "fp8e5")
 SHAPES = ((), (4,), (1, 4), (8, 1), (8, 4))
@@ -178,18 +178,18 @@ def copy_kernel(source, target, size, SIZE: tl.constexpr):
 
 
 def test_a_launch_of_what_was_launched_keeps_no_more():
-    types._BLOCKS.clear()  # of whatever ran before: with too many of them all are forgotten
-    plans.forget_plans()
+    speedups._BLOCKS.clear()  # of whatever ran before: with too many of them all are forgotten
+    speedups.forget_plans()
     kept = []
     for _ in range(3):
         copy_kernel[(1,)](torch.arange(4.0), target := torch.zeros(4), 3, 4)
         assert target.tolist() == [0.0, 1.0, 2.0, 0.0]
-        kept.append((len(types._BLOCKS), sum(map(len, plans._PLANS))))
+        kept.append((len(speedups._BLOCKS), sum(map(len, speedups._PLANS))))
     assert kept[0] == kept[1] == kept[2]
 
 
 def test_too_many_types_are_forgotten_with_their_plans(monkeypatch):
-    monkeypatch.setattr(types, "_MOST", 0)
+    monkeypatch.setattr(speedups, "_MOST", 0)
     copy_kernel[(1,)](torch.arange(4.0), torch.zeros(4), 3, 4)
-    assert not types._BLOCKS
-    assert not any(plans._PLANS)
+    assert not speedups._BLOCKS
+    assert not any(speedups._PLANS)

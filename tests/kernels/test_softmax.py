@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attncheck.formats import FORMATS, Format
-from attncheck.kernels import softmax as right
-from attncheck.kernels.softmax import KINDS, Launch, softmax
+from attncheck.core.formats import FORMATS, Format
+from attncheck.kernels import softmax_forward as right
+from attncheck.kernels.softmax_forward import KINDS, Launch, softmax
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.examine.environment import prepare
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file
 from attncheck.mods import masks, scores
-from attncheck.mods.derivative import derivative
-from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.source_files import import_file
+from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
+from attncheck.verify.environment import prepare
 
 if not torch.cuda.is_available():
     prepare("cpu")
@@ -164,7 +163,7 @@ def mods(within, score):
         said["mask"] = to_triton(trace_mask(within))
     if score is not None:
         said["score"] = to_triton(trace_score(score.mod))
-        said["slope"] = to_triton(derivative(score.mod))
+        said["slope"] = to_triton(trace_derivative(score.mod))
     return said
 
 
@@ -643,7 +642,7 @@ def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
 
 SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
 SHARED_MEMORY = 232448  # bytes a block may use on Hopper
-MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/flash.py)
+MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/triton_flash.py)
 
 
 def test_compiles_for_hopper_and_hardly_spills(tmp_path):

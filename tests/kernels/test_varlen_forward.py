@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.inputs import Descale
+from attncheck.core.errors import UsageError
+from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.flash2_forward import flash2_forward
 from attncheck.kernels.launch import Launch
 from attncheck.kernels.varlen_forward import program_list, varlen_forward

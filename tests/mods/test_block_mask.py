@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
+from attncheck.mods import block_mask as strips
 from attncheck.mods import masks as written
-from attncheck.mods import strips
-from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask, block_mask, visit_list
+from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask, block_mask, list_visits
 from attncheck.mods.library import build_mask
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.strategies import compositions, masks
@@ -286,7 +286,7 @@ def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
     )
     assert torch.equal(mask.kinds(), kinds)
     assert mask.sparsity() == (kinds == EMPTY).sum().item() / kinds.numel()
-    runs, counts = visit_list(mask)
+    runs, counts = list_visits(mask)
     wanted = {place: runs_of(kinds[place]) for place in product(*map(range, sizes[:3]))}
     most = max(1, *map(len, wanted.values()))
     assert (runs.dtype, counts.dtype) == (torch.int32, torch.int32)
@@ -300,7 +300,7 @@ def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
 def test_a_causal_mask_skips_what_is_above_the_diagonal():
     mask = small(written.causal, Dimensions(batch=1, heads=1, query=10, kv=8), 4, 4)
     assert mask.kinds().tolist() == [[[[1, 0], [2, 1], [1, 1]]]]
-    runs, counts = visit_list(mask)
+    runs, counts = list_visits(mask)
     assert runs.tolist() == [[[[[0, 1], [0, 0]], [[1, 1], [2, 1]], [[0, 2], [0, 0]]]]]
     assert counts.tolist() == [[[1, 2, 1]]]
     assert mask.sparsity() == 1 / 6
@@ -322,7 +322,7 @@ def test_runs_of_tiles(row):
     mask = BlockMask.from_kinds(
         torch.tensor([[[kinds]]]), query=4, kv=32, block_query=4, block_kv=4
     )
-    runs, counts = visit_list(mask)
+    runs, counts = list_visits(mask)
     assert runs.tolist() == [[[wanted or [[0, 0]]]]]
     assert counts.tolist() == [[[len(wanted)]]]
 

@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
 from attncheck.mods import masks as written
-from attncheck.mods.block_mask import EMPTY, FULL, BlockMask, block_mask
-from attncheck.mods.block_mask_torch import from_torch, to_torch
+from attncheck.mods.block_mask import (
+    EMPTY,
+    FULL,
+    BlockMask,
+    block_mask,
+    from_torch_block_mask,
+    to_torch_block_mask,
+)
 from attncheck.mods.library import build_mask
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.strategies import compositions, masks
@@ -99,14 +105,14 @@ def same(mod, dimensions, blocks):
     mine, other = ours(mod, dimensions, blocks), theirs(mod, dimensions, blocks)
     tables = all_tables(other, dimensions)
     assert transposed_tables(mine, dimensions) == tables
-    converted = to_torch(mine, mod)
+    converted = to_torch_block_mask(mine, mod)
     assert all_tables(converted, dimensions) == tables
     assert converted.BLOCK_SIZE == other.BLOCK_SIZE
     assert converted.seq_lengths == other.seq_lengths
     assert converted.mask_mod is mod
-    back = from_torch(other)
+    back = from_torch_block_mask(other)
     assert torch.equal(back.kinds(), mine.kinds().expand_as(back.kinds()))
-    assert torch.equal(from_torch(converted).kinds(), mine.kinds())
+    assert torch.equal(from_torch_block_mask(converted).kinds(), mine.kinds())
     sizes = ("query", "kv", "block_query", "block_kv")
     assert all(getattr(back, size) == getattr(mine, size) for size in sizes)
 
@@ -146,7 +152,7 @@ def test_a_tile_of_another_kind_is_found(was):
 
 def test_masks_without_full_tiles_of_their_own_are_all_partial():
     mod = build_mask(MASKS["causal"], SHARED)
-    merged = from_torch(theirs(mod, SHARED, (8, 8), separate_full_blocks=False))
+    merged = from_torch_block_mask(theirs(mod, SHARED, (8, 8), separate_full_blocks=False))
     kinds = merged.kinds()
     assert not (kinds == FULL).any()
     assert torch.equal(
@@ -163,7 +169,7 @@ def test_tables_without_batch_and_heads_and_narrower_than_the_keys():
         seq_lengths=(20, 90),
         compute_q_blocks=False,
     )
-    mask = from_torch(given)
+    mask = from_torch_block_mask(given)
     assert mask.kinds().tolist() == [[[[0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1]]]]
     assert mask.kv_indices[0, 0].tolist() == [[3, 0, 0, 0, 0, 0], [1, 5, 0, 0, 0, 0]]
 
@@ -172,7 +178,7 @@ def test_a_tile_that_is_listed_twice_is_refused():
     one, first = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     twice = flex.BlockMask.from_kv_blocks(one, first, one, first, BLOCK_SIZE=(16, 16))
     with pytest.raises(ProblemError, match="hold 3"):
-        from_torch(twice)
+        from_torch_block_mask(twice)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
@@ -182,11 +188,11 @@ def test_flex_attention_takes_it_and_gives_the_same_bits(heads, mod):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, heads[0], QUERY, 16, generator=generator)
     k, v = (torch.randn(3, heads[1], KV, 16, generator=generator) for _ in range(2))
-    from attncheck.subjects.flex import uncompiled
+    from attncheck.subjects.torch_kernels import uncompiled
 
     def attended(mask):
         with uncompiled():
             return flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
-    mine = to_torch(ours(mod, SHARED, (16, 16)), mod)
+    mine = to_torch_block_mask(ours(mod, SHARED, (16, 16)), mod)
     assert torch.equal(attended(mine), attended(theirs(mod, SHARED, (16, 16))))

@@ -9,23 +9,23 @@ import mpmath
 import pytest
 import torch
 
-from attncheck.draws import Draws
-from attncheck.errors import ProblemError, TraceError
-from attncheck.mods.captured import numbers, reads, tensors
-from attncheck.mods.leaves import captured_tensors, leaf_gradients
+from attncheck.core.draws import Draws
+from attncheck.core.errors import ProblemError, TraceError
+from attncheck.core.source_files import load_member
+from attncheck.mods.ball_algebra import to_ball
+from attncheck.mods.captured_gradients import captured_tensors, leaf_gradients
+from attncheck.mods.captured_reads import count_read_numbers, read_tensors, trace_reads
 from attncheck.mods.library import build_score
+from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.mods.to_ball import to_ball
-from attncheck.mods.to_mpmath import to_mpmath
 from attncheck.mods.to_triton import to_triton
-from attncheck.source_files import member
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.captured import Read
-    from attncheck.mods.signatures import ScoreMod
+    from attncheck.mods.captured_reads import CapturedRead
+    from attncheck.mods.spec import ScoreMod
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)
 UNITS = 8  # roundings: of no mod here do formula and autograd have more between them
@@ -79,7 +79,7 @@ OWN = [cast, from_the_end, by_bucket, of_one_number, twice]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "mods.py"
 # Of examples/mods.py all score mods that read float tensors; the others have none, or no gradient.
 WRITTEN = {
-    name: member(f"{EXAMPLES}::{name}", name)
+    name: load_member(f"{EXAMPLES}::{name}", name)
     for name in ("alibi", "relative_bias", "log_buckets", "temperature", "swin_bias")
 }
 MODS = [*(build_score(spec, DIMENSIONS) for spec in LIBRARY), *OWN, *WRITTEN.values()]
@@ -94,7 +94,7 @@ def places() -> list[Tensor]:
     return [given.reshape(1, 1, 1, -1) for given in (scores, *axes)]
 
 
-def by_number(read: Read, count: int, at: list[Tensor], slope: Tensor) -> Tensor:
+def by_number(read: CapturedRead, count: int, at: list[Tensor], slope: Tensor) -> Tensor:
     """Sums of a read's slopes by the number that it reads."""
     place = read.start + read.place.evaluate(*at).expand(at[0].shape)
     found = torch.zeros(count, dtype=torch.float64)
@@ -103,16 +103,16 @@ def by_number(read: Read, count: int, at: list[Tensor], slope: Tensor) -> Tensor
 
 @pytest.mark.parametrize("mod", MODS, ids=NAMES)
 def test_the_trace_and_autograd_agree_on_every_number(mod: ScoreMod) -> None:
-    found, at = reads(mod), places()
-    count = numbers(mod)
+    found, at = trace_reads(mod), places()
+    count = count_read_numbers(mod)
     traced = torch.zeros(count, dtype=torch.float64)
     size = torch.zeros_like(traced)
     for read in found:
         slope = read.slope.evaluate(*at)
         traced += by_number(read, count, at, slope)
         size += by_number(read, count, at, slope.abs() + 1.0)  # 1 − tanh²
-    order = {id(tensor): at for at, tensor in enumerate(tensors(found))}
-    run = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in tensors(found)]
+    order = {id(tensor): at for at, tensor in enumerate(read_tensors(found))}
+    run = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in read_tensors(found)]
     for leaf, slope in leaf_gradients(mod, *at):
         if slope is not None:
             leaf.add(slope, run[order[id(leaf.tensor)]])
@@ -124,29 +124,32 @@ def test_the_trace_and_autograd_agree_on_every_number(mod: ScoreMod) -> None:
 
 @pytest.mark.parametrize("mod", MODS, ids=NAMES)
 def test_both_have_the_same_tensors_in_the_same_order(mod: ScoreMod) -> None:
-    traced, run = tensors(reads(mod)), captured_tensors(mod)
+    traced, run = read_tensors(trace_reads(mod)), captured_tensors(mod)
     assert [id(tensor) for tensor in traced] == [id(tensor) for tensor in run]
-    assert numbers(mod) == sum(tensor.numel() for tensor in run)
+    assert count_read_numbers(mod) == sum(tensor.numel() for tensor in run)
 
 
 def test_starts_follow_on_each_other() -> None:
     mod = build_score(LIBRARY[7], DIMENSIONS)
-    assert [(read.start, read.tensor.shape) for read in reads(mod)] == [(0, (3, 5, 7)), (105, (3,))]
-    assert [read.start for read in reads(twice)] == [0, 0]
-    assert numbers(twice) == 3
+    assert [(read.start, read.tensor.shape) for read in trace_reads(mod)] == [
+        (0, (3, 5, 7)),
+        (105, (3,)),
+    ]
+    assert [read.start for read in trace_reads(twice)] == [0, 0]
+    assert count_read_numbers(twice) == 3
 
 
 @pytest.mark.parametrize("spec", [Spec.of("none"), SOFTCAP], ids=str)
 def test_a_mod_without_tensors_reads_none(spec: Spec) -> None:
     mod = build_score(spec, DIMENSIONS)
-    assert reads(mod) == ()
-    assert numbers(mod) == 0
+    assert trace_reads(mod) == ()
+    assert count_read_numbers(mod) == 0
     assert captured_tensors(mod) == ()
 
 
 @pytest.mark.parametrize("mod", MODS, ids=NAMES)
 def test_expressions_are_of_the_vocabulary_of_every_reader(mod: ScoreMod) -> None:
-    for read in reads(mod):
+    for read in trace_reads(mod):
         for expression in (read.place, read.slope):
             assert "def score_mod(" in to_triton(expression).source
         axes = [axis[..., :3].numpy() for axis in places()]
@@ -173,7 +176,7 @@ def test_a_tensor_computed_from_a_captured_one_is_refused() -> None:
     with pytest.raises(
         TraceError, match=r"'computed' has no derivative to what it captures .* neg"
     ):
-        reads(computed)
+        trace_reads(computed)
     with pytest.raises(ProblemError, match=r"computes with a whole tensor of shape \(3,\)"):
         captured_tensors(computed)
 
@@ -182,7 +185,7 @@ def test_a_tensor_that_is_compared_alone_has_no_gradient() -> None:
     def step(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return torch.where(score > SLOPES[h], score, 0.5 * score)
 
-    assert reads(step) == ()
+    assert trace_reads(step) == ()
     assert captured_tensors(step) == ()
 
 
@@ -195,7 +198,7 @@ def test_a_parameter_of_one_number_may_be_cast() -> None:
         return score * LEARNT.to(score.dtype) + SLOPES[h].to(score.dtype)
 
     assert [id(tensor) for tensor in captured_tensors(mod)] == [id(LEARNT), id(SLOPES)]
-    assert [id(tensor) for tensor in tensors(reads(mod))] == [id(LEARNT), id(SLOPES)]
+    assert [id(tensor) for tensor in read_tensors(trace_reads(mod))] == [id(LEARNT), id(SLOPES)]
 
 
 def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced() -> None:
@@ -209,7 +212,7 @@ def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced() -> None:
     of_heads = [float(at[4][at[2] == head].sum()) for head in range(DIMENSIONS.heads)]
     assert found.tolist() == [[0.0, total] for total in of_heads]
     with pytest.raises(TraceError, match="select"):
-        reads(mod)
+        trace_reads(mod)
 
 
 def test_who_asks_for_no_gradients_is_refused() -> None:
@@ -229,7 +232,7 @@ def test_another_order_than_the_traces_is_refused() -> None:
         return score + torch.mul(other=ONE, input=NUMBER) * SLOPES[h] * kv_idx
 
     with pytest.raises(TraceError, match="other tensors than its trace, or in another order"):
-        reads(mod)
+        trace_reads(mod)
 
 
 def test_a_mod_that_writes_in_place_writes_once() -> None:

@@ -17,26 +17,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.arb import balls_of
-from attncheck.draws import Draws
-from attncheck.errors import TraceError
-from attncheck.mods import derivative as derivative_room
-from attncheck.mods import plainly
-from attncheck.mods.derivative import derivative
-from attncheck.mods.expression import Expression, Structure
-from attncheck.mods.library import SCORES, build_score
+from attncheck.core.balls import balls_of
+from attncheck.core.draws import Draws
+from attncheck.core.errors import TraceError
+from attncheck.mods import torch_tracer
+from attncheck.mods import trace as derivative_room
+from attncheck.mods.ball_algebra import to_ball
+from attncheck.mods.expression import (
+    Expression,
+    Structure,
+    expression_from_json,
+    expression_to_json,
+)
+from attncheck.mods.library import build_score
+from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError
-from attncheck.mods.serialise import from_json, to_json
+from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.mods.to_ball import to_ball
-from attncheck.mods.to_mpmath import to_mpmath
 from attncheck.mods.to_triton import to_triton
-from attncheck.mods.trace import trace_score
+from attncheck.mods.trace import trace_derivative, trace_score
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.signatures import ScoreMod
+    from attncheck.mods.spec import ScoreMod
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 KINKS = (-2.5, -2.0, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 2.5)
@@ -104,14 +108,14 @@ def test_every_score_mod_of_the_library_is_asked() -> None:
 @pytest.mark.parametrize("spec", LIBRARY, ids=str)
 def test_of_the_library(spec: Spec) -> None:
     mod = build_score(spec, DIMENSIONS)
-    assert not differing(derivative(mod), mod, points()).numel()
+    assert not differing(trace_derivative(mod), mod, points()).numel()
 
 
 @given(spec=any_score)
 @settings(max_examples=15, deadline=None)
 def test_of_compositions(spec: Spec) -> None:
     mod = build_score(spec, DIMENSIONS)
-    assert not differing(derivative(mod), mod, points(KINKS)).numel()
+    assert not differing(trace_derivative(mod), mod, points(KINKS)).numel()
 
 
 PARAMETER = torch.nn.Parameter(torch.arange(4.0))
@@ -188,16 +192,16 @@ WRITTEN = {
 
 @pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
 def test_of_what_is_written_by_hand(mod: ScoreMod) -> None:
-    assert not differing(derivative(mod), mod, points()).numel()
+    assert not differing(trace_derivative(mod), mod, points()).numel()
 
 
 def test_it_can_be_read() -> None:
     relu, softcap = WRITTEN["relu"], build_score(Spec.of("softcap", cap=30.0), DIMENSIONS)
-    assert str(derivative(relu)) == "where(maximum(score, 0) <= 0, 0.0, 1.0)"
+    assert str(trace_derivative(relu)) == "where(maximum(score, 0) <= 0, 0.0, 1.0)"
     capped = "30.0 * (1 - (tanh(score / 30.0) * tanh(score / 30.0)))"
-    assert str(derivative(softcap)) == f"({capped}) / 30.0"
-    assert str(derivative(build_score(Spec.of("alibi"), DIMENSIONS))) == "1.0"
-    assert derivative(relu).structure.inputs == ("score", "b", "h", "q_idx", "kv_idx")
+    assert str(trace_derivative(softcap)) == f"({capped}) / 30.0"
+    assert str(trace_derivative(build_score(Spec.of("alibi"), DIMENSIONS))) == "1.0"
+    assert trace_derivative(relu).structure.inputs == ("score", "b", "h", "q_idx", "kv_idx")
 
 
 def with_op(expression: Expression, op: str, other: str) -> Expression:
@@ -213,7 +217,7 @@ def with_op(expression: Expression, op: str, other: str) -> Expression:
 )
 def test_a_planted_operation_is_noticed(name: str, op: str, other: str) -> None:
     mod = WRITTEN[name]
-    assert differing(with_op(derivative(mod), op, other), mod, points()).numel()
+    assert differing(with_op(trace_derivative(mod), op, other), mod, points()).numel()
 
 
 @pytest.mark.parametrize(
@@ -228,13 +232,13 @@ def test_a_planted_operation_is_noticed(name: str, op: str, other: str) -> None:
 def test_a_fault_in_the_translation_is_noticed(
     name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(plainly.__file__).read_text(encoding="utf-8")
+    source = Path(torch_tracer.__file__).read_text(encoding="utf-8")
     assert source.count(right) == 1, right
-    room = ModuleType(plainly.__name__)
+    room = ModuleType(torch_tracer.__name__)
     exec(compile(source.replace(right, wrong), "planted", "exec"), room.__dict__)  # noqa: S102  # our own source
-    monkeypatch.setattr(derivative_room, "Plainly", room.Plainly)
+    monkeypatch.setattr(derivative_room, "VocabularyInterpreter", room.Plainly)
     mod = WRITTEN[name]
-    assert differing(derivative(mod), mod, points()).numel()
+    assert differing(trace_derivative(mod), mod, points()).numel()
 
 
 # Not exp2 and log2: the ln 2 of their derivatives is a float64 number.
@@ -246,7 +250,7 @@ def test_in_many_digits_it_is_a_difference_quotient(name: str) -> None:
     """Of the score mod's own expression: no autograd has a part in this."""
     mod, context = WRITTEN[name], mpmath.MPContext()
     context.dps = 50
-    function, slope = (to_mpmath(e, context) for e in (trace_score(mod), derivative(mod)))
+    function, slope = (to_mpmath(e, context) for e in (trace_score(mod), trace_derivative(mod)))
     indices = [np.full((), i) for i in (1, 2, 3, 4)]
     step = context.mpf(10) ** -15
     for at in (-1.75, 0.375, 2.5):
@@ -263,9 +267,9 @@ def test_in_many_digits_it_is_a_difference_quotient(name: str) -> None:
 
 @pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
 def test_everything_that_takes_a_score_mods_expression_takes_it(mod: ScoreMod) -> None:
-    expression = derivative(mod)
+    expression = trace_derivative(mod)
     assert to_triton(expression).function is not None
-    again = from_json(to_json(expression))
+    again = expression_from_json(expression_to_json(expression))
     assert again.structure == expression.structure
     score, *indices = points(KINKS)
     known = RunningError(expression).at(
@@ -280,7 +284,7 @@ def test_balls_enclose_it() -> None:
     pytest.importorskip("flint")
     for name in SMOOTH:
         mod = WRITTEN[name]
-        expression = derivative(mod)
+        expression = trace_derivative(mod)
         score, *indices = points((0.3, -1.75))
         balls = to_ball(expression, 128)(balls_of(score.numpy()), *(i.numpy() for i in indices))
         context = mpmath.MPContext()
@@ -304,6 +308,6 @@ REFUSED = {
 @pytest.mark.parametrize(("mod", "why"), REFUSED.values(), ids=REFUSED)
 def test_what_has_none_is_refused_in_one_line(mod: ScoreMod, why: str) -> None:
     with pytest.raises(TraceError, match=why) as refused:
-        derivative(mod)
+        trace_derivative(mod)
     assert "\n" not in str(refused.value)
     assert "'<lambda>'" in str(refused.value)

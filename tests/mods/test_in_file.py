@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.mods.in_file import defined_at, kind_of_mod, mods_in
-from attncheck.source_files import import_file
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file
+from attncheck.mods.mod_files import definition_line, kind_of_mod, mods_in
 
 FILE = """
 from functools import partial
@@ -84,13 +84,13 @@ def test_where_a_mod_is_defined(tmp_path):
         ("instance", "    def __call__"),
         ("lam", "lam ="),
     ]:
-        assert lines[defined_at(mods[name]) - 1].startswith(text)
+        assert lines[definition_line(mods[name]) - 1].startswith(text)
 
 
 @pytest.mark.parametrize("value", [3, "mask", int, print, None])
 def test_other_values_are_no_mods(value):
     assert kind_of_mod(value) is None
-    assert defined_at(value) is None
+    assert definition_line(value) is None
 
 
 @pytest.mark.parametrize("public", ["5", "'one'", "{'one': 1}"])
@@ -138,4 +138,4 @@ def test_objects_that_answer_nothing_or_without_end(tmp_path):
     odd = module(tmp_path, ODD)
     assert list(mods_in(odd)) == ["of_itself"]
     for mod in (odd.of_itself, odd.unsigned, odd.exits, odd.rude):
-        assert defined_at(mod) == 3
+        assert definition_line(mod) == 3

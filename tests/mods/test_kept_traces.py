@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.errors import TraceError
-from attncheck.mods import compose, library, masks, scores
-from attncheck.mods.derivative import derivative
+from attncheck.core.errors import TraceError
+from attncheck.mods import library, masks, scores
+from attncheck.mods import masks as compose
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
 
 FEW, MANY = Dimensions(batch=1, heads=2, query=5, kv=7), Dimensions(batch=2, heads=4, query=9, kv=9)
 
@@ -50,9 +50,9 @@ def test_tensors_are_compared_by_what_they_hold_now():
 
 
 def test_derivatives_are_kept_like_traces():
-    first = derivative(scores.softcap(30.0))
-    assert derivative(scores.softcap(30.0)) is first
-    assert derivative(scores.softcap(31.0)) is not first
+    first = trace_derivative(scores.softcap(30.0))
+    assert trace_derivative(scores.softcap(30.0)) is first
+    assert trace_derivative(scores.softcap(31.0)) is not first
     assert first is not trace_score(scores.softcap(30.0))
 
 

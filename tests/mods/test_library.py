@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from attncheck.errors import ProblemError, UnknownName, UsageError
-from attncheck.formats import fp32
+from attncheck.core.errors import ProblemError, UnknownName, UsageError
+from attncheck.core.formats import fp32
 from attncheck.mods import library
-from attncheck.mods.library import MASKS, SCORES
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Dimensions, Spec
 
 DIMENSIONS = Dimensions(batch=2, heads=4, query=5, kv=7)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.mods import compose, masks, neighborhoods
-from attncheck.mods.library import MASKS, build_mask
+from attncheck.mods import masks
+from attncheck.mods import masks as compose
+from attncheck.mods import masks as neighborhoods
+from attncheck.mods.library import build_mask
+from attncheck.mods.masks import MASKS
 from attncheck.mods.spec import Dimensions, Spec
 
 WIDE = Dimensions(batch=2, heads=3, query=5, kv=7)
@@ -402,6 +405,6 @@ def test_documents_beyond_the_memory_cost_nothing() -> None:
 
 
 def test_compositions_need_a_part() -> None:
-    for composition in (compose.and_masks, compose.or_masks, compose.chain):
+    for composition in (compose.and_masks, compose.or_masks, compose.chain_scores):
         with pytest.raises(TypeError):
             composition()

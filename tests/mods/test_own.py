@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from attncheck.errors import ProblemError, TraceError, UsageError
-from attncheck.mods import library, own
-from attncheck.mods.own import is_reference, own_mask, own_score
+from attncheck.core.errors import ProblemError, TraceError, UsageError
+from attncheck.inputs.problem import Problem
+from attncheck.mods import library, mod_files
+from attncheck.mods.mod_files import is_mod_reference, load_mask, load_score
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 
 FILE = """
 import torch
@@ -47,7 +47,7 @@ def _forgotten():
     """Other tests go through all masks and score mods there are."""
     before = [(entries, dict(entries)) for entries in (library.MASKS, library.SCORES)]
     yield
-    own._mod.cache_clear()
+    mod_files._mod.cache_clear()
     for entries, known in before:
         entries.clear()
         entries.update(known)
@@ -63,7 +63,7 @@ def file(tmp_path):
 def changed(path, slope):
     """The file as another process would find it."""
     path.write_text(FILE.format(slope=slope))
-    own._mod.cache_clear()
+    mod_files._mod.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def changed(path, slope):
     ],
 )
 def test_what_names_a_file_and_what_the_library(text, is_one):
-    assert is_reference(text) is is_one
+    assert is_mod_reference(text) is is_one
 
 
 def test_a_mask_is_in_the_library_by_its_files_own_name(file):
-    spec = own_mask(f"{file}::even")
+    spec = load_mask(f"{file}::even")
     assert spec.name == "mine.py::even"
     problem = Problem(query=5, kv=6, head_dim=4, mask=spec)
     i, j = torch.arange(5)[:, None], torch.arange(6)
@@ -94,7 +94,7 @@ def test_a_mask_is_in_the_library_by_its_files_own_name(file):
 
 
 def test_a_score_mod_too(file):
-    spec = own_score(f"{file}::plus")
+    spec = load_score(f"{file}::plus")
     problem = Problem(query=5, kv=8, head_dim=4, score=spec)
     given = problem.score_mod()(torch.tensor(1.0), 0, 0, 0, torch.arange(8))
     assert torch.equal(given, 1 + 0.5 * torch.linspace(-1, 1, 8))
@@ -102,41 +102,41 @@ def test_a_score_mod_too(file):
 
 
 def test_an_object_that_can_be_called_is_one(file):
-    spec = own_mask(f"{file}::window")
+    spec = load_mask(f"{file}::window")
     assert bool(Problem(query=9, mask=spec).mask_mod()(0, 0, torch.tensor(5), torch.tensor(3)))
 
 
 def test_it_is_composed_like_any(file):
-    mask = Spec.of("and", Spec.of("causal"), own_mask(f"{file}::even"))
+    mask = Spec.of("and", Spec.of("causal"), load_mask(f"{file}::even"))
     problem = Problem(query=6, head_dim=4, mask=mask)
     i, j = torch.arange(6)[:, None], torch.arange(6)
     assert torch.equal(problem.mask_mod()(0, 0, i, j), (i >= j) & ((i - j) % 2 == 0))
-    score = Spec.of("chain", own_score(f"{file}::plus"), Spec.of("softcap", cap=2.0))
+    score = Spec.of("chain", load_score(f"{file}::plus"), Spec.of("softcap", cap=2.0))
     assert Problem(query=6, score=score).score == score
 
 
 def test_problems_and_ids_survive_json(file):
-    problem = Problem(query=8, mask=own_mask(f"{file}::even"), score=own_score(f"{file}::plus"))
+    problem = Problem(query=8, mask=load_mask(f"{file}::even"), score=load_score(f"{file}::plus"))
     again = Problem.from_json(json.loads(json.dumps(problem.to_json())))
     assert (again, again.id) == (problem, problem.id)
-    assert own_score(f"{file}::plus") == problem.score
+    assert load_score(f"{file}::plus") == problem.score
 
 
 @pytest.mark.parametrize("slope", ["0.25", "torch.tensor(0.5)"])
 def test_the_digest_changes_with_what_is_captured(file, slope):
-    masks, scores = own_mask(f"{file}::even"), own_score(f"{file}::plus")
+    masks, scores = load_mask(f"{file}::even"), load_score(f"{file}::plus")
     before = Problem(query=8, score=scores).id
     changed(file, slope)
-    assert own_mask(f"{file}::even") == masks  # nothing that it reads
-    after = own_score(f"{file}::plus")
+    assert load_mask(f"{file}::even") == masks  # nothing that it reads
+    after = load_score(f"{file}::plus")
     assert after != scores
     assert Problem(query=8, score=after).id != before
 
 
 def test_a_file_that_has_changed_is_refused(file):
-    old = Problem(query=8, score=own_score(f"{file}::plus"))
+    old = Problem(query=8, score=load_score(f"{file}::plus"))
     changed(file, 0.25)
-    new = own_score(f"{file}::plus")
+    new = load_score(f"{file}::plus")
     with pytest.raises(ProblemError) as error:
         Problem.from_json(old.to_json())
     assert str(error.value) == (
@@ -155,7 +155,7 @@ def test_a_problem_of_a_file_that_was_not_given_says_how_to_give_it():
 
 
 def test_an_index_outside_a_captured_tensor_is_refused_and_inside_is_not(file):
-    mask, score = own_mask(f"{file}::shown"), own_score(f"{file}::plus")
+    mask, score = load_mask(f"{file}::shown"), load_score(f"{file}::plus")
     assert Problem(query=9, kv=8, mask=mask, score=score)
     for fields, what in (({"mask": mask}, "mask"), ({"score": score}, "score mod")):
         with pytest.raises(ProblemError) as error:
@@ -194,7 +194,7 @@ def test_what_only_adds_to_the_score_is_known(tmp_path, formula, additive):
     path.write_text(
         FILE.format(slope=1) + f"\ndef mod(score, b, h, q_idx, kv_idx):\n    return {formula}\n"
     )
-    spec = own_score(f"{path}::mod")
+    spec = load_score(f"{path}::mod")
     assert library.is_additive(spec) is additive
     _agrees_with_the_callable(spec, additive)
 
@@ -228,7 +228,7 @@ def test_a_mask_that_cannot_be_one_is_one_line(tmp_path, body, says):
     path = tmp_path / "mine.py"
     path.write_text(f"import torch\ndef mod(b, h, q_idx, kv_idx):\n    {body}\n")
     with pytest.raises(TraceError) as error:
-        own_mask(f"{path}::mod")
+        load_mask(f"{path}::mod")
     assert says in str(error.value)
     assert "\n" not in str(error.value)
     assert "mine.py::mod" not in library.MASKS
@@ -236,7 +236,7 @@ def test_a_mask_that_cannot_be_one_is_one_line(tmp_path, body, says):
 
 def test_a_score_mod_that_gives_truth_values_is_refused(file):
     with pytest.raises(TraceError, match="cannot be traced: it must take"):
-        own_score(f"{file}::even")
+        load_score(f"{file}::even")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_score_mod_that_gives_truth_values_is_refused(file):
 )
 def test_what_is_not_there_is_one_line(file, reference, says):
     with pytest.raises(UsageError) as error:
-        own_mask(reference.format(file=file))
+        load_mask(reference.format(file=file))
     assert str(error.value).endswith(says)
     assert "\n" not in str(error.value)
 
@@ -260,7 +260,7 @@ def test_what_is_not_there_is_one_line(file, reference, says):
 def test_a_file_that_cannot_be_imported_is_one_line(tmp_path, line):
     (tmp_path / "mine.py").write_text(f"x = 1\n{line}\n")
     with pytest.raises(UsageError, match=r"importing .*mine\.py raised \w+: ") as error:
-        own_mask(f"{tmp_path}/mine.py::even")
+        load_mask(f"{tmp_path}/mine.py::even")
     assert "\n" not in str(error.value)
 
 
@@ -274,7 +274,7 @@ counted.write_text("x" + (counted.read_text() if counted.exists() else ""))
 
 def test_a_file_is_imported_once(file):
     file.write_text(FILE.format(slope=1) + COUNTED)
-    spec = own_mask(f"{file}::even")
+    spec = load_mask(f"{file}::even")
     for _ in range(3):
         Problem(query=8, mask=spec).mask_mod()
     assert file.with_suffix(".count").read_text() == "x"
@@ -282,7 +282,7 @@ def test_a_file_is_imported_once(file):
 
 def test_captured_tensors_are_made_on_the_device_asked_for(file):
     """``meta`` stands for any other: the file is imported again with it as torch's default."""
-    own_score(f"{file}::plus")
+    load_score(f"{file}::plus")
     build = library.SCORES["mine.py::plus"].build
     here, there = (build({}, None, device).__globals__["table"] for device in ("cpu", "meta"))
     assert (here.device.type, there.device.type) == ("cpu", "meta")
@@ -328,7 +328,7 @@ def changing(tmp_path):
 
 
 def test_what_changes_when_it_is_traced_again_is_refused(changing):
-    for own_mod, name in ((own_mask, "counts"), (own_score, "draws")):
+    for own_mod, name in ((load_mask, "counts"), (load_score, "draws")):
         with pytest.raises(TraceError, match=f"'mine.py::{name}' gives other values when it is"):
             own_mod(f"{changing}::{name}")
 
@@ -338,7 +338,7 @@ def test_what_changes_when_it_is_traced_again_is_refused(changing):
 )
 def test_a_problem_of_what_changes_later_is_refused(changing, kind, name):
     """Whatever the kernels are: some of them trace nothing."""
-    spec = {"mask": own_mask, "score": own_score}[kind](f"{changing}::{name}")
+    spec = {"mask": load_mask, "score": load_score}[kind](f"{changing}::{name}")
     with pytest.raises(ProblemError) as error:
         Problem(query=8, **{kind: spec})
     said = str(error.value)
@@ -350,23 +350,23 @@ def test_a_problem_of_what_changes_later_is_refused(changing, kind, name):
     ("name", "says"), [("grows", "32 bits"), ("divides", "by 0 at (b, h, q_idx, kv_idx) = (0, 0, ")]
 )
 def test_a_problem_of_what_kernels_compute_otherwise_is_refused(changing, name, says):
-    mask = own_mask(f"{changing}::{name}")
+    mask = load_mask(f"{changing}::{name}")
     with pytest.raises(ProblemError) as error:
         Problem(query=8, mask=mask)
     assert says in str(error.value)
 
 
 def test_a_file_that_changes_in_the_same_process_is_read_again(file):
-    before = own_score(f"{file}::plus")
+    before = load_score(f"{file}::plus")
     file.write_text(FILE.format(slope=0.125))
-    assert own_score(f"{file}::plus") != before
+    assert load_score(f"{file}::plus") != before
     with pytest.raises(ProblemError, match="has changed: the problem was made with digest"):
         Problem(query=8, score=before)
 
 
 def test_a_mod_stays_what_was_traced(file):
     """The file is imported again for another device, when it may be another one."""
-    problem = Problem(query=8, score=own_score(f"{file}::plus"))
+    problem = Problem(query=8, score=load_score(f"{file}::plus"))
     file.write_text(FILE.format(slope=0.125))
     score = torch.tensor(0.0)
     assert problem.score_mod()(score, 0, 0, 0, torch.tensor(7)) == 0.5
@@ -378,7 +378,7 @@ def test_two_files_of_one_name_are_told_apart(file, tmp_path):
     there = tmp_path / "there"
     there.mkdir()
     (there / "mine.py").write_text(FILE.format(slope=0.125))
-    first, second = own_score(f"{file}::plus"), own_score(f"{there}/mine.py::plus")
+    first, second = load_score(f"{file}::plus"), load_score(f"{there}/mine.py::plus")
     assert Problem(query=8, score=second)
     with pytest.raises(ProblemError, match="is of another file of that name now: give the files"):
         Problem(query=8, score=first)
@@ -389,6 +389,6 @@ def test_a_relative_reference_means_the_file_that_it_leads_to(file, tmp_path, mo
     there.mkdir()
     (there / "mine.py").write_text(FILE.format(slope=0.125))
     monkeypatch.chdir(tmp_path)
-    first = own_score("mine.py::plus")
+    first = load_score("mine.py::plus")
     monkeypatch.chdir(there)
-    assert own_score("mine.py::plus") != first
+    assert load_score("mine.py::plus") != first

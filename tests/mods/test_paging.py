@@ -10,23 +10,30 @@ import torch
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
+from attncheck.core.paged_layout import Paging
 from attncheck.mods import scores
-from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask, block_mask
-from attncheck.mods.block_mask_torch import from_torch, to_torch
+from attncheck.mods.block_mask import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    BlockMask,
+    block_mask,
+    from_torch_block_mask,
+    to_torch_block_mask,
+)
 from attncheck.mods.library import build_mask
-from attncheck.mods.paging import (
+from attncheck.mods.page_table import (
     PageTable,
-    packed,
-    page_table,
+    draw_page_table,
+    pack_pages,
     physical_block_mask,
     physical_mask,
     physical_score,
 )
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
-from attncheck.mods.trace import disagreements, trace_mask, trace_score
-from attncheck.paging import Paging
+from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 
 BATCH, HEADS, QUERY, KV, SIZE = 3, 2, 20, 90, 16
 LENGTHS = (90, 33, 0)
@@ -43,7 +50,7 @@ MASKS = (
 
 
 def table(lengths=LENGTHS, paging=PAGING, **changes) -> PageTable:
-    return page_table(paging, BATCH, KV, lengths, **changes)
+    return draw_page_table(paging, BATCH, KV, lengths, **changes)
 
 
 def indices(query: int, kv: int):
@@ -101,7 +108,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 def test_keys_lie_where_the_table_says_and_all_else_is_nan(dtype):
     keys = torch.randn(BATCH, HEADS, 3, KV).to(dtype).mT  # not contiguous
     of = table()
-    cache = packed(keys, of)
+    cache = pack_pages(keys, of)
     assert cache.shape == (of.pages, SIZE, HEADS, 3)
     assert cache.dtype is dtype
     assert cache.is_contiguous()
@@ -122,15 +129,15 @@ def test_a_shared_page_lies_there_once():
     apart, shared = (table(lengths, shared=n) for n in (0, 2))
     assert shared.pages < apart.pages
     for of in (apart, shared):
-        again = packed(keys, of)[of.table[2, :2].long()].flatten(0, 1)
+        again = pack_pages(keys, of)[of.table[2, :2].long()].flatten(0, 1)
         assert torch.equal(again.transpose(0, 1), keys[2, :, : 2 * SIZE])
 
 
 def test_a_tensor_of_other_sequences_is_refused():
     with pytest.raises(ProblemError, match="2 sequences of 90 keys"):
-        packed(torch.zeros(2, HEADS, KV, 3), table())
+        pack_pages(torch.zeros(2, HEADS, KV, 3), table())
     with pytest.raises(ProblemError, match="3 sequences of 89 keys"):
-        packed(torch.zeros(BATCH, HEADS, KV - 1, 3), table())
+        pack_pages(torch.zeros(BATCH, HEADS, KV - 1, 3), table())
 
 
 def theirs(of: PageTable) -> PagedAttention:
@@ -184,7 +191,7 @@ def test_block_masks_of_memory_are_torchs(spec):
         padded, BATCH, HEADS, QUERY, KV, device="cpu", BLOCK_SIZE=(QUERY, SIZE)
     )
     expected = _kinds_of(theirs(of).convert_logical_block_mask(hidden))
-    got = physical_block_mask(from_torch(logical), of)
+    got = physical_block_mask(from_torch_block_mask(logical), of)
     assert torch.equal(got.kinds().int(), expected)
     assert got.kv == of.pages * SIZE
     for counts, listed in (
@@ -239,10 +246,10 @@ def test_flex_attention_on_the_packed_cache_is_that_on_the_keys(spec, shared):
     logical = block_mask(mask, DIMENSIONS, block_query=QUERY, block_kv=SIZE)
     converted = physical_block_mask(logical, of)
     # flex_attention in eager multiplies hidden values by 0, and 0 · NaN is NaN.
-    k_cache, v_cache = (_one_sequence(packed(tensor, of).nan_to_num(0.0)) for tensor in (k, v))
+    k_cache, v_cache = (_one_sequence(pack_pages(tensor, of).nan_to_num(0.0)) for tensor in (k, v))
     with mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True):
-        expected = flex.flex_attention(q, k, v, mod, to_torch(logical, mask))
-        in_memory = physical_score(mod, of), to_torch(converted, physical_mask(mask, of))
+        expected = flex.flex_attention(q, k, v, mod, to_torch_block_mask(logical, mask))
+        in_memory = physical_score(mod, of), to_torch_block_mask(converted, physical_mask(mask, of))
         got = flex.flex_attention(q, k_cache, v_cache, *in_memory)
     torch.testing.assert_close(got, expected)
 
@@ -259,5 +266,5 @@ def test_converted_mods_trace_and_print():
     mask = physical_mask(build_mask(MASKS[4], DIMENSIONS), of)
     score = physical_score(scores.alibi(torch.tensor([0.5, 0.25])), of)
     for expression, mod in ((trace_mask(mask), mask), (trace_score(score), score)):
-        assert disagreements(expression, mod, memory) == 0
+        assert count_disagreements(expression, mod, memory) == 0
         assert to_triton(expression).captured

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attncheck.errors import TraceError
+from attncheck.core.errors import TraceError
 from attncheck.mods.spec import Dimensions
-from attncheck.mods.trace import disagreements, trace_mask, trace_score
+from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -232,7 +232,7 @@ def test_a_captured_tensor_that_is_too_short_is_named() -> None:
         return documents[q] == documents[k]
 
     with pytest.raises(TraceError) as caught:
-        disagreements(trace_mask(document), document, DIMENSIONS)
+        count_disagreements(trace_mask(document), document, DIMENSIONS)
     text = str(caught.value)
     assert text.startswith("mask 'document' raised IndexError at an index of its Problem: index ")
     assert "is out of bounds for dimension 0 with size 40 at test_refused_mods.py:" in text
@@ -245,7 +245,7 @@ def test_a_division_by_zero_is_named() -> None:
         return q // (k - 3) > 1
 
     with pytest.raises(TraceError, match=r"'mod' raised RuntimeError .* ZeroDivisionError at"):
-        disagreements(trace_mask(mod), mod, DIMENSIONS)
+        count_disagreements(trace_mask(mod), mod, DIMENSIONS)
 
 
 def test_another_shape_for_many_indices_is_named() -> None:
@@ -255,16 +255,16 @@ def test_another_shape_for_many_indices_is_named() -> None:
     def wrong(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q > k)[:2] if q.numel() > 1 else (q > k)
 
-    assert disagreements(trace_mask(mod), mod, DIMENSIONS) > 0
+    assert count_disagreements(trace_mask(mod), mod, DIMENSIONS) > 0
     with pytest.raises(TraceError, match=r"'wrong' gives \(2,\) for \d+ indices: it must give"):
-        disagreements(trace_mask(wrong), wrong, DIMENSIONS)
+        count_disagreements(trace_mask(wrong), wrong, DIMENSIONS)
 
 
 def test_a_number_drawn_by_python_is_noticed() -> None:
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s + random.random()
 
-    assert disagreements(trace_score(mod), mod, DIMENSIONS) > 0
+    assert count_disagreements(trace_score(mod), mod, DIMENSIONS) > 0
 
 
 class Unspeakable(Exception):
@@ -293,7 +293,7 @@ def test_a_mod_that_would_end_the_process_does_not(error: BaseException) -> None
         trace_mask(raising(error, at=1))
     late = raising(error, at=2)
     with pytest.raises(TraceError, match=f"^mask 'mod' raised {kind} at an index of its Problem"):
-        disagreements(trace_mask(late), late, DIMENSIONS)
+        count_disagreements(trace_mask(late), late, DIMENSIONS)
 
 
 def test_an_interrupt_is_the_users() -> None:
@@ -301,7 +301,7 @@ def test_an_interrupt_is_the_users() -> None:
         trace_mask(raising(KeyboardInterrupt(), at=1))
     late = raising(KeyboardInterrupt(), at=2)
     with pytest.raises(KeyboardInterrupt):
-        disagreements(trace_mask(late), late, DIMENSIONS)
+        count_disagreements(trace_mask(late), late, DIMENSIONS)
 
 
 def test_a_coroutine_or_generator_is_named_without_a_warning() -> None:

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.formats import FORMATS, fp32, round_to
+from attncheck.core.formats import FORMATS, fp32, round_to
 from attncheck.mods.expression import Node
-from attncheck.mods.radii import RADII
-from attncheck.mods.running_error import RunningError
-from attncheck.mods.to_interval import KERNEL_FP32, TORCH_FP64, to_interval
+from attncheck.mods.interval_algebra import KERNEL_FP32, TORCH_FP64, to_interval
+from attncheck.mods.running_error import RADII, RunningError
 from attncheck.mods.trace import trace_score
 
 TABLE = torch.tensor([[1.0, -2.0, 3.5, 0.1], [0.2, 0.4, 7.0, -1.0]])
@@ -272,7 +271,7 @@ def test_the_oracle_itself_is_analysed_in_float64():
 
 
 def test_every_real_operation_has_a_rule():
-    from attncheck.mods.intervals import REAL
+    from attncheck.mods.enclosures import INTERVAL_OPERATIONS
 
-    assert set(RADII) == set(REAL)
+    assert set(RADII) == set(INTERVAL_OPERATIONS)
     assert Node("add", "float").op in RADII

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.draws import Draws
-from attncheck.formats import fp32
-from attncheck.mods import compose, scores
-from attncheck.mods.library import SCORES, alibi_slopes, build_score, is_additive
+from attncheck.core.draws import Draws
+from attncheck.core.formats import fp32
+from attncheck.mods import masks, scores
+from attncheck.mods.library import build_score, is_additive
+from attncheck.mods.scores import SCORES, alibi_slopes
 from attncheck.mods.spec import Dimensions, Spec
 
 DIMENSIONS = Dimensions(batch=1, heads=2, query=2, kv=3)
@@ -133,8 +134,8 @@ def test_softcap_is_cap_tanh_of_the_quotient() -> None:
 
 def test_chain_applies_left_to_right() -> None:
     divide, add = scores.temperature(2.0), scores.relative_bias(torch.tensor([[1.0], [1.0]]))
-    assert applied(compose.chain(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
-    assert applied(compose.chain(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
+    assert applied(masks.chain_scores(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
+    assert applied(masks.chain_scores(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
     spec = Spec.of("chain", Spec.of("temperature", temperature=2.0), Spec.of("alibi"))
     assert applied(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
 

@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from attncheck.errors import ProblemError
-from attncheck.mods.serialise import digest, from_json, to_json
+from attncheck.core.errors import ProblemError
+from attncheck.mods.expression import expression_digest, expression_from_json, expression_to_json
 from attncheck.mods.trace import trace_mask, trace_score
 
 TABLE = torch.sin(torch.arange(4 * 40.0)).reshape(4, 40)
@@ -41,15 +41,15 @@ def indices():
 
 
 def through_text(expression):
-    return json.loads(json.dumps(to_json(expression), allow_nan=False))
+    return json.loads(json.dumps(expression_to_json(expression), allow_nan=False))
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS, ids=["relative", "odd", "documents"])
 def test_round_trip(expression):
-    back = from_json(through_text(expression))
+    back = expression_from_json(through_text(expression))
     assert back.structure == expression.structure
     assert str(back) == str(expression)
-    assert digest(back) == digest(expression)
+    assert expression_digest(back) == expression_digest(expression)
     for mine, its in zip(back.captured, expression.captured, strict=True):
         assert type(mine) is type(its)
         if isinstance(its, torch.Tensor):
@@ -69,15 +69,17 @@ def test_round_trip(expression):
 
 def test_small_tensors_can_be_read_and_large_ones_are_bytes():
     pairs = torch.tensor([[3, 5], [7, 1]])
-    small = to_json(trace_mask(lambda b, h, q, k: pairs[b, h % 2] > k))["captured"]
+    small = expression_to_json(trace_mask(lambda b, h, q, k: pairs[b, h % 2] > k))["captured"]
     assert {"dtype": "int64", "shape": [2, 2], "values": [3, 5, 7, 1]} in small
-    large = to_json(EXPRESSIONS[0])["captured"]
+    large = expression_to_json(EXPRESSIONS[0])["captured"]
     assert any("base64" in value for value in large if isinstance(value, dict))
 
 
 def test_the_digest_tells_everything_apart():
     def of(window, table, shift=0):
-        return digest(trace_mask(lambda b, h, q, k: (table[q] - k < window) | (k == q + shift)))
+        return expression_digest(
+            trace_mask(lambda b, h, q, k: (table[q] - k < window) | (k == q + shift))
+        )
 
     plain = of(8, DOCUMENTS)
     assert plain == of(8, DOCUMENTS.clone())
@@ -146,7 +148,7 @@ BAD = {
 def test_anything_else_is_one_line(spoil):
     data = spoil(copy.deepcopy(through_text(EXPRESSIONS[0])))
     with pytest.raises(ProblemError) as error:
-        from_json(data)
+        expression_from_json(data)
     assert "\n" not in str(error.value)
 
 
@@ -176,11 +178,11 @@ def test_a_bad_tensor_is_one_line(tensor):
     data = through_text(EXPRESSIONS[0])
     data["captured"].append(tensor)
     with pytest.raises(ProblemError, match=r"captured\[\d+\]") as error:
-        from_json(data)
+        expression_from_json(data)
     assert "\n" not in str(error.value)
 
 
 def test_a_good_tensor_among_them_passes():
     data = through_text(EXPRESSIONS[0])
     data["captured"].append(TENSOR)
-    assert from_json(data).structure == EXPRESSIONS[0].structure
+    assert expression_from_json(data).structure == EXPRESSIONS[0].structure

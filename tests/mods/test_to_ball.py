@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
 
-from attncheck.arb import balls_of, is_known
-from attncheck.errors import TraceError
-from attncheck.mods.to_ball import evaluator, to_ball
-from attncheck.mods.to_mpmath import to_mpmath
+from attncheck.core.balls import balls_of, is_known
+from attncheck.core.errors import TraceError
+from attncheck.mods.ball_algebra import evaluator, to_ball
+from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.trace import trace_score
 
 BITS = 128

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import libmp
 
-from attncheck.errors import ProblemError
-from attncheck.formats import FORMATS, fp32
-from attncheck.mods import intervals
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import FORMATS, fp32
+from attncheck.mods import enclosures
+from attncheck.mods.enclosures import Rounding
 from attncheck.mods.expression import OPERATIONS
-from attncheck.mods.intervals import Rounding
-from attncheck.mods.to_interval import KERNEL_FP32, TORCH_FP64, Arithmetic, to_interval
+from attncheck.mods.interval_algebra import KERNEL_FP32, TORCH_FP64, Arithmetic, to_interval
+from attncheck.mods.operation_errors import TRITON_ULP
 from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.mods.triton_ulp import TRITON_ULP
 
 ZERO = [np.zeros((), np.int64)] * 4
 NEAREST = Rounding(FORMATS["fp32"], 0.5)
@@ -38,7 +38,7 @@ def interval(mod, scores, arithmetic=KERNEL_FP32, kv_idx=0):
 @given(st.floats(allow_nan=False))
 @settings(deadline=None)
 def test_rounding_holds_the_nearest_and_what_is_flushed(number):
-    found = NEAREST(intervals.exact(number))
+    found = NEAREST(enclosures.exact_pair(number))
     assert inside(found, fp32(number))
     flushed = 0.0 if abs(number) < 2.0**-126 else fp32(number)
     assert inside(found, flushed)
@@ -46,7 +46,7 @@ def test_rounding_holds_the_nearest_and_what_is_flushed(number):
 
 @given(st.floats(2.0**-125, 2.0**127), st.sampled_from((-1.0, 1.0)))
 def test_rounding_holds_no_other_number(number, sign):
-    found = NEAREST(intervals.exact(sign * number))
+    found = NEAREST(enclosures.exact_pair(sign * number))
     # Half an ulp is at most u and at least u/2 of the number: two ulp are outside.
     ulp = math.ldexp(1.0, math.frexp(number)[1] - 24)
     assert not inside(found, sign * (number + 2 * ulp))
@@ -55,14 +55,14 @@ def test_rounding_holds_no_other_number(number, sign):
 
 @given(st.floats(width=32, allow_nan=False, allow_subnormal=False))
 def test_a_number_that_the_format_holds_stays(number):
-    assert NEAREST(intervals.exact(number)) == intervals.exact(number)
+    assert NEAREST(enclosures.exact_pair(number)) == enclosures.exact_pair(number)
 
 
 def test_a_rounding_past_the_largest_number_may_be_infinite():
     largest = FORMATS["fp32"].max
-    assert inside(NEAREST(intervals.exact(2 * largest)), math.inf)
-    assert inside(NEAREST(intervals.exact(2 * largest)), largest)
-    assert not inside(NEAREST(intervals.exact(largest / 2)), math.inf)
+    assert inside(NEAREST(enclosures.exact_pair(2 * largest)), math.inf)
+    assert inside(NEAREST(enclosures.exact_pair(2 * largest)), largest)
+    assert not inside(NEAREST(enclosures.exact_pair(largest / 2)), math.inf)
 
 
 UNARY = {
@@ -116,10 +116,14 @@ def test_torch_is_inside_and_a_wrong_value_is_not(function, arithmetic):
 
 
 def test_every_operation_is_either_rounded_or_exact_here():
-    known = set(intervals.REAL) | set(intervals.COMPARE) | {"and", "or", "xor", "not"}
+    known = (
+        set(enclosures.INTERVAL_OPERATIONS)
+        | set(enclosures.INTERVAL_COMPARISONS)
+        | {"and", "or", "xor", "not"}
+    )
     others = {"where", "index", "cast", "left_shift", "right_shift"}
     assert known | others == set(OPERATIONS)
-    assert set(TRITON_ULP) - set(intervals.REAL) == {"cast", "number"}
+    assert set(TRITON_ULP) - set(enclosures.INTERVAL_OPERATIONS) == {"cast", "number"}
 
 
 def test_a_fused_multiplication_and_addition_is_inside():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.errors import ProblemError, TraceError
-from attncheck.mods.to_interval import TORCH_FP64, to_interval
-from attncheck.mods.to_mpmath import evaluator, to_mpmath
+from attncheck.core.errors import ProblemError, TraceError
+from attncheck.mods.interval_algebra import TORCH_FP64, to_interval
+from attncheck.mods.mpmath_algebra import evaluator, to_mpmath
 from attncheck.mods.trace import trace_mask, trace_score
 
 SPECIAL = np.array([-math.inf, -7.5, -2.0, -0.3, 0.0, 0.3, 1.0, 2.5, 7.0, 1e-300, 1e300, math.inf])

@@ -12,15 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.errors import TraceError
-from attncheck.formats import fp32
+from attncheck.core.errors import TraceError
+from attncheck.core.formats import fp32
+from attncheck.inputs.problem import Problem
 from attncheck.mods import masks, scores
 from attncheck.mods.expression import Expression, Structure
-from attncheck.mods.library import MASKS, SCORES, build_mask, build_score
+from attncheck.mods.library import build_mask, build_score
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.mods.trace import disagreements, trace_mask, trace_score
-from attncheck.problem import Problem
-from attncheck.subjects.traced import traced_mask, traced_score
+from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
+from attncheck.subjects.kernel_mods import mask_expression, score_expression
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,14 +77,14 @@ any_score = st.recursive(
 @settings(max_examples=25, deadline=None)
 def test_trace_of_any_mask_agrees_with_its_callable(spec: Spec) -> None:
     mod = build_mask(spec, DIMENSIONS)
-    assert disagreements(trace_mask(mod), mod, DIMENSIONS, samples=256) == 0
+    assert count_disagreements(trace_mask(mod), mod, DIMENSIONS, samples=256) == 0
 
 
 @given(spec=any_score)
 @settings(max_examples=25, deadline=None)
 def test_trace_of_any_score_agrees_with_its_callable(spec: Spec) -> None:
     mod = build_score(spec, DIMENSIONS)
-    assert disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
+    assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
 
 
 def test_every_library_mod_is_drawn() -> None:
@@ -163,8 +165,8 @@ def with_op(expression: Expression, op: str, other: str) -> Expression:
 def test_a_planted_operation_in_a_mask_is_noticed(spec: Spec, op: str, other: str) -> None:
     dimensions = dataclasses.replace(DIMENSIONS, query=1000, kv=1013)
     mod = build_mask(spec, dimensions)
-    assert disagreements(trace_mask(mod), mod, dimensions) == 0
-    assert disagreements(with_op(trace_mask(mod), op, other), mod, dimensions) > 0
+    assert count_disagreements(trace_mask(mod), mod, dimensions) == 0
+    assert count_disagreements(with_op(trace_mask(mod), op, other), mod, dimensions) > 0
 
 
 @pytest.mark.parametrize("number", [17, -17, 123_456, -123_456])
@@ -185,8 +187,8 @@ def test_a_planted_operation_is_noticed_where_no_draw_would_hit(
         if mod is column and ahead == (number < 0):
             continue  # the same everywhere
         expression = trace_mask(mod)
-        assert disagreements(expression, mod, dimensions) == 0
-        assert disagreements(with_op(expression, "lt", "le"), mod, dimensions) > 0
+        assert count_disagreements(expression, mod, dimensions) == 0
+        assert count_disagreements(with_op(expression, "lt", "le"), mod, dimensions) > 0
 
 
 @pytest.mark.parametrize("distance", [-4, -1, 0, 1, 4])
@@ -195,7 +197,7 @@ def test_both_sides_of_the_diagonal_are_looked_at(distance: int) -> None:
         return masks.causal(b, h, q, k) ^ (k - q == distance)
 
     dimensions = Dimensions(batch=1, heads=1, query=1_000_003, kv=1_000_033)
-    assert disagreements(trace_mask(masks.causal), mod, dimensions) > 0
+    assert count_disagreements(trace_mask(masks.causal), mod, dimensions) > 0
 
 
 class _Shifty(Problem):
@@ -208,14 +210,14 @@ class _Shifty(Problem):
         return lambda s, b, h, q, k: s + 1.0 if k.numel() == 1 else s + 2.0
 
 
-@pytest.mark.parametrize("trace", [traced_mask, traced_score])
+@pytest.mark.parametrize("trace", [mask_expression, score_expression])
 def test_a_kernel_is_not_given_a_trace_that_disagrees(
     trace: Callable[..., Expression], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = r"the trace of (mask 'full'|score mod 'none') .* at \d+ sampled indices of bf16 full"
     with pytest.raises(TraceError, match=named):
         trace(_Shifty(query=9), "cpu")
-    monkeypatch.setattr("attncheck.mods.trace.disagreements", lambda *_, **__: 1)
+    monkeypatch.setattr("attncheck.mods.trace.count_disagreements", lambda *_, **__: 1)
     with pytest.raises(TraceError, match="differs from it at 1 sampled"):
         trace(Problem(query=97), "cpu")  # a length of which no trace is kept
 
@@ -230,13 +232,13 @@ def test_a_number_off_by_one_is_noticed(number: int) -> None:
     assert isinstance(wrong, int)
     captured[number] = wrong - 1 if number else wrong + 1
     planted = Expression(expression.structure, tuple(captured))
-    assert disagreements(planted, mod, DIMENSIONS) > 0
+    assert count_disagreements(planted, mod, DIMENSIONS) > 0
 
 
 def test_a_score_in_fp32_is_noticed() -> None:
     mod = scores.softcap(30.0)
     expression = trace_score(lambda s, *i: mod(s.to(torch.float32), *i).to(torch.float64))
-    assert disagreements(expression, mod, DIMENSIONS) > 0
+    assert count_disagreements(expression, mod, DIMENSIONS) > 0
 
 
 def test_structure_is_shared_by_mods_that_differ_in_numbers_only() -> None:
@@ -292,4 +294,4 @@ SUPPORTED: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_neighbouring_operations_are_traced(name: str) -> None:
     mod = SUPPORTED[name]
-    assert disagreements(trace_score(mod), mod, DIMENSIONS) == 0
+    assert count_disagreements(trace_score(mod), mod, DIMENSIONS) == 0

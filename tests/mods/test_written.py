@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 
 from attncheck import strategies
-from attncheck.errors import ProblemError
-from attncheck.examine.evidence import Evidence
-from attncheck.formats import fp32
-from attncheck.mods import library, written
+from attncheck.capabilities import named_kernels
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import fp32
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods import formula, library
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.problem import Case, Problem
-from attncheck.subjects import builtin
+from attncheck.verify.evidence import Evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,16 +84,16 @@ PLANTED: list[tuple[str, type, Any]] = [
 def test_a_planted_operator_is_seen(
     monkeypatch: pytest.MonkeyPatch, forgotten: None, table: str, of: type, other: Any
 ) -> None:
-    monkeypatch.setitem(getattr(written, table), of, other)
+    monkeypatch.setitem(getattr(formula, table), of, other)
     assert not all(map(is_as_by_hand, MASKS))
 
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What was read before is read again, and so is what was read with a fault."""
-    written.read_mask.cache_clear()
+    formula.mask_formula_code.cache_clear()
     yield
-    written.read_mask.cache_clear()
+    formula.mask_formula_code.cache_clear()
 
 
 # The same operations on arrays of another library: another reading of the same text.
@@ -146,7 +146,7 @@ def test_a_random_score_mod_is_what_numpy_makes_of_it(spec: Spec) -> None:
 )
 def test_arithmetic_is_in_the_dtype_of_the_score(text: str, value: Fraction | float) -> None:
     """In float64 no index is rounded to fp32, and constants are the kernel's."""
-    mod = written.score(text, Dimensions(batch=1, heads=1, query=1, kv=2**24 + 2))
+    mod = formula.formula_score(text, Dimensions(batch=1, heads=1, query=1, kv=2**24 + 2))
     zero = torch.zeros(1, dtype=torch.int64)
     found = mod(torch.zeros(1, dtype=torch.float64), zero, zero, zero, zero + 2**24 + 1)
     assert found.dtype is torch.float64
@@ -156,7 +156,7 @@ def test_arithmetic_is_in_the_dtype_of_the_score(text: str, value: Fraction | fl
 @pytest.mark.parametrize("width", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_score_mod_keeps_the_dtype_of_the_score(width: torch.dtype, dtype: torch.dtype) -> None:
-    mod = written.score("where(h == 1, 2, 0.5) * kv_idx / 3 + score", DIMENSIONS)
+    mod = formula.formula_score("where(h == 1, 2, 0.5) * kv_idx / 3 + score", DIMENSIONS)
     assert mod(SCORES.to(dtype), *(axis.to(width) for axis in AXES)).dtype is dtype
 
 
@@ -293,7 +293,7 @@ def test_a_score_mod_is_tested_not_waved_through(text: str) -> None:
         mask=Spec.of("expression", text="q_idx % 5 <= kv_idx"),
         score=Spec.of("expression", text=text),
     )
-    subject = builtin.subject_named("triton-flash2")
+    subject = named_kernels.subject_named("triton-flash2")
     allowed = Evidence(Case(problem=problem), "cpu").allowance(subject.arithmetic(problem, "cpu"))
     assert bool(torch.isfinite(allowed.out).all())
     assert bool(torch.isfinite(allowed.lse).all())

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.oracles.numbers import Float64
-from attncheck.oracles.scores import Scores
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.recurrence_steps import Scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.inputs import Inputs
-    from attncheck.oracles.numbers import ManyDigits, Mp
-    from attncheck.oracles.result import Result
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.oracles.mp_numbers import ManyDigits, Mp
+    from attncheck.oracles.recurrence_steps import Result
 
 UNIT = 2.0**-53
 
@@ -190,7 +190,7 @@ def _python_loop(
     sees: Callable[[int, int, int, int], bool],
     score: Callable[[mpmath.mpf, int, int, int, int], mpmath.mpf],
 ) -> Outputs:
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
 
     p = inputs.problem
     q, k, v = (tensor.tolist() for tensor in inputs.promoted())

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.inputs import draw
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
 
 UNIT = 2.0**-53
 # With a bound of the second derivative's size.
@@ -30,7 +30,7 @@ SCORES = {
 
 def tiny(**changes: object) -> Inputs:
     problem = Problem(batch=2, heads=4, kv_heads=2, query=9, kv=11, head_dim=6, value_dim=3)
-    return draw(problem.replace(**{"backward": True, "dlse": True, **changes}))
+    return draw_inputs(problem.replace(**{"backward": True, "dlse": True, **changes}))
 
 
 def _axes(problem: Problem) -> list[torch.Tensor]:

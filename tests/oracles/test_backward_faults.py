@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.core.source_files import import_file
 from attncheck.mods.spec import Spec
-from attncheck.oracles.numbers import Float64
-from attncheck.oracles.tiles import Blocks
-from attncheck.source_files import import_file
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.streaming_forward import Blocks
 
 REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
 Definition, tiny, allowed_of = REFERENCE.Definition, REFERENCE.tiny, REFERENCE.allowed
@@ -83,7 +83,7 @@ def test_a_planted_fault_is_noticed(room, right, wrong, allowance, planted, monk
     wanted = importlib.import_module(f"attncheck.oracles.backward.{room}")
     wrong_room = planted(wanted, right, wrong)
     if room == "parts":
-        dense = importlib.import_module("attncheck.oracles.backward.dense")
+        dense = importlib.import_module("attncheck.oracles.backward_recurrences")
         monkeypatch.setattr(dense, "dsink_of", wrong_room.dsink_of)
         room, wrong_room = "dense", dense
     numbers = Float64()
@@ -108,5 +108,5 @@ BOUNDED_FAULTS = {
 def test_a_fault_of_bounded_scores_is_noticed(right, wrong, allowance, planted):
     inputs = tiny(mask=Spec.of("causal"))
     exact, allowed = Definition.of(inputs).gradients(inputs), allowed_of(inputs, allowance)
-    room = planted(importlib.import_module("attncheck.oracles.backward.streaming"), right, wrong)
+    room = planted(importlib.import_module("attncheck.oracles.streaming_backward"), right, wrong)
     assert allowed.misses(room.streaming_backward(inputs, blocks=SMALL), exact)

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from attncheck import oracles
-from attncheck.errors import UsageError
-from attncheck.inputs import draw
+from attncheck.core.errors import UsageError
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.mpmath_algebra import evaluator, slope_evaluator
 from attncheck.mods.spec import Spec
-from attncheck.mods.to_mpmath import evaluator, slope_evaluator
-from attncheck.oracles.backward import dense_backward, flash2_backward
-from attncheck.oracles.numbers import Mp
-from attncheck.oracles.scores import Scores
-from attncheck.oracles.sink import sink_of
-from attncheck.oracles.softmax import safe
-from attncheck.problem import Problem
+from attncheck.oracles.backward_recurrences import dense_backward, flash2_backward
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.recurrence_steps import Scores, safe, sink_of
 
 DIGITS, STEP, PROMISED = 50, -15, -25  # a central difference is off by h² of the third derivative
 
@@ -35,7 +33,7 @@ CASES = {
 
 def _inputs(**changes):
     sizes = {"query": 3, "kv": 4, "head_dim": 2, "value_dim": 3, "kv_heads": 1}
-    return draw(Problem(**(sizes | {"backward": True, "dlse": True} | changes)))
+    return draw_inputs(Problem(**(sizes | {"backward": True, "dlse": True} | changes)))
 
 
 def _loss(mp, inputs, given):
@@ -105,10 +103,10 @@ FAULTS = {
 
 @pytest.mark.parametrize(("right", "wrong"), FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_none(right, wrong, planted):
-    from attncheck.oracles.backward import dense
+    from attncheck.oracles import backward_recurrences
 
     inputs, mp = _inputs(**CASES["softcap"]), Mp(30, evaluator, slope_evaluator)
-    found = planted(dense, right, wrong).dense_backward(mp, inputs)
+    found = planted(backward_recurrences, right, wrong).dense_backward(mp, inputs)
     exact = {name: _quotients(mp, inputs, name) for name in "qk"}
     assert max(_distance(mp, getattr(found, f"d{n}"), x) for n, x in exact.items()) > -10
 
@@ -116,12 +114,12 @@ def test_a_planted_fault_is_none(right, wrong, planted):
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_balls_hold_them(changes):
     pytest.importorskip("flint")
-    from attncheck.mods import to_ball
-    from attncheck.oracles.numbers.ball import Ball
+    from attncheck.mods import ball_algebra
+    from attncheck.oracles.ball_numbers import Ball
 
     inputs, mp = _inputs(**changes), Mp(60, evaluator, slope_evaluator)
     exact = dense_backward(mp, inputs)
-    ball = Ball(evaluate=to_ball.evaluator, slope=to_ball.slope_evaluator)
+    ball = Ball(evaluate=ball_algebra.evaluator, slope=ball_algebra.slope_evaluator)
     for backward in oracles.BACKWARD_RECURRENCES.values():
         found = backward(ball, inputs)
         for name in ["dq", "dk", "dv"] + ["dsink"] * inputs.problem.sink:
@@ -138,10 +136,10 @@ def test_a_score_mod_needs_its_slope(system):
     inputs = _inputs(score=Spec.of("softcap", cap=1.5))
     if system == "Ball":
         pytest.importorskip("flint")
-        from attncheck.mods import to_ball
-        from attncheck.oracles.numbers.ball import Ball
+        from attncheck.mods import ball_algebra
+        from attncheck.oracles.ball_numbers import Ball
 
-        numbers = Ball(evaluate=to_ball.evaluator)
+        numbers = Ball(evaluate=ball_algebra.evaluator)
     else:
         numbers = Mp(30, evaluator)
     with pytest.raises(UsageError, match=f"needs {system}'s `slope`"):

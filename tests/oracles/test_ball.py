@@ -12,14 +12,14 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
 
 from attncheck import oracles
-from attncheck.errors import UsageError
-from attncheck.inputs import draw
+from attncheck.core.errors import UsageError
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.ball_algebra import evaluator as on_balls
+from attncheck.mods.mpmath_algebra import evaluator as on_mpmath
 from attncheck.mods.spec import Spec
-from attncheck.mods.to_ball import evaluator as on_balls
-from attncheck.mods.to_mpmath import evaluator as on_mpmath
-from attncheck.oracles.numbers import Mp
-from attncheck.oracles.numbers.ball import BITS, Ball
-from attncheck.problem import Problem
+from attncheck.oracles.ball_numbers import BITS, Ball
+from attncheck.oracles.mp_numbers import Mp
 from attncheck.runner.variants import VARIANTS, Shape
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
@@ -28,7 +28,7 @@ SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
 
 def of_variant(name, shape, **fields):
     parsed = Shape.parse(shape)
-    return draw(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
+    return draw_inputs(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
 
 
 def exact_number(number):
@@ -120,7 +120,7 @@ def test_bits_that_do_not_hold_a_float64(bits):
 
 
 def test_an_evaluator_is_needed_for_what_changes_the_score_only():
-    inputs = draw(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
+    inputs = draw_inputs(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
     with pytest.raises(UsageError, match="needs Ball's `evaluate`"):
         oracles.RECURRENCES["safe"](Ball(), inputs)
 

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.errors import ProblemError, UsageError
-from attncheck.inputs import draw
-from attncheck.mods.leaves import leaf_gradients
+from attncheck.core.errors import ProblemError, UsageError
+from attncheck.core.source_files import import_file
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.captured_gradients import leaf_gradients
+from attncheck.mods.mpmath_algebra import captures, evaluator, slope_evaluator
 from attncheck.mods.spec import Spec
-from attncheck.mods.to_mpmath import captures, evaluator, slope_evaluator
-from attncheck.oracles.backward import dense_backward, streaming_backward
-from attncheck.oracles.numbers import Float64, Mp
-from attncheck.oracles.scores import Scores
-from attncheck.oracles.softmax import safe
-from attncheck.oracles.tiles import Blocks
-from attncheck.problem import Problem
-from attncheck.source_files import import_file
+from attncheck.oracles.backward_recurrences import dense_backward
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.recurrence_steps import Scores, safe
+from attncheck.oracles.streaming_backward import streaming_backward
+from attncheck.oracles.streaming_forward import Blocks
 
 REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
 tiny = REFERENCE.tiny
@@ -128,14 +129,16 @@ def test_what_is_hidden_reaches_no_number(backward, what):
 
 
 def test_what_is_hidden_would_reach_a_number(planted, monkeypatch):
-    from attncheck.mods import leaves
-    from attncheck.oracles.numbers import float64
+    from attncheck.mods import captured_gradients
+    from attncheck.oracles import float64_numbers
 
     inputs = asked(mask=MASKS[3])
     v = inputs.v.clone()
     v[:, :, ::4] = math.nan
-    wrong = planted(leaves, "torch.where(where, factors * slope, 0.0)", "factors * slope")
-    monkeypatch.setattr(float64, "CapturedSums", wrong.CapturedSums)
+    wrong = planted(
+        captured_gradients, "torch.where(where, factors * slope, 0.0)", "factors * slope"
+    )
+    monkeypatch.setattr(float64_numbers, "CapturedSums", wrong.CapturedSums)
     found = oracles.BACKWARDS["dense"](inputs.replace(v=v))
     assert found.dcaptured.isnan().any()
 
@@ -197,7 +200,7 @@ def _quotient(mp, inputs, place, exponent, patch):
 def _small(**changes):
     sizes = {"query": 3, "kv": 4, "head_dim": 2, "heads": 2, "backward": True, "dlse": True}
     problem = Problem(**sizes, score=ALIBI, dcaptured=True, mask=Spec.of("causal"))
-    return draw(problem.replace(**changes))
+    return draw_inputs(problem.replace(**changes))
 
 
 def test_they_are_difference_quotients_in_many_digits(monkeypatch):
@@ -216,14 +219,16 @@ def test_they_are_difference_quotients_in_many_digits(monkeypatch):
 
 def test_balls_hold_them(monkeypatch):
     pytest.importorskip("flint")
-    from attncheck.mods import to_ball
-    from attncheck.oracles.numbers.ball import Ball
+    from attncheck.mods import ball_algebra
+    from attncheck.oracles.ball_numbers import Ball
 
     inputs, mp = _small(), Mp(60, evaluator, slope_evaluator, captures)
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
     exact = dense_backward(mp, inputs).dcaptured
     ball = Ball(
-        evaluate=to_ball.evaluator, slope=to_ball.slope_evaluator, captures=to_ball.captures
+        evaluate=ball_algebra.evaluator,
+        slope=ball_algebra.slope_evaluator,
+        captures=ball_algebra.captures,
     )
     for backward in oracles.BACKWARD_RECURRENCES.values():
         found = backward(ball, inputs).dcaptured.array
@@ -237,10 +242,10 @@ def test_balls_hold_them(monkeypatch):
 def test_what_is_read_has_to_be_evaluated(system):
     if system == "Ball":
         pytest.importorskip("flint")
-        from attncheck.mods import to_ball
-        from attncheck.oracles.numbers.ball import Ball
+        from attncheck.mods import ball_algebra
+        from attncheck.oracles.ball_numbers import Ball
 
-        numbers = Ball(evaluate=to_ball.evaluator, slope=to_ball.slope_evaluator)
+        numbers = Ball(evaluate=ball_algebra.evaluator, slope=ball_algebra.slope_evaluator)
     else:
         numbers = Mp(30, evaluator, slope_evaluator)
     with pytest.raises(UsageError, match=f"need {system}'s `captures`"):
@@ -302,9 +307,9 @@ def test_a_planted_fault_is_noticed(room, right, wrong, allowance, planted, monk
     exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
     wrong_room = planted(importlib.import_module(f"attncheck.{room}"), right, wrong)
     if room == "mods.leaves":
-        float64 = importlib.import_module("attncheck.oracles.numbers.float64")
+        float64 = importlib.import_module("attncheck.oracles.float64_numbers")
         monkeypatch.setattr(float64, "CapturedSums", wrong_room.CapturedSums)
-        wrong_room = importlib.import_module("attncheck.oracles.backward.dense")
+        wrong_room = importlib.import_module("attncheck.oracles.backward_recurrences")
     numbers = Float64()
     if "streaming" in room:
         found = wrong_room.streaming_backward(inputs, blocks=SMALL)

@@ -14,18 +14,16 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
 
 from attncheck import oracles
-from attncheck.arb import error_bound, is_known
-from attncheck.conditions import Rows
-from attncheck.inputs import draw
+from attncheck.core.balls import error_bound, is_known
+from attncheck.core.conditions import Rows
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.ball_algebra import evaluator as on_balls
 from attncheck.mods.spec import Spec
-from attncheck.mods.to_ball import evaluator as on_balls
-from attncheck.oracles.certificate import enclosed, proven_error
-from attncheck.oracles.flash2 import flash2_forward
-from attncheck.oracles.numbers import Float64
-from attncheck.oracles.numbers.ball import Ball
-from attncheck.oracles.one_head import one_head
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
+from attncheck.oracles.ball_numbers import Ball, enclosed, proven_error
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.forward_recurrences import flash2_forward, one_head
 from attncheck.runner.variants import VARIANTS, Shape
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
@@ -34,7 +32,7 @@ SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
 
 def of_variant(name, shape, **fields):
     parsed = Shape.parse(shape)
-    return draw(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
+    return draw_inputs(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
 
 
 IN_DTYPES = [
@@ -120,7 +118,7 @@ def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
     inputs = of_variant("softcap", "2x4/2x9/7x4/3", dtype="e5m2")
     numbers = Ball(evaluate=on_balls)
     whole = enclosed(numbers, inputs, all_rows(inputs.problem))
-    monkeypatch.setattr("attncheck.oracles.one_head._SCORES", 6)
+    monkeypatch.setattr("attncheck.oracles.forward_recurrences._SCORES", 6)
     rows = Rows(range(3, 6), torch.tensor([0, 4, 8]))
     some = enclosed(numbers, inputs, rows)
     assert some.out.array.shape == (1, 3, 3, 3)
@@ -164,7 +162,7 @@ def test_hidden_values_that_are_not_finite_do_not_matter_and_attended_ones_do():
 
 def test_a_score_of_which_nothing_is_known_makes_its_row_uncertain_and_no_other():
     problem = Problem(query=4, head_dim=2, mask=Spec.of("causal"), dtype="fp32")
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
 
     def evaluate(score_mod, bits):
         def unknown(scores, b, h, q_idx, kv_idx):
@@ -189,7 +187,7 @@ def test_a_score_mod_that_rounds_to_fp32_is_not_the_number_it_means(monkeypatch,
     def does_not(score, b, h, q_idx, kv_idx):
         return score + slopes[h].to(score.dtype) * (kv_idx - q_idx)
 
-    inputs = draw(Problem(query=6, head_dim=4, dtype="fp32", score=Spec.of("alibi")))
+    inputs = draw_inputs(Problem(query=6, head_dim=4, dtype="fp32", score=Spec.of("alibi")))
     rows, within = all_rows(inputs.problem), []
     for mod in (rounds, does_not):
         monkeypatch.setattr(Problem, "score_mod", lambda self, device, mod=mod: mod)

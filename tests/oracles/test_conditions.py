@@ -9,19 +9,27 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.conditions import Rows
-from attncheck.inputs import Inputs, draw
-from attncheck.judge.arithmetic import FP64_ORACLE
-from attncheck.judge.bounds import deterministic
-from attncheck.judge.scores import score_error
-from attncheck.mods.library import MASKS, SCORES, Entry
+from attncheck.core.conditions import Rows
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.judge.declared_arithmetic import FP64_ORACLE
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.score_errors import score_error
+from attncheck.mods.interval_algebra import TORCH_FP64
+from attncheck.mods.masks import MASKS
 from attncheck.mods.running_error import RunningError
-from attncheck.mods.spec import Spec
-from attncheck.mods.to_interval import TORCH_FP64
+from attncheck.mods.scores import SCORES
+from attncheck.mods.spec import Entry, Spec
 from attncheck.mods.trace import trace_score
-from attncheck.oracles import conditions as room
-from attncheck.oracles.conditions import blocks, conditions, is_whole, sampled, shown, slopes
-from attncheck.problem import Problem
+from attncheck.oracles import row_conditions as room
+from attncheck.oracles.row_conditions import (
+    all_rows,
+    compute_conditions,
+    mask_visibility,
+    sampled_rows,
+    samples_all_rows,
+    score_slopes,
+)
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 9, "kv": 7, "head_dim": 16, "value_dim": 5}
 CAUSAL = Spec.of("causal")
@@ -48,7 +56,7 @@ def hides(monkeypatch):
 
 
 def of(inputs: Inputs, rows: Rows):
-    return conditions(inputs, oracles.truth(inputs), rows)
+    return compute_conditions(inputs, oracles.truth(inputs), rows)
 
 
 def every(problem: Problem) -> Rows:
@@ -64,7 +72,7 @@ def rounding(known, problem):
     """How far two float64 evaluations may lie apart: of scores, out and LSE."""
     scores = score_error(known, FP64_ORACLE)
     if not known.has_score_mod:
-        bound = deterministic(known, FP64_ORACLE, scores)
+        bound = deterministic_bound(known, FP64_ORACLE, scores)
         return 2 * scores.radius, 2 * bound.out, 2 * bound.lse
     heads = torch.tensor(known.rows.heads)[:, None, None]
     mod = RunningError(trace_score(problem.score_mod()), arithmetic=TORCH_FP64).at(
@@ -75,7 +83,7 @@ def rounding(known, problem):
         known.rows.query[None, :, None],
         torch.arange(problem.kv),
     )
-    bound = deterministic(known, FP64_ORACLE, scores, mod)
+    bound = deterministic_bound(known, FP64_ORACLE, scores, mod)
     return 2 * mod.radius, 2 * bound.out, 2 * bound.lse
 
 
@@ -95,7 +103,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_out_and_lse_follow_from_the_conditions(problem):
     """Within what float64 can make of them, on either side."""
-    known = of(draw(problem), every(problem))
+    known = of(draw_inputs(problem), every(problem))
     out = weights(known) if known.given_scores else weights(known) @ known.v
     lse = known.maximum + known.total.log()
     alive = ~torch.isneginf(known.lse)
@@ -114,7 +122,7 @@ def test_out_and_lse_follow_from_the_conditions(problem):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_some_rows_are_those_of_all(problem):
     """Across the border of two sequences, in an order of one's own."""
-    inputs, whole = draw(problem), of(draw(problem), every(problem))
+    inputs, whole = draw_inputs(problem), of(draw_inputs(problem), every(problem))
     heads = range(1, min(problem.batch * problem.heads, problem.heads + 2))
     query = torch.tensor([5, 0, 8])
     some = of(inputs, Rows(heads, query))
@@ -135,7 +143,7 @@ def test_some_rows_are_those_of_all(problem):
 
 def test_each_head_has_its_own_key_head_and_descale():
     problem = attention(dtype="e4m3")
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     known, (q, k, v) = of(inputs, every(problem)), inputs.promoted()
     for b in range(problem.batch):
         for h in range(problem.heads):
@@ -147,17 +155,17 @@ def test_each_head_has_its_own_key_head_and_descale():
 
 def test_products_are_the_scores_before_the_mod():
     problem = attention(score=Spec.of("temperature", temperature=4.0))
-    known = of(draw(problem), every(problem))
+    known = of(draw_inputs(problem), every(problem))
     assert torch.equal(known.products / 4, known.scores)
     assert torch.equal(known.products, known.q @ known.k.mT * problem.scale)
 
 
 def test_what_the_mod_hides_is_not_seen_and_keeps_its_product(hides):
     problem = attention(score=hides, mask=CAUSAL)
-    known = of(draw(problem), every(problem))
+    known = of(draw_inputs(problem), every(problem))
     causal = torch.arange(9)[:, None] >= torch.arange(7)
     odd = (torch.arange(7) % 2 == 1) & (torch.arange(8) % 2 == 0)[:, None, None]
-    assert torch.equal(shown(problem, every(problem)), causal.expand(8, -1, -1))
+    assert torch.equal(mask_visibility(problem, every(problem)), causal.expand(8, -1, -1))
     assert torch.equal(known.seen, causal & ~odd)
     assert bool((known.scores[~known.seen] == 0).all())
     assert bool((known.products[(causal & odd).expand(8, -1, -1)] != 0).all())
@@ -166,7 +174,7 @@ def test_what_the_mod_hides_is_not_seen_and_keeps_its_product(hides):
 
 def test_what_is_not_finite_stays_out_of_the_rows_that_do_not_see_it():
     problem = attention(mask=CAUSAL, dtype="fp32")
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     inputs.v[0, 1, 4, 2] = math.nan
     inputs.k[1, 0, 6, 3] = math.inf
     known = of(inputs, every(problem))
@@ -185,16 +193,16 @@ def test_what_is_not_finite_stays_out_of_the_rows_that_do_not_see_it():
 def test_slopes_are_the_derivative():
     cap = 2.0
     problem = attention(score=Spec.of("softcap", cap=cap), mask=CAUSAL)
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     known = of(inputs, every(problem))
     exact = 1 - torch.tanh(known.products / cap) ** 2
     # Of a step t: the third derivative is at most 2/cap², the values are rounded to cap · 2^-53.
     step = 2.0**-17 * known.products.abs().clamp(min=1)
     allowed = step**2 / 6 * 2 / cap**2 + 4 * cap * 2.0**-53 / step
-    assert bool(((slopes(inputs, known) - exact).abs() <= allowed)[known.seen].all())
-    assert bool((slopes(inputs, known)[~known.seen] == 0).all())
+    assert bool(((score_slopes(inputs, known) - exact).abs() <= allowed)[known.seen].all())
+    assert bool((score_slopes(inputs, known)[~known.seen] == 0).all())
     plain = attention()
-    assert bool((slopes(draw(plain), of(draw(plain), every(plain))) == 1).all())
+    assert bool((score_slopes(draw_inputs(plain), of(draw_inputs(plain), every(plain))) == 1).all())
 
 
 @pytest.mark.parametrize("pairs", [1, 20, 63, 64, 200, 10**6])
@@ -202,7 +210,7 @@ def test_blocks_are_all_rows_once(monkeypatch, pairs):
     monkeypatch.setattr(room, "_CPU_PAIRS", pairs)
     problem = attention()
     count = torch.zeros(8, 9, dtype=torch.int64)
-    for rows in blocks(problem, "cpu"):
+    for rows in all_rows(problem, "cpu"):
         count[rows.heads.start : rows.heads.stop, rows.query] += 1
         assert len(rows.heads) * len(rows.query) * problem.kv <= max(pairs, problem.kv)
     assert bool((count == 1).all())
@@ -210,8 +218,8 @@ def test_blocks_are_all_rows_once(monkeypatch, pairs):
 
 def test_the_default_of_the_command_line_is_whole():
     problem = Problem(batch=1, heads=4, query=256, head_dim=64)
-    assert is_whole(problem, "cpu")
-    rows = torch.cat([part.query for part in sampled(problem, "cpu")])
+    assert samples_all_rows(problem, "cpu")
+    rows = torch.cat([part.query for part in sampled_rows(problem, "cpu")])
     assert len(rows.unique()) == 256
 
 
@@ -222,9 +230,9 @@ LONG = {"batch": 1, "heads": 4, "query": 2048, "head_dim": 128}
 def test_of_a_large_problem_the_rows_that_matter(mask):
     given = Spec.of("document", lengths=[700, 900, 448]) if mask == "documents" else Spec.of(mask)
     problem = Problem(**LONG, mask=given)
-    assert not is_whole(problem, "cpu")
-    parts = sampled(problem, "cpu")
-    again = sampled(problem, "cpu")
+    assert not samples_all_rows(problem, "cpu")
+    parts = sampled_rows(problem, "cpu")
+    again = sampled_rows(problem, "cpu")
     assert all(torch.equal(a.query, b.query) for a, b in zip(parts, again, strict=True))
     for head in range(4):
         queries = [part.query for part in parts if head in part.heads]
@@ -238,7 +246,7 @@ def test_of_a_large_problem_the_rows_that_matter(mask):
 def test_rows_where_a_mask_turns(monkeypatch):
     monkeypatch.setattr(room, "_TILES", ())
     problem = Problem(**LONG, mask=Spec.of("document", lengths=[700, 900, 448]))
-    rows = set(torch.cat([part.query for part in sampled(problem, "cpu")]).tolist())
+    rows = set(torch.cat([part.query for part in sampled_rows(problem, "cpu")]).tolist())
     assert {699, 700, 1599, 1600} < rows
 
 
@@ -250,5 +258,5 @@ def test_a_mask_that_agrees_between_heads_in_some_rows_only(monkeypatch):
     monkeypatch.setitem(MASKS, "some heads", entry)
     monkeypatch.setattr(room, "_TILES", ())
     problem = Problem(**LONG, mask=Spec.of("some heads"))
-    rows = set(torch.cat([part.query for part in sampled(problem, "cpu")]).tolist())
+    rows = set(torch.cat([part.query for part in sampled_rows(problem, "cpu")]).tolist())
     assert {999, 1000} < rows

@@ -7,14 +7,14 @@ import math
 import pytest
 
 from attncheck import oracles
-from attncheck.inputs import draw
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.numbers import Mp
-from attncheck.oracles.result import Result
-from attncheck.problem import Problem
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.recurrence_steps import Result
 
 # The rows 3 and 4 see none of the three keys.
-INPUTS = draw(Problem(query=5, kv=3, head_dim=2, mask=Spec.of("sliding_window", window=1)))
+INPUTS = draw_inputs(Problem(query=5, kv=3, head_dim=2, mask=Spec.of("sliding_window", window=1)))
 MP = Mp(50)
 EXACT = oracles.RECURRENCES[oracles.REFERENCE](MP, INPUTS)
 

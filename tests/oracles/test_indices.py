@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.oracles.indices import Indices, is_identity, scored, visible
+from attncheck.oracles.mod_calls import Indices, is_identity, scored, visible
 
 INDICES = Indices.of(range(2), range(1, 4), range(5, 9), range(3, 8))
 

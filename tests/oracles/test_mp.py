@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.errors import UsageError
-from attncheck.inputs import Inputs, draw
+from attncheck.core.errors import UsageError
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.mpmath_algebra import evaluator
 from attncheck.mods.spec import Spec
-from attncheck.mods.to_mpmath import evaluator
-from attncheck.oracles.flash1 import flash1_forward
-from attncheck.oracles.flash2 import flash2_forward
-from attncheck.oracles.numbers import Mp
-from attncheck.oracles.split import split_forward
-from attncheck.problem import Problem
+from attncheck.oracles.forward_recurrences import flash1_forward, flash2_forward, split_forward
+from attncheck.oracles.mp_numbers import Mp
 from attncheck.runner.variants import VARIANTS, Shape
 
 PROMISED = -40  # log10 of the distance at 50 digits, in the manual
@@ -61,7 +59,7 @@ def _by_hand(spec: Spec):
 
 def _of_variant(name: str, shape: str) -> Inputs:
     parsed = Shape.parse(shape)
-    return draw(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads)))
+    return draw_inputs(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads)))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -97,7 +95,7 @@ def test_a_window_beyond_the_keys_leaves_dead_rows():
     ids=str,
 )
 def test_score_mods_mean_what_is_written_by_hand(score, allowance):
-    inputs = draw(Problem(batch=2, heads=4, query=5, kv=6, head_dim=3, score=score))
+    inputs = draw_inputs(Problem(batch=2, heads=4, query=5, kv=6, head_dim=3, score=score))
     mp = Mp(50, evaluator)
     by_hand = oracles.RECURRENCES["safe"](Mp(50, _by_hand(score)), inputs)
     for name in ("safe", "flash1"):
@@ -198,9 +196,9 @@ def test_results_are_rounded_once_below_the_normal_numbers():
 
 
 def test_an_evaluator_is_needed_for_what_changes_the_score_only():
-    inputs = draw(Problem(query=3, head_dim=2))
+    inputs = draw_inputs(Problem(query=3, head_dim=2))
     oracles.RECURRENCES["safe"](Mp(20), inputs)
-    inputs = draw(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
+    inputs = draw_inputs(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
     with pytest.raises(UsageError, match="needs Mp's `evaluate`"):
         oracles.RECURRENCES["safe"](Mp(20), inputs)
 
@@ -212,7 +210,7 @@ def test_one_call_of_a_recurrence_evaluates_its_score_mod_once():
         asked.append(score_mod)
         return evaluator(score_mod, context)
 
-    inputs = draw(Problem(query=9, head_dim=2, score=Spec.of("softcap", cap=2.0)))
+    inputs = draw_inputs(Problem(query=9, head_dim=2, score=Spec.of("softcap", cap=2.0)))
     flash1_forward(Mp(20, evaluate), inputs, block_query=2, block_kv=2)
     assert len(asked) == 1
 

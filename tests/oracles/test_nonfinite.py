@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.inputs import draw
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.flash2 import flash2_forward
-from attncheck.oracles.nonfinite import Nonfinite, poison
-from attncheck.oracles.numbers import Float64, Mp
-from attncheck.oracles.tiles import Blocks
-from attncheck.problem import Problem
+from attncheck.oracles.float64_numbers import Float64, Nonfinite, poison
+from attncheck.oracles.forward_recurrences import flash2_forward
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.streaming_forward import Blocks
 
 N, FIRST = 24, 13  # keys from FIRST on are spoilt
 MP = Mp(20)
@@ -34,7 +34,7 @@ every_oracle = pytest.mark.parametrize("oracle", ORACLES.values(), ids=ORACLES.k
 
 
 def _causal():
-    return draw(Problem(heads=4, kv_heads=2, query=N, head_dim=8, mask=Spec.of("causal")))
+    return draw_inputs(Problem(heads=4, kv_heads=2, query=N, head_dim=8, mask=Spec.of("causal")))
 
 
 def _spoilt(inputs, name, value, column=slice(None)):
@@ -77,7 +77,7 @@ def test_a_spoilt_value_stays_in_its_column(oracle, value):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_rows_that_see_nothing_stay_zero(oracle, name):
     problem = Problem(batch=2, query=N, head_dim=8, mask=Spec.of("padding", lengths=[0, FIRST]))
-    inputs = _spoilt(draw(problem), name, math.nan)
+    inputs = _spoilt(draw_inputs(problem), name, math.nan)
     outputs = oracle(
         inputs.replace(**{name: getattr(inputs, name).index_fill(0, torch.tensor(0), math.nan)})
     )

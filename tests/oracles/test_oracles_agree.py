@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import UsageError
-from attncheck.inputs import Descale, Inputs, draw
+from attncheck.core.errors import UsageError
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.input_tensors import Descale, Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.numbers import Float64
-from attncheck.oracles.tiles import Blocks
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.streaming_forward import Blocks
 
-streaming_room = importlib.import_module("attncheck.oracles.streaming")
+streaming_room = importlib.import_module("attncheck.oracles.streaming_forward")
 
 SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 PROMISED = 1e-13  # of ordinary inputs, in the manual
@@ -67,7 +67,7 @@ ALL_SCORES_CAUSAL = [(Spec.of("causal"), score) for score in SCORES]
 
 def _tiny(**changes: object) -> Inputs:
     problem = Problem(batch=2, heads=4, kv_heads=2, query=9, kv=11, head_dim=6, value_dim=3)
-    return draw(problem.replace(**changes))
+    return draw_inputs(problem.replace(**changes))
 
 
 @every_oracle
@@ -84,7 +84,7 @@ def test_scores_of_a_thousand_neither_overflow_nor_vanish(oracle, python_loop, a
     problem = Problem(query=6, kv=6, head_dim=1, value_dim=2, scale=1.0, dtype="fp16")
     q = torch.tensor([32.0, -32.0, 31.0, 1.0, 0.0, -1.0]).half().view(1, 1, 6, 1)
     k = torch.tensor([-32.0, -31.0, -30.0, 30.0, 31.0, 32.0]).half().view(1, 1, 6, 1)
-    inputs = Inputs(problem=problem, q=q, k=k, v=draw(problem).v)
+    inputs = Inputs(problem=problem, q=q, k=k, v=draw_inputs(problem).v)
     truth = python_loop(inputs, MASKS[Spec.of("full")], SCORES[Spec.of("none")])
     assert truth.lse.max() > 1000
     bound, outputs = allowance(inputs), oracle(inputs)

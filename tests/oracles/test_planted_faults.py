@@ -7,11 +7,12 @@ import importlib
 import pytest
 
 from attncheck import oracles
-from attncheck.inputs import draw
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.dense import dense_attention
-from attncheck.oracles.numbers import Float64, Mp
-from attncheck.problem import Problem
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.forward_recurrences import dense_attention
+from attncheck.oracles.mp_numbers import Mp
 
 FAULTS = {
     # what is wrong: module, right, wrong
@@ -89,7 +90,7 @@ def _recurrence(name, module):
 
 def _inputs():
     problem = Problem(heads=2, kv_heads=1, query=8, kv=8, head_dim=4, mask=Spec.of("causal"))
-    return draw(problem)
+    return draw_inputs(problem)
 
 
 def _module(name):

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.inputs import Inputs, draw
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.certificate import enclosed, proven_error
-from attncheck.oracles.conditions import blocks
-from attncheck.oracles.numbers import Float64, Mp
-from attncheck.oracles.one_head import one_head
-from attncheck.oracles.tiles import Blocks
-from attncheck.problem import Problem
+from attncheck.oracles.ball_numbers import enclosed, proven_error
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.forward_recurrences import one_head
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.row_conditions import all_rows
+from attncheck.oracles.streaming_forward import Blocks
 
 PROMISED = 1e-13  # of ordinary inputs, in the manual
 DIGITS = 50
@@ -54,7 +55,7 @@ class Exact:
 
 def _inputs(mask: Spec, sinks: str = "drawn", **changes: object) -> Inputs:
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 7, "kv": 5, "head_dim": 4}
-    drawn = draw(Problem(**(sizes | {"value_dim": 3, "mask": mask, "sink": True} | changes)))
+    drawn = draw_inputs(Problem(**(sizes | {"value_dim": 3, "mask": mask, "sink": True} | changes)))
     given = SINKS[sinks]
     return drawn if given is None else drawn.replace(sink=torch.tensor(given))
 
@@ -120,10 +121,10 @@ def test_many_digits_are_those_of_one_key_more(name, mask):
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_balls_enclose_it_and_prove_float64(mask):
-    ball = pytest.importorskip("attncheck.oracles.numbers.ball")
+    ball = pytest.importorskip("attncheck.oracles.ball_numbers")
     inputs = _inputs(mask, "huge", batch=2)
     exact, numbers = _with_one_key_more(inputs), ball.Ball()
-    for rows in blocks(inputs.problem, "cpu"):
+    for rows in all_rows(inputs.problem, "cpu"):
         proof = proven_error(oracles.truth(inputs), enclosed(numbers, inputs, rows), rows)
         assert bool((proof.out <= PROMISED).all())
         assert bool((proof.lse <= PROMISED * 1e4).all())
@@ -180,7 +181,7 @@ def test_planted_faults_are_caught(fault, planted, monkeypatch):
     """The comparison with one key more is no formality."""
     room, right, wrong = PLANTED[fault]
     module = planted(importlib.import_module(f"attncheck.oracles.{room}"), right, wrong)
-    dense = importlib.import_module("attncheck.oracles.dense")
+    dense = importlib.import_module("attncheck.oracles.forward_recurrences")
     softmax = module.safe if room == "softmax" else dense.safe
     if room == "sink":
         monkeypatch.setattr(dense, "sink_of", module.sink_of)

@@ -12,14 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck import oracles
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError
-from attncheck.inputs import draw
-from attncheck.oracles.numbers import Float64
-from attncheck.oracles.softmax import SOFTMAXES
-from attncheck.oracles.softmax_rows import softmax_by_rows
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
+from attncheck.core.errors import ProblemError
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.recurrence_steps import SOFTMAXES
+from attncheck.oracles.streaming_forward import softmax_by_rows
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)  # 709.78
 ORACLES = oracles.SOFTMAXES | {
@@ -59,14 +59,14 @@ def _softmax(softmax, *scores):
 
 @every_oracle
 def test_equals_the_definition(oracle, allowance):
-    inputs = draw(_problem())
+    inputs = draw_inputs(_problem())
     assert not allowance(inputs).misses(oracle(inputs), _exact(inputs), sides=1)
 
 
 @pytest.mark.parametrize("distribution", [n for n, d in DISTRIBUTIONS.items() if d.scores])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])
 def test_every_distribution(distribution, dtype, allowance):
-    inputs = draw(_problem(distribution=distribution, dtype=dtype, kv=40))
+    inputs = draw_inputs(_problem(distribution=distribution, dtype=dtype, kv=40))
     bound, truth, exact = allowance(inputs), oracles.truth(inputs), _exact(inputs)
     assert not bound.misses(truth, exact, sides=1)
     assert not bound.misses(oracles.SOFTMAXES["online"](inputs), exact, sides=1)
@@ -81,7 +81,7 @@ def test_every_distribution(distribution, dtype, allowance):
 
 @every_oracle
 def test_shapes_and_hidden_scores(oracle, allowance):
-    inputs = draw(_problem())
+    inputs = draw_inputs(_problem())
     x = inputs.x.clone()
     x[0, 0] = -math.inf  # rows that attend to nothing
     x[0, 1, :, ::2] = -math.inf
@@ -166,7 +166,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_the_truth_needs_little_more_memory_than_its_result():
-    inputs = draw(_problem(query=64, kv=33, dtype="fp16"))
+    inputs = draw_inputs(_problem(query=64, kv=33, dtype="fp16"))
     count = inputs.x.numel()
     with _Largest(8 * count) as mode:
         softmax_by_rows(inputs, block_scores=330)
@@ -178,7 +178,7 @@ def test_the_truth_needs_little_more_memory_than_its_result():
 
 
 def test_attention_has_no_scores():
-    attention = draw(Problem(query=3, head_dim=4))
+    attention = draw_inputs(Problem(query=3, head_dim=4))
     for oracle in ORACLES.values():
         if oracle is not oracles.truth:
             with pytest.raises(ProblemError, match="attention has no scores"):
@@ -186,7 +186,7 @@ def test_attention_has_no_scores():
 
 
 def test_truth_of_attention_is_the_streaming_one():
-    attention = draw(Problem(query=3, head_dim=4))
+    attention = draw_inputs(Problem(query=3, head_dim=4))
     mine, theirs = oracles.truth(attention), oracles.streaming(attention)
     assert torch.equal(mine.out, theirs.out)
     assert torch.equal(mine.lse, theirs.lse)
@@ -199,6 +199,6 @@ class _CoarseExp(Float64):
 
 @pytest.mark.parametrize("name", oracles.SOFTMAX_RECURRENCES)
 def test_a_coarse_exponential_is_noticed(name, allowance):
-    inputs, numbers = draw(_problem()), _CoarseExp()
+    inputs, numbers = draw_inputs(_problem()), _CoarseExp()
     found = oracles.SOFTMAX_RECURRENCES[name](numbers, inputs).rounded(numbers)
     assert allowance(inputs).misses(found, oracles.truth(inputs))

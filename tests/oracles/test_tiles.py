@@ -10,11 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attncheck import oracles
-from attncheck.inputs import Inputs, draw
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.indices import Indices, visible
-from attncheck.oracles.tiles import Blocks, Visibility, blocks_for, head_ranges, query_blocks
-from attncheck.problem import Problem
+from attncheck.oracles.mod_calls import Indices, visible
+from attncheck.oracles.streaming_forward import (
+    Blocks,
+    Visibility,
+    blocks_for,
+    head_ranges,
+    query_blocks,
+)
 
 CPU = torch.device("cpu")
 BLOCKS = Blocks(rows=48, query=8, query_most=16, kv=16, cell=4)
@@ -106,7 +112,7 @@ def _largest(oracle, length, mask, score):
     problem = Problem(
         heads=2, query=length, head_dim=4, value_dim=4, mask=Spec.of(mask), score=Spec.of(score)
     )
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     with _Largest() as mode:
         oracle(inputs)
     return mode.bytes
@@ -134,7 +140,7 @@ class _Custom(Problem):
 
 
 def test_a_score_of_minus_infinity_hides_a_key_as_a_mask_does(allowance):
-    causal = draw(Problem(query=40, head_dim=8, mask=Spec.of("causal")))
+    causal = draw_inputs(Problem(query=40, head_dim=8, mask=Spec.of("causal")))
     v = causal.v.clone()
     v[:, :, -1] = math.nan
     custom = Inputs(problem=_Custom(query=40, head_dim=8), q=causal.q, k=causal.k, v=v)
@@ -164,7 +170,7 @@ def test_ranges_of_heads_are_asked_about_their_own_heads(allowance):
     rows = query_blocks(problem, BLOCKS)[0]
     ranges = [part.kv for part in head_ranges(problem, BLOCKS, len(rows))]
     assert any(kv.start > 0 for kv in ranges)  # the heads of one sequence are cut
-    drawn = draw(Problem(**sizes))
+    drawn = draw_inputs(Problem(**sizes))
     inputs = Inputs(problem=problem, q=drawn.q, k=drawn.k, v=drawn.v)
     streamed = oracles.streaming(inputs, blocks=BLOCKS)
     assert not allowance(inputs).misses(oracles.dense(inputs), streamed)
@@ -180,7 +186,7 @@ class _Table(Problem):
 
 
 def test_a_captured_table_is_not_written_to():
-    inputs = draw(Problem(query=40, head_dim=8))
+    inputs = draw_inputs(Problem(query=40, head_dim=8))
     custom = Inputs(
         problem=_Table(query=40, head_dim=8, mask=Spec.of("causal")),
         q=inputs.q,

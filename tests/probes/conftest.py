@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 
 MASKS = {
     "full": Spec.of("full"),

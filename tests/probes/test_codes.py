@@ -6,19 +6,24 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.errors import ProblemError, UnknownName
-from attncheck.formats import DTYPES
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.probes.boundaries import boundaries
-from attncheck.probes.codes import code, rounds, values
-from attncheck.probes.kv_heads import amplitudes, shifts
-from attncheck.probes.margins import countable
-from attncheck.probes.tied_rows import tied_rows
-from attncheck.problem import Problem
+from attncheck.probes.margins import is_countable
+from attncheck.probes.probe_inputs import (
+    amplitudes,
+    boundary_keys,
+    code_values,
+    column_shifts,
+    count_rounds,
+    key_code,
+)
+from attncheck.probes.tied_keys import iterate_tied_rows
 
 
 def codes(problem):
-    return [code(problem, number) for number in range(rounds(problem))]
+    return [key_code(problem, number) for number in range(count_rounds(problem))]
 
 
 def exactly(*numbers):
@@ -83,7 +88,7 @@ def test_marked_rounds_mark_boundaries_first_and_then_every_key():
     ids=str,
 )
 def test_edges_of_masks_come_first(mask, keys):
-    found = boundaries(Problem(batch=2, query=40, kv=100, mask=mask))
+    found = boundary_keys(Problem(batch=2, query=40, kv=100, mask=mask))
     assert found[:2] == [0, 99]
     assert set(keys) <= set(found[:12])
     assert sorted(found) == list(range(100))
@@ -98,12 +103,12 @@ def test_neighbours_have_other_amplitudes():
     assert (found[1:, :-1] != found[:-1, 1:]).all()
     ratio = found[:, 1:] / found[:, :-1]
     assert ((ratio >= 4) | (ratio <= 1 / 4)).all()
-    assert len(set(shifts(problem).flatten().tolist())) == 12
+    assert len(set(column_shifts(problem).flatten().tolist())) == 12
 
 
 def test_values_are_turned_by_head_and_batch():
     problem = Problem(batch=2, heads=2, query=1, kv=5, head_dim=8)
-    v = values(problem, code(problem))
+    v = code_values(problem, key_code(problem))
     assert v[0, 0, :, :5].tolist() == torch.eye(5).tolist()
     assert (v[1, 0].argmax(-1) - v[0, 0].argmax(-1)).tolist() == [2] * 5
     assert torch.equal(v.amax((-1, -2)), amplitudes(problem))
@@ -113,7 +118,7 @@ def test_what_can_be_counted_by_hand():
     """Bf16 at score 0 and 2 keys: C·2^-8 and a little is below a quarter up to C = 63."""
     problem = Problem(query=1, kv=2, dtype="bf16")
     n, zero = exactly(3.0, 0.0)
-    assert countable(problem, exactly(1, 63, 64, 65), n, zero).tolist() == [
+    assert is_countable(problem, exactly(1, 63, 64, 65), n, zero).tolist() == [
         True,
         True,
         False,
@@ -121,9 +126,9 @@ def test_what_can_be_counted_by_hand():
     ]
     # e4m3's weights have four bits: a kernel that divides P first is off by C·(2^-4 + 2^-8).
     fp8 = Problem(query=1, kv=2, dtype="e4m3")
-    assert countable(fp8, exactly(7, 8), n, zero).tolist() == [True, False]
-    assert countable(fp8, exactly(7, 8, 63), exactly(4.0), zero).tolist() == [True] * 3
-    assert not countable(problem, exactly(1), n, zero, others=0.25).any()
+    assert is_countable(fp8, exactly(7, 8), n, zero).tolist() == [True, False]
+    assert is_countable(fp8, exactly(7, 8, 63), exactly(4.0), zero).tolist() == [True] * 3
+    assert not is_countable(problem, exactly(1), n, zero, others=0.25).any()
 
 
 @pytest.mark.parametrize("dtype", [d.name for d in DTYPES.values() if d.measured])
@@ -164,7 +169,9 @@ def test_descales_are_powers_of_two_unlike_their_neighbours():
 def test_mean_has_more_bits_than_out():
     problem = Problem(query=1, kv=100, dtype="bf16")
     inputs = probes.inputs(probes.case("mean", problem))
-    (rows,) = tied_rows(inputs, lambda rows: torch.ones(1, 1, len(rows), 100, dtype=torch.bool))
+    (rows,) = iterate_tied_rows(
+        inputs, lambda rows: torch.ones(1, 1, len(rows), 100, dtype=torch.bool)
+    )
     assert rows.keys.tolist() == [[[64.0]]]
     mean = rows.sums / 64
     assert (mean != mean.to(torch.bfloat16).double()).double().mean() > 0.9
@@ -176,7 +183,7 @@ def test_isolated_rows_are_decided_by_one_key():
     shown = torch.arange(77) <= torch.arange(50)[:, None]
     for case in probes.cases("isolated", problem):
         inputs = probes.inputs(case)
-        (rows,) = tied_rows(inputs, lambda rows: shown[rows.start : rows.stop][None, None])
+        (rows,) = iterate_tied_rows(inputs, lambda rows: shown[rows.start : rows.stop][None, None])
         asked = rows.counts_out.sum()
         assert 10 * asked > 9 * rows.counts_out.numel()
         assert 4 * (rows.keys == 1)[rows.counts_out].sum() > 3 * asked  # the others have ties

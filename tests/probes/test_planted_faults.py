@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from attncheck import probes
-from attncheck.examine.answer import answered
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.probe import probe, shown
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.source_files import import_file
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.reporting.diagnosis import diagnosis
-from attncheck.source_files import import_file
-from attncheck.subjects.builtin import subject_named
+from attncheck.reporting.diagnosis_text import diagnosis_text
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import mask_rows, run_case, run_probe
 
 PLANTED = Path(__file__).parent / "planted.py"
 planted = import_file(PLANTED, "planted faults")
@@ -77,7 +76,7 @@ def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
         for name in names.split():
             asked = [evidence(name, mask, dtype, turn) for turn in range(2)]
             found = [
-                probe(fault(), one, variant=name, environment="")
+                run_probe(fault(), one, variant=name, environment="")
                 for one in asked
                 if one is not None
             ]
@@ -108,7 +107,7 @@ def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
 def test_decode_names_the_first_wrong_row_and_key(fault, mask, place, says, value_dim, dtype):
     asked = problem(mask, dtype, value_dim=value_dim)
     inputs = probes.inputs(probes.case("decode", asked))
-    found = probes.PROBES["decode"].read(inputs, fault().run(inputs), shown(asked))
+    found = probes.PROBES["decode"].read(inputs, fault().run(inputs), mask_rows(asked))
     assert found.place == place
     assert says in found.message
 
@@ -126,7 +125,7 @@ def test_decode_names_a_key_in_the_middle(value_dim, silent):
         outputs = fault().run(inputs)
         if silent:
             outputs = planted.Silent.spoiled(None, outputs)
-        found = probes.PROBES["decode"].read(inputs, outputs, shown(asked))
+        found = probes.PROBES["decode"].read(inputs, outputs, mask_rows(asked))
         assert found.place == (0, 0, 0, 21)
         assert says in found.message
 
@@ -134,26 +133,28 @@ def test_decode_names_a_key_in_the_middle(value_dim, silent):
 def test_one_wrong_head_is_told_by_its_rows_alone():
     asked = problem("full", "bf16")
     inputs = probes.inputs(probes.case("decode", asked))
-    found = probes.PROBES["decode"].read(inputs, planted.OneHeadWrong().run(inputs), shown(asked))
+    found = probes.PROBES["decode"].read(
+        inputs, planted.OneHeadWrong().run(inputs), mask_rows(asked)
+    )
     assert (found.count, found.compared) == (2 * 24, 2 * 4 * 24)
 
 
 def test_a_failure_can_be_run_again():
     case = probes.case("decode", problem("causal", "bf16"))
-    record = probe(planted.CausalPlus(), Evidence(case, "cpu"), variant="", environment="")
-    said = diagnosis(record, kernel="planted")
+    record = run_probe(planted.CausalPlus(), Evidence(case, "cpu"), variant="", environment="")
+    said = diagnosis_text(record, kernel="planted")
     assert said.startswith("FAIL structure decode: batch 0, head 0, row 0: key 1 is too many")
     assert "\n  question   decode round=0\n" in said
     again = Case.from_json(record.case)
-    assert answered(planted.CausalPlus(), again, device="cpu") == record
-    assert answered(subject_named("ideal"), again, device="cpu").status == "pass"
+    assert run_case(planted.CausalPlus(), again, device="cpu") == record
+    assert run_case(subject_named("ideal"), again, device="cpu").status == "pass"
 
 
 def test_a_coarse_exp_is_right_where_it_is_declared():
     for name in ("mean", "decode"):
         asked = evidence(name, "full", "bf16", 0)
         coarse, declared = (
-            probe(kernel(), asked, variant=name, environment="").status
+            run_probe(kernel(), asked, variant=name, environment="").status
             for kernel in (planted.CoarseExp, planted.DeclaredExp)
         )
         assert (coarse, declared) == ("fail", "pass"), name
@@ -167,7 +168,7 @@ def test_a_kernel_that_raises_is_an_error():
             raise RuntimeError("illegal memory access")
 
     case = probes.case("ones", problem("full", "bf16"))
-    record = probe(Raising(), Evidence(case, "cpu"), variant="", environment="")
+    record = run_probe(Raising(), Evidence(case, "cpu"), variant="", environment="")
     assert (record.status, record.reason) == ("error", "RuntimeError: illegal memory access")
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.formats import FORMATS, round_to
-from attncheck.outputs import Outputs
-from attncheck.probes.explanation import explained
-from attncheck.problem import Problem
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Problem
+from attncheck.probes.wrong_rows import explain_row
 
 
 def all_seen(kv):
@@ -187,7 +187,7 @@ def explained_by(change, *, seen_keys=20):
         torch.full((1, 1, 1, 8), 2.0**-24, dtype=torch.float64),
         torch.full((1, 1, 1), 2.0**-24, dtype=torch.float64),
     )
-    return explained(inputs, *as_outputs, allowed, seen, (0, 0, 0))
+    return explain_row(inputs, *as_outputs, allowed, seen, (0, 0, 0))
 
 
 def without(key):
@@ -242,7 +242,7 @@ def test_an_lse_that_is_off_alone_is_told():
     allowed = Outputs(torch.full_like(out, 2.0**-24), torch.full_like(lse, 2.0**-24))
     seen, truth = torch.ones(24, dtype=torch.bool), Outputs(out, lse)
     for off in (-3.5, -8.0):
-        _, said = explained(inputs, Outputs(out, lse + off), truth, allowed, seen, (0, 0, 0))
+        _, said = explain_row(inputs, Outputs(out, lse + off), truth, allowed, seen, (0, 0, 0))
         assert said == f"right in out, and its LSE is {off:+g} off"
 
 

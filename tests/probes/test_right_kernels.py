@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.probe import probe, shown
-from attncheck.formats import FORMATS, round_to
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.subjects.contract import Tiling
-from attncheck.subjects.flash2 import Flash2
 from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.triton_flash import Flash2
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import mask_rows, run_probe
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 MASKS = (
@@ -43,7 +43,7 @@ def test_the_exact_rule_finds_nothing(small, name, mask):
         case = probes.cases(name, problem)[-1]
         inputs = probes.inputs(case)
         outputs = Ideal(TILINGS[turn % len(TILINGS)]).run(inputs)
-        assert probes.PROBES[name].read(inputs, outputs, shown(problem)) is None, dtype
+        assert probes.PROBES[name].read(inputs, outputs, mask_rows(problem)) is None, dtype
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
@@ -51,7 +51,7 @@ def test_the_exact_rule_finds_nothing(small, name, mask):
 def test_the_bound_finds_nothing(small, name, dtype):
     evidence = Evidence(probes.case(name, small("causal", dtype=dtype)), "cpu")
     for tiling in TILINGS[: 4 if dtype != "e4m3" else 3]:
-        record = probe(Ideal(tiling), evidence, variant=name, environment="")
+        record = run_probe(Ideal(tiling), evidence, variant=name, environment="")
         assert (record.status, record.judgement.reason) == ("pass", "")
 
 
@@ -63,21 +63,21 @@ def test_head_dims_that_are_few_or_no_powers_of_two(small, sizes):
         for case in probes.cases(name, problem)[:3]:
             inputs = probes.inputs(case)
             outputs = Ideal(TILINGS[0]).run(inputs)
-            assert probes.PROBES[name].read(inputs, outputs, shown(problem)) is None, name
+            assert probes.PROBES[name].read(inputs, outputs, mask_rows(problem)) is None, name
 
 
 @pytest.mark.parametrize("name", ["decode", "mean"])
 def test_the_triton_kernel(small, name):
     problem = small("causal", heads=2, batch=1, head_dim=16, dtype="bf16")
     evidence = Evidence(probes.case(name, problem), "cpu")
-    record = probe(Flash2(), evidence, variant=name, environment="")
+    record = run_probe(Flash2(), evidence, variant=name, environment="")
     assert record.status == "pass"
 
 
 def test_one_key_and_a_scale_of_ones_own(small):
     problem = small(kv=1, query=1, scale=0.37)
     for name in probes.PROBES:
-        record = probe(
+        record = run_probe(
             Ideal(), Evidence(probes.case(name, problem), "cpu"), variant=name, environment=""
         )
         assert record.status == "pass", name
@@ -96,7 +96,7 @@ def test_rows_that_see_nothing_must_be_empty(small):
             return filled
 
     evidence = Evidence(probes.case("decode", small("padding")), "cpu")
-    record = probe(FillsEmptyRows(), evidence, variant="", environment="")
+    record = run_probe(FillsEmptyRows(), evidence, variant="", environment="")
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
 
@@ -106,10 +106,10 @@ def test_operands_that_are_truncated_as_declared(turn):
     problem = Problem(heads=8, query=125, kv=250, dtype="tf32")
     case = probes.case("isolated", problem, {"turn": turn})
     kernel, evidence = Ideal(tf32="truncate"), Evidence(case, "cpu")
-    record = probe(kernel, evidence, variant="isolated", environment="")
+    record = run_probe(kernel, evidence, variant="isolated", environment="")
     assert (record.status, record.judgement.reason) == ("pass", "")
     undeclared = probes.PROBES["isolated"].read(
-        evidence.inputs, kernel.run(evidence.inputs), shown(problem)
+        evidence.inputs, kernel.run(evidence.inputs), mask_rows(problem)
     )
     assert undeclared is not None
 
@@ -121,7 +121,7 @@ def _scaled_first(inputs, *, share):
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
     left, right = problem.scale**share, problem.scale ** (1 - share)
     q, k = (round_to(x * by, FORMATS["tf32"]) for x, by in ((q, left), (k, right)))
-    seen = shown(problem)(range(problem.query)).expand(*q.shape[:3], problem.kv)
+    seen = mask_rows(problem)(range(problem.query)).expand(*q.shape[:3], problem.kv)
     scores = (q @ k.mT).masked_fill(~seen, -torch.inf)
     p = torch.softmax(scores, -1).nan_to_num(0.0)
     return Outputs((p @ v).float(), torch.logsumexp(scores, -1).float())
@@ -137,4 +137,4 @@ def test_a_scale_that_is_rounded_into_the_operands(small, name, share):
         for case in probes.cases(name, problem):
             inputs = probes.inputs(case)
             outputs = _scaled_first(inputs, share=share)
-            assert probes.PROBES[name].read(inputs, outputs, shown(problem)) is None, case
+            assert probes.PROBES[name].read(inputs, outputs, mask_rows(problem)) is None, case

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import NoSuchExample
 
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.suite.asking import Asked, cases
 from attncheck.suite.marks import MARK
 from attncheck.suite.tiers import TIERS
@@ -21,7 +21,7 @@ from attncheck.suite.under_test import UnderTest
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from attncheck.problem import Case
+    from attncheck.inputs.problem import Case
 
 ROOT = Path(__file__).parents[2]
 TIER = TIERS["pr"]
@@ -84,7 +84,7 @@ class Suite:
 
     def fails(self, kernel: UnderTest, case: Case) -> bool:
         """Whether it does."""
-        return kernel.answer(case).status in WRONG
+        return kernel.answer(case).status in FAILED_STATUSES
 
 
 @pytest.fixture(scope="session")

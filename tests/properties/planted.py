@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.subjects.flash2 import Flash2
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.triton_flash import Flash2
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.mods.signatures import MaskMod
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.mods.spec import MaskMod
 
 
 class Right(Ideal):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.outputs import Outputs
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.problem import Problem
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
 
 
 class BatchDependent(Ideal):

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncheck.inputs import Inputs
+    from attncheck.capabilities.subject import Call, Subject, Tiling
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
     from attncheck.mods.spec import Spec
-    from attncheck.problem import Problem
-    from attncheck.subjects.contract import Call, Subject, Tiling
 
 SPLIT = 16  # keys
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.inputs import Descale
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
+from attncheck.inputs.input_tensors import Descale
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.problem import Problem
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
 
 
 class Descaled(Ideal):

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.subjects.contract import Tiling
+from attncheck.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.outputs import Outputs
-    from attncheck.subjects.contract import Call
-    from attncheck.subjects.ideal_attention import Index
+    from attncheck.capabilities.subject import Call
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.subjects.ideal import Index
 
 
 class WrongBackward(Ideal):

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.inputs import Descale
+from attncheck.capabilities.subject import Tiling
+from attncheck.inputs.input_tensors import Descale
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 from attncheck.strategies.masks import NEIGHBORHOODS
-from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.mods.spec import MaskMod, ScoreMod
 
 SMALL = Tiling(block_query=16, block_kv=16)
 """Tiles of which several fit a small problem."""

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.capabilities.subject import Tiling
+from attncheck.conventions.call_tensors import paged_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import FULL
-from attncheck.mods.paging import PageTable
+from attncheck.mods.page_table import PageTable
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.pages import cached
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.mods.signatures import MaskMod
-    from attncheck.subjects.contract import Call
-    from attncheck.subjects.pages import Cached
+    from attncheck.capabilities.subject import Call
+    from attncheck.conventions.call_tensors import PagedInputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.mods.spec import MaskMod
 
 
 class Gathering(Ideal):
@@ -39,7 +39,7 @@ class Gathering(Ideal):
             len(table.lengths), -1
         )
 
-    def read(self, inputs: Inputs, cache: Cached) -> Inputs:
+    def read(self, inputs: Inputs, cache: PagedInputs) -> Inputs:
         """The Problem with keys and values as they are found."""
         pages, slots = self.places(cache.table, inputs.problem.kv)
         found = {}
@@ -49,7 +49,7 @@ class Gathering(Ideal):
         return inputs.replace(**found)
 
     def prepare(self, inputs: Inputs) -> Call:
-        return super().prepare(self.read(inputs, cached(inputs)))
+        return super().prepare(self.read(inputs, paged_inputs(inputs)))
 
 
 class Transposed(Gathering):
@@ -77,7 +77,7 @@ class PageOneLonger(Gathering):
 class SharedIsTheFirstOnes(Gathering):
     """As many leading pages as are shared and one more are the first sequence's, for all."""
 
-    def read(self, inputs: Inputs, cache: Cached) -> Inputs:
+    def read(self, inputs: Inputs, cache: PagedInputs) -> Inputs:
         table = cache.table.table.clone()
         paging = inputs.problem.paging
         shared = paging.shared + 1 if paging.shared else 0
@@ -88,7 +88,7 @@ class SharedIsTheFirstOnes(Gathering):
 class TailRead(Gathering):
     """No length: a sequence ends where its last page does, so that stale values are seen."""
 
-    def read(self, inputs: Inputs, cache: Cached) -> Inputs:
+    def read(self, inputs: Inputs, cache: PagedInputs) -> Inputs:
         found, problem = super().read(inputs, cache), inputs.problem
         if problem.mask.name != "padding":
             return found
@@ -101,7 +101,7 @@ class TailRead(Gathering):
 class EntriesBeyondRead(Gathering):
     """Every entry of the table is a page of the sequence: free pages are, too."""
 
-    def read(self, inputs: Inputs, cache: Cached) -> Inputs:
+    def read(self, inputs: Inputs, cache: PagedInputs) -> Inputs:
         found, problem = super().read(inputs, cache), inputs.problem
         padded = problem.mask.name == "padding"
         return found.replace(problem=problem.replace(mask=FULL)) if padded else found
@@ -110,7 +110,7 @@ class EntriesBeyondRead(Gathering):
 class StaleTimesZero(Gathering):
     """What a sequence's last page holds behind its end has weight 0, and 0 · NaN is NaN."""
 
-    def read(self, inputs: Inputs, cache: Cached) -> Inputs:
+    def read(self, inputs: Inputs, cache: PagedInputs) -> Inputs:
         found, table = super().read(inputs, cache), cache.table
         ends = -(-torch.tensor(table.lengths) // table.size) * table.size
         inside = torch.arange(inputs.problem.kv) < ends[:, None]
@@ -122,7 +122,7 @@ class StaleTimesZero(Gathering):
 class MaskOfPlaces(Gathering):
     """The mask is asked about a key's page of memory where it is about the sequence's."""
 
-    def read(self, inputs: Inputs, cache: Cached) -> Inputs:
+    def read(self, inputs: Inputs, cache: PagedInputs) -> Inputs:
         found, problem = super().read(inputs, cache), inputs.problem
         return found.replace(problem=_of_places(problem, cache.table))
 
@@ -134,7 +134,7 @@ class KeptByPage(Gathering):
         super().__init__()
         self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
-    def read(self, inputs: Inputs, cache: Cached) -> Inputs:
+    def read(self, inputs: Inputs, cache: PagedInputs) -> Inputs:
         for name in ("k", "v"):
             pages = getattr(cache, name)
             for page in range(cache.table.pages):
@@ -143,7 +143,7 @@ class KeptByPage(Gathering):
         return super().read(inputs, cache)
 
 
-def _with(cache: Cached, table: torch.Tensor) -> Cached:
+def _with(cache: PagedInputs, table: torch.Tensor) -> PagedInputs:
     of = cache.table
     other = PageTable(table=table, pages=of.pages, size=of.size, lengths=of.lengths)
     return type(cache)(k=cache.k, v=cache.v, table=other)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.examine import questions as of_kernels
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
+from attncheck.verify import run_case as of_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -179,9 +179,9 @@ def grid(fault: Fault) -> Iterator[Case]:
 
 def asked(question: str, problem: Problem) -> Iterator[Case]:
     """The Cases with the first two of each of the question's numbers, if it can be asked."""
-    problem = of_kernels.asked_of(question, problem)
-    if of_kernels.unfit(question, problem) is None:
-        allowed = of_kernels.allowed(question, problem)
+    problem = of_kernels.question_problem(question, problem)
+    if of_kernels.unfit_reason(question, problem) is None:
+        allowed = of_kernels.allowed_parameters(question, problem)
         for values in itertools.product(*(each[:2] for each in allowed.values())):
             numbers = dict(zip(allowed, values, strict=True))
             yield Case(problem=problem, question=question, parameters=numbers)

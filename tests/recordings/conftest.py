@@ -11,12 +11,15 @@ import pytest
 import torch
 
 import attncheck
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.mods.library import MASKS, SCORES
-from attncheck.recordings import Recording, load
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.recording_file import load
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from attncheck.inputs.recorded_calls import Recording
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import attncheck
-from attncheck.errors import UsageError
-from attncheck.recordings import load
+from attncheck.core.errors import UsageError
+from attncheck.inputs.recording_file import load
 
 
 class Imported(nn.Module):

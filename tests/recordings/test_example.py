@@ -8,8 +8,9 @@ import sys
 
 import torch
 
-from attncheck import inputs, oracles
-from attncheck.recordings import load
+from attncheck import oracles
+from attncheck.inputs import input_tensors
+from attncheck.inputs.recording_file import load
 
 
 def test_the_example_trains_and_records(tmp_path, request):
@@ -30,6 +31,6 @@ def test_the_example_trains_and_records(tmp_path, request):
         assert (
             f"{problem.dtype} {problem.mask} {problem.shape}" == "bf16 causal B1 H4 Q128 K128 D32"
         )
-        drawn = inputs.draw(problem)
+        drawn = input_tensors.draw_inputs(problem)
         assert torch.equal(drawn.q, recording.q)
         assert oracles.streaming(drawn).out.isfinite().all()

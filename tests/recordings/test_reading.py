@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import UsageError
-from attncheck.recordings import load
+from attncheck.core.errors import UsageError
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.recording_file import load
 
 CALL = {
     "name": "layer/0",
@@ -81,7 +81,7 @@ def test_no_permission(file, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("attncheck.recordings.reading.safe_open", denied)
+    monkeypatch.setattr("attncheck.inputs.recording_file.safe_open", denied)
     assert refusal(file) == "cannot be read: Permission denied."
 
 

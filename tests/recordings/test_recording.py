@@ -14,15 +14,17 @@ from safetensors import safe_open
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from attncheck import inputs, oracles
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError, UnknownName
-from attncheck.formats import FORMATS, round_to
+from attncheck import oracles
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.inputs import input_tensors
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.recording_file import load
 from attncheck.mods import trace
-from attncheck.mods.library import MASKS, SCORES
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.recordings import load
 
 # Of tests/data/trained.safetensors, call by call.
 DIGESTS = ["295948c2", "5a73b380", "f294c281", "6a0855bd"]
@@ -116,7 +118,7 @@ def allowed_beside_torch(drawn, allowance):
 @every_case
 def test_exact_attention_on_the_recording_is_torchs_in_float64(given, options, recorded, allowance):
     problem = recorded(*given, **options).problem()
-    drawn = inputs.draw(problem)
+    drawn = input_tensors.draw_inputs(problem)
     truth = oracles.dense(drawn)
     theirs = torch_in_float64(given, options, problem.scale).reshape(truth.out.shape)
     bound = allowed_beside_torch(drawn, allowance)
@@ -126,7 +128,7 @@ def test_exact_attention_on_the_recording_is_torchs_in_float64(given, options, r
 def test_the_comparison_notices_another_mask(recorded, allowance):
     given, _ = CASES["plain"]
     problem = recorded(*given, attn_mask=holes(5, 7)).problem()
-    drawn = inputs.draw(problem)
+    drawn = input_tensors.draw_inputs(problem)
     truth = oracles.dense(drawn)
     theirs = torch_in_float64(given, {}, problem.scale)
     bound = allowed_beside_torch(drawn, allowance)
@@ -136,7 +138,7 @@ def test_the_comparison_notices_another_mask(recorded, allowance):
 @every_case
 def test_the_problem_draws_the_recorded_bits(given, options, recorded):
     recording = recorded(*given, **options)
-    drawn = inputs.draw(recording.problem())
+    drawn = input_tensors.draw_inputs(recording.problem())
     for name in ("q", "k", "v"):
         stored, of_file = getattr(drawn, name), getattr(recording, name)
         assert stored.dtype == of_file.dtype == given[0].dtype
@@ -158,7 +160,7 @@ def test_every_bit_pattern_is_kept(dtype, recorded, tmp_path):
         assert kept.dtype == dtype
         assert kept.is_contiguous()
         assert torch.equal(kept.view(torch.uint8), passed.contiguous().view(torch.uint8))
-    drawn = inputs.draw(recording.problem())
+    drawn = input_tensors.draw_inputs(recording.problem())
     assert torch.equal(drawn.q.view(torch.uint8), q.contiguous().view(torch.uint8))
 
 
@@ -167,7 +169,7 @@ def test_another_dtype_rounds_the_recorded_numbers(dtype, recorded):
     recording = recorded(*qkv())
     problem = recording.problem(dtype)
     assert problem.dtype == dtype
-    drawn, fmt = inputs.draw(problem), FORMATS[dtype if dtype != "tf32" else "fp32"]
+    drawn, fmt = input_tensors.draw_inputs(problem), FORMATS[dtype if dtype != "tf32" else "fp32"]
     numbers = recording.v.double()
     if drawn.descale is not None:
         numbers = numbers / drawn.descale.v.double()[..., None, None]
@@ -179,8 +181,8 @@ def test_mods_are_traced(given, options, recorded):
     problem = recorded(*given, **options).problem()
     mask, score = problem.mask_mod(), problem.score_mod()
     dims = problem.dimensions
-    assert not trace.disagreements(trace.trace_mask(mask), mask, dims)
-    assert not trace.disagreements(trace.trace_score(score), score, dims)
+    assert not trace.count_disagreements(trace.trace_mask(mask), mask, dims)
+    assert not trace.count_disagreements(trace.trace_score(score), score, dims)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_the_same_file_gives_the_same_problem_in_another_process(recorded, tmp_p
     (tmp_path / "recorded.safetensors").rename(elsewhere / "recorded.safetensors")
     code = (
         "import json, sys\n"
-        "from attncheck.problem import Case\n"
+        "from attncheck.inputs.problem import Case\n"
         "from attncheck.recordings import load\n"
         "(recording,) = load(sys.argv[1])\n"
         "case = Case(problem=recording.problem('bf16'))\n"
@@ -243,8 +245,8 @@ def test_one_other_bit_is_another_problem(recorded):
     assert first.problem().id != second.problem().id
     assert first.problem() == recorded(q, k, v).problem()
     # Both stay known: neither took the other's place.
-    assert torch.equal(inputs.draw(first.problem()).k, k)
-    assert torch.equal(inputs.draw(second.problem()).k, other)
+    assert torch.equal(input_tensors.draw_inputs(first.problem()).k, k)
+    assert torch.equal(input_tensors.draw_inputs(second.problem()).k, other)
 
 
 def test_the_name_says_file_call_and_digest(recorded):
@@ -298,18 +300,18 @@ def test_names_of_recordings_are_not_offered(recorded):
 def test_another_seed_or_size_is_refused(recorded):
     problem = recorded(*qkv(), attn_mask=holes(5, 7)).problem()
     with pytest.raises(ProblemError, match=r"there is one draw of it: seed=3 must be 0\."):
-        inputs.draw(problem.replace(seed=3))
+        input_tensors.draw_inputs(problem.replace(seed=3))
     with pytest.raises(ProblemError, match=r"is recorded for q, k, v of shapes .* it has none of"):
-        inputs.draw(problem.replace(query=6))
+        input_tensors.draw_inputs(problem.replace(query=6))
     with pytest.raises(ProblemError, match=r"shape \(1, 1, 5, 7\): it does not fit scores of"):
         problem.replace(query=6).mask_mod()
 
 
 def test_what_is_drawn_may_be_written_to(recorded):
     recording = recorded(*qkv())
-    inputs.originals(recording.problem()).q.zero_()
+    input_tensors.unrounded_inputs(recording.problem()).q.zero_()
     assert recording.q.any()
-    assert inputs.draw(recording.problem()).q.any()
+    assert input_tensors.draw_inputs(recording.problem()).q.any()
 
 
 def test_the_file_is_what_the_schema_says(recorded, tmp_path):
@@ -354,7 +356,7 @@ def test_the_recording_in_the_repository(request):
         problem = recording.problem()
         assert str(problem.mask) == "causal"
         assert problem.shape == "B1 H4 Q64 K64 D32"
-        assert torch.equal(inputs.draw(problem).q, recording.q)
-        assert oracles.dense(inputs.draw(problem)).out.isfinite().all()
+        assert torch.equal(input_tensors.draw_inputs(problem).q, recording.q)
+        assert oracles.dense(input_tensors.draw_inputs(problem)).out.isfinite().all()
     assert [r.name.rpartition("@")[2] for r in recordings] == DIGESTS
     assert sum(file.stat().st_size for file in folder.iterdir()) < 300_000

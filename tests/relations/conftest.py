@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.examine.relate import relate
-from attncheck.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.relations import relation_named
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.relation_runs import check_relation
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,10 @@ def ask():
     """
 
     def asked(kernel, question, problem, **parameters):
-        subject = load(kernel) if isinstance(kernel, str) else kernel
+        subject = load_subject(kernel) if isinstance(kernel, str) else kernel
         smallest = {k: v[0] for k, v in relation_named(question).allowed(problem).items()}
         case = Case(problem=problem, question=question, parameters=smallest | parameters)
-        return relate(subject, case)
+        return check_relation(subject, case)
 
     return asked
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from attncheck.core.outputs import Outputs
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from attncheck.core.outputs import Outputs
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 

@@ -7,9 +7,9 @@ import math
 
 import torch
 
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
 from attncheck.subjects.ideal import Ideal
 
 

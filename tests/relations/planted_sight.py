@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 

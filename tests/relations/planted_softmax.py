@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 

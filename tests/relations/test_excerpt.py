@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.relations.excerpt import Excerpt, said
+from attncheck.relations.excerpt import Excerpt, can_excerpt
 
 MASKS = {
     "full": Spec.of("full"),
@@ -69,7 +69,7 @@ def test_a_score_mod_is_shifted_or_refused(score, part, small) -> None:
     whole = small(batch=3, heads=2, query=7, kv=9, score=SCORES[score])
     excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), PARTS[part], strict=True)))
     read_apart = score in {"alibi", "bias", "chain"} and excerpt.offset != 0
-    assert said(whole, excerpt) != read_apart
+    assert can_excerpt(whole, excerpt) != read_apart
     if read_apart:
         with pytest.raises(ProblemError, match="cannot shift"):
             excerpt.problem(whole)
@@ -101,13 +101,13 @@ def test_a_name_is_kept_where_there_is_one(mask, excerpt, name, small) -> None:
 def test_what_cannot_be_said_is_refused(small) -> None:
     # As long as a text may be: there is no room for an offset.
     whole = small(Spec.of("expression", text=f"kv_idx >={'0':>191}"))
-    assert said(whole, Excerpt.of(whole, keys=range(3)))
-    assert not said(whole, Excerpt.of(whole, keys=range(3, 7)))
+    assert can_excerpt(whole, Excerpt.of(whole, keys=range(3)))
+    assert not can_excerpt(whole, Excerpt.of(whole, keys=range(3, 7)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_tensors_are_cut_and_lie_in_memory_of_their_own(dtype, small) -> None:
-    inputs = inputs_room.draw(small(dtype=dtype))
+    inputs = inputs_room.draw_inputs(small(dtype=dtype))
     excerpt = Excerpt(sequences=range(1, 2), rows=range(2, 5), keys=range(3))
     cut = excerpt.inputs(inputs)
     for tensor, whole, rows in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attncheck.mods.spec import Spec
-from attncheck.relations.fit import indices_read
+from attncheck.relations.relation import indices_read
 
 PLACES = {"q_idx", "kv_idx"}
 SIDES = {"canvas": [2, 2], "kernel": [1, 1]}

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck import inputs
-from attncheck.examine.answer import answered
+from attncheck.inputs import input_tensors
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.run_case import run_case
 
 OF_GRADIENTS = ("zero_loss", "lse_loss", "euler", "group_sums")
 ALSO = (
@@ -86,7 +86,7 @@ def test_gradients_of_what_is_read_are_compared_within_bounds(small, far) -> Non
 
     asked = small(dtype="fp32", backward=True, dcaptured=True, score=Spec.of("alibi"))
     case = Case(problem=asked, question="repeat")
-    record = answered(Apart(), case, device="cpu")
+    record = run_case(Apart(), case, device="cpu")
     assert record.status == ("pass" if far < 2.0**-20 else "fail")
     if record.status == "fail":
         assert (record.judgement.worst.tensor, record.judgement.worst.tile) == ("dcaptured", "")
@@ -117,7 +117,7 @@ def test_a_loss_without_lse_is_no_question_of_it(small) -> None:
 def test_a_shift_of_keys_moves_the_gradient_of_q_by_what_the_loss_has_of_lse(small) -> None:
     relation = relation_named("key_shift")
     asked = small(dtype="fp32", backward=True, dlse=True)
-    before, after = relation.runs(inputs.draw(asked), {"nats": 1})
+    before, after = relation.runs(input_tensors.draw_inputs(asked), {"nats": 1})
     assert torch.equal(before.dout, after.dout)
     assert torch.equal(before.dlse, after.dlse)
     assert not torch.equal(before.k, after.k)
@@ -128,7 +128,7 @@ def test_a_shift_of_keys_moves_the_gradient_of_q_by_what_the_loss_has_of_lse(sma
 )
 def test_the_loss_is_laid_out_too(small, question) -> None:
     asked = small(dtype="fp32", backward=True)
-    before, after = relation_named(question).runs(inputs.draw(asked), {})
+    before, after = relation_named(question).runs(input_tensors.draw_inputs(asked), {})
     assert torch.equal(before.dout, after.dout)
     as_it_was = question in ("strides_packed", "strides_transposed")
     assert after.dout.is_contiguous() == (as_it_was or question == "strides_offset")
@@ -136,7 +136,7 @@ def test_the_loss_is_laid_out_too(small, question) -> None:
 
 def test_heads_and_sequences_take_their_loss_with_them(small) -> None:
     asked = small(dtype="fp32", backward=True, dlse=True, sink=True)
-    drawn = inputs.draw(asked)
+    drawn = input_tensors.draw_inputs(asked)
     turned = relation_named("batch_permutation").runs(drawn, {"turn": 1})[1]
     assert torch.equal(turned.dout, drawn.dout[[1, 0]])
     turned = relation_named("head_permutation").runs(drawn, {"turn": 0})[1]
@@ -152,7 +152,7 @@ def test_a_right_kernel_that_overflows_is_not_failed(question, scale, dtype) -> 
     asked = Problem(
         query=6, head_dim=8, backward=True, dlse=True, dtype=dtype, distribution="sink", scale=scale
     )
-    record = answered(Ideal(), Case(problem=asked, question=question), device="cpu")
+    record = run_case(Ideal(), Case(problem=asked, question=question), device="cpu")
     assert record.status in ("pass", "inconclusive"), record.judgement.reason
     assert record.status == "pass" or "finite bound" in record.judgement.reason
 
@@ -188,10 +188,10 @@ def test_bits_of_gradients_are_compared_only_of_a_kernel_that_promises_them(smal
             return moved
 
     case = Case(problem=small(dtype="fp32", backward=True), question="repeat")
-    assert answered(Apart(), case, device="cpu").status == "fail"
+    assert run_case(Apart(), case, device="cpu").status == "fail"
     other = Apart()
     other.promises_gradients = False
-    assert answered(other, case, device="cpu").status == "pass"
+    assert run_case(other, case, device="cpu").status == "pass"
 
 
 def test_gradients_that_nobody_asked_for_are_not_compared(small) -> None:
@@ -203,7 +203,7 @@ def test_gradients_that_nobody_asked_for_are_not_compared(small) -> None:
             return lambda: replace(call(), dq=inputs.q.clone())
 
     case = Case(problem=small(), question="repeat")
-    assert answered(Eager(), case, device="cpu").status == "pass"
+    assert run_case(Eager(), case, device="cpu").status == "pass"
 
 
 def test_a_finding_in_a_key_names_no_query_tile(small) -> None:
@@ -221,5 +221,5 @@ def test_a_finding_in_a_key_names_no_query_tile(small) -> None:
             return moved
 
     case = Case(problem=small(dtype="fp32", kv=300, backward=True), question="repeat")
-    worst = answered(Unsteady(), case, device="cpu").judgement.worst
+    worst = run_case(Unsteady(), case, device="cpu").judgement.worst
     assert (worst.tensor, worst.tile) == ("dk", "")

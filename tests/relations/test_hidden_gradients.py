@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
+from attncheck.inputs.problem import Case
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case
-from attncheck.relations import Finding, relation_named
+from attncheck.relations import relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.run_case import run_case
 
 CAUSAL, CAPPED = Spec.of("causal"), Spec.of("softcap", cap=5.0)
 
@@ -64,9 +65,9 @@ def test_bits_of_dq_are_for_who_promises_them(small) -> None:
     asked = small(CAUSAL, dtype="fp32", backward=True)
     case = Case(problem=asked, question="hidden_keys_nan", parameters={"row": 2})
     kernel = Rounding()
-    assert answered(kernel, case, device="cpu").status == "pass"
+    assert run_case(kernel, case, device="cpu").status == "pass"
     kernel.promises_gradients = True
-    assert answered(kernel, case, device="cpu").status == "fail"
+    assert run_case(kernel, case, device="cpu").status == "fail"
 
 
 def test_what_is_added_up_in_any_order_has_bounds_of_the_first_run(small, ask) -> None:

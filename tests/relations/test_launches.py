@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.examine.answer import answered
+from attncheck.capabilities.subject import Tiling
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.relations import relation_named
-from attncheck.subjects.contract import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.launched import has_launches_for
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(batch=2, query=40, head_dim=8, dtype="bf16", mask=Spec.of("causal"))
 
@@ -38,7 +38,7 @@ class Launched(Ideal):
 
 def ask(subject, launch: int):
     case = Case(problem=PROBLEM, question="launches", parameters={"launch": launch})
-    return answered(subject, case, device="cpu")
+    return run_case(subject, case, device="cpu")
 
 
 @pytest.mark.parametrize("launch", range(8))

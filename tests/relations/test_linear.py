@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.relations import Finding, relation_named
-from attncheck.source_files import import_file
-from attncheck.subjects.contract import Tiling
+from attncheck.relations import relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 
 planted = import_file(Path(__file__).parent / "planted_linear.py", "planted faults")
@@ -96,7 +97,7 @@ def test_v_is_normal_before_and_after(dtype, distribution, small) -> None:
     asked = small(dtype=dtype, distribution=distribution)
     fmt = asked.formats.storage
     for chosen in values_of("values_scaled", asked):
-        first, second = relation_named("values_scaled").runs(inputs_room.draw(asked), chosen)
+        first, second = relation_named("values_scaled").runs(inputs_room.draw_inputs(asked), chosen)
         for each in (first, second):
             assert bool((each.v.double().abs() >= 2.0**fmt.min_exponent).all())
             assert bool((each.v.double().abs() <= fmt.max).all())
@@ -111,7 +112,7 @@ def test_v_is_normal_before_and_after(dtype, distribution, small) -> None:
 def test_a_key_shift_moves_every_logit_alike(dtype, small) -> None:
     asked = small(dtype=dtype)
     for chosen in values_of("key_shift", asked):
-        before, after = relation_named("key_shift").runs(inputs_room.draw(asked), chosen)
+        before, after = relation_named("key_shift").runs(inputs_room.draw_inputs(asked), chosen)
         (q, old, v), (same_q, new, same_v) = before.promoted(), after.promoted()
         assert torch.equal(q, same_q)
         assert torch.equal(v, same_v)
@@ -130,7 +131,7 @@ def test_a_key_shift_moves_every_logit_alike(dtype, small) -> None:
 @pytest.mark.parametrize("run", [1, 2, 4])
 def test_every_key_is_in_one_of_two_parts(run, small) -> None:
     one, other, both = relation_named("values_added").runs(
-        inputs_room.draw(small(dtype="e4m3")), {"run": run}
+        inputs_room.draw_inputs(small(dtype="e4m3")), {"run": run}
     )
     parts = [each.v.float().ne(0).any(-1).long() for each in (one, other)]
     assert torch.equal(parts[0] + parts[1], torch.ones(2, 2, 7, dtype=torch.long))

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.examine.executor import Failure
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.relations import RELATIONS, Finding, relation_named
-from attncheck.source_files import import_file
+from attncheck.relations import RELATIONS, relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import Failure
 
 planted = import_file(Path(__file__).parent / "planted_memory.py", "planted faults")
 
@@ -73,7 +74,7 @@ def test_padding_is_stale_after_longer_calls_only(between, small, ask) -> None:
 @pytest.mark.parametrize("question", STRIDES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 def test_a_kernel_gets_the_same_numbers_in_other_strides(question, dtype, small) -> None:
-    drawn = inputs_room.draw(small(dtype=dtype))
+    drawn = inputs_room.draw_inputs(small(dtype=dtype))
     plain, laid_out = (each.clone() for each in relation_named(question).runs(drawn, {}))
     assert all(tensor.is_contiguous() for tensor in (plain.q, plain.k, plain.v))
     assert all(tensor.storage_offset() == 0 for tensor in (plain.q, plain.k, plain.v))
@@ -86,7 +87,9 @@ def test_a_kernel_gets_the_same_numbers_in_other_strides(question, dtype, small)
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 def test_no_vector_is_aligned_at_an_offset(dtype, small) -> None:
-    laid_out = relation_named("strides_offset").runs(inputs_room.draw(small(dtype=dtype)), {})[1]
+    laid_out = relation_named("strides_offset").runs(
+        inputs_room.draw_inputs(small(dtype=dtype)), {}
+    )[1]
     for tensor in (laid_out.q, laid_out.k, laid_out.v):
         start = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
         assert start == tensor.element_size()
@@ -95,7 +98,7 @@ def test_no_vector_is_aligned_at_an_offset(dtype, small) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3", "e5m2"])
 @pytest.mark.parametrize("question", ["strides_gapped", "strides_packed"])
 def test_gaps_are_nan(question, dtype, small) -> None:
-    laid_out = relation_named(question).runs(inputs_room.draw(small(dtype=dtype)), {})[1]
+    laid_out = relation_named(question).runs(inputs_room.draw_inputs(small(dtype=dtype)), {})[1]
     tensors = (laid_out.q, laid_out.k, laid_out.v)
     numbers = sum(tensor.numel() for tensor in tensors)
     buffers = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}

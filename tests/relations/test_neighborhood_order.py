@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.relations import Finding, relation_named
+from attncheck.relations import relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 
 SIDES = {"canvas": [3, 5], "kernel": [3, 3]}
@@ -82,7 +83,7 @@ def test_a_kernel_with_other_tiles_fails(canvas, ask) -> None:
 @ORDERS
 def test_every_cell_keeps_its_neighbours(mask, canvas) -> None:
     """The plain problem's mask, its rows and keys moved back, is the given one's."""
-    drawn = inputs_room.draw(canvas(mask, dtype="fp32"))
+    drawn = inputs_room.draw_inputs(canvas(mask, dtype="fp32"))
     plain, given = relation_named(QUESTION).runs(drawn, {})
     assert given is drawn
     assert plain.problem.mask == Spec.of("neighborhood", **SIDES)

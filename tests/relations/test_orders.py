@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.relations import Finding, relation_named
-from attncheck.source_files import import_file
+from attncheck.relations import relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 
 planted = import_file(Path(__file__).parent / "planted_orders.py", "planted faults")
@@ -50,7 +51,7 @@ def test_other_right_kernels_pass(question, name, small, ask) -> None:
 @pytest.mark.parametrize("shuffle", [0, 3])
 def test_keys_are_permuted_among_those_that_the_same_rows_see(mask, shuffle, small) -> None:
     asked = small(mask)
-    drawn = inputs_room.draw(asked)
+    drawn = inputs_room.draw_inputs(asked)
     before, after = relation_named("key_permutation").runs(drawn, {"shuffle": shuffle})
     assert before is drawn
     b, h, q, kv = torch.meshgrid(*map(torch.arange, (2, 4, 5, 7)), indexing="ij")
@@ -105,7 +106,7 @@ def test_a_kernel_that_reads_another_sequence_fails(small, ask) -> None:
 
 def test_lengths_go_with_their_sequences(small) -> None:
     nested = Spec.of("and", CAUSAL, Spec.of("not", PADDING))
-    drawn = inputs_room.draw(small(nested, dtype="e4m3"))
+    drawn = inputs_room.draw_inputs(small(nested, dtype="e4m3"))
     _, after = relation_named("batch_permutation").runs(drawn, {"turn": 1})
     assert after.problem.mask.parts[1].parts[0] == Spec.of("padding", lengths=[6, 3])
     assert after.descale is not None

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
+from attncheck.core.paged_layout import Paging
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.relations import Finding, relation_named
-from attncheck.source_files import import_file
+from attncheck.relations import relation_named
+from attncheck.relations.relation import Finding
 
 planted = import_file(
     Path(__file__).parents[1] / "properties" / "planted_paged.py", "planted faults"
@@ -44,7 +45,7 @@ def test_a_planted_fault_is_found(fault, size, small, ask) -> None:
 
 
 def test_the_numbers_stay_and_the_pages_change(small) -> None:
-    drawn = inputs_room.draw(paged(small))
+    drawn = inputs_room.draw_inputs(paged(small))
     before, after = relation_named("pages").runs(drawn, {"size": 16, "order": 2, "shared": 0})
     assert before is drawn
     assert after.problem.paging == Paging(size=16, seed=5, shared=0)
@@ -66,7 +67,7 @@ def test_what_may_be_asked(small) -> None:
         "shared": [0],
     }
     last = paged(small, paging=Paging(size=16, seed=2**63 - 1))
-    drawn = inputs_room.draw(last)
+    drawn = inputs_room.draw_inputs(last)
     assert relation.runs(drawn, {"size": 16, "order": 1, "shared": 0})[1].problem.paging.seed == 0
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.examine.executor import Failure
-from attncheck.inputs import draw
+from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import import_file
+from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.relations import Finding, relation_named
-from attncheck.relations.split_merge import merge_error, merged
-from attncheck.source_files import import_file
+from attncheck.relations import relation_named
+from attncheck.relations.parts import merge_error, merge_parts
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import Failure
 
 planted = import_file(Path(__file__).parent / "planted_parts.py", "planted faults")
 
@@ -134,7 +135,7 @@ def _part(out, lse):
 
 
 def test_parts_are_merged_by_their_weights() -> None:
-    both = merged(_part(1.0, math.log(3.0)), _part(5.0, 0.0))
+    both = merge_parts(_part(1.0, math.log(3.0)), _part(5.0, 0.0))
     torch.testing.assert_close(both.out.item(), 2.0)
     torch.testing.assert_close(both.lse.item(), math.log(4.0))
 
@@ -142,13 +143,13 @@ def test_parts_are_merged_by_their_weights() -> None:
 @pytest.mark.parametrize("unseen", [0.0, math.nan, math.inf])
 def test_a_part_that_is_not_seen_counts_for_nothing(unseen) -> None:
     nothing, errors = _part(unseen, -math.inf), _part(math.inf, math.inf)
-    both = merged(nothing, _part(5.0, 2.0))
+    both = merge_parts(nothing, _part(5.0, 2.0))
     assert (both.out.item(), both.lse.item()) == (5.0, 2.0)
     allowed = merge_error([nothing, _part(5.0, 2.0)], [errors, _part(0.5, 0.25)])
     # The merge's own roundings, which are of float64, and nothing of the other part.
     assert 0.5 <= allowed.out.item() <= 0.5 * (1 + torch.finfo(torch.float32).eps)
     assert 0.25 <= allowed.lse.item() <= 0.25 * (1 + torch.finfo(torch.float32).eps)
-    none = merged(nothing, nothing)
+    none = merge_parts(nothing, nothing)
     assert (none.out.item(), none.lse.item()) == (0.0, -math.inf)
 
 
@@ -163,7 +164,7 @@ def test_no_error_within_those_of_the_parts_passes_the_merges() -> None:
         of_out, of_lse = torch.rand(2, 2, generator=numbers) * torch.tensor([[1.0], [3.0]])
         signs = torch.randint(0, 2, (2, 2), generator=numbers) * 2 - 1
         off = parts(out + signs[0] * of_out, lse + signs[1] * of_lse)
-        exact, found = merged(*parts(out, lse)), merged(*off)
+        exact, found = merge_parts(*parts(out, lse)), merge_parts(*off)
         allowed = merge_error(off, parts(of_out, of_lse))
         # What is added here is rounded to fp32 itself.
         slack = 1 + 16 * torch.finfo(torch.float32).eps
@@ -203,7 +204,7 @@ def test_any_mods_can_be_decoded_behind_a_prefill(rows, small, ask) -> None:
 
 
 def test_mods_that_read_no_row_are_decoded_by_their_own_names(small) -> None:
-    drawn = draw(small(PADDING, score=Spec.of("softcap", cap=5.0)))
+    drawn = draw_inputs(small(PADDING, score=Spec.of("softcap", cap=5.0)))
     _, last = relation_named("prefill_rows").runs(drawn, {"rows": 2})
     assert (last.problem.mask, last.problem.score) == (PADDING, drawn.problem.score)
     assert torch.equal(last.q, drawn.q[:, :, -2:])

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.errors import ProblemError, UnknownName
-from attncheck.examine.executor import Failure
-from attncheck.examine.relate import relate
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.relations import RELATIONS, Finding, relation_named
-from attncheck.relations.finding import moved, wrong
-from attncheck.relations.future_keys import first_hidden
-from attncheck.subjects.load import load
+from attncheck.relations import RELATIONS, relation_named
+from attncheck.relations.hidden_keys import first_hidden
+from attncheck.relations.relation import Finding, compare_bits, compare_values
+from attncheck.subjects.load import load_subject
+from attncheck.verify.executor import Failure
+from attncheck.verify.relation_runs import check_relation
 
 if TYPE_CHECKING:
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
 
 PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
 CAUSAL = Spec.of("causal")
@@ -26,7 +26,7 @@ FUTURES = ("future_keys", "future_keys_nan", "future_keys_huge")
 
 
 def planted(name: str) -> Subject:
-    return load(f"{PLANTED}::{name}")
+    return load_subject(f"{PLANTED}::{name}")
 
 
 def problem(**changes: object) -> Problem:
@@ -40,7 +40,7 @@ def ask(subject: Subject, question: str, **changes: object) -> Finding | Failure
     asked = problem(**changes)
     allowed = relation_named(question).allowed(asked)
     parameters = {name: values[len(values) // 2] for name, values in allowed.items()}
-    return relate(subject, Case(problem=asked, question=question, parameters=parameters))
+    return check_relation(subject, Case(problem=asked, question=question, parameters=parameters))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_kernel_that_raises_fails_with_its_message() -> None:
 def test_the_finding_says_where_what_and_how_many() -> None:
     finding = ask(planted("Strict"), "first_row")
     assert isinstance(finding, Finding)
-    v = inputs_room.draw(problem()).v
+    v = inputs_room.draw_inputs(problem()).v
     assert finding.message == (
         f"out[0, 0, 0, 0] = 0, but should be {v[0, 0, 0, 0].item():.9g} bit for bit "
         "(48 of 48 elements differ)"
@@ -102,7 +102,7 @@ def test_the_finding_says_where_what_and_how_many() -> None:
 
 
 def test_a_relation_leaves_its_inputs_as_they_are() -> None:
-    drawn = inputs_room.draw(problem(dtype="tf32"))
+    drawn = inputs_room.draw_inputs(problem(dtype="tf32"))
     before = [t.clone() for t in (drawn.q, drawn.k, drawn.v)]
     for relation in RELATIONS.values():
         if relation.unfit(drawn.problem):
@@ -115,7 +115,7 @@ def test_a_relation_leaves_its_inputs_as_they_are() -> None:
 
 @pytest.mark.parametrize("question", FUTURES)
 def test_only_the_future_changes(question: str) -> None:
-    drawn = inputs_room.draw(problem())
+    drawn = inputs_room.draw_inputs(problem())
     before, after = relation_named(question).runs(drawn, {"row": 2})
     assert torch.equal(before.q, after.q)
     for old, new in ((before.k, after.k), (before.v, after.v)):
@@ -125,7 +125,7 @@ def test_only_the_future_changes(question: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
 def test_huge_is_finite_and_as_large_as_can_be(dtype: str) -> None:
-    drawn = inputs_room.draw(problem(dtype=dtype))
+    drawn = inputs_room.draw_inputs(problem(dtype=dtype))
     k = relation_named("future_keys_huge").runs(drawn, {"row": 0})[1].k[:, :, 1:]
     assert torch.isfinite(k).all()
     assert k.max() == drawn.problem.formats.storage.max
@@ -180,13 +180,13 @@ def test_a_problem_of_which_nothing_can_be_said_is_refused(
     question: str, changes: dict[str, object]
 ) -> None:
     with pytest.raises(ProblemError, match="says nothing of"):
-        relate(planted("Right"), Case(problem=problem(**changes), question=question))
+        check_relation(planted("Right"), Case(problem=problem(**changes), question=question))
 
 
 @pytest.mark.parametrize("parameters", [{}, {"row": 5}, {"row": -1}, {"column": 0}])
 def test_impossible_parameters_are_refused(parameters: dict[str, int]) -> None:
     with pytest.raises(ProblemError):
-        relate(
+        check_relation(
             planted("Right"),
             Case(problem=problem(), question="future_keys", parameters=parameters),
         )
@@ -199,10 +199,10 @@ def test_an_unknown_question_lists_the_relations() -> None:
 
 def test_moved_sees_every_bit() -> None:
     zero = torch.zeros(2)
-    assert moved("out", zero, zero) is None
-    assert moved("out", -zero, zero) is not None
+    assert compare_bits("out", zero, zero) is None
+    assert compare_bits("out", -zero, zero) is not None
     nan = torch.tensor([torch.nan, 1.0])
-    assert moved("out", nan, nan.clone()) is None
+    assert compare_bits("out", nan, nan.clone()) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -210,7 +210,7 @@ def test_moved_sees_the_last_bit(dtype: torch.dtype) -> None:
     one = torch.ones(2, 3, dtype=dtype)
     bits = one.clone().view(torch.int16 if dtype.itemsize == 2 else torch.int32)
     bits[1, 2] += 1
-    finding = moved("lse", bits.view(dtype), one)
+    finding = compare_bits("lse", bits.view(dtype), one)
     assert finding is not None
     assert (finding.place, finding.count, finding.compared) == ((1, 2), 1, 6)
     assert finding.value != finding.expected
@@ -218,6 +218,6 @@ def test_moved_sees_the_last_bit(dtype: torch.dtype) -> None:
 
 def test_wrong_leaves_the_sign_of_zero_open_and_nothing_else() -> None:
     zero = torch.zeros(2)
-    assert wrong("out", -zero, zero) is None
-    assert wrong("out", torch.tensor([0.0, torch.nan]), zero) is not None
-    assert wrong("out", torch.tensor([0.0, 1e-45]), zero) is not None
+    assert compare_values("out", -zero, zero) is None
+    assert compare_values("out", torch.tensor([0.0, torch.nan]), zero) is not None
+    assert compare_values("out", torch.tensor([0.0, 1e-45]), zero) is not None

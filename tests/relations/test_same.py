@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.relations import Finding, relation_named
-from attncheck.source_files import import_file
-from attncheck.subjects.contract import Tiling
+from attncheck.relations import relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 
 planted = import_file(Path(__file__).parent / "planted_same.py", "planted faults")
@@ -123,7 +124,7 @@ def test_appended_columns_are_exactly_0(small, ask) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_a_scaled_query_is_the_same_question(dtype, small) -> None:
-    drawn = inputs_room.draw(small(dtype=dtype, distribution="outliers"))
+    drawn = inputs_room.draw_inputs(small(dtype=dtype, distribution="outliers"))
     drawn = drawn.replace(q=drawn.q * 2.0**7)  # in fp16 some are beyond a further 2^8
     before, after = relation_named("scaled_query").runs(drawn, {"exponent": 10})
     assert after.problem.scale * 2**8 == before.problem.scale == drawn.problem.scale / 4
@@ -134,7 +135,7 @@ def test_a_scaled_query_is_the_same_question(dtype, small) -> None:
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 def test_halved_inputs_are_the_same_numbers(dtype, small) -> None:
-    drawn = inputs_room.draw(small(dtype=dtype, distribution="outliers"))
+    drawn = inputs_room.draw_inputs(small(dtype=dtype, distribution="outliers"))
     before, after = relation_named("descale").runs(drawn, {"tensor": 1})
     for one, other in zip(before.promoted(), after.promoted(), strict=True):
         assert torch.equal(one, other)

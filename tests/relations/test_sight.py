@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.relations import Finding, relation_named, sight
-from attncheck.source_files import import_file
+from attncheck.relations import mask_visibility, relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 
 planted = import_file(Path(__file__).parent / "planted_sight.py", "planted faults")
@@ -95,7 +96,7 @@ def test_one_hot_singles_out_every_key_in_its_turn(small, ask) -> None:
 
 def test_one_hot_makes_one_score_0_and_all_others_low(small) -> None:
     asked = small(FULL, dtype="e4m3", head_dim=9)
-    (made,) = relation_named("one_hot").runs(inputs_room.draw(asked), {"turn": 0})
+    (made,) = relation_named("one_hot").runs(inputs_room.draw_inputs(asked), {"turn": 0})
     q, k, _ = made.promoted()
     scores = asked.scale * q @ k.repeat_interleave(2, dim=1).mT
     assert torch.equal((scores == 0).sum(-1), torch.ones(2, 4, 5, dtype=torch.long))
@@ -112,7 +113,7 @@ def test_a_finding_is_at_its_place(small, ask) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_only_what_the_row_does_not_see_changes(mask, small) -> None:
     asked = small(mask)
-    drawn = inputs_room.draw(asked)
+    drawn = inputs_room.draw_inputs(asked)
     b, h, q, kv = torch.meshgrid(*map(torch.arange, (2, 4, 5, 7)), indexing="ij")
     seen = asked.mask_mod()(b, h, q, kv).expand(2, 4, 5, 7)
     rows = relation_named("hidden_keys").allowed(asked)["row"]
@@ -121,13 +122,19 @@ def test_only_what_the_row_does_not_see_changes(mask, small) -> None:
         _, after = relation_named("hidden_keys").runs(drawn, {"row": row})
         changed = (after.k != drawn.k).any(-1)
         assert torch.equal(changed, ~seen[:, :, row].unflatten(1, (2, 2)).any(2))
-        assert torch.equal(sight.hidden_from(asked, row), changed)
+        assert torch.equal(mask_visibility.keys_hidden_from(asked, row), changed)
 
 
 def test_empty_rows_are_those_that_see_no_key(small) -> None:
-    assert sight.empty(small(PADDING))[:, :, 0].tolist() == [[False] * 4, [True] * 4]
+    assert mask_visibility.rows_without_keys(small(PADDING))[:, :, 0].tolist() == [
+        [False] * 4,
+        [True] * 4,
+    ]
     beyond = Spec.of("causal_bottom_right")
-    assert sight.empty(small(beyond, query=9, kv=7))[0, 0].tolist() == [True, True] + 7 * [False]
+    assert mask_visibility.rows_without_keys(small(beyond, query=9, kv=7))[0, 0].tolist() == [
+        True,
+        True,
+    ] + 7 * [False]
 
 
 @pytest.mark.parametrize(

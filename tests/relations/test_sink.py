@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.errors import ProblemError
-from attncheck.examine.relate import relate
+from attncheck.core.errors import ProblemError
+from attncheck.core.outputs import Outputs
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.paging import Paging
 from attncheck.probes import PROBES
-from attncheck.problem import Case, Problem
 from attncheck.relations import RELATIONS
 from attncheck.relations.excerpt import Excerpt
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.relation_runs import check_relation
 
 SMALL = {"batch": 2, "heads": 6, "kv_heads": 2, "query": 6, "kv": 8, "head_dim": 8, "value_dim": 4}
 PADDED = Spec.of("padding", lengths=[5, 0])
@@ -43,7 +43,7 @@ def problem(name: str = "full") -> Problem:
 def asked(kernel: Ideal, question: str, of: Problem, place: int = -1):
     relation = RELATIONS[question]
     parameters = {name: values[place] for name, values in relation.allowed(of).items()}
-    return relate(kernel, Case(problem=of, question=question, parameters=parameters))
+    return check_relation(kernel, Case(problem=of, question=question, parameters=parameters))
 
 
 # The ideal kernel has one launch: those of a kernel with several are in tests/kernels.
@@ -85,7 +85,7 @@ def test_probes_count_keys_alone():
 
 def test_heads_take_their_sink_along():
     of = problem()
-    first, second = RELATIONS["head_permutation"].runs(inputs_room.draw(of), {"turn": 1})
+    first, second = RELATIONS["head_permutation"].runs(inputs_room.draw_inputs(of), {"turn": 1})
     order = [first.sink.tolist().index(sink) for sink in second.sink.tolist()]
     assert sorted(order) == list(range(of.heads))
     assert order != list(range(of.heads))
@@ -94,7 +94,7 @@ def test_heads_take_their_sink_along():
 
 def test_excerpts_keep_the_sink_and_not_what_is_shared_no_more():
     of = problem("pages")
-    whole = inputs_room.draw(of)
+    whole = inputs_room.draw_inputs(of)
     later = Excerpt.of(of, keys=range(2, of.kv)).inputs(whole)
     assert torch.equal(later.sink, whole.sink)
     assert later.problem.paging == Paging(size=2)
@@ -104,7 +104,7 @@ def test_excerpts_keep_the_sink_and_not_what_is_shared_no_more():
 
 def test_one_part_of_a_split_has_the_sink():
     of = problem()
-    first, second, whole = RELATIONS["split_merge"].runs(inputs_room.draw(of), {"cut": 3})
+    first, second, whole = RELATIONS["split_merge"].runs(inputs_room.draw_inputs(of), {"cut": 3})
     assert [run.problem.sink for run in (first, second, whole)] == [True, False, True]
     assert second.sink is None
 

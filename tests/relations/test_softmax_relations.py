@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck.relations import RELATIONS, Finding, relation_named
-from attncheck.source_files import import_file
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.relations import RELATIONS, relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 
 planted = import_file(Path(__file__).parent / "planted_softmax.py", "planted faults")
@@ -57,7 +58,7 @@ def test_a_row_that_knows_its_neighbour_fails_to_the_bit(softmax, ask) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("distribution", ["normal", "large_logits", "outliers"])
 def test_every_shift_is_exact_and_about_as_large_as_asked(dtype, distribution, softmax) -> None:
-    drawn = inputs_room.draw(softmax(dtype=dtype, distribution=distribution))
+    drawn = inputs_room.draw_inputs(softmax(dtype=dtype, distribution=distribution))
     for nats in relation_named("softmax_shift").allowed(drawn.problem)["nats"]:
         before, after = relation_named("softmax_shift").runs(drawn, {"nats": nats})
         shift = after.scores() - before.scores()
@@ -69,7 +70,7 @@ def test_every_shift_is_exact_and_about_as_large_as_asked(dtype, distribution, s
 
 
 def test_rows_of_all_heads_and_sequences_change_places(softmax) -> None:
-    drawn = inputs_room.draw(softmax())
+    drawn = inputs_room.draw_inputs(softmax())
     _, after = relation_named("softmax_rows").runs(drawn, {"turn": 0})
     assert drawn.x is not None
     assert after.x is not None

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck import inputs as inputs_room
-from attncheck import spread
-from attncheck.examine.executor import Failure
-from attncheck.examine.guard_bands import GuardBands
+from attncheck.core import strided_alloc
+from attncheck.core.paged_layout import Paging
+from attncheck.core.source_files import import_file
+from attncheck.inputs import input_tensors as inputs_room
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.relations import Finding, relation_named
-from attncheck.source_files import import_file
+from attncheck.relations import relation_named
+from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import Failure
+from attncheck.verify.memory_patterns import GuardBands
 
 planted = import_file(Path(__file__).parent / "planted_memory.py", "planted faults")
 
@@ -26,7 +27,7 @@ INT32 = 2**31
 
 def far(problem, name):
     """The tensor called ``name`` of the last run."""
-    _, laid_out = FAR.runs(inputs_room.draw(problem), {"tensor": TENSORS[name]})
+    _, laid_out = FAR.runs(inputs_room.draw_inputs(problem), {"tensor": TENSORS[name]})
     return laid_out, laid_out.tensors()[name]
 
 
@@ -98,7 +99,7 @@ def test_no_kernel_is_blamed_for_too_small_a_machine(small, ask, monkeypatch) ->
     def nothing(*_, **__):
         raise torch.OutOfMemoryError("48 GiB are needed, and 2 are free.")
 
-    monkeypatch.setattr(spread, "reserved", nothing)
+    monkeypatch.setattr(strided_alloc, "reserve_memory", nothing)
     found = ask(Ideal(), "strides_far", small(), tensor=0)
     assert isinstance(found, Failure)
     assert "48 GiB are needed" in found.message
@@ -108,7 +109,7 @@ def test_in_its_own_question_no_memory_is_a_fault_of_ours(small, ask, monkeypatc
     def nothing(*_):
         raise MemoryError
 
-    monkeypatch.setattr(inputs_room, "draw", nothing)
+    monkeypatch.setattr(inputs_room, "draw_inputs", nothing)
     with pytest.raises(MemoryError):
         ask(Ideal(), "strides_gapped", small())
 

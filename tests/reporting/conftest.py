@@ -12,8 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attncheck.judgement import BlindSpot, Judgement, Place, Precision, Worst
-from attncheck.record import Environment, GradientErrors, LseErrors, OutErrors, Record, Report
+from attncheck.core.judgement import BlindSpot, Judgement, Place, Precision, Worst
+from attncheck.records.record import (
+    Environment,
+    GradientErrors,
+    LseErrors,
+    OutErrors,
+    Record,
+    Report,
+)
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 

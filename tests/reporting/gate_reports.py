@@ -10,9 +10,9 @@ import random
 
 import msgspec
 
-from attncheck.gate_record import STAGES, Answer, Change, GateReport
-from attncheck.judgement import Judgement, Place, Precision, Worst
-from attncheck.record import Environment, ErrorMap, LseErrors, OutErrors, Record
+from attncheck.core.judgement import Judgement, Place, Precision, Worst
+from attncheck.records.record import Environment, ErrorMap, LseErrors, OutErrors, Record
+from attncheck.records.run_reports import STAGES, Answer, Change, GateReport
 
 GPU = Environment(
     device="NVIDIA H200",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.gate_record import Change
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.records.run_reports import Change
 from attncheck.reporting import baseline_pages
 from attncheck.reporting.baseline_pages import FORMATS, Beside, load, render, tally
 

@@ -5,10 +5,10 @@ import json
 import msgspec
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.judgement import Place
-from attncheck.oracle_record import Certificate, CertificateReport, Proven
-from attncheck.record import Environment
+from attncheck.core.errors import UsageError
+from attncheck.core.judgement import Place
+from attncheck.records.record import Environment
+from attncheck.records.survey_reports import Certificate, CertificateReport, ProvenError
 from attncheck.reporting import certificate_pages
 
 PROBLEM = {
@@ -37,7 +37,7 @@ def proven(**changes):
         "a_priori": 0.0625,
         "elements": 192,
     }
-    return Proven(**(fields | changes))
+    return ProvenError(**(fields | changes))
 
 
 def record(oracle="truth", distribution="normal", **changes):

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from attncheck.failure_record import Failed
-from attncheck.judgement import Judgement, Place, Worst
+from attncheck.core.judgement import Judgement, Place, Worst
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
-from attncheck.reporting.asked import asked
-from attncheck.reporting.diagnosis import diagnosis, diagnosis_of, problem_line
+from attncheck.records.failures import KeptFailure
+from attncheck.records.problem_summary import problem_of
+from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text, problem_line
 from attncheck.reporting.explain import as_explanation
 
 PROBLEM = Problem(query=1, kv=2, head_dim=1, mask=Spec.of("causal"))
@@ -63,11 +63,11 @@ def hidden(make):
 def kept(make, record, **changes):
     fields = {"id": "abcdefghij", "kernel": "mine.py::kernel", "device": "cpu"}
     fields |= {"question": "every bit stays", "test": "test_poison.py::test_hidden"}
-    return Failed(**(fields | {"record": record, "environment": make.environment()} | changes))
+    return KeptFailure(**(fields | {"record": record, "environment": make.environment()} | changes))
 
 
 def test_a_relation_that_failed(make, hidden):
-    assert diagnosis_of(kept(make, hidden)) == HIDDEN
+    assert kept_failure_text(kept(make, hidden)) == HIDDEN
 
 
 def test_a_bound_names_its_parts_and_its_arithmetic(make):
@@ -79,7 +79,7 @@ def test_a_bound_names_its_parts_and_its_arithmetic(make):
         compared=32768,
         warnings=("lse is off, too",),
     )
-    lines = diagnosis(record, kernel="mine", device="cpu").splitlines()
+    lines = diagnosis_text(record, kernel="mine", device="cpu").splitlines()
     assert lines[0] == "FAIL bound compare: out[0, 1, 127, 63] is off"
     assert lines[1:3] == [
         "  kernel     mine on cpu in Triton's interpreter",
@@ -98,13 +98,13 @@ def test_a_bound_names_its_parts_and_its_arithmetic(make):
     [("error", "ERROR compare: RuntimeError: planted"), ("unsupported", "NOT TAKEN compare: ")],
 )
 def test_what_was_not_judged_has_its_reason(make, status, head):
-    text = diagnosis(make.refused("k", status, "RuntimeError: planted"), kernel="k")
+    text = diagnosis_text(make.refused("k", status, "RuntimeError: planted"), kernel="k")
     assert text.splitlines()[0].startswith(head)
     assert "worst" not in text
 
 
 def test_a_long_message_is_cut(make):
-    text = diagnosis(make.refused("k", "error", "word " * 1000), kernel="k")
+    text = diagnosis_text(make.refused("k", "error", "word " * 1000), kernel="k")
     assert max(map(len, text.splitlines())) < 600
     assert text.splitlines()[0].endswith("…")
 
@@ -112,7 +112,7 @@ def test_a_long_message_is_cut(make):
 def test_foreign_text_is_inert(make, hidden):
     foul = "\x1b[31mred\x1b[0m\n\u202eback"
     failed = kept(make, hidden, kernel=foul, question=foul, test=foul)
-    text = diagnosis_of(failed)
+    text = kept_failure_text(failed)
     assert text.count("\n") == HIDDEN.count("\n")
     assert text.count("red back") == 3
     assert not set(text) & {"\x1b", "\u202e"}
@@ -121,7 +121,7 @@ def test_foreign_text_is_inert(make, hidden):
 def test_bounds_of_both_runs_are_named(make, hidden):
     judged = related(allowance=0.5)
     record = make.record(case=hidden.case, status="fail", judgement=judged)
-    text = diagnosis(record, kernel="k")
+    text = diagnosis_text(record, kernel="k")
     assert "  allowed    5.00e-01 (the judge's bounds of the runs that are compared)" in text
 
 
@@ -141,7 +141,7 @@ def test_bounds_of_both_runs_are_named(make, hidden):
 )
 def test_a_problem_is_one_line_as_it_calls_itself(make, problem):
     record = make.record(case=Case(problem=problem).to_json())
-    assert problem_line(asked(record)) == str(problem)
+    assert problem_line(problem_of(record)) == str(problem)
 
 
 def test_the_explanation_of_a_relation_has_no_bounds(make, hidden):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from attncheck.record import Diagnosis, ErrorMap, TileMap
+from attncheck.records.record import Diagnosis, ErrorMap, TileMap
 from attncheck.reporting.error_figure import is_mapped
 from attncheck.reporting.plot import error_drawn, write_error_plots
 

@@ -8,17 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from attncheck.examine.allowances import budget
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.gradient_allowances import gradient_allowance
-from attncheck.formats import FORMATS
-from attncheck.judge.arithmetic import default
-from attncheck.judgement import Place
+from attncheck.core.formats import FORMATS
+from attncheck.core.judgement import Place
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.reporting import explain, terms
 from attncheck.reporting.explain import as_explanation, explanation_lines, show_explanation
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import Evidence, budget, gradient_allowance
 
 MEANINGS = {"output rounding": "out is rounded once", "weights": "what scores make of them"}
 

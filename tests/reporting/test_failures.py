@@ -9,18 +9,24 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from attncheck.errors import UsageError
-from attncheck.failure_record import Failed
-from attncheck.reporting import failures
+from attncheck.core.errors import UsageError
+from attncheck.records import failures
+from attncheck.records.failures import (
+    KeptFailure,
+    Reproduction,
+    find_reproduction,
+    is_id,
+    keep_failure,
+    load_failure,
+)
 from attncheck.reporting.as_json import as_json
-from attncheck.reporting.failures import Found, find, is_id, keep, load_failed
 
 
 @pytest.fixture
 def failed(make):
     record = make.judged(status="fail", rule="bound", worst=make.worst(got=math.nan))
     record = replace(record, reason="nan", case_id="casecasexx")
-    return Failed(
+    return KeptFailure(
         id="abcdefgh27",
         kernel="mine.py::kernel",
         convention="sdpa",
@@ -37,9 +43,9 @@ def reports(tmp_path):
 
 
 def test_what_is_kept_comes_back(failed, reports):
-    path = keep(failed, reports / "failures")
+    path = keep_failure(failed, reports / "failures")
     assert path == reports / "failures" / "abcdefgh27.json"
-    again = load_failed(path)
+    again = load_failure(path)
     assert math.isnan(again.record.judgement.worst.got)
     assert again.record.reason == "nan"
     assert str(again) == str(failed)
@@ -48,8 +54,8 @@ def test_what_is_kept_comes_back(failed, reports):
 
 @pytest.mark.parametrize("wanted", ["abcdefgh27", "casecasexx"], ids=["its id", "its Case's"])
 def test_an_id_is_looked_up(failed, reports, wanted):
-    keep(failed, reports / "failures")
-    found = find(wanted, reports)
+    keep_failure(failed, reports / "failures")
+    found = find_reproduction(wanted, reports)
     assert (found.kernel, found.convention, found.device) == ("mine.py::kernel", "sdpa", "cpu")
     assert (found.case, found.test) == (failed.record.case, "test_it")
 
@@ -60,7 +66,7 @@ def test_an_id_is_looked_up_in_reports(make, reports):
     (reports / "h200").mkdir(parents=True)
     (reports / "h200" / "check.json").write_text(as_json(make.report(*records, command=asked)))
     (reports / "other.json").write_text(f'{{"id": "{case}"}}')
-    found = find(case, reports)
+    found = find_reproduction(case, reports)
     assert (found.kernel, found.convention, found.device) == ("mine.py::f", "flash_attn", "cpu")
 
 
@@ -71,17 +77,17 @@ def test_of_several_kernels_one_is_chosen(make, reports):
     reports.mkdir()
     (reports / "rmse.json").write_text(as_json(report))
     with pytest.raises(UsageError, match=r"abcdefghij was asked of one, two: choose .* --kernel"):
-        find("abcdefghij", reports)
-    assert find("abcdefghij", reports, "two").kernel == "two"
-    assert find("abcdefghij", reports, "mine.py::new").case == records[0].case
+        find_reproduction("abcdefghij", reports)
+    assert find_reproduction("abcdefghij", reports, "two").kernel == "two"
+    assert find_reproduction("abcdefghij", reports, "mine.py::new").case == records[0].case
 
 
 def test_the_oldest_goes(failed, reports, monkeypatch):
-    monkeypatch.setattr(failures, "KEPT", 2)
+    monkeypatch.setattr(failures, "MOST_KEPT", 2)
     for age, name in enumerate("abc"):
-        path = keep(replace(failed, id=name * 10), reports)
+        path = keep_failure(replace(failed, id=name * 10), reports)
         os.utime(path, (1000 + age, 1000 + age))
-    keep(replace(failed, id="d" * 10), reports)
+    keep_failure(replace(failed, id="d" * 10), reports)
     assert sorted(path.stem[0] for path in reports.iterdir()) == ["c", "d"]
 
 
@@ -89,33 +95,33 @@ def test_the_oldest_goes(failed, reports, monkeypatch):
 def test_what_is_no_id(failed, reports, text):
     assert not is_id(text)
     with pytest.raises(UsageError, match="is no id"):
-        keep(replace(failed, id=text), reports)
+        keep_failure(replace(failed, id=text), reports)
     assert not reports.exists()
     with pytest.raises(UsageError, match=r"cannot be read: No such file or directory\.$"):
-        find(text, reports)
+        find_reproduction(text, reports)
 
 
 def test_an_unknown_id_says_where_it_was_looked_for(failed, reports):
     with pytest.raises(UsageError, match="there is no folder"):
-        find("zzzzzzzzzz", reports)
-    keep(failed, reports / "failures")
+        find_reproduction("zzzzzzzzzz", reports)
+    keep_failure(failed, reports / "failures")
     (reports / "rmse.json").write_text("{}")
     said = "nothing is known of 'zzzzzzzzzz': .*1 kept failures and 1 other JSON files"
     with pytest.raises(UsageError, match=said):
-        find("zzzzzzzzzz", reports)
+        find_reproduction("zzzzzzzzzz", reports)
 
 
 def test_a_broken_file_is_named(failed, reports):
-    path = keep(failed, reports / "failures")
+    path = keep_failure(failed, reports / "failures")
     path.write_text(path.read_text()[:-20])
     with pytest.raises(UsageError, match=r"abcdefgh27\.json is no failure of attncheck: Input"):
-        find("abcdefgh27", reports)
+        find_reproduction("abcdefgh27", reports)
 
 
 def test_what_is_not_written_is_a_line(failed, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"failures cannot be written to .*choose another folder"):
-        keep(failed, tmp_path / "file")
+        keep_failure(failed, tmp_path / "file")
 
 
 def written(folder, data):
@@ -126,10 +132,10 @@ def written(folder, data):
 
 def test_a_file_is_what_is_in_it(failed, tmp_path):
     case, problem = {"problem": {"query": 3}, "question": "repeat"}, {"query": 3}
-    assert find(str(keep(failed, tmp_path))).kernel == failed.kernel
-    assert find(written(tmp_path, case)).case == case
-    found = find(written(tmp_path, problem))
-    assert found == Found(case={"problem": problem}, source=found.source)
+    assert find_reproduction(str(keep_failure(failed, tmp_path))).kernel == failed.kernel
+    assert find_reproduction(written(tmp_path, case)).case == case
+    found = find_reproduction(written(tmp_path, problem))
+    assert found == Reproduction(case={"problem": problem}, source=found.source)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_a_file_is_what_is_in_it(failed, tmp_path):
 )
 def test_a_file_that_cannot_be_is_a_line(tmp_path, data, says):
     with pytest.raises(UsageError) as raised:
-        find(written(tmp_path, data))
+        find_reproduction(written(tmp_path, data))
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -155,4 +161,4 @@ def test_a_file_that_cannot_be_is_a_line(tmp_path, data, says):
 def test_a_file_that_is_too_large_is_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(failures, "_LARGEST", 8)
     with pytest.raises(UsageError, match="is larger than 8 bytes"):
-        find(written(tmp_path, {"query": 3}))
+        find_reproduction(written(tmp_path, {"query": 3}))

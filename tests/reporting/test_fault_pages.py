@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from attncheck.errors import UsageError
-from attncheck.fault_record import (
-    Caught,
+from attncheck.core.errors import UsageError
+from attncheck.records.fault_scores import (
     ControlScore,
+    Detection,
     FaultReport,
     FaultScore,
-    OwnReport,
-    OwnScore,
-    PeerSaid,
+    OwnTestsReport,
+    OwnTestsScore,
+    PeerVerdict,
     Total,
-    Wrong,
+    WrongAnswer,
 )
-from attncheck.record import Explanation
+from attncheck.records.record import Explanation
 from attncheck.reporting import fault_pages, own_pages
 
-FIRST = Wrong(
+FIRST = WrongAnswer(
     stage="probes",
     question="ones",
     status="fail",
@@ -37,10 +37,10 @@ CAUGHT = FaultScore(
     outcome="caught",
     problems=23,
     seconds=6.64,
-    caught=Caught(first=FIRST, shrunk=replace(FIRST, problem="bf16 full B1 H1 Q1 K65 D16")),
+    caught=Detection(first=FIRST, shrunk=replace(FIRST, problem="bf16 full B1 H1 Q1 K65 D16")),
     peers=(
-        PeerSaid(rule="allclose(1e-2)", problems=9, caught=True),
-        PeerSaid(rule="2×", problems=22, alarms=3),
+        PeerVerdict(rule="allclose(1e-2)", problems=9, caught=True),
+        PeerVerdict(rule="2×", problems=22, alarms=3),
     ),
     diagnosis=(OTHER, replace(OTHER, model="alpha")),
     rank=2,
@@ -146,7 +146,7 @@ def test_json_comes_back():
 
 def own(*statuses):
     scores = tuple(
-        OwnScore(
+        OwnTestsScore(
             fault=f"f{number}",
             category="gqa",
             host="ideal",
@@ -156,7 +156,7 @@ def own(*statuses):
         )
         for number, status in enumerate(statuses)
     )
-    return OwnReport(command="attncheck faults", pytest="tests", replace="a:b", scores=scores)
+    return OwnTestsReport(command="attncheck faults", pytest="tests", replace="a:b", scores=scores)
 
 
 def test_of_ones_own_tests_what_shows_is_scored():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.core.source_files import import_file
 from attncheck.reporting.gate_html import as_html
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

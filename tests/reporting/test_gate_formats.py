@@ -12,10 +12,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.source_files import import_file
 from attncheck.reporting import gate_json, gate_pages
 from attncheck.reporting.gate_github import MOST
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 

@@ -14,11 +14,11 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file
 from attncheck.reporting import gate_files, gate_pages
 from attncheck.reporting.gate_html import as_html
 from attncheck.reporting.gate_markdown import LARGEST, as_markdown
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file
 from attncheck.reporting import gate_files, gate_maps
 from attncheck.reporting.gate_curves import curves
 from attncheck.reporting.gate_html import MOST, as_html
 from attncheck.reporting.gate_matrix import matrix
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 MINE = "myfa.py::forward"

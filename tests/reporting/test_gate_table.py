@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from attncheck.core.source_files import import_file
 from attncheck.reporting import gate_pages
 from attncheck.reporting.gate_table import MOST, table_lines
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 

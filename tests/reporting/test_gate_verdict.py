@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from attncheck.core.source_files import import_file
 from attncheck.reporting.gate_content import missing
 from attncheck.reporting.gate_verdict import Policy, exit_code, failing, policy_of, sentence
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 WRONG = ("fail", "error", "crash", "timeout", "oom")

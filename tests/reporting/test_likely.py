@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from attncheck.record import Diagnosis, Explanation, TileMap
-from attncheck.reporting.likely import likely_facts, tile_lines
+from attncheck.records.record import Diagnosis, Explanation, TileMap
+from attncheck.reporting.diagnosis_text import likely_facts, tile_lines
 
 
 class Told(msgspec.Struct):

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attncheck.record import ErrorMap
+from attncheck.core.source_files import import_file
+from attncheck.records.record import ErrorMap
 from attncheck.reporting import screen
-from attncheck.reporting.diagnosis import diagnosis
+from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.reporting.map_text import map_lines
-from attncheck.source_files import import_file
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
@@ -63,7 +63,7 @@ def test_a_large_map_is_folded_and_the_worst_is_kept():
 
 
 def test_the_diagnosis_has_it():
-    text = diagnosis(mapped((0.05, 2.0, 2.0, 2.0) * 2), kernel="k")
+    text = diagnosis_text(mapped((0.05, 2.0, 2.0, 2.0) * 2), kernel="k")
     assert "  where      error ÷ allowed; a line is 1 head, a column 64 rows\n" in text
     assert "\n             ·▒▒▒·▒▒▒\n" in text
 

@@ -6,12 +6,12 @@ import json
 import msgspec
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.mod_record import Answer, ModRecord, ModReport
-from attncheck.record import Environment
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.records.record import Environment
+from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
 from attncheck.reporting import mod_pages
 
-EQUAL = Answer(status="equal")
+EQUAL = ModAnswer(status="equal")
 
 
 def record(name="causal", kind="mask", expression="q_idx >= kv_idx", **answers):
@@ -34,9 +34,9 @@ def report(*records):
 
 
 WRONG = record(
-    "odd", flex=Answer(status="different", detail="at b=0 h=1: True, but should be False")
+    "odd", flex=ModAnswer(status="different", detail="at b=0 h=1: True, but should be False")
 )
-ABSENT = Answer(status="unsupported", detail="torch.compile is broken here")
+ABSENT = ModAnswer(status="unsupported", detail="torch.compile is broken here")
 LONG = record("long", "score mod", " + ".join(["score"] * 40), flex=ABSENT)
 
 
@@ -86,8 +86,8 @@ def test_no_line_is_wider_than_the_terminal_and_every_kernel_has_its_column(
 ):
     names = ["ideal", "triton-flash1", "triton-flash2", "flex", *others]
     answers = dict.fromkeys(names, EQUAL)
-    wrong = Answer(status="different", detail="here")
-    absent = Answer(status="unsupported", detail="no LSE " * 30)
+    wrong = ModAnswer(status="different", detail="here")
+    absent = ModAnswer(status="unsupported", detail="no LSE " * 30)
     long = record("long", "score mod", LONG.expression, **answers | {names[0]: absent})
     rows = [record(**answers), record(name, **answers | {names[-1]: wrong}), long]
     whole = msgspec.structs.replace(
@@ -120,7 +120,7 @@ def test_json_comes_back_whole():
 
 def test_foreign_text_is_harmless():
     foreign = "x | y \x1b[31m\n<b> \ud800"
-    wrong = Answer(status="error", detail=foreign)
+    wrong = ModAnswer(status="error", detail=foreign)
     bad = report(record("m", expression=foreign, flex=wrong))
     assert json.loads(mod_pages.render(bad, "json"))["records"][0]["expression"].endswith("\\ud800")
     for fmt in ("table", "md"):

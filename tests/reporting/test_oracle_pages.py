@@ -6,10 +6,10 @@ import json
 import msgspec
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.judgement import Place
-from attncheck.oracle_record import Agreement, Distance, OracleRecord, OracleReport, Rows
-from attncheck.record import Environment
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.judgement import Place
+from attncheck.records.record import Environment
+from attncheck.records.survey_reports import Agreement, Distance, OracleRecord, OracleReport, Rows
 from attncheck.reporting import oracle_pages
 
 AT = Place(batch=0, head=1, query=2, dim=3)

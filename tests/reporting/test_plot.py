@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.reporting.marks import page
 from attncheck.reporting.plot import check_plots, drawn, write_plots
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.reporting import check_writable, files, load, render, write
 from attncheck.reporting.as_json import LARGEST
 

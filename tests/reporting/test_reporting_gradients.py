@@ -11,7 +11,7 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.reporting import joined, load, render
 from attncheck.reporting.as_table import as_table
 from attncheck.reporting.gradients import HOW_TO_READ_GRADIENTS

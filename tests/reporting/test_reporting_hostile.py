@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
-from attncheck.inert import for_markdown, one_line
+from attncheck.core.sanitize_text import for_markdown, one_line
 from attncheck.reporting import render
 from attncheck.reporting.as_table import as_table
 

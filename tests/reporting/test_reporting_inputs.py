@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.reporting import load, render
 from attncheck.reporting.as_table import as_table
 

@@ -11,9 +11,9 @@ import time
 import msgspec
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.judgement import Place
-from attncheck.record import Environment
+from attncheck.core.errors import UsageError
+from attncheck.core.judgement import Place
+from attncheck.records.record import Environment
 from attncheck.reporting import FORMATS, figures, render
 
 

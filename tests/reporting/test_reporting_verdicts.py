@@ -9,12 +9,12 @@ import re
 
 import pytest
 
-from attncheck.judgement import BlindSpot, Judgement, Precision, Worst
+from attncheck.core.judgement import BlindSpot, Judgement, Precision, Worst
+from attncheck.core.outputs import GRADIENTS
 from attncheck.reporting import render
 from attncheck.reporting.blind_spots import insensitive, visible
 from attncheck.reporting.figures import percent, share
 from attncheck.reporting.verdicts import JUDGED, STATUSES
-from attncheck.tensor_names import GRADIENTS
 
 PAGES = ("table", "md")
 

@@ -3,10 +3,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.record import Environment
+from attncheck.core.errors import UsageError
+from attncheck.records.record import Environment
+from attncheck.records.run_reports import (
+    PropertyOutcome,
+    PropertyReport,
+    Tally,
+    join_property_reports,
+)
 from attncheck.reporting import suite_pages
-from attncheck.suite_record import Outcome, SuiteReport, Tally, joined
 
 ENVIRONMENT = Environment(
     device="cpu", machine="x86_64", python="3.11", torch="2.13", numpy="2", attncheck="1"
@@ -14,7 +19,7 @@ ENVIRONMENT = Environment(
 
 
 def outcome(kernel="ideal", outcome="passed", reason="", **problems):
-    return Outcome(
+    return PropertyOutcome(
         file="test_causal.py",
         test="test_first_row",
         kernel=kernel,
@@ -27,7 +32,7 @@ def outcome(kernel="ideal", outcome="passed", reason="", **problems):
 
 
 def report(*outcomes, seconds=2.0, processes=1):
-    return SuiteReport(
+    return PropertyReport(
         command="pytest properties",
         environment=ENVIRONMENT,
         tier="smoke",
@@ -59,7 +64,7 @@ def test_several_runs_are_one_in_which_the_last_outcome_counts() -> None:
         report(outcome("mine", **{"pass": 4}), processes=9, seconds=1000.0),
         command="pytest properties -k mine",
     )
-    found = joined([MIXED, again])
+    found = join_property_reports([MIXED, again])
     assert {one.kernel: one.outcome for one in found.outcomes} == {
         "ideal": "passed",
         "flex": "known",
@@ -70,9 +75,9 @@ def test_several_runs_are_one_in_which_the_last_outcome_counts() -> None:
     assert "9 in 1,002 s" in suite_pages.render(found, "md").replace(" problems", "")
     other = msgspec.structs.replace(again, tier="pr")
     with pytest.raises(ValueError, match="of one tier in one environment"):
-        joined([MIXED, other])
+        join_property_reports([MIXED, other])
     with pytest.raises(ValueError, match="of one tier in one environment"):
-        joined([])
+        join_property_reports([])
 
 
 def test_a_kernel_has_a_row_of_its_own() -> None:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec.structs import replace
 
-from attncheck.examine.accuracy import accuracies
-from attncheck.examine.digest import digest
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution
-from attncheck.examine.recorded import asked
-from attncheck.gate_record import Answer
-from attncheck.judgement import Judgement
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.record import Environment, Record
+from attncheck.core.judgement import Judgement
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.record import Environment, Record
+from attncheck.records.run_reports import Answer
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.accuracy import accuracies
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution
+from attncheck.verify.new_record import asked
+from attncheck.verify.obligations import outputs_digest
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.subjects.contract import Tiling
+    from attncheck.capabilities.subject import Tiling
+    from attncheck.inputs.input_tensors import Inputs
 
 FULL = 24  # significant bits of fp32
 
@@ -101,7 +101,7 @@ def answer(known: Evidence, outputs: Outputs) -> Answer:
         record,
         status="pass",
         judgement=Judgement(status="pass"),
-        digest=digest(outputs),
+        digest=outputs_digest(outputs),
         accuracy=accuracies(result, known),
     )
     return answered(record)

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from attncheck.errors import UsageError
-from attncheck.runner.unit import Done, Unit
+from attncheck.core.errors import UsageError
+from attncheck.workers.units import Done, Unit
 
 
 def unit(name, kind="ask", *, kernel="stub", stage="bounds", **case):

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from attncheck.baseline_record import (
+from attncheck.core.errors import UsageError
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.baseline_entries import (
     Baseline,
+    BaselineTensor,
     Entry,
-    Held,
     architecture,
-    fingerprint,
-    made,
-    read,
-    written,
+    baseline_text,
+    environment_id,
+    make_baseline,
+    read_baseline,
 )
-from attncheck.errors import UsageError
-from attncheck.problem import Case, Problem
-from attncheck.record import Environment
+from attncheck.records.record import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ CPU = Environment(
     attncheck="0.1.0",
 )
 GPU = replace(CPU, device="NVIDIA H100", capability="9.0", cuda="13.0")
-HELD = Held(
+HELD = BaselineTensor(
     rmse=1.25e-3, ideal=1.2e-3, floor=1.1e-3, relative=1.01, freedom=512.0, ensemble=(0.99, 1.02)
 )
 
@@ -51,36 +51,39 @@ def entry(case: str = "case1", kernel: str = "mine", where: Environment = CPU) -
         digest="0123456789abcdef" * 2,
         tensors={"out": HELD},
         over_bound=0.31,
-        versions=fingerprint(where),
+        versions=environment_id(where),
     )
 
 
 def baseline(*entries: Entry) -> Baseline:
-    known = {fingerprint(one): one for one in (CPU, GPU)}
-    return made(entries or (entry(),), known, "0.1.0")
+    known = {environment_id(one): one for one in (CPU, GPU)}
+    return make_baseline(entries or (entry(),), known, "0.1.0")
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     kept = baseline(entry("b"), entry("a"), entry("a", where=GPU), entry("a", "another"))
-    assert read(written(kept)) == kept
+    assert read_baseline(baseline_text(kept)) == kept
     path = tmp_path / "attncheck-baseline.json"
-    path.write_text(written(kept))
-    assert read(path) == kept
-    assert written(read(path)) == written(kept)
+    path.write_text(baseline_text(kept))
+    assert read_baseline(path) == kept
+    assert baseline_text(read_baseline(path)) == baseline_text(kept)
 
 
 def test_an_entry_says_what_was_asked() -> None:
     case = Case(problem=Problem(query=3))
     kept = baseline(replace(entry(case.id), asked=case.to_json()))
-    assert read(written(kept)) == kept
+    assert read_baseline(baseline_text(kept)) == kept
     with pytest.raises(UsageError, match="another Case than its id says"):
-        read(written(baseline(replace(entry("another"), asked=case.to_json()))))
+        read_baseline(baseline_text(baseline(replace(entry("another"), asked=case.to_json()))))
 
 
 def test_one_entry_a_line_sorted_so_that_branches_merge() -> None:
-    one, two = written(baseline(entry("a"), entry("c"))), written(baseline(entry("c"), entry("a")))
+    one, two = (
+        baseline_text(baseline(entry("a"), entry("c"))),
+        baseline_text(baseline(entry("c"), entry("a"))),
+    )
     assert one == two
-    more = written(baseline(entry("a"), entry("b"), entry("c"))).splitlines()
+    more = baseline_text(baseline(entry("a"), entry("b"), entry("c"))).splitlines()
     assert [line for line in more if line not in one.splitlines()] == [more[-4]]
     assert json.loads(more[-4].rstrip(","))["case"] == "b"
 
@@ -91,7 +94,7 @@ def test_architectures_do_not_meet() -> None:
 
 
 def test_a_name_that_is_no_text_is_kept_as_its_escape() -> None:
-    kept = read(written(baseline(entry(kernel="mine\ud800\x1b[31m</script>"))))
+    kept = read_baseline(baseline_text(baseline(entry(kernel="mine\ud800\x1b[31m</script>"))))
     assert kept.entries[0].kernel == "mine\\ud800\x1b[31m</script>"
 
 
@@ -142,12 +145,12 @@ def _twice(text: str) -> str:
             _line(lambda d: d.update(environments={})), "environment that is not", id="nowhere"
         ),
         pytest.param(
-            lambda text: written(baseline(replace(entry(), over_bound=-1.0))),
+            lambda text: baseline_text(baseline(replace(entry(), over_bound=-1.0))),
             "number or digest that cannot be",
             id="negative",
         ),
         pytest.param(
-            lambda text: written(baseline(replace(entry(), digest="../etc"))),
+            lambda text: baseline_text(baseline(replace(entry(), digest="../etc"))),
             "number or digest that cannot be",
             id="no digest",
         ),
@@ -157,9 +160,9 @@ def test_what_is_damaged_is_refused_in_one_line(
     damage: Callable[[str], str], said: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "attncheck-baseline.json"
-    path.write_text(damage(written(baseline())))
+    path.write_text(damage(baseline_text(baseline())))
     with pytest.raises(UsageError) as error:
-        read(path)
+        read_baseline(path)
     message = str(error.value)
     assert message.startswith("baseline invalid: ")
     assert said in message
@@ -168,4 +171,4 @@ def test_what_is_damaged_is_refused_in_one_line(
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^baseline invalid: .*cannot be read"):
-        read(tmp_path / "nowhere.json")
+        read_baseline(tmp_path / "nowhere.json")

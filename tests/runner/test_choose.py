@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError
 from attncheck.runner.choose import chosen
-from attncheck.runner.measure import pairs
 from attncheck.runner.plan import plan
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_kernels import Sdpa
+from attncheck.verify.verify import pairs
 
 
 def asked(*variants, dtypes=("fp32",), shapes=("1x2x5x4",)):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tests.runner.stub_work import unit
 
-from attncheck.errors import UsageError
-from attncheck.runner import cluster
-from attncheck.runner.journal import Journal, read
+from attncheck.core.errors import UsageError
+from attncheck.workers import ray_pool
+from attncheck.workers.journal import Journal
+from attncheck.workers.journal_format import read_journal
 
 STUB = "tests.runner.stub_work:work"
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,9 @@ def test_without_ray_what_to_install_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     said = pytest.raises(UsageError, match=r"pip install 'attncheck\[ray\]'")
     with Journal.open(tmp_path / "r.jsonl", {}, resume=True) as journal, said:
-        cluster.run([unit("a")], work=STUB, options={}, journal=journal, address="local")
+        ray_pool.run_on_cluster(
+            [unit("a")], work=STUB, options={}, journal=journal, address="local"
+        )
     assert "RAY_USAGE_STATS_ENABLED" in os.environ
 
 
@@ -74,7 +77,7 @@ def test_a_node_that_is_lost_takes_no_acknowledged_result_with_it(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["ended", "finished", "81", "0"] in lines
     told = [(unit_id, pid) for word, unit_id, pid in (x for x in lines if x[:1] == ["told"])]
-    content = read(path)
+    content = read_journal(path)
     results = {i: str(done.facts.get("pid")) for i, done in content.results.items()}
     assert dict(told) == results  # none lost, none done again
     assert len(told) == len(results)  # none told twice

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tests.runner.stub_work import unit
 
-from attncheck.gate_record import Answer
-from attncheck.record import Record
-from attncheck.runner.journal import Disk, Journal, JournalError, read
-from attncheck.runner.journal_lines import LONGEST, line
-from attncheck.runner.unit import Done
+from attncheck.records.record import Record
+from attncheck.records.run_reports import Answer
+from attncheck.workers.journal import Disk, Journal
+from attncheck.workers.journal_format import LONGEST, JournalError, journal_line, read_journal
+from attncheck.workers.units import Done
 
 HEADER = {"command": "gate k", "tier": "smoke", "kernels": ["k"]}
 UNITS = [unit(f"u{n}") for n in range(4)]
@@ -71,7 +71,7 @@ def test_every_number_and_word_comes_back_as_it_was(path):
     whole = done(UNITS[0], answers=(answer,), units=(unit("f", scale=math.inf),), seconds=1 / 3)
     with opened(path) as journal:
         journal.done(whole)
-    back = read(path).results[UNITS[0].id]
+    back = read_journal(path).results[UNITS[0].id]
     assert repr(back) == repr(whole)  # NaN is not equal to itself
     assert back.units[0].id == whole.units[0].id
 
@@ -79,17 +79,17 @@ def test_every_number_and_word_comes_back_as_it_was(path):
 def test_foreign_text_that_is_no_unicode_is_written_as_its_escape(path):
     with opened(path) as journal:
         journal.done(done(UNITS[0], harness="bad \ud800 and \x1b[31m"))
-    assert read(path).results[UNITS[0].id].harness == "bad \\ud800 and \x1b[31m"
+    assert read_journal(path).results[UNITS[0].id].harness == "bad \\ud800 and \x1b[31m"
 
 
 def test_a_reader_needs_no_lock_and_sees_what_is_acknowledged(path):
     with opened(path) as journal:
         journal.begun(UNITS[0])
         journal.done(done(UNITS[0]))
-        assert list(read(path).results) == [UNITS[0].id]
-        assert read(path).why == "killed"
+        assert list(read_journal(path).results) == [UNITS[0].id]
+        assert read_journal(path).why == "killed"
         journal.end("interrupted")
-    content = read(path)
+    content = read_journal(path)
     assert content.why == "interrupted"
     assert content.seconds > 0
 
@@ -97,12 +97,12 @@ def test_a_reader_needs_no_lock_and_sees_what_is_acknowledged(path):
 def test_one_torn_line_at_the_end_is_cut(two):
     whole = two.read_bytes()
     lines = whole.splitlines(keepends=True)
-    results = len(read(two).results)
+    results = len(read_journal(two).results)
     for size in (len(whole) - 1, len(whole) - 2, len(whole) - len(lines[-1]) + 1):
         two.write_bytes(whole[:size])
-        assert read(two).torn
+        assert read_journal(two).torn
         opened(two).close()
-        content = read(two)
+        content = read_journal(two)
         assert not content.torn
         assert len(content.results) == results
         assert two.read_bytes().startswith(whole[: len(whole) - len(lines[-1])])
@@ -125,14 +125,14 @@ def test_every_prefix_of_a_journal_can_be_resumed(two):
 
 def _content(path, raw):
     path.write_bytes(raw)
-    return read(path)
+    return read_journal(path)
 
 
 def test_zeros_after_a_power_cut_are_a_torn_line(two):
     two.write_bytes(two.read_bytes() + bytes(300))
-    assert len(read(two).results) == 2
+    assert len(read_journal(two).results) == 2
     opened(two).close()
-    assert not read(two).torn
+    assert not read_journal(two).torn
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 5])
@@ -144,7 +144,7 @@ def test_a_damaged_line_elsewhere_is_an_error(two, number):
     with pytest.raises(JournalError, match=f"line {number + 1}: it is not whole, or its checksum"):
         opened(two)
     with pytest.raises(JournalError):
-        read(two)
+        read_journal(two)
     assert two.read_bytes() == before
 
 
@@ -152,18 +152,18 @@ def test_a_gap_and_a_repeat_are_errors_even_at_the_end(two):
     lines = two.read_bytes().splitlines(keepends=True)
     two.write_bytes(b"".join(lines[:4] + lines[5:]))
     with pytest.raises(JournalError, match="line 5: its number is 5, not 4"):
-        read(two)
+        read_journal(two)
     two.write_bytes(b"".join([*lines, lines[-1]]))
     with pytest.raises(JournalError, match=f"its number is {len(lines) - 1}, not {len(lines)}"):
-        read(two)
+        read_journal(two)
 
 
 def test_two_results_of_one_unit_are_an_error(two):
-    content = read(two)
+    content = read_journal(two)
     with two.open("ab") as file:
-        file.write(line(content.lines, "result", 0.0, {"done": done(UNITS[0])}))
+        file.write(journal_line(content.lines, "result", 0.0, {"done": done(UNITS[0])}))
     with pytest.raises(JournalError, match="has two results"):
-        read(two)
+        read_journal(two)
 
 
 def test_a_result_is_written_once_and_not_begun_after(two):
@@ -189,7 +189,7 @@ def test_units_that_were_ended_by_us_were_not_lost(two):
         journal.begun(UNITS[2])
         assert journal.lost(UNITS[2]) == 2
         journal.abandoned([UNITS[2].id])
-    assert read(two).lost[UNITS[2].id] == 1
+    assert read_journal(two).lost[UNITS[2].id] == 1
 
 
 def test_a_second_writer_is_refused_in_one_line(two):
@@ -197,7 +197,7 @@ def test_a_second_writer_is_refused_in_one_line(two):
         with pytest.raises(JournalError) as excinfo:
             opened(two)
         code = (
-            "from attncheck.runner.journal import Journal\n"
+            "from attncheck.workers.journal import Journal\n"
             f"Journal.open({str(two)!r}, {HEADER!r}, resume=False)"
         )
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -205,7 +205,7 @@ def test_a_second_writer_is_refused_in_one_line(two):
     assert message.startswith(f"{two} is being written by another process ({os.getpid()} on ")
     assert "\n" not in message
     assert "is being written by another process" in other.stderr
-    assert len(read(two).results) == 2
+    assert len(read_journal(two).results) == 2
     opened(two).close()  # and now it may be opened
 
 
@@ -228,21 +228,21 @@ def test_another_run_is_refused_and_what_differs_is_said(two, other, said):
 
 
 def test_another_version_is_another_run(two, monkeypatch):
-    monkeypatch.setattr("attncheck.runner.journal.__version__", "99")
+    monkeypatch.setattr("attncheck.workers.journal.__version__", "99")
     with pytest.raises(JournalError, match=r"version is '.*' there and '99' here"):
         opened(two)
 
 
 def test_another_schema_is_refused(two, monkeypatch):
-    monkeypatch.setattr("attncheck.runner.journal_content.SCHEMA", 2)
+    monkeypatch.setattr("attncheck.workers.journal_format.SCHEMA", 2)
     with pytest.raises(JournalError, match="its schema is 1, this version reads 2"):
-        read(two)
+        read_journal(two)
 
 
 def test_when_it_was_started_makes_no_other_run(path):
     opened(path, started="1").close()
     opened(path, started="2").close()
-    assert read(path).head["started"] == "1"
+    assert read_journal(path).head["started"] == "1"
 
 
 class Failing(Disk):
@@ -282,7 +282,7 @@ def test_a_disk_that_fails_loses_nothing_that_was_acknowledged(path, disk):
     acknowledged = []
     with pytest.raises(JournalError, match=r"cannot be written: .*; what was written before is"):
         write_all(path, disk, acknowledged)
-    assert list(read(path).results) == acknowledged
+    assert list(read_journal(path).results) == acknowledged
     with opened(path) as journal:
         assert list(journal.results) == acknowledged
 
@@ -325,7 +325,7 @@ print(*acknowledged)
     ).stdout.splitlines()
     assert "cannot be written: File too large" in told[0]
     assert 0 < len(told[1].split()) < len(UNITS)
-    assert list(read(path).results) == told[1].split()
+    assert list(read_journal(path).results) == told[1].split()
 
 
 def test_a_folder_that_cannot_be_written_is_a_journal_error(tmp_path):
@@ -344,7 +344,7 @@ def test_lines_have_a_longest_and_a_deepest(path, monkeypatch):
         deep = {"d": deep}
     with opened(path) as journal, pytest.raises(JournalError, match="nested deeper than 64"):
         journal.done(done(UNITS[0], facts=deep))
-    monkeypatch.setattr("attncheck.runner.journal_lines.LONGEST", 1000)
+    monkeypatch.setattr("attncheck.workers.journal_format.LONGEST", 1000)
     with opened(path) as journal, pytest.raises(JournalError, match="is longer than 1000"):
         journal.done(done(UNITS[0], harness="x" * 1000))
     assert LONGEST > 2**20
@@ -352,20 +352,20 @@ def test_lines_have_a_longest_and_a_deepest(path, monkeypatch):
 
 def test_a_foreign_line_that_is_too_deep_is_an_error(path):
     opened(path).close()
-    content, deep = read(path), b'{"d":' * 100_000 + b"1" + b"}" * 100_000
-    from attncheck.runner.journal_lines import _SUM, _checksum
+    content, deep = read_journal(path), b'{"d":' * 100_000 + b"1" + b"}" * 100_000
+    from attncheck.workers.journal_format import _SUM, _checksum
 
     body = b'{"n":%d,"kind":"end","at":0,"x":%s' % (content.lines, deep)
     with path.open("ab") as file:
         file.write(body + _SUM + _checksum(body) + b'"}\n')
     with pytest.raises(JournalError, match=f"line {content.lines + 1}"):
-        read(path)
+        read_journal(path)
 
 
 def test_an_error_within_is_why_it_ended(path):
     with pytest.raises(ZeroDivisionError), opened(path):
         raise ZeroDivisionError("of something")
-    assert read(path).why == "ZeroDivisionError: of something"
+    assert read_journal(path).why == "ZeroDivisionError: of something"
 
 
 class Order(Disk):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from attncheck.capabilities.subject import Subject
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.runner import measure as measure_room
-from attncheck.runner.measure import concerned, measure, pairs
 from attncheck.runner.plan import Cell, plan
-from attncheck.subjects.contract import Subject
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_kernels import Sdpa
+from attncheck.verify import verify as measure_room
+from attncheck.verify.verify import concerned, measure, pairs
 
 
 class Rows(Subject):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.errors import ProblemError, UnknownName
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Problem
 from attncheck.runner import plan as plan_room
 from attncheck.runner.plan import plan
 from attncheck.runner.variants import ALL, DEFAULT_SHAPES, FURTHER, VARIANTS, Shape, Variant

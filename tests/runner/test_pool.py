@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 from tests.runner.stub_work import unit
 
-from attncheck.errors import UsageError
-from attncheck.runner import dispatch
-from attncheck.runner.journal import Disk, Journal, JournalError, read
-from attncheck.runner.pool import Lane, LaneError, Limits, run
-from attncheck.runner.shards import Shard
-from attncheck.runner.unit import Done
+from attncheck.core.errors import UsageError
+from attncheck.workers import pool
+from attncheck.workers.journal import Disk, Journal
+from attncheck.workers.journal_format import JournalError, read_journal
+from attncheck.workers.pool import run_units
+from attncheck.workers.units import Done, Shard
+from attncheck.workers.worker_pool import Limits, WorkerError, WorkerPlace
 
 STUB = "tests.runner.stub_work:work"
 ROOT = Path(__file__).parents[2]
@@ -39,12 +40,12 @@ def ran(path, units, *, lanes=2, work=STUB, resume=True, options=None, disk=None
     """How it ended and the events."""
     events = []
     with Journal.open(path, {"command": "test"}, resume=resume, disk=disk) as journal:
-        ended = run(
+        ended = run_units(
             units,
             work=work,
             options=options or {},
             journal=journal,
-            lanes=[Lane() for _ in range(lanes)],
+            lanes=[WorkerPlace() for _ in range(lanes)],
             told=rest.pop("told", events.append),
             **rest,
         )
@@ -52,7 +53,7 @@ def ran(path, units, *, lanes=2, work=STUB, resume=True, options=None, disk=None
 
 
 def names(path):
-    return sorted(done.facts.get("name", "") for done in read(path).results.values())
+    return sorted(done.facts.get("name", "") for done in read_journal(path).results.values())
 
 
 def alive(number):
@@ -71,7 +72,7 @@ def test_units_and_what_follows_from_them_are_done_once(path):
     assert kinds.count("begun") == kinds.count("done") == 5
     assert events[-1].finished == events[-1].known == 5
     assert events[-1].left == 0
-    assert read(path).why == ""
+    assert read_journal(path).why == ""
 
 
 def test_what_the_journal_has_is_not_done_again_and_what_follows_from_it_is(path):
@@ -100,13 +101,13 @@ def test_what_cannot_be_asked_ends_the_run_and_is_done_when_it_is_mended(path, t
     file.touch()
     ended, _ = ran(path, units, lanes=1)
     assert (ended.why, names(path)) == ("", ["a", "b"])
-    assert not read(path).quarantined
+    assert not read_journal(path).quarantined
 
 
 def test_a_result_is_on_the_disk_before_anybody_is_told(path):
     def told(event):
         if event.kind == "done":
-            assert event.unit.id in read(path).results
+            assert event.unit.id in read_journal(path).results
 
     ran(path, [unit(f"u{n}") for n in range(5)], told=told)
 
@@ -122,7 +123,7 @@ def test_a_lane_makes_its_work_once_and_closes_it(path, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     ran(path, [unit(f"u{n}") for n in range(6)], lanes=1, options={"folder": str(folder)})
-    facts = [done.facts for done in read(path).results.values()]
+    facts = [done.facts for done in read_journal(path).results.values()]
     assert [one["count"] for one in facts] == [1, 2, 3, 4, 5, 6]
     assert [one.name for one in folder.iterdir()] == [f"closed.{facts[0]['pid']}"]
 
@@ -135,8 +136,14 @@ def test_each_lane_sees_its_gpu(path, tmp_path):
         unit("b", touch=marks[1], wait_for=marks[0]),
     ]
     with Journal.open(path, {}, resume=True) as journal:
-        run(units, work=STUB, options={}, journal=journal, lanes=[Lane(gpu="7"), Lane(gpu="5")])
-    gpus = sorted(done.facts["gpu"] for done in read(path).results.values())
+        run_units(
+            units,
+            work=STUB,
+            options={},
+            journal=journal,
+            lanes=[WorkerPlace(gpu="7"), WorkerPlace(gpu="5")],
+        )
+    gpus = sorted(done.facts["gpu"] for done in read_journal(path).results.values())
     assert gpus == ["5", "7"]
 
 
@@ -144,7 +151,7 @@ def test_a_lane_that_dies_costs_its_own_unit_alone(path, tmp_path):
     bad = unit("bad", die=signal.SIGSEGV)
     others = [unit(f"u{n}") for n in range(8)]
     ended, _ = ran(path, [bad, *others])
-    content = read(path)
+    content = read_journal(path)
     assert content.quarantined == {bad.id}
     assert content.results[bad.id].harness == ("ask of stub: its process died: SIGSEGV, 2 times")
     assert content.results[bad.id].attempts == 2
@@ -157,7 +164,7 @@ def test_a_lane_that_dies_costs_its_own_unit_alone(path, tmp_path):
 def test_what_dies_once_is_done_again_when_nothing_else_is_in_a_new_process(path, tmp_path):
     once = unit("once", die=signal.SIGKILL, times=1, folder=str(tmp_path))
     _, events = ran(path, [once, *(unit(f"u{n}") for n in range(6))])
-    result = read(path).results[once.id]
+    result = read_journal(path).results[once.id]
     assert (result.attempts, result.harness) == (2, "")
     assert (result.facts["alone"], result.facts["count"]) == (True, 1)
     last = events[-1]
@@ -168,7 +175,7 @@ def test_what_raises_is_asked_once_more_and_is_no_kernels_fault(path, tmp_path):
     once = unit("once", raises="bad luck", times=1, folder=str(tmp_path))
     twice = unit("twice", raises="no \x1b[31mroom")
     ran(path, [once, twice])
-    results = read(path).results
+    results = read_journal(path).results
     assert results[once.id].harness == ""
     assert results[twice.id].harness == "ask of stub: RuntimeError: no room, 2 times"
 
@@ -186,15 +193,15 @@ def test_a_unit_that_took_the_whole_run_down_is_done_last_and_alone(path):
         journal.begun(bad)
     _, events = ran(path, [bad, *others])
     assert events[-1].unit.id == bad.id
-    assert read(path).results[bad.id].facts["alone"]
+    assert read_journal(path).results[bad.id].facts["alone"]
 
     with Journal.open(path, {"command": "test"}, resume=False) as journal:
         journal.begun(bad)
         journal.begun(bad)
     _, events = ran(path, [bad, *others])
     assert bad.id not in {event.unit.id for event in events if event.kind == "begun"}
-    assert read(path).quarantined == {bad.id}
-    assert "lost 2 times before it was done" in read(path).results[bad.id].harness
+    assert read_journal(path).quarantined == {bad.id}
+    assert "lost 2 times before it was done" in read_journal(path).results[bad.id].harness
     assert names(path) == ["", "u0", "u1", "u2"]
 
 
@@ -203,7 +210,7 @@ def test_a_unit_that_is_to_be_alone_gets_a_process_that_has_done_nothing(path):
 
     alone = msgspec.structs.replace(unit("alone"), alone=True)
     ran(path, [unit("a"), unit("b"), alone, unit("c")], lanes=1)
-    facts = {done.facts["name"]: done.facts for done in read(path).results.values()}
+    facts = {done.facts["name"]: done.facts for done in read_journal(path).results.values()}
     assert facts["alone"]["count"] == 1
     assert facts["alone"]["pid"] != facts["b"]["pid"]
 
@@ -211,7 +218,7 @@ def test_a_unit_that_is_to_be_alone_gets_a_process_that_has_done_nothing(path):
 def test_a_lane_that_hangs_is_ended_and_its_unit_too(path, tmp_path):
     hung = unit("hung", wait_for=str(tmp_path / "never"), child=str(tmp_path / "child"))
     ended, _ = ran(path, [hung, unit("a")], limits=Limits(unit=0.5))
-    result = read(path).results[hung.id]
+    result = read_journal(path).results[hung.id]
     assert result.harness == "ask of stub: its process did not come back within 0.5 s, 2 times"
     assert ended.finished == 2
     assert not alive(int((tmp_path / "child").read_text()))
@@ -221,8 +228,8 @@ def test_stop_ends_a_run_early_and_it_can_be_resumed(path):
     units = [unit(f"u{n}") for n in range(5)]
     ended, _ = ran(path, units, lanes=1, stop=lambda done: done.facts["name"] == "u1")
     assert (ended.why, ended.finished, ended.left) == ("stopped early", 2, 3)
-    assert read(path).why == "stopped early"
-    assert [one.case["name"] for one in read(path).unfinished] == ["u2", "u3", "u4"]
+    assert read_journal(path).why == "stopped early"
+    assert [one.case["name"] for one in read_journal(path).unfinished] == ["u2", "u3", "u4"]
     assert ran(path, units)[0].finished == 5
 
 
@@ -237,7 +244,7 @@ def an_hour_once_begun(monkeypatch, tmp_path):
     def monotonic():
         return time.monotonic() + 3600.0 * mark.exists()
 
-    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=monotonic))
     return mark
 
 
@@ -256,15 +263,15 @@ def test_after_the_grace_running_units_are_ended_without_blame(path, tmp_path, a
     limits = Limits(unit=7200.0, grace=0.1)
     ended, _ = ran(path, [hung], seconds=3600.0, limits=limits)
     assert (ended.why, ended.at_once, ended.left) == ("time is up", True, 1)
-    assert read(path).lost.get(hung.id, 0) == 0
+    assert read_journal(path).lost.get(hung.id, 0) == 0
 
 
 def test_another_shard_is_left_to_others(path):
     units = [unit(f"u{n}", follow=[(f"f{n}", {})]) for n in range(10)]
     shard = Shard(1, 2)
     ended, _ = ran(path, [*units, unit("d", kind="describe")], mine=shard.has)
-    done = set(read(path).results)
-    assert done == {i for i, one in read(path).units.items() if shard.has(one)}
+    done = set(read_journal(path).results)
+    assert done == {i for i, one in read_journal(path).units.items() if shard.has(one)}
     assert ended.elsewhere > 0
     assert ended.left == 0
 
@@ -274,24 +281,24 @@ def test_a_work_that_cannot_be_made_is_an_error_in_one_line(path):
         ran(path, [unit("a")], work="tests.runner.stub_work:refused")
     with pytest.raises(UsageError, match=r"no work 'tests\.runner\.nothing:work': ModuleNotFound"):
         ran(path, [unit("a")], work="tests.runner.nothing:work")
-    with pytest.raises(LaneError, match="cannot be started: its process died: SIGKILL"):
+    with pytest.raises(WorkerError, match="cannot be started: its process died: SIGKILL"):
         ran(path, [unit("a")], work="tests.runner.stub_work:dead")
-    assert not read(path).results
-    assert not read(path).lost
+    assert not read_journal(path).results
+    assert not read_journal(path).lost
 
 
 def test_what_a_lane_prints_is_no_message_and_its_last_line_is_in_the_reason(path):
     noisy = unit("noisy", prints="x" * 100_000 + "\n\x1b[31mlast words", die=signal.SIGABRT)
     ran(path, [noisy, unit("a", prints='{"n":3}')])
-    harness = read(path).results[noisy.id].harness
+    harness = read_journal(path).results[noisy.id].harness
     assert harness == "ask of stub: its process died: SIGABRT (last words), 2 times"
 
 
 def test_a_lane_that_answers_for_another_unit_is_not_believed(path):
     liar = unit("liar", lie="0" * 16)
     ran(path, [liar, unit("a")])
-    assert "gave the result of" in read(path).results[liar.id].harness
-    assert len(read(path).results) == 2
+    assert "gave the result of" in read_journal(path).results[liar.id].harness
+    assert len(read_journal(path).results) == 2
 
 
 def test_a_journal_that_cannot_be_written_ends_the_run_and_its_lanes(path, tmp_path):
@@ -317,7 +324,7 @@ def test_what_told_raises_ends_the_run_and_its_lanes(path, tmp_path):
     with pytest.raises(BrokenPipeError):
         ran(path, [unit("a", child=str(tmp_path / "child"))], told=told)
     assert not alive(int((tmp_path / "child").read_text()))
-    assert len(read(path).results) == 1
+    assert len(read_journal(path).results) == 1
 
 
 def test_nothing_to_do_starts_no_lane(path):
@@ -370,8 +377,8 @@ def test_the_first_interrupt_lets_running_units_finish(path, tmp_path, number):
     assert told.startswith("interrupted False")
     assert "c" not in names(path)
     assert "a" in names(path)
-    assert read(path).why == "interrupted"
-    assert not read(path).lost
+    assert read_journal(path).why == "interrupted"
+    assert not read_journal(path).lost
 
 
 def test_the_second_interrupt_ends_everything_at_once_and_blames_nobody(path, tmp_path):
@@ -388,7 +395,7 @@ def test_the_second_interrupt_ends_everything_at_once_and_blames_nobody(path, tm
     told, _ = process.communicate(timeout=60)
     assert told == "interrupted True 1 1\n"
     assert names(path) == ["done"]
-    assert not any(read(path).lost.values())
+    assert not any(read_journal(path).lost.values())
     assert not alive(int(child.read_text()))
 
 
@@ -407,7 +414,7 @@ def test_no_process_outlives_a_run_that_is_killed(path, tmp_path):
     while alive(number) or any(alive(lane) for lane in lanes):
         assert time.monotonic() < until, "a process lives on"
         time.sleep(0.02)
-    assert read(path).lost == dict.fromkeys(read(path).units, 1)
+    assert read_journal(path).lost == dict.fromkeys(read_journal(path).units, 1)
 
 
 def _lanes(parent):
@@ -425,8 +432,8 @@ def _lanes(parent):
 
 def test_it_loads_neither_torch_nor_numpy():
     code = (
-        "import sys, attncheck.runner.pool, attncheck.runner.journal, attncheck.runner.merge, "
-        "attncheck.runner.lane, attncheck.runner.cluster\n"
+        "import sys, attncheck.workers.pool, attncheck.workers.journal, attncheck.workers.journal, "
+        "attncheck.workers.worker_pool, attncheck.workers.ray_pool\n"
         "print([name for name in ('torch', 'numpy', 'ray', 'triton') if name in sys.modules])"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
+from attncheck.capabilities.capability_table import read_table, render_table
+from attncheck.conventions.convention import ConventionOptions
 from attncheck.runner import probe_questions, probing
 from attncheck.runner.probing import probed
 from attncheck.runner.proposal import proposed
-from attncheck.subjects.capability_table import read, written
-from attncheck.subjects.conventions.options import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
 
@@ -144,7 +144,7 @@ def test_what_raises_is_left_out_and_said(ask):
     assert verdicts(found, "head_dims") == {"64": "takes", "80": "raises"}
     table, comments = proposed(found, "mine.py::kernel")
     assert table.head_dims == (64,)
-    assert "80: raises, and is left out: RuntimeError: no kernel [31m for 80" in written(
+    assert "80: raises, and is left out: RuntimeError: no kernel [31m for 80" in render_table(
         table, "kernels.mine", comments
     )
 
@@ -202,7 +202,7 @@ def test_causal_for_equal_lengths_alone_is_an_override(ask):
     (override,) = table.override
     assert override.when.mask == ("causal",)
     assert override.rectangular is False
-    text = written(table, "kernels.mine", comments)
+    text = render_table(table, "kernels.mine", comments)
     assert '[[kernels.mine.override]]\nwhen = { mask = ["causal"] }\nrectangular = false\n' in text
 
 
@@ -246,8 +246,8 @@ def test_a_subject_says_itself_what_it_takes(ask):
     assert not [one for one in found.tried if one.verdict == "wrong"]
     assert (table.head_dims, table.scores) == ("any", ("any",))
     assert (table.lse, table.empty_row) == (True, "zero")
-    text = written(table, "kernels.mine", comments)
-    assert read(parsed(text), "kernels.mine") == table
+    text = render_table(table, "kernels.mine", comments)
+    assert read_table(parsed(text), "kernels.mine") == table
 
 
 def parsed(text):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import attncheck
-from attncheck import inputs
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError, UnknownName, UsageError
-from attncheck.formats import FORMATS, round_to
-from attncheck.mods import library, own
+from attncheck.core.errors import ProblemError, UnknownName, UsageError
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.inputs import input_tensors
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.mods import library, mod_files
 from attncheck.mods.spec import Spec
 from attncheck.runner import questions
 from attncheck.runner.plan import plan
@@ -36,7 +36,7 @@ def _forgotten():
     registries = (DISTRIBUTIONS, library.MASKS, library.SCORES)
     before = [(registry, dict(registry)) for registry in registries]
     yield
-    own._mod.cache_clear()
+    mod_files._mod.cache_clear()
     for registry, known in before:
         registry.clear()
         registry.update(known)
@@ -190,7 +190,7 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused(dtype, number, says, sig
         one = torch.ones(1, 2, 3, 4)
         file = record((one, one, one), tuple(tensors.values()))
         if says is None:
-            drawn = inputs.draw(recorded(file, [dtype] if dtype else [])[1].problem)
+            drawn = input_tensors.draw_inputs(recorded(file, [dtype] if dtype else [])[1].problem)
             fmt = drawn.problem.formats.products
             assert round_to(getattr(drawn, name).double(), fmt).isfinite().all()
             continue
@@ -207,7 +207,7 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused(dtype, number, says, sig
 def test_in_fp8_every_recorded_number_is_in_range(dtype, size, record):
     q = torch.full((1, 2, 3, 4), size)
     (cell,) = recorded(record((q, -q, q)), [dtype])
-    drawn = inputs.draw(cell.problem)
+    drawn = input_tensors.draw_inputs(cell.problem)
     assert all(tensor.float().isfinite().all() for tensor in drawn.tensors().values())
 
 

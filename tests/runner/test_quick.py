@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.errors import ProblemError, UnknownName
-from attncheck.inputs import draw
+from attncheck.conventions.declarations import adopted
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case
 from attncheck.mods.library import FULL
-from attncheck.problem import Case
 from attncheck.reporting import check_page
 from attncheck.reporting.blind_spots import insensitive
 from attncheck.runner.quick import ask, opened, questions
-from attncheck.subjects.conventions import adopted
 
 
 def module_of(path):
@@ -87,7 +87,7 @@ def test_one_key_is_its_value_and_a_row_of_no_key_is_seen():
     """Two layouts are what their summaries say."""
     assert NAMED["one-key"].case.problem.kv == 1
     problem = NAMED["empty-rows"].case.problem
-    indices = (draw(problem).q.new_zeros(1).long(),) * 3
+    indices = (draw_inputs(problem).q.new_zeros(1).long(),) * 3
     assert not problem.mask_mod()(*indices, indices[0])
 
 

@@ -21,17 +21,17 @@ from tests.runner.planted_losses import (
     lossy,
 )
 
-from attncheck.baseline_record import entries, fingerprint, made
+from attncheck.capabilities.subject import Tiling
 from attncheck.mods.spec import Spec
-from attncheck.record import Accuracy, Record
+from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
+from attncheck.records.record import Accuracy, Record
 from attncheck.runner.chance import Pair, growth, improbable, ratio
 from attncheck.runner.ratchet import ALARM, beside, changes
-from attncheck.subjects.contract import Tiling
 
 if TYPE_CHECKING:
-    from attncheck.baseline_record import Baseline
-    from attncheck.examine.evidence import Evidence
-    from attncheck.gate_record import Answer, Change
+    from attncheck.records.baseline_entries import Baseline
+    from attncheck.records.run_reports import Answer, Change
+    from attncheck.verify.evidence import Evidence
 
 TILINGS = (
     Tiling(block_query=128, block_kv=64),
@@ -234,8 +234,8 @@ def test_structured_inputs_are_not_counted_together() -> None:
 
 def _baseline(answers: tuple[Answer, ...], **environment: str) -> Baseline:
     where = replace(ENVIRONMENT, **environment)
-    kept = entries((one.record for one in answers), {"here": where})
-    return made(kept, {fingerprint(where): where}, "0.1.0")
+    kept = baseline_entries((one.record for one in answers), {"here": where})
+    return make_baseline(kept, {environment_id(where): where}, "0.1.0")
 
 
 def test_other_versions_are_said_and_excuse_nothing() -> None:

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.problem import Case, Problem
-from attncheck.runner import sanitizer
+from attncheck.core.errors import UsageError
+from attncheck.inputs.problem import Case, Problem
+from attncheck.verify import sanitizer
 
 CASES = [Case(problem=Problem(query=4, head_dim=4, dtype="fp16", seed=seed)) for seed in range(3)]
 

@@ -8,14 +8,13 @@ from click.testing import CliRunner
 from tests.runner.stub_work import unit
 
 from attncheck.cli.merge import merge as verb
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.gate.report import header
-from attncheck.gate_record import Answer
-from attncheck.record import Record
-from attncheck.runner.journal import Journal, JournalError, read
-from attncheck.runner.merge import merge, merged_bytes, missing
-from attncheck.runner.shards import Shard
-from attncheck.runner.unit import Done
+from attncheck.records.record import Record
+from attncheck.records.run_reports import Answer
+from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes, missing_shards
+from attncheck.workers.journal_format import JournalError, read_journal
+from attncheck.workers.units import Done, Shard
 
 UNITS = [unit(f"u{n}") for n in range(200)]
 FIRST = unit("k", kind="describe")
@@ -83,12 +82,12 @@ def part(folder, text, *, seconds=1.0, facts=None, said=None, finished=True, **h
 
 def test_the_parts_make_the_whole_whatever_the_clocks_say(tmp_path):
     paths = [part(tmp_path, "1/2", seconds=1.0), part(tmp_path, "2/2", seconds=2.0)]
-    content = merge({str(path): read(path) for path in paths})
+    content = merge_journals({str(path): read_journal(path) for path in paths})
     assert content.results.keys() == {FIRST.id, *(one.id for one in UNITS)}
     assert not content.unfinished
     whole = tmp_path / "whole.jsonl"
-    whole.write_bytes(merged_bytes(content))
-    back = read(whole)
+    whole.write_bytes(merged_journal_bytes(content))
+    back = read_journal(whole)
     assert back.results == content.results
     assert back.units == content.units
     with Journal.open(whole, HEADER | {"shard": ""}, resume=True) as journal:  # can be resumed
@@ -97,17 +96,17 @@ def test_the_parts_make_the_whole_whatever_the_clocks_say(tmp_path):
 
 def test_a_part_that_is_missing_or_unfinished_is_said(tmp_path):
     one, three = part(tmp_path, "1/3"), part(tmp_path, "3/3", finished=False)
-    contents = {str(path): read(path) for path in (one, three)}
-    assert missing(list(contents.values())) == (Shard(2, 3),)
+    contents = {str(path): read_journal(path) for path in (one, three)}
+    assert missing_shards(list(contents.values())) == (Shard(2, 3),)
     assert len(contents[str(three)].unfinished) == 1
     two = [unit for unit in UNITS if Shard(2, 3).has(unit)]
-    assert len(merge(contents).unfinished) == len(two) + 1
+    assert len(merge_journals(contents).unfinished) == len(two) + 1
 
 
 def test_different_results_of_one_unit_are_an_error(tmp_path):
     paths = [part(tmp_path, "1/2"), part(tmp_path, "2/2", facts={"name": "other"})]
     with pytest.raises(JournalError, match="have different results of unit"):
-        merge({str(path): read(path) for path in paths})
+        merge_journals({str(path): read_journal(path) for path in paths})
 
 
 def died(reason, status="crash"):
@@ -131,11 +130,11 @@ def test_what_a_process_said_as_it_died_may_differ(tmp_path):
         part(tmp_path, text, said=died(word), facts=fact)
         for text, word, fact in zip(("1/2", "2/2"), words, facts, strict=True)
     ]
-    assert not merge({str(path): read(path) for path in paths}).unfinished
+    assert not merge_journals({str(path): read_journal(path) for path in paths}).unfinished
     for other in ({"said": died(words[1], "oom")}, {"said": None}):
         paths[1] = part(tmp_path, "2/2", facts=facts[1], **other)
         with pytest.raises(JournalError, match="have different results of unit"):
-            merge({str(path): read(path) for path in paths})
+            merge_journals({str(path): read_journal(path) for path in paths})
 
 
 def test_a_smaller_failure_that_nobody_looked_for_leaves_nothing_unsaid(tmp_path):
@@ -147,7 +146,7 @@ def test_a_smaller_failure_that_nobody_looked_for_leaves_nothing_unsaid(tmp_path
     words = [*map(str, paths), "--out", str(tmp_path / "results.jsonl")]
     done = CliRunner().invoke(verb, words, standalone_mode=False)
     assert (done.exception, done.return_value) == (None, 0)
-    assert read(tmp_path / "results.jsonl").unfinished == (smaller,)
+    assert read_journal(tmp_path / "results.jsonl").unfinished == (smaller,)
 
 
 def test_a_merged_journal_is_that_of_the_same_command_without_a_shard(tmp_path):
@@ -163,8 +162,10 @@ def test_a_merged_journal_is_that_of_the_same_command_without_a_shard(tmp_path):
             journal.queued([FIRST])
     whole = tmp_path / "whole.jsonl"
     for order in (paths, paths[::-1]):
-        whole.write_bytes(merged_bytes(merge({str(path): read(path) for path in order})))
-        assert read(whole).head == head("", "gate k")
+        whole.write_bytes(
+            merged_journal_bytes(merge_journals({str(path): read_journal(path) for path in order}))
+        )
+        assert read_journal(whole).head == head("", "gate k")
         with Journal.open(whole, head("", "gate k"), resume=True) as journal:
             assert journal.content.unfinished == (FIRST,)
 
@@ -172,9 +173,9 @@ def test_a_merged_journal_is_that_of_the_same_command_without_a_shard(tmp_path):
 def test_parts_of_different_runs_are_refused(tmp_path):
     paths = [part(tmp_path, "1/2"), part(tmp_path, "2/2", tier="pr")]
     with pytest.raises(UsageError, match="are no parts of one run: tier is 'smoke' and 'pr'"):
-        merge({str(path): read(path) for path in paths})
+        merge_journals({str(path): read_journal(path) for path in paths})
     with pytest.raises(UsageError, match="in 2 and 3 parts"):
-        missing([read(part(tmp_path, text)) for text in ("1/2", "1/3")])
+        missing_shards([read_journal(part(tmp_path, text)) for text in ("1/2", "1/3")])
 
 
 def test_the_verb_writes_one_journal_and_says_what_is_missing(tmp_path):
@@ -182,7 +183,7 @@ def test_the_verb_writes_one_journal_and_says_what_is_missing(tmp_path):
     target = tmp_path / "all" / "results.jsonl"
     done = CliRunner().invoke(verb, [one, two, "--out", str(target)], standalone_mode=False)
     assert (done.exception, done.return_value) == (None, 0)
-    assert len(read(target).results) == 201
+    assert len(read_journal(target).results) == 201
     done = CliRunner().invoke(verb, [one, "--out", str(target)], standalone_mode=False)
     assert done.return_value == 3
     done = CliRunner().invoke(verb, [one, one, "--out", str(target)], standalone_mode=False)

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.errors import UsageError
-from attncheck.examine.relate import runs
-from attncheck.examine.reproduce import again
+from attncheck.core.errors import UsageError
+from attncheck.diagnose.reproduce import run_again
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.relations import relation_named
 from attncheck.runner import standalone
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.relation_runs import relation_inputs
 
 KERNELS = Path(__file__).with_name("planted_kernels.py")
 CAUSAL = Spec.of("causal")
@@ -53,8 +53,8 @@ def script(tmp_path):
     """Writes the script of a kernel's answer; gives its Record and path."""
 
     def write(kernel, asked, name="script.py"):
-        subject = load(kernel)
-        record = again(subject, asked, device="cpu")
+        subject = load_subject(kernel)
+        record = run_again(subject, asked, device="cpu")
         path = tmp_path / name
         text = standalone.script(
             subject,
@@ -188,7 +188,7 @@ def test_layouts_are_those_of_the_question(script, imported, question):
     _, path = script(f"{KERNELS}::unfused", asked)
     assert path.stat().st_size < 2**16  # of what lies between rows nothing is in it
     module = imported(path)
-    for told, inputs in zip(module.ASKED["runs"], runs(asked, "cpu"), strict=True):
+    for told, inputs in zip(module.ASKED["runs"], relation_inputs(asked, "cpu"), strict=True):
         for name, tensor in inputs.tensors().items():
             its = module.tensor(module.ASKED["memory"], told["inputs"][name], "cpu")
             assert its.stride() == tensor.stride()

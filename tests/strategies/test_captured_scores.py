@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attncheck import strategies
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
 from attncheck.mods.library import check_captures
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.strategies import nearest, problems

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from attncheck import strategies
-from attncheck.mods.library import MASKS, build_mask, check_mask
+from attncheck.mods.library import build_mask, check_mask
+from attncheck.mods.masks import MASKS
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.strategies.masks import NEIGHBORHOODS, PLAIN_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
 
 DIMENSIONS = Dimensions(batch=2, heads=1, query=40, kv=50)
 LONGEST = 50
@@ -187,7 +188,7 @@ CAUSES: dict[str, tuple[Callable[[Problem], bool], dict]] = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_failure_shrinks_to_its_cause(smallest, cause: str) -> None:
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
 
     wanted, changes = CAUSES[cause]
     found = smallest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncheck.problem import Problem
+from attncheck.inputs.problem import Problem
 from attncheck.strategies import nearest
 
 PLAIN = Problem(query=64, dtype="fp32")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attncheck import strategies
-from attncheck.errors import UsageError
-from attncheck.paging import Paging
-from attncheck.problem import Problem
+from attncheck.core.errors import UsageError
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.problem import Problem
 from attncheck.strategies import nearest
 from attncheck.strategies.paged import ODD_PAGE_SIZES, PAGE_SIZES
 

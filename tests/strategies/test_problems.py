@@ -10,11 +10,11 @@ import pytest
 from hypothesis import strategies as st
 
 from attncheck import strategies
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.problem import Case, Problem
 from attncheck.relations import relation_named
 from attncheck.strategies.masks import PLAIN_MASKS
 

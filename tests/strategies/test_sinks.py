@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import find, given
 
-from attncheck.problem import Problem
+from attncheck.inputs.problem import Problem
 from attncheck.strategies import nearest, problems
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
 
 CHANCE = 1e-6  # of a false alarm of ``lead``, at most
 U32 = FORMATS["fp32"].unit_roundoff

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
 
 U32 = FORMATS["fp32"].unit_roundoff
 

@@ -7,18 +7,21 @@ import dataclasses
 import pytest
 import torch
 
-from attncheck.formats import FORMATS, round_to
-from attncheck.judge.arithmetic import FP32, HOPPER_FP8, default
+from attncheck.capabilities import subject
+from attncheck.capabilities.named_kernels import builtin_names, subject_named
+from attncheck.capabilities.subject import Subject, Tiling
+from attncheck.core.formats import FORMATS, round_to
+from attncheck.inputs.problem import Problem
+from attncheck.judge.declared_arithmetic import FP32, HOPPER_FP8, default
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import contract
-from attncheck.subjects.builtin import names, subject_named
-from attncheck.subjects.contract import Subject, Tiling
-from attncheck.subjects.flash1 import Flash1
-from attncheck.subjects.flash2 import Flash2, Flash2FastAccumulation, Flash2TransposedValues
-from attncheck.subjects.flex import Flex
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_kernels import Flex, Sdpa
+from attncheck.subjects.triton_flash import (
+    Flash1,
+    Flash2,
+    Flash2FastAccumulation,
+    Flash2TransposedValues,
+)
 
 HOPPER = (9, 0)
 FP8 = ("e4m3", "e5m2")
@@ -30,7 +33,7 @@ ATTENTION = Problem(query=100)
 def hopper(monkeypatch):
     """A GPU, as far as a kernel that is asked for its arithmetic can tell."""
     capability = {"cpu": None, "cuda": HOPPER}
-    monkeypatch.setattr(contract, "capability", capability.__getitem__)
+    monkeypatch.setattr(subject, "capability", capability.__getitem__)
 
 
 class Silent(Subject):
@@ -120,7 +123,7 @@ def test_a_lazy_maximum_takes_its_part_of_the_scale():
     assert (found.weights_scale, found.lazy_rescale) == (1.0, 8.0)  # 256 = 1 · 2^8
 
 
-@pytest.mark.parametrize("kernel", names())
+@pytest.mark.parametrize("kernel", builtin_names())
 @pytest.mark.parametrize("dtype", [*OTHERS, "tf32", *FP8])
 def test_every_kernel_has_one_with_the_output_of_the_problem(hopper, kernel, dtype):
     subject = subject_named(kernel)

@@ -11,14 +11,14 @@ from tests.subjects.plain_gradients import Plain, exact_gradients
 from tests.subjects.plain_kernels import attend, flash_attn_with, varlen_with
 from torch.nn.functional import scaled_dot_product_attention
 
-from attncheck.examine.executor import Execution, Failure, InProcess
-from attncheck.inputs import draw
+from attncheck.capabilities.subject import Subject
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.subjects.contract import Subject
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.options import ConventionOptions
+from attncheck.verify.executor import Execution, Failure, InProcess
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 PADDING = Spec.of("padding", lengths=[9, 30])
@@ -142,7 +142,7 @@ def test_gradients_are_brought_back(convention, dtype):
     problem = small(dtype=dtype, **KERNELS[convention][1])
     assert subject.concerns(problem)
     assert subject.unsupported(problem, "cpu") is None
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     assert exact_gradients(inputs).excess(run(subject, inputs)) <= 1
 
 
@@ -150,7 +150,7 @@ def test_gradients_are_brought_back(convention, dtype):
 @pytest.mark.parametrize("convention", KERNELS)
 def test_a_wrong_backward_is_more_than_rounding(convention, fault):
     problem = small(dtype="bf16", **KERNELS[convention][1])
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     outputs = run(subject_of(convention, fault), inputs)
     assert exact_gradients(inputs).excess(outputs) > 1
     right = run(subject_of(convention), inputs)
@@ -158,7 +158,7 @@ def test_a_wrong_backward_is_more_than_rounding(convention, fault):
 
 
 def test_keys_of_padding_are_not_passed_and_have_no_gradient():
-    inputs = draw(small(mask=PADDING))
+    inputs = draw_inputs(small(mask=PADDING))
     outputs = run(subject_of("varlen"), inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
     assert outputs.dk[0, :, :9].any()
@@ -166,7 +166,7 @@ def test_keys_of_padding_are_not_passed_and_have_no_gradient():
 
 
 def test_a_call_may_be_repeated_and_a_forward_alone_is_not_followed():
-    inputs = draw(small(mask=DOCUMENTS, query=30))
+    inputs = draw_inputs(small(mask=DOCUMENTS, query=30))
     call = subject_of("varlen").prepare(inputs)
     one, other = call().tensors(), call().tensors()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -178,7 +178,7 @@ def test_a_call_may_be_repeated_and_a_forward_alone_is_not_followed():
         return scaled_dot_product_attention(q, k, v)
 
     plain = small(backward=False, kv_heads=4, value_dim=16)
-    assert run(adopted(kernel, "kernel"), draw(plain)).gradients() == {}
+    assert run(adopted(kernel, "kernel"), draw_inputs(plain)).gradients() == {}
     assert graded == [False]
 
 
@@ -188,7 +188,7 @@ def test_dlse_in_base_2():
         out, lse, _ = kernel(q, k, v, 0.0, softmax_scale, causal, return_attn_probs=True)
         return (out, lse / math.log(2)) if return_lse else out
 
-    inputs = draw(small(dlse=True))
+    inputs = draw_inputs(small(dlse=True))
     right = adopted(base2, "kernel", options=ConventionOptions(lse="base2"))
     assert exact_gradients(inputs).excess(run(right, inputs)) <= 1
     assert exact_gradients(inputs).excess(run(adopted(base2, "kernel"), inputs)) > 1
@@ -210,7 +210,7 @@ def test_gradients_of_sinks():
     def constant(query, key, value, sinks=None, enable_gqa=False):
         return with_sinks(query, key, value, sinks, fault="constant")
 
-    inputs = draw(small(sink=True))
+    inputs = draw_inputs(small(sink=True))
     assert exact_gradients(inputs).excess(run(adopted(kernel, "kernel"), inputs)) <= 1
     found = InProcess().run(adopted(constant, "kernel"), inputs)
     assert isinstance(found, Failure)

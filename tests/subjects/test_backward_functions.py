@@ -9,18 +9,18 @@ import torch
 from tests.subjects.plain_gradients import exact_gradients
 from tests.subjects.plain_kernels import banded
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.examine.executor import Execution, Failure, InProcess
-from attncheck.formats import FORMATS
-from attncheck.inputs import draw
+from attncheck.capabilities.capability_table import read_table, render_table
+from attncheck.capabilities.declared import Declared
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.formats import FORMATS
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects.capability_table import read, written
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.options import ConventionOptions
-from attncheck.subjects.declared import Declared
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.executor import Execution, Failure, InProcess
 
 BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 
@@ -81,7 +81,7 @@ def subject_with(function):
     "changes", [{}, {"mask": BOTTOM_RIGHT}, {"scale": 0.7}, {"dlse": True}], ids=str
 )
 def test_gradients_are_those_of_the_function(changes):
-    inputs = draw(small(**changes))
+    inputs = draw_inputs(small(**changes))
     found = InProcess().run(subject_with(backward), inputs)
     assert isinstance(found, Execution), found
     assert exact_gradients(inputs).excess(found.outputs) <= 1
@@ -113,7 +113,7 @@ def test_what_are_no_gradients_is_said(give, said):
     def other(dout, q, k, v, out, lse, **keywords):
         return give(backward(dout, q, k, v, out, lse, **keywords))
 
-    found = InProcess().run(subject_with(other), draw(small()))
+    found = InProcess().run(subject_with(other), draw_inputs(small()))
     assert isinstance(found, Failure)
     assert found.kind == "contract"
     assert found.message.startswith(said)
@@ -137,13 +137,13 @@ def mine(tmp_path, monkeypatch):
 
     def loaded(backward):
         (tmp_path / "attncheck.toml").write_text(TABLE.format(backward=backward))
-        return load("mine")
+        return load_subject("mine")
 
     return loaded
 
 
 def test_a_table_names_the_function(mine):
-    inputs = draw(small(mask=BOTTOM_RIGHT))
+    inputs = draw_inputs(small(mask=BOTTOM_RIGHT))
     outputs = mine('"kernels.py::backward"').run(inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
     wrong = mine('"kernels.py::without_delta"').run(inputs)
@@ -177,48 +177,48 @@ def test_what_a_table_declares_must_be_given():
     table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
     table |= {"gqa": True, "rectangular": True, "scale": True}
     problem = small()
-    silent, said = (read(table | more, "mine") for more in ({}, {"backward": "autograd"}))
+    silent, said = (read_table(table | more, "mine") for more in ({}, {"backward": "autograd"}))
     assert not silent.declares(problem)
     assert silent.declares(problem.replace(backward=False))
     assert said.declares(problem)
     subject = Declared(adopted(forward, "kernel", "flash_attn"), said, "mine")
-    found = InProcess().run(subject, draw(problem))
+    found = InProcess().run(subject, draw_inputs(problem))
     assert isinstance(found, Failure)
     assert found.kind == "error"
     assert "declared, but refused: its result has no gradient" in found.message
-    assert 'backward = "autograd"' in written(said, "kernels.mine", {})
+    assert 'backward = "autograd"' in render_table(said, "kernels.mine", {})
 
 
 def test_a_table_without_lse_keeps_the_gradients():
-    table = read({"entry": "ideal", "lse": False}, "mine")
-    outputs = Declared(Ideal(), table, "mine").run(draw(small()))
+    table = read_table({"entry": "ideal", "lse": False}, "mine")
+    outputs = Declared(Ideal(), table, "mine").run(draw_inputs(small()))
     assert outputs.lse is None
     assert set(outputs.gradients()) == {"dq", "dk", "dv"}
 
 
 def test_an_override_for_gradients_holds_for_them_alone():
     override = {"when": {"phase": "backward"}, "max_query": 8}
-    table = read({"entry": "ideal", "override": [override]}, "mine")
+    table = read_table({"entry": "ideal", "override": [override]}, "mine")
     assert table.refuses(small()) == "length 20: its table says max_query = 8"
     assert table.refuses(small(backward=False)) is None
 
 
 def test_a_table_declares_what_gradients_round():
     said = {"rounds_value_products": "bf16", "sums_rounded_heads": False}
-    table = read({"entry": "mine.py::kernel", "arithmetic": said}, "mine")
-    assert 'rounds_value_products = "bf16"' in written(table, "kernels.mine", {})
+    table = read_table({"entry": "mine.py::kernel", "arithmetic": said}, "mine")
+    assert 'rounds_value_products = "bf16"' in render_table(table, "kernels.mine", {})
     subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
     assert subject.summary.endswith("declares looser arithmetic: rounds_value_products=bf16")
     arithmetic = subject.arithmetic(small(dtype="fp16"), "cpu")
     assert arithmetic.rounds_value_products == FORMATS["bf16"]
     assert not arithmetic.sums_rounded_heads
     fused = {"rounds_value_products": False}
-    table = read({"entry": "mine.py::kernel", "arithmetic": fused}, "mine")
+    table = read_table({"entry": "mine.py::kernel", "arithmetic": fused}, "mine")
     subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
     assert subject.arithmetic(small(), "cpu").rounds_value_products is None
-    assert "rounds_value_products = false" in written(table, "kernels.mine", {})
+    assert "rounds_value_products = false" in render_table(table, "kernels.mine", {})
     with pytest.raises(UsageError, match="rounds_value_products=true must be a format or false"):
-        read({"entry": "a:b", "arithmetic": {"rounds_value_products": True}}, "mine")
+        read_table({"entry": "a:b", "arithmetic": {"rounds_value_products": True}}, "mine")
 
 
 def test_a_function_is_assumed_to_round_as_an_unfused_formula_does():
@@ -241,7 +241,7 @@ def test_keywords_behind_any_number_of_tensors_are_its_keywords(changes):
     def behind(*tensors, softmax_scale=None, causal=False, dlse=None):
         return backward(*tensors, softmax_scale=softmax_scale, causal=causal, dlse=dlse)
 
-    inputs = draw(small(**changes))
+    inputs = draw_inputs(small(**changes))
     found = InProcess().run(subject_with(behind), inputs)
     assert isinstance(found, Execution), found
     assert exact_gradients(inputs).excess(found.outputs) <= 1
@@ -252,7 +252,7 @@ def test_one_that_needs_the_gradient_of_lse_is_given_none_where_there_is_none(ch
     def needing(dout, q, k, v, out, lse, dlse, **keywords):
         return backward(dout, q, k, v, out, lse, dlse=dlse, **keywords)
 
-    inputs = draw(small(**changes))
+    inputs = draw_inputs(small(**changes))
     found = InProcess().run(subject_with(needing), inputs)
     assert isinstance(found, Execution), found
     assert exact_gradients(inputs).excess(found.outputs) <= 1
@@ -265,7 +265,7 @@ def test_what_it_does_to_the_forwards_results_is_not_the_forwards_fault():
         lse.zero_()
         return found
 
-    inputs = draw(small())
+    inputs = draw_inputs(small())
     right, found = (InProcess().run(subject_with(f), inputs) for f in (backward, using_up))
     assert torch.equal(found.outputs.out, right.outputs.out)
     assert exact_gradients(inputs).excess(found.outputs) <= 1
@@ -274,10 +274,10 @@ def test_what_it_does_to_the_forwards_results_is_not_the_forwards_fault():
 def test_a_table_has_no_place_for_a_loss_of_lse():
     table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
     table |= {"gqa": True, "rectangular": True, "scale": True, "backward": "autograd"}
-    assert read(table, "mine").declares(small())
-    assert not read(table, "mine").declares(small(dlse=True))
-    assert not read(table, "mine").declares(small(sink=True))
-    assert not read(table | {"empty_row": "nan"}, "mine").declares(small())
+    assert read_table(table, "mine").declares(small())
+    assert not read_table(table, "mine").declares(small(dlse=True))
+    assert not read_table(table, "mine").declares(small(sink=True))
+    assert not read_table(table | {"empty_row": "nan"}, "mine").declares(small())
 
 
 def test_a_kernel_without_lse_may_refuse_a_loss_of_it_whatever_its_table_says():
@@ -286,7 +286,7 @@ def test_a_kernel_without_lse_may_refuse_a_loss_of_it_whatever_its_table_says():
 
     table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
     table |= {"gqa": True, "rectangular": True, "scale": True, "backward": "autograd", "lse": False}
-    subject = Declared(adopted(plain, "kernel", "flash_attn"), read(table, "mine"), "mine")
-    found = InProcess().run(subject, draw(small(dlse=True)))
+    subject = Declared(adopted(plain, "kernel", "flash_attn"), read_table(table, "mine"), "mine")
+    found = InProcess().run(subject, draw_inputs(small(dlse=True)))
     assert isinstance(found, Failure)
     assert found.kind == "refused"

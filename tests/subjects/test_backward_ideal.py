@@ -9,15 +9,15 @@ import pytest
 import torch
 from tests.subjects.plain_gradients import Plain, exact_gradients
 
-from attncheck.examine.executor import Execution, InProcess
-from attncheck.formats import DTYPES, fp32, round_to
-from attncheck.inputs import draw
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.formats import DTYPES, fp32, round_to
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import ideal_attention
-from attncheck.subjects.contract import Tiling
+from attncheck.subjects import ideal
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import Execution, InProcess
 
 DTYPE_NAMES = ["fp32", "tf32", "fp16", "bf16"]
 MASKS = {
@@ -58,7 +58,7 @@ def same(one, other) -> bool:
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_only_rounds(dtype, asked):
-    inputs = draw(small(dtype=dtype, **ASKED[asked]))
+    inputs = draw_inputs(small(dtype=dtype, **ASKED[asked]))
     run = InProcess().run(Ideal(), inputs)  # which looks at shapes and dtypes
     assert isinstance(run, Execution)
     assert exact_gradients(inputs).excess(run.outputs) <= 1
@@ -68,13 +68,13 @@ def test_only_rounds(dtype, asked):
 @pytest.mark.parametrize("mask", MASKS)
 def test_only_rounds_under_a_mask(mask, lengths):
     query, kv = lengths
-    inputs = draw(small(query=query, kv=kv, dtype="bf16", mask=MASKS[mask], dlse=True))
+    inputs = draw_inputs(small(query=query, kv=kv, dtype="bf16", mask=MASKS[mask], dlse=True))
     assert exact_gradients(inputs).excess(Ideal().run(inputs)) <= 1
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_a_tiling_changes_bits_and_only_rounds(tiling):
-    inputs = draw(small(dtype="fp32", dlse=True, query=70))
+    inputs = draw_inputs(small(dtype="fp32", dlse=True, query=70))
     outputs = Ideal(TILINGS[tiling]).run(inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
     if tiling != "usual":
@@ -82,7 +82,7 @@ def test_a_tiling_changes_bits_and_only_rounds(tiling):
 
 
 def test_a_forward_alone_has_no_gradients_and_the_same_bits():
-    inputs = draw(small(dtype="bf16"))
+    inputs = draw_inputs(small(dtype="bf16"))
     both, alone = Ideal().run(inputs), Ideal().run(inputs.forward())
     assert alone.gradients() == {}
     assert torch.equal(both.out, alone.out)
@@ -90,16 +90,16 @@ def test_a_forward_alone_has_no_gradients_and_the_same_bits():
 
 
 def test_rows_may_be_computed_in_parts(monkeypatch):
-    inputs = draw(small(query=100, dtype="fp32", sink=True))
+    inputs = draw_inputs(small(query=100, dtype="fp32", sink=True))
     tilings = [SMALL, dataclasses.replace(SMALL, reverse=True)]
     whole = [Ideal(tiling).run(inputs) for tiling in tilings]
-    monkeypatch.setattr(ideal_attention, "_SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr(ideal, "_SCORES_AT_A_TIME", 1)
     parts = [Ideal(tiling).run(inputs) for tiling in tilings]
     assert all(map(same, whole, parts))
 
 
 def test_rows_that_see_nothing_and_keys_that_none_sees_have_gradients_of_zero():
-    padding = draw(small(mask=MASKS["padding"], dlse=True))
+    padding = draw_inputs(small(mask=MASKS["padding"], dlse=True))
     outputs = Ideal().run(padding)
     assert not any(x[0].any() for x in (outputs.dq, outputs.dk, outputs.dv))
     assert not any(x[1, :, 33:].any() for x in (outputs.dk, outputs.dv))
@@ -110,7 +110,7 @@ def test_rows_that_see_nothing_and_keys_that_none_sees_have_gradients_of_zero():
 @pytest.mark.parametrize("score", ["none", "softcap"])
 def test_what_is_hidden_reaches_no_gradient_of_what_sees_it_not(filling, score):
     spec = ASKED["softcap"]["score"] if score == "softcap" else Spec.of("none")
-    inputs = draw(small(query=57, mask=MASKS["causal"], score=spec, dtype="bf16"))
+    inputs = draw_inputs(small(query=57, mask=MASKS["causal"], score=spec, dtype="bf16"))
     k, v = inputs.k.clone(), inputs.v.clone()
     k[:, :, 40:], v[:, :, 40:] = filling, filling
     before, after = Ideal(SMALL).run(inputs), Ideal(SMALL).run(inputs.replace(k=k, v=v))
@@ -119,7 +119,7 @@ def test_what_is_hidden_reaches_no_gradient_of_what_sees_it_not(filling, score):
 
 
 def test_a_row_that_is_not_finite_reaches_the_keys_that_it_sees():
-    inputs = draw(small(query=57, mask=MASKS["causal"], dtype="bf16"))
+    inputs = draw_inputs(small(query=57, mask=MASKS["causal"], dtype="bf16"))
     q, dout = inputs.q.clone(), inputs.dout.clone()
     q[:, :, 20], dout[:, :, 20] = math.nan, math.nan
     before, after = Ideal(SMALL).run(inputs), Ideal(SMALL).run(inputs.replace(q=q, dout=dout))
@@ -139,7 +139,7 @@ def test_gradients_of_an_odd_score_mod_are_torchs(monkeypatch):
     for name, mod in mods.items():
         entry = library.Entry(summary="", build=lambda *_, mod=mod: mod)
         monkeypatch.setitem(library.SCORES, name, entry)
-        inputs = draw(small(dtype="fp32", score=Spec.of(name)))
+        inputs = draw_inputs(small(dtype="fp32", score=Spec.of(name)))
         inputs.q[:, :, 0] = 0.0
         outputs = Ideal().run(inputs)
         if name == "constant":
@@ -159,7 +159,7 @@ def once(values: torch.Tensor) -> torch.Tensor:
 def test_every_bit_of_dq_is_that_of_the_roundings_it_declares(dtype, reverse):
     """Two keys at a time; float64 holds the products of one column, and sums of two, exactly."""
     problem = Problem(query=256, kv=12, head_dim=1, scale=1.3, dtype=dtype, backward=True)
-    inputs = draw(problem.replace(dlse=True))
+    inputs = draw_inputs(problem.replace(dlse=True))
     outputs = Ideal(Tiling(block_query=16, block_kv=2, reverse=reverse)).run(inputs)
     q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     c, log2_e = fp32(problem.scale * math.log2(math.e)), fp32(math.log2(math.e))
@@ -212,7 +212,7 @@ class OneTile(Ideal):
 def test_a_planted_fault_is_more_than_rounding(fault, dtype):
     softcap = Spec.of("softcap", cap=1.0)
     problem = small(dtype=dtype, dlse=True, mask=MASKS["causal"], score=softcap)
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     exact = exact_gradients(inputs)
     assert exact.excess(Ideal(SMALL).run(inputs)) <= 1
     assert exact.excess(fault(SMALL).run(inputs)) > 1
@@ -220,7 +220,7 @@ def test_a_planted_fault_is_more_than_rounding(fault, dtype):
 
 def test_the_plain_formula_is_what_it_says():
     """What everything here is measured by: against differences of its own loss."""
-    inputs = draw(small(sink=True, dlse=True, score=CHAIN, dtype="fp32", query=5, kv=7))
+    inputs = draw_inputs(small(sink=True, dlse=True, score=CHAIN, dtype="fp32", query=5, kv=7))
     exact = exact_gradients(inputs)
     dout, dlse = inputs.loss()
     tensors = [*inputs.promoted(), inputs.sink.double()]

@@ -9,12 +9,12 @@ from tests.subjects.plain_kernels import flash_attn_with
 from tests.subjects.test_backward_conventions import PADDING, Native, Tampered, run, sdpa, small
 from torch.nn.attention.flex_attention import flex_attention
 
-from attncheck.examine.executor import Failure, InProcess
-from attncheck.inputs import draw
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.mods.spec import Spec
-from attncheck.problem import Paging
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.options import ConventionOptions
+from attncheck.verify.executor import Failure, InProcess
 
 
 def no_gradient(q, k, v, causal=False, softmax_scale=None):
@@ -58,13 +58,15 @@ def backward_raises(q, k, v, causal=False, softmax_scale=None):
     ],
 )
 def test_what_has_no_gradient_says_so(function, changes, kind, message):
-    found = InProcess().run(adopted(function, "kernel"), draw(small(**changes)))
+    found = InProcess().run(adopted(function, "kernel"), draw_inputs(small(**changes)))
     assert isinstance(found, Failure)
     assert (found.kind, found.message) == (kind, message)
 
 
 def test_torchs_flex_attention_refuses_on_the_cpu():
-    found = InProcess().run(adopted(flex_attention, "flex"), draw(small(head_dim=16, value_dim=16)))
+    found = InProcess().run(
+        adopted(flex_attention, "flex"), draw_inputs(small(head_dim=16, value_dim=16))
+    )
     assert isinstance(found, Failure)
     assert found.kind == "refused"
     assert "does not support backward on CPU" in found.message
@@ -74,7 +76,7 @@ def test_a_wrong_shape_is_the_executors_to_say():
     def transposed(q, k, v, is_causal=False, enable_gqa=False):
         return sdpa(q, k, v).transpose(1, 2)
 
-    found = InProcess().run(adopted(transposed, "kernel"), draw(small()))
+    found = InProcess().run(adopted(transposed, "kernel"), draw_inputs(small()))
     assert isinstance(found, Failure)
     assert found.kind == "contract"
     assert found.message.startswith("out.shape=")
@@ -89,7 +91,7 @@ def test_rows_that_see_no_key_and_give_something_are_no_part_of_the_loss(how):
         scores = scores if attn_mask is None else torch.where(attn_mask, scores, -1e9)
         return scores.softmax(-1) @ value
 
-    inputs = draw(small(dtype="fp32", mask=Spec.of("padding", lengths=[0, 30])))
+    inputs = draw_inputs(small(dtype="fp32", mask=Spec.of("padding", lengths=[0, 30])))
     zero = adopted(sentinel, "kernel")
     said = adopted(sentinel, "kernel", options=ConventionOptions(empty_row=how))
     assert exact_gradients(inputs).excess(zero.run(inputs)) > 1

@@ -7,15 +7,14 @@ import torch
 from tests.subjects.plain_gradients import exact_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.examine.executor import Execution, InProcess
-from attncheck.inputs import draw
-from attncheck.judge.arithmetic import default
+from attncheck.capabilities import named_kernels
+from attncheck.conventions.torch_arithmetic import with_rounded_sums, with_rounded_weights
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import builtin
-from attncheck.subjects.flex import Flex
-from attncheck.subjects.sdpa import Sdpa
-from attncheck.subjects.torch_arithmetic import with_rounded_sums, with_rounded_weights
+from attncheck.subjects.torch_kernels import Flex, Sdpa
+from attncheck.verify.executor import Execution, InProcess
 
 MASKS = {
     "full": Spec.of("full"),
@@ -48,7 +47,7 @@ def run(subject, inputs):
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_gradients_of_sdpa(backend, dtype, mask):
     problem = small(dtype=dtype, mask=MASKS[mask])
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     sums = rounded_sums(problem) if backend == "flash" else 0
     outputs = run(Sdpa(backend), inputs)
     assert exact_gradients(inputs, sums_in_storage=sums).excess(outputs) <= 1
@@ -56,7 +55,7 @@ def test_gradients_of_sdpa(backend, dtype, mask):
 
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_an_added_score_has_no_gradient_of_its_own(backend):
-    inputs = draw(small(dtype="bf16", score=Spec.of("alibi"), mask=MASKS["causal"]))
+    inputs = draw_inputs(small(dtype="bf16", score=Spec.of("alibi"), mask=MASKS["causal"]))
     sums = rounded_sums(inputs.problem) if backend == "flash" else 0
     outputs = run(Sdpa(backend), inputs)
     assert exact_gradients(inputs, sums_in_storage=sums).excess(outputs) <= 1
@@ -65,7 +64,7 @@ def test_an_added_score_has_no_gradient_of_its_own(backend):
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_another_loss_is_more_than_rounding(backend):
     """Of the mask beside the one that was asked for."""
-    inputs = draw(small(dtype="bf16", mask=MASKS["window"]))
+    inputs = draw_inputs(small(dtype="bf16", mask=MASKS["window"]))
     wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=8))
     sums = rounded_sums(inputs.problem)
     outputs = Sdpa(backend).run(inputs.replace(problem=wider))
@@ -90,7 +89,7 @@ class Rounded(TorchDispatchMode):
 def test_the_unfused_formula_rounds_only_its_results():
     """Neither dP nor the gradients of a head: its arithmetic declares no such thing."""
     problem = small(dtype="bf16")
-    call = Sdpa("math").prepare(draw(problem))
+    call = Sdpa("math").prepare(draw_inputs(problem))
     with Rounded() as rounded:
         call()
     assert set(rounded.names) <= {"_to_copy", "detach", "alias"}
@@ -107,7 +106,7 @@ def test_flash_adds_gradients_of_16_bits_up_in_16_bits(query, heads):
     Beside 2,048 bf16 has numbers 16 apart: what is added in it stays there.
     """
     problem = small(batch=1, heads=heads, kv_heads=1, query=query, kv=1, dtype="bf16")
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     dout = torch.full_like(inputs.dout, 4 / 32)
     dout[:, 0, :32] = 2048 / 32
     inputs = inputs.replace(dout=dout)
@@ -128,7 +127,7 @@ def test_tiles_of_flash_on_the_cpu_grow_with_the_rows(query, rows):
     Were the tile longer, it would hold two of them: 12 beside 2,048 are not lost.
     """
     problem = small(batch=1, heads=1, kv_heads=1, query=query, kv=1, dtype="bf16")
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     dout = torch.zeros_like(inputs.dout)
     dout[:, :, 0] = 2048
     dout[:, :, rows::rows] = 6
@@ -151,8 +150,10 @@ def test_a_gpus_fused_kernels_declare_what_they_round():
 
 
 def test_who_gives_gradients_and_of_what():
-    assert all(builtin.subject_named(name).backward for name in ("ideal", "sdpa-math", "flex"))
-    assert not builtin.subject_named("triton-flash1").concerns(small())
+    assert all(
+        named_kernels.subject_named(name).backward for name in ("ideal", "sdpa-math", "flex")
+    )
+    assert not named_kernels.subject_named("triton-flash1").concerns(small())
     reason = "it gives no LSE, of which the loss is a function"
     assert Sdpa("math").unsupported(small(dlse=True), "cpu") == reason
     on_cpu = Flex().unsupported(small(), "cpu")
@@ -164,7 +165,7 @@ def test_who_gives_gradients_and_of_what():
 
 
 def test_the_graph_is_gone():
-    outputs = Sdpa("flash").run(draw(small()))
+    outputs = Sdpa("flash").run(draw_inputs(small()))
     assert not any(tensor.requires_grad for tensor in outputs.tensors().values())
-    call = Sdpa("flash").prepare(draw(small()))
+    call = Sdpa("flash").prepare(draw_inputs(small()))
     assert torch.equal(call().dk, call().dk)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from attncheck.errors import UnknownName
-from attncheck.subjects import builtin
+from attncheck.capabilities import named_kernels
+from attncheck.core.errors import UnknownName
 
 
 def test_the_names_and_their_order():
-    assert builtin.names() == (
+    assert named_kernels.builtin_names() == (
         "triton-flash2",
         "triton-flash2-vt",
         "triton-flash2-fastacc",
@@ -34,9 +34,9 @@ def test_the_names_and_their_order():
     )
 
 
-@pytest.mark.parametrize("name", builtin.names())
+@pytest.mark.parametrize("name", named_kernels.builtin_names())
 def test_a_subject_knows_its_name(name):
-    subject = builtin.subject_named(name)
+    subject = named_kernels.subject_named(name)
     assert subject.name == name
     assert subject.summary
     assert "\n" not in subject.summary
@@ -44,7 +44,7 @@ def test_a_subject_knows_its_name(name):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(UnknownName, match=r"kernel 'sdpa' is not known: choose from .*sdpa-math"):
-        builtin.subject_named("sdpa")
+        named_kernels.subject_named("sdpa")
 
 
 def test_listing_them_imports_neither_torch_nor_triton():

@@ -6,20 +6,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
-from attncheck.examine.executor import InProcess
-from attncheck.inputs import draw
+from attncheck.capabilities import named_kernels
+from attncheck.capabilities.capability_table import Capabilities
+from attncheck.capabilities.declared import Declared
+from attncheck.capabilities.subject import Refused
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import library
-from attncheck.mods.entries import Entry
-from attncheck.mods.leaves import captured_tensors
-from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects import builtin, flex
-from attncheck.subjects.capabilities import Capabilities
-from attncheck.subjects.contract import Refused
-from attncheck.subjects.declared import Declared
-from attncheck.subjects.flash2 import Flash2, Flash2Atomic
-from attncheck.subjects.flex import Flex
+from attncheck.mods.captured_gradients import captured_tensors
+from attncheck.mods.spec import Entry, Spec
+from attncheck.subjects import torch_kernels
+from attncheck.subjects.torch_kernels import Flex
+from attncheck.subjects.triton_flash import Flash2, Flash2Atomic
+from attncheck.verify.executor import InProcess
+from attncheck.verify.run_case import run_case
 
 BIAS = Spec.of("bias", seed=0, per_batch=1, per_head=1)
 CAP = Spec.of("softcap", cap=1.5)
@@ -43,7 +43,7 @@ def problem(**changes) -> Problem:
 
 
 def passes(subject, asked: Problem) -> bool:
-    record = answered(subject, Case(problem=asked), device="cpu")
+    record = run_case(subject, Case(problem=asked), device="cpu")
     assert record.gradients is None or "dcaptured" in record.gradients
     return record.status == "pass"
 
@@ -60,7 +60,7 @@ def test_other_launches_of_it_do(subject):
 
 
 def test_what_nobody_asks_for_is_not_there():
-    found = Flash2().run(draw(problem(dcaptured=False)))
+    found = Flash2().run(draw_inputs(problem(dcaptured=False)))
     assert found.dcaptured is None
 
 
@@ -76,8 +76,8 @@ def test_its_launch_for_them_has_one_stage():
 def test_who_gives_them():
     asked, plain = problem(), problem(dcaptured=False)
     able = set()
-    for name in builtin.names():
-        subject = builtin.subject_named(name)
+    for name in named_kernels.builtin_names():
+        subject = named_kernels.subject_named(name)
         if not subject.concerns(plain) or subject.absent("cpu"):
             continue
         assert subject.concerns(asked)
@@ -92,7 +92,7 @@ def test_who_gives_them():
 def test_a_table_of_what_a_kernel_takes_changes_nothing_of_it():
     table = Capabilities(entry="triton-flash2", dtypes=("fp32",))
     assert InProcess().refusal(Declared(Flash2(), table, "mine"), problem(), "cpu") is None
-    sdpa = Declared(builtin.subject_named("sdpa-math"), table, "mine")
+    sdpa = Declared(named_kernels.subject_named("sdpa-math"), table, "mine")
     assert InProcess().refusal(sdpa, problem(), "cpu") == REASON
 
 
@@ -118,7 +118,7 @@ class FlexByFormula(Flex):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_flex_follows_the_tensors_of_the_callable_that_it_passes(score, monkeypatch):
-    monkeypatch.setattr(flex, "_eager", formula)
+    monkeypatch.setattr(torch_kernels, "_eager", formula)
     assert passes(FlexByFormula(), problem(score=SCORES[score]))
 
 
@@ -137,11 +137,11 @@ def test_flex_leaves_tensors_as_they_were(monkeypatch):
         seen.append(table.requires_grad)
         return formula(*arguments)
 
-    monkeypatch.setattr(flex, "_eager", watched)
-    inputs = draw(problem(score=Spec.of("of this test")))
+    monkeypatch.setattr(torch_kernels, "_eager", watched)
+    inputs = draw_inputs(problem(score=Spec.of("of this test")))
     found = FlexByFormula().run(inputs)
     assert found.dcaptured.shape == (10,)
-    FlexByFormula().run(draw(inputs.problem.replace(dcaptured=False)))
+    FlexByFormula().run(draw_inputs(inputs.problem.replace(dcaptured=False)))
     assert seen == [True, False]
     assert not table.requires_grad
     table.requires_grad_()
@@ -157,12 +157,12 @@ def test_flex_refuses_what_torch_does_not_add_up():
         raise InductorError(NotImplementedError(said), None)
 
     with pytest.raises(Refused, match="torch adds no gradients up of a tensor read twice"):
-        flex._compile_now(call)
+        torch_kernels._compile_now(call)
 
 
 def test_flex_hands_on_what_its_wrapper_captures():
     """The score mod that it passes is a function around the Problem's."""
-    mod = flex.score_mod(problem(score=BIAS), "cpu")
+    mod = torch_kernels.score_mod(problem(score=BIAS), "cpu")
     (found,) = captured_tensors(mod)
     assert found.numel() == 2 * 2 * 20 * 27
 
@@ -176,6 +176,6 @@ def test_flex_refuses_a_table_whose_gradient_torch_rounds(monkeypatch):
     monkeypatch.setitem(
         library.SCORES, "narrow", Entry(summary="of this test", build=lambda *_: mod)
     )
-    monkeypatch.setattr(flex, "_eager", formula)
+    monkeypatch.setattr(torch_kernels, "_eager", formula)
     with pytest.raises(Refused, match="rounds the gradient of a 16-bit tensor"):
-        FlexByFormula().run(draw(problem(score=Spec.of("narrow"))))
+        FlexByFormula().run(draw_inputs(problem(score=Spec.of("narrow"))))

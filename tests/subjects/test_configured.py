@@ -8,12 +8,12 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.subjects import configured
-from attncheck.subjects.configuration_file import entry_from, with_table, write
-from attncheck.subjects.declared import Declared
+from attncheck.capabilities import configuration
+from attncheck.capabilities.configuration import entry_from, with_table, write_file
+from attncheck.capabilities.declared import Declared
+from attncheck.core.errors import UnknownName, UsageError
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load, names
+from attncheck.subjects.load import kernel_names, load_subject
 
 KERNEL = "def kernel(q, k, v, is_causal=False): return q\n"
 MINE = '{header}\nentry = "kernels.py::kernel"\nconvention = "sdpa"\nhead_dims = [64]\n'
@@ -38,9 +38,10 @@ def points(monkeypatch):
 
     def publish(*pairs, **values):
         found = [
-            EntryPoint(name, value, configured.GROUP) for name, value in (*pairs, *values.items())
+            EntryPoint(name, value, configuration.GROUP)
+            for name, value in (*pairs, *values.items())
         ]
-        monkeypatch.setattr(configured.metadata, "entry_points", lambda group: found)
+        monkeypatch.setattr(configuration.metadata, "entry_points", lambda group: found)
 
     return publish
 
@@ -48,20 +49,20 @@ def points(monkeypatch):
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_kernel_of_the_nearest_file_upwards(project, name):
     (project / name).write_text(MINE.format(header=HEADERS[name]))
-    subject = load("mine")
+    subject = load_subject("mine")
     assert isinstance(subject, Declared)
     assert subject.name == "mine"
     assert subject.capabilities.head_dims == (64,)
-    assert "mine" in names()
+    assert "mine" in kernel_names()
 
 
 def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
     (project / "pyproject.toml").write_text(MINE.format(header=HEADERS["pyproject.toml"]))
     (project / "below" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
-    assert load("mine").name == "mine"
+    assert load_subject("mine").name == "mine"
     (project / "below" / "attncheck.toml").write_text("[kernels]\n")
     with pytest.raises(UnknownName, match="kernel 'mine' is not known"):
-        load("mine")
+        load_subject("mine")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
 def test_a_file_that_cannot_be_is_one_line(project, text, said):
     (project / "pyproject.toml").write_text(text)
     with pytest.raises(UsageError, match=said) as error:
-        load("mine")
+        load_subject("mine")
     assert "\n" not in str(error.value)
 
 
@@ -95,25 +96,25 @@ def test_two_files_of_one_folder(project):
     for name, header in HEADERS.items():
         (project / name).write_text(MINE.format(header=header))
     with pytest.raises(UsageError, match=r"attncheck.toml and pyproject.toml .* keep one"):
-        load("mine")
+        load_subject("mine")
 
 
 def test_an_unknown_name_lists_all_of_them(project, points):
     (project / "pyproject.toml").write_text(MINE.format(header=HEADERS["pyproject.toml"]))
     points(theirs="somewhere:kernel")
     with pytest.raises(UnknownName, match=r"choose from flex, ideal, mine, .*theirs"):
-        load("yours")
+        load_subject("yours")
 
 
 def test_a_broken_file_is_no_reason_to_refuse_a_kernel_of_attnchecks(project):
     (project / "pyproject.toml").write_text("[tool.attncheck")
-    assert load("ideal").name == "ideal"
+    assert load_subject("ideal").name == "ideal"
 
 
 def test_a_name_that_attncheck_has_too_is_not_guessed(project):
     (project / "attncheck.toml").write_text("[kernels.ideal]\nentry = 'kernels.py::kernel'\n")
     with pytest.raises(UsageError, match="one of yours is called so too"):
-        load("ideal")
+        load_subject("ideal")
 
 
 def test_a_module_beside_the_file(project):
@@ -121,14 +122,14 @@ def test_a_module_beside_the_file(project):
     (project / "attncheck.toml").write_text(
         '[kernels.mine]\nentry = "beside_the_file:kernel"\nconvention = "sdpa"\n'
     )
-    assert load("mine").name == "mine"
+    assert load_subject("mine").name == "mine"
 
 
 def test_a_table_for_a_kernel_of_attnchecks(project):
     (project / "attncheck.toml").write_text(
         '[kernels.mine]\nentry = "ideal"\nempty_row = "zero"\nlse = true\npromises = ["repeat"]\n'
     )
-    subject = load("mine")
+    subject = load_subject("mine")
     assert subject.promises == {"repeat"}
     assert isinstance(subject.inner, Ideal)
 
@@ -161,7 +162,7 @@ def package(tmp_path, monkeypatch):
 )
 def test_an_entry_point_may_be_a_kernel_or_a_table(points, value, tabled):
     points(theirs=f"published_kernels:{value}")
-    subject = load("theirs")
+    subject = load_subject("theirs")
     assert subject.name == "theirs"
     assert isinstance(subject, Declared) is tabled
 
@@ -170,20 +171,20 @@ def test_an_entry_point_may_be_a_kernel_or_a_table(points, value, tabled):
 def test_a_wrong_entry_point_is_one_line(points):
     points(theirs="published_kernels:wrong", gone="no_such_package_at_all:x")
     with pytest.raises(UsageError, match=r"entry point 'theirs' .* key 'head_dim' is not known"):
-        load("theirs")
+        load_subject("theirs")
     with pytest.raises(UsageError, match="importing no_such_package_at_all raised ModuleNotFound"):
-        load("gone")
+        load_subject("gone")
 
 
 def test_two_packages_with_one_name(points):
     points(("theirs", "one:kernel"), ("theirs", "two:kernel"))
     with pytest.raises(UsageError, match="several entry points: one:kernel and two:kernel"):
-        load("theirs")
+        load_subject("theirs")
 
 
 def test_the_same_entry_point_found_twice_is_one(points):
     points(("theirs", "one:kernel"), ("theirs", "one:kernel"))
-    assert len(configured.entry_points()["theirs"]) == 1
+    assert len(configuration.entry_points()["theirs"]) == 1
 
 
 OLD = """[tool.attncheck.kernels.mine]
@@ -213,7 +214,7 @@ def test_a_table_is_added_or_replaced_and_nothing_else_moves(tmp_path, before, a
     path = tmp_path / "pyproject.toml"
     path.write_bytes(before.encode())
     path.chmod(0o640)
-    write(path, with_table(path, "mine", TABLE))
+    write_file(path, with_table(path, "mine", TABLE))
     wanted = after if "\r\n" not in before else after.replace(TABLE, TABLE.replace("\n", "\r\n"))
     assert path.read_bytes().decode() == wanted
     assert path.stat().st_mode & 0o777 == 0o640
@@ -237,7 +238,7 @@ def test_what_cannot_be_edited_is_left_alone(tmp_path, text):
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "real.toml").write_text("x = 1\n")
     (tmp_path / "pyproject.toml").symlink_to(tmp_path / "real.toml")
-    write(tmp_path / "pyproject.toml", "x = 2\n")
+    write_file(tmp_path / "pyproject.toml", "x = 2\n")
     assert (tmp_path / "pyproject.toml").is_symlink()
     assert (tmp_path / "real.toml").read_text() == "x = 2\n"
 

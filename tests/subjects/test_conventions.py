@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.examine.executor import Execution, Failure, InProcess
-from attncheck.inputs import draw
+from attncheck.capabilities.subject import Subject
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import CONVENTIONS, adopted, convention_named
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects.contract import Subject
-from attncheck.subjects.conventions import CONVENTIONS, adopted, convention_named
-from attncheck.subjects.conventions.options import ConventionOptions
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.executor import Execution, Failure, InProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,12 +85,12 @@ def test_the_whole_convention_reaches_the_kernel(function, changes, exact):
     problem = small(**changes)
     subject = sdpa(function)
     assert subject.unsupported(problem, "cpu") is None
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     assert exact(inputs).excess(subject.run(inputs)) <= 1
 
 
 def test_a_wrong_mask_is_more_than_rounding(exact):
-    inputs = draw(small(mask=CAUSAL))
+    inputs = draw_inputs(small(mask=CAUSAL))
     full = inputs.replace(problem=inputs.problem.replace(mask=Spec.of("full")))
     assert exact(inputs).excess(sdpa(whole).run(full)) > 1
 
@@ -114,7 +114,7 @@ def test_a_causal_mask_is_written_out_where_there_is_no_flag(exact):
     def masked(q, k, v, attn_mask=None):
         return scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
 
-    inputs = draw(small(mask=CAUSAL))
+    inputs = draw_inputs(small(mask=CAUSAL))
     assert sdpa(masked).unsupported(inputs.problem, "cpu") is None
     assert exact(inputs).excess(sdpa(masked).run(inputs)) <= 1
 
@@ -134,10 +134,10 @@ def test_what_the_convention_lacks_is_not_asked(function):
 
 def test_the_default_scale_is_left_out_so_that_it_is_examined_too():
     notes = Notes()
-    sdpa(notes).run(draw(small()))
+    sdpa(notes).run(draw_inputs(small()))
     assert notes.keywords == {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
     assert not notes.graded
-    sdpa(notes).run(draw(small(scale=0.7, mask=WINDOW)))
+    sdpa(notes).run(draw_inputs(small(scale=0.7, mask=WINDOW)))
     assert notes.keywords["scale"] == small(scale=0.7).scale
     assert notes.keywords["attn_mask"].dtype == torch.bool
     assert notes.keywords["attn_mask"].shape == (1, 1, 20, 30)
@@ -147,7 +147,7 @@ def test_what_has_no_default_is_passed():
     def strict(q, k, v, attn_mask, scale, *, is_causal):
         return scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
 
-    assert isinstance(InProcess().run(sdpa(strict), draw(small(mask=CAUSAL))), Execution)
+    assert isinstance(InProcess().run(sdpa(strict), draw_inputs(small(mask=CAUSAL))), Execution)
 
 
 # Other names for the same.
@@ -181,7 +181,7 @@ def test_other_names_for_the_same_are_known(function, changes, reason, exact):
     assert subject.summary.startswith("sdpa convention")
     assert subject.unsupported(problem, "cpu") == reason
     if reason is None:
-        inputs = draw(problem)
+        inputs = draw_inputs(problem)
         assert exact(inputs).excess(subject.run(inputs)) <= 1
 
 
@@ -192,7 +192,7 @@ def test_what_goes_into_keywords_has_torchs_names():
         passed.update(keywords, sm_scale=sm_scale)
         return q
 
-    sdpa(kernel).run(draw(small(scale=0.7, mask=WINDOW)))
+    sdpa(kernel).run(draw_inputs(small(scale=0.7, mask=WINDOW)))
     assert set(passed) == {"sm_scale", "attn_mask", "is_causal", "dropout_p", "enable_gqa"}
     assert passed["sm_scale"] == small(scale=0.7).scale
 
@@ -210,7 +210,7 @@ def test_lse_is_asked_for_where_the_signature_has_a_flag():
         out = scores.softmax(-1) @ v
         return (out, scores.logsumexp(-1)) if return_lse else out
 
-    inputs = draw(small(dtype="fp32"))
+    inputs = draw_inputs(small(dtype="fp32"))
     assert sdpa(flagged).run(inputs).lse is not None
     options = ConventionOptions(returns_lse=False)
     assert adopted(flagged, "kernel", None, options).run(inputs).lse is None
@@ -281,7 +281,7 @@ def test_lse_may_come_with_out(exact):
         scores = (q @ k.mT) / math.sqrt(q.shape[-1])
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
-    inputs = draw(small(dtype="fp32"))
+    inputs = draw_inputs(small(dtype="fp32"))
     outputs = sdpa(both).run(inputs)
     assert outputs.lse.shape == (2, 4, 20)
     assert exact(inputs).excess(outputs) <= 1
@@ -306,7 +306,7 @@ def test_lse_may_come_with_out(exact):
     ids=range(12),
 )
 def test_what_it_may_give(gives, kind, message):
-    result = InProcess().run(sdpa(lambda q, k, v: gives(q)), draw(small()))
+    result = InProcess().run(sdpa(lambda q, k, v: gives(q)), draw_inputs(small()))
     if not kind:
         assert isinstance(result, Execution)
         return
@@ -319,7 +319,7 @@ def test_a_clean_refusal_is_one(error):
     def picky(q, k, v):
         raise error("head_dim must be 64\nor 128")
 
-    result = InProcess().run(sdpa(picky), draw(small()))
+    result = InProcess().run(sdpa(picky), draw_inputs(small()))
     assert result == Failure(kind="refused", message=f"{error.__name__}: head_dim must be 64")
 
 
@@ -328,7 +328,7 @@ def test_anything_else_is_an_error(error):
     def broken(q, k, v):
         raise error("no")
 
-    assert InProcess().run(sdpa(broken), draw(small())).kind == "error"
+    assert InProcess().run(sdpa(broken), draw_inputs(small())).kind == "error"
 
 
 # What follows which convention.
@@ -436,16 +436,16 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("convention", [None, "sdpa"])
 def test_a_function_of_a_file_and_of_a_module(mine, convention):
-    assert load(f"{mine}::kernel", convention).name == "mine_of_conventions.py::kernel"
+    assert load_subject(f"{mine}::kernel", convention).name == "mine_of_conventions.py::kernel"
     name = "mine_of_conventions:kernel"
-    assert load(name, convention).name == name
+    assert load_subject(name, convention).name == name
     torchs = "torch.nn.functional:scaled_dot_product_attention"
-    assert load(torchs, convention).name == torchs
+    assert load_subject(torchs, convention).name == torchs
 
 
 def test_what_else_a_module_may_hold(mine):
-    assert load("mine_of_conventions:Module").summary.endswith("alone")
-    assert load("mine_of_conventions:Holder.kernel").summary.endswith("alone")
+    assert load_subject("mine_of_conventions:Module").summary.endswith("alone")
+    assert load_subject("mine_of_conventions:Holder.kernel").summary.endswith("alone")
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_what_else_a_module_may_hold(mine):
 )
 def test_what_cannot_be_loaded_is_said_in_one_line(mine, asked, convention, message):
     with pytest.raises(UsageError, match=message) as error:
-        load(asked, convention)
+        load_subject(asked, convention)
     assert "\n" not in str(error.value)
 
 
@@ -472,9 +472,9 @@ def test_a_kernel_that_launches_triton_says_so(tmp_path):
     pytest.importorskip("triton")
     path = tmp_path / "launches.py"
     path.write_text(f"import triton.language as tl\n{MINE}")
-    assert load(f"{path}::kernel").triton
+    assert load_subject(f"{path}::kernel").triton
     path.write_text(MINE)
-    assert not load(f"{path}::kernel").triton
+    assert not load_subject(f"{path}::kernel").triton
 
 
 # The arithmetic that is assumed.
@@ -494,9 +494,9 @@ def own(q, k, v):
 def test_what_reaches_torchs_flash_kernel_of_the_cpu_has_its_exp(function):
     """Wherever it is called: its exp is short in 16 bits, which is no fault of the caller's."""
     for dtype, short in (("bf16", True), ("fp16", True), ("fp32", False)):
-        result = InProcess().run(sdpa(function), draw(small(dtype=dtype)))
+        result = InProcess().run(sdpa(function), draw_inputs(small(dtype=dtype)))
         assert (result.arithmetic.exp2_ulps > 2) == short
-    assert InProcess().run(sdpa(own), draw(small())).arithmetic.exp2_ulps == 2
+    assert InProcess().run(sdpa(own), draw_inputs(small())).arithmetic.exp2_ulps == 2
 
 
 def test_what_is_timed_is_the_function_alone():
@@ -507,7 +507,7 @@ def test_what_is_timed_is_the_function_alone():
         modes.append(torch.utils._python_dispatch._get_current_dispatch_mode())
         return own(q, k, v)
 
-    assert isinstance(InProcess().run(sdpa(kernel), draw(small()), timed=True), Execution)
+    assert isinstance(InProcess().run(sdpa(kernel), draw_inputs(small()), timed=True), Execution)
     assert modes[0] is not None
     assert len(modes) > 1
     assert modes[1:] == [None] * (len(modes) - 1)

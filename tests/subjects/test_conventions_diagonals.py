@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attncheck.conventions.layouts import Band, band_window, mask_band
 from attncheck.mods.library import build_mask
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.subjects.conventions.diagonals import Band, band, window
 
 
 def module_of(path):
@@ -58,7 +58,7 @@ def test_a_window_that_is_found_is_the_band_and_one_that_is_there_is_found(botto
     for low, high in itertools.product(EDGES, EDGES):
         edges = Band(low, high)
         for sequences in [*itertools.combinations(LENGTHS, 2), *((one,) for one in LENGTHS)]:
-            answer = window(edges, sequences, bottom_right=bottom_right)
+            answer = band_window(edges, sequences, bottom_right=bottom_right)
             if answer is not None:
                 found += 1
                 assert is_it(answer, edges, sequences, bottom_right)
@@ -75,9 +75,9 @@ def test_a_lead_is_a_band_that_lies_elsewhere(bottom_right):
     for low, high, lead in itertools.product(EDGES, EDGES, (-2, 0, 3)):
         elsewhere = Band(*(None if edge is None else edge + lead for edge in (low, high)))
         for lengths in LENGTHS:
-            plain = window(Band(low, high), [lengths], bottom_right=bottom_right)
+            plain = band_window(Band(low, high), [lengths], bottom_right=bottom_right)
             leads = {"bottom_right": bottom_right, "leads": [lead]}
-            assert window(elsewhere, [lengths], **leads) == plain
+            assert band_window(elsewhere, [lengths], **leads) == plain
             found += plain is not None
     assert found > 100
 
@@ -103,7 +103,7 @@ def test_a_mask_is_the_band_that_it_is_said_to_be(mask, query, kv):
     index = torch.arange(query)[:, None], torch.arange(kv)[None]
     zero = torch.zeros(1, 1, dtype=torch.int64)
     seen = build_mask(mask, dimensions)(zero, zero, *index).expand(query, kv)
-    assert seen.flatten().tolist() == seen_by(band(mask, dimensions), query, kv)
+    assert seen.flatten().tolist() == seen_by(mask_band(mask, dimensions), query, kv)
 
 
 @pytest.mark.parametrize(
@@ -112,4 +112,4 @@ def test_a_mask_is_the_band_that_it_is_said_to_be(mask, query, kv):
     ids=str,
 )
 def test_of_other_masks_nothing_is_said(mask):
-    assert band(mask, Dimensions(batch=1, heads=1, query=4, kv=4)) is None
+    assert mask_band(mask, Dimensions(batch=1, heads=1, query=4, kv=4)) is None

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.executor import Execution, InProcess
-from attncheck.inputs import draw
+from attncheck.capabilities.subject import Subject
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Subject
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.options import ConventionOptions
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution, InProcess
+from attncheck.verify.run_case import compare
 
 
 def module_of(path):
@@ -231,7 +231,7 @@ def test_required_keywords_are_always_passed(takes, mask, passed):
     if isinstance(passed, str):
         assert subject.unsupported(problem, "cpu") == passed
         return
-    subject.run(draw(problem))
+    subject.run(draw_inputs(problem))
     assert seen == passed
 
 
@@ -242,7 +242,7 @@ def test_descales_of_fp8_are_passed():
         seen.update(q=q_descale, k=k_descale, v=v_descale)
         return q.bfloat16()
 
-    inputs = draw(small(dtype="e4m3", kv_heads=2))
+    inputs = draw_inputs(small(dtype="e4m3", kv_heads=2))
     assert isinstance(InProcess().run(subject_of(kernel, None), inputs), Execution)
     assert all(torch.equal(seen[name], getattr(inputs.descale, name)) for name in "qkv")
     assert seen["q"].shape == (2, 2)
@@ -258,7 +258,7 @@ def test_packed_descales_are_those_of_each_part():
         seen["dropout_p"] = dropout_p
         return q.bfloat16()
 
-    inputs = draw(small(dtype="e4m3", kv_heads=2, mask=DOCUMENTS))
+    inputs = draw_inputs(small(dtype="e4m3", kv_heads=2, mask=DOCUMENTS))
     assert isinstance(InProcess().run(subject_of(kernel, None), inputs), Execution)
     assert (seen["parts"], seen["dropout_p"]) == (8, 0.0)
     for name in "qkv":
@@ -292,10 +292,12 @@ def test_tensors_have_the_axes_of_the_convention():
         return q[..., :8]
 
     problem = small(kv=30, kv_heads=2, value_dim=8)
-    assert subject_of(fixed, None).run(draw(problem)).out.shape == (2, 4, 20, 8)
+    assert subject_of(fixed, None).run(draw_inputs(problem)).out.shape == (2, 4, 20, 8)
     whole = [((2, 20, 4, 16), True), ((2, 30, 2, 16), True), ((2, 30, 2, 8), True)]
     assert shapes["flash_attn"] == whole
-    assert subject_of(packed, None).run(draw(problem.replace(mask=PADDING))).out.shape[0] == 2
+    assert (
+        subject_of(packed, None).run(draw_inputs(problem.replace(mask=PADDING))).out.shape[0] == 2
+    )
     assert shapes["varlen"] == [((40, 4, 16), True), ((37, 2, 16), True), ((37, 2, 8), True)]
     assert shapes["places"] == [[0, 20, 40], [0, 30, 37]]
     assert shapes["longest"] == (20, 30)
@@ -308,7 +310,7 @@ def test_strides_of_the_inputs_reach_the_kernel():
         strides.append(q.stride())
         return v
 
-    inputs = draw(small())
+    inputs = draw_inputs(small())
     wide = torch.zeros(2, 4, 20, 32)
     wide[..., ::2] = inputs.q
     subject_of(kernel, None).run(inputs.replace(q=wide[..., ::2]))
@@ -361,7 +363,7 @@ def test_an_lse_that_is_declared_must_come():
 def test_rows_without_keys_may_have_either_infinite_lse():
     """flash-attn gives +∞ there, and −∞ where it splits the keys."""
     problem = small(mask=BOTTOM_RIGHT, query=31, kv=20)
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     outputs = subject_of(PLAIN.flash_attn_with(), "flash_attn").run(inputs)
     assert (outputs.lse[:, :, :11] == -math.inf).all()
     assert outputs.lse[:, :, 11:].isfinite().all()

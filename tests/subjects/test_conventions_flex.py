@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.options import ConventionOptions
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import compare
 
 
 def module_of(path):

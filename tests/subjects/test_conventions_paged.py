@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
-from attncheck.inputs import draw
+from attncheck.capabilities.subject import Subject
+from attncheck.conventions.declarations import adopted
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
-from attncheck.record import Report
+from attncheck.records.record import Report
 from attncheck.runner import quick
-from attncheck.subjects.contract import Subject
-from attncheck.subjects.conventions import adopted
+from attncheck.verify.run_case import run_case
 
 
 def module_of(path):
@@ -51,7 +51,7 @@ def subject_of(function, convention="paged") -> Subject:
 
 
 def record_of(subject, problem):
-    return answered(subject, Case(problem=problem), device="cpu", brief=True)
+    return run_case(subject, Case(problem=problem), device="cpu", brief=True)
 
 
 TAKEN = {
@@ -87,7 +87,7 @@ def test_a_right_function_passes(name):
     subject, problem = subject_of(with_kvcache()), small(**TAKEN[name])
     record = record_of(subject, problem)
     assert record.status == "pass", (record.reason, record.judgement)
-    assert subject.run(draw(problem)).lse is not None
+    assert subject.run(draw_inputs(problem)).lse is not None
 
 
 # Which TAKEN a fault is wrong on.
@@ -115,7 +115,7 @@ def test_what_is_shared_is_the_same_and_what_is_not_is_found():
     for lengths, status in (([30, 12], "pass"), ([12, 30], "fail")):  # the first keeps its own
         hidden = problem.replace(mask=Spec.of("padding", lengths=lengths))
         case = Case(problem=hidden, question="hidden_keys", parameters={"row": 0})
-        assert answered(subject, case, device="cpu").status == status
+        assert run_case(subject, case, device="cpu").status == status
 
 
 REFUSED = {
@@ -153,7 +153,7 @@ def test_decoding_of_padded_sequences_is_each_ones_own_end():
         return q
 
     subject = subject_of(kernel)
-    subject.run(draw(small(query=1, mask=PADDING)))
+    subject.run(draw_inputs(small(query=1, mask=PADDING)))
     assert given == {"causal": False, "lengths": [30, 13]}
 
 
@@ -252,7 +252,7 @@ def test_a_function_that_writes_to_its_cache_is_found():
 @pytest.mark.parametrize("copied", [1 << 20, 0])
 def test_a_function_that_writes_to_its_tables_is_found(name, copied, monkeypatch):
     """Whether a copy was made before the call, or it is made once more after it."""
-    monkeypatch.setattr("attncheck.subjects.conventions.left_alone._COPIED", copied)
+    monkeypatch.setattr("attncheck.conventions.results._COPIED", copied)
 
     def kernel(q, k_cache, v_cache, cache_seqlens, block_table):
         out = with_kvcache()(q, k_cache, v_cache, None, None, cache_seqlens, block_table)
@@ -269,7 +269,7 @@ def test_keys_may_have_any_strides(shared):
     problem = small(mask=PADDING, paging=Paging(size=8, shared=shared))
     for question in ("strides_transposed", "strides_packed", "strides_expanded"):
         case = Case(problem=problem, question=question)
-        assert answered(subject_of(with_kvcache()), case, device="cpu").status == "pass"
+        assert run_case(subject_of(with_kvcache()), case, device="cpu").status == "pass"
 
 
 def test_fp8_has_descales_of_sequences_and_heads():
@@ -294,7 +294,7 @@ def test_fp8_has_descales_of_sequences_and_heads():
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_script_gives_the_same_bits(name):
     function, problem = with_kvcache(), small(**TAKEN[name])
-    subject, inputs = subject_of(function), draw(problem)
+    subject, inputs = subject_of(function), draw_inputs(problem)
     text = subject.script(problem)
     assert "attncheck" not in text
     scope = {"torch": torch, "sink": inputs.sink}

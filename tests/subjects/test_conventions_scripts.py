@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.inputs import draw
+from attncheck.conventions.call_tensors import attention_mask
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.options import ConventionOptions
-from attncheck.subjects.sdpa import attention_mask
 
 
 def module_of(path):
@@ -91,7 +91,7 @@ def problem_of(changes):
 @pytest.mark.parametrize("called_like", KERNELS)
 def test_a_script_gives_the_same_bits(called_like, name):
     function = KERNELS[called_like]
-    subject, inputs = adopted(function, "kernel"), draw(problem_of(PROBLEMS[name]))
+    subject, inputs = adopted(function, "kernel"), draw_inputs(problem_of(PROBLEMS[name]))
     text = subject.script(inputs.problem)
     if subject.unsupported(inputs.problem, "cpu"):
         assert text is None
@@ -119,7 +119,7 @@ def test_every_convention_has_scripts():
 def test_options_are_in_the_script(options):
     function = PLAIN.flash_attn_with("base2")
     subject = adopted(function, "kernel", None, ConventionOptions(**options))
-    inputs = draw(problem_of({"mask": Spec.of("causal_bottom_right"), "query": 31}))
+    inputs = draw_inputs(problem_of({"mask": Spec.of("causal_bottom_right"), "query": 31}))
     out, lse = called(subject.script(inputs.problem), function, inputs)
     ours = subject.run(inputs)
     assert torch.equal(out, ours.out)
@@ -134,7 +134,7 @@ def test_what_cannot_be_said_in_a_line_is_none():
 def test_a_script_that_says_otherwise_is_found():
     """The comparison above would see a wrong alignment."""
     function = KERNELS["flash_attn"]
-    inputs = draw(problem_of(PROBLEMS["causal"]))
+    inputs = draw_inputs(problem_of(PROBLEMS["causal"]))
     text = adopted(function, "kernel").script(inputs.problem)
     out, _ = called(text.replace("causal=True", "causal=False"), function, inputs)
     assert not torch.equal(out, adopted(function, "kernel").run(inputs).out)

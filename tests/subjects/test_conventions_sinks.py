@@ -8,15 +8,14 @@ import math
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.examine.relate import relate
-from attncheck.inputs import draw
+from attncheck.conventions.convention import SINKS, ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.arguments import SINKS
-from attncheck.subjects.conventions.options import ConventionOptions
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.relation_runs import check_relation
+from attncheck.verify.run_case import compare
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 12, "kv": 12, "head_dim": 16}
 PADDED = Spec.of("padding", lengths=[0, 7])
@@ -136,7 +135,7 @@ def test_sinks_are_fp32_whatever_the_dtype():
         given.append(sinks)
         return sdpa(q, k, v, sinks=sinks)
 
-    inputs = draw(problem(kv_heads=4))
+    inputs = draw_inputs(problem(kv_heads=4))
     adopted(kernel, "kernel").run(inputs)
     assert torch.equal(given[0], inputs.sink)
     assert given[0].dtype == torch.float32
@@ -154,14 +153,17 @@ def test_relations_pass_sinks_too(question):
     subject = adopted(sdpa, "kernel")
     allowed = {"turn": 1} if question == "head_permutation" else {}
     allowed = {"cut": 5} if question == "split_merge" else allowed
-    assert relate(subject, Case(problem=problem(), question=question, parameters=allowed)) is None
+    assert (
+        check_relation(subject, Case(problem=problem(), question=question, parameters=allowed))
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_call_as_a_script(name):
     for sink in (True, False):
         of = problem(sink=sink)
-        inputs, scope = draw(of), {"torch": torch}
+        inputs, scope = draw_inputs(of), {"torch": torch}
         text = adopted(KERNELS[name], "kernel").script(of)
         assert ("sink" in text) == sink
         exec(text, scope | ({"sink": inputs.sink} if sink else {}), scope)  # noqa: S102

@@ -7,17 +7,17 @@ import math
 import pytest
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.examine.answer import answered
-from attncheck.formats import dtype_named
-from attncheck.judge.arithmetic import default
+from attncheck.capabilities.capability_table import read_table
+from attncheck.capabilities.declared import Declared
+from attncheck.conventions import declarations
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import dtype_named
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects import conventions
-from attncheck.subjects.capability_table import read
-from attncheck.subjects.conventions.options import ConventionOptions
-from attncheck.subjects.declared import Declared
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.run_case import run_case
 
 PLAIN = Problem(query=32, head_dim=64, dtype="fp32")
 AT_80 = Problem(query=32, head_dim=80, dtype="fp32")
@@ -47,17 +47,17 @@ def half_at_80(q, k, v, is_causal=False):
 
 
 def table(**fields):
-    return read({"entry": "mine.py::kernel", **fields}, "kernels.mine")
+    return read_table({"entry": "mine.py::kernel", **fields}, "kernels.mine")
 
 
 def declared(function, **fields):
-    subject = conventions.adopted(function, "mine", "sdpa", ConventionOptions())
+    subject = declarations.adopted(function, "mine", "sdpa", ConventionOptions())
     assert not isinstance(subject, str), subject
     return Declared(subject, table(**fields), "mine")
 
 
 def record(subject, problem=PLAIN):
-    return answered(subject, Case(problem=problem), device="cpu")
+    return run_case(subject, Case(problem=problem), device="cpu")
 
 
 WHOLE = {"dtypes": ["fp32"], "head_dims": [64, 80], "masks": ["none", "causal"]}
@@ -115,7 +115,7 @@ def test_declared_but_refused_beforehand_is_a_failure():
 def test_what_is_refused_only_together_is_not_in_the_table():
     """Top-left causal is a flag for equal lengths, where this flag is bottom-right otherwise."""
     options = ConventionOptions(causal="bottom_right")
-    subject = conventions.adopted(right, "mine", "sdpa", options)
+    subject = declarations.adopted(right, "mine", "sdpa", options)
     causal = PLAIN.replace(mask=Spec.of("causal"))
     kernel = Declared(subject, table(**WHOLE, rectangular=True), "mine")
     assert record(kernel, causal).status == "pass"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.examine.guard_bands import GuardBands
-from attncheck.examine.late_streams import _Late
-from attncheck.subjects.conventions.dispatched import FlashOnTheCpu
+from attncheck.conventions.torch_arithmetic import CpuFlashDetector
+from attncheck.verify.further_calls import _Late
+from attncheck.verify.memory_patterns import GuardBands
 
 
 class Plain(TorchDispatchMode):
@@ -20,7 +20,7 @@ def imports_torchs_compiler(mode):
     return hasattr(mode.__torch_dispatch__, "__wrapped__")
 
 
-@pytest.mark.parametrize("mode", [FlashOnTheCpu, GuardBands, _Late])
+@pytest.mark.parametrize("mode", [CpuFlashDetector, GuardBands, _Late])
 def test_it_imports_no_compiler(mode):
     assert not imports_torchs_compiler(mode)
     assert imports_torchs_compiler(Plain)

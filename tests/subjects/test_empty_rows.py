@@ -7,20 +7,21 @@ import math
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.inputs import draw
-from attncheck.mods.spec import Spec
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.subjects.conventions import adopted
-from attncheck.subjects.conventions.options import EMPTY_ROWS, ConventionOptions
-from attncheck.subjects.empty_rows import (
-    EmptyRowsWrong,
+from attncheck.capabilities.capability_table import EMPTY_ROWS
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.conventions.declarations import adopted
+from attncheck.conventions.empty_rows import (
+    WrongEmptyRows,
     empty_rows,
     mean_allowance,
-    settled,
+    settle_empty_rows,
 )
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods.spec import Spec
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import compare
 
 SENTINEL = -1e30
 
@@ -113,7 +114,7 @@ def test_empty_rows_are_those_of_the_callable(mask, dead):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_mean_is_asked_sharply(dtype):
     """A key more or less, of 9, is seen in every dtype."""
-    inputs = draw(problem_of(dtype=dtype, distribution="uniform"))
+    inputs = draw_inputs(problem_of(dtype=dtype, distribution="uniform"))
     values = inputs.promoted()[2].repeat_interleave(2, dim=1)
     allowed = mean_allowance(inputs)
     moved = (values[:, :, :-1].mean(2, keepdim=True) - values.mean(2, keepdim=True)).abs()
@@ -121,34 +122,34 @@ def test_the_mean_is_asked_sharply(dtype):
 
 
 def test_lse_of_empty_rows():
-    inputs = draw(problem_of())
+    inputs = draw_inputs(problem_of())
     dead = empty_rows(inputs.problem)
     out = torch.where(dead[..., None], math.nan, 1.0).expand(2, 4, 12, 16)
     for lse, right in ((math.nan, True), (-math.inf, True), (math.inf, False), (0.0, False)):
         outputs = Outputs(out, torch.where(dead, lse, 1.0))
         if not right:
-            with pytest.raises(EmptyRowsWrong, match=r"lse.*NaN or -inf"):
-                settled(outputs, inputs, "nan")
+            with pytest.raises(WrongEmptyRows, match=r"lse.*NaN or -inf"):
+                settle_empty_rows(outputs, inputs, "nan")
             continue
-        plain = settled(outputs, inputs, "nan")
+        plain = settle_empty_rows(outputs, inputs, "nan")
         assert (plain.out == torch.where(dead[..., None], 0.0, 1.0)).all()
         assert (plain.lse == torch.where(dead, -math.inf, 1.0)).all()
 
 
 def test_a_positive_infinity_is_taken_where_it_is_the_convention_and_no_finite_number():
-    inputs = draw(problem_of())
+    inputs = draw_inputs(problem_of())
     dead = empty_rows(inputs.problem)
     out = torch.zeros(2, 4, 12, 16)
     lse = torch.where(dead, math.inf, 1.0)
-    assert (settled(Outputs(out, lse), inputs, "zero").lse == lse).all()
+    assert (settle_empty_rows(Outputs(out, lse), inputs, "zero").lse == lse).all()
     both = (-math.inf, math.inf)
-    assert (settled(Outputs(out, lse), inputs, "zero", both).lse[dead] == -math.inf).all()
+    assert (settle_empty_rows(Outputs(out, lse), inputs, "zero", both).lse[dead] == -math.inf).all()
     finite = lse.clamp(max=88)
-    assert (settled(Outputs(out, finite), inputs, "zero", both).lse == finite).all()
+    assert (settle_empty_rows(Outputs(out, finite), inputs, "zero", both).lse == finite).all()
 
 
 @pytest.mark.parametrize("how", EMPTY_ROWS)
 def test_what_is_no_output_is_left_to_the_executor(how):
-    inputs = draw(problem_of())
+    inputs = draw_inputs(problem_of())
     for out in (None, torch.zeros(3), torch.zeros(2, 4, 12, 16, dtype=torch.int32)):
-        assert settled(Outputs(out), inputs, how).out is out
+        assert settle_empty_rows(Outputs(out), inputs, how).out is out

@@ -14,17 +14,15 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.examine.environment import prepare
-from attncheck.inputs import draw
+from attncheck.core.source_files import import_file
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.source_files import import_file
-from attncheck.subjects import flash, ideal_attention
-from attncheck.subjects.flash import launch
-from attncheck.subjects.flash1 import Flash1
-from attncheck.subjects.flash2 import Flash2
+from attncheck.subjects import ideal, triton_flash
 from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.triton_flash import Flash1, Flash2, launch_flash
+from attncheck.verify.environment import prepare
 
 MASKS = {
     "full": Spec.of("full"),
@@ -75,14 +73,14 @@ def excess(inputs, exact, subject):
 def test_masks(mask, lengths, exact, subject):
     query, kv = lengths
     problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
-    assert excess(draw(problem), exact, subject) <= 1
+    assert excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("score", SCORES)
 def test_scores_in_every_dtype(score, dtype, exact, subject):
     problem = small(kv=70, dtype=dtype, mask=MASKS["causal"], score=SCORES[score])
-    assert excess(draw(problem), exact, subject) <= 1
+    assert excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_scores_in_every_dtype(score, dtype, exact, subject):
 )
 def test_any_head_dim(dims, exact, subject):
     problem = small(head_dim=dims[0], value_dim=dims[1], kv=33, dtype="bf16")
-    assert excess(draw(problem), exact, subject) <= 1
+    assert excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_any_head_dim(dims, exact, subject):
 )
 def test_any_lengths(lengths, exact, subject):
     problem = small(query=lengths[0], kv=lengths[1], dtype="fp16", mask=MASKS["causal"])
-    assert excess(draw(problem), exact, subject) <= 1
+    assert excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("tiles", [(64, 16), (16, 64)], ids=str)
@@ -106,11 +104,11 @@ def test_any_lengths(lengths, exact, subject):
 def test_tiles_that_are_not_square(mask, tiles, exact, subject, monkeypatch):
     """As on a GPU; the interpreter's own choice is square."""
     chosen = dict(zip(("block_query", "block_kv"), tiles, strict=True))
-    monkeypatch.setattr(flash, "_interpreted", lambda problem: chosen)
+    monkeypatch.setattr(triton_flash, "_interpreted", lambda problem: chosen)
     for query, kv in ((150, 150), (70, 150), (150, 70)):
         problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
         assert dataclasses.asdict(subject.tiling(problem, "cpu")).items() >= chosen.items()
-        assert excess(draw(problem), exact, subject) <= 1
+        assert excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,9 +116,9 @@ def test_what_a_gpu_is_asked_for(dtype):
     """Only tf32 multiplies in tf32; the wider of the two head dims chooses the tiles."""
     for device in ("cuda", "cpu"):
         problem = small(head_dim=64, value_dim=64, dtype=dtype)
-        assert launch(problem, device).precision == ("tf32" if dtype == "tf32" else "ieee")
+        assert launch_flash(problem, device).precision == ("tf32" if dtype == "tf32" else "ieee")
     chosen = {
-        dims: launch(small(head_dim=dims[0], value_dim=dims[1], dtype=dtype), "cuda")
+        dims: launch_flash(small(head_dim=dims[0], value_dim=dims[1], dtype=dtype), "cuda")
         for dims in ((64, 64), (65, 64), (64, 65), (128, 128), (128, 129), (256, 1), (256, 256))
     }
     assert chosen[64, 64] != chosen[65, 64] == chosen[64, 65] == chosen[128, 128]
@@ -143,16 +141,16 @@ SKIPPED = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_which_tiles_a_mask_lets_it_skip(mask):
     """Whether keys after the row are hidden, which FlashAttention-1 goes by, or nothing is."""
-    chosen = launch(small(mask=MASKS[mask]), "cuda")
+    chosen = launch_flash(small(mask=MASKS[mask]), "cuda")
     assert (chosen.causal, chosen.free) == SKIPPED[mask]
     causal_or = Spec.of("or", MASKS["causal"], MASKS["padding"])
-    assert not launch(small(mask=causal_or), "cuda").causal
+    assert not launch_flash(small(mask=causal_or), "cuda").causal
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)], ids=str)
 def test_any_group(heads, exact, subject):
     problem = small(heads=heads[0], kv_heads=heads[1], dtype="fp16")
-    assert excess(draw(problem), exact, subject) <= 1
+    assert excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3", "e5m2"])
@@ -161,7 +159,7 @@ def test_as_good_as_the_ideal_kernel(mask, dtype, subject, lead):
     """At the same tiles and order, on 1,024 rows; with a score mod too."""
     for score in ("none", "alibi", "softcap", "relative_bias"):
         problem = of_1024_rows(dtype=dtype, mask=MASKS[mask], score=SCORES[score])
-        inputs = draw(problem)
+        inputs = draw_inputs(problem)
         best = Ideal(subject.tiling(problem, "cpu")).run(inputs)
         assert abs(lead(subject.run(inputs), best, oracles.dense(inputs).out)) <= 1
 
@@ -177,7 +175,7 @@ TRUNCATED = """bits = p.to(tl.int32, bitcast=True) & -65536
 
 def test_worse_than_the_ideal_kernel(subject, lead, planted, tmp_path, monkeypatch):
     """bf16's weights truncated, not rounded to nearest."""
-    inputs = draw(of_1024_rows(dtype="bf16"))
+    inputs = draw_inputs(of_1024_rows(dtype="bf16"))
     best = Ideal(subject.tiling(inputs.problem, "cpu")).run(inputs)
     wrong = planted(tmp_path, subject.forward().__name__, WEIGHTS, TRUNCATED)
     monkeypatch.setattr(type(subject), "forward", lambda self: wrong)
@@ -187,7 +185,7 @@ def test_worse_than_the_ideal_kernel(subject, lead, planted, tmp_path, monkeypat
 def test_flash1_is_not_measured_against_flash2(lead):
     """A block's largest weight is 1 in FlashAttention-1, and not rounded: more is exact."""
     problem = Problem(heads=4, query=64, kv=512, head_dim=64, dtype="e5m2")
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     own = Flash1().tiling(problem, "cpu")
     assert own.recurrence == "flash1"
     truth = oracles.dense(inputs).out
@@ -255,7 +253,7 @@ def largest_takes_all(subject, inputs, monkeypatch) -> bool:
 @pytest.mark.parametrize("kernel", [Flash2, Flash1, Ideal])
 def test_the_largest_finite_scores(kernel, dtype, right, exact, planted, tmp_path, monkeypatch):
     """And what is right elsewhere but brings scores to log2 units first is wrong there."""
-    inputs = draw(small(query=70, kv=70, dtype=dtype))
+    inputs = draw_inputs(small(query=70, kv=70, dtype=dtype))
     assert right(kernel(), inputs, monkeypatch)
     plant_log2_units(kernel, planted, tmp_path, monkeypatch)
     ordinary = inputs.replace(problem=inputs.problem.replace(score=SCORES["softcap"]))
@@ -265,13 +263,13 @@ def test_the_largest_finite_scores(kernel, dtype, right, exact, planted, tmp_pat
 
 def plant_log2_units(kernel, planted, tmp_path, monkeypatch):
     if kernel is Ideal:
-        of_tile = ideal_attention.Pass.modified
+        of_tile = ideal.Pass.modified
 
         def scores(*arguments):
             s = of_tile(*arguments)
             return s * math.log2(math.e) * math.log(2.0) if arguments[0].score else s
 
-        monkeypatch.setattr(ideal_attention.Pass, "modified", scores)
+        monkeypatch.setattr(ideal.Pass, "modified", scores)
         return
     mod = "SCORE(s, b, h, rows[:, None], keys[None, :], captured)"
     there_and_back = f"{mod} * 1.4426950408889634 * 0.6931471805599453"
@@ -285,9 +283,9 @@ def test_a_score_of_minus_infinity_is_a_weight_of_0_and_hides_no_value(kernel, m
     problem = small(query=70, kv=70)
     bias = torch.zeros(70, 70)
     masked = problem.replace(mask=Spec.of("padding", lengths=[33, 33]))
-    expected = kernel().run(draw(masked.replace(score=added(bias, monkeypatch))))
+    expected = kernel().run(draw_inputs(masked.replace(score=added(bias, monkeypatch))))
     bias[:, 33:] = -math.inf
-    given = draw(problem.replace(score=added(bias, monkeypatch)))
+    given = draw_inputs(problem.replace(score=added(bias, monkeypatch)))
     found = kernel().run(given)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
@@ -298,7 +296,7 @@ def test_a_score_of_minus_infinity_is_a_weight_of_0_and_hides_no_value(kernel, m
 
 
 def test_any_strides(subject):
-    inputs = draw(small(dtype="bf16", mask=MASKS["causal"]))
+    inputs = draw_inputs(small(dtype="bf16", mask=MASKS["causal"]))
     turned = {n: getattr(inputs, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"}
     gapped = {n: torch.stack([t, t * 2], -1)[..., 0] for n, t in turned.items()}
     plain = subject.run(inputs)
@@ -312,7 +310,7 @@ def test_any_strides(subject):
 @pytest.mark.parametrize("mask", ["causal", "document", "not causal", "bottom_right"])
 def test_a_visible_value_that_is_not_finite_reaches_its_rows_and_no_other(mask, poison, subject):
     """As it is, and NaN where a row sees both signs; the mask is one that no row broadcasts."""
-    inputs = draw(small(batch=1, heads=1, query=70, dtype="bf16", mask=MASKS[mask]))
+    inputs = draw_inputs(small(batch=1, heads=1, query=70, dtype="bf16", mask=MASKS[mask]))
     v = inputs.v.clone()
     for at, value in zip((30, 40), poison, strict=False):
         v[0, 0, at, 3] = value
@@ -327,7 +325,7 @@ def test_a_visible_value_that_is_not_finite_reaches_its_rows_and_no_other(mask, 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_mask_that_reads_no_row_hides_values_too(poison, subject):
-    inputs = draw(small(query=70, dtype="bf16", mask=MASKS["padding"]))
+    inputs = draw_inputs(small(query=70, dtype="bf16", mask=MASKS["padding"]))
     v = inputs.v.clone()
     v[1, :, 33:], v[0] = poison, poison
     before, after = subject.run(inputs), subject.run(inputs.replace(v=v))
@@ -338,7 +336,9 @@ def test_a_mask_that_reads_no_row_hides_values_too(poison, subject):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_stride_beyond_32_bits(name, subject):
     """A column's stride times 255 columns passes 2^31: untouched pages of memory cost nothing."""
-    inputs = draw(small(batch=1, heads=1, query=3, head_dim=256, value_dim=256, dtype="e5m2"))
+    inputs = draw_inputs(
+        small(batch=1, heads=1, query=3, head_dim=256, value_dim=256, dtype="e5m2")
+    )
     given = getattr(inputs, name)
     stride = 2**31 // 255 + 1
     wide = torch.empty(256 * stride, dtype=given.dtype)
@@ -405,18 +405,18 @@ def infinities(outputs):
 def asked_for(fault: str, problem: Problem):
     """Inputs on which ``fault`` shows, and the inputs whose truth is to be met."""
     if "infinit" in fault:
-        inputs = draw(problem.replace(mask=MASKS["causal"]))
+        inputs = draw_inputs(problem.replace(mask=MASKS["causal"]))
         inputs.v[:, :, 30, 3] = -math.inf
         return inputs, inputs
     if "hidden values" in fault:
-        inputs = draw(problem.replace(mask=MASKS["causal"]))
+        inputs = draw_inputs(problem.replace(mask=MASKS["causal"]))
         inputs.v[:, :, 70:] = math.nan
         return inputs, inputs.replace(v=inputs.v.nan_to_num())
     if "score mod" in fault:
         problem = problem.replace(score=SCORES["alibi"])
     if "hidden" in fault:
         problem = problem.replace(mask=MASKS["causal"])
-    return (draw(problem),) * 2
+    return (draw_inputs(problem),) * 2
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def remembered(make, tensors):
 
 @pytest.mark.parametrize("missing", [None, "q", "k", "v"])
 def test_reads_and_writes_its_own_tensors_only(missing, subject, monkeypatch):
-    inputs = draw(small(query=70, kv=101, head_dim=17, dtype="bf16", mask=MASKS["causal"]))
+    inputs = draw_inputs(small(query=70, kv=101, head_dim=17, dtype="bf16", mask=MASKS["causal"]))
     tensors = [getattr(inputs, name) for name in "qkv" if name != missing]
     for listed in subject.visited(inputs.problem, inputs.device).values():
         tensors += [listed.runs, listed.counts]

@@ -9,14 +9,15 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
-from attncheck.formats import fp32
-from attncheck.inputs import draw
+from attncheck.capabilities import subject
+from attncheck.capabilities.subject import Refused
+from attncheck.core.formats import fp32
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import flex, memory
-from attncheck.subjects.contract import Refused
-from attncheck.subjects.flex import Flex
+from attncheck.subjects import torch_kernels
+from attncheck.subjects.torch_kernels import Flex
 
 MASKS = {
     "full": Spec.of("full"),
@@ -52,7 +53,7 @@ def test_a_mask_reaches_the_kernel(dtype, mask, lengths, exact):
     spec = Spec.of("document", lengths=[20, 21, 160]) if mask == "document" else MASKS[mask]
     if mask == "or":
         spec = Spec.of("or", Spec.of("causal"), Spec.of("document", lengths=[20, 21, 160]))
-    inputs = draw(small(query=query, kv=kv, dtype=dtype, mask=spec))
+    inputs = draw_inputs(small(query=query, kv=kv, dtype=dtype, mask=spec))
     assert Flex().unsupported(inputs.problem, "cpu") is None
     outputs = Flex().run(inputs)
     assert outputs.lse.dtype == torch.float32
@@ -62,7 +63,7 @@ def test_a_mask_reaches_the_kernel(dtype, mask, lengths, exact):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_a_score_mod_reaches_the_kernel(dtype, score, exact):
-    inputs = draw(small(kv=57, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))
+    inputs = draw_inputs(small(kv=57, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))
     assert exact(inputs).excess(Flex().run(inputs)) <= 1
 
 
@@ -70,19 +71,19 @@ def test_a_score_mod_reaches_the_kernel(dtype, score, exact):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_scale_and_heads_reach_the_kernel(kv_heads, score, exact):
     """A scale that is not torch's own default, 1/√head_dim."""
-    inputs = draw(small(batch=3, kv_heads=kv_heads, scale=0.7, score=Spec.of(score)))
+    inputs = draw_inputs(small(batch=3, kv_heads=kv_heads, scale=0.7, score=Spec.of(score)))
     assert exact(inputs).excess(Flex().run(inputs)) <= 1
 
 
 def test_one_key_too_many_is_more_than_rounding(exact):
-    inputs = draw(small(dtype="bf16", mask=MASKS["window"]))
+    inputs = draw_inputs(small(dtype="bf16", mask=MASKS["window"]))
     wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=8))
     assert exact(inputs).excess(Flex().run(inputs.replace(problem=wider))) > 1
 
 
 def test_lse_is_the_natural_logarithm():
     """q = 0: LSE = log n. torch computes it in base 2 and converts: two more roundings."""
-    inputs = draw(small(kv=64, dtype="fp32"))
+    inputs = draw_inputs(small(kv=64, dtype="fp32"))
     lse = Flex().run(inputs.replace(q=torch.zeros_like(inputs.q))).lse
     log_n = fp32(math.log(64))
     ulp = math.ulp(log_n) * 2**29  # of fp32
@@ -91,7 +92,7 @@ def test_lse_is_the_natural_logarithm():
 
 @pytest.mark.parametrize("spec", [MASKS["padding"], Spec.of("sliding_window", window=0)], ids=str)
 def test_rows_that_see_nothing_are_zero_and_minus_infinity(spec):
-    outputs = Flex().run(draw(small(mask=spec)))
+    outputs = Flex().run(draw_inputs(small(mask=spec)))
     assert not outputs.out[0].any()
     assert torch.isneginf(outputs.lse[0]).all()
 
@@ -99,22 +100,24 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(spec):
 def test_more_structures_than_torch_recompiles():
     """torch stops compiling one function at the ninth structure, or fails."""
     for window in range(1, 20):
-        Flex().run(draw(small(query=8 + window, mask=Spec.of("sliding_window", window=window))))
+        Flex().run(
+            draw_inputs(small(query=8 + window, mask=Spec.of("sliding_window", window=window)))
+        )
 
 
 def test_each_structure_is_compiled_as_a_function_of_its_own():
     codes = set()
     for query in range(1, 20):
-        compiled = flex._compiled(small(query=query))
+        compiled = torch_kernels._compiled(small(query=query))
         codes.add(compiled._torchdynamo_orig_callable.__code__)
     assert len(codes) == 19
-    assert flex._compiled(small(query=3)) is flex._compiled(small(query=3))
+    assert torch_kernels._compiled(small(query=3)) is torch_kernels._compiled(small(query=3))
 
 
 def test_a_block_mask_is_no_larger_than_what_it_depends_on():
-    assert flex.block_mask(small(mask=MASKS["causal"]), "cpu").shape == (1, 1, 40, 40)
-    assert flex.block_mask(small(mask=MASKS["padding"]), "cpu").shape == (2, 1, 40, 40)
-    assert flex.block_mask(small(mask=MASKS["full"]), "cpu").shape == (1, 1, 40, 40)
+    assert torch_kernels.block_mask(small(mask=MASKS["causal"]), "cpu").shape == (1, 1, 40, 40)
+    assert torch_kernels.block_mask(small(mask=MASKS["padding"]), "cpu").shape == (2, 1, 40, 40)
+    assert torch_kernels.block_mask(small(mask=MASKS["full"]), "cpu").shape == (1, 1, 40, 40)
 
 
 def test_reasons():
@@ -126,9 +129,9 @@ def test_reasons():
 
 def test_what_fits_to_the_byte_is_taken(monkeypatch):
     size = 8 * 2 * 4 * 40 * 57  # scores and weights in fp32, of every head
-    monkeypatch.setattr(memory, "_memory", lambda device: size)
+    monkeypatch.setattr(subject, "_memory", lambda device: size)
     assert Flex().unsupported(small(kv=57), "cpu") is None
-    monkeypatch.setattr(memory, "_memory", lambda device: size - 1)
+    monkeypatch.setattr(subject, "_memory", lambda device: size - 1)
     assert "would take" in Flex().unsupported(small(kv=57), "cpu")
 
 
@@ -142,7 +145,7 @@ def test_torchs_settings_are_as_before():
         )
 
     before = settings()
-    call = Flex().prepare(draw(small(mask=MASKS["causal"], score=SCORES["softcap"])))
+    call = Flex().prepare(draw_inputs(small(mask=MASKS["causal"], score=SCORES["softcap"])))
     assert torch.equal(call().out, call().out)
     assert settings() == before
 
@@ -160,7 +163,7 @@ TABLE = torch.arange(57, dtype=torch.float64) / 8
 )
 def test_a_score_mod_that_gives_float64_is_rounded(wide, exact, monkeypatch):
     monkeypatch.setitem(library.SCORES, "wide", library.Entry(summary="", build=lambda *_: wide))
-    inputs = draw(small(kv=57, dtype="bf16", score=Spec.of("wide")))
+    inputs = draw_inputs(small(kv=57, dtype="bf16", score=Spec.of("wide")))
     outputs = Flex().run(inputs)
     assert (outputs.out.dtype, outputs.lse.dtype) == (torch.bfloat16, torch.float32)
     assert exact(inputs).excess(outputs) <= 1
@@ -173,7 +176,7 @@ def test_numbers_of_a_score_mod_recompile_nothing():
     given = torch.zeros(4)
     for seed in (1, 1, 2, 3):
         spec = Spec.of("relative_bias", distance=9, seed=seed)
-        mod = flex.score_mod(small(score=spec), "cpu")
+        mod = torch_kernels.score_mod(small(score=spec), "cpu")
         for _ in range(2):
             compiled(mod, given)
     assert counter.frame_count == 1
@@ -199,4 +202,4 @@ def test_tiles_that_fit_no_gpu_are_a_refusal_and_bugs_are_not(says, refuses):
         raise InductorError(RuntimeError(says), None)
 
     with pytest.raises(Refused if refuses else InductorError):
-        flex._compile_now(call)
+        torch_kernels._compile_now(call)

@@ -9,17 +9,21 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.examine.environment import prepare
-from attncheck.formats import DTYPES, FORMATS
-from attncheck.inputs import Descale, draw
+from attncheck.capabilities.named_kernels import BUILTIN
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.inputs.input_tensors import Descale, draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import ideal_attention
-from attncheck.subjects.builtin import SUBJECTS
-from attncheck.subjects.contract import Tiling
-from attncheck.subjects.flash1 import Flash1
-from attncheck.subjects.flash2 import Flash2, Flash2FastAccumulation, Flash2TransposedValues
+from attncheck.subjects import ideal
 from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.triton_flash import (
+    Flash1,
+    Flash2,
+    Flash2FastAccumulation,
+    Flash2TransposedValues,
+)
+from attncheck.verify.environment import prepare
 
 KERNELS = (Flash2, Flash2TransposedValues, Flash2FastAccumulation, Flash1)
 MASKS = {
@@ -71,7 +75,7 @@ def test_as_good_as_the_ideal_kernel(mask, heads, dtype, lead):
     problem = Problem(
         heads=heads[0], kv_heads=heads[1], query=256, head_dim=64, dtype=dtype, mask=MASKS[mask]
     )
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     truth = oracles.dense(inputs).out
     for subject in (Flash2(), Flash1()):
         best = Ideal(subject.tiling(problem, "cpu")).run(inputs)
@@ -80,18 +84,18 @@ def test_as_good_as_the_ideal_kernel(mask, heads, dtype, lead):
 
 def test_only_rounds(any_kernel, dtype, exact):
     for score in ("none", "alibi"):
-        inputs = draw(small(dtype, score=Spec.of(score), distribution="outliers"))
+        inputs = draw_inputs(small(dtype, score=Spec.of(score), distribution="outliers"))
         assert exact(inputs).excess(any_kernel.run(inputs)) <= 1
 
 
 def test_out_is_bf16_and_lse_fp32(any_kernel, dtype):
-    outputs = any_kernel.run(draw(small(dtype)))
+    outputs = any_kernel.run(draw_inputs(small(dtype)))
     assert (outputs.out.dtype, outputs.lse.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_a_power_of_two_moves_between_numbers_and_descale(any_kernel, dtype):
     """Twice the number and half its descale: no bit of anything else moves."""
-    inputs = draw(small(dtype))
+    inputs = draw_inputs(small(dtype))
     limit = FORMATS[dtype].max / 2
     whole = {n: t.float().clamp(-limit, limit).round() for n, t in inputs.tensors().items()}
     stored = {n: whole[n].to(inputs.q.dtype) for n in "qkv"}  # no subnormal number, which rounds
@@ -105,7 +109,7 @@ def test_a_power_of_two_moves_between_numbers_and_descale(any_kernel, dtype):
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_every_descale_is_read_at_its_own_sequence_and_key_head(name, any_kernel, dtype, exact):
-    inputs = draw(small(dtype))
+    inputs = draw_inputs(small(dtype))
     scales = getattr(inputs.descale, name) * torch.tensor([[1.0, 0.7], [0.3, 1.9]])
     given = inputs.replace(descale=dataclasses.replace(inputs.descale, **{name: scales}))
     outputs = any_kernel.run(given)
@@ -115,7 +119,7 @@ def test_every_descale_is_read_at_its_own_sequence_and_key_head(name, any_kernel
 
 
 def test_descales_of_any_strides(any_kernel, dtype):
-    inputs = draw(small(dtype))
+    inputs = draw_inputs(small(dtype))
     given = {n: getattr(inputs.descale, n) for n in "qkv"}
     turned = Descale(**{n: scale.T.contiguous().T for n, scale in given.items()})
     assert not turned.q.is_contiguous()
@@ -124,12 +128,12 @@ def test_descales_of_any_strides(any_kernel, dtype):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_transposed_values_give_the_same_bits(mask, dtype):
-    inputs = draw(small(dtype, batch=1, query=256, kv=256, mask=MASKS[mask], value_dim=24))
+    inputs = draw_inputs(small(dtype, batch=1, query=256, kv=256, mask=MASKS[mask], value_dim=24))
     assert same(Flash2TransposedValues().run(inputs), Flash2().run(inputs))
 
 
 def test_transposed_values_are_stored_transposed(dtype):
-    v = draw(small(dtype)).v
+    v = draw_inputs(small(dtype)).v
     stored = Flash2TransposedValues().values(v)
     assert torch.equal(stored.float(), v.float())
     assert stored.stride()[-2:] == (1, v.shape[2])
@@ -139,7 +143,7 @@ def test_transposed_values_are_stored_transposed(dtype):
 def peaked(dtype: str, lead: float):
     """The first key, whose value is 0, leads all others, which are alike, in log2 units."""
     problem = small(dtype, batch=1, heads=1, kv_heads=1, kv=1024)
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     q, k = torch.zeros(inputs.q.shape), torch.zeros(inputs.k.shape)
     q[..., 0], k[:, :, 0, 0] = 1.0, 1.0
     v = inputs.v.float()
@@ -180,7 +184,7 @@ def test_planted_faults_are_noticed(
     subject, name, fault, dtype, exact, planted, tmp_path, monkeypatch
 ):
     del name
-    inputs = draw(small(dtype))
+    inputs = draw_inputs(small(dtype))
     assert exact(inputs).excess(subject().run(inputs)) <= 1
     module = subject().forward().__name__
     wrong = planted(tmp_path, module, *fault)
@@ -190,7 +194,7 @@ def test_planted_faults_are_noticed(
 
 @pytest.mark.parametrize(("subject", "sum_of"), [(Flash2, "alpha + "), (Flash1, "beta * ")])
 def test_a_scale_in_the_row_sum_is_noticed(subject, sum_of, dtype, exact, planted, tmp_path):
-    inputs, right = draw(small(dtype)), f"{sum_of}tl.sum(p, 1)"
+    inputs, right = draw_inputs(small(dtype)), f"{sum_of}tl.sum(p, 1)"
     module = subject().forward().__name__
     wrong = planted(tmp_path, module, right, right.replace("(p,", "(p * 256.0,"))
 
@@ -206,7 +210,7 @@ def test_a_lazy_maximum_leaves_the_weights_room(dtype, exact):
     problem = small(dtype, batch=1, heads=1, kv_heads=1, kv=128)
     rising = torch.linspace(0.0, 1.0, 128).view(1, 1, 128, 1) * FORMATS[dtype].max
     fp8 = problem.formats.storage.torch_dtype
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     inputs = inputs.replace(
         q=torch.ones_like(inputs.q, dtype=torch.float32).to(fp8),
         k=rising.expand(inputs.k.shape).to(fp8),
@@ -222,7 +226,7 @@ def test_a_lazy_maximum_leaves_the_weights_room(dtype, exact):
 @pytest.mark.parametrize("mask", ["causal", "padding"])
 def test_what_hidden_keys_and_values_hold_moves_not_one_bit(mask, name, filling, any_kernel):
     spec = {"causal": Spec.of("causal"), "padding": Spec.of("padding", lengths=[70, 70])}[mask]
-    inputs = draw(small(name, query=90, kv=90, mask=spec))
+    inputs = draw_inputs(small(name, query=90, kv=90, mask=spec))
     k, v = inputs.k.float(), inputs.v.float()
     k[:, :, 70:], v[:, :, 70:] = filling, filling
     filled = inputs.replace(k=k.to(inputs.k.dtype), v=v.to(inputs.v.dtype))
@@ -237,7 +241,7 @@ def test_what_hidden_keys_and_values_hold_moves_not_one_bit(mask, name, filling,
     ("name", "filling"), [("e4m3", math.nan), ("e5m2", math.nan), ("e5m2", -math.inf)]
 )
 def test_a_visible_value_that_is_not_finite_reaches_its_rows_alone(name, filling, any_kernel):
-    inputs = draw(small(name, query=70, mask=Spec.of("causal")))
+    inputs = draw_inputs(small(name, query=70, mask=Spec.of("causal")))
     v = inputs.v.float()
     v[0, 0, 30, 3] = filling
     filled = inputs.replace(v=v.to(inputs.v.dtype))
@@ -251,7 +255,7 @@ def test_a_visible_value_that_is_not_finite_reaches_its_rows_alone(name, filling
 def underflowing(dtype, score):
     """q's descale times k's is 0 in fp32, and so is every score; some keys are padding."""
     lengths = Spec.of("padding", lengths=[0, 33])
-    inputs = draw(small(dtype, mask=lengths, score=Spec.of(score)))
+    inputs = draw_inputs(small(dtype, mask=lengths, score=Spec.of(score)))
     tiny = {name: getattr(inputs.descale, name) * 1e-21 for name in "qk"}
     given = inputs.replace(descale=dataclasses.replace(inputs.descale, **tiny))
     assert not (given.descale.q * given.descale.k).any()
@@ -279,20 +283,20 @@ def test_descales_whose_product_underflows_in_any_tiling(tiling, dtype, exact, m
         del exp2, score
         return torch.exp2(exponent)
 
-    monkeypatch.setattr(ideal_attention, "power_of_two", naive)
+    monkeypatch.setattr(ideal, "power_of_two", naive)
     assert Ideal(tiling).run(inputs).out.isnan().any()  # −∞ times 0
 
 
 def test_rows_that_see_nothing(any_kernel, dtype):
-    outputs = any_kernel.run(draw(small(dtype, mask=Spec.of("padding", lengths=[0, 33]))))
+    outputs = any_kernel.run(draw_inputs(small(dtype, mask=Spec.of("padding", lengths=[0, 33]))))
     assert torch.equal(outputs.out[0], torch.zeros_like(outputs.out[0]))
     assert torch.isneginf(outputs.lse[0]).all()
     assert outputs.lse[1].isfinite().all()
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", BUILTIN)
 def test_who_is_asked_about_fp8_and_what_they_say(name, dtype):
-    subject, problem = SUBJECTS[name](), small(dtype)
+    subject, problem = BUILTIN[name](), small(dtype)
     only_fp8 = name in {"triton-flash2-vt", "triton-flash2-fastacc"}
     assert subject.concerns(small("bf16")) == (
         not only_fp8 and subject.concerns(Problem(query=8, dtype="bf16"))

@@ -8,15 +8,14 @@ import math
 import pytest
 import torch
 
-from attncheck.formats import DTYPES, FORMATS, fp32, round_to
-from attncheck.inputs import Descale, draw
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.formats import DTYPES, FORMATS, fp32, round_to
+from attncheck.inputs.input_tensors import Descale, draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import ideal_attention
-from attncheck.subjects.contract import Tiling
-from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.ideal_softmax import ideal_softmax
+from attncheck.subjects import ideal
+from attncheck.subjects.ideal import Ideal, ideal_softmax
 
 MEASURED = [d.name for d in DTYPES.values() if d.measured]
 MASKS = {
@@ -67,7 +66,7 @@ def rms(error: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_only_rounds(dtype, mask, lengths, exact):
     query, kv = lengths
-    inputs = draw(small(query=query, kv=kv, dtype=dtype, mask=MASKS[mask], value_dim=8))
+    inputs = draw_inputs(small(query=query, kv=kv, dtype=dtype, mask=MASKS[mask], value_dim=8))
     outputs = Ideal().run(inputs)
     assert outputs.out.dtype == DTYPES[dtype].output.torch_dtype
     assert outputs.lse.dtype == torch.float32
@@ -77,14 +76,14 @@ def test_only_rounds(dtype, mask, lengths, exact):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_only_rounds_after_a_score_mod(dtype, score, exact):
-    inputs = draw(small(kv=101, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))
+    inputs = draw_inputs(small(kv=101, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))
     assert exact(inputs).excess(Ideal().run(inputs)) <= 1
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
-    inputs = draw(small(kv=150, dtype=dtype))
+    inputs = draw_inputs(small(kv=150, dtype=dtype))
     kernel = Ideal(TILINGS[tiling])
     outputs = kernel.run(inputs)
     assert kernel.tiling(inputs.problem, "cpu") == TILINGS[tiling]
@@ -94,7 +93,7 @@ def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
 
 def test_a_lazy_maximum_stays_behind_on_rising_scores(exact):
     """Scores that rise by less than the threshold never move it: P exceeds 1, and out is right."""
-    inputs = draw(small(kv=64, batch=1, heads=1, kv_heads=1, dtype="fp32"))
+    inputs = draw_inputs(small(kv=64, batch=1, heads=1, kv_heads=1, dtype="fp32"))
     rising = torch.linspace(0, 4, 64).view(1, 1, 64, 1).expand_as(inputs.k)
     inputs = inputs.replace(q=torch.full_like(inputs.q, 0.25), k=rising.contiguous())
     largest = []
@@ -140,13 +139,13 @@ def test_every_rounding_costs_accuracy(dtype, exact):
             del fmt
             return values
 
-    inputs = draw(small(kv=101, dtype=dtype))
+    inputs = draw_inputs(small(kv=101, dtype=dtype))
     true = exact(inputs).out
     assert rms(Ideal().run(inputs).out - true) > rms(Unrounded().run(inputs).out - true)
 
 
 def test_truncation_costs_more_than_rounding(exact):
-    inputs = draw(small(kv=101, dtype="tf32"))
+    inputs = draw_inputs(small(kv=101, dtype="tf32"))
     true = exact(inputs, truncated=True)
     nearest, truncated = Ideal().run(inputs), Ideal(tf32="truncate").run(inputs)
     assert true.excess(truncated) <= 1
@@ -156,7 +155,7 @@ def test_truncation_costs_more_than_rounding(exact):
 @pytest.mark.parametrize("mask", ["padding", "window-0"])
 def test_rows_that_see_nothing_are_zero_and_minus_infinity(mask):
     spec = MASKS.get(mask, Spec.of("sliding_window", window=0))
-    outputs = Ideal().run(draw(small(mask=spec)))
+    outputs = Ideal().run(draw_inputs(small(mask=spec)))
     assert torch.equal(outputs.out[0], torch.zeros_like(outputs.out[0]))
     assert torch.isneginf(outputs.lse[0]).all()
 
@@ -168,7 +167,7 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(mask):
     [(d, x) for d in MEASURED for x in NOT_FINITE if d != "e4m3" or math.isnan(x)],
 )
 def test_what_lies_in_the_future_moves_not_one_bit(dtype, filling, tiling):
-    inputs = draw(small(query=90, dtype=dtype, mask=MASKS["causal"]))
+    inputs = draw_inputs(small(query=90, dtype=dtype, mask=MASKS["causal"]))
     k, v = inputs.k.clone(), inputs.v.clone()
     k[:, :, 70:], v[:, :, 70:] = filling, filling
     before, after = Ideal(tiling).run(inputs), Ideal(tiling).run(inputs.replace(k=k, v=v))
@@ -178,7 +177,7 @@ def test_what_lies_in_the_future_moves_not_one_bit(dtype, filling, tiling):
 
 
 def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
-    inputs = draw(small(mask=MASKS["window"], dtype="bf16"))
+    inputs = draw_inputs(small(mask=MASKS["window"], dtype="bf16"))
     v = inputs.v.clone()
     v[1, 0, 9, 3] = math.nan
     out = Ideal().run(inputs.replace(v=v)).out
@@ -190,7 +189,7 @@ def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
 
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_shared_key_heads_are_repeated_ones(dtype):
-    inputs = draw(small(kv=101, dtype=dtype))
+    inputs = draw_inputs(small(kv=101, dtype=dtype))
     k, v = (x.repeat_interleave(2, dim=1) for x in (inputs.k, inputs.v))
     descale = descales(inputs, lambda scale: scale.repeat_interleave(2, dim=1))
     four = inputs.problem.replace(kv_heads=4)
@@ -202,7 +201,7 @@ def test_shared_key_heads_are_repeated_ones(dtype):
 
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_a_row_does_not_depend_on_its_neighbours(dtype):
-    inputs = draw(small(query=140, kv=33, dtype=dtype))
+    inputs = draw_inputs(small(query=140, kv=33, dtype=dtype))
     few = inputs.problem.replace(query=5, batch=1)
     first = {"q": inputs.q[:1, :, :5], "k": inputs.k[:1], "v": inputs.v[:1]}
     descale = descales(inputs, lambda scale: scale[:1])
@@ -211,9 +210,9 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype):
 
 
 def test_rows_may_be_computed_in_parts(monkeypatch):
-    inputs = draw(small(query=300, kv=101, mask=MASKS["causal"], dtype="fp32"))
+    inputs = draw_inputs(small(query=300, kv=101, mask=MASKS["causal"], dtype="fp32"))
     whole = Ideal().run(inputs)
-    monkeypatch.setattr(ideal_attention, "_SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr(ideal, "_SCORES_AT_A_TIME", 1)
     parts = Ideal().run(inputs)
     assert torch.equal(whole.out, parts.out)
     assert torch.equal(whole.lse, parts.lse)
@@ -223,7 +222,7 @@ def test_rows_may_be_computed_in_parts(monkeypatch):
 @pytest.mark.parametrize("n", [1, 2, 64, 128])
 def test_the_mean_of_equal_scores_is_exact(dtype, n):
     """q = 0: every weight is 1, and powers of two are numbers of every format."""
-    inputs = draw(small(kv=n, dtype=dtype))
+    inputs = draw_inputs(small(kv=n, dtype=dtype))
     ones = torch.zeros_like(inputs.v)
     ones[:, :, 0] = 4.0
     given = inputs.replace(q=torch.zeros_like(inputs.q), v=ones)
@@ -235,12 +234,12 @@ def test_the_mean_of_equal_scores_is_exact(dtype, n):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_row_that_sees_one_key_gives_its_value(dtype):
     """Its weight is 1 but for the rounding of m·c, in fp32, which the output's format absorbs."""
-    inputs = draw(small(dtype=dtype, mask=Spec.of("sliding_window", window=1)))
+    inputs = draw_inputs(small(dtype=dtype, mask=Spec.of("sliding_window", window=1)))
     assert torch.equal(Ideal().run(inputs).out, inputs.v.repeat_interleave(2, dim=1))
 
 
 def test_it_gives_the_same_bits_whatever_torch_was_told_about_products():
-    inputs = draw(small(dtype="fp32"))
+    inputs = draw_inputs(small(dtype="fp32"))
     before = Ideal().run(inputs).out
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
@@ -254,10 +253,12 @@ def test_it_gives_the_same_bits_whatever_torch_was_told_about_products():
 @pytest.mark.parametrize("name", [*MEASURED, "softmax"])
 def test_it_gives_the_same_bits_whatever_torchs_default_dtype(name, default):
     if name == "softmax":
-        inputs = [draw(Problem(operation="softmax", heads=2, query=5, kv=33))]
+        inputs = [draw_inputs(Problem(operation="softmax", heads=2, query=5, kv=33))]
     else:
         mods = (Spec.of("none"), SCORES["chain"])
-        inputs = [draw(small(dtype=name, mask=MASKS["padding"], score=score)) for score in mods]
+        inputs = [
+            draw_inputs(small(dtype=name, mask=MASKS["padding"], score=score)) for score in mods
+        ]
     before = [Ideal().run(given) for given in inputs]
     torch.set_default_dtype(default)
     try:
@@ -350,7 +351,7 @@ def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_bit_is_that_of_the_roundings_it_declares(tiling, dtype, score):
     spec = SCORES.get(score, Spec.of(score))
     problem = Problem(query=2048, kv=12, head_dim=1, scale=1.3, dtype=dtype, score=spec)
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     if dtype == "fp32":  # short enough for exact products, whatever adds them
         q, k = inputs.q.half().float(), inputs.k.half().float()
         v = torch.copysign(torch.exp2(inputs.v.round()), inputs.v)
@@ -362,7 +363,7 @@ def test_every_bit_is_that_of_the_roundings_it_declares(tiling, dtype, score):
 
 
 def test_a_softmax_is_the_ideal_softmax():
-    inputs = draw(Problem(operation="softmax", heads=2, query=5, kv=33))
+    inputs = draw_inputs(Problem(operation="softmax", heads=2, query=5, kv=33))
     assert Ideal().concerns(inputs.problem)
     outputs, same = Ideal().run(inputs), ideal_softmax(inputs)
     assert torch.equal(outputs.out, same.out)
@@ -383,7 +384,7 @@ class NotRescaled(Ideal):
 @pytest.mark.parametrize("dtype", MEASURED)
 @pytest.mark.parametrize("fault", [OneKeyTooWide, NotRescaled])
 def test_a_planted_fault_is_more_than_rounding(fault, dtype, exact):
-    inputs = draw(small(dtype=dtype, mask=MASKS["causal"]))
+    inputs = draw_inputs(small(dtype=dtype, mask=MASKS["causal"]))
     assert exact(inputs).excess(fault(Tiling(block_query=32, block_kv=16)).run(inputs)) > 1
 
 
@@ -393,7 +394,7 @@ def test_a_score_mod_in_float64_gives_fp32_numbers():
     def outputs(mod):
         library.SCORES["doubled"] = library.Entry(summary="", build=lambda *_: mod)
         try:
-            return Ideal().run(draw(Problem(query=8, head_dim=8, score=Spec.of("doubled"))))
+            return Ideal().run(draw_inputs(Problem(query=8, head_dim=8, score=Spec.of("doubled"))))
         finally:
             del library.SCORES["doubled"]
 

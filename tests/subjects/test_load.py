@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.subjects.load import load
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.subjects.load import load_subject
 
 PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
 MINE = """
@@ -19,19 +19,19 @@ BARE = MINE.replace("(Ideal)", "(Subject)") + "    unsupported = prepare = None\
 
 @pytest.mark.parametrize("name", ["Right", "right"])
 def test_a_class_and_an_instance_of_a_file(name: str) -> None:
-    assert load(f"{PLANTED}::{name}").name == "planted-nothing"
+    assert load_subject(f"{PLANTED}::{name}").name == "planted-nothing"
 
 
 def test_a_function_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(MINE.format(body='name = "mine"') + "def make():\n    return Mine()\n")
-    assert load(f"{path}::make").name == "mine"
+    assert load_subject(f"{path}::make").name == "mine"
 
 
 def test_a_name_of_the_library() -> None:
-    assert load("ideal").name == "ideal"
+    assert load_subject("ideal").name == "ideal"
     with pytest.raises(UnknownName, match="choose from"):
-        load("flash9")
+        load_subject("flash9")
 
 
 @pytest.mark.parametrize(
@@ -62,21 +62,21 @@ def test_what_cannot_be_loaded_is_said_in_one_line(
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(UsageError, match=message) as error:
-        load(f"{path}::{name}")
+        load_subject(f"{path}::{name}")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kernel", ["nowhere.py::x", "::x"])
 def test_a_file_that_is_not_there(kernel: str) -> None:
     with pytest.raises(UsageError, match="there is no file"):
-        load(kernel)
+        load_subject(kernel)
 
 
 def test_an_interrupt_is_nobodys_fault(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        load(f"{path}::x")
+        load_subject(f"{path}::x")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_an_interrupt_is_nobodys_fault(tmp_path: Path) -> None:
 )
 def test_what_was_meant_is_said(kernel: str, wanted: str) -> None:
     with pytest.raises(UsageError, match=wanted) as error:
-        load(kernel)
+        load_subject(kernel)
     assert "\n" not in str(error.value)
 
 
 def test_an_unknown_name_is_said_before_its_convention() -> None:
     with pytest.raises(UnknownName, match="choose from"):
-        load("flash9", "sdpa")
+        load_subject("flash9", "sdpa")

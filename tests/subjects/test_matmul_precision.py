@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.inputs import draw
-from attncheck.problem import Problem
-from attncheck.subjects import flex
-from attncheck.subjects.flex import Flex
+from attncheck.conventions.torch_arithmetic import fp32_products
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.subjects import torch_kernels
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.matmul_precision import fp32_products
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_kernels import Flex, Sdpa
 
 cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
@@ -89,8 +88,8 @@ def test_each_kernel_multiplies_as_its_problem_says(kernel, dtype, monkeypatch):
 
     watched(torch, "bmm")
     watched(torch.nn.functional, "scaled_dot_product_attention")
-    watched(flex, "_attention")
+    watched(torch_kernels, "_attention")
     torch.set_float32_matmul_precision("medium")
-    kernel.run(draw(Problem(query=9, head_dim=16, dtype=dtype)))
+    kernel.run(draw_inputs(Problem(query=9, head_dim=16, dtype=dtype)))
     products = "tf32" if dtype == "tf32" and kernel.name != "ideal" else "ieee"
     assert set(seen) == {(products, products)}

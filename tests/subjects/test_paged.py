@@ -7,19 +7,19 @@ import dataclasses
 import pytest
 import torch
 
-from attncheck.examine.answer import answered
-from attncheck.examine.environment import prepare
-from attncheck.inputs import draw
-from attncheck.mods.paging import page_table
+from attncheck.conventions.call_tensors import inputs_page_table, paged_inputs, sequence_lengths
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods.page_table import draw_page_table
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
-from attncheck.runner.measure import measure
 from attncheck.runner.plan import plan
-from attncheck.subjects import paged
-from attncheck.subjects.flash2 import Flash2
-from attncheck.subjects.paged import Paged
-from attncheck.subjects.pages import cached, lengths_of, table_of
+from attncheck.subjects import triton_caches
+from attncheck.subjects.triton_caches import Paged
+from attncheck.subjects.triton_flash import Flash2
+from attncheck.verify.environment import prepare
+from attncheck.verify.run_case import run_case
+from attncheck.verify.verify import measure
 
 PADDING = Spec.of("padding", lengths=[70, 20])
 BOTTOM_RIGHT = Spec.of("causal_bottom_right")
@@ -40,12 +40,12 @@ def small(**changes) -> Problem:
 
 def status(subject, problem, question="compare", **parameters):
     case = Case(problem=problem, question=question, parameters=parameters)
-    return answered(subject, case, device="cpu", brief=True).status
+    return run_case(subject, case, device="cpu", brief=True).status
 
 
 def test_the_problem_of_the_manual_passes():
     problem = Problem(batch=2, heads=4, kv_heads=2, query=1, kv=70, paging=SHARED)
-    record = answered(Paged(), Case(problem=problem), device="cpu")
+    record = run_case(Paged(), Case(problem=problem), device="cpu")
     assert record.status == "pass"
     assert record.lse is not None
 
@@ -70,7 +70,7 @@ SAME = {
     + [("padding", dtype) for dtype in ("fp32", "tf32", "fp16", "e4m3", "e5m2")],
 )
 def test_its_bits_are_those_of_keys_in_order(name, dtype):
-    inputs = draw(small(**SAME[name], dtype=dtype))
+    inputs = draw_inputs(small(**SAME[name], dtype=dtype))
     in_order = Flash2().run(inputs.replace(problem=inputs.problem.replace(paging=None)))
     in_pages = Paged().run(inputs)
     assert torch.equal(in_pages.out, in_order.out)
@@ -81,10 +81,10 @@ def test_it_reads_what_lies_in_pages(monkeypatch):
     """Or the test above would hold of a kernel that never looks at them."""
 
     def emptied(inputs):
-        found = cached(inputs)
+        found = paged_inputs(inputs)
         return dataclasses.replace(found, k=torch.zeros_like(found.k))
 
-    monkeypatch.setattr(paged, "cached", emptied)
+    monkeypatch.setattr(triton_caches, "paged_inputs", emptied)
     assert status(Paged(), small()) == "fail"
 
 
@@ -117,20 +117,22 @@ def test_a_planted_fault_is_found(fault, tmp_path, planted):
 
 def test_tables_and_lengths():
     problem = small(mask=Spec.of("and", PADDING, Spec.of("padding", lengths=[33, 90 - 20])))
-    assert lengths_of(problem) == (33, 20)
-    assert lengths_of(small()) == (70, 70)
-    assert lengths_of(small(mask=Spec.of("not", PADDING))) == (70, 70)
-    inputs = draw(problem)
-    assert torch.equal(table_of(inputs).table, page_table(SHARED, 2, 70, (33, 20)).table)
+    assert sequence_lengths(problem) == (33, 20)
+    assert sequence_lengths(small()) == (70, 70)
+    assert sequence_lengths(small(mask=Spec.of("not", PADDING))) == (70, 70)
+    inputs = draw_inputs(problem)
+    assert torch.equal(
+        inputs_page_table(inputs).table, draw_page_table(SHARED, 2, 70, (33, 20)).table
+    )
 
 
 def test_pages_that_are_no_longer_alike_are_apart():
-    inputs = draw(small(paging=Paging(size=16, seed=1, shared=3)))
+    inputs = draw_inputs(small(paging=Paging(size=16, seed=1, shared=3)))
     for key, shared in ((0, 0), (15, 0), (16, 1), (47, 2), (48, 3)):
         v = inputs.v.clone()
         v[1, 0, key, 3] += 1
-        expected = page_table(inputs.problem.paging, 2, 70, shared=shared)
-        assert torch.equal(table_of(inputs.replace(v=v)).table, expected.table)
+        expected = draw_page_table(inputs.problem.paging, 2, 70, shared=shared)
+        assert torch.equal(inputs_page_table(inputs.replace(v=v)).table, expected.table)
 
 
 def test_it_concerns_pages_alone():

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.inputs import draw
+from attncheck.capabilities import subject
+from attncheck.conventions.call_tensors import attention_bias, attention_mask
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import memory, sdpa
-from attncheck.subjects.sdpa import Sdpa, attention_bias, attention_mask
+from attncheck.subjects import torch_kernels
+from attncheck.subjects.torch_kernels import Sdpa
 
 MASKS = {
     "full": Spec.of("full"),
@@ -55,7 +57,7 @@ def test_a_mask_reaches_the_kernel(backend, dtype, mask, lengths, exact):
     problem = small(query=query, kv=kv, dtype=dtype, mask=MASKS[mask])
     kernel = Sdpa(backend)
     assert kernel.unsupported(problem, "cpu") is None
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     outputs = kernel.run(inputs)
     assert outputs.lse is None
     assert exact(inputs).excess(outputs) <= 1
@@ -77,7 +79,7 @@ def test_an_added_score_reaches_the_kernel(backend, dtype, score, mask, exact):
     problem = small(kv=57, dtype=dtype, mask=MASKS[mask], score=spec)
     kernel = Sdpa(backend)
     assert kernel.unsupported(problem, "cpu") is None
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     assert exact(inputs).excess(kernel.run(inputs)) <= 1
 
 
@@ -88,13 +90,13 @@ def test_scale_and_heads_reach_the_kernel(backend, score, kv_heads, exact):
     """A scale that is not torch's own default, 1/√head_dim."""
     problem = small(batch=3, kv_heads=kv_heads, scale=0.7, score=Spec.of(score))
     assert Sdpa(backend).unsupported(problem, "cpu") is None
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     assert exact(inputs).excess(Sdpa(backend).run(inputs)) <= 1
 
 
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_one_key_too_many_is_more_than_rounding(backend, exact):
-    inputs = draw(small(dtype="bf16", mask=MASKS["window"]))
+    inputs = draw_inputs(small(dtype="bf16", mask=MASKS["window"]))
     wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=8))
     assert exact(inputs).excess(Sdpa(backend).run(inputs.replace(problem=wider))) > 1
 
@@ -102,7 +104,7 @@ def test_one_key_too_many_is_more_than_rounding(backend, exact):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_it_is_the_backend_that_runs(mask, dtype):
-    inputs = draw(small(dtype=dtype, mask=MASKS[mask]))
+    inputs = draw_inputs(small(dtype=dtype, mask=MASKS[mask]))
     for backend in ("math", "flash"):
         call = Sdpa(backend).prepare(inputs)
         with Calls() as calls:
@@ -112,7 +114,7 @@ def test_it_is_the_backend_that_runs(mask, dtype):
 
 
 def test_rows_that_see_nothing_are_zero():
-    inputs = draw(small(mask=MASKS["padding"]))
+    inputs = draw_inputs(small(mask=MASKS["padding"]))
     for backend in ("math", "flash"):
         assert not Sdpa(backend).run(inputs).out[0].any()
 
@@ -167,12 +169,12 @@ def test_torchs_settings_are_as_before():
         )
 
     before = settings()
-    inputs = draw(small())
+    inputs = draw_inputs(small())
     Sdpa("flash").run(inputs)
     assert settings() == before
     assert Sdpa("flash").unsupported(small(value_dim=8), "cpu")
     assert settings() == before
-    call = Sdpa("flash").prepare(draw(small(value_dim=8)))
+    call = Sdpa("flash").prepare(draw_inputs(small(value_dim=8)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says why before it raises
         with pytest.raises(RuntimeError, match="No available kernel"):
@@ -181,7 +183,7 @@ def test_torchs_settings_are_as_before():
 
 
 def test_a_call_may_be_repeated():
-    inputs = draw(small(mask=MASKS["causal"]))
+    inputs = draw_inputs(small(mask=MASKS["causal"]))
     call = Sdpa("flash").prepare(inputs)
     assert torch.equal(call().out, call().out)
 
@@ -211,9 +213,9 @@ def test_what_cannot_be_written_out_is_refused_before_it_is(backend, changes, wh
 )
 def test_what_fits_to_the_byte_is_taken(backend, changes, size, monkeypatch):
     problem = small(kv=57, **changes)
-    monkeypatch.setattr(memory, "_memory", lambda device: size)
+    monkeypatch.setattr(subject, "_memory", lambda device: size)
     assert Sdpa(backend).unsupported(problem, "cpu") is None
-    monkeypatch.setattr(memory, "_memory", lambda device: size - 1)
+    monkeypatch.setattr(subject, "_memory", lambda device: size - 1)
     assert "would take" in Sdpa(backend).unsupported(problem, "cpu")
 
 
@@ -227,7 +229,7 @@ def test_what_is_declared_of_torchs_arithmetic():
 def test_torchs_short_exp_is_within_what_is_declared(dtype):
     """Of n equal scores exp(LSE) is n·exp(0); the fp32 logarithm adds a few units."""
     problem = small(kv=64, dtype=dtype, distribution="zero_q")
-    inputs = draw(problem)
+    inputs = draw_inputs(problem)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     _, lse = flash(inputs.q, inputs.k, inputs.v)
     error = (lse.double().exp() / problem.kv - 1).abs().max()
@@ -237,16 +239,16 @@ def test_torchs_short_exp_is_within_what_is_declared(dtype):
 
 def test_tensors_that_begin_between_vectors_are_told_apart():
     aligned = torch.zeros(64, dtype=torch.bfloat16)
-    assert sdpa._aligned([aligned, aligned[8:]])
-    assert not sdpa._aligned([aligned, aligned[1:]])
+    assert torch_kernels._aligned([aligned, aligned[8:]])
+    assert not torch_kernels._aligned([aligned, aligned[1:]])
 
 
 def test_cudnn_counts_for_nothing_in_rows_that_see_no_key():
     blind = Problem(batch=2, query=3, kv=4, mask=Spec.of("padding", lengths=[4, 0]))
-    assert sdpa.Sdpa("cudnn")._garbage(blind, "cpu").squeeze(1).tolist() == [
+    assert torch_kernels.Sdpa("cudnn")._garbage(blind, "cpu").squeeze(1).tolist() == [
         [False] * 3,
         [True] * 3,
     ]
     seeing = blind.replace(mask=Spec.of("padding", lengths=[4, 1]))
-    assert sdpa.Sdpa("cudnn")._garbage(seeing, "cpu") is None
-    assert sdpa.Sdpa("efficient")._garbage(blind, "cpu") is None
+    assert torch_kernels.Sdpa("cudnn")._garbage(seeing, "cpu") is None
+    assert torch_kernels.Sdpa("efficient")._garbage(blind, "cpu") is None

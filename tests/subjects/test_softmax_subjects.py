@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from attncheck.inputs import Inputs, draw
-from attncheck.outputs import Outputs
-from attncheck.problem import Problem
-from attncheck.subjects import ideal_softmax as ideal_module
-from attncheck.subjects.builtin import subject_named
-from attncheck.subjects.ideal_softmax import ideal_softmax
-from attncheck.subjects.softmax import launch
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.subjects import ideal as ideal_module
+from attncheck.subjects.ideal import ideal_softmax
+from attncheck.subjects.softmax_kernels import launch_softmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ("naive", "safe", "online", "blocked")
@@ -53,7 +53,7 @@ def excess(inputs: Inputs, outputs: Outputs) -> float:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", [*TRITON, "torch-softmax"])
 def test_right_within_roundings(name, dtype):
-    inputs = draw(problem(dtype=dtype), DEVICE)
+    inputs = draw_inputs(problem(dtype=dtype), DEVICE)
     outputs = subject_named(name).run(inputs)
     assert outputs.out.dtype == inputs.x.dtype
     assert (outputs.lse is None) == (name == "torch-softmax")
@@ -63,7 +63,7 @@ def test_right_within_roundings(name, dtype):
 @pytest.mark.parametrize("distribution", ["large_logits", "negative_logits", "sink", "one_hot"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_ideal_softmax(dtype, distribution):
-    inputs = draw(problem(dtype=dtype, distribution=distribution), DEVICE)
+    inputs = draw_inputs(problem(dtype=dtype, distribution=distribution), DEVICE)
     outputs = ideal_softmax(inputs)
     assert outputs.out.shape == inputs.x.shape
     assert outputs.out.dtype == inputs.x.dtype
@@ -72,13 +72,13 @@ def test_the_ideal_softmax(dtype, distribution):
 
 
 def test_weights_rounded_before_the_sum_are_too_much():
-    inputs = draw(problem(dtype="fp32"), DEVICE)
+    inputs = draw_inputs(problem(dtype="fp32"), DEVICE)
     e = torch.exp(inputs.x - inputs.x.amax(-1, keepdim=True)).half().float()
     assert excess(inputs, Outputs(e / e.sum(-1, keepdim=True))) > 1
 
 
 def test_the_ideal_softmax_in_parts_is_the_same(monkeypatch):
-    inputs = draw(problem(), DEVICE)
+    inputs = draw_inputs(problem(), DEVICE)
     whole = ideal_softmax(inputs)
     monkeypatch.setattr(ideal_module, "_SCORES_AT_A_TIME", 200)
     parts = ideal_softmax(inputs)
@@ -88,7 +88,7 @@ def test_the_ideal_softmax_in_parts_is_the_same(monkeypatch):
 
 @pytest.mark.parametrize("name", ["ideal", *TRITON[1:]])
 def test_dead_and_nan_rows(name):
-    inputs = draw(problem(dtype="fp32"), DEVICE)
+    inputs = draw_inputs(problem(dtype="fp32"), DEVICE)
     inputs.x[0, 0, 3] = -math.inf
     inputs.x[0, 1, 4, 69] = math.nan
     outputs = ideal_softmax(inputs) if name == "ideal" else subject_named(name).run(inputs)
@@ -113,10 +113,10 @@ def test_softmax_is_their_concern_and_attention_is_not(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches(kind, columns):
     """Interpreted rows above 32 take several tiles; a compiled thread holds at most 32 columns."""
-    interpreted = launch(kind, columns, "fp32", "cpu")
+    interpreted = launch_softmax(kind, columns, "fp32", "cpu")
     assert (interpreted.block_columns < columns) == (columns > 32)
     for dtype in ("fp32", "fp16", "bf16"):
-        compiled = launch(kind, columns, dtype, "cuda")
+        compiled = launch_softmax(kind, columns, dtype, "cuda")
         for size in (compiled.block_rows, compiled.block_columns, compiled.warps):
             assert size & (size - 1) == 0
         assert compiled.block_rows * compiled.block_columns <= 32 * 32 * compiled.warps

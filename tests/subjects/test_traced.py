@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.errors import TraceError
+from attncheck.core.errors import TraceError
+from attncheck.inputs.problem import Problem
 from attncheck.mods import trace
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import traced
+from attncheck.subjects import kernel_mods
 
 MASK = Spec.of("padding", lengths=[5])
 PROBLEM = Problem(query=6, kv=9, mask=MASK, score=Spec.of("softcap", cap=20.0))
-READERS = (traced.traced_mask, traced.traced_score, traced.traced_slope)
+READERS = (kernel_mods.mask_expression, kernel_mods.score_expression, kernel_mods.slope_expression)
 
 
 @pytest.fixture
 def nothing_kept():
     """No trace kept from before, and none that was checked by a stand-in kept for later."""
-    kept = (traced._kept_mask, traced._kept_score)
+    kept = (kernel_mods._kept_mask, kernel_mods._kept_score)
     for each in kept:
         each.cache_clear()
     yield
@@ -43,7 +43,7 @@ def test_a_trace_that_dimensions_share_is_checked_in_each(monkeypatch, read, cha
         asked.append(dimensions)
         return 0
 
-    monkeypatch.setattr(trace, "disagreements", checked)
+    monkeypatch.setattr(trace, "count_disagreements", checked)
     problems = [PROBLEM, PROBLEM.replace(**change)]
     for problem in [*problems, *problems]:
         read(problem, "cpu")
@@ -52,18 +52,20 @@ def test_a_trace_that_dimensions_share_is_checked_in_each(monkeypatch, read, cha
 
 def test_dimensions_are_a_masks() -> None:
     bottom = PROBLEM.replace(mask=Spec.of("causal_bottom_right"))
-    first, second = (traced.traced_mask(bottom.replace(kv=kv), "cpu") for kv in (9, 10))
+    first, second = (kernel_mods.mask_expression(bottom.replace(kv=kv), "cpu") for kv in (9, 10))
     assert (first.captured, second.captured) == ((3,), (4,))
 
 
 def test_numbers_are_a_mods() -> None:
     other = PROBLEM.replace(mask=Spec.of("padding", lengths=[4]))
-    assert traced.traced_mask(PROBLEM, "cpu") is not traced.traced_mask(other, "cpu")
+    assert kernel_mods.mask_expression(PROBLEM, "cpu") is not kernel_mods.mask_expression(
+        other, "cpu"
+    )
 
 
 def test_a_wrong_trace_is_refused_each_time_with_the_problem_it_was_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr(trace, "disagreements", lambda *_, **__: 3)
+    monkeypatch.setattr(trace, "count_disagreements", lambda *_, **__: 3)
     problems = [PROBLEM.replace(query=61, seed=seed) for seed in (1, 2)]
     for problem in problems:
         with pytest.raises(TraceError, match=f"at 3 sampled indices of .*seed {problem.seed}"):
-            traced.traced_mask(problem, "cpu")
+            kernel_mods.mask_expression(problem, "cpu")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.examine.check import compare
-from attncheck.examine.evidence import Evidence
-from attncheck.inputs import draw
+from attncheck.conventions.layouts import pack
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.conventions.packing import packed
-from attncheck.subjects.varlen import Varlen
+from attncheck.subjects.triton_caches import Varlen
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.run_case import compare
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 DOCUMENT = Spec.of("document", lengths=[5, 0, 1, 6, 9])
@@ -92,7 +92,7 @@ def test_its_gradients_are_exact(changes):
 
 
 def test_keys_of_padding_have_gradients_of_0():
-    inputs = draw(small(mask=Spec.of("padding", lengths=[0, 9]), **GRADIENTS))
+    inputs = draw_inputs(small(mask=Spec.of("padding", lengths=[0, 9]), **GRADIENTS))
     found = Varlen().run(inputs)
     for name, like in (("dk", inputs.k), ("dv", inputs.v)):
         given = found.gradients()[name]
@@ -104,7 +104,7 @@ def test_keys_of_padding_have_gradients_of_0():
 
 
 def test_the_forward_beside_gradients_is_the_forward():
-    inputs = draw(small(**FIRST, **GRADIENTS))
+    inputs = draw_inputs(small(**FIRST, **GRADIENTS))
     found, alone = Varlen().run(inputs), Varlen().run(inputs.forward())
     assert torch.equal(found.out, alone.out)
     assert torch.equal(found.lse, alone.lse)
@@ -135,7 +135,7 @@ def test_the_flag_is_used_where_it_is_the_mask(changes, alignment, masked, monke
         return torch.zeros(rows, heads, 16), torch.zeros(heads, rows)
 
     monkeypatch.setattr(Varlen, "forward", lambda _: forward)
-    Varlen().run(draw(small(**changes)))
+    Varlen().run(draw_inputs(small(**changes)))
     assert asked["causal"] == alignment
     assert (asked["mask"] is not None) == masked
 
@@ -352,7 +352,7 @@ def test_compare_finds_a_descale_of_another_document(dtype):
 
 def test_places_are_those_of_the_problem():
     problem = small(mask=LAST["mask"], query=12, kv=16)
-    found = packed(problem)
+    found = pack(problem)
     assert found.places()[:4] == [(0, 0, 0), (0, 0, 0), (0, 4, 4), (0, 12, 13)]
     assert found.places()[4:] == [(1, row, key) for _, row, key in found.places()[:4]]
     assert found.starts(1) == [0, 0, 4, 13, 16, 16, 20, 29, 32]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from attncheck.conventions import call_tensors
+from attncheck.conventions.call_tensors import mask_size
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
-from attncheck.subjects import written_out
-from attncheck.subjects.sdpa import Sdpa
-from attncheck.subjects.written_out import mask_size
+from attncheck.subjects.torch_kernels import Sdpa
 
 MASKS = {
     "full": Spec.of("full"),
@@ -45,8 +45,8 @@ def test_torch_is_asked_about_a_tensor_like_the_mask(mask, score, dtype):
 def test_what_a_name_of_a_file_means_is_not_kept(monkeypatch):
     """Next time it may mean something else; what the library's mean is asked once."""
     asked = []
-    monkeypatch.setattr(written_out, "_size", lambda *_: asked.append("anew") or ())
-    monkeypatch.setattr(written_out, "_size_once", lambda *_: asked.append("kept") or ())
+    monkeypatch.setattr(call_tensors, "_size", lambda *_: asked.append("anew") or ())
+    monkeypatch.setattr(call_tensors, "_size_once", lambda *_: asked.append("kept") or ())
     mask_size(small(score=Spec.of("alibi")), "cpu")
     monkeypatch.setattr(library, "BUILT_IN", library.BUILT_IN - {"alibi"})
     mask_size(small(score=Spec.of("alibi")), "cpu")

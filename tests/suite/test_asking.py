@@ -7,10 +7,10 @@ import inspect
 import hypothesis
 import pytest
 
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
 from attncheck.suite import UnderTest, asks, cases, profiles
 from attncheck.suite.asking import _beside
 from attncheck.suite.tiers import TIERS
@@ -28,7 +28,9 @@ ASKED = _property.pytestmark[0].args[0]
 
 
 def under_test(name: str = "ideal", device: str = "cpu") -> UnderTest:
-    return UnderTest(name, load(name), device, dtype="bf16", family="causal", tier=TIERS["pr"])
+    return UnderTest(
+        name, load_subject(name), device, dtype="bf16", family="causal", tier=TIERS["pr"]
+    )
 
 
 def test_pytest_gives_it_the_kernel_alone() -> None:

@@ -11,17 +11,18 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import attncheck
-from attncheck import inputs
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import AttncheckError
-from attncheck.examine import given_answer
-from attncheck.formats import FORMATS
-from attncheck.inputs import Descale
-from attncheck.judge.arithmetic import Arithmetic
-from attncheck.judgement import Judgement
-from attncheck.mods.library import MASKS, SCORES
+from attncheck.core.errors import AttncheckError
+from attncheck.core.formats import FORMATS
+from attncheck.core.judgement import Judgement
+from attncheck.diagnose import user_tensors
+from attncheck.inputs import input_tensors
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.input_tensors import Descale
+from attncheck.inputs.problem import Problem
+from attncheck.judge.declared_arithmetic import Arithmetic
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 from attncheck.suite import assertion
 
 close = attncheck.assert_attention_close
@@ -163,7 +164,7 @@ def test_out_may_be_finer_than_its_inputs():
 
 def test_a_problem_or_its_inputs():
     problem = Problem(query=20, kv=30, head_dim=16, mask=Spec.of("causal"))
-    drawn = inputs.draw(problem)
+    drawn = input_tensors.draw_inputs(problem)
     out = scaled_dot_product_attention(drawn.q, drawn.k, drawn.v, is_causal=True)
     assert close(out, problem=problem) == close(out, problem=drawn)
     with pytest.raises(AssertionError):
@@ -171,7 +172,7 @@ def test_a_problem_or_its_inputs():
 
 
 def test_a_softmax_of_a_problem():
-    drawn = inputs.draw(Problem(operation="softmax", query=20, kv=30, dtype="fp32"))
+    drawn = input_tensors.draw_inputs(Problem(operation="softmax", query=20, kv=30, dtype="fp32"))
     assert close(torch.softmax(drawn.x, -1), problem=drawn).status == "pass"
     with pytest.raises(AssertionError):
         close(torch.softmax(drawn.x, -2), problem=drawn)
@@ -231,7 +232,7 @@ def test_what_is_not_finite():
 @pytest.mark.parametrize("status", ["warn", "inconclusive"])
 def test_what_is_no_proof_is_a_warning(status, monkeypatch):
     planted = Judgement(status=status, rule="improbable", reason="planted", arithmetic="any")
-    monkeypatch.setattr(given_answer, "judged", lambda *_: planted)
+    monkeypatch.setattr(user_tensors, "judge_outputs", lambda *_: planted)
     given = tensors()
     out = scaled_dot_product_attention(*given.values())
     with pytest.warns(UserWarning, match=f"attention: {status}: improbable: planted"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import attncheck
-from attncheck import inputs
+from attncheck.inputs import input_tensors
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 from attncheck.suite import assertion
 
 close = attncheck.assert_attention_close
@@ -66,7 +66,7 @@ def test_a_mask_of_ones_own_is_known_when_the_text_is_read(given, table):
 
 def test_of_a_problem_too():
     problem = Problem(query=12, head_dim=16, mask=Spec.of("causal"), dtype="fp32")
-    drawn = inputs.draw(problem)
+    drawn = input_tensors.draw_inputs(problem)
     out = attention(drawn.q, drawn.k, drawn.v)
     for asked in (problem, drawn):
         with pytest.raises(AssertionError) as failing:
@@ -119,9 +119,9 @@ def test_of_many_failures_the_first_are_looked_into(given, monkeypatch):
 
 
 def test_what_is_too_large_to_be_looked_at_is_not_kept(given, monkeypatch):
-    from attncheck.examine import given_answer
+    from attncheck.diagnose import user_tensors
 
-    monkeypatch.setattr(given_answer, "LARGEST", 2 * 12 * 12 - 1)
+    monkeypatch.setattr(user_tensors, "LARGEST_DIAGNOSED", 2 * 12 * 12 - 1)
     with pytest.raises(AssertionError) as failing:
         close(torch.zeros(1, 2, 12, 16), **given)
     assert not said(failing, "likely")

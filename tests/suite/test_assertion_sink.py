@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import attncheck
-from attncheck.errors import UsageError
-from attncheck.problem import Problem
+from attncheck.core.errors import UsageError
+from attncheck.inputs.problem import Problem
 
 close = attncheck.assert_attention_close
 SINK = torch.tensor([1.0, -2.0, 40.0, 3.5])

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import attncheck
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.strategies import shapes
 from attncheck.subjects.ideal import Ideal
 
@@ -65,7 +65,7 @@ def test_what_it_does_not_take_is_said_and_is_no_failure() -> None:
 
 
 def test_all_that_is_wrong_is_said_at_once(monkeypatch) -> None:
-    import attncheck.suite.check as room
+    from attncheck.suite import check as room
 
     asked = room.questions("bf16")
     monkeypatch.setattr(
@@ -78,7 +78,7 @@ def test_all_that_is_wrong_is_said_at_once(monkeypatch) -> None:
 
 
 def test_nothing_tested_is_no_pass(monkeypatch) -> None:
-    import attncheck.suite.check as room
+    from attncheck.suite import check as room
 
     monkeypatch.setattr(room, "questions", lambda _: [type("One", (), {"case": FP8})])
     with pytest.raises(AssertionError, match="nothing was tested: sdpa-math takes none of 1"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attncheck import oracles
-from attncheck.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting import check_page
 from attncheck.runner.quick import ask, opened, questions
 from attncheck.subjects.ideal import Ideal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import gpu
 from attncheck.suite.under_test import UnderTest

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.expected import known_failures
 from attncheck.suite.kernels import Kernel

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from attncheck.records.run_reports import PropertyOutcome, Tally
 from attncheck.suite.summary import lines
-from attncheck.suite_record import Outcome, Tally
 
 PROPERTY = """
 from attncheck.suite import asks
@@ -87,8 +87,8 @@ def test_a_kernel_that_always_raises_fails_with_what_it_raised(repository) -> No
     assert facts["attncheck_seed"] == "0"
 
 
-def outcome(kernel: str, **tally: object) -> Outcome:
-    return Outcome(
+def outcome(kernel: str, **tally: object) -> PropertyOutcome:
+    return PropertyOutcome(
         file="test_a.py",
         test="test_it",
         kernel=kernel,

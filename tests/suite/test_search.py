@@ -9,9 +9,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from attncheck.outputs import Outputs
-from attncheck.problem import Case, Problem
-from attncheck.subjects.contract import Refused
+from attncheck.capabilities.subject import Refused
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import asks, cases, profiles
 from attncheck.suite.diagnosed import DoesNotHold
@@ -20,8 +20,8 @@ from attncheck.suite.tiers import TIERS
 from attncheck.suite.under_test import UnderTest
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.subjects.contract import Call
+    from attncheck.capabilities.subject import Call
+    from attncheck.inputs.input_tensors import Inputs
 
 profiles.register()
 MOST_NEAR = 90  # problems that are tried in place of a refused one

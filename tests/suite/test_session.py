@@ -18,7 +18,7 @@ from attncheck.suite.samples import NOT_CONCERNED, refusal, samples
 from attncheck.suite.session import Session
 
 if TYPE_CHECKING:
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
     from attncheck.suite.asking import Asked
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.subjects.conventions import adopted
+from attncheck.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kinds import Kind
 from attncheck.suite.marks import MARK

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
 from attncheck.relations import relation_named
 from attncheck.suite.variations import variations
 

@@ -33,7 +33,7 @@ from attncheck.cli.report import report
 from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
 from attncheck.cli.standard_output import Group, discard
-from attncheck.errors import AttncheckError, UsageError
+from attncheck.core.errors import AttncheckError, UsageError
 
 __all__ = ["main"]
 

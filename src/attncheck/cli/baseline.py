@@ -8,15 +8,15 @@ import click
 
 from attncheck.cli.options import format_option
 from attncheck.cli.standard_output import Group, Verb, standard_output
-from attncheck.inert import one_line
+from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from attncheck.baseline_record import Baseline, Entry
     from attncheck.cli.measurements import Measured
-    from attncheck.gate_record import Change
+    from attncheck.records.baseline_entries import Baseline, Entry
+    from attncheck.records.run_reports import Change
 
 __all__ = ["baseline"]
 
@@ -55,9 +55,9 @@ def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
 
     What fails cannot be kept: a baseline excuses no wrong answer. Commit the file.
     """
-    from attncheck.baseline_record import made
     from attncheck.cli.measurements import measured, path_of
-    from attncheck.errors import UsageError
+    from attncheck.core.errors import UsageError
+    from attncheck.records.baseline_entries import make_baseline
 
     path = path_of(file)
     if path.exists() and not force:
@@ -68,7 +68,7 @@ def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
     wrong = _wrong(found.entries.values()) or _failed(found)
     if wrong:
         return _refused(wrong)
-    _put(path, made(found.entries.values(), found.environments, _version()))
+    _put(path, make_baseline(found.entries.values(), found.environments, _version()))
     with standard_output():
         click.echo(f"{len(found.entries):,} cases are kept in {path}")
     return 0
@@ -98,7 +98,7 @@ def diff(
     """
     from attncheck.cli.as_typed import as_typed
     from attncheck.cli.measurements import measured, path_of
-    from attncheck.errors import UnknownName
+    from attncheck.core.errors import UnknownName
     from attncheck.reporting import baseline_pages
 
     if fmt not in baseline_pages.FORMATS:
@@ -135,7 +135,7 @@ def accept(
     stays as it was, unless its case is named: else a baseline would creep.
     """
     from attncheck.cli.measurements import measured, path_of
-    from attncheck.errors import UsageError
+    from attncheck.core.errors import UsageError
 
     path = path_of(file)
     found = measured(sources)
@@ -161,10 +161,10 @@ def accept(
 
 
 def _changes(path: Path, found: Measured) -> tuple[Change, ...]:
-    from attncheck.baseline_record import read
+    from attncheck.records.baseline_entries import read_baseline
     from attncheck.runner.ratchet import changes
 
-    kept = read(path)
+    kept = read_baseline(path)
     return changes(kept, found.answers, found.by_record, complete=found.complete)
 
 
@@ -172,7 +172,7 @@ def _chosen(
     changes: Iterable[Change], kernels: Sequence[str], cases: Sequence[str]
 ) -> tuple[Change, ...]:
     """Raises UnknownName for a kernel or case that none of them is about."""
-    from attncheck.errors import UnknownName
+    from attncheck.core.errors import UnknownName
 
     changes = tuple(changes)
     about: tuple[tuple[str, Sequence[str], Callable[[Change], str]], ...]
@@ -205,9 +205,9 @@ def _after(  # what becomes of a baseline
 ) -> Baseline:
     from msgspec.structs import replace
 
-    from attncheck.baseline_record import made, read
+    from attncheck.records.baseline_entries import make_baseline, read_baseline
 
-    kept = read(path)
+    kept = read_baseline(path)
     asked = {entry.device for entry in found.entries.values()}
     accused = {(change.kernel, change.case_id) for change in worse}
     excused = [
@@ -216,7 +216,7 @@ def _after(  # what becomes of a baseline
     ]
     left = [e for e in kept.entries if (e.kernel, e.case) not in gone or e.device not in asked]
     by_key = {entry.key: entry for entry in (*left, *excused)}
-    return made(by_key.values(), {**kept.environments, **found.environments}, _version())
+    return make_baseline(by_key.values(), {**kept.environments, **found.environments}, _version())
 
 
 def _wrong(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
@@ -228,10 +228,12 @@ def _wrong(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
 
 def _failed(found: Measured) -> list[tuple[str, str, str]]:
     """The same of whatever else a gate has asked: there is no baseline of a kernel that fails."""
-    from attncheck.record import WRONG
+    from attncheck.records.record import FAILED_STATUSES
 
     records = (answer.record for answer in found.answers)
-    return [(one.kernel, one.case_id, one.status) for one in records if one.status in WRONG]
+    return [
+        (one.kernel, one.case_id, one.status) for one in records if one.status in FAILED_STATUSES
+    ]
 
 
 def _refused(wrong: Sequence[tuple[str, str, str]]) -> int:
@@ -246,10 +248,10 @@ def _refused(wrong: Sequence[tuple[str, str, str]]) -> int:
 
 
 def _put(path: Path, kept: Baseline) -> None:
-    from attncheck.baseline_record import written
+    from attncheck.records.baseline_entries import baseline_text
     from attncheck.reporting.files import write_texts
 
-    files: dict[str, Any] = {path.name: written(kept)}
+    files: dict[str, Any] = {path.name: baseline_text(kept)}
     write_texts(files, path.parent, what="the baseline", instead="--baseline")
 
 

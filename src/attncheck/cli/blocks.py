@@ -76,13 +76,13 @@ def blocks(  # noqa: PLR0913  # one parameter per option
     A kernel with a block mask, FlexAttention's or ours, skips the empty tiles, and applies the mask
     in the partial ones.
     """
-    from attncheck.examine.block_survey import blocks_of, mask_of, survey
     from attncheck.mods.spec import Dimensions
     from attncheck.reporting import block_pages
+    from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     wanted = [blocks_of(size) for size in sizes or (DEFAULT_BLOCK,)]
-    report = survey(
+    report = survey_blocks(
         mask_of(mask),
         Dimensions(batch=batch, heads=heads, query=query, kv=kv or query),
         wanted,

@@ -15,9 +15,9 @@ from attncheck.cli.options import device_option, format_option, out_option, quie
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.record import Record, Report
+    from attncheck.capabilities.subject import Subject
+    from attncheck.records.record import Record, Report
     from attncheck.runner.quick import Question
-    from attncheck.subjects.contract import Subject
 
 __all__ = ["check"]
 
@@ -89,11 +89,11 @@ def check(  # noqa: PLR0913  # one parameter per option
     # Before torch is imported. Its threads wait for each other many times a question, and where
     # others are using the machine, waiting busily costs twenty times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from attncheck.errors import UnknownName
-    from attncheck.examine.environment import default_device, prepare, require_device
+    from attncheck.core.errors import UnknownName
     from attncheck.reporting import check_page, check_writable
     from attncheck.runner.quick import opened
-    from attncheck.subjects.load import load
+    from attncheck.subjects.load import load_subject
+    from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     if fmt not in check_page.FORMATS:
@@ -102,7 +102,7 @@ def check(  # noqa: PLR0913  # one parameter per option
     require_device(device)
     asked = _questions(dtypes, head_dims, names)
     prepare(device)  # before the file's own Triton functions are decorated
-    subject = load(spec, convention)
+    subject = load_subject(spec, convention)
     check_writable(directory, "check")
     report = opened(subject, device=device, command=as_typed(argument=spec))
     report = _answered(interrupts, report, subject, asked, live=fmt == "table", quiet=quiet)
@@ -122,7 +122,7 @@ def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[Question]:
     """What is asked, dtype by dtype; raises UnknownName for a question that there is not."""
-    from attncheck.errors import UnknownName
+    from attncheck.core.errors import UnknownName
     from attncheck.runner.quick import questions
 
     asked = [
@@ -168,13 +168,13 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
     """With what may be wrong in the Record that is shown in full."""
     from msgspec.structs import replace
 
-    from attncheck.examine.diagnosis import diagnosed
+    from attncheck.diagnose.diagnosis import diagnose_failure
     from attncheck.reporting import check_page
 
     bad = check_page.worst(report)
     if bad is None:
         return report
-    told = diagnosed(bad, subject, device=device)
+    told = diagnose_failure(bad, subject, device=device)
     return replace(report, records=tuple(told if one is bad else one for one in report.records))
 
 

@@ -23,13 +23,13 @@ def config(files: tuple[str, ...]) -> int:
 
     Exit code 2 when something is wrong.
     """
-    from attncheck.inert import one_line
-    from attncheck.subjects.configuration_mistakes import mistakes
+    from attncheck.capabilities.configuration_mistakes import find_mistakes
+    from attncheck.core.sanitize_text import one_line
 
     paths = [Path(file) for file in files] or [_nearest()]
     wrong = []
     for path in dict.fromkeys(paths):
-        count, found = mistakes(path)
+        count, found = find_mistakes(path)
         wrong += found
         if not found:
             with standard_output():
@@ -43,10 +43,10 @@ def _nearest() -> Path:
     """Raises UsageError where no file names kernels."""
     import os
 
-    from attncheck.errors import UsageError
-    from attncheck.subjects import configured
+    from attncheck.capabilities import configuration
+    from attncheck.core.errors import UsageError
 
-    path, _ = configured.nearest()
+    path, _ = configuration.nearest_tables()
     if path is None:
         raise UsageError(
             "neither attncheck.toml nor [tool.attncheck] of pyproject.toml is here or above: "

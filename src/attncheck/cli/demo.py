@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from attncheck.capabilities.subject import Subject
     from attncheck.cli.demo_search import Found
-    from attncheck.record import Record
-    from attncheck.subjects.contract import Subject
+    from attncheck.records.record import Record
 
 __all__ = ["KERNEL", "MENDED", "PLANTED", "demo", "source"]
 
@@ -82,9 +82,9 @@ def demo(
     if kernel_file is not None:
         return _copy(Path(kernel_file))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
-    from attncheck.examine.environment import default_device, prepare, require_device
     from attncheck.reporting.files import check_names
-    from attncheck.subjects.load import load
+    from attncheck.subjects.load import load_subject
+    from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     start = time.monotonic()
@@ -96,7 +96,7 @@ def demo(
     _say(_STORY["usual"].format(usual=_USUAL))
     _say_lines(_usual_test(device))
     interrupts.check()
-    found = _find(load(KERNEL), device, quiet=quiet)
+    found = _find(load_subject(KERNEL), device, quiet=quiet)
     interrupts.check()
     if found is None:
         _say("Nothing was found. That is a fault of attncheck: please report it.")
@@ -120,9 +120,9 @@ def _copy(path: Path) -> int:
 
 
 def _folder() -> Path:
-    from attncheck.reporting.failures import FOLDER
+    from attncheck.records.failures import FAILURE_FOLDER
 
-    return Path("reports") / FOLDER
+    return Path("reports") / FAILURE_FOLDER
 
 
 def _usual_test(device: str) -> Iterator[str]:
@@ -130,9 +130,9 @@ def _usual_test(device: str) -> Iterator[str]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from attncheck.source_files import member_of_module
+    from attncheck.core.source_files import load_module_member
 
-    kernel: Callable[..., tuple[torch.Tensor, ...]] = member_of_module(KERNEL, "the demo")
+    kernel: Callable[..., tuple[torch.Tensor, ...]] = load_module_member(KERNEL, "the demo")
     torch.manual_seed(0)
     for rows, keys, causal in _SHAPES:
         q, k, v = (torch.randn(1, 1, n, 64, device=device).half() for n in (rows, keys, keys))
@@ -161,20 +161,20 @@ def _find(subject: Subject, device: str, *, quiet: bool) -> Found | None:
 
 
 def _tell(found: Found, device: str) -> None:
-    from attncheck.examine.reproduce import failed
-    from attncheck.reporting.asked import asked
-    from attncheck.reporting.diagnosis import diagnosis_of, problem_line
-    from attncheck.reporting.failures import keep
+    from attncheck.diagnose.reproduce import new_failure
+    from attncheck.records.failures import keep_failure
+    from attncheck.records.problem_summary import problem_of
+    from attncheck.reporting.diagnosis_text import kept_failure_text, problem_line
 
-    kept = failed(found.smallest, kernel=KERNEL, device=device)
-    keep(kept)
+    kept = new_failure(found.smallest, kernel=KERNEL, device=device)
+    keep_failure(kept)
     if found.after:
-        told = [f"   problem {found.before} fails: {problem_line(asked(found.first))}"]
+        told = [f"   problem {found.before} fails: {problem_line(problem_of(found.first))}"]
         told += [f"   the smallest that does, after {found.after} more:"]
     else:
         told = [f"   problem {found.before} fails:"]
     _say_lines([*told, ""])
-    said = [line for line in diagnosis_of(kept).splitlines() if not line.startswith(_LEFT_OUT)]
+    said = [line for line in kept_failure_text(kept).splitlines() if not line.startswith(_LEFT_OUT)]
     _say_lines([part for line in said for part in _wrapped(line, " " * 13)])
     script = _script(found.smallest, kept.id, device)
     _say(f"Without attncheck: python {script}", gap=False)
@@ -185,23 +185,23 @@ def _tell(found: Found, device: str) -> None:
 
 def _script(record: Record, identifier: str, device: str) -> Path:
     """Written beside the failure; where it lies."""
-    from attncheck.examine.questions import summary
-    from attncheck.problem import Case
-    from attncheck.reporting.asked import asked
-    from attncheck.reporting.diagnosis import problem_line
+    from attncheck.inputs.problem import Case
+    from attncheck.records.problem_summary import problem_of
+    from attncheck.reporting.diagnosis_text import problem_line
     from attncheck.reporting.files import write_texts
     from attncheck.runner.standalone import script
-    from attncheck.subjects.load import load
+    from attncheck.subjects.load import load_subject
+    from attncheck.verify.run_case import question_summary
 
     path = _folder() / f"{identifier}.py"
     case = Case.from_json(record.case)
     facts = {
         "kernel": f"{KERNEL} on {device}",
-        "problem": problem_line(asked(record)),
-        "asks": summary(case.question),
+        "problem": problem_line(problem_of(record)),
+        "asks": question_summary(case.question),
     }
     text = script(
-        load(KERNEL),
+        load_subject(KERNEL),
         case,
         record,
         kernel=KERNEL,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case
-    from attncheck.record import Record
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.problem import Case
+    from attncheck.records.record import Record
     from attncheck.suite.tiers import Tier
     from attncheck.suite.under_test import UnderTest
 
@@ -62,15 +62,15 @@ def drawn(name: str, subject: Subject, device: str, most: int = _MOST) -> Found 
 
 def at_edges(subject: Subject, device: str) -> Found | None:
     """The shortest of the lengths at the edges of tiles that fails, asked one after the other."""
-    from attncheck.examine.answer import answered
+    from attncheck.inputs.problem import Problem
     from attncheck.probes import cases
-    from attncheck.problem import Problem
+    from attncheck.verify.run_case import run_case
 
     lengths = sorted({tile + step for tile in _TILES for step in (-1, 0, 1)})
     for count, length in enumerate(lengths, 1):
         problem = Problem(query=1, kv=length, head_dim=16, heads=1, dtype=DTYPE)
         case: Case = cases(_QUESTION, problem)[0]
-        record = answered(subject, case, device=device)
+        record = run_case(subject, case, device=device)
         if record.status in {"fail", "error"}:
             return Found(first=record, smallest=record, before=count, after=0)
     return None

@@ -17,9 +17,9 @@ INFRASTRUCTURE = 3
 @click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
 def doctor(*, as_json: bool) -> int:
     """Versions, devices, and a small self-test of what runs here. Exit code 3 if one fails."""
-    from attncheck.examine.doctor import checkup
+    from attncheck.surveys.machine_checkup import check_machine
 
-    found = checkup()
+    found = check_machine()
     with standard_output():
         if as_json:
             click.echo(json.dumps(found, indent=2))

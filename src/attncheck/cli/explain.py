@@ -9,9 +9,9 @@ from attncheck.cli.standard_output import standard_output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.record import Report
+    from attncheck.capabilities.subject import Subject
+    from attncheck.records.record import Report
     from attncheck.runner.plan import Cell
-    from attncheck.subjects.contract import Subject
 
 __all__ = ["explain"]
 
@@ -23,7 +23,7 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
     """
     from attncheck.reporting.explain import show_explanation
     from attncheck.runner.choose import chosen
-    from attncheck.runner.measure import measure, pairs
+    from attncheck.verify.verify import measure, pairs
 
     cell, subject = chosen(name, pairs(cells, subjects, device))
     report = measure([cell], [subject], device=device, command="")

@@ -10,16 +10,16 @@ import msgspec
 
 from attncheck.cli.faults_run import exit_code, ran
 from attncheck.cli.faults_shown import show
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 
 if TYPE_CHECKING:
     from attncheck.cli.faults_options import FaultsAsked
     from attncheck.cli.interrupts import Interrupts
-    from attncheck.fault_record import OwnReport
-    from attncheck.faults.choosing import Chosen
     from attncheck.faults.fault import HostName
-    from attncheck.faults.own_pytest import OwnSuite
-    from attncheck.runner.journal_content import JournalContent
+    from attncheck.faults.fault_selection import FaultSelection
+    from attncheck.faults.user_suite import UserSuite
+    from attncheck.records.fault_scores import OwnTestsReport
+    from attncheck.workers.journal_format import JournalContent
 
 __all__ = ["header", "own"]
 
@@ -33,14 +33,14 @@ def own(interrupts: Interrupts, asked: FaultsAsked) -> int:
         UsageError: where no function is named, or the suite cannot be scored.
         UnknownName: for a fault or category that there is not.
     """
-    from attncheck.faults.own_suite import OwnSuite, check_scorable
+    from attncheck.faults.user_suite import UserSuite, check_scorable
     from attncheck.reporting import own_pages
-    from attncheck.runner.pool import Lane
+    from attncheck.workers.worker_pool import WorkerPlace
 
     assert asked.command is not None, "who calls this has one"
     if asked.replace is None:
         raise UsageError("--pytest needs --replace package.module:name, the function it tests.")
-    suite = OwnSuite(command=asked.command, replace=asked.replace, convention=asked.convention)
+    suite = UserSuite(command=asked.command, replace=asked.replace, convention=asked.convention)
     host: HostName = "triton" if asked.host == "triton" else "ideal"
     these = _chosen(asked, host)
     names = [unit.kernel.rpartition("@")[0] for unit in these.units]
@@ -48,14 +48,14 @@ def own(interrupts: Interrupts, asked: FaultsAsked) -> int:
         asked,
         these.units,
         header(suite, these, typed=asked.typed),
-        work="attncheck.faults.own_suite:work",
+        work="attncheck.faults.user_suite:suite_work",
         options={
             "command": suite.command,
             "replace": suite.replace,
             "convention": suite.convention,
             "folder": str(suite.folder),
         },
-        lanes=[Lane()] * (asked.jobs or _cores()),
+        lanes=[WorkerPlace()] * (asked.jobs or _cores()),
         check=lambda: check_scorable(suite, names, host),
     )
     found = _report(content, these, suite, command=asked.typed)
@@ -63,10 +63,10 @@ def own(interrupts: Interrupts, asked: FaultsAsked) -> int:
     return exit_code(ended, own_pages.exit_code(found))
 
 
-def header(suite: OwnSuite, these: Chosen, *, typed: str) -> dict[str, Any]:
+def header(suite: UserSuite, these: FaultSelection, *, typed: str) -> dict[str, Any]:
     """What the journal begins with: what makes two runs the same, and when the first began."""
-    from attncheck.faults.choosing import sources
-    from attncheck.faults.own_suite import project
+    from attncheck.faults.fault_selection import source_digest
+    from attncheck.faults.user_suite import project_digest
 
     return {
         "pytest": suite.command,
@@ -74,16 +74,16 @@ def header(suite: OwnSuite, these: Chosen, *, typed: str) -> dict[str, Any]:
         "convention": suite.convention,
         "folder": str(suite.folder),
         "faults": list(these.names),
-        "sources": f"{sources(None)} {project(suite)}",
+        "sources": f"{source_digest(None)} {project_digest(suite)}",
         "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "typed": typed,
     }
 
 
-def _chosen(asked: FaultsAsked, host: HostName) -> Chosen:
-    from attncheck.faults.choosing import chosen
+def _chosen(asked: FaultsAsked, host: HostName) -> FaultSelection:
+    from attncheck.faults.fault_selection import select_faults
 
-    these = chosen(
+    these = select_faults(
         hosts=(host,),
         names=asked.names,
         categories=asked.categories,
@@ -96,24 +96,26 @@ def _chosen(asked: FaultsAsked, host: HostName) -> Chosen:
     return these
 
 
-def _report(content: JournalContent, these: Chosen, suite: OwnSuite, *, command: str) -> OwnReport:
+def _report(
+    content: JournalContent, these: FaultSelection, suite: UserSuite, *, command: str
+) -> OwnTestsReport:
     """What the journal says of each fault, in the order of the catalogue."""
-    from attncheck.fault_record import OwnReport, OwnScore
     from attncheck.faults.catalogue import fault_named
+    from attncheck.records.fault_scores import OwnTestsReport, OwnTestsScore
 
-    scores: list[OwnScore] = []
+    scores: list[OwnTestsScore] = []
     for unit in these.units:
         done = content.results.get(unit.id)
         if done is None:
             continue
         if "score" in done.facts:
-            scores.append(msgspec.convert(done.facts["score"], OwnScore))
+            scores.append(msgspec.convert(done.facts["score"], OwnTestsScore))
             continue
         name, _, host = unit.kernel.rpartition("@")
         category = getattr(fault_named(name), "category", "control")
         status: Any = {"status": "not scored", "reason": done.harness}
-        scores.append(OwnScore(fault=name, category=category, host=host, **status))
-    return OwnReport(
+        scores.append(OwnTestsScore(fault=name, category=category, host=host, **status))
+    return OwnTestsReport(
         command=command,
         pytest=suite.command,
         replace=suite.replace,

@@ -15,7 +15,7 @@ from attncheck.cli.standard_output import standard_output
 if TYPE_CHECKING:
     from attncheck.cli.faults_options import FaultsAsked
     from attncheck.cli.interrupts import Interrupts
-    from attncheck.faults.choosing import Chosen
+    from attncheck.faults.fault_selection import FaultSelection
 
 __all__ = ["listed", "planted", "where"]
 
@@ -26,7 +26,7 @@ def planted(interrupts: Interrupts, asked: FaultsAsked) -> int:
     Raises:
         UsageError: for what is not known, or says nothing together.
     """
-    from attncheck.faults.score_report import report
+    from attncheck.faults.score_report import fault_report
     from attncheck.reporting import fault_pages
 
     device, tier = where(asked)
@@ -41,41 +41,47 @@ def planted(interrupts: Interrupts, asked: FaultsAsked) -> int:
         options={"file": head["file"]},
         lanes=lanes_of(asked.jobs, device),
     )
-    found = report(content, these, command=typed)
+    found = fault_report(content, these, command=typed)
     show(interrupts, found, asked.outputs, fault_pages)
     return exit_code(ended, fault_pages.exit_code(found))
 
 
 def listed(asked: FaultsAsked) -> int:
     """Shows what is chosen, and runs nothing; returns the exit code."""
-    from attncheck.faults.catalogue import CONTROLS, FAULTS
+    from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue
 
     device, tier = where(asked)
     these = _chosen(asked, Path(asked.file).absolute() if asked.file else None, device, tier)
     with standard_output():
         for kernel in dict.fromkeys(kernel.rpartition("@")[0] for kernel in these.names):
-            one: Any = FAULTS.get(kernel) or CONTROLS.get(kernel)
+            one: Any = FAULTS_of_catalogue.get(kernel) or CONTROLS.get(kernel)
             places = " and ".join(one.hosts) or "nowhere" if one else "file"
-            category = FAULTS[kernel].category if kernel in FAULTS else "control" if one else "own"
+            category = (
+                FAULTS_of_catalogue[kernel].category
+                if kernel in FAULTS_of_catalogue
+                else "control"
+                if one
+                else "own"
+            )
             click.echo(f"{kernel} ({category}; {places}): {one.summary if one else kernel}")
     return 0
 
 
 def where(asked: FaultsAsked) -> tuple[str, str]:
     """Device and tier, also where nobody says; raises UsageError for what is not there."""
-    from attncheck.examine.environment import default_device, require_device
     from attncheck.gate.tiers import default_tier, tier_named
+    from attncheck.verify.environment import default_device, require_device
 
     device = asked.device or default_device()
     require_device(device)
     return device, tier_named(asked.tier or default_tier(device)).name
 
 
-def _chosen(asked: FaultsAsked, file: Path | None, device: str, tier: str) -> Chosen:
-    from attncheck.errors import UnknownName, UsageError
-    from attncheck.examine.environment import prepare
-    from attncheck.faults.choosing import chosen, of_file
+def _chosen(asked: FaultsAsked, file: Path | None, device: str, tier: str) -> FaultSelection:
+    from attncheck.core.errors import UnknownName, UsageError
     from attncheck.faults.fault import HOSTS
+    from attncheck.faults.fault_selection import select_faults, select_from_file
+    from attncheck.verify.environment import prepare
 
     hosts = dict.fromkeys((*HOSTS, "all"))
     if asked.host not in hosts:
@@ -87,9 +93,9 @@ def _chosen(asked: FaultsAsked, file: Path | None, device: str, tier: str) -> Ch
                 "out."
             )
         prepare(device)  # whether Triton is interpreted is decided as the file is imported
-        return of_file(file, names=asked.names, device=device, tier=tier)
+        return select_from_file(file, names=asked.names, device=device, tier=tier)
     some = asked.names or asked.categories
-    return chosen(
+    return select_faults(
         hosts=HOSTS if asked.host == "all" else (asked.host,),
         names=asked.names,
         categories=asked.categories,

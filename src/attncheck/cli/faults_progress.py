@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attncheck.cli.run_progress import run_progress, time_left
-from attncheck.inert import one_line, shortened
+from attncheck.core.sanitize_text import one_line, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.runner.pool import Event
+    from attncheck.workers.pool import RunEvent
 
 __all__ = ["faults_progress"]
 
@@ -23,7 +23,7 @@ class _Count:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
 
-    def hear(self, event: Event) -> list[str]:
+    def hear(self, event: RunEvent) -> list[str]:
         """Counts; what is new, in a line."""
         if event.done is None:
             return []
@@ -31,7 +31,7 @@ class _Count:
         self.outcomes[_outcome(score)] += 1
         return [_told(event.unit.kernel, score)] if event.kind == "done" else []
 
-    def line(self, event: Event) -> str:
+    def line(self, event: RunEvent) -> str:
         """``faults 12/95, 11 caught, 1 missed, about 35 s left``."""
         said = [f"faults {event.finished}/{event.known}"]
         said += [f"{count} {outcome}" for outcome, count in self.outcomes.items()]
@@ -40,7 +40,7 @@ class _Count:
 
 
 @contextmanager
-def faults_progress(*, quiet: bool, verbose: bool) -> Iterator[Callable[[Event], None]]:
+def faults_progress(*, quiet: bool, verbose: bool) -> Iterator[Callable[[RunEvent], None]]:
     """Yields what hears of every event; with ``verbose`` each score is shown, in a line."""
     count = _Count()
     with run_progress(count.hear, count.line, quiet=quiet, verbose=verbose) as told:

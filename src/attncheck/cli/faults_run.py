@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from attncheck.cli.faults_options import FaultsAsked
-    from attncheck.faults.choosing import Chosen
-    from attncheck.runner.journal_content import JournalContent
-    from attncheck.runner.pool import Ended, Lane, Option
-    from attncheck.runner.unit import Unit
+    from attncheck.faults.fault_selection import FaultSelection
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.pool import Option, RunEnd
+    from attncheck.workers.units import Unit
+    from attncheck.workers.worker_pool import WorkerPlace
 
 __all__ = ["exit_code", "header", "ran"]
 
@@ -27,17 +28,17 @@ _OF_A_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of
 
 
 def header(
-    these: Chosen, *, device: str, tier: str, file: Path | None, typed: str
+    these: FaultSelection, *, device: str, tier: str, file: Path | None, typed: str
 ) -> dict[str, Any]:
     """What the journal begins with: what makes two runs the same, and when the first began."""
-    from attncheck.faults.choosing import sources
+    from attncheck.faults.fault_selection import source_digest
 
     return {
         "faults": list(these.names),
         "device": device,
         "tier": tier,
         "file": str(file) if file else "",
-        "sources": sources(file),
+        "sources": source_digest(file),
         "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "typed": typed,
     }
@@ -50,9 +51,9 @@ def ran(  # one run, said once
     *,
     work: str,
     options: Mapping[str, Option],
-    lanes: Sequence[Lane],
+    lanes: Sequence[WorkerPlace],
     check: Callable[[], None] = lambda: None,
-) -> tuple[Ended, JournalContent]:
+) -> tuple[RunEnd, JournalContent]:
     """Does ``units``; returns how that ended, and what the journal says then.
 
     Args:
@@ -69,10 +70,10 @@ def ran(  # one run, said once
         UsageError: for a time or a folder that cannot be.
         JournalError: where the journal holds another run that is not finished.
     """
-    from attncheck.faults.choosing import priority
+    from attncheck.faults.fault_selection import priority
     from attncheck.reporting.files import check_names
-    from attncheck.runner.journal import Journal
-    from attncheck.runner.pool import run
+    from attncheck.workers.journal import Journal
+    from attncheck.workers.pool import run_units
 
     seconds = seconds_of(asked.max_time, "--max-time")
     check_names(asked.directory, [JOURNAL])
@@ -82,7 +83,7 @@ def ran(  # one run, said once
     with Journal.open(path, head, resume=resume) as journal:
         check()
         with faults_progress(quiet=asked.quiet, verbose=asked.verbose) as told:
-            ended = run(
+            ended = run_units(
                 units,
                 work=work,
                 options=options,
@@ -99,7 +100,7 @@ def ran(  # one run, said once
     return ended, journal.content
 
 
-def exit_code(ended: Ended, code: int) -> int:
+def exit_code(ended: RunEnd, code: int) -> int:
     """``code``, which is the report's, unless the run was interrupted twice."""
     return _INTERRUPTED if ended.why == "interrupted" and ended.at_once else code
 

@@ -14,7 +14,7 @@ from attncheck.cli.progress import progress
 if TYPE_CHECKING:
     from attncheck.cli.faults_options import FaultsAsked
     from attncheck.cli.interrupts import Interrupts
-    from attncheck.sensitivity_record import Seen, SensitivityReport
+    from attncheck.records.fault_scores import FaultSensitivity, SensitivityReport
 
 __all__ = ["sensitive"]
 
@@ -34,16 +34,16 @@ def sensitive(interrupts: Interrupts, asked: FaultsAsked) -> int:
 
 def _measured(asked: FaultsAsked, *, tier: str, device: str) -> SensitivityReport:
     """The smallest size of each continuous fault that is seen, in each dtype."""
-    from attncheck.faults.continuous import CONTINUOUS, continuous_named
-    from attncheck.formats import DTYPES
+    from attncheck.core.formats import DTYPES
+    from attncheck.faults.sensitivity import CONTINUOUS_FAULTS, continuous_fault_named
     from attncheck.gate.choices import Choices
-    from attncheck.sensitivity_record import SensitivityReport
+    from attncheck.records.fault_scores import SensitivityReport
 
-    faults = [continuous_named(name).id for name in asked.names] or list(CONTINUOUS)
+    faults = [continuous_fault_named(name).id for name in asked.names] or list(CONTINUOUS_FAULTS)
     every = [name for name, dtype in DTYPES.items() if dtype.measured]
     chosen = Choices.of({"tier": tier, "dtypes": ",".join(asked.dtypes or every)}).dtypes
     pairs = [(fault, dtype) for dtype in chosen for fault in faults]
-    found: dict[tuple[str, str], Seen] = {}
+    found: dict[tuple[str, str], FaultSensitivity] = {}
     workers = min(asked.jobs or _cores(device), len(pairs))
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -57,11 +57,11 @@ def _measured(asked: FaultsAsked, *, tier: str, device: str) -> SensitivityRepor
     return SensitivityReport(command=asked.typed, seen=tuple(found[each] for each in pairs))
 
 
-def _one(fault: str, dtype: str, tier: str, device: str) -> Seen:
+def _one(fault: str, dtype: str, tier: str, device: str) -> FaultSensitivity:
     """One piece of work, in a process of its own."""
-    from attncheck.faults.sensitivity import sensitivity
+    from attncheck.faults.sensitivity import measure_sensitivity
 
-    return sensitivity(fault, dtype, tier=tier, device=device)
+    return measure_sensitivity(fault, dtype, tier=tier, device=device)
 
 
 def _cores(device: str) -> int:

@@ -13,7 +13,7 @@ from attncheck.cli.options import device_option, quiet_option
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.fingerprint_record import FingerprintReport
+    from attncheck.records.survey_reports import FingerprintReport
 
 __all__ = ["fingerprint"]
 
@@ -62,12 +62,12 @@ def fingerprint(  # one parameter per option
     """
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from attncheck.errors import UsageError
-    from attncheck.examine.environment import default_device, prepare, require_device
-    from attncheck.formats import DTYPES
+    from attncheck.core.errors import UsageError
+    from attncheck.core.formats import DTYPES
     from attncheck.reporting import fingerprint_page
     from attncheck.runner.plan import check_measured
-    from attncheck.subjects.load import load
+    from attncheck.subjects.load import load_subject
+    from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     every = [name for name, dtype in DTYPES.items() if dtype.measured]
@@ -77,13 +77,13 @@ def fingerprint(  # one parameter per option
     device = device or default_device()
     require_device(device)
     prepare(device)  # before the file's own Triton functions are decorated
-    subject = load(kernel, convention)
+    subject = load_subject(kernel, convention)
     absent = subject.absent(device)
     if absent:
         raise UsageError(f"kernel {kernel!r} cannot run on {device}: {absent}.")
 
     from attncheck.cli.progress import progress
-    from attncheck.examine.fingerprint.survey import survey
+    from attncheck.surveys.arithmetic_survey import survey_arithmetic
 
     with progress(len(asked), quiet=quiet) as advance:
 
@@ -91,7 +91,9 @@ def fingerprint(  # one parameter per option
             interrupts.check()
             advance(dtype)
 
-        report = survey(subject, asked, device=device, command=as_typed(argument=kernel), done=done)
+        report = survey_arithmetic(
+            subject, asked, device=device, command=as_typed(argument=kernel), done=done
+        )
     _show(report, as_json=as_json)
     return _EXIT_CODES[fingerprint_page.exit_status(report)]
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.cli.gate_finish import typed
 from attncheck.cli.gate_scripts import FAILURES
-from attncheck.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
-    from attncheck.baseline_record import Baseline
     from attncheck.gate.against import Tree
     from attncheck.gate.choices import Choices
-    from attncheck.runner.journal import JournalContent
-    from attncheck.runner.pool import Lane
-    from attncheck.runner.unit import Unit
+    from attncheck.records.baseline_entries import Baseline
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.units import Unit
+    from attncheck.workers.worker_pool import WorkerPlace
 
 __all__ = ["JOURNAL", "Asked", "asked", "changed_only", "lanes_of", "seconds_of", "there"]
 
@@ -92,7 +92,7 @@ def asked(  # noqa: PLR0913  # one parameter per option
     """
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
-    from attncheck.examine.environment import default_device, require_device
+    from attncheck.conventions.declarations import convention_named
     from attncheck.gate.choices import Choices, stages_named
     from attncheck.gate.held import Held
     from attncheck.gate.plan import describing
@@ -100,8 +100,8 @@ def asked(  # noqa: PLR0913  # one parameter per option
     from attncheck.gate.report import header
     from attncheck.gate.sources import fingerprint
     from attncheck.gate.tiers import default_tier, tier_named
-    from attncheck.runner.shards import Shard
-    from attncheck.subjects.conventions import convention_named
+    from attncheck.verify.environment import default_device, require_device
+    from attncheck.workers.units import Shard
 
     if convention:
         convention_named(convention)
@@ -187,11 +187,12 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         UsageError: where there is none, or a name that nobody knows.
     """
-    from attncheck.subjects.configured import configuration
-    from attncheck.subjects.load import is_reference, names
+    from attncheck.capabilities.configuration import read_configuration
+    from attncheck.capabilities.named_kernels import is_reference
+    from attncheck.subjects.load import kernel_names
 
     if not words:
-        named = tuple(configuration().kernels)
+        named = tuple(read_configuration().kernels)
         if not named:
             raise UsageError(
                 "no kernel is named: give one, or name yours in [tool.attncheck.kernels] "
@@ -202,8 +203,8 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
         file, colons, _ = kernel.partition("::")
         if colons and not Path(file).is_file():
             raise UsageError(f"kernel {kernel!r}: there is no file {file!r}.")
-        if not is_reference(kernel) and kernel not in names():
-            raise UnknownName("kernel", kernel, names())
+        if not is_reference(kernel) and kernel not in kernel_names():
+            raise UnknownName("kernel", kernel, kernel_names())
     return tuple(dict.fromkeys(words))
 
 
@@ -218,17 +219,17 @@ def seconds_of(text: str | None, option: str) -> float | None:
     return seconds
 
 
-def lanes_of(jobs: int | None, device: str) -> list[Lane]:
+def lanes_of(jobs: int | None, device: str) -> list[WorkerPlace]:
     """Where units are done: on each GPU in turn, or on the CPU with a thread each."""
-    from attncheck.runner.pool import Lane
+    from attncheck.workers.worker_pool import WorkerPlace
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if device == "cpu":
-        return [Lane(threads=1)] * (jobs or min(cores, _MOST_LANES))
+        return [WorkerPlace(threads=1)] * (jobs or min(cores, _MOST_LANES))
     gpus = _gpus()
     # A compiler works beside the GPU: several lanes of one GPU wait for it at the same time.
     count = jobs or max(1, min(cores // 2, _MOST_LANES * len(gpus)))
-    return [Lane(gpu=gpus[number % len(gpus)], threads=1) for number in range(count)]
+    return [WorkerPlace(gpu=gpus[number % len(gpus)], threads=1) for number in range(count)]
 
 
 def _seed_of(head: dict[str, Any], journal: JournalContent | None) -> int:
@@ -242,13 +243,13 @@ def _seed_of(head: dict[str, Any], journal: JournalContent | None) -> int:
 
 def there(directory: str, *, fresh: bool) -> JournalContent | None:
     """What the journal of a folder says; None where there is none, or it is to be forgotten."""
-    from attncheck.runner.journal import JournalError, read
+    from attncheck.workers.journal_format import JournalError, read_journal
 
     path = Path(directory) / JOURNAL
     if fresh or not path.exists():
         return None
     try:
-        return read(path)
+        return read_journal(path)
     except JournalError:  # who opens it says what is wrong with it
         return None
 

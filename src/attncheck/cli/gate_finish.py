@@ -15,11 +15,11 @@ from attncheck.cli.standard_output import standard_output
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from attncheck.baseline_record import Baseline
     from attncheck.cli.interrupts import Interrupts
-    from attncheck.gate_record import GateReport
-    from attncheck.runner.journal import JournalContent
-    from attncheck.runner.pool import Ended
+    from attncheck.records.baseline_entries import Baseline
+    from attncheck.records.run_reports import GateReport
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.pool import RunEnd
 
 __all__ = ["finished", "known_baseline", "typed"]
 
@@ -32,14 +32,14 @@ def known_baseline(file: str | None) -> tuple[str, Baseline] | None:
     """Its name and what it says; raises UsageError for a file that is none."""
     if file is None:
         return None
-    from attncheck.baseline_record import read
+    from attncheck.records.baseline_entries import read_baseline
 
-    return Path(file).name, read(Path(file))
+    return Path(file).name, read_baseline(Path(file))
 
 
 def finished(
     interrupts: Interrupts,
-    ended: Ended,
+    ended: RunEnd,
     content: JournalContent,
     *,
     directory: str,

@@ -8,14 +8,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from attncheck.cli.run_progress import run_progress, time_left
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.gate_record import Answer
-    from attncheck.runner.pool import Event
-    from attncheck.runner.unit import Unit
+    from attncheck.records.run_reports import Answer
+    from attncheck.workers.pool import RunEvent
+    from attncheck.workers.units import Unit
 
 __all__ = ["gate_progress"]
 
@@ -33,7 +33,7 @@ class _Count:
         self._took: dict[str, list[float]] = {}
         self._most = 1
 
-    def hear(self, event: Event) -> list[Answer]:
+    def hear(self, event: RunEvent) -> list[Answer]:
         """Counts; the failures that are new."""
         self._learn(event)
         if event.unit.commit:  # of another commit nothing fails
@@ -41,11 +41,11 @@ class _Count:
         if event.kind == "begun":
             self.stage = "smaller failures" if event.unit.kind == "shrink" else event.unit.stage
         answers = event.done.answers if event.done else ()
-        wrong = [a for a in answers if a.record.status in WRONG and not a.smallest_of]
+        wrong = [a for a in answers if a.record.status in FAILED_STATUSES and not a.smallest_of]
         self.failed += len(wrong)
         return wrong if event.kind == "done" else []
 
-    def left(self, event: Event) -> float | None:
+    def left(self, event: RunEvent) -> float | None:
         """Seconds that the known rest takes, each unit as long as those of its stage have taken.
 
         Of a stage that has not begun, as long as all have. None as long as too little is done.
@@ -60,7 +60,7 @@ class _Count:
         # Some of those are another shard's, and some nobody has told us of.
         return work / rest.total() * (event.known - event.finished) / self._most
 
-    def _learn(self, event: Event) -> None:
+    def _learn(self, event: RunEvent) -> None:
         unit, done = event.unit, event.done
         self._known[unit.id] = _kind(unit)
         self._most = max(self._most, event.running)
@@ -72,7 +72,7 @@ class _Count:
         if event.kind == "done" and unit.kind != "describe":
             self._took.setdefault(_kind(unit), []).append(done.seconds)
 
-    def line(self, event: Event) -> str:
+    def line(self, event: RunEvent) -> str:
         """``bounds 120/243, 2 failed, about 35 s left``."""
         said = [f"{self.stage} {event.finished}/{event.known}"]
         said += [f"{self.failed} failed"] if self.failed else []
@@ -87,7 +87,7 @@ def _kind(unit: Unit) -> str:
 
 
 @contextmanager
-def gate_progress(*, quiet: bool, verbose: bool) -> Iterator[Callable[[Event], None]]:
+def gate_progress(*, quiet: bool, verbose: bool) -> Iterator[Callable[[RunEvent], None]]:
     """Yields what hears of every event; everything goes to standard error.
 
     Args:
@@ -96,7 +96,7 @@ def gate_progress(*, quiet: bool, verbose: bool) -> Iterator[Callable[[Event], N
     """
     count = _Count()
 
-    def hear(event: Event) -> list[str]:
+    def hear(event: RunEvent) -> list[str]:
         return [_failure(answer) for answer in count.hear(event)]
 
     with run_progress(hear, count.line, quiet=quiet, verbose=verbose) as told:
@@ -104,7 +104,7 @@ def gate_progress(*, quiet: bool, verbose: bool) -> Iterator[Callable[[Event], N
 
 
 def _failure(answer: Answer) -> str:
-    from attncheck.inert import one_line, shortened
+    from attncheck.core.sanitize_text import one_line, shortened
 
     record = answer.record
     reason = record.reason or (record.judgement.reason if record.judgement else "")

@@ -10,16 +10,16 @@ import click
 
 from attncheck.cli.gate_asked import JOURNAL, Asked, lanes_of, there
 from attncheck.cli.gate_progress import gate_progress
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.gate.against import Tree
-    from attncheck.runner.journal import JournalContent
-    from attncheck.runner.pool import Ended
-    from attncheck.runner.unit import Done
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.pool import RunEnd
+    from attncheck.workers.units import Done
 
 __all__ = ["beside", "ran"]
 
@@ -59,7 +59,7 @@ def ran(  # noqa: PLR0913  # one parameter per option
     first: bool,
     quiet: bool,
     verbose: bool,
-) -> tuple[Ended, JournalContent]:
+) -> tuple[RunEnd, JournalContent]:
     """Does it; returns how it ended, and what the journal says then.
 
     Raises:
@@ -67,9 +67,9 @@ def ran(  # noqa: PLR0913  # one parameter per option
         UsageError: for a kernel that cannot be loaded.
     """
     from attncheck.gate.plan import priority
-    from attncheck.record import WRONG
-    from attncheck.runner.journal import Journal
-    from attncheck.runner.shards import Shard
+    from attncheck.records.record import FAILED_STATUSES
+    from attncheck.workers.journal import Journal
+    from attncheck.workers.units import Shard
 
     if not this.choices.isolated:
         click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)
@@ -83,7 +83,7 @@ def ran(  # noqa: PLR0913  # one parameter per option
             return True
         if not first or journal.content.units[done.unit].commit:  # another commit's fails nothing
             return False
-        return any(answer.record.status in WRONG for answer in done.answers)
+        return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
 
     units = [unit for unit in this.units if not (resume and _is_replayed(unit, before))]
     with Journal.open(Path(directory) / JOURNAL, this.head, resume=resume) as journal:
@@ -99,11 +99,11 @@ def ran(  # noqa: PLR0913  # one parameter per option
                 "mine": Shard.parse(this.shard).has,
             }
             if cluster is None:
-                from attncheck.runner.pool import run
+                from attncheck.workers.pool import run_units
 
-                ended = run(units, lanes=lanes_of(jobs, this.device), **how)
+                ended = run_units(units, lanes=lanes_of(jobs, this.device), **how)
             else:
-                from attncheck.runner.cluster import run as on_cluster
+                from attncheck.workers.ray_pool import run_on_cluster as on_cluster
 
                 ended = on_cluster(units, address=cluster, device=this.device, most=jobs, **how)
         journal.end(ended.why)

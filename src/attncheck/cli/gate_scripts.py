@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["FAILURES", "scripts_of"]
 

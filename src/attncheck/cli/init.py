@@ -54,11 +54,16 @@ def init(  # noqa: PLR0913  # one parameter per option
 
     Exit code 5, and nothing is written, when the kernel takes nothing.
     """
-    from attncheck.subjects.configuration_file import check_name, usual, with_table, write
+    from attncheck.capabilities.configuration import (
+        check_kernel_name,
+        default_path,
+        with_table,
+        write_file,
+    )
 
-    path = Path(file) if file else usual()
+    path = Path(file) if file else default_path()
     name = name or name_of(spec)
-    check_name(name, path, force=force or dry_run)  # before a minute is spent
+    check_kernel_name(name, path, force=force or dry_run)  # before a minute is spent
     _, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
     if found.base is None:
         return _nothing(spec, found)
@@ -66,7 +71,7 @@ def init(  # noqa: PLR0913  # one parameter per option
     text = with_table(path, name, table)
     if not dry_run:
         interrupts.check()
-        write(path, text)
+        write_file(path, text)
     with standard_output():
         click.echo(table)
         click.echo(_next(path, name, dry_run=dry_run, found=found))
@@ -77,17 +82,16 @@ def _table(kernel: Candidate, found: Probed, path: Path, name: str) -> str:
     """The proposal, with what only its author can say kept from the table that it replaces."""
     from msgspec.structs import replace
 
+    from attncheck.capabilities.capability_table import render_table
+    from attncheck.capabilities.configuration import entry_from, table_header
     from attncheck.runner.proposal import proposed
-    from attncheck.subjects.capability_table import written
-    from attncheck.subjects.configuration_file import entry_from
-    from attncheck.subjects.configured import header
 
     proposal, comments = proposed(found, entry_from(kernel.entry, path))
     before = kernel.capabilities
     if before is not None:
         kept = ("arithmetic", "backward", "sources", "max_query", "max_kv", "override")
         proposal = replace(proposal, **{field: getattr(before, field) for field in kept})
-    return written(proposal, header(path, name), comments)
+    return render_table(proposal, table_header(path, name), comments)
 
 
 def _next(path: Path, name: str, *, dry_run: bool, found: Probed) -> str:

@@ -19,7 +19,7 @@ __all__ = ["list_"]
 )
 def list_(*, as_json: bool, device: str | None) -> None:
     """Kernels, variants, dtypes, distributions, masks and score mods, and what supports what."""
-    from attncheck.examine.environment import default_device, require_device
+    from attncheck.verify.environment import default_device, require_device
 
     device = device or default_device()
     require_device(device)
@@ -41,13 +41,14 @@ def _echo(catalogue: dict[str, Any]) -> None:
 
 
 def _catalogue(device: str) -> dict[str, Any]:
-    from attncheck.distributions import DISTRIBUTIONS
-    from attncheck.formats import DTYPES
-    from attncheck.mods.library import MASKS, SCORES
+    from attncheck.capabilities import named_kernels
+    from attncheck.core.formats import DTYPES
+    from attncheck.inputs.distributions import DISTRIBUTIONS
+    from attncheck.mods.masks import MASKS
+    from attncheck.mods.scores import SCORES
     from attncheck.runner.variants import FURTHER, VARIANTS
-    from attncheck.subjects import builtin
 
-    subjects = [builtin.subject_named(name) for name in builtin.names()]
+    subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
     dtypes = {
         d.name: f"{d.storage.name} stored, {d.products.name} products, {d.output.name} out"
         + (", a descale per batch and key head" if d.scaled else "")
@@ -69,10 +70,10 @@ def _catalogue(device: str) -> dict[str, Any]:
 
 def _kernels_of_others() -> dict[str, dict[str, str]]:
     """Those of the configuration and of installed packages, none of which is imported."""
-    from attncheck.subjects import configured
+    from attncheck.capabilities import configuration
 
-    project = configured.configuration()
-    points = configured.entry_points()
+    project = configuration.read_configuration()
+    points = configuration.entry_points()
     return {
         "configured kernels": {
             name: f"{table.entry} ({table.convention or 'any'} convention)"
@@ -86,7 +87,7 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
 
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
-    from attncheck.formats import DTYPES
+    from attncheck.core.formats import DTYPES
     from attncheck.runner.plan import plan
     from attncheck.runner.variants import ALL, DEFAULT_SHAPES
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.baseline_record import Entry, Key
-    from attncheck.gate_record import Answer, GateReport
-    from attncheck.record import Environment, Record
+    from attncheck.records.baseline_entries import Entry, Key
+    from attncheck.records.record import Environment, Record
+    from attncheck.records.run_reports import Answer, GateReport
 
 __all__ = ["Measured", "measured", "path_of"]
 
@@ -42,13 +42,13 @@ class Measured:
 
 def path_of(typed: str | None) -> Path:
     """Where the baseline is: as typed, or beside the project's configuration, or here."""
-    from attncheck.baseline_record import FILE
-    from attncheck.subjects.configured import nearest
+    from attncheck.capabilities.configuration import nearest_tables
+    from attncheck.records.baseline_entries import BASELINE_FILE
 
     if typed is not None:
         return Path(typed)
-    configuration, _ = nearest()
-    return configuration.parent / FILE if configuration else Path(FILE)
+    configuration, _ = nearest_tables()
+    return configuration.parent / BASELINE_FILE if configuration else Path(BASELINE_FILE)
 
 
 def measured(sources: Sequence[str]) -> Measured:
@@ -57,7 +57,7 @@ def measured(sources: Sequence[str]) -> Measured:
     Raises:
         UsageError: for what is no report of attncheck's, or has nothing for a baseline.
     """
-    from attncheck.baseline_record import fingerprint
+    from attncheck.records.baseline_entries import environment_id
     from attncheck.runner.comparable import comparable, measurements
 
     found = Measured()
@@ -72,13 +72,13 @@ def measured(sources: Sequence[str]) -> Measured:
             raise UsageError(f"{one_line(source)} has nothing for a baseline: {_why(records)}.")
         found.entries |= {key: entry for key, (entry, _) in kept.items()}
         found.problems |= {record.case_id: _problem(record) for record in records}
-    found.environments = {fingerprint(one): one for one in found.by_record.values()}
+    found.environments = {environment_id(one): one for one in found.by_record.values()}
     return found
 
 
 def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
     """Answers, environments, and whether all was asked."""
-    from attncheck.gate_record import Answer
+    from attncheck.records.run_reports import Answer
     from attncheck.reporting.as_json import load
 
     if path.suffix != ".jsonl" and not _of_a_gate(path):
@@ -90,19 +90,19 @@ def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
 
 
 def _of_a_gate(path: Path) -> bool:
-    from attncheck import json_numbers
+    from attncheck.core import json_numbers
     from attncheck.reporting.gate_json import LARGEST
 
-    data = json_numbers.read(path, "report", LARGEST)
+    data = json_numbers.read_json(path, "report", LARGEST)
     return isinstance(data, dict) and "answers" in data
 
 
 def _gate(path: Path) -> GateReport:
     if path.suffix == ".jsonl":
         from attncheck.gate.report import report
-        from attncheck.runner.journal import read
+        from attncheck.workers.journal_format import read_journal
 
-        return report(read(path))
+        return report(read_journal(path))
     from attncheck.reporting.gate_json import load
 
     return load(path)
@@ -110,7 +110,7 @@ def _gate(path: Path) -> GateReport:
 
 def _problem(record: Record) -> str:
     """``bf16 causal B1 H2 Q128 K128 D64``."""
-    from attncheck.problem import Case
+    from attncheck.inputs.problem import Case
 
     problem = Case.from_json(record.case).problem
     return " ".join(part for part in (problem.dtype, record.variant, problem.shape) if part)

@@ -27,20 +27,20 @@ def merge(interrupts: Interrupts, /, *, journals: tuple[str, ...], target: str) 
 
     Exit code 3 when a shard is missing, or has not finished.
     """
-    from attncheck.errors import UsageError
-    from attncheck.inert import one_line
+    from attncheck.core.errors import UsageError
+    from attncheck.core.sanitize_text import one_line
     from attncheck.reporting.files import write_files
-    from attncheck.runner import merge as parts
-    from attncheck.runner.journal import read
+    from attncheck.workers import journal as parts
+    from attncheck.workers.journal_format import read_journal
 
     interrupts.check()
-    named = {name: read(Path(name)) for name in journals}
+    named = {name: read_journal(Path(name)) for name in journals}
     if len(named) < len(journals):
         raise UsageError("a journal is named twice.")
-    merged, absent = parts.merge(named), parts.missing(list(named.values()))
+    merged, absent = parts.merge_journals(named), parts.missing_shards(list(named.values()))
     path = Path(target)
     with interrupts.writing(target):
-        files = {path.name: parts.merged_bytes(merged)}
+        files = {path.name: parts.merged_journal_bytes(merged)}
         write_files(files, path.parent, what="the merged journal")
     unfinished = len(merged.unanswered)
     with standard_output():

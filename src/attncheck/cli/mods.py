@@ -16,9 +16,9 @@ from attncheck.cli.subjects import named, unconcerned
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.mod_record import ModReport
+    from attncheck.capabilities.subject import Subject
     from attncheck.mods.spec import Dimensions
-    from attncheck.subjects.contract import Subject
+    from attncheck.records.survey_reports import ModReport
 
 __all__ = ["mods"]
 
@@ -69,10 +69,10 @@ def mods(
     traced.
     """
     from attncheck.cli.progress import progress
-    from attncheck.errors import UnknownName
-    from attncheck.examine.environment import default_device, require_device
-    from attncheck.examine.mod_survey import dimensions_of, mods_of_file, survey
+    from attncheck.core.errors import UnknownName
     from attncheck.reporting import mod_pages
+    from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
+    from attncheck.verify.environment import default_device, require_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     if fmt not in mod_pages.FORMATS:
@@ -90,7 +90,7 @@ def mods(
             interrupts.check()
             advance(mod)
 
-        report = survey(
+        report = survey_mods(
             found,
             subjects,
             file=name,
@@ -108,8 +108,8 @@ def _refuse(
     found: dict[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
 ) -> None:
     """A line on standard error for each mod that cannot be compared, and exit code 2."""
-    from attncheck.errors import UsageError
-    from attncheck.examine.mod_survey import refusals
+    from attncheck.core.errors import UsageError
+    from attncheck.surveys.mod_survey import refusals
 
     *others, last = refusals(found, file, dimensions, device) or [""]
     for reason in others:
@@ -120,14 +120,14 @@ def _refuse(
 
 def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
     """Raises UsageError for a kernel asked for by name that mods do not concern."""
-    from attncheck.errors import UsageError
-    from attncheck.examine.environment import prepare
-    from attncheck.examine.mod_survey import concerns_mods, takes_any_mod
-    from attncheck.subjects import builtin
+    from attncheck.capabilities import named_kernels
+    from attncheck.core.errors import UsageError
+    from attncheck.surveys.mod_survey import concerns_mods, takes_any_mod
+    from attncheck.verify.environment import prepare
 
     prepare(device)  # before anybody's Triton functions are decorated
     if not kernels:
-        subjects = [builtin.subject_named(name) for name in builtin.names()]
+        subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
         return [subject for subject in subjects if takes_any_mod(subject, device)]
     subjects = named(kernels)
     for subject in subjects:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attncheck.oracle_record import CertificateReport, OracleReport
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.records.survey_reports import CertificateReport, OracleReport
 
 __all__ = ["Kind", "certified", "measured"]
 
@@ -35,12 +35,14 @@ class Kind:
 
 def measured(digits: int) -> Kind:
     """Distances from the exact result in so many digits."""
-    from attncheck.examine.oracle_survey import survey
     from attncheck.reporting import oracle_pages
+    from attncheck.surveys.oracle_survey import survey_oracles
 
     return Kind(
         name="oracles",
-        make=lambda named, command, done: survey(named, digits=digits, command=command, done=done),
+        make=lambda named, command, done: survey_oracles(
+            named, digits=digits, command=command, done=done
+        ),
         render=oracle_pages.render,
         show=oracle_pages.show,
         failed=_measured_wrong,
@@ -49,12 +51,12 @@ def measured(digits: int) -> Kind:
 
 def certified() -> Kind:
     """Proven errors; raises UsageError where python-flint is not installed."""
-    from attncheck.examine.oracle_certificates import certificates
     from attncheck.reporting import certificate_pages
+    from attncheck.surveys.oracle_survey import certify_oracles
 
     return Kind(
         name="certificates",
-        make=lambda named, command, done: certificates(named, command=command, done=done),
+        make=lambda named, command, done: certify_oracles(named, command=command, done=done),
         render=certificate_pages.render,
         show=certificate_pages.show,
         failed=_not_proven,

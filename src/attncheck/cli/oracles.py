@@ -97,9 +97,9 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     """
     from attncheck.cli.oracle_reports import certified, measured
     from attncheck.cli.progress import progress
-    from attncheck.errors import UnknownName, UsageError
+    from attncheck.core.errors import UnknownName, UsageError
     from attncheck.reporting import by_format, files
-    from attncheck.runner.oracle_plan import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
+    from attncheck.surveys.oracle_survey import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
 
     if certify and digits is not None:
         raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")

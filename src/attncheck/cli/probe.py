@@ -56,18 +56,17 @@ def probe(
 
     Exit code 0, whatever is found; 5 when the kernel takes nothing.
     """
+    from attncheck.capabilities.capability_table import render_table
+    from attncheck.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.cli import probe_page
     from attncheck.runner.proposal import proposed
-    from attncheck.subjects.capability_table import written
-    from attncheck.subjects.configuration_file import entry_from, usual
-    from attncheck.subjects.configured import header
 
     device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
     name, table = name_of(spec), ""
     if found.base is not None:
-        path = usual()
+        path = default_path()
         proposal, comments = proposed(found, entry_from(kernel.entry, path))
-        table = written(proposal, header(path, name), comments)
+        table = render_table(proposal, table_header(path, name), comments)
     with standard_output():
         if as_json:
             click.echo(json.dumps(_as_json(name, device, found, table), indent=2))
@@ -90,16 +89,16 @@ def run_probe(
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from attncheck.cli.progress import progress
-    from attncheck.errors import UsageError
-    from attncheck.examine.environment import default_device, prepare, require_device
+    from attncheck.core.errors import UsageError
     from attncheck.runner.probing import probed
-    from attncheck.subjects.load import candidate
+    from attncheck.subjects.load import load_candidate
+    from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()
     device = device or default_device()
     require_device(device)
     prepare(device)  # before the file's own Triton functions are decorated
-    kernel = candidate(spec, convention)
+    kernel = load_candidate(spec, convention)
     first = kernel.adopted(convention)  # says why it cannot be
     absent = first.absent(device)
     if absent:
@@ -120,9 +119,9 @@ def run_probe(
 
 def name_of(spec: str) -> str:
     """What a table of the kernel is called unless it is told: as the function is."""
-    from attncheck.subjects import builtin
+    from attncheck.capabilities import named_kernels
 
-    if spec in builtin.SUBJECTS:
+    if spec in named_kernels.BUILTIN:
         return f"my-{spec}"
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", spec.rpartition(":")[2]).strip("-")
     return name or "kernel"

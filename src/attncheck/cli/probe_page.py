@@ -57,7 +57,7 @@ def _hanging(first: str, text: str, width: int, *, style: str) -> list[Text]:
     """``first`` and ``text`` in lines of which all but the first stand below ``text``."""
     from rich.text import Text
 
-    from attncheck.inert import one_line
+    from attncheck.core.sanitize_text import one_line
 
     lines = textwrap.wrap(one_line(text), max(width - len(first), _NARROWEST)) or [""]
     indent = " " * len(first)

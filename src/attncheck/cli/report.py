@@ -11,8 +11,8 @@ from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.gate_record import GateReport
-    from attncheck.record import Report
+    from attncheck.records.record import Report
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["report"]
 
@@ -47,7 +47,7 @@ def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str |
     """
     path = Path(source)
     found = _loaded(path)
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
 
     if isinstance(found, GateReport):
         _show_gate(interrupts, found, path, fmt, directory)
@@ -58,30 +58,29 @@ def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str |
 
 def _loaded(path: Path) -> GateReport | Report:
     """Raises UsageError for what is neither, in one line."""
-    from attncheck import json_numbers
-    from attncheck.errors import UsageError
+    from attncheck.core import json_numbers
+    from attncheck.core.errors import UsageError
     from attncheck.reporting import gate_json, load
 
     if path.suffix == ".jsonl":
         return _of_journal(path)
-    data = json_numbers.read(path, "report", gate_json.LARGEST)
+    data = json_numbers.read_json(path, "report", gate_json.LARGEST)
     keys = set(data) if isinstance(data, dict) else set()
     if "tier" in keys and "started" in keys:
         return gate_json.load(path)
     if "records" in keys:
         return load(path)
     fact = "it has neither records nor the answers of a gate"
-    raise UsageError(json_numbers.refusal(json_numbers.name_of(path), "report", fact))
+    raise UsageError(json_numbers.refusal_message(json_numbers.source_name(path), "report", fact))
 
 
 def _of_journal(path: Path) -> GateReport:
-    from attncheck.errors import UsageError
+    from attncheck.core.errors import UsageError
     from attncheck.gate.report import report as of_content
-    from attncheck.runner.journal import read
-    from attncheck.runner.journal_content import JournalError
+    from attncheck.workers.journal_format import JournalError, read_journal
 
     try:
-        return of_content(read(path))
+        return of_content(read_journal(path))
     except JournalError as error:
         raise UsageError(str(error)) from None
 
@@ -102,7 +101,7 @@ def _show_gate(
 
 def _show(interrupts: Interrupts, found: Report, fmt: str, directory: str | None) -> None:
     from attncheck import reporting
-    from attncheck.errors import UnknownName
+    from attncheck.core.errors import UnknownName
 
     if fmt not in reporting.FORMATS:
         raise UnknownName("format of this report", fmt, reporting.FORMATS)

@@ -13,10 +13,10 @@ from attncheck.cli.options import device_option
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case
-    from attncheck.record import Record, Status
-    from attncheck.reporting.failures import Found
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.problem import Case
+    from attncheck.records.failures import Reproduction
+    from attncheck.records.record import Record, Status
 
 __all__ = ["repro"]
 
@@ -91,13 +91,13 @@ def repro(  # one parameter per option
     does not take the problem.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
-    from attncheck.reporting.failures import find
+    from attncheck.records.failures import find_reproduction
     from attncheck.reporting.plot import check_plots
 
     check_plots(plots)
-    found = find(wanted, reports, kernel or "")
-    from attncheck.examine.environment import prepare
-    from attncheck.examine.reproduce import again
+    found = find_reproduction(wanted, reports, kernel or "")
+    from attncheck.diagnose.reproduce import run_again
+    from attncheck.verify.environment import prepare
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     case = _case(found)
@@ -105,7 +105,7 @@ def repro(  # one parameter per option
     prepare(device)  # before the file's own Triton functions are decorated
     spec, convention = kernel or found.kernel, convention or found.convention
     subject = _loaded(spec, convention, found)
-    record = again(subject, case, device=device)
+    record = run_again(subject, case, device=device)
     if script is not None and record.status != "unsupported":
         _write(script, subject, case, record, kernel=spec, convention=convention, device=device)
     interrupts.check()
@@ -114,12 +114,12 @@ def repro(  # one parameter per option
     return _EXIT_CODES[record.status]
 
 
-def _case(found: Found) -> Case:
+def _case(found: Reproduction) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
-    from attncheck.errors import UsageError
-    from attncheck.examine.questions import check_question
-    from attncheck.inert import one_line
-    from attncheck.problem import Case
+    from attncheck.core.errors import UsageError
+    from attncheck.core.sanitize_text import one_line
+    from attncheck.inputs.problem import Case
+    from attncheck.verify.run_case import check_question
 
     try:
         case = Case.from_json(found.case)
@@ -129,10 +129,10 @@ def _case(found: Found) -> Case:
     return case
 
 
-def _device(typed: str | None, found: Found) -> str:
+def _device(typed: str | None, found: Reproduction) -> str:
     """Raises UsageError for a device that is not here."""
-    from attncheck.errors import UsageError
-    from attncheck.examine.environment import default_device, require_device
+    from attncheck.core.errors import UsageError
+    from attncheck.verify.environment import default_device, require_device
 
     device = typed or found.device or default_device()
     try:
@@ -145,15 +145,15 @@ def _device(typed: str | None, found: Found) -> str:
     return device
 
 
-def _loaded(kernel: str, convention: str, found: Found) -> Subject:
+def _loaded(kernel: str, convention: str, found: Reproduction) -> Subject:
     """Raises UsageError for a kernel that is not there, with how to name another."""
-    from attncheck.errors import UsageError
-    from attncheck.subjects.load import load
+    from attncheck.core.errors import UsageError
+    from attncheck.subjects.load import load_subject
 
     if not kernel:
         raise UsageError(f"{found.source} names no kernel: add --kernel SPEC.")
     try:
-        return load(kernel, convention or None)
+        return load_subject(kernel, convention or None)
     except UsageError as error:
         if kernel != found.kernel:
             raise
@@ -171,18 +171,18 @@ def _write(  # who is asked what
     convention: str,
     device: str,
 ) -> None:
-    from attncheck.examine.questions import summary
-    from attncheck.inert import one_line
-    from attncheck.reporting.asked import asked
-    from attncheck.reporting.diagnosis import problem_line
+    from attncheck.core.sanitize_text import one_line
+    from attncheck.records.problem_summary import problem_of
+    from attncheck.reporting.diagnosis_text import problem_line
     from attncheck.reporting.files import write_texts
     from attncheck.runner.standalone import script
+    from attncheck.verify.run_case import question_summary
 
     path = Path(file)
     facts = {
         "kernel": f"{kernel} on {device}",
-        "problem": problem_line(asked(record)),
-        "asks": summary(case.question),
+        "problem": problem_line(problem_of(record)),
+        "asks": question_summary(case.question),
     }
     text = script(
         subject,
@@ -216,23 +216,23 @@ _HOLDS_NOW = (
 )
 
 
-def _show(record: Record, found: Found, *, kernel: str, device: str) -> None:
+def _show(record: Record, found: Reproduction, *, kernel: str, device: str) -> None:
     import sys
 
-    from attncheck.examine.questions import summary
-    from attncheck.record import WRONG
+    from attncheck.records.record import FAILED_STATUSES
     from attncheck.reporting import screen
-    from attncheck.reporting.diagnosis import diagnosis
+    from attncheck.reporting.diagnosis_text import diagnosis_text
+    from attncheck.verify.run_case import question_summary
 
-    said = diagnosis(
+    said = diagnosis_text(
         record,
         kernel=kernel,
         device=device,
-        question_summary=summary(str(record.case["question"])),
+        question_summary=question_summary(str(record.case["question"])),
         test=found.test,
     )
     same = found.test and kernel == found.kernel
-    if same and record.status not in WRONG | {"unsupported"}:
+    if same and record.status not in FAILED_STATUSES | {"unsupported"}:
         said += f"\n{_HOLDS_NOW}"
     with standard_output():
         screen.put(f"{said}\n", sys.stdout)

@@ -27,7 +27,7 @@ from attncheck.cli.rmse_asked import (
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.record import Record, Report
+    from attncheck.records.record import Record, Report
 
 __all__ = ["rmse"]
 
@@ -178,8 +178,8 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         refuse_beside("--backward", ("plots",), "gives gradients, which a plot does not show")
     from attncheck import reporting
     from attncheck.cli.progress import progress
-    from attncheck.examine.environment import default_device, require_device
-    from attncheck.runner.measure import measure, pairs
+    from attncheck.verify.environment import default_device, require_device
+    from attncheck.verify.verify import measure, pairs
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     device = device or default_device()
@@ -224,7 +224,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
 def _check(fmt: str, plots: tuple[str, ...]) -> None:
     """Raises UsageError for a format or a plot that cannot be."""
     from attncheck import reporting
-    from attncheck.errors import UnknownName
+    from attncheck.core.errors import UnknownName
 
     if fmt not in reporting.FORMATS:
         raise UnknownName("format", fmt, reporting.FORMATS)
@@ -276,11 +276,11 @@ def _draw(report: Report, plots: tuple[str, ...]) -> None:
 
 
 def _exit_code(report: Report) -> int:
-    from attncheck.record import UNHELD, WRONG
+    from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 
     statuses = {record.status for record in report.records}
-    if statuses & WRONG:
+    if statuses & FAILED_STATUSES:
         return FAILED
-    if statuses & UNHELD:
+    if statuses & UNTRUSTED_STATUSES:
         return IN_DOUBT
     return 0 if statuses - {"unsupported"} else NOTHING_TESTED

@@ -10,8 +10,8 @@ from click.core import ParameterSource
 from attncheck.cli.subjects import named, unconcerned
 
 if TYPE_CHECKING:
+    from attncheck.capabilities.subject import Subject
     from attncheck.runner.plan import Cell
-    from attncheck.subjects.contract import Subject
 
 __all__ = [
     "cells_of",
@@ -37,10 +37,10 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
     backward: bool,
 ) -> list[Cell]:
     """What the options ask for: recorded inputs, own mods, or variants."""
-    from attncheck.examine.environment import prepare
     from attncheck.runner.plan import plan
     from attncheck.runner.questions import own_variant, recorded
     from attncheck.runner.variants import DEFAULT_SHAPES
+    from attncheck.verify.environment import prepare
 
     if recording is not None:
         replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
@@ -74,8 +74,8 @@ def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
 
 def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
     """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
-    from attncheck.errors import UsageError
-    from attncheck.runner.measure import concerned
+    from attncheck.core.errors import UsageError
+    from attncheck.verify.verify import concerned
 
     for subject in subjects:
         if not concerned(cells, [subject]):
@@ -86,7 +86,7 @@ def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
 
 def without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
     """The kernels that no backward of ``cells`` concerns, though its forward does; by comma."""
-    from attncheck.runner.measure import concerned
+    from attncheck.verify.verify import concerned
 
     if not any(cell.problem.backward for cell in cells):
         return ""
@@ -103,7 +103,7 @@ def refuse_beside(
 
     Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
     """
-    from attncheck.errors import UsageError
+    from attncheck.core.errors import UsageError
 
     parameters = click.get_current_context().command.params
     typed = [p.opts[0] for p in parameters if p.name in others and given(p.name)]
@@ -113,12 +113,12 @@ def refuse_beside(
 
 def subjects_of(kernels: tuple[str, ...], device: str) -> list[Subject]:
     """The kernels asked for, or all built in."""
-    from attncheck.examine.environment import prepare
-    from attncheck.subjects import builtin
+    from attncheck.capabilities import named_kernels
+    from attncheck.verify.environment import prepare
 
     if any(":" in kernel for kernel in kernels):
         prepare(device)  # before the file's own Triton functions are decorated
-    return named(kernels or builtin.names())
+    return named(kernels or named_kernels.builtin_names())
 
 
 def given(name: str) -> bool:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from attncheck.runner.pool import Event
+    from attncheck.workers.pool import RunEvent
 
-    Hear = Callable[[Event], Iterable[str]]
-    Line = Callable[[Event], str]
+    Hear = Callable[[RunEvent], Iterable[str]]
+    Line = Callable[[RunEvent], str]
 
 __all__ = ["run_progress", "time_left"]
 
@@ -26,7 +26,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 @contextmanager
 def run_progress(
     hear: Hear, line: Line, *, quiet: bool, verbose: bool
-) -> Iterator[Callable[[Event], None]]:
+) -> Iterator[Callable[[RunEvent], None]]:
     """Yields what hears of every event; everything goes to standard error.
 
     Args:
@@ -56,14 +56,14 @@ def time_left(seconds: float) -> str:
 @contextmanager
 def _live(
     console: Console, hear: Hear, line: Line, *, verbose: bool
-) -> Iterator[Callable[[Event], None]]:
+) -> Iterator[Callable[[RunEvent], None]]:
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
-        def told(event: Event) -> None:
+        def told(event: RunEvent) -> None:
             for text in hear(event):
                 if verbose:
                     bar.console.print(text, markup=False, highlight=False)
@@ -73,10 +73,10 @@ def _live(
         yield told
 
 
-def _lines(hear: Hear, line: Line, *, verbose: bool) -> Callable[[Event], None]:
+def _lines(hear: Hear, line: Line, *, verbose: bool) -> Callable[[RunEvent], None]:
     last = time.monotonic()
 
-    def told(event: Event) -> None:
+    def told(event: RunEvent) -> None:
         nonlocal last
         for text in hear(event):
             if verbose:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from attncheck.errors import AttncheckError, UsageError
-from attncheck.source_files import Aside, brief
+from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.source_files import DivertedOutput, error_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,12 +103,12 @@ class Verb(_PrintsHelp):
         """As click does it; raises UsageError where somebody else's code would end the process."""
         ctx.meta[_OURS] = _of_our_own(sys.stdout)
         try:
-            with redirect_stdout(Aside(sys.stderr)):
+            with redirect_stdout(DivertedOutput(sys.stderr)):
                 return super().invoke(ctx)
         except (SystemExit, click.exceptions.Exit) as end:
             last = traceback.extract_tb(end.__traceback__)[-1]
             place = f"{Path(last.filename).name}:{last.lineno}"
-            raise UsageError(f"{place} ends the process: {brief(end)}.") from end
+            raise UsageError(f"{place} ends the process: {error_line(end)}.") from end
 
 
 class Group(_PrintsHelp, click.Group):

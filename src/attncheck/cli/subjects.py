@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
 
 __all__ = ["named", "unconcerned"]
 
@@ -19,12 +19,12 @@ def named(kernels: Iterable[str]) -> list[Subject]:
         UsageError: for one that cannot be (``subjects.load``), or two that reports would call the
             same.
     """
-    from attncheck.errors import UsageError
-    from attncheck.subjects.load import load
+    from attncheck.core.errors import UsageError
+    from attncheck.subjects.load import load_subject
 
     by_name: dict[str, Subject] = {}
     for kernel in dict.fromkeys(kernels):
-        subject = load(kernel)
+        subject = load_subject(kernel)
         if subject.name in by_name:
             raise UsageError(f"kernel {kernel!r}: another one is called {subject.name!r} too.")
         by_name[subject.name] = subject

@@ -1,4 +1,4 @@
-"""Kernels of ours copied, changed and loadable: the real sources carry no switches.
+"""Plant a fault: copy kernels of ours, change the copy, and load it.
 
 A copy is a package of its own: whatever of the host imports what was changed is copied with it, and
 imports the copy, so that the kernel that judges beside it stays what it is.
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attncheck
-from attncheck.errors import AttncheckError
-from attncheck.subjects import builtin
+from attncheck.capabilities import named_kernels
+from attncheck.core.errors import AttncheckError
 
 if TYPE_CHECKING:
     from attncheck.faults.fault import Control, Edit, Fault, HostName
 
-__all__ = ["COPIED", "NotPlanted", "planted"]
+__all__ = ["COPIED", "NotPlanted", "plant"]
 
 _ROOT = Path(attncheck.__file__).parent
 _SUBJECTS = (
@@ -74,7 +74,7 @@ class NotPlanted(AttncheckError):
     """A fault cannot be planted: the source is not what its entry says."""
 
 
-def planted(fault: Fault | Control, host: HostName, folder: Path) -> str:
+def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     """The kernel of ``host`` with ``fault`` in it, written below ``folder``.
 
     Args:
@@ -103,7 +103,7 @@ def planted(fault: Fault | Control, host: HostName, folder: Path) -> str:
         for each in (path.parent, path.parent.parent):
             (each / "__init__.py").touch()
         path.write_text(_moved(text, package), encoding="utf-8")
-    made = builtin.SUBJECTS[how.kernel]
+    made = named_kernels.BUILTIN[how.kernel]
     kernel = folder / f"{label}.py"
     text = _KERNEL.format(
         summary=f"{fault.id}: {fault.summary}".replace('"', "'"),

@@ -1,4 +1,4 @@
-"""What the journal of ``attncheck faults`` says, as a FaultReport."""
+"""Build a FaultReport from a journal."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attncheck.fault_record import SCORED, ControlScore, FaultReport, FaultScore, Total
-from attncheck.faults.catalogue import CONTROLS, FAULTS
-from attncheck.faults.choosing import FILE
+from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue
 from attncheck.faults.fault import HOSTS
-from attncheck.record import Environment
+from attncheck.faults.fault_selection import FILE
+from attncheck.records.fault_scores import SCORED, ControlScore, FaultReport, FaultScore, Total
+from attncheck.records.record import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.faults.choosing import Chosen
-    from attncheck.runner.journal_content import JournalContent
-    from attncheck.runner.unit import Done, Unit
+    from attncheck.faults.fault_selection import FaultSelection
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.units import Done, Unit
 
-__all__ = ["report", "score_of", "totals"]
+__all__ = ["fault_report", "score_of", "totals"]
 
 _DIAGNOSED = 3  # among the first so many a diagnosis is to name the fault
 
 
-def report(content: JournalContent, these: Chosen, *, command: str) -> FaultReport:
+def fault_report(content: JournalContent, these: FaultSelection, *, command: str) -> FaultReport:
     """What the journal says of ``these``."""
     head = content.head
     found: dict[str, FaultScore | ControlScore] = {}
@@ -110,7 +110,7 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
     }
     if name in CONTROLS:
         return ControlScore(control=name, summary=CONTROLS[name].summary, **said)
-    fault = FAULTS.get(name)
+    fault = FAULTS_of_catalogue.get(name)
     category, summary = (fault.category, fault.summary) if fault else ("own", "")
     return FaultScore(fault=name, category=category, summary=summary, **said)
 
@@ -118,6 +118,6 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
 def _place(score: FaultScore) -> tuple[int, int]:
     """By host, in the order of the catalogue; what is planted nowhere last."""
     hosts: Mapping[str, int] = {host: place for place, host in enumerate((*HOSTS, FILE))}
-    ids = list(FAULTS)
-    place = ids.index(score.fault) if score.fault in FAULTS else len(ids)
+    ids = list(FAULTS_of_catalogue)
+    place = ids.index(score.fault) if score.fault in FAULTS_of_catalogue else len(ids)
     return hosts.get(score.host, len(hosts)), place

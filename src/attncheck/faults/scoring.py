@@ -1,4 +1,4 @@
-"""What a lane of ``attncheck faults`` does: one fault in one host, planted, asked about, scored.
+"""Score a fault: plant it, drive a gate against it, and diagnose what fails.
 
 The kernel is called in the lane's own process, which is quick, and lets other projects' rules see
 what it gives. Where that process dies the lane is replaced, and the unit done once more, alone:
@@ -7,44 +7,205 @@ with the kernel in a process of its own then.
 
 from __future__ import annotations
 
+import faulthandler
+import heapq
+import re
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
-from attncheck.errors import UsageError
-from attncheck.examine.answer import answered
-from attncheck.examine.environment import environment, fingerprint, prepare
-from attncheck.fault_record import Caught, ControlScore, FaultScore
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
-from attncheck.faults.choosing import FILE
-from attncheck.faults.driving import Drive, Failed, NotScored, wrong
 from attncheck.faults.fault import HOSTS, Control, Fault, Host
-from attncheck.faults.kernel_file import reference
-from attncheck.faults.listening import Listening, Peers
-from attncheck.faults.planting import NotPlanted, planted
-from attncheck.problem import Case, Problem
-from attncheck.record import WRONG, Diagnosis
-from attncheck.runner.unit import Done
-from attncheck.subjects.builtin import subject_named
+from attncheck.faults.fault_selection import FILE, file_fault_reference
+from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
+from attncheck.faults.planting import NotPlanted, plant
+from attncheck.gate.choices import Choices
+from attncheck.gate.known import Known
+from attncheck.gate.plan import describing, priority
+from attncheck.gate.work import Gate
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
+from attncheck.records.record import FAILED_STATUSES, Diagnosis
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.run_case import run_case
+from attncheck.workers.process import Deadlines
+from attncheck.workers.units import Done
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from attncheck.fault_record import Wrong
-    from attncheck.gate_record import Answer
-    from attncheck.record import Explanation
-    from attncheck.runner.unit import Unit
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.records.record import Explanation, Record
+    from attncheck.records.run_reports import Answer
+    from attncheck.workers.units import Unit
 
-__all__ = ["CATEGORY_OF_FILES", "Scorer", "ranked", "work"]
+__all__ = [
+    "CATEGORY_OF_FILES",
+    "FaultScorer",
+    "FirstFailure",
+    "GateRun",
+    "NotScored",
+    "rank_of",
+    "work",
+    "wrong_answer",
+]
+
+
+# What a planted text raises that is no kernel: its fault is ours, or of who wrote the variant.
+_BROKEN = re.compile(
+    r"(?:^|raised )(?:ImportError|ModuleNotFoundError|NameError|UnboundLocalError|SyntaxError"
+    r"|IndentationError|AttributeError|CompilationError|UnsupportedLanguageConstruct)\b"
+)
+_NO_TRUTH = "out of memory for"  # what a Record says where the judge had none
+_PATIENCE = 2 * Deadlines().compile  # seconds that one question may take
+
+
+class NotScored(AttncheckError):
+    """What was planted does not run, or was asked nothing: neither caught nor missed."""
+
+
+class FirstFailure(NamedTuple):
+    """The first wrong answer, and the work that would make it smaller."""
+
+    answer: Answer
+    shrinking: tuple[Unit, ...]
+
+
+class GateRun:
+    """All of a gate against one kernel, until somebody has seen enough.
+
+    Args:
+        kernel: As ``subjects.load.load`` takes it.
+        device: ``cpu`` or ``cuda``.
+        tier: How hard.
+        dtype: In which; empty for all that it takes.
+        stages: Which, between commas; empty for all.
+        isolated: Whether the kernel has a process of its own: slower, and it may crash or hang.
+        listening: Calls a kernel that has none; hears of each question's first call.
+
+    Attributes:
+        problems: Questions answered so far, and taken.
+        seconds: That describing, drawing and asking took so far.
+        environment: Key and facts of where, once the kernel is described.
+    """
+
+    def __init__(  # one kernel, said once
+        self,
+        kernel: str,
+        *,
+        device: str,
+        tier: str,
+        dtype: str,
+        stages: str,
+        isolated: bool,
+        listening: RecordingExecutor,
+    ) -> None:
+        options: dict[str, str | bool] = {
+            "tier": tier,
+            "isolated": isolated,
+            "dtypes": dtype,
+            "stages": stages,
+        }
+        self._gate = Gate(Choices.of(options), Known(()), lambda: listening)
+        self._listening = listening
+        self._watched = not isolated
+        self._queue: list[tuple[tuple[int, ...], int, Unit]] = []
+        self._seen: set[str] = set()
+        self.problems, self.seconds = 0, 0.0
+        self.environment: dict[str, object] = {}
+        self._add(describing([kernel], device=device, tier=tier, convention=""))
+
+    def close(self) -> None:
+        """End what was started."""
+        self._gate.close()
+
+    def answers(self) -> Iterator[tuple[Answer, tuple[Unit, ...]]]:
+        """Each answer, with the work that would make a wrong one smaller.
+
+        Raises:
+            NotScored: where the gate cannot ask, or the kernel's own text is broken.
+        """
+        while self._queue:
+            *_, unit = heapq.heappop(self._queue)
+            done = self._did(unit)
+            self.seconds += done.seconds
+            smaller = tuple(each for each in done.units if each.kind == "shrink")
+            for answer in done.answers:
+                self.problems += answer.record.status != "unsupported"
+                _check_runs(answer.record)
+                yield answer, smaller
+            self._add(each for each in done.units if each.kind != "shrink")
+        if not self.problems:
+            raise NotScored("it takes nothing of what the gate asks: nothing was asked of it.")
+
+    def shrunk(self, units: Iterable[Unit]) -> tuple[Answer | None, float]:
+        """The smallest failure alike, None where none is smaller; and the seconds that took."""
+        seconds, found = 0.0, None
+        for unit in units:
+            done = self._gate.do(unit)
+            seconds += done.seconds
+            found = next(iter(done.answers), found)
+        return found, seconds
+
+    def _did(self, unit: Unit) -> Done:
+        if self._watched:  # a kernel that hangs takes this process with it: it is scored alone then
+            faulthandler.dump_traceback_later(_PATIENCE, exit=True)
+        self._listening.forget()
+        try:
+            done = self._gate.do(unit)
+        finally:
+            if self._watched:
+                faulthandler.cancel_dump_traceback_later()
+        said = done.harness or str(done.facts.get("absent") or done.facts.get("missing") or "")
+        if said:
+            raise NotScored(one_line(said))
+        if unit.kind == "describe":
+            self.environment = dict(done.facts["environment"])
+        return done
+
+    def _add(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.id not in self._seen:
+                self._seen.add(unit.id)
+                heapq.heappush(self._queue, (priority(unit), len(self._seen), unit))
+
+
+def wrong_answer(answer: Answer) -> WrongAnswer:
+    """What a report says of a wrong answer."""
+    record = answer.record
+    judged = record.judgement
+    return WrongAnswer(
+        stage=answer.stage,
+        question=str(record.case["question"]),
+        status=record.status,
+        rule=judged.rule if judged else "",
+        reason=one_line(record.reason or (judged.reason if judged else "")),
+        variant=record.variant,
+        problem=str(Case.from_json(record.case).problem),
+        case=record.case,
+    )
+
+
+def _check_runs(record: Record) -> None:
+    """Raises NotScored where what the kernel raised says that its text is broken, or ours is."""
+    if record.status not in FAILED_STATUSES or record.judgement is not None:
+        return
+    if _BROKEN.search(record.reason):
+        raise NotScored(one_line(f"what was planted is no kernel: {record.reason}"))
+    if record.reason.startswith(_NO_TRUTH):
+        raise NotScored(one_line(record.reason))
+
 
 CATEGORY_OF_FILES = "own"
 
@@ -52,12 +213,12 @@ _PLANTED = ("planted_", "attncheck_file_")  # what a lane imports for one fault 
 _KINDS_OF_ANSWERS = 5  # of a control's wrong ones, that are told
 
 
-def work(**options: Any) -> Scorer:
+def work(**options: Any) -> FaultScorer:
     """The Work of a lane."""
-    return Scorer(file=str(options.get("file", "")), stages=str(options.get("stages", "")))
+    return FaultScorer(file=str(options.get("file", "")), stages=str(options.get("stages", "")))
 
 
-class Scorer:
+class FaultScorer:
     """Scores faults, one after the other.
 
     Args:
@@ -104,7 +265,7 @@ class Scorer:
             **_asked(unit),
         )
         try:
-            kernel = reference(Path(self._file), name, folder)
+            kernel = file_fault_reference(Path(self._file), name, folder)
         except UsageError as error:
             return replace(score, reason=str(error))
         return self._scored(unit, kernel, score, right=Ideal())
@@ -117,14 +278,14 @@ class Scorer:
         if isinstance(found, Control):
             control = ControlScore(control=name, outcome="harness", **said)
             try:
-                return self._controlled(unit, planted(found, how_named(host), folder), control)
+                return self._controlled(unit, plant(found, how_named(host), folder), control)
             except NotPlanted as error:
                 return replace(control, reason=str(error))
         score = FaultScore(
             fault=name, category=found.category, outcome="harness", discrete=found.discrete, **said
         )
         try:
-            kernel = planted(found, how_named(host), folder)
+            kernel = plant(found, how_named(host), folder)
         except NotPlanted as error:
             return replace(score, reason=str(error))
         right = subject_named(how.kernel)
@@ -140,7 +301,7 @@ class Scorer:
         named: tuple[str, ...] = (),
     ) -> FaultScore:
         """Asks until the first wrong answer, and makes that smaller."""
-        listening, peers = Listening(), Peers(right)
+        listening, peers = RecordingExecutor(), PeerRules(right)
         drive = self._drive(unit, kernel, listening)
         try:
             failed = _first_wrong(drive, listening, peers)
@@ -153,9 +314,9 @@ class Scorer:
                 return replace(score, outcome="missed")
             # Of one that ends its process each question costs two processes: it is left as it is.
             smaller, shrinking = drive.shrunk(() if unit.alone else failed.shrinking)
-            caught = Caught(
-                first=wrong(failed.answer),
-                shrunk=wrong(smaller) if smaller else None,
+            caught = Detection(
+                first=wrong_answer(failed.answer),
+                shrunk=wrong_answer(smaller) if smaller else None,
                 shrinking=round(shrinking, 3),
             )
             said = _diagnosed(failed.answer, smaller, named)
@@ -167,12 +328,12 @@ class Scorer:
 
     def _controlled(self, unit: Unit, kernel: str, control: ControlScore) -> ControlScore:
         """Asks everything; wrong answers of one kind are told once."""
-        drive = self._drive(unit, kernel, Listening())
-        flagged: dict[tuple[str, ...], Wrong] = {}
+        drive = self._drive(unit, kernel, RecordingExecutor())
+        flagged: dict[tuple[str, ...], WrongAnswer] = {}
         try:
             for answer, _ in drive.answers():
-                if answer.record.status in WRONG:
-                    each = wrong(answer)
+                if answer.record.status in FAILED_STATUSES:
+                    each = wrong_answer(answer)
                     flagged.setdefault((each.stage, each.question, each.status, each.rule), each)
         except NotScored as error:
             return replace(control, outcome="harness", reason=str(error))
@@ -187,8 +348,8 @@ class Scorer:
             **_where(unit, drive),
         )
 
-    def _drive(self, unit: Unit, kernel: str, listening: Listening) -> Drive:
-        return Drive(
+    def _drive(self, unit: Unit, kernel: str, listening: RecordingExecutor) -> GateRun:
+        return GateRun(
             kernel,
             device=unit.device,
             tier=unit.tier,
@@ -203,7 +364,7 @@ class Scorer:
 def _started(kernel: str, device: str) -> None:
     """One question to a right kernel: what a process loads once is no part of any score."""
     smallest = Case(problem=Problem(query=1, kv=1))
-    answered(subject_named(kernel), smallest, device=device)
+    run_case(subject_named(kernel), smallest, device=device)
 
 
 @contextmanager
@@ -238,16 +399,18 @@ def _asked(unit: Unit) -> dict[str, Any]:
     return {"device": unit.device, "dtype": unit.dtype, "tier": unit.tier}
 
 
-def _first_wrong(drive: Drive, listening: Listening, peers: Peers) -> Failed | None:
+def _first_wrong(
+    drive: GateRun, listening: RecordingExecutor, peers: PeerRules
+) -> FirstFailure | None:
     for answer, smaller in drive.answers():
         if answer.record.status != "unsupported":
             peers.hear(Case.from_json(answer.record.case), listening.heard)
-        if answer.record.status in WRONG:
-            return Failed(answer, smaller)
+        if answer.record.status in FAILED_STATUSES:
+            return FirstFailure(answer, smaller)
     return None
 
 
-def _where(unit: Unit, drive: Drive) -> dict[str, Any]:
+def _where(unit: Unit, drive: GateRun) -> dict[str, Any]:
     described = bool(drive.environment)
     return {"environment": fingerprint(environment(unit.device)) if described else ""}
 
@@ -257,12 +420,12 @@ def _diagnosed(first: Answer, smaller: Answer | None, named: tuple[str, ...]) ->
     for answer in (smaller, first):
         found = answer.record.diagnosis if answer is not None else UNSET
         if isinstance(found, Diagnosis):
-            rank = ranked(found.ranked, named)
+            rank = rank_of(found.ranked, named)
             return {"diagnosis": found.ranked, "tied": found.tied, "rank": rank}
     return {}
 
 
-def ranked(diagnosis: tuple[Explanation, ...], named: tuple[str, ...]) -> int:
+def rank_of(diagnosis: tuple[Explanation, ...], named: tuple[str, ...]) -> int:
     """At which place of ``diagnosis`` the first of ``named`` stands, from 1; 0 where none does."""
     places = (place for place, each in enumerate(diagnosis, 1) if each.model in named)
     return next(places, 0)

@@ -1,4 +1,4 @@
-"""How small a fault is still seen: by a tier of the gate, and by other projects' rules beside it.
+"""Measure how small a fault is still seen.
 
 Every question of the tier is asked of the same right kernel with a fault of some size in it. Sizes
 are a fixed scale: quarters of an octave, or whole bits.
@@ -11,43 +11,254 @@ import heapq
 import sys
 import tempfile
 import time
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from msgspec.structs import replace
 
 from attncheck import oracles
-from attncheck.draws import Draws
-from attncheck.errors import UsageError
-from attncheck.examine.answer import answered
-from attncheck.faults import gradient_peers, peers
-from attncheck.faults.bisection import least
-from attncheck.faults.continuous import Continuous, continuous_named
-from attncheck.faults.planting import planted
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.draws import Draws
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.faults import peer_rules
+from attncheck.faults.fault import Edit, Fault, Host
+from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
 from attncheck.gate.known import Known
 from attncheck.gate.plan import describing, priority
 from attncheck.gate.work import Gate
-from attncheck.inputs import draw
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
-from attncheck.problem import Case
-from attncheck.record import WRONG
-from attncheck.sensitivity_record import OURS, Seen
-from attncheck.subjects.contract import Tiling
+from attncheck.records.fault_scores import ATTNCHECK_RULE, FaultSensitivity, SmallestFault
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.faults.bisection import Question
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
-    from attncheck.runner.unit import Unit
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.workers.units import Unit
 
-__all__ = ["STAGES", "sensitivity"]
+__all__ = [
+    "CONTINUOUS_FAULTS",
+    "STAGES",
+    "ContinuousFault",
+    "Question",
+    "continuous_fault_named",
+    "measure_sensitivity",
+    "smallest_seen",
+]
+
+
+Question = tuple[str, "Callable[[int], bool]"]
+"""What it is called, and whether it sees the fault of a number of the scale: 0 is the largest."""
+
+
+def smallest_seen(questions: Sequence[Question], sizes: Sequence[float]) -> SmallestFault:
+    """The smallest of ``sizes`` that a question sees, by asking as few as possible.
+
+    Each question in turn is asked about the next size below the smallest one seen so far. One that
+    sees it is asked on: twice as far each time, then by bisection between what it sees and what it
+    does not. This ends once every question has been asked about the size below and sees nothing:
+    both ends are confirmed, whatever the order. Seeing need not be monotone: smaller sizes than
+    ``below`` that somebody sees again are not looked for.
+
+    Args:
+        questions: The most sensitive ones first, for speed alone.
+        sizes: From the largest fault to the smallest.
+    """
+    best, who, asked = -1, "", 0
+    left = deque(questions)
+    waiting = len(left)
+    while waiting and best + 1 < len(sizes):
+        name, sees = left[0]
+        asked += 1
+        if not sees(best + 1):
+            left.rotate(-1)
+            waiting -= 1
+            continue
+        best, more = _lowest(sees, best + 1, len(sizes))
+        who, asked = name, asked + more
+        left.rotate(-1)
+        waiting = len(left) - (more > 0)  # it has been asked about the size below
+    return SmallestFault(
+        size=sizes[best] if best >= 0 else None,
+        below=sizes[best + 1] if best + 1 < len(sizes) else None,
+        question=who,
+        asked=asked,
+    )
+
+
+def _lowest(sees: Callable[[int], bool], seen: int, end: int) -> tuple[int, int]:
+    """The number from ``seen`` on that a question sees, and not the next; how often it was asked.
+
+    ``end`` is the first that there is not.
+    """
+    step, asked, unseen = 1, 0, end
+    while seen + step < end:
+        asked += 1
+        if not sees(seen + step):
+            unseen = seen + step
+            break
+        seen, step = seen + step, 2 * step
+    while unseen - seen > 1:
+        middle = (seen + unseen) // 2
+        asked += 1
+        if sees(middle):
+            seen = middle
+        else:
+            unseen = middle
+    return seen, asked
+
+
+_STEPS = 4  # of an octave
+_SMALLEST = 30  # octaves below 1: fp32 has 24
+_ATTENTION = "subjects.ideal_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousFault:
+    """A fault of any size.
+
+    Attributes:
+        id: Words with hyphens.
+        summary: What the kernel does wrong, in one line.
+        unit: ``ε``, which is larger where the fault is; or ``bits``, of which fewer are worse.
+        edits: Of a size, what is done to a copy of the ideal kernel.
+    """
+
+    id: str
+    summary: str
+    unit: Literal["ε", "bits"]
+    edits: Callable[[float], tuple[Edit, ...]]
+
+    def sizes(self, dtype: str) -> tuple[float, ...]:
+        """From the largest fault to the smallest: quarters of an octave from 1, or whole bits.
+
+        Bits as far as there is something to lose: of P fewer than the dtype's product reads, of an
+        accumulator fewer than fp32's.
+        """
+        if self.unit == "ε":
+            return tuple(2.0 ** (-n / _STEPS) for n in range(_SMALLEST * _STEPS))
+        kept = DTYPES[dtype].weights if self.id == _WEIGHTS else FORMATS["fp32"]
+        return tuple(range(1, kept.significand))
+
+    def fault(self, size: float) -> Fault:
+        """The fault of one size, for ``planted``."""
+        said = f"{size:g}".replace(".", "p").replace("-", "m").replace("+", "")
+        return Fault(
+            id=f"{self.id}-{said}",
+            category="precision",
+            summary=f"{self.summary}: {self.unit} = {size:g}",
+            when="always",
+            seen="an error as large as that",
+            sources=("by construction",),
+            hosts={"ideal": Host(kernel="ideal", edits=self.edits(size))},
+            discrete=False,
+        )
+
+
+_WEIGHTS = "weights-of-few-bits"
+
+
+def _scale(size: float) -> tuple[Edit, ...]:
+    return tuple(
+        Edit(module=_ATTENTION, old=old, new=old.replace("scale *", f"scale * {1 + size!r} *"))
+        for old in ("self.scale = problem.scale * products", "fp32(problem.scale * kernel.log2_e)")
+    )
+
+
+def _one_key(size: float) -> tuple[Edit, ...]:
+    tiles = "        for keys in self.key_tiles():\n            seen, at = self.seen(rows, keys)\n"
+    weights = "        p = self._weights(s, maximum)\n"
+    factor = f"            p[..., :1] = p[..., :1] * {1 + size!r}\n"
+    return (
+        Edit(
+            module=_ATTENTION,
+            old=tiles,
+            new=f"{tiles}            self.has_first_key = keys.start == 0\n",
+        ),
+        Edit(
+            module=_ATTENTION,
+            old=weights,
+            new=f"{weights}        if self.has_first_key:\n{factor}",
+        ),
+    )
+
+
+def _rounded(name: str, bits: float) -> str:
+    """A statement that rounds ``name`` to so many bits (Veltkamp 1968); not what is not finite."""
+    wide = f"({name}.double() * {2.0 ** (53 - bits) + 1!r})"
+    value = f"({wide} - ({wide} - {name})).float()"
+    return f"        {name} = torch.where({name}.isfinite(), {value}, {name})\n"
+
+
+def _few_bits_of_weights(bits: float) -> tuple[Edit, ...]:
+    old = (
+        "        p = self.kernel.operand(p * self.factors.weights, self.problem.formats.weights)\n"
+    )
+    return (Edit(module=_ATTENTION, old=old, new=_rounded("p", bits) + old),)
+
+
+def _few_bits_of_sums(bits: float) -> tuple[Edit, ...]:
+    old = "        run.out = self.kernel.added(out, self._weighted(p, seen, v))\n"
+    added = old.replace("run.out", "out")
+    return (
+        Edit(
+            module=_ATTENTION,
+            old=old,
+            new=added + _rounded("out", bits) + "        run.out = out\n",
+        ),
+    )
+
+
+CONTINUOUS_FAULTS = {
+    one.id: one
+    for one in (
+        ContinuousFault(
+            id="scale-off",
+            summary="the softmax scale is 1 + ε times its own",
+            unit="ε",
+            edits=_scale,
+        ),
+        ContinuousFault(
+            id="first-key-heavier",
+            summary="the first key's weight is 1 + ε times its own",
+            unit="ε",
+            edits=_one_key,
+        ),
+        ContinuousFault(
+            id=_WEIGHTS,
+            summary="P has few bits as P·V reads it",
+            unit="bits",
+            edits=_few_bits_of_weights,
+        ),
+        ContinuousFault(
+            id="sums-of-few-bits",
+            summary="O has few bits after each tile of keys",
+            unit="bits",
+            edits=_few_bits_of_sums,
+        ),
+    )
+}
+"""By id."""
+
+
+def continuous_fault_named(name: str) -> ContinuousFault:
+    """The one called ``name``; raises UnknownName with the valid ones."""
+    if name not in CONTINUOUS_FAULTS:
+        raise UnknownName("continuous fault", name, CONTINUOUS_FAULTS)
+    return CONTINUOUS_FAULTS[name]
+
 
 STAGES = ("probes", "bounds")
 """What is asked: the stages that judge rounding. Others ask for bits, or draw what these have."""
@@ -62,9 +273,9 @@ _OTHERWISE = 4  # right results that are rounded otherwise
 _RIGHT_NUMBERS = tuple(range(-len(_RIGHT) - _OTHERWISE, 0))
 
 
-def sensitivity(
+def measure_sensitivity(
     name: str, dtype: str, *, tier: str, device: str = "cpu", seed: int = 0, peer: bool = True
-) -> Seen:
+) -> FaultSensitivity:
     """How small the fault ``name`` is still seen in ``dtype``: one piece of work.
 
     Args:
@@ -79,7 +290,7 @@ def sensitivity(
         UnknownName: for a fault, dtype or tier that is not known.
         UsageError: where a question cannot be asked.
     """
-    fault, start = continuous_named(name), time.perf_counter()
+    fault, start = continuous_fault_named(name), time.perf_counter()
     choices = Choices.of(
         {
             "tier": tier,
@@ -93,15 +304,17 @@ def sensitivity(
     try:
         units = list(_asked(gate, device, tier))
         with _Sizes(fault, dtype) as sizes:
-            rules = {OURS: least([_ours(unit, sizes) for unit in units], sizes.scale)}
+            rules = {
+                ATTNCHECK_RULE: smallest_seen([_ours(unit, sizes) for unit in units], sizes.scale)
+            }
             plain = [_Plain(unit, sizes) for unit in units if _is_plain(unit)]
-            for rule in peers.RULES if peer else ():
+            for rule in peer_rules.FORWARD_RULES if peer else ():
                 fit = [one.question(rule) for one in plain if one.fits(rule)]
-                found = least(fit, sizes.scale)
+                found = smallest_seen(fit, sizes.scale)
                 rules[rule] = replace(found, unfit=len(plain) - len(fit))
     finally:
         gate.close()
-    return Seen(
+    return FaultSensitivity(
         fault=name,
         summary=fault.summary,
         unit=fault.unit,
@@ -126,7 +339,7 @@ class _Sizes:
         scale: Sizes, the largest first.
     """
 
-    def __init__(self, fault: Continuous, dtype: str) -> None:
+    def __init__(self, fault: ContinuousFault, dtype: str) -> None:
         self._fault, self.scale = fault, fault.sizes(dtype)
         self._planted: dict[int, str] = {}
         self._loaded: dict[int, Subject] = {}
@@ -147,7 +360,7 @@ class _Sizes:
         """As ``load`` takes it."""
         if number not in self._planted:
             fault = self._fault.fault(self.scale[number])
-            self._planted[number] = planted(fault, "ideal", Path(self._folder.name))
+            self._planted[number] = plant(fault, "ideal", Path(self._folder.name))
         return self._planted[number]
 
     def subject(self, number: int) -> Subject:
@@ -155,7 +368,7 @@ class _Sizes:
         if number < 0:
             return Ideal(_RIGHT[number])
         if number not in self._loaded:
-            self._loaded[number] = load(self.kernel(number))
+            self._loaded[number] = load_subject(self.kernel(number))
         return self._loaded[number]
 
 
@@ -185,7 +398,7 @@ def _ours(unit: Unit, sizes: _Sizes) -> Question:
 
     def sees(number: int) -> bool:
         kernel = sizes.subject(number)
-        return answered(kernel, case, device=unit.device, brief=True).status in WRONG
+        return run_case(kernel, case, device=unit.device, brief=True).status in FAILED_STATUSES
 
     return _called(unit), sees
 
@@ -206,7 +419,7 @@ class _Plain:
 
     def __init__(self, unit: Unit, sizes: _Sizes) -> None:
         self._unit, self._sizes = unit, sizes
-        self._kept: tuple[Inputs, peers.Given, Any] | None = None
+        self._kept: tuple[Inputs, peer_rules.PeerReference, Any] | None = None
         self._outputs: tuple[int, Outputs] | None = None
 
     def question(self, rule: str) -> Question:
@@ -227,18 +440,18 @@ class _Plain:
                 found = _otherwise(found, forward.truth, inputs, number)
             self._outputs = number, found
         outputs = self._outputs[1]
-        if not peers.RULES[rule](outputs, forward):
+        if not peer_rules.FORWARD_RULES[rule](outputs, forward):
             return True
-        return backward is not None and not gradient_peers.RULES[rule](outputs, backward)
+        return backward is not None and not peer_rules.GRADIENT_RULES[rule](outputs, backward)
 
-    def _given(self) -> tuple[Inputs, peers.Given, gradient_peers.GivenGradients | None]:
+    def _given(self) -> tuple[Inputs, peer_rules.PeerReference, peer_rules.PeerGradients | None]:
         if self._kept is None:
             case = Case.from_json(self._unit.case)
             inputs = _inputs(case, self._unit.device)
             truth = oracles.truth(inputs)
             graded = inputs.problem.backward and not inputs.problem.formats.scaled
-            backward = gradient_peers.GivenGradients(inputs, truth) if graded else None
-            self._kept = inputs, peers.Given(inputs, truth), backward
+            backward = peer_rules.PeerGradients(inputs, truth) if graded else None
+            self._kept = inputs, peer_rules.PeerReference(inputs, truth), backward
         return self._kept
 
 
@@ -258,4 +471,4 @@ def _inputs(case: Case, device: str) -> Inputs:
     """What a kernel is given: a probe's own, else what is drawn."""
     if case.question in PROBES:
         return PROBES[case.question].inputs(case.problem, case.parameters).to(device)
-    return draw(case.problem, device)
+    return draw_inputs(case.problem, device)

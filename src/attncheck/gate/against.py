@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from attncheck.gate_record import Answer
+    from attncheck.records.run_reports import Answer
 
 __all__ = ["Side", "Tree", "named_alike", "tree"]
 
@@ -115,9 +115,9 @@ class Tree:
             UsageError: for a kernel of attncheck's, and for a file outside of the repository: they
                 are no part of the commit.
         """
-        from attncheck.subjects.builtin import SUBJECTS
+        from attncheck.capabilities.named_kernels import BUILTIN
 
-        if kernel in SUBJECTS:
+        if kernel in BUILTIN:
             raise UsageError(
                 f"kernel {kernel!r} is attncheck's own: --against compares kernels of a repository."
             )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from attncheck.formats import DTYPES
+from attncheck.core.formats import DTYPES
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Problem
 from attncheck.runner.variants import FURTHER, VARIANTS, Shape
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from attncheck.baseline_record import architecture
-from attncheck.examine.environment import environment
 from attncheck.gate.axes import (
     BACKWARD,
     DIMS,
@@ -24,17 +22,19 @@ from attncheck.gate.axes import (
 )
 from attncheck.gate.covering import covering
 from attncheck.gate.lost_pairs import restored, values_of
-from attncheck.problem import SOFTMAX_DTYPES, Case, Problem
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Case, Problem
+from attncheck.records.baseline_entries import architecture
 from attncheck.suite.kinds import Kind
 from attncheck.suite.marks import SOFTMAX
 from attncheck.suite.samples import NOT_CONCERNED
+from attncheck.verify.environment import environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.gate.planning import Planning
-    from attncheck.gate_record import Stage
-    from attncheck.runner.unit import Unit
+    from attncheck.records.run_reports import Stage
+    from attncheck.workers.units import Unit
 
 __all__ = ["axes_of", "bounds", "measurements"]
 

@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
-from attncheck.subjects.configured import configuration
-from attncheck.subjects.source_patterns import matches
+from attncheck.capabilities.capability_table import matches_pattern
+from attncheck.capabilities.configuration import read_configuration
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -33,7 +33,7 @@ def changed(kernels: Sequence[str], ref: str) -> tuple[str, ...]:
 
 
 def _is_among(kernel: str, files: Collection[Path]) -> bool:
-    project = configuration()
+    project = read_configuration()
     table = project.kernels.get(kernel)
     if table is None or not table.sources:
         return True
@@ -44,7 +44,7 @@ def _is_among(kernel: str, files: Collection[Path]) -> bool:
     return (
         own
         or any(path in files or path.resolve() in files for path in named)
-        or any(matches(file, pattern) for file in inside for pattern in table.sources)
+        or any(matches_pattern(file, pattern) for file in inside for pattern in table.sources)
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.formats import DTYPES
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.formats import DTYPES
 from attncheck.gate.against import Tree
 from attncheck.gate.held import Held
 from attncheck.gate.tiers import GateTier, tier_named
-from attncheck.gate_record import STAGES, Stage
+from attncheck.records.run_reports import STAGES, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import ProblemError
-from attncheck.formats import DTYPES, FORMATS
+from attncheck.capabilities.capability_table import ALIASES
+from attncheck.capabilities.configuration import read_configuration
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.subjects.capabilities import ALIASES
-from attncheck.subjects.configured import configuration
 from attncheck.suite.marks import SOFTMAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.gate.planning import Planning
-    from attncheck.gate_record import Stage
-    from attncheck.runner.unit import Unit
+    from attncheck.records.run_reports import Stage
+    from attncheck.workers.units import Unit
 
 __all__ = ["contract"]
 
@@ -184,7 +184,7 @@ def _unusual(
 
 def _declared(planning: Planning) -> Iterator[tuple[str, Problem]]:
     """Each dtype, head_dim and mask of the kernel's table, whatever the kernel itself says."""
-    table = configuration().kernels.get(planning.unit.kernel)
+    table = read_configuration().kernels.get(planning.unit.kernel)
     if table is None:
         return
     first = planning.dtypes[0] if planning.dtypes else "bf16"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.examine.diagnosis import diagnosed, findings
-from attncheck.examine.reproduce import failed
+from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure
+from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.known import KNOWN
 from attncheck.gate.shrinking import smallest
-from attncheck.problem import Case
-from attncheck.record import WRONG
-from attncheck.reporting.failures import keep
+from attncheck.inputs.problem import Case
+from attncheck.records.failures import keep_failure
+from attncheck.records.record import FAILED_STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from attncheck.gate.choices import Choices
     from attncheck.gate.hosts import AnyHost
     from attncheck.gate.planning import Planning
-    from attncheck.record import Record
-    from attncheck.runner.unit import Unit
+    from attncheck.records.record import Record
+    from attncheck.workers.units import Unit
 
 __all__ = ["SHRUNK", "Failures"]
 
@@ -49,7 +49,7 @@ class Failures:
         mark = f"{case.question} {case.problem.backward} {case.problem.dtype}"
         if not _is_new(self._diagnosed, unit.kernel, mark, _DIAGNOSED):
             return record
-        return diagnosed(record, host.subject, **_how(unit, host))
+        return diagnose_failure(record, host.subject, **_how(unit, host))
 
     def smaller(
         self,
@@ -80,14 +80,14 @@ class Failures:
         if found is None:
             return None
         how = _how(unit, host)
-        larger = findings(first, host.subject, **how)
-        return diagnosed(found, host.subject, before=larger, **how), first.case_id
+        larger = explain_failure(first, host.subject, **how)
+        return diagnose_failure(found, host.subject, before=larger, **how), first.case_id
 
     def kept(self, record: Record, unit: Unit) -> str:
         """Keep a failure for ``attncheck repro``; its id, empty where there is none."""
-        if record.status not in WRONG or record.reason.startswith(KNOWN):
+        if record.status not in FAILED_STATUSES or record.reason.startswith(KNOWN):
             return ""
-        kept = failed(
+        kept = new_failure(
             record,
             kernel=unit.kernel,
             device=unit.device,
@@ -95,7 +95,7 @@ class Failures:
             test=unit.test,
         )
         if self._choices.failures:
-            keep(kept, self._choices.failures)
+            keep_failure(kept, self._choices.failures)
         return kept.id
 
 

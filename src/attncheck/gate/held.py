@@ -7,12 +7,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from attncheck.baseline_record import written
+from attncheck.records.baseline_entries import baseline_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.baseline_record import Baseline
+    from attncheck.records.baseline_entries import Baseline
 
 __all__ = ["Held"]
 
@@ -33,7 +33,7 @@ class Held:
     def of(cls, baseline: Baseline) -> Self:
         """Those of its entries that say what was asked."""
         return cls(
-            digest=hashlib.sha256(written(baseline).encode()).hexdigest()[:16],
+            digest=hashlib.sha256(baseline_text(baseline).encode()).hexdigest()[:16],
             cases=tuple(
                 (e.kernel, e.device, e.variant, e.asked) for e in baseline.entries if e.asked
             ),

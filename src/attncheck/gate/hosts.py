@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attncheck.errors import AttncheckError, UsageError
-from attncheck.examine.executor import InProcess
-from attncheck.examine.isolated import Deadlines, Host
-from attncheck.subjects.load import load
+from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.subjects.load import load_subject
+from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import IsolatedKernel
+from attncheck.workers.process import Deadlines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.examine.executor import Executor
+    from attncheck.capabilities.subject import Subject
     from attncheck.gate.choices import Choices
-    from attncheck.runner.unit import Unit
-    from attncheck.subjects.contract import Subject
+    from attncheck.verify.executor import Executor
+    from attncheck.workers.units import Unit
 
 __all__ = ["AnyHost", "Hosts", "Missing"]
 
@@ -44,7 +45,7 @@ class _Here:
     """A kernel in this very process: a debugger stops in it, and what it breaks is ours."""
 
     def __init__(self, kernel: str, convention: str, executor: Executor) -> None:
-        self.subject: Subject = load(kernel, convention or None)
+        self.subject: Subject = load_subject(kernel, convention or None)
         self.executor = executor
 
     def fresh(self) -> None:
@@ -103,7 +104,7 @@ class Hosts:
     def _here(self, unit: Unit) -> AnyHost:
         if not self._choices.isolated:
             return _Here(unit.kernel, unit.convention, self._executor())
-        return Host(unit.kernel, **self._how(unit))
+        return IsolatedKernel(unit.kernel, **self._how(unit))
 
     def _before(self, unit: Unit) -> AnyHost:
         """The kernel of another commit; always in a process: two of one name share none."""
@@ -114,7 +115,9 @@ class Hosts:
         if side.missing:
             raise Missing(side.missing)
         try:
-            host = Host(side.kernel, folder=side.folder, paths=side.paths, **self._how(unit))
+            host = IsolatedKernel(
+                side.kernel, folder=side.folder, paths=side.paths, **self._how(unit)
+            )
         except UsageError as error:
             raise Missing(f"{tree.ref}: {error}") from None
         if strayed := tree.strayed(host.files()):

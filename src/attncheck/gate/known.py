@@ -11,9 +11,9 @@ from attncheck.suite.catalogue import folder
 from attncheck.suite.known_failures import FILE, KnownFailure, read
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case
-    from attncheck.record import Record
-    from attncheck.runner.unit import Unit
+    from attncheck.inputs.problem import Case
+    from attncheck.records.record import Record
+    from attncheck.workers.units import Unit
 
 __all__ = ["KNOWN", "Known"]
 

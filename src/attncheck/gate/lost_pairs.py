@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, cast
 
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
 from attncheck.gate.axes import DIMS, EXCLUSIONS, HEADS, SHAPES, problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
 
 __all__ = ["restored", "values_of"]
 

@@ -10,14 +10,14 @@ from attncheck.gate.contract import contract
 from attncheck.gate.probing import probing
 from attncheck.gate.searched import searches
 from attncheck.gate.surroundings import surroundings
-from attncheck.gate_record import STAGES
-from attncheck.runner.unit import Unit
+from attncheck.records.run_reports import STAGES
+from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.gate.planning import Planning
-    from attncheck.gate_record import Stage
+    from attncheck.records.run_reports import Stage
 
 __all__ = ["REPLAYED", "describing", "plan", "priority"]
 

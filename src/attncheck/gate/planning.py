@@ -6,27 +6,31 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.errors import ProblemError
-from attncheck.examine.concerned import as_concerned
-from attncheck.examine.questions import allowed, asked_of, unfit
-from attncheck.examine.recorded import asked
-from attncheck.formats import DTYPES
-from attncheck.gate_record import Answer
-from attncheck.problem import Case, Problem
-from attncheck.runner.unit import Unit
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.run_reports import Answer
 from attncheck.strategies import nearest
 from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.suite.kinds import PLAIN, Kind
 from attncheck.suite.marks import SOFTMAX
 from attncheck.suite.samples import NOT_CONCERNED, refusal
+from attncheck.verify.new_record import asked
+from attncheck.verify.run_case import (
+    adapted_problems,
+    allowed_parameters,
+    question_problem,
+    unfit_reason,
+)
+from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.examine.executor import Executor, Failure
+    from attncheck.capabilities.subject import Subject
     from attncheck.gate.choices import Choices
-    from attncheck.gate_record import Stage
-    from attncheck.subjects.contract import Subject
+    from attncheck.records.run_reports import Stage
+    from attncheck.verify.executor import Executor, Failure
 
 __all__ = ["Planning", "moved"]
 
@@ -117,7 +121,7 @@ class Planning:
 
         What is refused is kept as an answer, so that no plan is shorter than it looks.
         """
-        found = self.nearest(asked_of(question, problem))
+        found = self.nearest(question_problem(question, problem))
         if found is None:
             self.drop(stage, Case(problem=problem, question=question), variant, self.reason)
             return None
@@ -131,17 +135,17 @@ class Planning:
 
     def concerned(self, problem: Problem) -> tuple[Problem, ...]:
         """``problem``, or the same in pages for a kernel that takes keys in pages alone."""
-        return as_concerned(self.subject, problem, self.executor)
+        return adapted_problems(self.subject, problem, self.executor)
 
     def fitting(self, question: str, problems: Sequence[Problem]) -> list[Problem]:
         """Those that ``question`` says something of, as the kernel takes them."""
         found = []
         for problem in problems:
             try:
-                moved = self.nearest(asked_of(question, problem))
+                moved = self.nearest(question_problem(question, problem))
             except ProblemError:
                 continue
-            if moved is not None and unfit(question, moved) is None:
+            if moved is not None and unfit_reason(question, moved) is None:
                 found.append(moved)
         return found
 
@@ -157,7 +161,7 @@ class Planning:
 def moved(case: Case, problem: Problem) -> Case:
     """The question of ``case`` asked of ``problem``, with the nearest numbers that it allows."""
     chosen = {}
-    for name, values in allowed(case.question, problem).items():
+    for name, values in allowed_parameters(case.question, problem).items():
         wanted = case.parameters.get(name, values[len(values) // 2])
         chosen[name] = min(values, key=lambda value: abs(value - wanted))
     return Case(problem=problem, question=case.question, parameters=chosen)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.examine.questions import COMPARE
 from attncheck.gate.planning import moved
 from attncheck.runner.quick import questions
+from attncheck.verify.run_case import COMPARE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.gate.planning import Planning
-    from attncheck.gate_record import Stage
+    from attncheck.records.run_reports import Stage
     from attncheck.runner.quick import Question
-    from attncheck.runner.unit import Unit
+    from attncheck.workers.units import Unit
 
 __all__ = ["probing"]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.examine.circumstances import PLAIN, Circumstances
-from attncheck.examine.executor import Failure
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+from attncheck.verify.executor import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncheck.examine.executor import Execution, Executor, Origin
-    from attncheck.inputs import Inputs
-    from attncheck.problem import Problem
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.verify.executor import Execution, Executor, Origin
 
 __all__ = ["Remembering"]
 
@@ -69,7 +69,7 @@ class Remembering:
         *,
         origin: Origin | None = None,
         timed: bool = False,
-        under: Circumstances = PLAIN,
+        under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
         """As the other one does."""
         return self._executor.run(subject, inputs, origin=origin, timed=timed, under=under)

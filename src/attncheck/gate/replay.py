@@ -5,20 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UsageError
-from attncheck.examine.questions import COMPARE, allowed, unfit
+from attncheck.core.errors import UsageError
 from attncheck.gate.plan import REPLAYED
+from attncheck.inputs.problem import Case, check_parameters
 from attncheck.probes import PROBES
-from attncheck.problem import Case
-from attncheck.question import check_parameters
-from attncheck.reporting.failures import KEPT, is_id, load_failed
-from attncheck.runner.unit import Unit
+from attncheck.records.failures import MOST_KEPT, is_id, load_failure
+from attncheck.verify.run_case import COMPARE, allowed_parameters, unfit_reason
+from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from attncheck.failure_record import Failed
-    from attncheck.gate_record import Stage
+    from attncheck.records.failures import KeptFailure
+    from attncheck.records.run_reports import Stage
 
 __all__ = ["replays"]
 
@@ -70,34 +69,34 @@ def replays(
     return list(found.values())
 
 
-def _failures(folder: Path) -> Iterator[Failed]:
+def _failures(folder: Path) -> Iterator[KeptFailure]:
     def age(path: Path) -> tuple[float, str]:
         try:
             return -path.stat().st_mtime, path.name
         except OSError:
             return 0.0, path.name
 
-    for path in sorted((p for p in folder.glob("*.json") if is_id(p.stem)), key=age)[:KEPT]:
+    for path in sorted((p for p in folder.glob("*.json") if is_id(p.stem)), key=age)[:MOST_KEPT]:
         try:
-            yield load_failed(path)
+            yield load_failure(path)
         except UsageError:
             continue
 
 
-def _case(failed: Failed) -> Case | None:
+def _case(failed: KeptFailure) -> Case | None:
     """None where it can be asked no more."""
     try:
         case = Case.from_json(failed.record.case)
         question, problem = case.question, case.problem
-        if unfit(question, problem) is not None:
+        if unfit_reason(question, problem) is not None:
             return None
-        check_parameters(question, case.parameters, allowed(question, problem))
+        check_parameters(question, case.parameters, allowed_parameters(question, problem))
     except UsageError:
         return None
     return case
 
 
-def _stage(failed: Failed) -> Stage:
+def _stage(failed: KeptFailure) -> Stage:
     question = str(failed.record.case.get("question"))
     if failed.test:
         return "properties"

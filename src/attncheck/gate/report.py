@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.examine.environment import fingerprint
 from attncheck.gate.against import named_alike
-from attncheck.gate_record import STAGES, GateReport
-from attncheck.record import Environment
+from attncheck.records.record import Environment
+from attncheck.records.run_reports import STAGES, GateReport
 from attncheck.reporting.gate_verdict import failing_statuses, policy_of, questions
 from attncheck.runner import ratchet
 from attncheck.runner.comparable import measurements
-from attncheck.runner.shards import Shard
 from attncheck.runner.standings import joined
+from attncheck.verify.environment import fingerprint
+from attncheck.workers.units import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.baseline_record import Baseline
-    from attncheck.gate_record import Answer, Change, Stage
-    from attncheck.runner.journal import JournalContent
+    from attncheck.records.baseline_entries import Baseline
+    from attncheck.records.run_reports import Answer, Change, Stage
+    from attncheck.workers.journal_format import JournalContent
 
 __all__ = ["command_of", "header", "report"]
 

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from attncheck.gate_record import Answer
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.runner import sanitizer
-from attncheck.runner.unit import Done
+from attncheck.records.run_reports import Answer
+from attncheck.verify import sanitizer
+from attncheck.workers.units import Done
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.gate.planning import Planning
-    from attncheck.gate_record import Stage
-    from attncheck.runner.unit import Unit
+    from attncheck.records.run_reports import Stage
+    from attncheck.workers.units import Unit
 
 __all__ = ["VARIANT", "sanitized", "sanitizing"]
 

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.problem import Case
+from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
-from attncheck.runner.unit import Unit
 from attncheck.suite.catalogue import Property, properties, property_named
 from attncheck.suite.drawing import Drawing, drawn
 from attncheck.suite.samples import NOT_CONCERNED, samples
 from attncheck.suite.tiers import tier_named
+from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.gate.known import Known
     from attncheck.gate.planning import Planning
-    from attncheck.gate_record import Stage
+    from attncheck.records.run_reports import Stage
 
 __all__ = ["asks", "chosen", "searches"]
 

@@ -6,18 +6,18 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import ProblemError
-from attncheck.examine.questions import asked_of, unfit
+from attncheck.core.errors import ProblemError
 from attncheck.gate.planning import moved
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
-from attncheck.problem import Case, Problem
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
+from attncheck.verify.run_case import question_problem, unfit_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["alike", "smaller", "smallest"]
 
@@ -65,7 +65,7 @@ def smallest(
 
 def alike(record: Record, failed: Record) -> bool:
     """Whether both are wrong in the same way."""
-    if record.status not in WRONG or record.status != failed.status:
+    if record.status not in FAILED_STATUSES or record.status != failed.status:
         return False
     rules = {one.judgement.rule if one.judgement else "" for one in (record, failed)}
     return len(rules) == 1
@@ -75,8 +75,8 @@ def smaller(case: Case) -> Iterator[Case]:
     """Cases one step plainer than ``case``, the largest steps first."""
     for changes in _changes(case.problem):
         try:
-            problem = asked_of(case.question, case.problem.replace(**changes))
-            if unfit(case.question, problem) is None:
+            problem = question_problem(case.question, case.problem.replace(**changes))
+            if unfit_reason(case.question, problem) is None:
                 yield moved(case, problem)
         except ProblemError:  # documents that must cover a length, say
             continue

@@ -10,14 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.subjects import builtin
-from attncheck.subjects.configured import configuration
-from attncheck.subjects.source_patterns import files
+from attncheck.capabilities import named_kernels
+from attncheck.capabilities.capability_table import pattern_files
+from attncheck.capabilities.configuration import read_configuration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.runner.journal import JournalContent
+    from attncheck.workers.journal_format import JournalContent
 
 __all__ = ["differs", "fingerprint", "loaded"]
 
@@ -94,8 +94,8 @@ def _is_over(path: Path) -> bool:
 
 def _is_told(kernel: str) -> bool:
     """Whether the fingerprint says it of a kernel without files: ours are as our version is."""
-    table = configuration().kernels.get(kernel)
-    return kernel in builtin.SUBJECTS or (table is not None and bool(table.sources))
+    table = read_configuration().kernels.get(kernel)
+    return kernel in named_kernels.BUILTIN or (table is not None and bool(table.sources))
 
 
 def _hash(path: Path) -> str:
@@ -110,7 +110,7 @@ def _hash(path: Path) -> str:
 
 
 def _files(kernel: str) -> Iterator[Path]:
-    project = configuration()
+    project = read_configuration()
     table = project.kernels.get(kernel)
     entry = kernel if table is None else table.entry
     file, colons, _ = entry.partition("::")
@@ -120,7 +120,7 @@ def _files(kernel: str) -> Iterator[Path]:
         return
     yield project.path
     for pattern in table.sources:
-        yield from islice(files(project.folder, pattern), _MOST_FILES)
+        yield from islice(pattern_files(project.folder, pattern), _MOST_FILES)
 
 
 def _version(package: str) -> str:

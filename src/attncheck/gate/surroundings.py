@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import ProblemError
-from attncheck.examine import questions
-from attncheck.examine.questions import unfit
+from attncheck.core.errors import ProblemError
+from attncheck.core.paged_layout import Paging
 from attncheck.gate.planning import moved
 from attncheck.gate.sanitizing import sanitizing
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import Case, Problem
 from attncheck.relations import RELATIONS
+from attncheck.verify import run_case
+from attncheck.verify.run_case import unfit_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.gate.planning import Planning
-    from attncheck.gate_record import Stage
-    from attncheck.question import Parameters
-    from attncheck.runner.unit import Unit
+    from attncheck.inputs.problem import Parameters
+    from attncheck.records.run_reports import Stage
+    from attncheck.workers.units import Unit
 
 __all__ = ["surroundings"]
 
@@ -117,7 +117,7 @@ def surroundings(planning: Planning, stage: Stage) -> Iterator[Unit]:
 
 def _questions(stage: Stage) -> tuple[str, ...]:
     """The checks of the stage, then its relations."""
-    checks = getattr(questions, "CHECKS", {})
+    checks = getattr(run_case, "CHECKS", {})
     return (*(n for n, check in checks.items() if check.stage == stage), *_RELATIONS[stage])
 
 
@@ -141,7 +141,7 @@ def _cases(planning: Planning, question: str, dtype: str, turn: int) -> Iterator
     for step in range(len(names)):
         name = names[(turn + step) % len(names)]
         for problem in _problems(planning, dtype, _LAYOUTS[name]):
-            if unfit(question, problem) is None and _launched(planning, question, problem):
+            if unfit_reason(question, problem) is None and _launched(planning, question, problem):
                 for chosen in _chosen(question, problem):
                     case = Case(problem=problem, question=question, parameters=chosen)
                     yield name, moved(case, problem)
@@ -151,7 +151,11 @@ def _cases(planning: Planning, question: str, dtype: str, turn: int) -> Iterator
 def _chosen(question: str, problem: Problem) -> list[Parameters]:
     """Numbers to ask with; those not among them are the middle ones of what is allowed."""
     each = _EACH.get(question)
-    return [{each: value} for value in questions.allowed(question, problem)[each]] if each else [{}]
+    return (
+        [{each: value} for value in run_case.allowed_parameters(question, problem)[each]]
+        if each
+        else [{}]
+    )
 
 
 def _problems(planning: Planning, dtype: str, fields: dict[str, Any]) -> Sequence[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
 
 __all__ = ["TIERS", "GateTier", "default_tier", "tier_named"]
 

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.errors import UsageError
-from attncheck.examine.accuracy import measured
-from attncheck.examine.answer import answered
-from attncheck.examine.confirmed import confirmed
-from attncheck.examine.environment import environment, fingerprint, prepare
-from attncheck.examine.executor import InProcess
-from attncheck.examine.isolated import Died, Host, HostError, Isolated
-from attncheck.examine.recorded import arrangement
+from attncheck.core.errors import UsageError
 from attncheck.gate.choices import Choices
 from attncheck.gate.failing import SHRUNK, Failures
 from attncheck.gate.hosts import Hosts, Missing
@@ -30,10 +23,17 @@ from attncheck.gate.remembering import Remembering
 from attncheck.gate.sanitizing import VARIANT, sanitized
 from attncheck.gate.searched import asks
 from attncheck.gate.sources import loaded
-from attncheck.gate_record import Answer
-from attncheck.problem import Case, Problem
-from attncheck.record import WRONG, Record
-from attncheck.runner.unit import Done, Unit
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.records.run_reports import Answer
+from attncheck.verify.accuracy import measure_accuracy
+from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
+from attncheck.verify.new_record import arrangement
+from attncheck.verify.run_case import run_case
+from attncheck.workers.process import Died, HostError
+from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,7 +167,7 @@ class Gate:
             "absent": host.executor.absence(host.subject, unit.device) or "",
             "environment": msgspec.to_builtins(environment(unit.device)),
         }
-        if isinstance(host, Host) and not unit.commit:
+        if isinstance(host, IsolatedKernel) and not unit.commit:
             facts |= loaded(host.files())
         if facts["absent"]:
             return Done(unit=unit.id, facts=facts)
@@ -202,13 +202,13 @@ class Gate:
             said = {"device": unit.device, "variant": unit.variant, "environment": self._key}
             how: dict[str, Any] = {"executor": host.executor, **said}
             if unit.stage == "baseline":
-                return measured(host.subject, case, **how)
+                return measure_accuracy(host.subject, case, **how)
             # Errors beside their yardsticks where they are to be read; elsewhere the verdict.
-            return answered(host.subject, case, brief=unit.stage != "bounds", **how)
+            return run_case(host.subject, case, brief=unit.stage != "bounds", **how)
 
         if isinstance(host.executor, InProcess):
             return ask(), 1
-        return confirmed(host, ask)  # type: ignore[arg-type]  # it has a process: a Host
+        return confirm_death(host, ask)  # type: ignore[arg-type]  # it has a process: a Host
 
     def _made_smaller(self, unit: Unit, host: AnyHost) -> Done:
         """A smaller Case that fails alike; of many alike failures only the first few are shrunk."""
@@ -259,13 +259,13 @@ class Gate:
 
 def _compiling(host: AnyHost) -> float:
     """Seconds so far; of kernels in this process nobody listens."""
-    return host.executor.compiling if isinstance(host.executor, Isolated) else 0.0
+    return host.executor.compiling if isinstance(host.executor, IsolatedExecutor) else 0.0
 
 
 def _flaky(answer: Answer, first: Died) -> Answer:
     """What came of a question, the first process of which died before it was asked."""
     record = answer.record
-    if record.status not in WRONG:
+    if record.status not in FAILED_STATUSES:
         reason = f"{first.kind}: {first}; asked once more, in a new process: {record.status}"
         record = replace(record, status="flaky", reason=reason)
     return replace(answer, record=record, attempts=answer.attempts + 1)

@@ -1,1 +1,1 @@
-"""Arrays in, judgement out: the judge never sees a kernel."""
+"""Judge: arrays in, Judgement out; it never sees a kernel."""

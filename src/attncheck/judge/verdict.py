@@ -1,4 +1,4 @@
-"""Is the difference only rounding? The rules in their order, and what is reported beside them."""
+"""Verdict on a kernel's outputs: the rules in their order."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import torch
 
-from attncheck.judge import precision_rules, rules
-from attncheck.judge.precision import Heads, heads, measured
-from attncheck.judge.rules import Compared, Finding
-from attncheck.judge.sentences import tile
-from attncheck.judge.shares import Share, at, shares
-from attncheck.judgement import Judgement, Place, Worst
-from attncheck.tensor_names import GRADIENTS
+from attncheck.core.judgement import Judgement, Place, Worst
+from attncheck.core.outputs import GRADIENTS
+from attncheck.judge import verdict_rules
+from attncheck.judge.allowance import Share, at_rows, shares
+from attncheck.judge.head_precision import HeadPrecision, measure_heads, measure_precision
+from attncheck.judge.verdict_rules import Compared, Finding, tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from attncheck.core.judgement import BlindSpot, Precision, Status
+    from attncheck.core.outputs import Outputs, TensorName
     from attncheck.judge.allowance import Allowance
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.judgement import BlindSpot, Precision, Status
-    from attncheck.outputs import Outputs
-    from attncheck.tensor_names import TensorName
+    from attncheck.judge.declared_arithmetic import Arithmetic
 
     Budget = Callable[[TensorName, Place], dict[str, float]]
 
@@ -38,7 +36,7 @@ class _Facts:
     tensors: list[Compared]
     bounds: dict[TensorName, Share | None]
     probable: dict[TensorName, Share | None]
-    heads: Heads
+    heads: HeadPrecision
     precision: Precision
 
 
@@ -92,16 +90,18 @@ def decide(  # noqa: PLR0913 - all that a verdict rests on, each by its name
     _fitting(out, lse, truth, alive)
     both = _compared(out, lse, truth, alive, allowance)
     parts = {"out": out, "truth": truth.out, "counted": both[0].counted}
-    by_head = heads(
+    by_head = measure_heads(
         **parts, allowance=allowance, arithmetic=arithmetic, ideal=ideal, ensemble=ensemble
     )
     emulation = ideal if tiles else None
-    precision = measured(**parts, found=by_head, emulation=emulation, arithmetic=arithmetic)
+    precision = measure_precision(
+        **parts, found=by_head, emulation=emulation, arithmetic=arithmetic
+    )
     tensors = [*both, *gradients]
     facts = _Facts(
         tensors=tensors,
         bounds={one.name: one.share() for one in tensors},
-        probable={one.name: rules.improbable_share(one, allowance) for one in both},
+        probable={one.name: verdict_rules.improbable_share(one, allowance) for one in both},
         heads=by_head,
         precision=precision,
     )
@@ -165,19 +165,22 @@ def _findings(
     facts: _Facts, allowance: Allowance, arithmetic: Arithmetic, *, structure: str, generic: bool
 ) -> list[Finding]:
     """What the rules find, in their order."""
-    proven = allowance.oracle_share <= rules.PROVEN
+    proven = allowance.oracle_share <= verdict_rules.PROVEN
     found = [
-        *(rules.finite(one) for one in facts.tensors),
-        *(rules.empty_rows(one) for one in facts.tensors),
-        rules.structure(structure),
-        *(rules.bound(one, allowance.oracle_share) for one in facts.bounds.values()),
-        *(rules.improbable(s, generic=generic, proven=proven) for s in facts.probable.values()),
-        precision_rules.imprecise(facts.heads, arithmetic, generic=generic, proven=proven),
-        precision_rules.residual(facts.precision, arithmetic, generic=generic),
-        rules.unknown(facts.tensors[0], allowance),
-        *(rules.unbounded(one) for one in facts.tensors if one.name in GRADIENTS),
+        *(verdict_rules.finite(one) for one in facts.tensors),
+        *(verdict_rules.empty_rows(one) for one in facts.tensors),
+        verdict_rules.structure(structure),
+        *(verdict_rules.bound(one, allowance.oracle_share) for one in facts.bounds.values()),
+        *(
+            verdict_rules.improbable(s, generic=generic, proven=proven)
+            for s in facts.probable.values()
+        ),
+        verdict_rules.imprecise(facts.heads, arithmetic, generic=generic, proven=proven),
+        verdict_rules.residual(facts.precision, arithmetic, generic=generic),
+        verdict_rules.unknown(facts.tensors[0], allowance),
+        *(verdict_rules.unbounded(one) for one in facts.tensors if one.name in GRADIENTS),
     ]
-    return rules.telling([one for of_a_rule in found for one in of_a_rule])
+    return verdict_rules.telling([one for of_a_rule in found for one in of_a_rule])
 
 
 def _summary(findings: list[Finding]) -> tuple[Status, Finding | None, list[Finding]]:
@@ -213,7 +216,7 @@ def _of_gradients(facts: _Facts) -> dict[TensorName, float]:
 
 def _sampled(allowance: Allowance, alive: torch.Tensor) -> int:
     """Rows that see a key among the sampled ones."""
-    return sum(int(at(sample.rows, alive).sum()) for sample in allowance.samples)
+    return sum(int(at_rows(sample.rows, alive).sum()) for sample in allowance.samples)
 
 
 def _worst(

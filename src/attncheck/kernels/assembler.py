@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["replacement", "sound_assembler"]
+__all__ = ["replacement_assembler", "sound_assembler"]
 
 _HOPPER = 90
 _SOUND = (12, 9)
@@ -36,7 +36,7 @@ def sound_assembler(device: str) -> AbstractContextManager[None]:
     Changes nothing where the default is sound, where no other ptxas came with Triton, and where
     somebody chose one (``TRITON_PTXAS_PATH``).
     """
-    path = replacement() if device == "cuda" else None
+    path = replacement_assembler() if device == "cuda" else None
     return _using(path) if path else nullcontext()
 
 
@@ -48,7 +48,7 @@ def _using(path: str) -> Iterator[None]:
 
 
 @cache
-def replacement() -> str | None:
+def replacement_assembler() -> str | None:
     """The ptxas that our kernels get on this machine's GPU; None where Triton's default is sound.
 
     None as well where there is no other, and where somebody chose one.
@@ -62,12 +62,12 @@ def replacement() -> str | None:
     # Triton asks once a process which ptxas there is, for the names of its cache: of everybody's.
     make_backend(target).hash()
     try:
-        return chosen(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell)
+        return choose_assembler(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell)
     except RuntimeError:  # Triton's own word for a tool that it did not bring
         return None
 
 
-def chosen(default: knobs.NvidiaTool, other: knobs.NvidiaTool) -> str | None:
+def choose_assembler(default: knobs.NvidiaTool, other: knobs.NvidiaTool) -> str | None:
     """The path of ``other`` where it is sound and ``default`` is not."""
     return other.path if _version(default) < _SOUND <= _version(other) else None
 

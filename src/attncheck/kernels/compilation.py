@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from attncheck.errors import InterpreterUnavailable
+from attncheck.core.errors import InterpreterUnavailable
 
 __all__ = ["prepare_triton"]
 

@@ -30,7 +30,7 @@ from attncheck.kernels.tile import (
 )
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Descale
+    from attncheck.inputs.input_tensors import Descale
     from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 

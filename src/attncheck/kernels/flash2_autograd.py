@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.kernels.flash2_backward import flash2_backward
 from attncheck.kernels.flash2_forward import flash2_forward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.kernels.captured_terms import CapturedReads
+    from attncheck.kernels.gradient_terms import CapturedReads
     from attncheck.kernels.launch import Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 

@@ -19,20 +19,217 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
+import triton.language as tl
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.delta import row_deltas, sink_gradient
-from attncheck.kernels.gradients_by_keys import by_keys_kernel
-from attncheck.kernels.gradients_by_rows import by_rows_kernel
-from attncheck.kernels.launch import LOG2E, block_dim, careful_asked
+from attncheck.kernels.gradient_terms import row_deltas, sink_gradient
+from attncheck.kernels.launch import LOG2E, block_dim, needs_careful_launch
+from attncheck.kernels.tile import (
+    all_finite,
+    key_rows,
+    listed,
+    loaded,
+    loaded_keys,
+    loaded_lse,
+    loaded_rows,
+    may_hide,
+    row_gradients,
+    run_of,
+    score_gradients,
+    weights,
+)
 
 if TYPE_CHECKING:
-    from attncheck.kernels.captured_terms import CapturedReads
+    from attncheck.kernels.gradient_terms import CapturedReads
     from attncheck.kernels.launch import Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["flash2_backward"]
+__all__ = ["by_keys_kernel", "by_rows_kernel", "flash2_backward"]
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+# A column of forty names says less than five lines of them.
+# fmt: off
+
+
+
+
+
+
+@triton.jit
+def by_rows_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, again_ptr, q_batch, q_head, q_row,
+    q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col, dout_batch, dout_head,
+    dout_row, dout_col, heads, group, query, kv, head_dim, value_dim, factor, scale, tiles,
+    mask_captured, score_captured, slope_captured, terms, MASK: tl.constexpr, SCORE: tl.constexpr,
+    SLOPE: tl.constexpr, TERMS: tl.constexpr, IDENTITY: tl.constexpr, LISTED: tl.constexpr,
+    FREE: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Stores dQ of a block of rows; CAREFUL, only of one that was not finite without it.
+
+    ``TERMS``, of ``CapturedReads``, adds what each tile gives the numbers that the score mod reads;
+    None adds nothing.
+    """
+    again = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    if CAREFUL:  # noqa: SIM102  # of constants ``and`` skips nothing
+        if tl.load(again) == 0:
+            return
+    # The last block first: under a causal mask it is the longest, and the short ones fill the end.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = tl.program_id(1) // heads
+    h = tl.program_id(1) % heads
+    rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    cols = tl.arange(0, BLOCK_D)
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    q_ptr += b64 * q_batch + h64 * q_head
+    k_ptr += b64 * k_batch + (h64 // group) * k_head
+    v_ptr += b64 * v_batch + (h64 // group) * v_head
+    dout_ptr += b64 * dout_batch + h64 * dout_head
+    first = tl.program_id(1).to(tl.int64) * query
+    q_block = loaded(q_ptr, rows, cols, q_row, q_col, query, head_dim)
+    dout = loaded(dout_ptr, rows, tl.arange(0, BLOCK_V), dout_row, dout_col, query, value_dim)
+    lse = loaded_lse(lse_ptr + first, rows, query, IDENTITY)
+    delta = loaded_rows(delta_ptr + first, rows, query)
+    visits = q_ptr
+    runs = 1
+    if LISTED:
+        visits, runs = listed(tiles, b, h, block)
+
+    ragged = (block + 1) * BLOCK_Q > query
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for run in range(runs):
+        first_tile, beyond, of_run = run_of(visits, run, tl.cdiv(kv, BLOCK_K), LISTED)
+        for tile in range(first_tile, beyond):
+            start = tile * BLOCK_K
+            partial = may_hide(of_run, start, kv, ragged, LISTED, FREE, BLOCK_K)
+            keys = start + tl.arange(0, BLOCK_K)
+            k_at = key_rows(keys, kv, k_row, 0, k_ptr, 0)
+            k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
+            v_at = key_rows(keys, kv, v_row, 0, v_ptr, 0)
+            v_block = loaded_keys(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
+            x = tl.dot(q_block, k_block, input_precision=PRECISION) * factor
+            p = weights(
+                x, partial, b, h, rows[:, None], keys[None, :], query, kv, lse[:, None],
+                mask_captured, score_captured, MASK, SCORE, IDENTITY,
+            )
+            dp = tl.dot(dout, v_block, input_precision=PRECISION)
+            dx = score_gradients(
+                x, p, dp, delta[:, None], b, h, rows[:, None], keys[None, :], slope_captured,
+                SLOPE, IDENTITY,
+            )
+            if TERMS is not None:
+                TERMS(x, p, dp, delta[:, None], b, h, rows[:, None], keys[None, :], terms)
+            acc = row_gradients(dx, k_block, acc, CAREFUL, PRECISION)
+    if not FREE and not CAREFUL:
+        tl.store(again, 1 - all_finite(acc).to(tl.int32))
+    # Rows lie one after the other in dQ.
+    at = (first + rows[:, None].to(tl.int64)) * head_dim + cols[None, :]
+    kept = (rows[:, None] < query) & (cols[None, :] < head_dim)
+    tl.store(dq_ptr + at, (acc * scale).to(dq_ptr.dtype.element_ty), mask=kept)
+
+
+# fmt: on
+# fmt: off
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+# A column of forty names says less than five lines of them.
+
+
+
+
+
+
+@triton.jit
+def by_keys_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq, q_batch, q_head, q_row,
+    q_col, k_batch, k_head, k_row, k_col, v_batch, v_head, v_row, v_col, dout_batch, dout_head,
+    dout_row, dout_col, heads, group, query, kv, head_dim, value_dim, factor, scale, tiles,
+    mask_captured, score_captured, slope_captured, MASK: tl.constexpr, SCORE: tl.constexpr,
+    SLOPE: tl.constexpr, IDENTITY: tl.constexpr, LISTED: tl.constexpr, FREE: tl.constexpr,
+    ATOMIC: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Stores dK and dV of a block of keys; adds to ``dq``, if ATOMIC, what they give its rows."""
+    block = tl.program_id(0)
+    b = tl.program_id(1) // (heads // group)
+    kv_head = tl.program_id(1) % (heads // group)
+    keys = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_D)
+    value_cols = tl.arange(0, BLOCK_V)
+    b64 = b.to(tl.int64)
+    k_ptr += b64 * k_batch + kv_head.to(tl.int64) * k_head
+    v_ptr += b64 * v_batch + kv_head.to(tl.int64) * v_head
+    k_block = loaded(k_ptr, keys, cols, k_row, k_col, kv, head_dim)
+    v_block = loaded(v_ptr, keys, value_cols, v_row, v_col, kv, value_dim)
+
+    ragged = (block + 1) * BLOCK_K > kv
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    for member in range(group):
+        h = kv_head * group + member
+        h64 = h.to(tl.int64)
+        first = (b64 * heads + h64) * query
+        of_head = q_ptr + b64 * q_batch + h64 * q_head
+        dout_of_head = dout_ptr + b64 * dout_batch + h64 * dout_head
+        visits = q_ptr
+        runs = 1
+        if LISTED:
+            visits, runs = listed(tiles, b, h, block)
+        for run in range(runs):
+            first_tile, beyond, of_run = run_of(visits, run, tl.cdiv(query, BLOCK_Q), LISTED)
+            for tile in range(first_tile, beyond):
+                start = tile * BLOCK_Q
+                partial = may_hide(of_run, start, query, ragged, LISTED, FREE, BLOCK_Q)
+                rows = start + tl.arange(0, BLOCK_Q)
+                q_block = loaded(of_head, rows, cols, q_row, q_col, query, head_dim)
+                dout = loaded(
+                    dout_of_head, rows, value_cols, dout_row, dout_col, query, value_dim
+                )
+                lse = loaded_lse(lse_ptr + first, rows, query, IDENTITY)
+                delta = loaded_rows(delta_ptr + first, rows, query)
+                # All of a tile is keys by rows, so that no product's result is transposed.
+                x = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * factor
+                p = weights(
+                    x, partial, b, h, rows[None, :], keys[:, None], query, kv, lse[None, :],
+                    mask_captured, score_captured, MASK, SCORE, IDENTITY,
+                )
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                dp = tl.dot(v_block, tl.trans(dout), input_precision=PRECISION)
+                dx = score_gradients(
+                    x, p, dp, delta[None, :], b, h, rows[None, :], keys[:, None], slope_captured,
+                    SLOPE, IDENTITY,
+                ).to(q_block.dtype)
+                dk = tl.dot(dx, q_block, dk, input_precision=PRECISION)
+                if ATOMIC:
+                    # Transposed too, for the same reason; fp32, rows one after the other.
+                    of_rows = tl.dot(tl.trans(k_block), dx, input_precision=PRECISION)
+                    at = (first + rows[None, :].to(tl.int64)) * head_dim + cols[:, None]
+                    there = (rows[None, :] < query) & (cols[:, None] < head_dim)
+                    tl.atomic_add(dq[0] + at, of_rows, mask=there, sem="relaxed")
+
+    # Keys lie one after the other in dK and dV.
+    at = tl.program_id(1).to(tl.int64) * kv + keys[:, None].to(tl.int64)
+    inside = keys[:, None] < kv
+    tl.store(
+        dk_ptr + at * head_dim + cols[None, :],
+        (dk * scale).to(dk_ptr.dtype.element_ty),
+        mask=inside & (cols[None, :] < head_dim),
+    )
+    tl.store(
+        dv_ptr + at * value_dim + value_cols[None, :],
+        dv.to(dv_ptr.dtype.element_ty),
+        mask=inside & (value_cols[None, :] < value_dim),
+    )
+
+
+# fmt: on
+
 
 Gradients = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
@@ -203,7 +400,7 @@ def _by_rows(
     else:
         terms = captured.arguments(dcaptured)
         run(terms, TERMS=captured.function(), CAREFUL=False, num_stages=launch.stages)
-    if not launch.free and careful_asked(again):
+    if not launch.free and needs_careful_launch(again):
         run((), TERMS=None, CAREFUL=True, num_stages=1)
     return dq
 

@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.assembler import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, careful_asked, scales
-from attncheck.kernels.order import asked, place, turns_of
+from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, needs_careful_launch, scales
 from attncheck.kernels.tile import (
     advanced,
     all_finite,
+    asked,
     factor_of,
     hidden,
     key_rows,
@@ -36,15 +36,17 @@ from attncheck.kernels.tile import (
     loaded_values,
     log_sum,
     normalised,
+    place,
     run_of,
     scores,
     started,
+    turns_of,
     visible,
     with_values,
 )
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Descale
+    from attncheck.inputs.input_tensors import Descale
     from attncheck.kernels.launch import KernelPages, Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
@@ -142,7 +144,7 @@ def flash2_forward(
     most = {} if launch.registers is None else {"maxnreg": launch.registers}
     with sound_assembler(q.device.type):
         _forward[grid](*given, **options, CAREFUL=False, num_stages=launch.stages, **most)
-        if not launch.free and careful_asked(again):
+        if not launch.free and needs_careful_launch(again):
             few = (min(_CAREFUL, again.numel()),)
             _forward[few](*given, **options, CAREFUL=True, num_stages=1)
     return out, lse

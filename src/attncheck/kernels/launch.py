@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Descale
+    from attncheck.inputs.input_tensors import Descale
 
 __all__ = [
     "COUNTS",
@@ -20,7 +20,7 @@ __all__ = [
     "Launch",
     "VisitList",
     "block_dim",
-    "careful_asked",
+    "needs_careful_launch",
     "scales",
 ]
 
@@ -155,7 +155,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     )
 
 
-def careful_asked(again: torch.Tensor) -> bool:
+def needs_careful_launch(again: torch.Tensor) -> bool:
     """Whether to launch the careful kernel: where a block of rows was not finite without care.
 
     The GPU is waited for: the kernel is then mostly not compiled either, which takes far longer.

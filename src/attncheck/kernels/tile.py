@@ -1,4 +1,6 @@
-"""One tile of attention on the device: what our attention forwards do with it.
+"""One tile of attention on the device: what our forward and backward kernels do with it.
+
+Blocks are counted in the order of their start, over all heads of all sequences.
 
 Rows are a block of queries, columns a block of keys. Without a score mod (IDENTITY) scores are in
 log2 units: the natural ones times log2 e, which the factor of q·k holds already. With one they stay
@@ -8,10 +10,12 @@ is 64-bit: batch · heads · length · dim passes 2^31 in ordinary use, and a st
 
 ``rows`` (BLOCK_Q,) and ``keys`` (BLOCK_K,) are indices as the mods read them; ``h`` is a number or,
 where the rows of a tile are of several heads, (BLOCK_Q, 1).
-"""
 
-# Each argument's meaning is the same throughout. A column of names says less than a line of them.
-# fmt: off
+A tile is of rows by keys, (BLOCK_Q, BLOCK_K), or of keys by rows, as the kernel needs it: ``rows``
+and ``keys`` are indices as the mods read them, ``lse`` and ``delta`` numbers of the rows, each of
+them a column or a row of the tile already. Units are those of ``tile.scores``: log2 without a score
+mod (IDENTITY), else natural.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,82 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "advanced", "all_finite", "factor_of", "hidden", "key_rows", "listed", "loaded", "loaded_keys",
-    "loaded_values", "log_sum", "normalised", "power", "run_of", "scores", "started", "visible",
+    "advanced",
+    "all_finite",
+    "asked",
+    "factor_of",
+    "hidden",
+    "key_rows",
+    "listed",
+    "loaded",
+    "loaded_keys",
+    "loaded_lse",
+    "loaded_rows",
+    "loaded_values",
+    "log_sum",
+    "may_hide",
+    "normalised",
+    "place",
+    "power",
+    "row_gradients",
+    "run_of",
+    "score_gradients",
+    "scores",
+    "started",
+    "turns_of",
+    "visible",
+    "weights",
     "with_values",
 ]
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+
+
+@triton.jit
+def turns_of(again_ptr, mine, every):
+    """How many of ``every`` block a careful program has to look at: mostly none.
+
+    256 of them at a time: one after the other they would take longer than what is to be done.
+    """
+    apart = tl.num_programs(0)
+    most = 0
+    for first in range(mine, every, 256 * apart):
+        number = first + tl.arange(0, 256) * apart
+        found = tl.load(again_ptr + number, mask=number < every, other=0)
+        most = tl.maximum(most, tl.max(found, 0))
+    return most * tl.cdiv(every - mine, apart)
+
+
+@triton.jit
+def asked(again_ptr, number, CAREFUL: tl.constexpr):
+    """Whether a launch does a block: the careful one, only what was not finite without care."""
+    wanted = True
+    if CAREFUL:
+        wanted = tl.load(again_ptr + number) != 0
+    return wanted
+
+
+@triton.jit
+def place(number, blocks, together):
+    """Block of rows, and batch and head, of what starts as ``number``.
+
+    The last block first: under a causal mask it is the longest, and the short ones fill the end.
+    Four heads side by side: of one alone they would be too few, and K and V of all of them do not
+    stay in the L2 cache.
+    """
+    leading = number // (4 * blocks) * 4
+    heads_here = tl.minimum(4, together - leading)
+    within = number % (4 * blocks)
+    return blocks - 1 - within // heads_here, leading + within % heads_here
+
+
+# Each argument's meaning is the same throughout. A column of names says less than a line of them.
+# fmt: off
+
+
+
 
 
 @triton.jit
@@ -247,6 +323,95 @@ def _where(kept, values):
     else:
         values = tl.where(kept, values, tl.zeros_like(values))
     return values
+
+
+# fmt: on
+# fmt: off
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+# Each argument's meaning is the same throughout. A column of names says less than a line of them.
+
+
+
+
+
+
+@triton.jit
+def loaded_rows(pointer, rows, query):
+    """An fp32 number for each row, 0 beyond ``query``."""
+    return tl.load(pointer + rows, mask=rows < query, other=0.0)
+
+
+@triton.jit
+def loaded_lse(lse_ptr, rows, query, IDENTITY: tl.constexpr):
+    """LSE of each row in the units of scores; +∞, so that its weights are 0, where it is −∞.
+
+    That is of a row that saw no key, and it is so beyond ``query``: −∞ − −∞ never happens.
+    """
+    lse = tl.load(lse_ptr + rows, mask=rows < query, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    if IDENTITY:
+        lse = lse * 1.4426950408889634
+    return lse
+
+
+@triton.jit
+def may_hide(partial, start, length, ragged, LISTED: tl.constexpr, FREE: tl.constexpr,
+             BLOCK: tl.constexpr):
+    """Whether something in a tile from ``start`` on may be hidden; of its run, if LISTED.
+
+    ``ragged``: whether the block that visits it reaches beyond its own length.
+    """
+    if not LISTED:
+        partial = not FREE or (ragged | (start + BLOCK > length))
+    return partial
+
+
+@triton.jit
+def weights(
+    x, partial, b, h, rows, keys, query, kv, lse, mask_captured, score_captured,
+    MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
+):
+    """P of a tile from its scaled products and LSE; 0 where the mask hides a key."""
+    s = x
+    if not IDENTITY:
+        s = SCORE(x, b, h, rows, keys, score_captured)
+    p = power(s - lse, IDENTITY)
+    if partial:
+        # Of P, not of the score: −∞ less an LSE that is NaN, of a row that sees one, is NaN.
+        seen = MASK(b, h, rows, keys, mask_captured) & (rows < query) & (keys < kv)
+        p = tl.where(seen, p, 0.0)
+    return p
+
+
+@triton.jit
+def score_gradients(
+    x, p, dp, delta, b, h, rows, keys, slope_captured, SLOPE: tl.constexpr,
+    IDENTITY: tl.constexpr,
+):
+    """The loss's gradient with respect to a tile's scaled products; 0 where a weight is.
+
+    Whatever a hidden key's value and the slope at its score are, NaN and infinity among them.
+    """
+    dx = p * (dp - delta)
+    if not IDENTITY:
+        dx = dx * SLOPE(x, b, h, rows, keys, slope_captured)
+    return tl.where(p == 0.0, 0.0, dx)
+
+
+@triton.jit
+def row_gradients(dx, k_block, acc, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc`` (BLOCK_Q, BLOCK_D) plus dX·K, dX rounded to k's format; K is (BLOCK_D, BLOCK_K).
+
+    0 · NaN is NaN: CAREFUL, what is not finite in K counts as 0. A row that sees it has a dX that
+    is NaN already.
+    """
+    if CAREFUL:
+        finite = tl.abs(k_block.to(tl.float32)) < float("inf")
+        k_block = tl.where(finite, k_block, tl.zeros_like(k_block))
+    return tl.dot(dx.to(k_block.dtype), tl.trans(k_block), acc, input_precision=PRECISION)
 
 
 # fmt: on

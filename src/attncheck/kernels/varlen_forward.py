@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 from attncheck.kernels.assembler import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
@@ -36,7 +36,7 @@ from attncheck.kernels.tile import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.inputs import Descale
+    from attncheck.inputs.input_tensors import Descale
     from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 

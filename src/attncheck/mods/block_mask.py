@@ -1,4 +1,4 @@
-"""Which tiles of (query block, key block) a mask leaves empty, partial or full: FlexAttention's.
+"""Block masks: which tiles of (query block, key block) a mask leaves empty, partial or full.
 
 A kernel skips the empty tiles and applies the mask in the partial ones only. The mask is asked at
 every index, a strip of tiles at a time, so that the whole (query, kv) mask never exists.
@@ -7,24 +7,124 @@ every index, a strip of tiles at a time, so that the whole (query, kv) mask neve
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import pad
 
-from attncheck.errors import ProblemError, TraceError
-from attncheck.mods.strips import Strips, cut
+from attncheck.core.errors import ProblemError, TraceError
 from attncheck.mods.trace import trace_mask
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Self
 
     from torch import Tensor
 
-    from attncheck.mods.signatures import MaskMod
-    from attncheck.mods.spec import Dimensions
+    from attncheck.mods.spec import Dimensions, MaskMod
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "BlockMask", "block_mask", "visit_list"]
+__all__ = [
+    "AT_ONCE",
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "BlockMask",
+    "MaskStrips",
+    "block_mask",
+    "cut_range",
+    "from_torch_block_mask",
+    "list_visits",
+    "to_torch_block_mask",
+]
+
+
+AT_ONCE = 2**20
+"""Places that one call of a mask is asked about at most: a few megabytes of 64-bit numbers."""
+
+# What torch and Python raise when a callable was written for 0-d indices only.
+_NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
+
+
+@dataclass(slots=True)
+class MaskStrips:
+    """A mask on all sequences, heads and keys, a strip of rows at a time.
+
+    Attributes:
+        mask_mod: The callable.
+        batch: Sequences to ask about.
+        heads: Heads to ask about.
+        kv: Keys to ask about.
+        device: Where.
+        broadcasts: False once it turned out to be written for single indices.
+    """
+
+    mask_mod: MaskMod
+    batch: int
+    heads: int
+    kv: int
+    device: torch.device | str
+    broadcasts: bool = True
+
+    def of_rows(self, rows: range) -> tuple[Tensor, Tensor]:
+        """Whether any of ``rows`` sees a key, and whether all do: uint8 ``(batch, heads, kv)``."""
+        some = torch.zeros(self.batch, self.heads, self.kv, dtype=torch.uint8, device=self.device)
+        every = torch.ones_like(some)
+        for b, h, part, keys in self._parts(rows):
+            seen = self._seen(b, h, part, keys)
+            place = (_slice(b), _slice(h), _slice(keys))
+            some[place] = torch.maximum(some[place], seen.amax(2))
+            every[place] = torch.minimum(every[place], seen.amin(2))
+        return some, every
+
+    def _parts(self, rows: range) -> Iterator[tuple[range, ...]]:
+        """All sequences, heads, ``rows`` and keys in parts of at most ``AT_ONCE`` places."""
+        ranges = (range(self.batch), range(self.heads), rows, range(self.kv))
+        room, cuts = AT_ONCE, []
+        for whole in reversed(ranges):
+            size = min(len(whole), room)
+            room //= size
+            cuts.append(cut_range(whole, size))
+        return product(*reversed(cuts))
+
+    def _seen(self, *ranges: range) -> Tensor:
+        """Where a row sees a key: uint8, four axes, each of its range's length or of 1."""
+        axes = [torch.arange(r.start, r.stop, device=self.device) for r in ranges]
+        with torch.no_grad():  # a mask may capture a parameter
+            seen = self._broadcast(axes) if self.broadcasts else None
+            if seen is None:
+                self.broadcasts = False
+                seen = _mapped(self.mask_mod)(*axes)
+        return seen.to(self.device, torch.bool).view(torch.uint8)
+
+    def _broadcast(self, axes: list[Tensor]) -> Tensor | None:
+        indices = [
+            axis.view([-1 if i == dim else 1 for i in range(4)]) for dim, axis in enumerate(axes)
+        ]
+        try:
+            seen = torch.as_tensor(self.mask_mod(*indices))
+            seen.expand([axis.numel() for axis in axes])  # raises where it has another shape
+        except _NOT_BROADCAST:
+            return None
+        return seen[(None,) * (4 - seen.dim())]
+
+
+def _mapped(mask_mod: MaskMod) -> MaskMod:
+    """A mask of single indices, mapped over four axes as FlexAttention does."""
+    for axis in (3, 2, 1, 0):
+        mask_mod = torch.vmap(mask_mod, in_dims=tuple(0 if i == axis else None for i in range(4)))
+    return mask_mod
+
+
+def cut_range(whole: range, size: int) -> list[range]:
+    """``whole`` in parts of ``size``, the last one perhaps shorter."""
+    return [whole[i : i + size] for i in range(0, len(whole), size)]
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
+
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of tile: no element is visible; some are; all of a whole tile are."""
@@ -158,9 +258,9 @@ def block_mask(
     query, kv = dimensions.query, dimensions.kv
     for axis, length, block in (("query", query, block_query), ("kv", kv, block_kv)):
         _blocks(length, block, axis)
-    asked = Strips(mask_mod, *_enumerated(mask_mod, dimensions, device), kv, device)
+    asked = MaskStrips(mask_mod, *_enumerated(mask_mod, dimensions, device), kv, device)
     strips = []
-    for rows in cut(range(query), block_query):
+    for rows in cut_range(range(query), block_query):
         some, every = asked.of_rows(rows)
         if len(rows) < block_query:  # the places beyond the last row are hidden
             every = torch.zeros_like(every)
@@ -170,7 +270,7 @@ def block_mask(
     )
 
 
-def visit_list(mask: BlockMask) -> tuple[Tensor, Tensor]:
+def list_visits(mask: BlockMask) -> tuple[Tensor, Tensor]:
     """What our kernels read: the tiles of each query block that are not empty, in order, by runs.
 
     A run is of consecutive tiles of one kind, and as long as can be.
@@ -237,3 +337,58 @@ def _marked(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     chosen = torch.where(places < counts[..., None], indices.long(), blocks)
     marks = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.uint8, device=indices.device)
     return marks.scatter_(-1, chosen, 1)[..., :blocks]
+
+
+def to_torch_block_mask(mask: BlockMask, mask_mod: MaskMod) -> flex.BlockMask:
+    """The BlockMask that ``flex_attention`` takes, with the tables of the backward pass.
+
+    Args:
+        mask: Which tiles. Compiled, torch wants tiles of which its own are parts: 128 × 128, say.
+        mask_mod: The mask itself, which torch applies in partial tiles.
+    """
+    return flex.BlockMask.from_kv_blocks(
+        mask.kv_num_blocks,
+        mask.kv_indices,
+        mask.full_kv_num_blocks,
+        mask.full_kv_indices,
+        BLOCK_SIZE=(mask.block_query, mask.block_kv),
+        mask_mod=mask_mod,
+        seq_lengths=(mask.query, mask.kv),
+    )
+
+
+def from_torch_block_mask(mask: flex.BlockMask) -> BlockMask:
+    """What torch's BlockMask says of each tile; its mask is ``mask.mask_mod``.
+
+    Torch says nothing of index entries beyond the counts; here they are 0. Where torch's has no
+    full tiles, made without ``separate_full_blocks``, none is FULL.
+
+    Raises:
+        ProblemError: where a tile is listed as partial and as full.
+    """
+    query, kv = mask.seq_lengths
+    block_query, block_kv = mask.BLOCK_SIZE
+    partial = _four_axes(mask.kv_num_blocks, mask.kv_indices)
+    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
+        full = torch.zeros_like(partial[0]), torch.zeros_like(partial[1])
+    else:
+        full = _four_axes(mask.full_kv_num_blocks, mask.full_kv_indices)
+    as_listed = BlockMask(
+        query=query,
+        kv=kv,
+        block_query=block_query,
+        block_kv=block_kv,
+        kv_num_blocks=partial[0],
+        kv_indices=partial[1],
+        full_kv_num_blocks=full[0],
+        full_kv_indices=full[1],
+    )
+    return BlockMask.from_kinds(
+        as_listed.kinds(), query=query, kv=kv, block_query=block_query, block_kv=block_kv
+    )
+
+
+def _four_axes(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Torch's tables, which may lack the batch or the heads that they do not depend on."""
+    missing = (None,) * (4 - indices.dim())
+    return counts[missing], indices[missing]

@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import cast
 
-from attncheck.errors import ProblemError
-from attncheck.formats import fp32
-from attncheck.mods import arguments as check
-from attncheck.mods import entries
-from attncheck.mods.entries import Entry
-from attncheck.mods.library_masks import MASKS
-from attncheck.mods.library_scores import SCORES, alibi_slopes
-from attncheck.mods.signatures import MaskMod, ScoreMod
-from attncheck.mods.spec import Dimensions, Spec
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import fp32
+from attncheck.mods import spec as check
+from attncheck.mods import spec as entries
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES, alibi_slopes
+from attncheck.mods.spec import Dimensions, Entry, MaskMod, ScoreMod, Spec
 
 __all__ = [
     "BUILT_IN",
@@ -61,9 +59,9 @@ def check_captures(spec: Spec, dimensions: Dimensions) -> None:
 
 
 def _captures(spec: Spec, dimensions: Dimensions) -> None:
-    from attncheck.mods.leaves import captured_tensors
+    from attncheck.mods.captured_gradients import captured_tensors
 
-    if not captured_tensors(entries.build(SCORES, spec, dimensions, "cpu")):
+    if not captured_tensors(entries.build_entry(SCORES, spec, dimensions, "cpu")):
         raise ProblemError(
             f"dcaptured=True has no meaning for score mod {str(spec)!r}: it reads no float tensor "
             "that it captures."
@@ -78,7 +76,9 @@ def in_fp32(spec: Spec) -> Spec:
     if not spec.arguments and not spec.parts:
         return spec
     real = {
-        name for name, passes in SCORES[spec.name].arguments.items() if passes is check.positive
+        name
+        for name, passes in SCORES[spec.name].arguments.items()
+        if passes is check.positive_number
     }
     arguments = {k: fp32(float(cast("float", v))) if k in real else v for k, v in spec.arguments}
     return Spec.of(spec.name, *map(in_fp32, spec.parts), **arguments)
@@ -87,13 +87,13 @@ def in_fp32(spec: Spec) -> Spec:
 def build_mask(spec: Spec, dimensions: Dimensions, device: str = "cpu") -> MaskMod:
     """The mask as a FlexAttention callable, tensors on ``device``; raises as check_mask."""
     check_mask(spec, dimensions)
-    return entries.build(MASKS, spec, dimensions, device)
+    return entries.build_entry(MASKS, spec, dimensions, device)
 
 
 def build_score(spec: Spec, dimensions: Dimensions, device: str = "cpu") -> ScoreMod:
     """The score mod as a FlexAttention callable, tensors on ``device``; raises as check_score."""
     check_score(spec, dimensions)
-    return entries.build(SCORES, spec, dimensions, device)
+    return entries.build_entry(SCORES, spec, dimensions, device)
 
 
 def is_additive(spec: Spec) -> bool:

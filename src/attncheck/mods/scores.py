@@ -1,24 +1,59 @@
-"""Score mods as FlexAttention callables ``score(score, b, h, q_idx, kv_idx) -> score``.
+"""The library's score mods: FlexAttention callables, and the table that builds each from a Spec.
 
 The result has the dtype of the incoming score: captured fp32 tensors are promoted to it before
 any arithmetic, so that the float64 oracle computes in float64 (a product of an fp32 tensor with
 an integer tensor would be rounded to fp32).
 """
 
-# ruff: noqa: ARG001  (every score mod has FlexAttention's whole signature, whatever it reads)
-
 from __future__ import annotations
 
+import decimal
+import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attncheck.mods.tables import reader
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import fp32
+from attncheck.mods import formula, masks
+from attncheck.mods import spec as check
+from attncheck.mods.spec import ANY_SEED, Entry, Values, real_value, text_value, whole_value
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.signatures import ScoreMod
+    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
 
-__all__ = ["alibi", "bias", "none", "relative_bias", "softcap", "temperature"]
+__all__ = [
+    "SCORES",
+    "alibi",
+    "alibi_slopes",
+    "bias",
+    "none",
+    "relative_bias",
+    "softcap",
+    "table_reader",
+    "temperature",
+]
+
+
+def table_reader(table: Tensor) -> MaskMod:
+    """A mod that gives what ``table``, ``(batch or 1, heads or 1, query or 1, kv or 1)``, holds.
+
+    Axes of size 1 are not looked at. A table of one number keeps its last axis: captured tensors
+    are read by an index.
+    """
+    axes = [axis for axis, size in enumerate(table.shape) if size > 1] or [3]
+    squeezed = table.reshape([table.shape[axis] for axis in axes])
+    one = math.prod(table.shape) == 1
+
+    def read(*indices: Tensor) -> Tensor:
+        used = tuple(indices[axis] for axis in axes)
+        return squeezed[(used[0] * 0,) if one else used]
+
+    return read
+
+
+# ruff: noqa: ARG001  (every score mod has FlexAttention's whole signature, whatever it reads)
 
 
 def none(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -45,7 +80,7 @@ def bias(table: Tensor) -> ScoreMod:
     Args:
         table: fp32 (batch or 1, heads or 1, query, kv).
     """
-    read = reader(table)
+    read = table_reader(table)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + read(b, h, q_idx, kv_idx).to(score.dtype)
@@ -84,3 +119,127 @@ def temperature(temperature: float) -> ScoreMod:
         return score / temperature
 
     return tempered
+
+
+_LARGEST_DISTANCE = 2**20
+_MOST_NUMBERS = 2**31 - 1  # kernels compute where to read in 32 bits
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """2^(−8(h+1)/heads) for each head, as fp32 numbers (Press et al. 2022, for any head count).
+
+    Through ``decimal``, so that the bits are the same on every machine.
+    """
+    context = decimal.Context(prec=50)
+    exponents = [context.divide(decimal.Decimal(-8 * (h + 1)), heads) for h in range(heads)]
+    return tuple(fp32(float(context.power(2, exponent))) for exponent in exponents)
+
+
+def _alibi(_values: Values, dims: Dimensions, device: str) -> ScoreMod:
+    import torch
+
+    slopes = torch.tensor(alibi_slopes(dims.heads), dtype=torch.float32, device=device)
+    return alibi(slopes)
+
+
+def _relative_bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
+    import numpy as np
+    import torch
+
+    from attncheck.core.draws import Draws
+
+    shape = (dims.heads, 2 * whole_value(values, "distance") + 1)
+    table = Draws(whole_value(values, "seed")).normal("relative_bias", shape)
+    return relative_bias(torch.from_numpy(table.astype(np.float32)).to(device))
+
+
+def _bias_shape(values: Values, dims: Dimensions) -> tuple[int, int, int, int]:
+    batch = dims.batch if values["per_batch"] else 1
+    return batch, dims.heads if values["per_head"] else 1, dims.query, dims.kv
+
+
+def _few_enough(name: str, values: Values, dims: Dimensions) -> None:
+    shape = _bias_shape(values, dims)
+    if math.prod(shape) > _MOST_NUMBERS:
+        raise ProblemError(
+            f"{name} of shape {shape} has {math.prod(shape)} numbers: at most {_MOST_NUMBERS}."
+        )
+
+
+def _bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
+    shape = _bias_shape(values, dims)
+    few = math.prod(shape) <= _KEPT
+    return bias((_kept_bias if few else _drawn_bias)(whole_value(values, "seed"), shape).to(device))
+
+
+def _drawn_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
+    """Standard normal fp32 numbers; element (b, h, i, j) is the same in every shape that has it.
+
+    So that a part of a Problem has a part of its bias.
+    """
+    import numpy as np
+    import torch
+
+    from attncheck.core.draws import Draws
+
+    draws, table = Draws(seed), np.empty(shape, np.float32)
+    for b, h, i in np.ndindex(shape[:3]):
+        table[b, h, i] = draws.normal(f"bias/{b}/{h}/{i}", shape[3:])
+    return torch.from_numpy(table)
+
+
+_KEPT = 2**24  # numbers, 64 MiB: a mod is built several times for one Case
+_kept_bias = lru_cache(maxsize=4)(_drawn_bias)
+
+
+SCORES: dict[str, Entry[ScoreMod]] = {
+    "none": Entry(
+        summary="the score itself",
+        build=lambda _values, _dims, _device: none,
+    ),
+    "alibi": Entry(
+        summary="adds 2^(−8(h+1)/heads) · (j − i)",
+        build=_alibi,
+    ),
+    "softcap": Entry(
+        summary="cap · tanh(score / cap)",
+        arguments={"cap": check.positive_number},
+        build=lambda values, _dims, _device: softcap(real_value(values, "cap")),
+        additive=False,
+    ),
+    "relative_bias": Entry(
+        summary="adds a learned number for each head and j − i clamped to ±distance",
+        arguments={"distance": check.whole_number(0, _LARGEST_DISTANCE), "seed": ANY_SEED},
+        build=_relative_bias,
+    ),
+    "bias": Entry(
+        summary="adds a drawn number for each row and key; 1 for other ones in each batch or head",
+        arguments={
+            "seed": ANY_SEED,
+            "per_batch": check.whole_number(0, 1),
+            "per_head": check.whole_number(0, 1),
+        },
+        together=_few_enough,
+        build=_bias,
+    ),
+    "temperature": Entry(
+        summary="divides every score by `temperature`",
+        arguments={"temperature": check.positive_number},
+        build=lambda values, _dims, _device: temperature(real_value(values, "temperature")),
+        additive=False,
+    ),
+    "expression": Entry(
+        summary="what `text` gives, as where(q_idx % 2 == 0, score, score * 0.5)",
+        arguments={"text": check.formula_text(formula.score_formula_code)},
+        build=lambda values, dims, _device: formula.formula_score(text_value(values), dims),
+        additive=False,  # or is: only its text says so
+    ),
+    "chain": Entry(summary="applies its parts from left to right", compose=masks.chain_scores),
+    "offset": Entry(
+        summary="its part as row i + `rows` has it",
+        compose=masks.offset_score,
+        arguments={"rows": check.later_rows},
+        within=masks.shifted_dimensions,
+        most_parts=1,
+    ),
+}

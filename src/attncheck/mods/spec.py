@@ -1,14 +1,56 @@
-"""The name of a mask or score mod with its numbers: what a Problem stores and JSON carries."""
+"""Masks and score mods by name: the Spec that a Problem stores, and the library entries that check and build it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
+from attncheck.core.formats import fp32
 
-__all__ = ["Argument", "Dimensions", "Spec"]
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from torch import Tensor
+
+__all__ = [
+    "ANY_SEED",
+    "Argument",
+    "Check",
+    "Dimensions",
+    "Entry",
+    "MaskMod",
+    "ScoreMod",
+    "Spec",
+    "Values",
+    "as_many_lengths",
+    "build_entry",
+    "canvas",
+    "canvas_part",
+    "check_spec",
+    "document_lengths",
+    "formula_text",
+    "later_rows",
+    "lengths_of",
+    "padding_lengths",
+    "positive_number",
+    "real_value",
+    "text_value",
+    "whole_number",
+    "whole_value",
+    "within_the_canvas",
+]
+
+
+MaskMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
+"""``mask(b, h, q_idx, kv_idx)``: index tensors in, a bool tensor (True: the row sees it) out."""
+
+ScoreMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
+"""``score(score, b, h, q_idx, kv_idx)``: the scaled q·k and its indices in, another score out."""
+
 
 Argument = int | float | str | tuple[int, ...]
 
@@ -86,3 +128,262 @@ class Spec:
             (v if isinstance(v, str) else f"{k}={v}").replace(" ", "") for k, v in self.arguments
         ]
         return f"{self.name}({', '.join(inner)})" if inner else self.name
+
+
+Check: TypeAlias = "Callable[[str, Argument, Dimensions], None]"
+"""``check(label, value, dimensions)``; the label is ``mod.argument``."""
+
+
+def whole_number(low: int, high: int) -> Check:
+    """The argument is a whole number from ``low`` to ``high``."""
+
+    def check(label: str, value: Argument, _: Dimensions) -> None:
+        if not _is_whole(value, low, high):
+            raise ProblemError(f"{label}={value!r} must be a whole number from {low} to {high}.")
+
+    return check
+
+
+def positive_number(label: str, value: Argument, _: Dimensions) -> None:
+    """The argument is a positive number that fp32 can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not _FP32_SMALLEST <= cast("float", value) <= _FP32_LARGEST:
+        raise ProblemError(f"{label}={value!r} must be a positive number in the range of fp32.")
+
+
+def document_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:
+    """The argument has lengths that cover every position of the longer of query and kv."""
+    total = sum(_lengths(label, value))
+    needed = max(dimensions.query, dimensions.kv)
+    if total < needed:
+        raise ProblemError(
+            f"{label} cover {total} positions: they must cover max(query, kv)={needed}."
+        )
+
+
+def lengths_of(which: Literal["query", "kv"]) -> Check:
+    """The argument has lengths that cover every position of query, or of kv."""
+
+    def check(label: str, value: Argument, dimensions: Dimensions) -> None:
+        total, needed = sum(_lengths(label, value)), getattr(dimensions, which)
+        if total < needed:
+            raise ProblemError(
+                f"{label} cover {total} positions: they must cover {which}={needed}."
+            )
+
+    return check
+
+
+def as_many_lengths(name: str, values: Mapping[str, Argument], _: Dimensions) -> None:
+    """``query_lengths`` and ``kv_lengths`` are of the same documents."""
+    query, kv = (len(cast("tuple[int, ...]", values[f"{of}_lengths"])) for of in ("query", "kv"))
+    if query != kv:
+        raise ProblemError(
+            f"{name} has {query} query_lengths and {kv} kv_lengths: each document has one of each."
+        )
+
+
+def padding_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:
+    """The argument has one length for each sequence of the batch, none longer than kv."""
+    lengths = _lengths(label, value)
+    batch, kv = dimensions.batch, dimensions.kv
+    if len(lengths) != batch:
+        raise ProblemError(
+            f"{label} has {len(lengths)} lengths: it needs one for each of the batch={batch}."
+        )
+    if max(lengths) > kv:
+        raise ProblemError(f"{label} has a length {max(lengths)}: none may exceed kv={kv}.")
+
+
+def canvas(label: str, value: Argument, _: Dimensions) -> None:
+    """The argument is the rows and columns of a canvas."""
+    rows, columns = _pair(label, value)
+    if rows * columns > _MOST_CELLS:
+        raise ProblemError(f"{label}={[rows, columns]} has more than {_MOST_CELLS} cells.")
+
+
+def canvas_part(label: str, value: Argument, _: Dimensions) -> None:
+    """The argument is the rows and columns of a part of a canvas."""
+    _pair(label, value)
+
+
+def within_the_canvas(name: str, values: Mapping[str, Argument], _: Dimensions) -> None:
+    """No other part of the canvas is larger than ``canvas``."""
+    whole_canvas = cast("tuple[int, int]", values["canvas"])
+    for part, value in values.items():
+        sides = cast("tuple[int, int]", value)
+        if any(side > length for side, length in zip(sides, whole_canvas, strict=True)):
+            raise ProblemError(
+                f"{name}.{part}={list(sides)} is larger than the canvas {list(whole_canvas)}."
+            )
+
+
+def later_rows(label: str, value: Argument, dimensions: Dimensions) -> None:
+    """The argument is how much later rows are: their indices fit in 32 bits."""
+    whole_number(0, _INT32_LARGEST - dimensions.query)(label, value, dimensions)
+
+
+def formula_text(read: Callable[[str, Dimensions], object]) -> Check:
+    """The argument is a line that ``read`` reads; what it raises is said of the argument."""
+
+    def check(label: str, value: Argument, dimensions: Dimensions) -> None:
+        if not isinstance(value, str) or not _LINE.fullmatch(value):
+            shown = repr(value)
+            shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+            raise ProblemError(
+                f"{label}={shown} must be one line of at most {_LONGEST} ASCII characters, with "
+                "no space before or after."
+            )
+        try:
+            read(value, dimensions)
+        except ProblemError as error:
+            raise ProblemError(f"{label}={value!r}: {error}") from None
+
+    return check
+
+
+_LONGEST = 200
+_LINE = re.compile(rf"(?=.{{1,{_LONGEST}}}\Z)[!-~]([ -~]*[!-~])?")
+_FP32_SMALLEST = 2.0**-149
+_FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
+_INT32_LARGEST = 2**31 - 1
+_MOST_CELLS = 2**24  # more than any length that a kernel is asked for
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _lengths(label: str, value: Argument) -> tuple[int, ...]:
+    if isinstance(value, tuple) and value and all(_is_whole(v, 0, _INT32_LARGEST) for v in value):
+        return value
+    shown = list(value) if isinstance(value, tuple) else value
+    raise ProblemError(
+        f"{label}={shown!r} must be a list of whole numbers from 0 to {_INT32_LARGEST}."
+    )
+
+
+def _pair(label: str, value: Argument) -> tuple[int, int]:
+    pair = isinstance(value, tuple) and len(value) == 2
+    if pair and all(_is_whole(v, 1, _MOST_CELLS) for v in cast("tuple[int, int]", value)):
+        return cast("tuple[int, int]", value)
+    shown = list(value) if isinstance(value, tuple) else value
+    raise ProblemError(
+        f"{label}={shown!r} must be two whole numbers from 1 to {_MOST_CELLS}: rows, columns."
+    )
+
+
+Mod = TypeVar("Mod")
+Values = Mapping[str, Argument]
+"""Arguments by name."""
+
+ANY_SEED = whole_number(0, 2**63 - 1)
+
+_ANY_NUMBER = 10**9
+
+
+def _any(_name: str, _values: Values, _dimensions: Dimensions) -> None:
+    """Arguments that are right are right together."""
+
+
+def _the_same(_values: Values, dimensions: Dimensions) -> Dimensions:
+    """Parts are asked at the composition's own indices."""
+    return dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry(Generic[Mod]):
+    """One mask or score mod of the library, or one way to compose them.
+
+    Attributes:
+        summary: What it does, in a line.
+        build: (arguments by name, dimensions, device) → callable; None for a composition.
+        compose: The callables of the parts, and its arguments as keywords → callable; None for
+            anything else.
+        arguments: Its numbers, or its text, by name, each with the check that it must pass.
+        together: (name, arguments by name, dimensions) → None: raises ProblemError where arguments
+            that are right one by one do not fit together.
+        within: Compositions only: (arguments by name, dimensions) → the dimensions that its parts
+            are asked about.
+        most_parts: How many parts a composition takes at most (at least one).
+        additive: Scores only: what is added does not depend on the score. A composition is
+            additive when its parts are (``is_additive``).
+    """
+
+    summary: str
+    build: Callable[[Values, Dimensions, str], Mod] | None = None
+    compose: Callable[..., Mod] | None = None
+    arguments: Mapping[str, Check] = field(default_factory=dict)
+    together: Callable[[str, Values, Dimensions], None] = _any
+    within: Callable[[Values, Dimensions], Dimensions] = _the_same
+    most_parts: int = _ANY_NUMBER
+    additive: bool = True
+
+
+def check_spec(
+    kind: str, option: str, entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions
+) -> None:
+    """Raises UnknownName or ProblemError unless ``spec`` is one of ``entries`` and fits.
+
+    Args:
+        kind: What an error calls it: ``mask`` or ``score mod``.
+        option: Of the command line, that takes a file of such mods.
+        entries: By name.
+        spec: What is asked for.
+        dims: The index ranges.
+    """
+    if spec.name not in entries:
+        refuse_recorded(kind, spec.name)
+        if "::" in spec.name:  # a Case from elsewhere
+            raise ProblemError(f"{kind} {spec.name!r} is of a file: give that file with {option}.")
+        raise UnknownName(kind, spec.name, without_recorded(entries))
+    entry = entries[spec.name]
+    _check_arguments(spec, entry, dims)
+    if entry.compose is None and spec.parts:
+        raise ProblemError(f"{spec.name} takes no parts: only a composition does.")
+    if entry.compose is not None and not 1 <= len(spec.parts) <= entry.most_parts:
+        wanted = "exactly one part" if entry.most_parts == 1 else "at least one part"
+        raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {wanted}.")
+    for part in spec.parts:
+        check_spec(kind, option, entries, part, entry.within(spec.values, dims))
+
+
+def _check_arguments(spec: Spec, entry: Entry[Mod], dims: Dimensions) -> None:
+    checks, values = entry.arguments, spec.values
+    for name in values:
+        if name not in checks:
+            allowed = ", ".join(checks) or "none"
+            raise ProblemError(f"{spec.name} has no argument {name!r}: its arguments: {allowed}.")
+    for name, passes in checks.items():
+        if name not in values:
+            raise ProblemError(f"{spec.name} needs its argument {name!r}.")
+        passes(f"{spec.name}.{name}", values[name], dims)
+    entry.together(spec.name, values, dims)
+
+
+def build_entry(
+    entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions, device: str
+) -> Mod:
+    """The callable of a checked ``spec``, its tensors on ``device``."""
+    entry = entries[spec.name]
+    if entry.compose is not None:
+        inside = entry.within(spec.values, dims)
+        parts = (build_entry(entries, part, inside, device) for part in spec.parts)
+        return entry.compose(*parts, **spec.values)
+    assert entry.build is not None
+    return entry.build(spec.values, dims, device)
+
+
+def whole_value(values: Values, name: str) -> int:
+    """A whole number that was checked at the door."""
+    return cast("int", values[name])
+
+
+def real_value(values: Values, name: str) -> float:
+    """A real number as a kernel receives it."""
+    return fp32(float(cast("float", values[name])))
+
+
+def text_value(values: Values) -> str:
+    """The text of an expression."""
+    return cast("str", values["text"])

@@ -23,11 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.errors import UsageError
-from attncheck.formats import fp32
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import fp32
 from attncheck.mods.expression import INFIX, LEAVES
+from attncheck.mods.operation_errors import TRITON_FLUSHED, TRITON_ULP
 from attncheck.mods.triton_functions import FUNCTIONS
-from attncheck.mods.triton_ulp import TRITON_FLUSHED, TRITON_ULP
 
 if TYPE_CHECKING:
     from attncheck.mods.expression import Captured, Expression, Node, Structure

@@ -1,28 +1,247 @@
-"""From a FlexAttention callable to an expression, through torch's own tracer."""
+"""From a FlexAttention callable to an expression, and to that of its derivative.
+
+A trace costs as much as a small kernel, and a library mod is built anew for each Problem: causal
+for a thousand lengths is one function. Only the library's own functions are known to read nothing
+that changes; one function of somebody else's in a closure, and nothing is kept.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
-from attncheck.errors import TraceError
-from attncheck.mods.agreement import disagreements
-from attncheck.mods.aten import CREATIONS, SAME_VALUE, translate
+from attncheck.core.draws import Draws
+from attncheck.core.errors import TraceError
+from attncheck.core.source_files import error_line
+from attncheck.mods.aten import (
+    CREATIONS,
+    SAME_VALUE,
+    Graph,
+    Operand,
+    Traced,
+    kind_of,
+    translate_aten,
+)
 from attncheck.mods.expression import OPERATIONS, Expression, Node, Structure
-from attncheck.mods.graph import Graph, Operand, Traced, kind_of
-from attncheck.mods.kept_traces import kept
-from attncheck.mods.places import described
-from attncheck.mods.recording import PLACE, record
+from attncheck.mods.torch_tracer import (
+    PLACE,
+    VocabularyInterpreter,
+    describe_mod,
+    failing_mod_line,
+    record_gradient,
+    record_operations,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.expression import Captured
+    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
 
-__all__ = ["disagreements", "trace_mask", "trace_place", "trace_score"]
+__all__ = [
+    "cached_trace",
+    "count_disagreements",
+    "trace_derivative",
+    "trace_index",
+    "trace_mask",
+    "trace_score",
+]
+
+
+def count_disagreements(
+    expression: Expression,
+    mod: Callable[..., Tensor],
+    dimensions: Dimensions,
+    *,
+    samples: int = 1024,
+    seed: int = 0,
+    device: str = "cpu",
+) -> int:
+    """At how many sampled indices ``expression`` and ``mod`` differ (NaN equals NaN).
+
+    Sampled are the corners of the index ranges, ``samples`` draws, half of them near the
+    diagonal, and the places where a comparison with one of the expression's whole numbers (of a
+    captured tensor: the first few) can change: kv_idx or kv_idx − q_idx next to ± the number.
+    Scores are compared exactly, in float64.
+
+    Args:
+        expression: What was traced.
+        mod: What it was traced from.
+        dimensions: The index ranges.
+        samples: How many tuples to draw.
+        seed: Which draw.
+        device: Where the tensors are that both capture.
+
+    Raises:
+        TraceError: if one of them fails at these indices, as when a captured tensor is too short,
+            or if the callable does not give one value an index.
+    """
+    whole = [number for value in expression.captured for number in _whole(value)]
+    indices = _indices(dimensions, whole, samples, Draws(seed))
+    inputs = [torch.from_numpy(column) for column in indices.T.copy()]
+    is_score = expression.structure.inputs[0] == "score"
+    if is_score:
+        scores = 8.0 * Draws(seed).normal("agreement/score", (len(indices),))
+        inputs.insert(0, torch.from_numpy(scores))
+    name = describe_mod("score mod" if is_score else "mask", mod)
+    if torch.device(device).type != "cpu":
+        # A GPU that reads beyond a tensor is lost to this process: fail here, where it is caught.
+        _values(name, _on_cpu(expression).evaluate, inputs)
+        inputs = [values.to(device) for values in inputs]
+    meant = _values(name, mod, inputs)
+    said = _values(name, expression.evaluate, inputs)
+    both_nan = torch.isnan(said) & torch.isnan(meant)
+    return int((~((said == meant) | both_nan)).sum())
+
+
+def _values(name: str, mod: Callable[..., Tensor], inputs: list[Tensor]) -> Tensor:
+    """What ``mod`` gives at ``inputs``, one value each."""
+    try:
+        with torch.no_grad():
+            values = mod(*inputs)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  (somebody's code: SystemExit, too)
+        kind, colon, text = error_line(error).partition(": ")
+        raise TraceError(
+            f"{name} raised {kind} at an index of its Problem{colon}{text}{failing_mod_line(error)}."
+        ) from None
+    count = len(inputs[0])
+    if not isinstance(values, torch.Tensor) or values.shape not in {(), (1,), (count,)}:
+        given = tuple(values.shape) if isinstance(values, torch.Tensor) else repr(values)
+        raise TraceError(f"{name} gives {given} for {count} indices: it must give one value each.")
+    return values.expand(count)
+
+
+def _on_cpu(expression: Expression) -> Expression:
+    captured = tuple(v.cpu() if isinstance(v, torch.Tensor) else v for v in expression.captured)
+    return Expression(expression.structure, captured)
+
+
+def _whole(value: Captured) -> list[int]:
+    """The whole numbers that a comparison may be made with; of a tensor the first few."""
+    if isinstance(value, torch.Tensor):
+        numbers = [] if value.is_floating_point() else torch.unique(value)[:_OF_A_TENSOR].tolist()
+    else:
+        numbers = [value] if isinstance(value, int) else []
+    return [int(n) for n in numbers if abs(n) < 2**31]
+
+
+_OF_A_TENSOR = 16
+
+
+def _indices(
+    dimensions: Dimensions, whole: list[int], samples: int, draws: Draws
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Index tuples (b, h, q_idx, kv_idx), one a row."""
+    sizes = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
+    # The last corner first: index 0, the trace's example, is what a mod may have read wrongly.
+    corners = list(itertools.product(*(sorted({0, size - 1}, reverse=True) for size in sizes)))
+    columns = [
+        draws.integers(f"agreement/{name}", (samples,), size)
+        for name, size in zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True)
+    ]
+    near = draws.integers("agreement/near", (samples,), 9) - 4
+    half = samples // 2
+    columns[3][:half] = columns[2][:half] + near[:half]
+    drawn = np.stack(columns, axis=1)
+    edges = _edges(drawn[: max(1, samples // 8)], whole)
+    every = np.concatenate([np.array(corners, np.int64), drawn, edges])
+    inside = (every[:, 3] >= 0) & (every[:, 3] < dimensions.kv)
+    return every[inside]
+
+
+def _edges(
+    drawn: np.ndarray[tuple[int, int], np.dtype[np.int64]], whole: list[int]
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """``drawn`` with the key moved next to each number, and to its distance from the row."""
+    edges = [drawn[:0]]
+    for number, step in itertools.product(whole, (-1, 0, 1)):
+        for start in (0, drawn[:, 2]):
+            for sign in (-1, 1):
+                moved = drawn.copy()
+                moved[:, 3] = start + sign * (number + step)
+                edges.append(moved)
+    return np.concatenate(edges)
+
+
+_LIBRARY = frozenset(
+    f"attncheck.mods.{room}" for room in ("compose", "masks", "neighborhoods", "scores", "tables")
+)
+_MOST = 256
+_LARGEST = 4096  # numbers of a tensor that is compared
+_PLAIN = (bool, int, float, str, type(None))
+_KEPT: OrderedDict[Any, Expression] = OrderedDict()
+
+
+class _Unknown(Exception):
+    """Something in a closure may be another next time."""
+
+
+def cached_trace(
+    what: str, mod: Callable[..., Tensor], device: str, trace: Callable[[], Expression]
+) -> Expression:
+    """``trace()``, or what it gave for a library mod of the same code and closure.
+
+    Args:
+        what: What is traced of it.
+        mod: The callable.
+        device: Where its tensors are.
+        trace: Makes the trace.
+    """
+    try:
+        key = what, device, _of(mod)
+    except _Unknown:
+        return trace()
+    if key not in _KEPT:
+        _KEPT[key] = trace()
+        while len(_KEPT) > _MOST:
+            _KEPT.popitem(last=False)
+    _KEPT.move_to_end(key)
+    return _KEPT[key]
+
+
+def _of(value: object) -> Any:
+    """What tells a value of a closure from others; raises _Unknown."""
+    if type(value) in _PLAIN:
+        # 1, 1.0 and True are equal, and 0.0 and -0.0: they are not the same.
+        return type(value), repr(value)
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(_of, value))  # type: ignore[call-overload]  # it is one
+    if isinstance(value, FunctionType):
+        return _of_function(value)
+    if type(value) is functools.partial:
+        return "partial", _of(value.func), _of(value.args), _of(sorted(value.keywords.items()))
+    if type(value) is Tensor:
+        return _of_tensor(value)
+    raise _Unknown
+
+
+def _of_function(function: FunctionType) -> Any:
+    if function.__module__ not in _LIBRARY or function.__dict__:
+        raise _Unknown
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # an empty cell
+        raise _Unknown from None
+    named = sorted((function.__kwdefaults__ or {}).items())
+    return function.__code__, _of(cells), _of(function.__defaults__), _of(named)
+
+
+def _of_tensor(tensor: Tensor) -> Any:
+    if tensor.device.type != "cpu" or tensor.numel() > _LARGEST or tensor.requires_grad:
+        raise _Unknown
+    numbers = tensor.contiguous().numpy().tobytes()
+    return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), numbers
+
 
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 
@@ -48,7 +267,7 @@ def trace_score(score_mod: ScoreMod, device: str = "cpu") -> Expression:
     return _trace("score mod", score_mod, ("score", *_INDICES), device)
 
 
-def trace_place(place: Callable[..., Tensor], device: str = "cpu") -> Expression:
+def trace_index(place: Callable[..., Tensor], device: str = "cpu") -> Expression:
     """The expression of a whole number of a score mod's arguments, as where it reads a tensor.
 
     Arguments and errors as for ``trace_mask``.
@@ -59,7 +278,7 @@ def trace_place(place: Callable[..., Tensor], device: str = "cpu") -> Expression
 def _trace(
     what: str, mod: Callable[..., Tensor], inputs: tuple[str, ...], device: str
 ) -> Expression:
-    return kept(what, mod, device, lambda: _traced(what, mod, inputs, device))
+    return cached_trace(what, mod, device, lambda: _traced(what, mod, inputs, device))
 
 
 def _traced(
@@ -67,11 +286,11 @@ def _traced(
 ) -> Expression:
     examples = [_example(argument, device) for argument in inputs]
     try:
-        recorded = record(mod, inputs, examples)
+        recorded = record_operations(mod, inputs, examples)
         graph, result = _Conversion(recorded).run(inputs, examples)
         position = _one_value(what, graph, result)
     except TraceError as error:
-        raise TraceError(f"{described(what, mod)} cannot be traced: {error}.") from None
+        raise TraceError(f"{describe_mod(what, mod)} cannot be traced: {error}.") from None
     return _reachable(graph, inputs, position)
 
 
@@ -167,7 +386,7 @@ class _Conversion:
         position = None
         if isinstance(value, Tensor):
             try:
-                position = translate(self.graph, name, args, dict(kwargs), value.dtype)
+                position = translate_aten(self.graph, name, args, dict(kwargs), value.dtype)
             except TraceError as error:
                 fact, colon, remedy = str(error).partition(": ")
                 raise TraceError(f"{fact}{_place(node)}{colon}{remedy}") from None
@@ -217,3 +436,39 @@ def _renumbered(node: Node, order: list[int], slots: list[int]) -> Node:
     operands = tuple(order.index(i) for i in node.operands)
     slot = slots.index(node.slot) if node.slot >= 0 else -1
     return Node(node.op, node.kind, operands, node.name, slot, node.rank)
+
+
+def trace_derivative(score_mod: ScoreMod, device: str = "cpu") -> Expression:
+    """The expression of ∂ score_mod / ∂ score, of the arguments of a score mod.
+
+    Where there is no derivative (a kink, a jump, the border of a ``where``) it says what torch's
+    autograd of the very callable says: it is traced from that. A number that autograd has as a
+    float64 one is that number: ln 2, of exp2 and log2.
+
+    Args:
+        score_mod: Any FlexAttention callable of the vocabulary (``expression.OPERATIONS``).
+        device: Where the tensors are that it captures.
+
+    Raises:
+        TraceError: as ``trace_score`` of the score mod itself, and where torch has no derivative
+            of an operation, or one that the vocabulary has no words for.
+    """
+    return cached_trace("derivative", score_mod, device, lambda: _derivative(score_mod, device))
+
+
+def _derivative(score_mod: ScoreMod, device: str) -> Expression:
+    trace_score(score_mod, device)  # what cannot be traced is refused in the same words
+    name = describe_mod("score mod", score_mod)
+    examples = [torch.full((1,), 0.5, dtype=torch.float64, device=device)]
+    examples += [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+    try:
+        recorded = record_gradient(score_mod, examples)
+
+        def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            given: Tensor = VocabularyInterpreter(recorded).run(score, b, h, q_idx, kv_idx)
+            return given
+
+        return trace_score(slope, device)
+    except TraceError as error:
+        fact = str(error).removeprefix("score mod 'slope' cannot be traced: ").removesuffix(".")
+        raise TraceError(f"{name} has no derivative that can be traced: {fact}.") from None

@@ -1,4 +1,4 @@
-"""The operations of ``expression`` that Triton has not, or has not well enough, in fp32 and int32.
+"""The operations that Triton has not, or has not well enough, in fp32 and int32.
 
 ``triton_ulp`` states the error of each. What Triton's own functions become on a GPU was read from
 the PTX of Triton 3.9 for Hopper: ``tl.sqrt`` and ``tl.rsqrt`` are ``.approx.ftz``, ``tl.exp`` is

@@ -1,4 +1,4 @@
-"""The truth: float64 oracles that agree. Strangers to every kernel.
+"""Oracles: exact attention in float64 by several algorithms that agree.
 
 Each takes Inputs and gives Outputs in float64: out ``(batch, heads, query, value_dim)`` (of softmax
 ``(batch, heads, query, kv)``) and the natural-log LSE ``(batch, heads, query)``; rows that attend
@@ -11,24 +11,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from attncheck.oracles.backward import dense_backward, flash2_backward, streaming_backward
-from attncheck.oracles.dense import dense_attention, dense_softmax
-from attncheck.oracles.flash1 import flash1_forward
-from attncheck.oracles.flash2 import flash2_forward
-from attncheck.oracles.numbers import Float64
-from attncheck.oracles.softmax import SOFTMAXES as _SOFTMAXES
-from attncheck.oracles.softmax_rows import softmax_by_rows
-from attncheck.oracles.split import split_forward
-from attncheck.oracles.streaming import streaming
+from attncheck.oracles.backward_recurrences import dense_backward, flash2_backward
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.forward_recurrences import (
+    dense_attention,
+    dense_softmax,
+    flash1_forward,
+    flash2_forward,
+    split_forward,
+)
+from attncheck.oracles.recurrence_steps import SOFTMAXES as _SOFTMAXES
+from attncheck.oracles.streaming_backward import streaming_backward
+from attncheck.oracles.streaming_forward import softmax_by_rows, streaming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.inputs import Inputs
-    from attncheck.oracles.numbers.protocol import Array, Numbers
-    from attncheck.oracles.result import Backward, Gradients, Recurrence, Result
-    from attncheck.oracles.softmax import Softmax
-    from attncheck.outputs import Outputs
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.oracles.number_system import Array, Numbers
+    from attncheck.oracles.recurrence_steps import Backward, Gradients, Recurrence, Result, Softmax
 
 __all__ = [
     "BACKWARDS",

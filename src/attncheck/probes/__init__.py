@@ -1,27 +1,30 @@
-"""Inputs whose right answer is known beforehand: questions that no rounding can blur."""
+"""Probes: inputs whose right answer is known beforehand, so that no rounding can blur it."""
 
 from __future__ import annotations
 
 import itertools
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UnknownName
-from attncheck.probes.constant_logits import NEGATIVE, POSITIVE
-from attncheck.probes.decode import DECODE
-from attncheck.probes.finding import Finding, Seen
-from attncheck.probes.isolated import ISOLATED
-from attncheck.probes.mean import MEAN
-from attncheck.probes.ones import ONES
-from attncheck.probes.probe import Parameters, Probe
-from attncheck.probes.ramp import RAMP
-from attncheck.probes.two_level import TWO_LEVEL
-from attncheck.problem import Case
+from attncheck.core.errors import UnknownName
+from attncheck.inputs.problem import Case, Parameters
+from attncheck.probes.probe_table import (
+    DECODE,
+    ISOLATED,
+    MEAN,
+    NEGATIVE,
+    ONES,
+    POSITIVE,
+    RAMP,
+    TWO_LEVEL,
+    Probe,
+)
+from attncheck.probes.tied_keys import Finding, Seen
 
 if TYPE_CHECKING:
     import torch
 
-    from attncheck.inputs import Inputs
-    from attncheck.problem import Problem
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
 
 __all__ = [
     "PROBES",

@@ -1,4 +1,4 @@
-"""How far rounding can move what a probe counts, and so when counting is safe.
+"""Rounding margins: how far rounding can move what a probe counts, and so when counting is safe.
 
 Derived in ``docs/probes.md``, section "What rounding does to a count".
 """
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
 
 __all__ = [
     "GAP",
     "HALF",
     "HARDWARE_ULPS",
     "QUARTER",
-    "USUAL",
+    "USUAL_WEIGHT_ERRORS",
     "WeightErrors",
-    "countable",
-    "error_before",
+    "error_before_rounding",
+    "is_countable",
     "lse_error",
     "relative_error",
 ]
@@ -60,7 +60,7 @@ class WeightErrors:
     cut: float = 0.0
 
 
-USUAL = WeightErrors()
+USUAL_WEIGHT_ERRORS = WeightErrors()
 """Of a kernel that declares nothing else."""
 
 _U = FORMATS["fp32"].unit_roundoff
@@ -68,7 +68,9 @@ _LOGARITHMS = 2
 """That LSE goes through: a split's own, and that of the merged splits."""
 
 
-def error_before(problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL) -> torch.Tensor:
+def error_before_rounding(
+    problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS
+) -> torch.Tensor:
     """Largest relative error of out before it is rounded, where tied keys share a row's weight.
 
     Args:
@@ -84,20 +86,20 @@ def error_before(problem: Problem, top: torch.Tensor, errors: WeightErrors = USU
 
 
 def relative_error(
-    problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL
+    problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS
 ) -> torch.Tensor:
     """The same with the rounding of out."""
-    before = error_before(problem, top, errors)
+    before = error_before_rounding(problem, top, errors)
     return before + (1.0 + before) * problem.formats.output.unit_roundoff
 
 
-def countable(
+def is_countable(
     problem: Problem,
     sizes: torch.Tensor,
     keys: torch.Tensor,
     top: torch.Tensor,
     others: torch.Tensor | float = 0.0,
-    errors: WeightErrors = USUAL,
+    errors: WeightErrors = USUAL_WEIGHT_ERRORS,
 ) -> torch.Tensor:
     """Whether rounding moves out · keys by less than a quarter.
 
@@ -118,7 +120,7 @@ def countable(
     return (sizes * error + others < QUARTER) & (sizes * divided + others < HALF)
 
 
-def lse_error(keys: torch.Tensor, errors: WeightErrors = USUAL) -> torch.Tensor:
+def lse_error(keys: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS) -> torch.Tensor:
     """Largest error of LSE, natural log, of float64 ``keys`` whose scores are all 0.
 
     Their weights are exp2(0), which is 1, and a sum of ones is exact; unless exp2 is a coarse one.

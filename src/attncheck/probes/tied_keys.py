@@ -1,4 +1,4 @@
-"""The exact rule: where equal largest scores share a row's whole weight, out counts their values.
+"""The exact rule of probes: where largest scores tie, out counts the values of their keys.
 
 ``docs/probes.md`` proves that a right kernel's counts are off by less than a quarter, and so never
 by a half.
@@ -6,28 +6,222 @@ by a half.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.formats import FORMATS
-from attncheck.probes.finding import Finding
-from attncheck.probes.margins import HALF, USUAL, WeightErrors
-from attncheck.probes.tied_rows import TiedRows, tied_rows
-from attncheck.probes.wrong_keys import what_is_wrong
+from attncheck.core.formats import FORMATS, spacing
+from attncheck.probes import margins
+from attncheck.probes.margins import HALF, USUAL_WEIGHT_ERRORS, WeightErrors
+from attncheck.probes.probe_inputs import amplitudes
+from attncheck.probes.wrong_rows import describe_wrong_row
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.outputs import Outputs
-    from attncheck.probes.finding import Seen
+    from collections.abc import Iterator
 
-__all__ = ["tied_keys"]
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+
+__all__ = ["Finding", "Seen", "TiedRows", "check_tied_keys", "iterate_tied_rows"]
+
+
+Seen = Callable[[range], torch.Tensor]
+"""Query rows → where they see a key: bool, broadcastable to ``(batch, heads, rows, kv)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Rows that cannot be what they must be.
+
+    Attributes:
+        tensor: ``out`` or ``lse``.
+        place: The first wrong row and its key: (batch, head, query, key); key −1 where the answer
+            does not tell one.
+        dim: Column of out where the row is furthest off; −1 in LSE.
+        value: What it is there.
+        expected: What it should be.
+        what: What is wrong with the row, in words: ``key 7 is missing``.
+        count: Wrong rows.
+        compared: Rows asked.
+    """
+
+    tensor: str
+    place: tuple[int, int, int, int]
+    dim: int
+    value: float
+    expected: float
+    what: str
+    count: int
+    compared: int
+
+    @property
+    def message(self) -> str:
+        """One line."""
+        batch, head, query, _ = self.place
+        where = f"{self.tensor}[{batch}, {head}, {query}"
+        where += f", {self.dim}]" if self.tensor == "out" else "]"
+        verb = "is" if self.count == 1 else "are"
+        return (
+            f"batch {batch}, head {head}, row {query}: {self.what} "
+            f"({where} = {self.value:.9g}, but should be {self.expected:.9g}; "
+            f"{self.count} of {self.compared} rows {verb} wrong)"
+        )
+
+    def __str__(self) -> str:
+        return self.message
+
+
+_SCORES_AT_A_TIME = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TiedRows:
+    """What rows must give by counting; axes ``(batch, heads, rows[, value_dim | kv])``, float64.
+
+    Attributes:
+        query: Which rows.
+        tied: bool: the keys of the largest score that a row sees.
+        keys: How many they are; 0 in rows that see none.
+        sums: Σ of their values.
+        once: Largest |out − sums / keys| where out is rounded once; infinite where ``keys`` is no
+            power of two, so that a kernel that divides P first would round P.
+        unit: What values are whole multiples of, ``(batch, heads, 1)``: ``kv_heads.amplitudes``.
+        lse: What LSE must be.
+        counts_out, counts_lse: bool: rounding cannot move the count by a quarter there.
+    """
+
+    query: range
+    tied: torch.Tensor
+    keys: torch.Tensor
+    sums: torch.Tensor
+    once: torch.Tensor
+    unit: torch.Tensor
+    lse: torch.Tensor
+    counts_out: torch.Tensor
+    counts_lse: torch.Tensor
+
+
+def iterate_tied_rows(
+    inputs: Inputs, seen: Seen, *, errors: WeightErrors = USUAL_WEIGHT_ERRORS
+) -> Iterator[TiedRows]:
+    """All rows, some at a time.
+
+    Args:
+        inputs: Of a probe.
+        seen: What the mask shows.
+        errors: Of the kernel's weights.
+    """
+    problem = inputs.problem
+    q, k, v = inputs.promoted()
+    k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
+    step = max(1, _SCORES_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
+    for start in range(0, problem.query, step):
+        query = range(start, min(start + step, problem.query))
+        rows = q[:, :, query.start : query.stop]
+        scores = rows @ k.mT * problem.scale
+        largest = _Largest.of(scores, seen(query).expand_as(scores), v)
+        if problem.formats.products.significand < FORMATS["fp32"].significand:
+            alike = _alike(rows, k, largest.tied)
+            largest = replace(largest, apart=largest.apart & alike, alone=largest.alone & alike)
+        yield largest.rows(problem, query, errors)
+
+
+def _alike(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
+    """Whether the scores of tied keys are sums of the same products, bool ``(batch, heads, rows)``.
+
+    Else they tie no longer in a kernel that rounds scale · q, since three times a rounded number is
+    not three times the number, rounded. It happens in ``isolated``, whose rows of q have numbers of
+    two magnitudes and those of k of one: if Σ q·k and Σ q·|q|·k tie, then so do the sums of either
+    magnitude. The keys that other probes tie have the same k.
+    """
+    squared = (q * q.abs()) @ k.mT
+    highest = squared.masked_fill(~tied, -torch.inf).amax(-1)
+    lowest = squared.masked_fill(~tied, torch.inf).amin(-1)
+    return highest <= lowest
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Largest:
+    """The largest scores of rows, and their values; a last axis of 1 where there is no other.
+
+    Attributes:
+        tied: bool ``(batch, heads, rows, kv)``.
+        keys, top: How many they are, and their score; 0 where a row sees none.
+        sums, sizes: Σ v and Σ |v| of them.
+        rest: Σ of the others' weights relative to one of them.
+        apart: bool: the others lie far enough below.
+        alone: bool: there are no others.
+        most: The largest |v|.
+    """
+
+    tied: torch.Tensor
+    keys: torch.Tensor
+    top: torch.Tensor
+    sums: torch.Tensor
+    sizes: torch.Tensor
+    rest: torch.Tensor
+    apart: torch.Tensor
+    alone: torch.Tensor
+    most: torch.Tensor
+
+    @classmethod
+    def of(cls, scores: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> _Largest:
+        largest = scores.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+        top = torch.where(largest.isinf(), 0.0, largest)
+        tied = seen & (scores == top)
+        others = seen & ~tied
+        below = (scores - top).masked_fill(~others, -torch.inf)
+        return cls(
+            tied=tied,
+            keys=tied.sum(-1, keepdim=True).double(),
+            top=top,
+            sums=tied.double() @ v,
+            sizes=tied.double() @ v.abs(),
+            rest=below.exp().sum(-1, keepdim=True),
+            apart=tied.any(-1) & (below.amax(-1) <= -margins.GAP),
+            alone=tied.any(-1) & ~others.any(-1),
+            most=v.abs().flatten(2).amax(-1)[..., None, None],
+        )
+
+    def rows(self, problem: Problem, query: range, errors: WeightErrors) -> TiedRows:
+        unit = amplitudes(problem).repeat_interleave(problem.group, dim=1).to(self.top.device)
+        moved = 2 * self.rest * self.most  # the derivation's 2ωM
+        of_unit = (x / unit[..., None, None] for x in (self.sizes, moved))
+        sizes, others = of_unit
+        counts = margins.is_countable(problem, sizes, self.keys, self.top, others, errors)
+        keys = self.keys.squeeze(-1)
+        off = keys * torch.expm1(margins.lse_error(keys, errors))
+        flat = self.alone & (self.top == 0).squeeze(-1)
+        return TiedRows(
+            query=query,
+            tied=self.tied,
+            keys=keys,
+            sums=self.sums,
+            once=self._once(problem, moved, errors),
+            unit=unit[..., None],
+            lse=(self.top + torch.log(self.keys + self.rest)).squeeze(-1),
+            counts_out=self.apart & counts.all(-1),
+            counts_lse=flat & (off < margins.QUARTER),
+        )
+
+    def _once(self, problem: Problem, moved: torch.Tensor, errors: WeightErrors) -> torch.Tensor:
+        """Half a unit in the last place of out, and what comes before it."""
+        asked = self.apart[..., None] & (torch.frexp(self.keys)[0] == HALF)
+        some = self.keys.clamp(min=1.0)
+        error = margins.error_before_rounding(problem, self.top, errors)
+        before = (self.sizes * error + moved) / some
+        half = spacing((self.sums / some).abs() + before, problem.formats.output) * HALF
+        return torch.where(asked, before + half, torch.inf)
+
 
 _SEVERAL = 8  # bf16 roundings: a smaller difference is told as one of rounding or of a factor
 
 
-def tied_keys(
-    inputs: Inputs, outputs: Outputs, seen: Seen, *, errors: WeightErrors = USUAL
+def check_tied_keys(
+    inputs: Inputs, outputs: Outputs, seen: Seen, *, errors: WeightErrors = USUAL_WEIGHT_ERRORS
 ) -> Finding | None:
     """The first row, by batch, head and row, whose counts are wrong; None where none is.
 
@@ -44,7 +238,7 @@ def tied_keys(
     """
     first: tuple[tuple[int, int, int], str, TiedRows] | None = None
     count = compared = 0
-    for rows in tied_rows(inputs, seen, errors=errors):
+    for rows in iterate_tied_rows(inputs, seen, errors=errors):
         wrong, asked = _wrong(rows, outputs)
         both = wrong["out"] | wrong["lse"]
         count, compared = count + int(both.sum()), compared + int(asked.sum())
@@ -93,7 +287,7 @@ def _finding(
     expected = rows.sums[at] / rows.keys[at]
     dim = int((out - expected).abs().argmax())
     used = 0.0 if lse is None else float(rows.keys[at] * torch.exp(lse - rows.lse[at]))
-    key, what = _rounded_twice(out, rows, at) or what_is_wrong(
+    key, what = _rounded_twice(out, rows, at) or describe_wrong_row(
         inputs, (b, h, query), out, used, rows.tied[at]
     )
     got = (float(out[dim]), float(expected[dim])) if tensor == "out" else (lse, float(rows.lse[at]))

@@ -1,50 +1,67 @@
-"""What must hold between runs of a kernel on related inputs, without an oracle."""
+"""Relations that hold between runs of a kernel on related inputs, without an oracle."""
 
 from __future__ import annotations
 
-from attncheck.errors import UnknownName
-from attncheck.relations.alone_in_batch import ALONE_IN_BATCH
-from attncheck.relations.batch_permutation import BATCH_PERMUTATION
-from attncheck.relations.call_order import CALL_ORDER
-from attncheck.relations.descale import DESCALE
-from attncheck.relations.documents import DOCUMENTS
-from attncheck.relations.empty_rows import EMPTY_ROWS
-from attncheck.relations.euler import EULER
-from attncheck.relations.finding import Finding
-from attncheck.relations.first_row import FIRST_ROW
-from attncheck.relations.future_keys import FUTURE_KEYS, FUTURE_KEYS_HUGE, FUTURE_KEYS_NAN
-from attncheck.relations.gqa_repeat import GQA_REPEAT, GROUP_SUMS
-from attncheck.relations.head_permutation import HEAD_PERMUTATION
-from attncheck.relations.hidden_keys import HIDDEN_KEYS, HIDDEN_KEYS_HUGE, HIDDEN_KEYS_NAN
-from attncheck.relations.key_permutation import KEY_PERMUTATION
-from attncheck.relations.key_shift import KEY_SHIFT
-from attncheck.relations.launches import LAUNCHES
-from attncheck.relations.logit_shift import LOGIT_SHIFT
-from attncheck.relations.mask_order import MASK_ORDER
-from attncheck.relations.neighborhood_order import NEIGHBORHOOD_ORDER
-from attncheck.relations.one_hot import ONE_HOT
-from attncheck.relations.pad_head_dim import PAD_HEAD_DIM
-from attncheck.relations.pad_value_dim import PAD_VALUE_DIM
-from attncheck.relations.pages import PAGES
-from attncheck.relations.prefill_rows import PREFILL_ROWS
-from attncheck.relations.prefix_ends import PREFIX_FULL, PREFIX_ZERO
-from attncheck.relations.rectangular import RECTANGULAR
-from attncheck.relations.relation import Relation
-from attncheck.relations.repeat import REPEAT
-from attncheck.relations.scaled_query import SCALED_QUERY
-from attncheck.relations.softcap_infinite import SOFTCAP_INFINITE
-from attncheck.relations.softmax_columns import SOFTMAX_COLUMNS
-from attncheck.relations.softmax_rows import SOFTMAX_ROWS
-from attncheck.relations.softmax_shift import SOFTMAX_SHIFT
-from attncheck.relations.split_merge import SPLIT_MERGE
-from attncheck.relations.strides import STRIDES
-from attncheck.relations.strides_far import STRIDES_FAR
-from attncheck.relations.values_added import VALUES_ADDED
-from attncheck.relations.values_scaled import VALUES_SCALED
-from attncheck.relations.window_beyond import WINDOW_BEYOND
-from attncheck.relations.zero_loss import LSE_LOSS, ZERO_LOSS
-from attncheck.relations.zero_query import ZERO_QUERY
-from attncheck.relations.zero_values import ZERO_VALUES
+from attncheck.core.errors import UnknownName
+from attncheck.relations.closed_forms import FIRST_ROW, ONE_HOT, ZERO_QUERY, ZERO_VALUES
+from attncheck.relations.equivalent_mods import (
+    PREFIX_FULL,
+    PREFIX_ZERO,
+    SOFTCAP_INFINITE,
+    WINDOW_BEYOND,
+)
+from attncheck.relations.gradient_relations import (
+    EULER,
+    GQA_REPEAT,
+    GROUP_SUMS,
+    LSE_LOSS,
+    ZERO_LOSS,
+)
+from attncheck.relations.hidden_keys import (
+    EMPTY_ROWS,
+    FUTURE_KEYS,
+    FUTURE_KEYS_HUGE,
+    FUTURE_KEYS_NAN,
+    HIDDEN_KEYS,
+    HIDDEN_KEYS_HUGE,
+    HIDDEN_KEYS_NAN,
+)
+from attncheck.relations.linearity import (
+    KEY_SHIFT,
+    LOGIT_SHIFT,
+    PAD_HEAD_DIM,
+    PAD_VALUE_DIM,
+    SCALED_QUERY,
+    SOFTMAX_SHIFT,
+    VALUES_ADDED,
+    VALUES_SCALED,
+)
+from attncheck.relations.parts import (
+    ALONE_IN_BATCH,
+    DOCUMENTS,
+    PREFILL_ROWS,
+    RECTANGULAR,
+    SPLIT_MERGE,
+)
+from attncheck.relations.permutations import (
+    BATCH_PERMUTATION,
+    HEAD_PERMUTATION,
+    KEY_PERMUTATION,
+    NEIGHBORHOOD_ORDER,
+    SOFTMAX_COLUMNS,
+    SOFTMAX_ROWS,
+)
+from attncheck.relations.relation import Finding, Relation
+from attncheck.relations.same_numbers import (
+    CALL_ORDER,
+    DESCALE,
+    LAUNCHES,
+    MASK_ORDER,
+    PAGES,
+    REPEAT,
+    STRIDES,
+    STRIDES_FAR,
+)
 
 __all__ = ["RELATIONS", "Finding", "Relation", "relation_named"]
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from attncheck.errors import ProblemError
-from attncheck.inputs import Descale, Inputs
+from attncheck.core.errors import ProblemError
+from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.paging import Paging
-    from attncheck.problem import Problem
+    from attncheck.core.paged_layout import Paging
+    from attncheck.inputs.problem import Problem
 
-__all__ = ["Excerpt", "said"]
+__all__ = ["Excerpt", "can_excerpt"]
 
 # Score mods that read no index, and those that read heads and the distance of key and row alone.
 _NO_INDEX = {"none", "softcap", "temperature"}
@@ -99,7 +99,7 @@ class Excerpt:
         )
 
 
-def said(whole: Problem, excerpt: Excerpt) -> bool:
+def can_excerpt(whole: Problem, excerpt: Excerpt) -> bool:
     """Whether the excerpt's mods can be said, so that it is a Problem."""
     try:
         excerpt.problem(whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
 from attncheck.reporting import screen
 from attncheck.reporting.as_csv import as_csv
 from attncheck.reporting.as_json import as_json, load
@@ -15,7 +15,7 @@ from attncheck.reporting.files import check_writable, write
 from attncheck.reporting.joined import joined
 
 if TYPE_CHECKING:
-    from attncheck.record import Report
+    from attncheck.records.record import Report
 
 __all__ = ["FORMATS", "check_writable", "joined", "load", "render", "show", "write"]
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attncheck.inert import for_spreadsheet
-from attncheck.record import Environment, GradientErrors, LseErrors, OutErrors
-from attncheck.reporting.asked import Asked, asked
+from attncheck.core.outputs import GRADIENTS
+from attncheck.core.sanitize_text import for_spreadsheet
+from attncheck.records.problem_summary import ProblemSummary, problem_of
+from attncheck.records.record import Environment, GradientErrors, LseErrors, OutErrors
 from attncheck.reporting.figures import quotient
 from attncheck.reporting.gradients import gradients_of
 from attncheck.reporting.verdict_columns import verdict_names, verdict_values
-from attncheck.tensor_names import GRADIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.judgement import Place
-    from attncheck.record import Record, Report
+    from attncheck.core.judgement import Place
+    from attncheck.records.record import Record, Report
 
 __all__ = ["as_csv"]
 
@@ -47,7 +47,7 @@ def as_csv(report: Report) -> str:
 def _header(*, backward: bool) -> list[str]:
     return [
         *_OWN,
-        *Asked.__struct_fields__,
+        *ProblemSummary.__struct_fields__,
         *_error_names("out", OutErrors.__struct_fields__),
         "out_over_floor",
         "out_over_ideal",
@@ -84,7 +84,7 @@ def _values(record: Record, environment: Environment, *, backward: bool) -> list
     return [
         *(record.case_id, record.kernel, record.variant, record.heads),
         *(record.status, _reason(record)),
-        *msgspec.structs.astuple(asked(record)),
+        *msgspec.structs.astuple(problem_of(record)),
         *_error_values(out, OutErrors.__struct_fields__),
         *(over_floor, over_ideal),
         *_error_values(record.lse, LseErrors.__struct_fields__),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck import json_numbers
-from attncheck.record import SCHEMA, Report
+from attncheck.core import json_numbers
+from attncheck.records.record import REPORT_SCHEMA, Report
 from attncheck.reporting import records_json
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ LARGEST = 2**26
 
 def as_json(report: Report) -> str:
     """``report`` as indented JSON, keys in the order of the schema; see ``json_numbers``."""
-    return json_numbers.written(report)
+    return json_numbers.to_json_text(report)
 
 
 def load(source: Path | str) -> Report:
@@ -36,7 +36,7 @@ def load(source: Path | str) -> Report:
         source,
         Report,
         what="report",
-        schema=SCHEMA,
+        schema=REPORT_SCHEMA,
         largest=LARGEST,
         numbered=_numbered,
         records=lambda report: report.records,
@@ -48,4 +48,4 @@ def _numbered(data: dict[str, Any]) -> dict[str, Any]:
     records = data.get("records")
     if not isinstance(records, list):
         return data
-    return data | {"records": [json_numbers.record_numbers(record) for record in records]}
+    return data | {"records": [json_numbers.words_to_record_numbers(record) for record in records]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.inert import for_markdown, markdown_code, shortened
+from attncheck.core.sanitize_text import for_markdown, markdown_code, shortened
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
 from attncheck.reporting.rows import HEADINGS
@@ -12,7 +12,7 @@ from attncheck.reporting.rows import HEADINGS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.record import Report
+    from attncheck.records.record import Report
     from attncheck.reporting.content import Content, Section
     from attncheck.reporting.rows import Row
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from attncheck.inert import one_line, shortened
+from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.reporting.cells import STYLES
 from attncheck.reporting.content import content
 from attncheck.reporting.figures import superscript
@@ -19,7 +19,7 @@ from attncheck.reporting.verdicts import STATUSES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.record import Report
+    from attncheck.records.record import Report
     from attncheck.reporting.content import Content, Section
     from attncheck.reporting.rows import Row
 

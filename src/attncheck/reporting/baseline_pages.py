@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from attncheck.gate_record import Change, Standing  # noqa: TC001  # msgspec reads the annotations
-from attncheck.inert import shortened
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.run_reports import (
+    BaselineStanding,  # noqa: TC001  # msgspec reads the annotations
+)
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell, Look
@@ -17,11 +19,15 @@ from attncheck.reporting.sheet import Line, Sheet
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from attncheck.records.run_reports import (
+        Change,
+    )
+
 __all__ = ["FORMATS", "SCHEMA", "Beside", "load", "render", "show", "tally"]
 
 SCHEMA = 1
 
-_LOOKS: dict[Standing, Look] = {
+_LOOKS: dict[BaselineStanding, Look] = {
     "worse": "bad",
     "better": "good",
     "gone": "notable",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from attncheck.reporting.asked import asked
+from attncheck.records.problem_summary import problem_of
 from attncheck.reporting.figures import percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attncheck.judgement import BlindSpot
-    from attncheck.record import Record
+    from attncheck.core.judgement import BlindSpot
+    from attncheck.records.record import Record
 
 __all__ = ["insensitive", "visible"]
 
@@ -29,7 +29,7 @@ def visible(records: Iterable[Record]) -> str:
     if not found:
         return ""
     spots = [spot for _, spot in found]
-    scaled = [spot for record, spot in found if asked(record).operation != "softmax"]
+    scaled = [spot for record, spot in found if problem_of(record).operation != "softmax"]
     facts = [
         _least("the scale off by", [spot.scale for spot in scaled]),
         _least("one key's weight off by", [spot.weight for spot in spots]),
@@ -54,7 +54,7 @@ def insensitive(records: Sequence[Record]) -> tuple[str, ...]:
         return ()
     spots = [spot for _, spot in found]
     several = [spot for spot in spots if spot.dropped_keys is not None]
-    scaled = [spot for record, spot in found if asked(record).operation != "softmax"]
+    scaled = [spot for record, spot in found if problem_of(record).operation != "softmax"]
     classes = {
         "a dropped key": several and not any(spot.dropped_keys for spot in several),
         "a scale 1 % off": scaled and not any(spot.scale <= _SCALE for spot in scaled),

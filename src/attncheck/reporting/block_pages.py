@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.text import Text
 
-from attncheck.block_record import EMPTY, FULL, PARTIAL, SCHEMA, BlockReport
-from attncheck.inert import shortened
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.survey_reports import BLOCK_SCHEMA, EMPTY, FULL, PARTIAL, BlockReport
 from attncheck.reporting import figures, screen, struct_json
 from attncheck.reporting.cells import Cell
 from attncheck.reporting.sheet import Line, Sheet, terminal_lines
@@ -16,7 +16,7 @@ from attncheck.reporting.sheet import Line, Sheet, terminal_lines
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.block_record import BlockRecord
+    from attncheck.records.survey_reports import BlockRecord
 
 __all__ = ["load", "show", "written"]
 
@@ -32,7 +32,7 @@ def written(report: BlockReport) -> str:
 
 def load(text: str) -> BlockReport:
     """The report that ``written`` wrote; raises UsageError for anything else."""
-    return struct_json.read(text, BlockReport, SCHEMA)
+    return struct_json.read(text, BlockReport, BLOCK_SCHEMA)
 
 
 def show(report: BlockReport, *, as_json: bool, stream: TextIO | None = None) -> None:

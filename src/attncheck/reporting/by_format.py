@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 import msgspec
 from rich.text import Text
 
-from attncheck.errors import UnknownName
-from attncheck.inert import for_markdown
+from attncheck.core.errors import UnknownName
+from attncheck.core.sanitize_text import for_markdown
 from attncheck.reporting import screen, struct_json
 from attncheck.reporting.sheet import markdown_lines, terminal_lines
 

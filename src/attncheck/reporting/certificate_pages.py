@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.inert import shortened
-from attncheck.oracle_record import CERTIFICATE_SCHEMA, TRUTH, CertificateReport
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.survey_reports import CERTIFICATE_SCHEMA, TRUTH, CertificateReport
 from attncheck.reporting import figures, struct_json
-from attncheck.reporting.asked import asked
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
 from attncheck.reporting.sheet import Line, Sheet
@@ -15,7 +15,7 @@ from attncheck.reporting.sheet import Line, Sheet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.oracle_record import Certificate, Proven
+    from attncheck.records.survey_reports import Certificate, ProvenError
     from attncheck.reporting.cells import Look
 
 __all__ = ["FORMATS", "load", "render", "show"]
@@ -28,7 +28,7 @@ def load(text: str) -> CertificateReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
     report = struct_json.read(text, CertificateReport, CERTIFICATE_SCHEMA)
     for record in report.records:
-        asked(record)
+        problem_of(record)
     return report
 
 
@@ -81,13 +81,13 @@ def _grouped(report: CertificateReport) -> dict[str, dict[str, list[Certificate]
     """Records by variant and shape, and in each by Case, in the order of the plan."""
     groups: dict[str, dict[str, list[Certificate]]] = {}
     for record in report.records:
-        cases = groups.setdefault(f"{record.variant} · {asked(record).line}", {})
+        cases = groups.setdefault(f"{record.variant} · {problem_of(record).line}", {})
         cases.setdefault(record.case_id, []).append(record)
     return groups
 
 
 def _line(part: str, records: list[Certificate], others: list[str], limit: float) -> Line:
-    proven: dict[str, Proven] = {record.oracle: getattr(record, part) for record in records}
+    proven: dict[str, ProvenError] = {record.oracle: getattr(record, part) for record in records}
     cells = [
         Cell(records[0].distribution),
         *_own(proven.get(TRUTH), limit),
@@ -97,7 +97,7 @@ def _line(part: str, records: list[Certificate], others: list[str], limit: float
     return Line(tuple(cells), tuple(remarks))
 
 
-def _own(proven: Proven | None, limit: float) -> list[Cell]:
+def _own(proven: ProvenError | None, limit: float) -> list[Cell]:
     if proven is None:
         return [Cell(figures.NOTHING, "dim")] * len(_OWN)
     error, allowance = (
@@ -107,14 +107,14 @@ def _own(proven: Proven | None, limit: float) -> list[Cell]:
     return [error, allowance, _share(proven, limit), _a_priori(proven)]
 
 
-def _share(proven: Proven | None, limit: float) -> Cell:
+def _share(proven: ProvenError | None, limit: float) -> Cell:
     if proven is None or proven.share is None:
         return Cell(figures.NOTHING, "bad" if proven and proven.unproven else "dim")
     look: Look = "bad" if proven.share > limit or proven.unproven else "plain"
     return Cell(figures.scientific(proven.share), look)
 
 
-def _a_priori(proven: Proven) -> Cell:
+def _a_priori(proven: ProvenError) -> Cell:
     if proven.a_priori is None:
         return Cell(figures.NOTHING, "dim")
     return Cell(figures.scientific(proven.a_priori), "bad" if proven.a_priori > 1 else "plain")
@@ -122,7 +122,7 @@ def _a_priori(proven: Proven) -> Cell:
 
 def _remarks(record: Certificate, part: str, limit: float) -> Iterator[str]:
     """``truth: nothing is proven of 4 of 192 numbers``."""
-    proven: Proven = getattr(record, part)
+    proven: ProvenError = getattr(record, part)
     truth = record.oracle == TRUTH
     total = proven.elements + proven.unproven + proven.unbounded
     if proven.unproven:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.text import Text
 
-from attncheck.errors import UnknownName
-from attncheck.inert import for_markdown, one_line, shortened
-from attncheck.judgement import Rule
-from attncheck.record import UNHELD, WRONG
+from attncheck.core.errors import UnknownName
+from attncheck.core.judgement import Rule
+from attncheck.core.sanitize_text import for_markdown, one_line, shortened
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import figures, screen
 from attncheck.reporting.as_json import as_json
-from attncheck.reporting.asked import asked
 from attncheck.reporting.blind_spots import insensitive, visible
 from attncheck.reporting.cells import STYLES, Cell
 from attncheck.reporting.content import content
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from attncheck.record import Record, Report
+    from attncheck.records.record import Record, Report
 
 __all__ = ["FORMATS", "head", "render", "row", "show", "verdict", "worst", "write"]
 
@@ -85,7 +85,7 @@ def head(report: Report, width: int) -> Iterator[Text]:
 
 def row(record: Record, width: int, *, first: bool) -> Iterator[Text]:
     """The line of one question; above the ``first`` of a dtype the headings."""
-    problem = asked(record)
+    problem = problem_of(record)
     if first:
         title = f"{problem.dtype} · largest error ÷ bound, of out and of LSE; above 1 is a fault"
         yield Text("")
@@ -131,14 +131,14 @@ def verdict(report: Report, width: int, *, command: str = "") -> Iterator[Text]:
 
 def worst(report: Report) -> Record | None:
     """The failure that says most: by the order of the rules, then by its size; None if none."""
-    return min((r for r in report.records if r.status in WRONG), key=_rank, default=None)
+    return min((r for r in report.records if r.status in FAILED_STATUSES), key=_rank, default=None)
 
 
 def exit_status(report: Report) -> str:
     """``fail``; ``in doubt``: oracles disagree; ``pass``; ``untested``: nothing was answered."""
     if worst(report) is not None or _blind(report):
         return "fail"
-    if any(r.status in UNHELD for r in report.records):
+    if any(r.status in UNTRUSTED_STATUSES for r in report.records):
         return "in doubt"
     return "pass" if any(r.status in JUDGED for r in report.records) else "untested"
 
@@ -157,7 +157,7 @@ def _table(report: Report, width: int) -> Iterator[Text]:
     yield from head(report, width)
     before = ""
     for record in report.records:
-        dtype = asked(record).dtype
+        dtype = problem_of(record).dtype
         yield from row(record, width, first=dtype != before)
         before = dtype
     yield from verdict(report, width)
@@ -177,7 +177,7 @@ def _about(record: Record) -> str:
     """The Problem, or why it was not asked."""
     if record.status == "unsupported":
         return record.reason
-    problem = asked(record)
+    problem = problem_of(record)
     of = [problem.mask["name"], problem.shape, f"H{problem.head_counts}"]
     compared = record.case.get("question") == "compare"
     return " ".join([*of, problem.distribution if compared else ""]).strip()
@@ -186,7 +186,9 @@ def _about(record: Record) -> str:
 def _sentence(report: Report) -> str:
     name = next(iter(report.kernels), "")
     count = Counter[str](record.status for record in report.records)
-    failed, judged = (sum(count[s] for s in of) for of in (WRONG, WRONG | JUDGED))
+    failed, judged = (
+        sum(count[s] for s in of) for of in (FAILED_STATUSES, FAILED_STATUSES | JUDGED)
+    )
     said = {
         "fail": f"FAIL  {name}: {failed} of {judged} question{'s' * (judged != 1)} failed",
         "in doubt": f"IN DOUBT  {name}: the oracles disagree, and nothing is said of the kernel",
@@ -230,8 +232,8 @@ def _markdown(report: Report) -> Iterator[str]:
     facts += [*_facts(report), _blind(report)]
     yield from (f"- {for_markdown(fact)}" for fact in facts if fact)
     yield ""
-    for dtype in dict.fromkeys(asked(record).dtype for record in report.records):
-        lines = [_line(record) for record in report.records if asked(record).dtype == dtype]
+    for dtype in dict.fromkeys(problem_of(record).dtype for record in report.records):
+        lines = [_line(record) for record in report.records if problem_of(record).dtype == dtype]
         columns = ("question", "verdict", "of", "why", "out/bound", "LSE/bound")
         yield from markdown_lines(Sheet(dtype, columns, words=4, lines=lines))
         yield ""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attncheck.reporting.asked import Asked, asked
+from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.reporting.blind_spots import insensitive, visible
 from attncheck.reporting.gradients import (
     ERRORS,
@@ -19,7 +19,7 @@ from attncheck.reporting.rows import DAGGER, HEADINGS, Row, row
 from attncheck.reporting.verdicts import JUDGED, STATUSES, footnote
 
 if TYPE_CHECKING:
-    from attncheck.record import Environment, Record, Report, Status
+    from attncheck.records.record import Environment, Record, Report, Status
 
 __all__ = ["HOW_TO_READ", "Block", "Content", "Note", "Section", "content", "environment_facts"]
 
@@ -120,7 +120,7 @@ def _reading(report: Report) -> tuple[str, ...]:
     lines: tuple[str, ...] = HOW_TO_READ
     if any(map(gradients_of, measured)):
         lines += HOW_TO_READ_GRADIENTS
-    if any(asked(record).dtype == "tf32" for record in measured):
+    if any(problem_of(record).dtype == "tf32" for record in measured):
         lines += (_TF32,)
     if any(record.interpreted for record in measured):
         lines += (_INTERPRETED,)
@@ -147,7 +147,7 @@ def _grouped(report: Report) -> dict[tuple[str, ...], dict[tuple[str, str], list
     """Records by section and block, each opened by its first record: the plan's order."""
     groups: dict[tuple[str, ...], dict[tuple[str, str], list[Record]]] = {}
     for record in report.records:
-        problem = asked(record)
+        problem = problem_of(record)
         blocks = groups.setdefault(_title(problem), {})
         heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
         blocks.setdefault((record.variant, heads), []).append(record)
@@ -162,7 +162,7 @@ def _row(record: Record, letters: dict[str, str], notes: dict[tuple[str, str], N
     )
 
 
-def _title(problem: Asked) -> tuple[str, ...]:
+def _title(problem: ProblemSummary) -> tuple[str, ...]:
     parts = (problem.dtype, problem.shape, problem.distribution, f"seed {problem.seed}")
     return (*parts, problem.backward_too) if problem.backward_too else parts
 
@@ -213,7 +213,7 @@ def _profiles(report: Report) -> list[str]:
     users: dict[str, dict[str, dict[str, None]]] = {}
     for record in report.records:
         if record.judgement:
-            kernels = users.setdefault(asked(record).dtype, {})
+            kernels = users.setdefault(problem_of(record).dtype, {})
             kernels.setdefault(record.judgement.arithmetic, {})[record.kernel] = None
     lines = []
     for dtype, profiles in users.items():

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attncheck.inert import one_line
-from attncheck.record import Diagnosis, ErrorMap, TileMap
-from attncheck.reporting.asked import asked
-from attncheck.reporting.diagnosis import problem_line
-from attncheck.reporting.likely import facts_of
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import Diagnosis, ErrorMap, TileMap
+from attncheck.reporting.diagnosis_text import explanation_facts, problem_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["error_figure", "is_mapped"]
 
@@ -87,7 +86,7 @@ def error_figure(record: Record, *, kernel: str) -> Any:
     row = fig.subplots(1, len(panels), squeeze=False, gridspec_kw=grid)[0]
     for ax, panel in zip(row, panels, strict=True):
         _draw(fig, ax, panel)
-    said = [(problem_line(asked(record)), 0.32, 13.0, "bold"), (kernel, 0.62, 9.0, "normal")]
+    said = [(problem_line(problem_of(record)), 0.32, 13.0, "bold"), (kernel, 0.62, 9.0, "normal")]
     said += [(line, 0.86, 9.0, "normal") for line in _likely(record)]
     for text, below, size, weight in said:
         letters = int((width - 1.5 * _LEFT) / (_LETTER * size / 10))
@@ -100,7 +99,7 @@ def error_figure(record: Record, *, kernel: str) -> Any:
 def _likely(record: Record) -> list[str]:
     """The first explanation, in a line."""
     found = record.diagnosis
-    facts = list(facts_of(found)) if isinstance(found, Diagnosis) else []
+    facts = list(explanation_facts(found)) if isinstance(found, Diagnosis) else []
     return [f"{name}: {text}" for name, text in facts[:1]]
 
 
@@ -114,7 +113,7 @@ def _panels(record: Record) -> list[_Panel]:
 
 
 def _by_tiles(tiles: TileMap, record: Record) -> _Panel:
-    problem = asked(record)
+    problem = problem_of(record)
     return _Panel(
         title=f"Where it is from: tiles of {_many(tiles.rows, 'row')} × {_many(tiles.keys, 'key')}",
         across="key",
@@ -130,7 +129,7 @@ def _by_tiles(tiles: TileMap, record: Record) -> _Panel:
 
 
 def _by_heads(found: ErrorMap, record: Record) -> _Panel:
-    problem = asked(record)
+    problem = problem_of(record)
     heads, rows = _many(found.heads, "head"), _many(found.rows, "row")
     powers = range(-_DECADES, _DECADES + 1)
     names = {-_DECADES: "≤ 0.01", -1: "0.1", 0: "1", 1: "10", _DECADES: "≥ 100"}

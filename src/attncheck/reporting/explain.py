@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.text import Text
 
-from attncheck.inert import one_line
+from attncheck.core.outputs import AXES
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.problem_summary import problem_of
 from attncheck.reporting import figures, screen
-from attncheck.reporting.asked import asked
 from attncheck.reporting.blind_spots import visible
 from attncheck.reporting.cells import STYLES, Cell
+from attncheck.reporting.diagnosis_text import likely_facts
 from attncheck.reporting.gradients import gradient_shares, gradients_of
-from attncheck.reporting.likely import likely_facts
 from attncheck.reporting.sheet import Line, Sheet, terminal_lines
 from attncheck.reporting.terms import TERMS
 from attncheck.reporting.verdicts import STATUSES, footnote, verdict_remarks
-from attncheck.tensor_names import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.judgement import Judgement, Precision, Worst
-    from attncheck.record import Record
+    from attncheck.core.judgement import Judgement, Precision, Worst
+    from attncheck.records.record import Record
 
 __all__ = ["as_explanation", "explanation_lines", "show_explanation"]
 
@@ -70,7 +70,7 @@ def explanation_lines(record: Record, width: int) -> Iterator[Text]:
 
 
 def _title(record: Record) -> str:
-    problem = asked(record)
+    problem = problem_of(record)
     heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
     parts = [record.kernel, record.variant, heads, problem.dtype, problem.shape]
     parts += [problem.distribution, f"seed {problem.seed}", problem.backward_too]

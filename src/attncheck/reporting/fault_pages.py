@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.fault_record import SCHEMA, FaultReport
-from attncheck.inert import shortened
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.fault_scores import FAULT_SCHEMA, FaultReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
@@ -14,21 +14,27 @@ from attncheck.reporting.sheet import Line, Sheet
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attncheck.fault_record import ControlScore, FaultScore, Outcome, PeerSaid, Total
+    from attncheck.records.fault_scores import (
+        ControlScore,
+        FaultOutcome,
+        FaultScore,
+        PeerVerdict,
+        Total,
+    )
     from attncheck.reporting.cells import Look
 
 __all__ = ["FORMATS", "exit_code", "load", "render", "show"]
 
 _PASSED, _FAILED, _UNFINISHED, _NOTHING = 0, 1, 3, 5
 
-_LOOKS: dict[Outcome, Look] = {"caught": "good", "missed": "bad", "harness": "bad"}
+_LOOKS: dict[FaultOutcome, Look] = {"caught": "good", "missed": "bad", "harness": "bad"}
 _CONTROLS: dict[str, Look] = {"clean": "good", "flagged": "bad", "harness": "bad"}
 _SHORT = {"allclose(1e-2)": "allclose", "1.1× mean": "mean"}  # of rules, in a heading
 
 
 def load(text: str) -> FaultReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
-    return struct_json.read(text, FaultReport, SCHEMA)
+    return struct_json.read(text, FaultReport, FAULT_SCHEMA)
 
 
 def exit_code(report: FaultReport) -> int:
@@ -145,7 +151,7 @@ def _remarks(score: FaultScore, *, wide: bool) -> Iterator[str]:
             yield shortened(f"diagnosis: {best.sentence or best.model}")
 
 
-def _peer(said: PeerSaid | None) -> Cell:
+def _peer(said: PeerVerdict | None) -> Cell:
     if said is None or not said.problems:
         return Cell(figures.NOTHING, "dim")
     asked = said.problems - said.alarms

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.judgement import Place, Worst
-    from attncheck.tensor_names import TensorName
+    from attncheck.core.judgement import Place, Worst
+    from attncheck.core.outputs import TensorName
 
 __all__ = [
     "NOTHING",

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.as_csv import as_csv
 from attncheck.reporting.as_json import as_json
 from attncheck.reporting.as_markdown import as_markdown
@@ -17,7 +17,7 @@ from attncheck.reporting.as_markdown import as_markdown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from attncheck.record import Report
+    from attncheck.records.record import Report
 
 __all__ = ["check_names", "check_writable", "write", "write_files", "write_texts"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.fingerprint_record import FIELDS, SCHEMA, FingerprintReport
-from attncheck.inert import shortened
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.survey_reports import FIELDS, FINGERPRINT_SCHEMA, FingerprintReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
@@ -14,13 +14,13 @@ from attncheck.reporting.sheet import Line, Sheet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.fingerprint_record import DtypeFingerprint, Reading, Standing
+    from attncheck.records.survey_reports import DtypeFingerprint, Reading, ReadingVerdict
     from attncheck.reporting.cells import Look
 
 __all__ = ["FORMATS", "exit_status", "load", "render", "show"]
 
 _COLUMNS = ("field", "read", "declared", "")
-_LOOKS: dict[Standing, Look] = {
+_LOOKS: dict[ReadingVerdict, Look] = {
     "agrees": "good",
     "finer": "good",
     "differs": "bad",
@@ -31,7 +31,7 @@ _LOOKS: dict[Standing, Look] = {
 
 def load(text: str) -> FingerprintReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
-    return struct_json.read(text, FingerprintReport, SCHEMA)
+    return struct_json.read(text, FingerprintReport, FINGERPRINT_SCHEMA)
 
 
 def exit_status(report: FingerprintReport) -> str:

@@ -6,21 +6,21 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.gate_record import STAGES
-from attncheck.inert import one_line
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.run_reports import STAGES
 from attncheck.reporting import figures
-from attncheck.reporting.asked import asked
 from attncheck.reporting.cells import Cell
 from attncheck.reporting.content import environment_facts
-from attncheck.reporting.diagnosis import command, diagnosis, problem_line
+from attncheck.reporting.diagnosis_text import diagnosis_text, problem_line, repro_command
 from attncheck.reporting.gate_verdict import policy_of, questions, sentence, sides, untested
 from attncheck.reporting.sheet import Line, Sheet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.gate_record import Answer, Change, GateReport, Stage
-    from attncheck.record import Environment, Status
+    from attncheck.records.record import Environment, Status
+    from attncheck.records.run_reports import Answer, Change, GateReport, Stage
     from attncheck.reporting.gate_verdict import Failing
 
 __all__ = [
@@ -181,7 +181,7 @@ def device_of(report: GateReport, answer: Answer) -> str:
 def diagnosis_lines(report: GateReport, failing: Failing) -> list[str]:
     """A failure in full: what was asked, what is wrong, and how to see it again."""
     shown = failing.shown
-    text = diagnosis(
+    text = diagnosis_text(
         shown.record,
         kernel=shown.record.kernel,
         device=device_of(report, shown),
@@ -189,11 +189,11 @@ def diagnosis_lines(report: GateReport, failing: Failing) -> list[str]:
     )
     lines = text.split("\n")
     if failing.smallest is not None:
-        original = problem_line(asked(failing.answer.record))
+        original = problem_line(problem_of(failing.answer.record))
         lines.append(f"  shrunk     from {one_line(original)}")
     more = like_it(failing)
     lines += [f"  like it    {more}"] if more else []
-    return [*lines, f"Reproduce: {one_line(command(failing.id))}"]
+    return [*lines, f"Reproduce: {one_line(repro_command(failing.id))}"]
 
 
 def like_it(failing: Failing) -> str:

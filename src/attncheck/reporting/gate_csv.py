@@ -6,12 +6,12 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from attncheck.inert import for_spreadsheet
-from attncheck.record import Report
+from attncheck.core.sanitize_text import for_spreadsheet
+from attncheck.records.record import Report
 from attncheck.reporting.as_csv import as_csv as records_as_csv
 
 if TYPE_CHECKING:
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["as_csv"]
 

@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attncheck.records.problem_summary import problem_of
 from attncheck.reporting import figures
-from attncheck.reporting.asked import asked
 from attncheck.reporting.gate_verdict import questions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from attncheck.gate_record import GateReport
-    from attncheck.record import Record
+    from attncheck.records.record import Record
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["Axis", "Curve", "Point", "Series", "curves"]
 
@@ -138,7 +138,7 @@ def _largest(
         if number is None or number <= 0:
             continue
         number = number if number < _CEILING else _CEILING  # NaN compares as less
-        problem = asked(record)
+        problem = problem_of(record)
         of_dtype = found.setdefault(problem.dtype, {})
         of_dtype[problem.kv] = max(of_dtype.get(problem.kv, 0.0), number)
     return found

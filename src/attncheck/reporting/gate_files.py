@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 from attncheck.reporting import gate_pages
 from attncheck.reporting.files import check_names, write_texts
 from attncheck.reporting.gate_html import as_html
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["FILES", "SCRIPTS", "write"]
 

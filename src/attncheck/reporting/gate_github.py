@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from attncheck.inert import one_line, shortened
+from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.reporting import gate_content
 from attncheck.reporting.gate_verdict import ODD, failing, policy_of, questions, sides
 from attncheck.reporting.source_lines import locate
@@ -13,7 +13,7 @@ from attncheck.reporting.verdicts import footnote
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["MOST", "as_github"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup, escape
 
-from attncheck.inert import shortened
+from attncheck.core.sanitize_text import shortened
 from attncheck.reporting import figures, gate_content, gate_curves, gate_maps
-from attncheck.reporting.diagnosis import command
+from attncheck.reporting.diagnosis_text import repro_command
 from attncheck.reporting.gate_matrix import matrix
 from attncheck.reporting.gate_terms import rule_text
 from attncheck.reporting.gate_verdict import (
@@ -31,7 +31,7 @@ from attncheck.reporting.gate_verdict import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.gate_record import Change, GateReport
+    from attncheck.records.run_reports import Change, GateReport
     from attncheck.reporting.gate_verdict import Failing
 
 __all__ = ["MOST", "as_html"]
@@ -200,7 +200,7 @@ def _failures(
             ],
             "map": own or gate_maps.drawing(one.answer.record),
             "map_before": own is None,
-            "command": command(one.id),
+            "command": repro_command(one.id),
             "script": _block(text) if fits else "",
             "script_file": f"repro/{one.id}.py" if text else "",
             "others": ", ".join(others[:_MOST_IDS]) + (", …" if others[_MOST_IDS:] else ""),

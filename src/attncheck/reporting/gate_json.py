@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck import json_numbers
-from attncheck.gate_record import SCHEMA, GateReport
+from attncheck.core import json_numbers
+from attncheck.records.run_reports import GATE_SCHEMA, GateReport
 from attncheck.reporting import records_json
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ LARGEST = 2**28
 
 def as_json(report: GateReport) -> str:
     """``report`` as indented JSON, keys in the order of the schema; see ``json_numbers``."""
-    return json_numbers.written(report)
+    return json_numbers.to_json_text(report)
 
 
 def load(source: Path | str) -> GateReport:
@@ -36,7 +36,7 @@ def load(source: Path | str) -> GateReport:
         source,
         GateReport,
         what="gate's report",
-        schema=SCHEMA,
+        schema=GATE_SCHEMA,
         largest=LARGEST,
         numbered=_numbered,
         records=lambda report: (answer.record for answer in report.answers),
@@ -55,11 +55,11 @@ def _numbered(data: dict[str, Any]) -> dict[str, Any]:
 def _answer(answer: Any) -> Any:
     if not isinstance(answer, dict):
         return answer
-    return answer | {"record": json_numbers.record_numbers(answer.get("record"))}
+    return answer | {"record": json_numbers.words_to_record_numbers(answer.get("record"))}
 
 
 def _change(change: Any) -> Any:
     if not isinstance(change, dict):
         return change
     told = {name: change[name] for name in ("before", "after") if name in change}
-    return change | json_numbers.numbers(told)
+    return change | json_numbers.words_to_numbers(told)

@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET  # its usual name; it only writes
 
-from attncheck.inert import one_line, shortened
-from attncheck.record import WRONG
+from attncheck.core.sanitize_text import one_line, shortened
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting import gate_content
-from attncheck.reporting.asked import asked
-from attncheck.reporting.diagnosis import problem_line
+from attncheck.reporting.diagnosis_text import problem_line
 from attncheck.reporting.gate_verdict import Failing, failing_statuses, policy_of, questions
 from attncheck.reporting.gradients import gradients_of
 from attncheck.reporting.verdicts import footnote
@@ -18,8 +18,8 @@ from attncheck.reporting.verdicts import footnote
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate_record import Answer, Change, GateReport
-    from attncheck.record import Status
+    from attncheck.records.record import Status
+    from attncheck.records.run_reports import Answer, Change, GateReport
 
 __all__ = ["as_junit"]
 
@@ -61,7 +61,7 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
 def _case(report: GateReport, failing: Failing, wrong: frozenset[Status]) -> ET.Element:
     answer, record = failing.answer, failing.answer.record
     question = str(record.case.get("question", ""))
-    name = f"{question} {problem_line(asked(record))} {record.case_id}"
+    name = f"{question} {problem_line(problem_of(record))} {record.case_id}"
     case = _element(answer.test or record.kernel, name, answer.seconds)
     properties = ET.SubElement(case, "properties")
     for key, value in _facts(report, answer).items():
@@ -70,7 +70,7 @@ def _case(report: GateReport, failing: Failing, wrong: frozenset[Status]) -> ET.
     if record.status == "unsupported":
         ET.SubElement(case, "skipped", {"message": said})
     elif record.status in wrong or record.status == "oracle disagrees":
-        lost = record.status in WRONG - {"fail"} or record.status == "oracle disagrees"
+        lost = record.status in FAILED_STATUSES - {"fail"} or record.status == "oracle disagrees"
         rule = record.judgement.rule if record.judgement else ""
         about = {"type": _text(rule or record.status), "message": said}
         element = ET.SubElement(case, "error" if lost else "failure", about)
@@ -82,7 +82,7 @@ def _case(report: GateReport, failing: Failing, wrong: frozenset[Status]) -> ET.
 
 def _facts(report: GateReport, answer: Answer) -> dict[str, str]:
     """Properties of a test case."""
-    record, problem = answer.record, asked(answer.record)
+    record, problem = answer.record, problem_of(answer.record)
     environment = report.environments.get(record.environment)
     facts = {
         "problem": problem_line(problem),

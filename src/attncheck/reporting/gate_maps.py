@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from attncheck.record import ErrorMap
+from attncheck.records.record import ErrorMap
 from attncheck.reporting import figures
 
 if TYPE_CHECKING:
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["LEVELS", "Drawing", "Tile", "drawing", "level", "says_more"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.inert import for_markdown, markdown_code, shortened
+from attncheck.core.sanitize_text import for_markdown, markdown_code, shortened
 from attncheck.reporting import gate_content
 from attncheck.reporting.gate_verdict import failing, policy_of
 from attncheck.reporting.sheet import markdown_lines
@@ -12,7 +12,7 @@ from attncheck.reporting.sheet import markdown_lines
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
     from attncheck.reporting.gate_verdict import Failing
 
 __all__ = ["LARGEST", "as_markdown"]

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attncheck.reporting.asked import Asked, asked
+from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.reporting.gate_verdict import questions, sides
 
 if TYPE_CHECKING:
-    from attncheck.gate_record import GateReport
-    from attncheck.record import Status
+    from attncheck.records.record import Status
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["Cell", "Matrix", "matrix"]
 
@@ -48,7 +48,7 @@ def matrix(report: GateReport, kernel: str) -> Matrix:
     counts: dict[str, dict[str, Counter[Status]]] = {}
     for answer in questions(report):
         if answer.record.kernel == kernel:
-            problem = asked(answer.record)
+            problem = problem_of(answer.record)
             of_dtypes = counts.setdefault(_row(problem), {})
             of_dtypes.setdefault(problem.dtype, Counter())[answer.record.status] += 1
     found = {dtype for of_dtypes in counts.values() for dtype in of_dtypes}
@@ -63,7 +63,7 @@ def matrix(report: GateReport, kernel: str) -> Matrix:
     return made
 
 
-def _row(problem: Asked) -> str:
+def _row(problem: ProblemSummary) -> str:
     if problem.operation == "softmax":
         return "softmax"
     mods = [str(problem.mask.get("name", "")), str(problem.score.get("name", ""))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
 from attncheck.reporting import screen
 from attncheck.reporting.gate_csv import as_csv
 from attncheck.reporting.gate_github import as_github
@@ -20,7 +20,7 @@ from attncheck.reporting.gate_verdict import exit_code
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["FORMATS", "check_format", "exit_code", "head", "load", "render", "show", "verdict"]
 

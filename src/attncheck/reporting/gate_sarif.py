@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from attncheck.inert import one_line, shortened
+from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.reporting import gate_content
 from attncheck.reporting.gate_terms import RULES, STATUSES, rule_id, rule_text
 from attncheck.reporting.gate_verdict import (
@@ -23,8 +23,8 @@ from attncheck.reporting.source_lines import locate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncheck.gate_record import Answer, Change, GateReport
-    from attncheck.record import Record, Status
+    from attncheck.records.record import Record, Status
+    from attncheck.records.run_reports import Answer, Change, GateReport
 
 __all__ = ["MOST", "as_sarif"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from attncheck.inert import one_line, shortened
+from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.reporting import gate_content, screen
 from attncheck.reporting.cells import STYLES
 from attncheck.reporting.gate_verdict import PASSED, exit_code, failing, policy_of
@@ -15,7 +15,7 @@ from attncheck.reporting.sheet import terminal_lines
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate_record import GateReport
+    from attncheck.records.run_reports import GateReport
 
 __all__ = ["MOST", "head", "table_lines", "verdict"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.judgement import Rule
-    from attncheck.record import Record, Status
+    from attncheck.core.judgement import Rule
+    from attncheck.records.record import Record, Status
 
 __all__ = ["RULES", "STATUSES", "rule_id", "rule_text"]
 

@@ -8,15 +8,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.judgement import Rule
-from attncheck.record import WRONG
+from attncheck.core.judgement import Rule
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.gradients import gradient_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attncheck.gate_record import Answer, Change, GateReport
-    from attncheck.record import Record, Status
+    from attncheck.records.record import Record, Status
+    from attncheck.records.run_reports import Answer, Change, GateReport
 
 __all__ = [
     "FAILED",
@@ -203,7 +203,7 @@ def sentence(report: GateReport, policy: Policy) -> str:
 
 
 def _fails(report: GateReport, statuses: Counter[Status], policy: Policy) -> bool:
-    wrong = WRONG | (_IN_DOUBT if policy.strict else set())
+    wrong = FAILED_STATUSES | (_IN_DOUBT if policy.strict else set())
     return (
         any(statuses[status] for status in wrong)
         or statuses["flaky"] > policy.flaky
@@ -219,7 +219,9 @@ def _regressed(changes: Iterable[Change], policy: Policy) -> list[Change]:
 def failing_statuses(asked: Iterable[Answer], policy: Policy) -> frozenset[Status]:
     """Those that fail under ``policy``."""
     flaky = sum(answer.record.status == "flaky" for answer in asked) > policy.flaky
-    return WRONG | (_IN_DOUBT if policy.strict else set()) | ({"flaky"} if flaky else set())
+    return (
+        FAILED_STATUSES | (_IN_DOUBT if policy.strict else set()) | ({"flaky"} if flaky else set())
+    )
 
 
 def sides(report: GateReport) -> tuple[frozenset[Status], frozenset[Status]]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.core.outputs import GRADIENTS
 from attncheck.reporting import figures
 from attncheck.reporting.cells import Cell
 from attncheck.reporting.verdicts import share_cell
 from attncheck.reporting.yardsticks import error_cell, ideal_cell
-from attncheck.tensor_names import GRADIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attncheck.record import GradientErrors, Record
-    from attncheck.tensor_names import TensorName
+    from attncheck.core.outputs import TensorName
+    from attncheck.records.record import GradientErrors, Record
 
 __all__ = [
     "ERRORS",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UsageError
-from attncheck.record import Report
+from attncheck.core.errors import UsageError
+from attncheck.records.record import Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["joined"]
 

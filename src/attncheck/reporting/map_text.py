@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.record import ErrorMap
+from attncheck.records.record import ErrorMap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["PLAIN", "map_lines"]
 

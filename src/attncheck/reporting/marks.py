@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
-from attncheck.record import WRONG
-from attncheck.reporting.asked import Asked, asked
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.problem_summary import ProblemSummary, problem_of
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.gradients import gradients_of
 from attncheck.reporting.verdicts import JUDGED
 
 if TYPE_CHECKING:
-    from attncheck.record import Record, Report, Status
+    from attncheck.records.record import Record, Report, Status
 
 __all__ = ["GAP", "Column", "Mark", "Page", "Panel", "Slot", "measured", "page"]
 
@@ -155,14 +155,16 @@ def page(report: Report) -> Page:
         raise UsageError(
             "the report has gradients, which a plot does not show: plot one without --backward."
         )
-    shown = [r for r in report.records if r.status in WRONG or (r.status in JUDGED and r.out)]
+    shown = [
+        r for r in report.records if r.status in FAILED_STATUSES or (r.status in JUDGED and r.out)
+    ]
     usual = _usual_shapes(shown)
     order = _order(report)
     columns = tuple(_column(name, shown, usual, order) for name in usual)
     places = {(slot.label, slot.heads): slot.places() for c in columns for slot in c.slots}
     panels: dict[str, Panel] = {}
     for record in shown:
-        problem = asked(record)
+        problem = problem_of(record)
         title = " · ".join(_title(problem, usual))
         reach = places[_key(record, usual)][record.kernel]
         panels.setdefault(title, Panel(title)).marks.append(_mark(record, problem.operation, reach))
@@ -192,19 +194,19 @@ def _usual_shapes(records: list[Record]) -> dict[str, str]:
     """Of each operation its first shape: titles say attention's, or softmax's where it is alone."""
     usual: dict[str, str] = {}
     for record in records:
-        problem = asked(record)
+        problem = problem_of(record)
         usual.setdefault(problem.operation, problem.shape)
     return usual
 
 
-def _title(problem: Asked, usual: dict[str, str]) -> list[str]:
+def _title(problem: ProblemSummary, usual: dict[str, str]) -> list[str]:
     shape = usual.get("attention", usual.get(problem.operation, ""))
     return [one_line(problem.dtype), shape, one_line(problem.distribution), f"seed {problem.seed}"]
 
 
 def _key(record: Record, usual: dict[str, str]) -> tuple[str, str]:
     """Label and heads of a record's slot."""
-    problem = asked(record)
+    problem = problem_of(record)
     name = one_line(record.variant) or "?"
     label = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
     known = usual[problem.operation].split()
@@ -218,7 +220,7 @@ def _column(
     """Slots in the order of the report, those of one label side by side."""
     labels: dict[str, dict[str, set[str]]] = {}
     for record in records:
-        if asked(record).operation == operation:
+        if problem_of(record).operation == operation:
             label, heads = _key(record, usual)
             labels.setdefault(label, {}).setdefault(heads, set()).add(record.kernel)
     slots, left = [], 0.0

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.inert import shortened
-from attncheck.mod_record import SCHEMA, ModReport
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.survey_reports import MOD_SCHEMA, ModReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
@@ -16,7 +16,7 @@ from attncheck.reporting.sheet import Line, Sheet, least_width
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.mod_record import Answer, ModRecord
+    from attncheck.records.survey_reports import ModAnswer, ModRecord
 
 __all__ = ["FORMATS", "load", "render", "show"]
 
@@ -33,7 +33,7 @@ _CELLS = {
 
 def load(text: str) -> ModReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
-    return struct_json.read(text, ModReport, SCHEMA)
+    return struct_json.read(text, ModReport, MOD_SCHEMA)
 
 
 def _fitting(report: ModReport, width: int | None) -> Iterator[Sheet]:
@@ -73,11 +73,11 @@ def _head(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1].rstrip() + "…"
 
 
-def _speaks(answer: Answer) -> bool:
+def _speaks(answer: ModAnswer) -> bool:
     return answer.status in {"different", "unknown", "error"}
 
 
-def _remark(world: str, answer: Answer) -> str:
+def _remark(world: str, answer: ModAnswer) -> str:
     return f"{world}: {shortened(answer.detail)}"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from attncheck.inert import shortened
-from attncheck.oracle_record import SCHEMA, OracleReport
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.survey_reports import ORACLE_SCHEMA, OracleReport
 from attncheck.reporting import figures, struct_json
-from attncheck.reporting.asked import asked
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
 from attncheck.reporting.sheet import Line, Sheet
@@ -16,7 +16,7 @@ from attncheck.reporting.sheet import Line, Sheet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.oracle_record import Agreement, Distance, OracleRecord, Rows
+    from attncheck.records.survey_reports import Agreement, Distance, OracleRecord, Rows
 
 __all__ = ["FORMATS", "load", "render", "show"]
 
@@ -31,9 +31,9 @@ _UNITS_OF_SOFTMAX = _UNITS | {"out": "out in units of 2^-53 p"}
 
 def load(text: str) -> OracleReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
-    report = struct_json.read(text, OracleReport, SCHEMA)
+    report = struct_json.read(text, OracleReport, ORACLE_SCHEMA)
     for record in report.records:
-        asked(record)
+        problem_of(record)
     return report
 
 
@@ -83,7 +83,7 @@ def _grouped(report: OracleReport) -> dict[str, dict[str, list[OracleRecord]]]:
     """Records by variant and shape, and in each by Case, in the order of the plan."""
     groups: dict[str, dict[str, list[OracleRecord]]] = {}
     for record in report.records:
-        cases = groups.setdefault(f"{record.variant} · {asked(record).line}", {})
+        cases = groups.setdefault(f"{record.variant} · {problem_of(record).line}", {})
         cases.setdefault(record.case_id, []).append(record)
     return groups
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.fault_record import SCHEMA, OwnReport
-from attncheck.inert import shortened
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.fault_scores import FAULT_SCHEMA, OwnTestsReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
@@ -15,7 +15,7 @@ from attncheck.reporting.sheet import Line, Sheet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.fault_record import OwnScore
+    from attncheck.records.fault_scores import OwnTestsScore
     from attncheck.reporting.cells import Look
 
 __all__ = ["FORMATS", "exit_code", "load", "render", "show"]
@@ -24,12 +24,12 @@ _PASSED, _FAILED, _UNFINISHED, _NOTHING = 0, 1, 3, 5
 _LOOKS: dict[str, Look] = {"caught": "good", "missed": "bad", "not scored": "bad"}
 
 
-def load(text: str) -> OwnReport:
+def load(text: str) -> OwnTestsReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
-    return struct_json.read(text, OwnReport, SCHEMA)
+    return struct_json.read(text, OwnTestsReport, FAULT_SCHEMA)
 
 
-def exit_code(report: OwnReport) -> int:
+def exit_code(report: OwnTestsReport) -> int:
     """0 where all that were shown are caught; 1 where one is missed; 3 where one has no score.
 
     And 5 where nothing was scored at all.
@@ -42,12 +42,12 @@ def exit_code(report: OwnReport) -> int:
     return _PASSED if count["caught"] else _NOTHING
 
 
-def _above(report: OwnReport) -> Iterator[str]:
+def _above(report: OwnTestsReport) -> Iterator[str]:
     yield shortened(report.command)
     yield shortened(f"pytest {report.pytest}, {report.replace} replaced")
 
 
-def _sheets(report: OwnReport, width: int | None) -> Iterator[Sheet]:
+def _sheets(report: OwnTestsReport, width: int | None) -> Iterator[Sheet]:
     del width
     yield _by_category(report)
     columns = ("fault", "category", "status", "failed first", "s")
@@ -55,7 +55,7 @@ def _sheets(report: OwnReport, width: int | None) -> Iterator[Sheet]:
     yield Sheet("Fault by fault", columns, words=4, cut=4, lines=lines)
 
 
-def _by_category(report: OwnReport) -> Sheet:
+def _by_category(report: OwnTestsReport) -> Sheet:
     columns = ("category", "caught", "missed", "not shown", "not reached", "not scored")
     categories = dict.fromkeys(score.category for score in report.scores)
     lines = [
@@ -66,7 +66,7 @@ def _by_category(report: OwnReport) -> Sheet:
     return Sheet("Score by category", columns, words=1, cut=1, lines=lines)
 
 
-def _counts(name: str, scores: list[OwnScore]) -> Line:
+def _counts(name: str, scores: list[OwnTestsScore]) -> Line:
     count = Counter(score.status for score in scores)
     scored = count["caught"] + count["missed"]
     return Line(
@@ -81,7 +81,7 @@ def _counts(name: str, scores: list[OwnScore]) -> Line:
     )
 
 
-def _line(score: OwnScore) -> Line:
+def _line(score: OwnTestsScore) -> Line:
     cells = (
         Cell(score.fault),
         Cell(score.category, "dim"),
@@ -92,7 +92,7 @@ def _line(score: OwnScore) -> Line:
     return Line(cells, (shortened(score.reason),) if score.reason else ())
 
 
-def _below(report: OwnReport) -> Iterator[str]:
+def _below(report: OwnTestsReport) -> Iterator[str]:
     yield (
         "not shown: in no call of these tests does the fault change a bit of the result. "
         "not reached: no call came to the faulty kernel."
@@ -104,5 +104,5 @@ def _below(report: OwnReport) -> Iterator[str]:
     yield f"{count['caught']} of {scored} faults that show are caught by these tests."
 
 
-_PAGE: Page[OwnReport] = paged("Your tests on planted faults", _above, _sheets, _below)
+_PAGE: Page[OwnTestsReport] = paged("Your tests on planted faults", _above, _sheets, _below)
 render, show = _PAGE.render, _PAGE.show

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.error_figure import error_figure
 from attncheck.reporting.files import check_names, write_files
 from attncheck.reporting.marks import measured
@@ -20,7 +20,7 @@ from attncheck.reporting.plot_figure import STYLE, figure
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attncheck.record import Record, Report
+    from attncheck.records.record import Record, Report
 
 __all__ = [
     "INSTALL",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from attncheck.inert import one_line
+from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.content import content
 from attncheck.reporting.marks import GAP, Column, Mark, Page, page
 
 if TYPE_CHECKING:
-    from attncheck.record import Report, Status
+    from attncheck.records.record import Report, Status
 
 __all__ = ["STYLE", "figure"]
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from attncheck import json_numbers
-from attncheck.errors import UsageError
-from attncheck.reporting.asked import asked
+from attncheck.core import json_numbers
+from attncheck.core.errors import UsageError
+from attncheck.records.problem_summary import problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["read"]
 
@@ -48,9 +48,11 @@ def read(  # what differs between the reports
     """
 
     def refused(fact: str) -> UsageError:
-        return UsageError(json_numbers.refusal(json_numbers.name_of(source), what, fact))
+        return UsageError(
+            json_numbers.refusal_message(json_numbers.source_name(source), what, fact)
+        )
 
-    data = json_numbers.read(source, what, largest)
+    data = json_numbers.read_json(source, what, largest)
     found = data.get("schema") if isinstance(data, dict) else None
     if found != schema or isinstance(found, bool):
         raise refused(f"schema is {found!r}, this version reads {schema}")
@@ -60,7 +62,7 @@ def read(  # what differs between the reports
         raise refused(str(error)) from None
     environments: dict[str, Any] = report.environments  # type: ignore[attr-defined]  # each has them
     for record in records(report):
-        asked(record)
+        problem_of(record)
         if record.environment not in environments:
             raise refused(f"no environment {record.environment!r}")
     return report

@@ -12,7 +12,7 @@ from attncheck.reporting.verdicts import JUDGED, STATUSES, verdict_cells, verdic
 from attncheck.reporting.yardsticks import error_cell, ideal_cell, soundness
 
 if TYPE_CHECKING:
-    from attncheck.record import LseErrors, OutErrors, Record
+    from attncheck.records.record import LseErrors, OutErrors, Record
 
 __all__ = ["COLUMNS", "DAGGER", "HEADINGS", "Row", "row"]
 

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from attncheck.inert import one_line
+from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.map_text import PLAIN
 
 if TYPE_CHECKING:

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.inert import shortened
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.fault_scores import ATTNCHECK_RULE, SENSITIVITY_SCHEMA, SensitivityReport
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
 from attncheck.reporting.sheet import Line, Sheet
-from attncheck.sensitivity_record import OURS, SCHEMA, SensitivityReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.sensitivity_record import Least, Seen
+    from attncheck.records.fault_scores import FaultSensitivity, SmallestFault
 
 __all__ = ["FORMATS", "exit_code", "load", "render", "show"]
 
 
 def load(text: str) -> SensitivityReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
-    return struct_json.read(text, SensitivityReport, SCHEMA)
+    return struct_json.read(text, SensitivityReport, SENSITIVITY_SCHEMA)
 
 
 def exit_code(report: SensitivityReport) -> int:
     """0 where the gate sees each fault of some size; 1 where it sees one of none."""
-    return int(any(seen.rules[OURS].size is None for seen in report.seen))
+    return int(any(seen.rules[ATTNCHECK_RULE].size is None for seen in report.seen))
 
 
 def _above(report: SensitivityReport) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _sheets(report: SensitivityReport, width: int | None) -> Iterator[Sheet]:
         yield Sheet(dtype, columns, words=2, cut=1, lines=lines)
 
 
-def _line(seen: Seen, rules: list[str]) -> Line:
+def _line(seen: FaultSensitivity, rules: list[str]) -> Line:
     least = {rule: seen.rules.get(rule) for rule in rules}
     cells = (
         Cell(seen.summary),
@@ -52,11 +52,11 @@ def _line(seen: Seen, rules: list[str]) -> Line:
         *(_cell(found, seen.unit) for found in least.values()),
         Cell(f"{seen.seconds:.0f}"),
     )
-    ours = seen.rules[OURS]
+    ours = seen.rules[ATTNCHECK_RULE]
     return Line(cells, (shortened(f"by {ours.question}"),) if ours.question else ())
 
 
-def _cell(found: Least | None, unit: str) -> Cell:
+def _cell(found: SmallestFault | None, unit: str) -> Cell:
     if found is None:
         return Cell(figures.NOTHING, "dim")
     if found.size is None:

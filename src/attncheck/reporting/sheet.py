@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from attncheck.inert import for_markdown, one_line
+from attncheck.core.sanitize_text import for_markdown, one_line
 from attncheck.reporting.cells import STYLES, Cell
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from attncheck.errors import UsageError
-from attncheck.inert import one_line
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 
 __all__ = ["read", "written"]
 

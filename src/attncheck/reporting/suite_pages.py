@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.inert import shortened
-from attncheck.record import WRONG
+from attncheck.core.sanitize_text import shortened
+from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.run_reports import PROPERTY_SCHEMA, PropertyOutcome, PropertyReport, Tally
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
 from attncheck.reporting.cells import Cell
 from attncheck.reporting.sheet import Line, Sheet
-from attncheck.suite_record import SCHEMA, Outcome, SuiteReport, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "load", "rate", "render", "show", "total"]
 
 _STATUSES = ("warn", "inconclusive", "fail", "error")
-_COUNTED = {"error": WRONG - {"fail"}}  # where a word stands for several
+_COUNTED = {"error": FAILED_STATUSES - {"fail"}}  # where a word stands for several
 
 
-def load(text: str) -> SuiteReport:
+def load(text: str) -> PropertyReport:
     """The report that ``render(report, "json")`` wrote; raises UsageError for anything else."""
-    return struct_json.read(text, SuiteReport, SCHEMA)
+    return struct_json.read(text, PropertyReport, PROPERTY_SCHEMA)
 
 
-def total(outcomes: Iterable[Outcome]) -> Tally:
+def total(outcomes: Iterable[PropertyOutcome]) -> Tally:
     """Everything that these outcomes counted."""
     tally = Tally()
     for outcome in outcomes:
@@ -45,7 +45,7 @@ def rate(tally: Tally, seconds: float) -> str:
     return f"{problems} in {took} s{speed}{share}"
 
 
-def _above(report: SuiteReport) -> Iterator[str]:
+def _above(report: PropertyReport) -> Iterator[str]:
     yield shortened(report.command)
     env = report.environment
     facts = [env.device, f"torch {env.torch}", f"triton {env.triton or 'missing'}"]
@@ -56,7 +56,7 @@ def _above(report: SuiteReport) -> Iterator[str]:
     yield f"tier {report.tier}{shared}: {rate(total(report.outcomes), report.seconds)}"
 
 
-def _sheets(report: SuiteReport, width: int | None) -> Iterator[Sheet]:
+def _sheets(report: PropertyReport, width: int | None) -> Iterator[Sheet]:
     del width  # few columns
     yield _by(report, "kernel", lambda one: one.kernel)
     yield _by(report, "dtype", lambda one: one.dtype)
@@ -70,16 +70,16 @@ def _sheets(report: SuiteReport, width: int | None) -> Iterator[Sheet]:
         yield _reasons("failures", failed)
 
 
-def _by(report: SuiteReport, name: str, key: Callable[[Outcome], str]) -> Sheet:
+def _by(report: PropertyReport, name: str, key: Callable[[PropertyOutcome], str]) -> Sheet:
     columns = (name, "tests", "problems", *_STATUSES, "known", "failed", "skipped", "work")
-    groups: dict[str, list[Outcome]] = {}
+    groups: dict[str, list[PropertyOutcome]] = {}
     for outcome in report.outcomes:
         groups.setdefault(key(outcome), []).append(outcome)
     lines = [_line(name, outcomes) for name, outcomes in groups.items()]
     return Sheet(f"by {name}", columns, lines=lines)
 
 
-def _line(name: str, outcomes: list[Outcome]) -> Line:
+def _line(name: str, outcomes: list[PropertyOutcome]) -> Line:
     tally = total(outcomes)
     counts = {kind: sum(one.outcome == kind for one in outcomes) for kind in ("known", "failed")}
     skipped = sum(one.outcome == "skipped" for one in outcomes)
@@ -96,9 +96,9 @@ def _number(count: int) -> Cell:
     return Cell(f"{count:,}") if count else Cell(figures.NOTHING, "dim")
 
 
-def _reasons(title: str, outcomes: list[Outcome]) -> Sheet:
+def _reasons(title: str, outcomes: list[PropertyOutcome]) -> Sheet:
     """One row a kernel, test and reason: with the dtypes and families that it holds for."""
-    groups: dict[tuple[str, str, str], list[Outcome]] = {}
+    groups: dict[tuple[str, str, str], list[PropertyOutcome]] = {}
     for one in outcomes:
         groups.setdefault((one.kernel, one.test, one.reason), []).append(one)
     lines = []
@@ -109,7 +109,7 @@ def _reasons(title: str, outcomes: list[Outcome]) -> Sheet:
     return Sheet(title, ("kernel", "test", "dtypes", "mask families"), words=4, cut=4, lines=lines)
 
 
-def _below(report: SuiteReport) -> Iterator[str]:
+def _below(report: PropertyReport) -> Iterator[str]:
     yield (
         "A problem is one Case that was answered, however many runs of the kernel it takes; work "
         "is the time in kernel, oracle and judge, of all processes together."
@@ -131,5 +131,5 @@ def _below(report: SuiteReport) -> Iterator[str]:
     yield f"{len(report.outcomes):,} tests: " + ", ".join(f"{n:,} {k}" for k, n in counts.items())
 
 
-_PAGE: Page[SuiteReport] = paged("Properties", _above, _sheets, _below)
+_PAGE: Page[PropertyReport] = paged("Properties", _above, _sheets, _below)
 render, show = _PAGE.render, _PAGE.show

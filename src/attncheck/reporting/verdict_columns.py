@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.judgement import BlindSpot, Judgement, Place, Precision, Worst
-from attncheck.tensor_names import GRADIENTS
+from attncheck.core.judgement import BlindSpot, Judgement, Place, Precision, Worst
+from attncheck.core.outputs import GRADIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

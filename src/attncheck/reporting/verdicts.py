@@ -8,8 +8,8 @@ from attncheck.reporting import figures
 from attncheck.reporting.cells import Cell, Look
 
 if TYPE_CHECKING:
-    from attncheck.judgement import Judgement
-    from attncheck.record import Record, Status
+    from attncheck.core.judgement import Judgement
+    from attncheck.records.record import Record, Status
 
 __all__ = ["JUDGED", "STATUSES", "footnote", "share_cell", "verdict_cells", "verdict_remarks"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.examine.recorded import arrangement
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.verify.new_record import arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from attncheck.capabilities.subject import Subject
     from attncheck.runner.plan import Cell
-    from attncheck.subjects.contract import Subject
 
 __all__ = ["chosen"]
 

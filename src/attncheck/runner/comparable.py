@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.baseline_record import entries
-from attncheck.distributions import distribution_named
-from attncheck.errors import AttncheckError
+from attncheck.core.errors import AttncheckError
+from attncheck.inputs.distributions import distribution_named
+from attncheck.records.baseline_entries import baseline_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from attncheck.baseline_record import Entry, Key
-    from attncheck.gate_record import Answer, Stage
-    from attncheck.record import Environment, Record, Status
+    from attncheck.records.baseline_entries import Entry, Key
+    from attncheck.records.record import Environment, Record, Status
+    from attncheck.records.run_reports import Answer, Stage
 
 __all__ = ["KEPT", "KINDS", "STAGES", "comparable", "measurements"]
 
@@ -62,7 +62,7 @@ def comparable(
     for record in records:
         if record.status not in KINDS or (record.status in _JUDGED and not _measured(record)):
             continue
-        for entry in entries([record], environments):
+        for entry in baseline_entries([record], environments):
             other = found.get(entry.key)
             if other is None or KINDS[other[0].status] < KINDS[entry.status]:
                 found[entry.key] = entry, _independent(record)

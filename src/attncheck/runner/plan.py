@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attncheck.errors import ProblemError, UnknownName
-from attncheck.formats import DTYPES
-from attncheck.problem import Problem
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import Problem
 from attncheck.runner.variants import ALL, FURTHER, VARIANTS, Shape, Variant
 
 if TYPE_CHECKING:

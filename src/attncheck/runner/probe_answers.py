@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from attncheck.record import WRONG
+from attncheck.records.record import FAILED_STATUSES
 
 if TYPE_CHECKING:
-    from attncheck.examine.executor import Failure
-    from attncheck.problem import Problem
-    from attncheck.record import Record, Status
+    from attncheck.inputs.problem import Problem
+    from attncheck.records.record import Record, Status
+    from attncheck.verify.executor import Failure
 
 __all__ = ["Tried", "Verdict", "as_tried", "of_failure", "verdict_of"]
 
@@ -20,7 +20,7 @@ Verdict = Literal["takes", "refuses", "raises", "wrong"]
 broke its contract. ``wrong``: an answer that is no rounding."""
 
 _OF_STATUS: dict[Status, Verdict] = {
-    **dict.fromkeys(WRONG, "raises"),
+    **dict.fromkeys(FAILED_STATUSES, "raises"),
     "unsupported": "refuses",
     "fail": "wrong",
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncheck.formats import DTYPES
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,25 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attncheck import inputs as inputs_room
-from attncheck.errors import UsageError
-from attncheck.examine.answer import answered
-from attncheck.examine.concerned import as_concerned
-from attncheck.examine.executor import Failure, InProcess
-from attncheck.problem import Case, Problem
-from attncheck.question import PROMISES
+from attncheck.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities
+from attncheck.capabilities.declared import Declared
+from attncheck.capabilities.subject import Subject
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.core.errors import UsageError
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import PROMISES, Case, Problem
 from attncheck.relations import RELATIONS
 from attncheck.runner import probe_questions
 from attncheck.runner.probe_answers import Tried, as_tried, of_failure, verdict_of
-from attncheck.subjects.capabilities import Capabilities
-from attncheck.subjects.contract import Subject
-from attncheck.subjects.conventions.options import ALIGNMENTS, EMPTY_ROWS, ConventionOptions
-from attncheck.subjects.declared import Declared
+from attncheck.verify.executor import Failure, InProcess
+from attncheck.verify.run_case import adapted_problems, run_case
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
     from attncheck.runner.probe_answers import Verdict
 
 __all__ = ["Make", "Probed", "probed"]
@@ -137,7 +135,7 @@ class _Probe:
         """The first Problem that gets an answer; else what was said to the first of all."""
         first: Tried | None = None
         assert self._subject is not None, "a convention comes first"
-        asked = [as_concerned(self._subject, each) for each in probe_questions.bases()]
+        asked = [adapted_problems(self._subject, each) for each in probe_questions.bases()]
         for problem in itertools.chain.from_iterable(asked):
             answer = self._refusal(convention, problem) or self._begun(convention, problem)
             if answer.verdict in {"takes", "wrong"}:
@@ -162,7 +160,7 @@ class _Probe:
         self._advance("base")
         said = executor.refusal(subject, problem, self._device)
         if said is None:
-            given = executor.run(subject, inputs_room.draw(problem, self._device))
+            given = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
             said = given if isinstance(given, Failure) else None
         return None if said is None else of_failure("convention", convention, said, problem)
 
@@ -281,7 +279,7 @@ class _Probe:
             question=relation.name if relation else "compare",
             parameters={name: values[0] for name, values in numbers},
         )
-        return answered(asked, case, device=self._device)
+        return run_case(asked, case, device=self._device)
 
 
 def _work(problem: Problem) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attncheck.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.runner.probe_questions import HEAD_DIMS
-from attncheck.subjects.capabilities import ANY, Capabilities, Override, When
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import ProblemError, UnknownName, UsageError
-from attncheck.formats import round_to
-from attncheck.mods.library import FULL, MASKS, NONE, SCORES, Entry
-from attncheck.mods.own import own_mask, own_score
-from attncheck.mods.spec import Spec
-from attncheck.recorded_names import without_recorded
+from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
+from attncheck.core.formats import round_to
+from attncheck.mods.library import FULL, NONE
+from attncheck.mods.masks import MASKS
+from attncheck.mods.mod_files import load_mask, load_score
+from attncheck.mods.scores import SCORES
+from attncheck.mods.spec import Entry, Spec
 from attncheck.runner.plan import Cell, check_measured, check_memory
 from attncheck.runner.variants import Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from attncheck.problem import Problem
-    from attncheck.recordings import Recording
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.recorded_calls import Recording
 
 __all__ = ["own_variant", "recorded"]
 
@@ -31,8 +32,8 @@ def own_variant(mask: str | None, score: str | None) -> Variant:
         ProblemError: for one of the library that needs numbers, which a command line cannot give.
     """
     specs = (
-        _spec(mask, "mask", MASKS, own_mask) if mask is not None else FULL,
-        _spec(score, "score mod", SCORES, own_score) if score is not None else NONE,
+        _spec(mask, "mask", MASKS, load_mask) if mask is not None else FULL,
+        _spec(score, "score mod", SCORES, load_score) if score is not None else NONE,
     )
     name = " ".join(spec.name for spec in specs if spec != NONE)
     return Variant(name=name, summary="as typed", mods=lambda _: specs)

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from attncheck import probes
-from attncheck.errors import ProblemError
-from attncheck.examine.answer import answered
-from attncheck.examine.concerned import as_concerned
-from attncheck.examine.environment import environment, fingerprint, prepare
+from attncheck.core.errors import ProblemError
+from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import LARGEST_HEAD_DIM, Case, Problem
-from attncheck.record import Report
+from attncheck.records.record import Report
 from attncheck.runner.plan import check_measured
+from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.run_case import adapted_problems, run_case
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
 
 __all__ = ["Question", "ask", "opened", "questions"]
 
@@ -192,9 +191,9 @@ def ask(report: Report, subject: Subject, question: Question) -> Report:
     """``report`` with the Record of one question more: its ``variant`` is the question's name."""
     ((key, env),) = report.environments.items()
     device = "cpu" if env.device == "cpu" else "cuda"
-    for problem in as_concerned(subject, question.case.problem):
+    for problem in adapted_problems(subject, question.case.problem):
         case = dataclasses.replace(question.case, problem=problem)
-        record = answered(subject, case, device=device, variant=question.name, environment=key)
+        record = run_case(subject, case, device=device, variant=question.name, environment=key)
         if record.status != "unsupported":
             break
     return replace(report, records=(*report.records, record))

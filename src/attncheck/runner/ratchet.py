@@ -12,8 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.baseline_record import fingerprint
-from attncheck.gate_record import Change
+from attncheck.records.baseline_entries import environment_id
+from attncheck.records.run_reports import Change
 from attncheck.runner.chance import Pair, growth, improbable, ratio
 from attncheck.runner.comparable import KINDS, comparable, measurements
 from attncheck.runner.standings import ordered
@@ -21,10 +21,10 @@ from attncheck.runner.standings import ordered
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.baseline_record import Baseline, Entry, Held, Key
-    from attncheck.gate_record import Answer, Standing
-    from attncheck.record import Environment
-    from attncheck.tensor_names import TensorName
+    from attncheck.core.outputs import TensorName
+    from attncheck.records.baseline_entries import Baseline, BaselineTensor, Entry, Key
+    from attncheck.records.record import Environment
+    from attncheck.records.run_reports import Answer, BaselineStanding
 
 __all__ = ["ALARM", "beside", "changes"]
 
@@ -56,7 +56,7 @@ def changes(
     after = comparable(measurements(answers), environments)
     asked = {(entry.kernel, entry.device) for entry, _ in after.values()}
     before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in asked}
-    known = baseline.environments | {fingerprint(one): one for one in environments.values()}
+    known = baseline.environments | {environment_id(one): one for one in environments.values()}
     return _beside(before, after, known, complete=complete)
 
 
@@ -77,7 +77,7 @@ def beside(
     """
     old = comparable(measurements(before), environments)
     new = comparable(measurements(after), environments)
-    known = {fingerprint(one): one for one in environments.values()}
+    known = {environment_id(one): one for one in environments.values()}
     return _beside({k: e for k, (e, _) in old.items()}, new, known, complete=complete)
 
 
@@ -99,7 +99,7 @@ class _Case:
         return found
 
 
-def _pair(old: Held, new: Held, least: float) -> Pair:
+def _pair(old: BaselineTensor, new: BaselineTensor, least: float) -> Pair:
     return Pair(
         before=max(old.relative, least),
         after=max(new.relative, least),
@@ -109,7 +109,7 @@ def _pair(old: Held, new: Held, least: float) -> Pair:
     )
 
 
-def _floor(held: Held, *, independent: bool) -> float:
+def _floor(held: BaselineTensor, *, independent: bool) -> float:
     """What errors are not told apart below.
 
     Where an ideal kernel is exact, or one rounding falls the same way in all rows, what the largest
@@ -152,7 +152,7 @@ def _gone(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[
             yield _change(entry, None, "worse" if lost else "gone", reason)
 
 
-def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[Standing, str]]:
+def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
     """How every case stands, and why: by itself, else together with others of its kind."""
     groups: dict[tuple[str, str, TensorName, int], dict[Key, Pair]] = defaultdict(dict)
     unequal = {k: c for k, c in both.items() if not _equal(c)}
@@ -174,7 +174,7 @@ def _equal(case: _Case) -> bool:
     return bool(case.after.digest) and case.after.digest == case.before.digest
 
 
-def _alone(case: _Case, limit: float) -> tuple[Standing, str]:
+def _alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     old, new = case.before, case.after
     step = KINDS[new.status] - KINDS[old.status]
     bits = "the same bits" if _equal(case) else ""
@@ -196,7 +196,7 @@ def _alone(case: _Case, limit: float) -> tuple[Standing, str]:
     return "within rounding", ", ".join(reason for _, reason in found)
 
 
-def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[Standing, str]:
+def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     pair = case.pairs().get(name)
     if pair is None:
         return _exact(name, case, limit)
@@ -207,7 +207,7 @@ def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[Standing, s
     return "within rounding", f"{name} {ratio([pair]):.3g} ×"
 
 
-def _exact(name: TensorName, case: _Case, limit: float) -> tuple[Standing, str]:
+def _exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     """Exact on one side or on both: then the ideal kernels stand in for the other."""
     old, new = case.before.tensors[name], case.after.tensors[name]
     if not old.relative and not new.relative:
@@ -232,7 +232,7 @@ def _exact(name: TensorName, case: _Case, limit: float) -> tuple[Standing, str]:
     return "within rounding", f"{said}: no more than ideal kernels may err by"
 
 
-def _standing(said: str) -> Standing:
+def _standing(said: str) -> BaselineStanding:
     return "worse" if said == "worse" else "better"
 
 
@@ -241,7 +241,7 @@ def _together(
     name: str,
     of: Mapping[Key, Pair],
     limit: float,
-    found: dict[Key, tuple[Standing, str]],
+    found: dict[Key, tuple[BaselineStanding, str]],
 ) -> None:
     """A loss that no case shows by itself, and all of them do."""
     left = {key: pair for key, pair in of.items() if found[key][0] == "within rounding"}
@@ -279,7 +279,9 @@ def _word(value: object) -> str:
     return (", ".join(value) if isinstance(value, tuple) else str(value)) or "none"
 
 
-def _change(before: Entry | None, after: Entry | None, standing: Standing, reason: str) -> Change:
+def _change(
+    before: Entry | None, after: Entry | None, standing: BaselineStanding, reason: str
+) -> Change:
     entry = after or before
     assert entry is not None, "it is on one side at least"
     out_before = before.tensors.get("out") if before else None

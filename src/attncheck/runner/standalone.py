@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck import spread
-from attncheck.errors import UsageError
-from attncheck.examine.reproduce import Run, runs
+from attncheck.conventions.call_tensors import attention_mask
+from attncheck.core import strided_alloc
+from attncheck.core.errors import UsageError
+from attncheck.diagnose.reproduce import ExactRun, exact_runs
 from attncheck.relations import RELATIONS
 from attncheck.runner.standalone_call import Calling, calling
-from attncheck.subjects.sdpa import attention_mask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.judgement import Judgement
-    from attncheck.problem import Case
-    from attncheck.record import Record
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.core.judgement import Judgement
+    from attncheck.inputs.problem import Case
+    from attncheck.records.record import Record
 
 __all__ = ["LARGEST", "script"]
 
@@ -75,7 +75,7 @@ def script(  # what was asked of whom, what was answered, and where it goes
     """
     if case.problem.backward:
         raise UsageError("the script would ask for out and LSE: it cannot ask for gradients.")
-    asked = runs(subject, case, device=device)
+    asked = exact_runs(subject, case, device=device)
     size = sum(t.nbytes for run in asked for t in _tensors(run, {}))
     if size > LARGEST:
         raise UsageError(
@@ -118,7 +118,7 @@ class _Memory:
     def view(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Where it lies, its shape and its strides."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        far = spread.is_spread(tensor)
+        far = strided_alloc.has_far_rows(tensor)
         whole = tensor.detach() if far else tensor.detach().as_strided((size,), (1,), 0)
         whole = whole.cpu().contiguous().flatten()
         raw = whole.view(torch.uint8).numpy().tobytes()
@@ -133,14 +133,14 @@ class _Memory:
         } | ({"within": size} if far else {})
 
 
-def _tensors(run: Run, more: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+def _tensors(run: ExactRun, more: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     yield from run.inputs.tensors().values()
     yield from more.values()
     for outputs in (run.exact, run.allowed):
         yield from (part for part in (outputs.out, outputs.lse) if part is not None)
 
 
-def _told(run: Run, how: Calling, memory: _Memory) -> dict[str, Any]:
+def _told(run: ExactRun, how: Calling, memory: _Memory) -> dict[str, Any]:
     """A run as data."""
     inputs, problem = run.inputs.tensors(), run.inputs.problem
     if how.reads_mask:

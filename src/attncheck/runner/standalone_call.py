@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.errors import UsageError
-from attncheck.subjects import conventions
-from attncheck.subjects.configured import configuration, entry_points
-from attncheck.subjects.conventions.function_subject import FunctionSubject
-from attncheck.subjects.declared import Declared
-from attncheck.subjects.flex import Flex
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.capabilities.configuration import entry_points, read_configuration
+from attncheck.capabilities.declared import Declared
+from attncheck.conventions import declarations
+from attncheck.conventions.function_subject import FunctionSubject
+from attncheck.core.errors import UsageError
+from attncheck.subjects.torch_kernels import Flex, Sdpa
 
 if TYPE_CHECKING:
-    from attncheck.problem import Problem
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.problem import Problem
 
 __all__ = ["Calling", "calling"]
 
@@ -161,7 +160,7 @@ def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> Calling:
         name = "torch.nn.attention.flex_attention.flex_attention"
         compiled = f"torch.compile({name}, fullgraph=True, dynamic=False)"
         made = _FLEX.format(function=name if device == "cpu" else compiled)
-    adopted = conventions.adopted(function, inner.name, convention)
+    adopted = declarations.adopted(function, inner.name, convention)
     assert isinstance(adopted, FunctionSubject), adopted
     return _named(made, _source(adopted, problem))
 
@@ -216,7 +215,7 @@ def _reference(kernel: str) -> tuple[str, Path]:
     """What names a function, and the folder that its file or module is looked for in."""
     if ":" in kernel:
         return kernel, Path.cwd()
-    project = configuration()
+    project = read_configuration()
     table = project.kernels.get(kernel)
     if table is not None:
         return table.entry, project.folder

@@ -9,13 +9,20 @@ from msgspec.structs import replace
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from attncheck.gate_record import Change, Standing
+    from attncheck.records.run_reports import BaselineStanding, Change
 
 __all__ = ["joined", "ordered"]
 
-_ORDER: tuple[Standing, ...] = ("worse", "better", "gone", "new", "within rounding", "identical")
+_ORDER: tuple[BaselineStanding, ...] = (
+    "worse",
+    "better",
+    "gone",
+    "new",
+    "within rounding",
+    "identical",
+)
 # Of a case beside several: what fails first, and what was compared before what was not.
-_TELLING: tuple[Standing, ...] = (
+_TELLING: tuple[BaselineStanding, ...] = (
     *("worse", "better", "within rounding", "identical"),
     *("gone", "new"),
 )

@@ -6,12 +6,13 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attncheck.distributions import DISTRIBUTIONS, Sizes
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.distribution_tensors import Sizes
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import SOFTMAX_DTYPES
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
-from attncheck.problem import SOFTMAX_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

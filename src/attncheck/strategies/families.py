@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
 from attncheck.strategies.compositions import compositions, offsets
 from attncheck.strategies.expressions import expressions
 from attncheck.strategies.masks import NEIGHBORHOODS, PLAIN_MASKS, masks

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from attncheck.errors import UsageError
+from attncheck.core.errors import UsageError
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

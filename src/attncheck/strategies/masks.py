@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.strategies.canvases import neighborhoods

@@ -7,12 +7,12 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import ProblemError
+from attncheck.core.errors import ProblemError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.problem import Problem
+    from attncheck.inputs.problem import Problem
 
 __all__ = ["supported"]
 

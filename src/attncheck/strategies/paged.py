@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from attncheck.errors import UsageError
-from attncheck.paging import LARGEST_PAGE, Paging
+from attncheck.core.errors import UsageError
+from attncheck.core.paged_layout import LARGEST_PAGE, Paging
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hypothesis import strategies as st
 
-from attncheck.distributions import DISTRIBUTIONS, Sizes
-from attncheck.errors import UnknownName, UsageError
-from attncheck.formats import DTYPES
+from attncheck.core.errors import UnknownName, UsageError, without_recorded
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import NONE
 from attncheck.mods.spec import Dimensions
-from attncheck.problem import Problem
-from attncheck.recorded_names import without_recorded
 from attncheck.strategies import nearest
 from attncheck.strategies.masks import masks as any_masks
 from attncheck.strategies.shapes import shapes as any_shapes
@@ -22,8 +21,9 @@ from attncheck.strategies.shapes import shapes as any_shapes
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+    from attncheck.core.paged_layout import Paging
+    from attncheck.inputs.distribution_tensors import Sizes
     from attncheck.mods.spec import Spec
-    from attncheck.paging import Paging
 
 __all__ = ["AMPLITUDES", "problems"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from attncheck.errors import UnknownName
+from attncheck.core.errors import UnknownName
 from attncheck.mods.library import NONE
 from attncheck.mods.spec import Spec
 

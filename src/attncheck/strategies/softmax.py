@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError
-from attncheck.problem import SOFTMAX_DTYPES, Problem
+from attncheck.core.errors import ProblemError
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 from attncheck.strategies.lengths import lengths
 
 if TYPE_CHECKING:

@@ -2,30 +2,532 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
-from attncheck.formats import FORMATS, Format
-from attncheck.problem import OPERATIONS
-from attncheck.question import PROMISES
-from attncheck.subjects.contract import Call, Subject, Tiling, with_full_tanh
-from attncheck.subjects.ideal_attention import Index, attention
-from attncheck.subjects.ideal_gradients import slope, with_gradients
-from attncheck.subjects.ideal_softmax import ideal_softmax
-from attncheck.subjects.matmul_precision import fp32_products
+from attncheck.capabilities.subject import Call, Subject, Tiling, with_full_tanh
+from attncheck.conventions.torch_arithmetic import fp32_products
+from attncheck.core.formats import FORMATS, Format, fp32
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import OPERATIONS, PROMISES
+from attncheck.mods import library
+from attncheck.mods.captured_gradients import CapturedSums
 
 if TYPE_CHECKING:
-    from attncheck.inputs import Inputs
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.mods.leaves import CapturedSums
-    from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.outputs import Outputs
-    from attncheck.problem import Problem
+    from collections.abc import Callable
 
-__all__ = ["Ideal", "Index"]
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.mods.spec import MaskMod, ScoreMod
+
+__all__ = [
+    "Ideal",
+    "Index",
+    "Pass",
+    "attention",
+    "finite",
+    "ideal_softmax",
+    "padded",
+    "power_of_two",
+    "slope",
+    "weighted",
+    "with_gradients",
+]
+
+
+def weighted(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    weights: torch.Tensor,
+    seen: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """``product`` of (…, rows, n) and (…, n, columns), of which ``rows`` see what ``seen`` says.
+
+    What is not finite among the values goes to the rows that see it, and to no other.
+    """
+    odd = ~torch.isfinite(values)
+    out = product(weights, torch.where(odd, 0.0, values))
+    for j in odd.any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist():
+        to_rows = (seen[..., j, None] & odd[..., None, j, :]).expand_as(out)
+        added = out + weights[..., j, None] * values[..., None, j, :]
+        out = torch.where(to_rows, added, out)
+    return out
+
+
+def finite(maximum: torch.Tensor) -> torch.Tensor:
+    """0 stands in for the maximum of a row that has seen nothing."""
+    return torch.where(torch.isneginf(maximum), 0.0, maximum)
+
+
+def power_of_two(
+    exp2: Callable[[torch.Tensor], torch.Tensor], exponent: torch.Tensor, score: torch.Tensor
+) -> torch.Tensor:
+    """``exp2``; 0 where ``score`` is −∞, also where −∞ · c is NaN: c may underflow."""
+    return torch.where(torch.isneginf(score), 0.0, exp2(exponent))
+
+
+def padded(x: torch.Tensor, block: int) -> torch.Tensor:
+    """``x`` (batch, heads, length, dim) with zeros up to a whole number of blocks."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
+
+
+# Scores held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64.
+_SCORES_AT_A_TIME = 2**22
+
+
+def ideal_softmax(inputs: Inputs) -> Outputs:
+    """Softmax of ``inputs.x`` ``(batch, heads, query, kv)`` over kv, and its LSE.
+
+    * x − m in fp32, m the row's maximum; exp rounded once, to fp32.
+    * The row sum in fp32, pairwise (torch's), of exp unrounded.
+    * out = exp · (1 / sum), the reciprocal in fp32, as a good kernel does: one division a row
+      and a rounding more for each element; then rounded once to the output format.
+    * LSE = m + log(sum), log rounded once.
+    * Rows that are −inf throughout give 0 and −∞; a NaN or +inf makes its row NaN.
+    """
+    x = inputs.x
+    assert x is not None, "Inputs of a softmax have their scores"
+    rows = x.flatten(0, 2)
+    step = max(1, _SCORES_AT_A_TIME // rows.shape[1])
+    with torch.no_grad():
+        parts = [_rows(rows[i : i + step]) for i in range(0, rows.shape[0], step)]
+    out = torch.cat([out for out, _ in parts]).view(x.shape)
+    lse = torch.cat([lse for _, lse in parts]).view(x.shape[:-1])
+    return Outputs(out.to(inputs.problem.formats.output.torch_dtype), lse)
+
+
+def _rows(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = stored.float()
+    maximum = x.amax(-1)
+    base = torch.where(torch.isneginf(maximum), 0.0, maximum)
+    e = torch.exp((x - base[:, None]).double()).float()
+    total = e.sum(-1)
+    dead = total == 0
+    total = torch.where(dead, 1.0, total)
+    lse = torch.where(dead, -math.inf, maximum + torch.log(total.double()).float())
+    return (e * (1.0 / total)[:, None]).to(stored.dtype), lse
+
+
+# Scores held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64.
+
+
+def attention(kernel: Ideal, inputs: Inputs) -> Outputs:
+    """Out and LSE of ``kernel`` on ``inputs``."""
+    return Pass(kernel, inputs).outputs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Where a tile of scores lies: integer tensors that broadcast to (batch, heads, rows, keys).
+
+    Attributes:
+        b: Sequence, (batch, 1, 1, 1).
+        h: Query head, (1, heads, 1, 1).
+        q_idx: Query row, (1, 1, rows, 1).
+        kv_idx: Key, (1, 1, 1, keys).
+    """
+
+    b: torch.Tensor
+    h: torch.Tensor
+    q_idx: torch.Tensor
+    kv_idx: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Running:
+    """What the online softmax carries from tile to tile; ``(batch, heads, rows[, value_dim])``."""
+
+    maximum: torch.Tensor
+    total: torch.Tensor
+    out: torch.Tensor
+
+
+class _Factors:
+    """The fp32 numbers that scores and outputs are multiplied by.
+
+    Tensors that broadcast to ``(batch, heads, rows)``.
+
+    Attributes:
+        scale: Of q·k.
+        exponent: Of the difference of two scores, for exp2 (the docstring's c).
+        log2_e: Of natural numbers, for exp2.
+        weights: Of P before it is rounded.
+        out: Of O at the end.
+    """
+
+    def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
+        problem, device = inputs.problem, inputs.device
+        products = values = torch.ones((1, 1, 1), dtype=torch.float32, device=device)
+        if inputs.descale is not None:
+            given = (inputs.descale.q * inputs.descale.k, inputs.descale.v)
+            products, values = (x.repeat_interleave(problem.group, 1)[..., None] for x in given)
+        self.scale = problem.scale * products
+        log2_scale = fp32(problem.scale * kernel.log2_e)
+        self.log2_e = fp32(kernel.log2_e)
+        of_nats = torch.full_like(products, self.log2_e)
+        self.exponent = of_nats if _in_nats(problem) else log2_scale * products
+        self.weights = kernel.weights_scale(problem)
+        self.out = values / self.weights
+
+
+class Pass:
+    """One forward pass over prepared inputs.
+
+    Attributes:
+        kernel: Whose hooks are called.
+        problem: Of the inputs.
+        tile: The kernel's tiling.
+        q, k, v: As a product reads them, in fp32, up to a whole number of tiles.
+        factors: What scores and outputs are multiplied by.
+        mask, score: The Problem's mods; ``score`` None where there is none.
+        in_nats: Whether scores are multiplied by the scale before the softmax.
+        sink: Each head's, if any.
+    """
+
+    def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
+        self.kernel = kernel
+        self.problem = problem = inputs.problem
+        self.tile = kernel.tiling(problem, inputs.device.type)
+        self.device = str(inputs.device)
+        fmt = problem.formats.products
+        self.q = padded(kernel.operand(inputs.q.float(), fmt), self.tile.block_query)
+        self.k = padded(kernel.operand(inputs.k.float(), fmt), self.tile.block_kv)
+        self.v = padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
+        self.v_is_finite = bool(torch.isfinite(self.v).all())
+        self.mask = problem.mask_mod(self.device)
+        self.score = None if problem.score == library.NONE else problem.score_mod(self.device)
+        self.factors = _Factors(kernel, inputs)
+        self.in_nats = _in_nats(problem)
+        self.sink = inputs.sink
+
+    def outputs(self) -> Outputs:
+        """Out and LSE."""
+        problem = self.problem
+        parts = [self._rows(rows) for rows in self.row_blocks()]
+        out = torch.cat([part.out for part in parts], dim=2)[:, :, : problem.query]
+        lse = torch.cat([part.lse for part in parts if part.lse is not None], dim=2)
+        return Outputs(out, lse[:, :, : problem.query])
+
+    def row_blocks(self) -> list[slice]:
+        """Whole tiles of query rows: as many at a time as scores may be held."""
+        per_block = self.problem.batch * self.problem.heads
+        per_block *= self.tile.block_query * self.tile.block_kv
+        step = max(1, _SCORES_AT_A_TIME // per_block) * self.tile.block_query
+        last = self.q.shape[2]
+        return [slice(i, min(i + step, last)) for i in range(0, last, step)]
+
+    def key_tiles(self) -> list[slice]:
+        """Tiles of keys in the order of the tiling."""
+        size = self.tile.block_kv
+        tiles = [slice(start, start + size) for start in range(0, self.k.shape[2], size)]
+        return tiles[::-1] if self.tile.reverse else tiles
+
+    def _rows(self, rows: slice) -> Outputs:
+        q = self.q[:, :, rows]
+        running = self._start(q)
+        for keys in self.key_tiles():
+            seen, at = self.seen(rows, keys)
+            if bool(seen.any()):
+                s = self.modified(self.logits(q, keys), seen, at)
+                step = self._flash1 if self.tile.recurrence == "flash1" else self._flash2
+                step(running, s, seen, self.expanded(self.v[:, :, keys]))
+        return self._finish(running)
+
+    def _start(self, q: torch.Tensor) -> _Running:
+        """Before the first tile: nothing, or the sink, as a tile of one such key leaves it."""
+        shape = q.shape[:3]
+        maximum, total = q.new_full(shape, self.kernel.first_maximum), q.new_zeros(shape)
+        if self.sink is not None:
+            maximum = self.sink[:, None].expand(shape)
+            total = (~torch.isneginf(maximum)).to(total.dtype)
+        return _Running(maximum, total, q.new_zeros((*shape, self.problem.value_dim)))
+
+    def seen(self, rows: slice, keys: slice) -> tuple[torch.Tensor, Index]:
+        """Which keys the rows see; padding is asked about as the last row and key, then hidden."""
+        problem = self.problem
+        row = torch.arange(rows.start, rows.stop, device=self.device)
+        key = torch.arange(keys.start, keys.stop, device=self.device)
+        at = Index(
+            b=torch.arange(problem.batch, device=self.device).view(-1, 1, 1, 1),
+            h=torch.arange(problem.heads, device=self.device).view(1, -1, 1, 1),
+            q_idx=row.clamp(max=problem.query - 1).view(1, 1, -1, 1),
+            kv_idx=key.clamp(max=problem.kv - 1).view(1, 1, 1, -1),
+        )
+        inside = self.kernel.inside(key, problem.kv).view(1, 1, 1, -1)
+        seen = self.visible(self.mask, at) & inside
+        return seen.expand(problem.batch, problem.heads, len(row), -1), at
+
+    def visible(self, mask: MaskMod, at: Index) -> torch.Tensor:
+        """Which keys of a tile there are to see, as the kernel says."""
+        return self.kernel.visible(mask, at)
+
+    def logits(self, q: torch.Tensor, keys: slice) -> torch.Tensor:
+        """Scores of a tile before score mod and mask: q·k, or natural ones."""
+        s = self.kernel.scores(self.product(q, self.expanded(self.k[:, :, keys]).mT))
+        return s * self.factors.scale[..., None] if self.in_nats else s
+
+    def modified(self, s: torch.Tensor, seen: torch.Tensor, at: Index) -> torch.Tensor:
+        """Scores of a tile after the score mod, −∞ where not seen."""
+        if self.score:
+            # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
+            s = self.score(s, at.b, at.h, at.q_idx, at.kv_idx).to(s.dtype)
+        return torch.where(seen, s, self.kernel.hidden_score)
+
+    def _flash2(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
+        maximum = self._moved(run.maximum, s.amax(-1))
+        p = self._weights(s, maximum)
+        alpha = self._power(run.maximum, maximum)
+        total = self.kernel.rescaled(run.total, alpha)
+        run.total = self.kernel.added(total, self._row_sum(p))
+        out = self.kernel.rescaled(run.out, alpha[..., None])
+        run.out = self.kernel.added(out, self._weighted(p, seen, v))
+        run.maximum = maximum
+
+    def _flash1(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
+        own = s.amax(-1)
+        p = self._weights(s, own)
+        maximum = torch.maximum(run.maximum, own)
+        before = self.kernel.rescaled(run.total, self._power(run.maximum, maximum))
+        beta = self._power(own, maximum)
+        run.total = self.kernel.added(before, beta * self._row_sum(p))
+        out = self.kernel.rescaled(run.out, before[..., None])
+        out = self.kernel.added(out, beta[..., None] * self._weighted(p, seen, v))
+        run.out = out / torch.where(run.total == 0, 1.0, run.total)[..., None]
+        run.maximum = maximum
+
+    def _moved(self, old: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
+        """The running maximum after a tile; a lazy one stays while it grows by little."""
+        new = torch.maximum(old, tile)
+        if not self.tile.lazy_rescale:
+            return new
+        growth = (new - old) * self.factors.exponent
+        stays = (growth <= self.tile.lazy_rescale) & ~torch.isneginf(old)
+        return torch.where(stays, old, new)
+
+    def _weights(self, s: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+        """exp2 of the scores below ``maximum``, in fp32; 0 where a score is −∞."""
+        base, c = finite(maximum)[..., None], self.factors.exponent[..., None]
+        if self.in_nats:
+            # The difference first: c times a finite score may be beyond fp32.
+            return power_of_two(self.kernel.exp2, (s - base) * c, s)
+        # A fused multiply-add: float64 holds s·c exactly, and the sum is rounded to fp32.
+        exponent = (s.double() * c - (base * c).double()).float()
+        return power_of_two(self.kernel.exp2, exponent, s)
+
+    def _power(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """What a weight relative to ``old`` is to be multiplied by to be relative to ``new``."""
+        exponent = (old - finite(new)) * self.factors.exponent
+        return power_of_two(self.kernel.exp2, exponent, old)
+
+    def _row_sum(self, p: torch.Tensor) -> torch.Tensor:
+        return self.kernel.row_sum(p, self.problem, self.factors.weights)
+
+    def _weighted(self, p: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """P·V; a value that is not finite goes to the rows that see its key, and to no other."""
+        p = self.kernel.operand(p * self.factors.weights, self.problem.formats.weights)
+        return self.product(p, v) if self.v_is_finite else weighted(self.product, p, seen, v)
+
+    def _finish(self, run: _Running) -> Outputs:
+        dead = run.total == 0
+        out = run.out
+        if self.tile.recurrence == "flash2":
+            out = self.kernel.normalised(out, torch.where(dead, 1.0, run.total)[..., None])
+        out = torch.where(dead[..., None], 0.0, out * self.factors.out[..., None])
+        log = torch.log(torch.where(dead, 1.0, run.total).double()).float()
+        unit = 1.0 if self.in_nats else self.factors.scale
+        lse = torch.where(dead, -math.inf, run.maximum * unit + log)
+        return Outputs(out.to(self.problem.formats.output.torch_dtype), lse)
+
+    def expanded(self, kv: torch.Tensor) -> torch.Tensor:
+        """Each key head as often as there are query heads that share it."""
+        return kv.repeat_interleave(self.problem.group, dim=1)
+
+    def product(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """(batch, heads, rows, n) × (batch, heads, n, m), one whole tile of rows at a time."""
+        batch, heads, length, inner = rows.shape
+        blocks = length // self.tile.block_query
+        tiles = rows.reshape(batch * heads * blocks, self.tile.block_query, inner)
+        repeated = columns.flatten(0, 1).repeat_interleave(blocks, dim=0)
+        return self.kernel.product(tiles, repeated).view(batch, heads, length, -1)
+
+
+def _in_nats(problem: Problem) -> bool:
+    """Whether scores are multiplied by the scale before the softmax: mods and sinks are natural."""
+    return problem.score != library.NONE or problem.sink
+
+
+Part = TypeVar("Part")
+
+
+def with_gradients(kernel: Ideal, inputs: Inputs, outputs: Outputs) -> Outputs:
+    """``outputs`` of the forward pass on ``inputs``, and the gradients from them."""
+    return _BackwardPass(kernel, inputs, outputs).gradients()
+
+
+def slope(score: ScoreMod, x: torch.Tensor, at: Index) -> torch.Tensor:
+    """The derivative of ``score`` at each of the scores ``x``; 0 where it does not depend on it."""
+    with torch.enable_grad():
+        given = x.detach().requires_grad_()
+        modified = score(given, at.b, at.h, at.q_idx, at.kv_idx)
+        if not modified.requires_grad:
+            return torch.zeros_like(x)
+        (found,) = torch.autograd.grad(modified.expand_as(x).sum(), given, allow_unused=True)
+    return torch.zeros_like(x) if found is None else found
+
+
+class _BackwardPass(Pass):
+    """One backward pass from what the forward pass has given."""
+
+    def __init__(self, kernel: Ideal, inputs: Inputs, outputs: Outputs) -> None:
+        super().__init__(kernel, inputs)
+        assert inputs.dout is not None, "a Problem with a backward has a loss"
+        assert outputs.lse is not None, "the forward pass gives it"
+        rows = self.tile.block_query
+        self.forward = outputs
+        self.dout = padded(kernel.operand(inputs.dout.float(), self.problem.formats.products), rows)
+        # Of dO as it is stored, where a product of tf32 reads less of it.
+        delta = kernel.delta(inputs.dout.float(), outputs.out.float(), inputs.dlse)
+        self.delta = padded(delta[..., None], rows)[..., 0]
+        self.lse = padded(outputs.lse[..., None], rows)[..., 0]
+        self.all_finite = all(bool(torch.isfinite(x).all()) for x in (self.q, self.k, self.dout))
+        self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        self.captured: CapturedSums | None = None
+        if self.score and self.problem.dcaptured:
+            self.captured = CapturedSums(self.score, self.device, torch.float32)
+
+    def gradients(self) -> Outputs:
+        problem, blocks = self.problem, self.row_blocks()
+        dtype, scale = problem.formats.storage.torch_dtype, self.factors.scale[..., None]
+        parts = {rows.start: self._rows_of(rows) for rows in self._in_order(blocks)}
+        dq = torch.cat([parts[rows.start] for rows in blocks], dim=2)[:, :, : problem.query]
+        dk = self.dk[:, :, : problem.kv]
+        return dataclasses.replace(
+            self.forward,
+            dq=self.kernel.scaled(dq, scale).to(dtype),
+            dk=self.kernel.scaled(dk, scale).to(dtype),
+            dv=self.dv[:, :, : problem.kv].to(dtype),
+            dsink=None if self.sink is None else self._dsink(self.sink),
+            dcaptured=None if self.captured is None else self.captured.sums,
+        )
+
+    def visible(self, mask: MaskMod, at: Index) -> torch.Tensor:
+        """As the kernel sees them again."""
+        return self.kernel.visible_again(mask, at)
+
+    def _rows_of(self, rows: slice) -> torch.Tensor:
+        """Of some rows dQ, before the scale; what they add to dK and dV is added."""
+        q, dout = self.q[:, :, rows], self.dout[:, :, rows]
+        dq = torch.zeros_like(q)
+        # Padding is asked about as the last row: it must add nothing.
+        row = torch.arange(rows.start, rows.stop, device=self.device)
+        there = (row < self.problem.query).view(1, 1, -1, 1)
+        for keys in self.key_tiles():
+            seen, at = self.seen(rows, keys)
+            seen = seen & there
+            if not bool(seen.any()):
+                continue
+            p, dx = self._weights_again(rows, keys, seen, at)
+            k = self.expanded(self.k[:, :, keys])
+            dq = self.kernel.gradient_added(dq, self._seen_product(dx, seen, k))
+            self.dv[:, :, keys] = self._with_rows(self.dv[:, :, keys], p, seen, dout)
+            self.dk[:, :, keys] = self._with_rows(self.dk[:, :, keys], dx, seen, q)
+        return dq
+
+    def _weights_again(
+        self, rows: slice, keys: slice, seen: torch.Tensor, at: Index
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """P and the gradient of the scores before the mod, each as a product reads it."""
+        kernel, fmt = self.kernel, self.problem.formats.weights
+        x = self.logits(self.q[:, :, rows], keys)
+        p = self._p(self.modified(x, seen, at), self.lse[:, :, rows])
+        v = self.expanded(self.v[:, :, keys])
+        dp = self.product(self.dout[:, :, rows], v.mT)
+        dx = kernel.dscores(p, dp, self.delta[:, :, rows, None])
+        if self.captured is not None:
+            kernel.capture(self.captured, x, at, torch.where(seen, dx, 0.0), seen)
+        if self.score:
+            dx = dx * kernel.slope(self.score, x, at)
+        # Whatever a hidden key holds, it has no part.
+        dx = torch.where(seen, dx, 0.0)
+        return kernel.operand(p, fmt), kernel.operand(dx, fmt)
+
+    def _p(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """P in fp32 from LSE: normalised, unlike the forward pass's."""
+        base, c = finite(lse)[..., None], self.factors.exponent[..., None]
+        if self.in_nats:
+            return power_of_two(self.kernel.exp2, (s - base) * c, s)
+        # LSE is natural: s·c is in log2 units, and so is the product with log2 e, rounded once.
+        exponent = (s.double() * c - (base * self.factors.log2_e).double()).float()
+        return power_of_two(self.kernel.exp2, exponent, s)
+
+    def _seen_product(
+        self, weights: torch.Tensor, seen: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        if self.all_finite:
+            return self.product(weights, values)
+        return weighted(self.product, weights, seen, values)
+
+    def _with_rows(
+        self, running: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """A tile of keys' dK or dV with what some rows add: row tile by row tile, head by head.
+
+        Args:
+            running: ``(batch, kv_heads, keys, dim)`` so far.
+            weights: dX or P, ``(batch, heads, rows, keys)``.
+            seen: Of the same shape.
+            rows: q or dO, ``(batch, heads, rows, dim)``.
+        """
+        problem, size = self.problem, self.tile.block_query
+        # (batch, heads, tiles, keys, size) and (batch, heads, tiles, size, dim)
+        of_keys, sees, tiles = (_in_tiles(x, size) for x in (weights, seen, rows))
+        part = self._tile_product(of_keys.mT, sees.mT, tiles)
+        parts = part.view(problem.batch, problem.kv_heads, problem.group, *part.shape[2:])
+        for tile in self._in_order(list(range(tiles.shape[2]))):
+            for head in range(problem.group):
+                running = self.kernel.gradient_added(running, parts[:, :, head, tile])
+        return running
+
+    def _tile_product(
+        self, weights: torch.Tensor, seen: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            found = self.kernel.product(left.flatten(0, 2), right.flatten(0, 2))
+            return found.view(*left.shape[:3], *found.shape[1:])
+
+        if self.all_finite:
+            return product(weights, values)
+        return weighted(product, weights, seen, values)
+
+    def _dsink(self, sink: torch.Tensor) -> torch.Tensor:
+        """``(heads,)``: in fp32, a tile of rows after the other, sequence by sequence."""
+        lse = self.lse[:, :, : self.problem.query]
+        at_sink = sink[:, None].expand_as(lse)
+        exponent = (at_sink - finite(lse)) * self.factors.log2_e
+        p = power_of_two(self.kernel.exp2, exponent, at_sink)
+        terms = self.kernel.dscores(p, torch.zeros_like(p), self.delta[:, :, : lse.shape[2]])
+        size = self.tile.block_query
+        sums = _in_tiles(padded(terms[..., None], size), size).sum((-2, -1))
+        total = torch.zeros_like(sink)
+        for b in range(self.problem.batch):
+            for tile in self._in_order(list(range(sums.shape[2]))):
+                total = self.kernel.gradient_added(total, sums[b, :, tile])
+        return total
+
+    def _in_order(self, parts: list[Part]) -> list[Part]:
+        """Of query rows: the last ones first where the last keys come first."""
+        return parts[::-1] if self.tile.reverse else parts
+
+
+def _in_tiles(x: torch.Tensor, size: int) -> torch.Tensor:
+    """``(batch, heads, rows, n)`` → ``(batch, heads, tiles, size, n)``."""
+    batch, heads, _, n = x.shape
+    return x.reshape(batch, heads, -1, size, n)
 
 
 class Ideal(Subject):

@@ -12,19 +12,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncheck.errors import UnknownName, UsageError
-from attncheck.source_files import brief, member_of_module
-from attncheck.subjects import builtin, configured
-from attncheck.subjects.contract import Subject
-from attncheck.subjects.entries import backward_of, entered, from_here, is_reference, referred
+from attncheck.capabilities import configuration, named_kernels
+from attncheck.capabilities.named_kernels import (
+    anchor_entry,
+    import_backward,
+    import_entry,
+    import_reference,
+    is_reference,
+)
+from attncheck.capabilities.subject import Subject
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.source_files import error_line, load_module_member
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.subjects.capabilities import Capabilities
-    from attncheck.subjects.conventions.options import ConventionOptions
+    from attncheck.capabilities.capability_table import Capabilities
+    from attncheck.conventions.convention import ConventionOptions
 
-__all__ = ["Candidate", "candidate", "is_reference", "load", "names"]
+__all__ = ["Candidate", "is_reference", "kernel_names", "load_candidate", "load_subject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +66,13 @@ class Candidate:
         Raises:
             UsageError: where it is none of the convention.
         """
-        from attncheck.subjects import conventions
+        from attncheck.conventions import declarations
 
         convention = convention or (self.capabilities.convention if self.capabilities else None)
         found = self._made(convention)
         if options is None:
             options = self._options(native=isinstance(found, Subject))
-        subject = conventions.adopted(found, self.name, convention, options)
+        subject = declarations.adopted(found, self.name, convention, options)
         if isinstance(subject, str):
             kind = type(found).__name__
             raise UsageError(f"kernel {self.kernel!r} is {kind}: it must {subject}.")
@@ -74,7 +80,7 @@ class Candidate:
 
     def conventions(self) -> tuple[str, ...]:
         """Those that it may follow, the likeliest first; none where it is no kernel."""
-        from attncheck.subjects.conventions import CONVENTIONS
+        from attncheck.conventions.declarations import CONVENTIONS
 
         table = self.capabilities
         if table is not None and table.convention is not None:
@@ -95,7 +101,7 @@ class Candidate:
 
     def _options(self, *, native: bool) -> ConventionOptions:
         """Of a Subject only what differs from every Subject's."""
-        from attncheck.subjects.conventions.options import ConventionOptions
+        from attncheck.conventions.convention import ConventionOptions
 
         table = self.capabilities
         if table is None:
@@ -121,12 +127,16 @@ class Candidate:
         )
 
 
-def names() -> tuple[str, ...]:
+def kernel_names() -> tuple[str, ...]:
     """Every name that ``load`` knows; raises UsageError for a configuration that cannot be."""
-    return (*builtin.SUBJECTS, *configured.configuration().kernels, *configured.entry_points())
+    return (
+        *named_kernels.BUILTIN,
+        *configuration.read_configuration().kernels,
+        *configuration.entry_points(),
+    )
 
 
-def load(kernel: str, convention: str | None = None) -> Subject:
+def load_subject(kernel: str, convention: str | None = None) -> Subject:
     """The subject called ``kernel``.
 
     Args:
@@ -141,18 +151,18 @@ def load(kernel: str, convention: str | None = None) -> Subject:
     Raises:
         UsageError: when there is no such subject, in one line that says why.
     """
-    found = candidate(kernel, convention)
+    found = load_candidate(kernel, convention)
     subject = found.adopted(convention)
-    if kernel in builtin.SUBJECTS:
+    if kernel in named_kernels.BUILTIN:
         return subject
     if found.capabilities is not None:
-        from attncheck.subjects.declared import Declared
+        from attncheck.capabilities.declared import Declared
 
         _check_said(subject, kernel, "summary", "one line on it")
         return Declared(subject, found.capabilities, found.name)
     _check_said(subject, kernel, "name", "what reports call it")
     _check_said(subject, kernel, "summary", "one line on it")
-    if subject.name in builtin.SUBJECTS:
+    if subject.name in named_kernels.BUILTIN:
         raise UsageError(
             f"kernel {kernel!r} is called {subject.name!r}, as a kernel of attncheck's is: "
             "give it a name of its own."
@@ -160,30 +170,33 @@ def load(kernel: str, convention: str | None = None) -> Subject:
     return subject
 
 
-def candidate(kernel: str, convention: str | None = None) -> Candidate:
+def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
     """What ``kernel`` names, imported; raises as ``load``, the convention's name checked first."""
-    if kernel in builtin.SUBJECTS:
+    if kernel in named_kernels.BUILTIN:
         _check_builtin(kernel, convention)
-        subject = builtin.subject_named(kernel)
+        subject = named_kernels.subject_named(kernel)
         return Candidate(kernel=kernel, found=subject, name=kernel, entry=kernel)
-    if convention is not None and (is_reference(kernel) or kernel in names()):
-        from attncheck.subjects.conventions import convention_named
+    if convention is not None and (is_reference(kernel) or kernel in kernel_names()):
+        from attncheck.conventions.declarations import convention_named
 
         convention_named(convention)  # before somebody's file is imported
     if is_reference(kernel):
-        found = referred(kernel, f"kernel {kernel!r}")
+        found = import_reference(kernel, f"kernel {kernel!r}")
         return Candidate(kernel=kernel, found=found, name=kernel, entry=kernel)
     return _named(kernel)
 
 
 def _named(kernel: str) -> Candidate:
     """Of the configuration or an entry point."""
-    project, points = configured.configuration(), configured.entry_points().get(kernel, ())
+    project, points = (
+        configuration.read_configuration(),
+        configuration.entry_points().get(kernel, ()),
+    )
     table, what = project.kernels.get(kernel), f"kernel {kernel!r}"
     if table is not None:
-        entry = from_here(table.entry, project.folder)
-        found = entered(entry, project.folder, what)
-        backward = backward_of(table, project.folder, what)
+        entry = anchor_entry(table.entry, project.folder)
+        found = import_entry(entry, project.folder, what)
+        backward = import_backward(table, project.folder, what)
         return Candidate(
             kernel=kernel,
             found=found,
@@ -198,18 +211,18 @@ def _named(kernel: str) -> Candidate:
     if points:
         return _published(kernel, points[0].value)
     _check_meant(kernel)
-    raise UnknownName("kernel", kernel, names())
+    raise UnknownName("kernel", kernel, kernel_names())
 
 
 def _published(kernel: str, value: str) -> Candidate:
     """Of the entry point ``value``: ``package.module:name``, perhaps with extras after it."""
     what = f"kernel {kernel!r} (entry point {value})"
     entry = value.partition("[")[0].strip()
-    found, table = configured.published(kernel, member_of_module(entry, what), value)
+    found, table = configuration.published_kernel(kernel, load_module_member(entry, what), value)
     if found is None and table is not None:
         entry = table.entry
-        found = entered(entry, Path.cwd(), what)
-    backward = None if table is None else backward_of(table, Path.cwd(), what)
+        found = import_entry(entry, Path.cwd(), what)
+    backward = None if table is None else import_backward(table, Path.cwd(), what)
     return Candidate(
         kernel=kernel,
         found=found,
@@ -226,7 +239,7 @@ def _check_builtin(kernel: str, convention: str | None) -> None:
         raise UsageError(f"kernel {kernel!r} is attncheck's own: leave its convention out.")
     others: tuple[str, ...] = ()
     with suppress(UsageError):  # a file that is wrong elsewhere is no reason to refuse ours
-        others = (*configured.entry_points(), *configured.nearest()[1])
+        others = (*configuration.entry_points(), *configuration.nearest_tables()[1])
     if kernel in others:
         raise UsageError(
             f"kernel {kernel!r} is attncheck's own, and one of yours is called so too: "
@@ -283,4 +296,4 @@ def _made(make: object, kernel: str) -> object:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # somebody's constructor
-        raise UsageError(f"kernel {kernel!r}: making it raised {brief(error)}.") from error
+        raise UsageError(f"kernel {kernel!r}: making it raised {error_line(error)}.") from error

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import strategies as st
 
-from attncheck.examine import questions as of_kernels
-from attncheck.problem import Case, Problem
+from attncheck.capabilities import named_kernels
+from attncheck.inputs.problem import Case, Problem
 from attncheck.strategies import parameters, problems, shapes
 from attncheck.strategies.families import family_named
 from attncheck.strategies.softmax import softmax_problems
-from attncheck.subjects import builtin
 from attncheck.suite.kinds import Kind
 from attncheck.suite.marks import MARK, SOFTMAX
 from attncheck.suite.search import search
 from attncheck.suite.variations import variations
+from attncheck.verify import run_case as of_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,8 +66,8 @@ class Asked:
 
     def fits(self, question: str, problem: Problem) -> bool:
         """Whether ``question`` of ``problem`` is what the property is about."""
-        problem = of_kernels.asked_of(question, problem)
-        if of_kernels.unfit(question, problem) is not None:
+        problem = of_kernels.question_problem(question, problem)
+        if of_kernels.unfit_reason(question, problem) is not None:
             return False
         return self.where is None or self.where(problem)
 
@@ -124,8 +124,8 @@ def asks(
 def cases(draw: st.DrawFn, kernel: UnderTest, asked: Asked) -> Case:
     """Cases of a property for one kernel, dtype and family; they shrink to the plainest."""
     question = draw(st.sampled_from(asked.questions))
-    problem = of_kernels.asked_of(question, draw(_problems(kernel, asked, question)))
-    chosen = draw(parameters(allowed=of_kernels.allowed(question, problem)))
+    problem = of_kernels.question_problem(question, draw(_problems(kernel, asked, question)))
+    chosen = draw(parameters(allowed=of_kernels.allowed_parameters(question, problem)))
     return Case(problem=problem, question=question, parameters=chosen)
 
 
@@ -140,7 +140,7 @@ def _beside(kernel: UnderTest, asked: Asked, case: Case) -> Iterator[Case]:
         kernel.tier.repeats_on(kernel.device) - 1,
         fits=fits,
         # Ours are compiled for any length; what is known of no other kernel.
-        lengths=kernel.subject.triton and kernel.name in builtin.SUBJECTS,
+        lengths=kernel.subject.triton and kernel.name in named_kernels.BUILTIN,
         distributions=asked.problems.get("distributions", ()),
     )
 

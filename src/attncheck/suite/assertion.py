@@ -6,19 +6,19 @@ import itertools
 import warnings
 from typing import TYPE_CHECKING
 
-from attncheck.errors import OraclesDisagree
-from attncheck.examine.given_answer import GivenAnswer
-from attncheck.reporting.likely import facts_of, picture
+from attncheck.core.errors import OraclesDisagree
+from attncheck.diagnose.user_tensors import UserOutputs
+from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from attncheck.inputs import Descale, Inputs
-    from attncheck.judge.arithmetic import Arithmetic
-    from attncheck.judgement import BlindSpot, Judgement, Worst
-    from attncheck.problem import Problem
+    from attncheck.core.judgement import BlindSpot, Judgement, Worst
+    from attncheck.inputs.input_tensors import Descale, Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = ["NotAttention", "assert_attention_close"]
 
@@ -83,7 +83,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
         UsageError: for arguments that are no call of attention; in one line.
     """
     __tracebackhide__ = True
-    answer = GivenAnswer(
+    answer = UserOutputs(
         out=out,
         lse=lse,
         call={
@@ -121,7 +121,7 @@ class NotAttention(AssertionError):
         judgement: What the judge says.
     """
 
-    def __init__(self, judgement: Judgement, answer: GivenAnswer) -> None:
+    def __init__(self, judgement: Judgement, answer: UserOutputs) -> None:
         super().__init__(judgement.reason)
         self.judgement = judgement
         self._answer = answer.kept()
@@ -135,7 +135,7 @@ class NotAttention(AssertionError):
         return self._text
 
 
-def _looked(answer: GivenAnswer | None) -> tuple[list[str], list[str]]:
+def _looked(answer: UserOutputs | None) -> tuple[list[str], list[str]]:
     """Lines of what may be wrong, and of where; none where nobody can say."""
     if answer is None:
         return [], []
@@ -148,8 +148,8 @@ def _looked(answer: GivenAnswer | None) -> tuple[list[str], list[str]]:
         return [], []
     labels = itertools.chain(["tiles"], itertools.repeat(""))
     return (
-        [_fact(name, text) for name, text in facts_of(found)],
-        [_fact(name, line) for name, line in zip(labels, picture(found), strict=False)],
+        [_fact(name, text) for name, text in explanation_facts(found)],
+        [_fact(name, line) for name, line in zip(labels, tile_picture(found), strict=False)],
     )
 
 

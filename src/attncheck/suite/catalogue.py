@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncheck.errors import AttncheckError
+from attncheck.core.errors import AttncheckError
 from attncheck.suite.marks import MARK
 
 if TYPE_CHECKING:

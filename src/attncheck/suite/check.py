@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 
-from attncheck.errors import UsageError
-from attncheck.examine.answer import answered
-from attncheck.examine.diagnosis import diagnosed
-from attncheck.examine.environment import default_device, prepare, require_device
-from attncheck.examine.questions import COMPARE
-from attncheck.problem import Case, Problem
-from attncheck.record import UNHELD
+from attncheck.capabilities.subject import Subject
+from attncheck.core.errors import UsageError
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.record import UNTRUSTED_STATUSES
 from attncheck.runner.quick import questions
-from attncheck.subjects.contract import Subject
-from attncheck.subjects.load import load
+from attncheck.subjects.load import load_subject
 from attncheck.suite.diagnosed import DoesNotHold, DoNotHold
+from attncheck.verify.environment import default_device, prepare, require_device
+from attncheck.verify.run_case import COMPARE, run_case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["check"]
 
@@ -63,7 +62,7 @@ def check(
     device = _ready(device)
     subject = _subject(kernel, convention)
     cases = _cases(problem, question, dtypes)
-    records = tuple(answered(subject, case, device=device) for case in cases)
+    records = tuple(run_case(subject, case, device=device) for case in cases)
     _guide(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
     wrong = [
@@ -71,10 +70,10 @@ def check(
             record,
             kernel=name,
             device=device,
-            diagnose=functools.partial(diagnosed, subject=subject, device=device),
+            diagnose=functools.partial(diagnose_failure, subject=subject, device=device),
         )
         for record in records
-        if record.status in UNHELD
+        if record.status in UNTRUSTED_STATUSES
     ]
     if len(wrong) == 1:
         raise wrong[0]
@@ -102,7 +101,7 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
         return kernel
     if isinstance(kernel, str):
         return _loaded(kernel, convention)
-    from attncheck.subjects.conventions import adopted
+    from attncheck.conventions.declarations import adopted
 
     name = getattr(kernel, "__name__", type(kernel).__name__)
     subject = adopted(kernel, name, convention)
@@ -114,7 +113,7 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
 @functools.cache
 def _loaded(kernel: str, convention: str | None) -> Subject:
     """A file is imported once, however many Problems are asked."""
-    return load(kernel, convention)
+    return load_subject(kernel, convention)
 
 
 def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str]) -> list[Case]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.examine.questions import summary
-from attncheck.examine.reproduce import failed
-from attncheck.problem import Case
-from attncheck.reporting.diagnosis import diagnosis, diagnosis_of
-from attncheck.reporting.failures import keep
+from attncheck.diagnose.reproduce import new_failure
+from attncheck.inputs.problem import Case
+from attncheck.records.failures import keep_failure
+from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text
+from attncheck.verify.run_case import question_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.record import Record
+    from attncheck.records.record import Record
 
 __all__ = ["DoNotHold", "DoesNotHold"]
 
@@ -61,8 +61,8 @@ class DoesNotHold(AssertionError):
     def __str__(self) -> str:
         if self._kept:
             return self._kept
-        question = summary(str(self.record.case["question"]))
-        text = diagnosis(
+        question = question_summary(str(self.record.case["question"]))
+        text = diagnosis_text(
             self._diagnosed(), kernel=self.kernel, device=self.device, question_summary=question
         )
         return self._with_remark(text)
@@ -73,9 +73,9 @@ class DoesNotHold(AssertionError):
         Returns:
             The text with the failure's id, and facts by name, for a JUnit report.
         """
-        kept = failed(self._diagnosed(), kernel=self.kernel, device=self.device, test=test)
-        keep(kept)
-        self._kept = self._with_remark(diagnosis_of(kept))
+        kept = new_failure(self._diagnosed(), kernel=self.kernel, device=self.device, test=test)
+        keep_failure(kept)
+        self._kept = self._with_remark(kept_failure_text(kept))
         return self._kept, list(self._facts(kept.id))
 
     def _facts(self, identifier: str) -> Iterator[tuple[str, object]]:

@@ -16,7 +16,7 @@ from attncheck.suite.profiles import settings_of
 from attncheck.suite.under_test import UnderTest
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case, Problem
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.suite.asking import Asked
 
 __all__ = ["Drawing", "drawn"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.record import WRONG
-from attncheck.subjects import builtin
+from attncheck.capabilities import named_kernels
+from attncheck.core.errors import UsageError
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.suite.known_failures import FILE, KnownFailure, read
 from attncheck.suite.marks import MARK
 from attncheck.suite.parametrized import NOT_ASKED
@@ -67,7 +67,7 @@ def ask_again(entry: KnownFailure, kernel: UnderTest) -> bool:
         Whether the test is done; False where it is to search, as if there were no entry.
     """
     record = kernel.answer(entry.case_in(kernel.dtype))
-    if record.status in WRONG:
+    if record.status in FAILED_STATUSES:
         pytest.xfail(entry.reason)
     if entry.depends_on:
         return False
@@ -125,4 +125,4 @@ def _about(entry: KnownFailure, judged: Session) -> bool:
         return True
     # Left out here: a built-in kernel that cannot run on this device. Any other name is a mistake,
     # where no kernel was asked for by name.
-    return not judged.options.kernels and not any(map(entry.is_of, builtin.names()))
+    return not judged.options.kernels and not any(map(entry.is_of, named_kernels.builtin_names()))

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.examine.environment import default_device, prepare, require_device
-from attncheck.examine.executor import InProcess
-from attncheck.subjects import builtin
-from attncheck.subjects.configured import configuration
-from attncheck.subjects.load import load
+from attncheck.capabilities import named_kernels
+from attncheck.capabilities.configuration import read_configuration
+from attncheck.core.errors import UsageError
+from attncheck.subjects.load import load_subject
 from attncheck.suite.workers import choose_gpu
+from attncheck.verify.environment import default_device, prepare, require_device
+from attncheck.verify.executor import InProcess
 
 if TYPE_CHECKING:
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
     from attncheck.suite.options import Options
 
 __all__ = ["Kernel", "configured_kernels", "kernels", "ready"]
@@ -66,8 +66,8 @@ def kernels(options: Options, device: str) -> tuple[Kernel, ...]:
         return tuple(_asked_for(name, device) for name in options.kernels)
     return tuple(
         Kernel(name=name, id=name, subject=subject)
-        for name in builtin.names()
-        if not InProcess().absence(subject := builtin.subject_named(name), device)
+        for name in named_kernels.builtin_names()
+        if not InProcess().absence(subject := named_kernels.subject_named(name), device)
     )
 
 
@@ -78,7 +78,7 @@ def configured_kernels(device: str) -> tuple[Kernel, ...]:
         pytest.UsageError: for a table that cannot be read, a kernel that cannot be loaded or run.
     """
     try:
-        names = configuration().kernels
+        names = read_configuration().kernels
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     return tuple(_asked_for(name, device) for name in names)
@@ -86,7 +86,7 @@ def configured_kernels(device: str) -> tuple[Kernel, ...]:
 
 def _asked_for(name: str, device: str) -> Kernel:
     try:
-        subject = load(name)
+        subject = load_subject(name)
     except UsageError as error:
         raise pytest.UsageError(f"--kernel: {error}") from None
     reason = InProcess().absence(subject, device)

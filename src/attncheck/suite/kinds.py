@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from attncheck.core.paged_layout import Paging
 from attncheck.mods.spec import Spec
-from attncheck.paging import Paging
 
 __all__ = ["PLAIN", "Kind"]
 

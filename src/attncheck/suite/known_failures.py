@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import UsageError
-from attncheck.formats import DTYPES
-from attncheck.problem import Case
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import Case
 from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.suite.marks import SOFTMAX
 

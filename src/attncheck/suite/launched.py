@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.capabilities.subject import Subject
 from attncheck.relations import RELATIONS
-from attncheck.subjects.contract import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from attncheck.errors import UsageError
-from attncheck.formats import DTYPES
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import DTYPES
 from attncheck.suite.profiles import PROFILES
 from attncheck.suite.tiers import TIERS, Tier, tier_named
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from attncheck.records.run_reports import PropertyOutcome, Tally
 from attncheck.suite import summary
-from attncheck.suite_record import Outcome, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ def attach(report: pytest.TestReport, item: pytest.Item, kernel: UnderTest | Non
     passing = report.when == "setup" and report.outcome == "passed"
     if not isinstance(param, Param) or report.when == "teardown" or passing:
         return
-    outcome = Outcome(
+    outcome = PropertyOutcome(
         file=item.path.name,
         test=getattr(item, "originalname", item.name),
         kernel=param.kernel.name,
@@ -65,7 +65,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[PropertyOutcome] = []
         self.untaken: dict[str, dict[str, str]] = {}
         self.error = ""
         self.processes = 1
@@ -89,7 +89,7 @@ class Outcomes:
         """Takes what ``attach`` left."""
         attached: dict[str, Any] | None = getattr(report, _ATTACHED, None)
         if attached is not None:
-            self.outcomes.append(msgspec.convert(attached, Outcome))
+            self.outcomes.append(msgspec.convert(attached, PropertyOutcome))
         elif report.when == "call" and report.outcome != "skipped":
             self._others += 1
 

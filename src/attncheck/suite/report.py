@@ -11,9 +11,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from attncheck.records.run_reports import PropertyReport
     from attncheck.suite.options import Options
     from attncheck.suite.outcomes import Outcomes
-    from attncheck.suite_record import SuiteReport
 
 __all__ = ["Written", "command"]
 
@@ -33,7 +33,7 @@ class Written:
     """
 
     def __init__(self, options: Options, args: Sequence[str], outcomes: Outcomes) -> None:
-        from attncheck.errors import UsageError
+        from attncheck.core.errors import UsageError
         from attncheck.reporting.files import check_writable
 
         self._options = options
@@ -55,14 +55,14 @@ class Written:
         written = write_texts(texts, self._options.report)
         terminalreporter.line(f"written: {', '.join(map(str, written))}")
 
-    def _report(self) -> SuiteReport:
-        from attncheck.examine.environment import default_device, environment, prepare
-        from attncheck.suite_record import SuiteReport
+    def _report(self) -> PropertyReport:
+        from attncheck.records.run_reports import PropertyReport
+        from attncheck.verify.environment import default_device, environment, prepare
 
         device = self._options.device or default_device()
         prepare(device)  # where other processes did the work, this one has not been
         found = self._outcomes
-        return SuiteReport(
+        return PropertyReport(
             command=self._command,
             environment=environment(device),
             tier=self._options.tier.name,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.examine.executor import Executor, Failure, InProcess
-from attncheck.formats import DTYPES
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 from attncheck.mods.spec import Spec
-from attncheck.problem import SOFTMAX_DTYPES, Problem
 from attncheck.strategies import nearest
 from attncheck.suite.kinds import PLAIN, Kind
 from attncheck.suite.marks import SOFTMAX
+from attncheck.verify.executor import Executor, Failure, InProcess
 
 if TYPE_CHECKING:
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
 
 __all__ = ["NOT_CONCERNED", "refusal", "samples"]
 

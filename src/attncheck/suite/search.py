@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-    from attncheck.problem import Case
+    from attncheck.inputs.problem import Case
     from attncheck.suite.under_test import UnderTest
 
 __all__ = ["search"]

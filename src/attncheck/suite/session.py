@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from attncheck.examine.compiling import Compiling
-from attncheck.formats import DTYPES
+from attncheck.core.formats import DTYPES
 from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.suite.kernels import Kernel, configured_kernels, kernels, ready
 from attncheck.suite.kinds import PLAIN, Kind
@@ -15,6 +14,7 @@ from attncheck.suite.launched import has_launches_for
 from attncheck.suite.marks import SOFTMAX
 from attncheck.suite.samples import NOT_CONCERNED, refusal
 from attncheck.suite.under_test import UnderTest
+from attncheck.verify.kernel_server import Compiling
 
 if TYPE_CHECKING:
     from attncheck.suite.asking import Asked

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.suite_record import Tally
+from attncheck.records.run_reports import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from attncheck.suite_record import Outcome
+    from attncheck.records.run_reports import PropertyOutcome
 
 __all__ = ["lines"]
 
 
 def lines(
-    outcomes: Iterable[Outcome], untaken: Mapping[str, Mapping[str, str]], seconds: float
+    outcomes: Iterable[PropertyOutcome], untaken: Mapping[str, Mapping[str, str]], seconds: float
 ) -> Iterator[str]:
     """The summary, line by line; none where nothing was asked and nothing refused.
 
@@ -42,7 +42,7 @@ def lines(
         yield f"no tests of {', '.join(those)}: {reason}"
 
 
-def _by_kernel(outcomes: Iterable[Outcome]) -> dict[str, Tally]:
+def _by_kernel(outcomes: Iterable[PropertyOutcome]) -> dict[str, Tally]:
     found: dict[str, Tally] = {}
     for each in outcomes:
         found.setdefault(each.kernel, Tally()).add(each.tally)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from attncheck.examine.answer import answered
-from attncheck.examine.compiling import Compiling
-from attncheck.examine.diagnosis import diagnosed
-from attncheck.examine.executor import Executor, Failure, InProcess
-from attncheck.record import UNHELD
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.records.record import UNTRUSTED_STATUSES
+from attncheck.records.run_reports import Tally
 from attncheck.suite import gpu
 from attncheck.suite.diagnosed import DoesNotHold
 from attncheck.suite.tiers import TIERS, Tier
-from attncheck.suite_record import Tally
+from attncheck.verify.executor import Executor, Failure, InProcess
+from attncheck.verify.kernel_server import Compiling
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from attncheck.problem import Case, Problem
-    from attncheck.record import Record
-    from attncheck.subjects.contract import Subject
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.records.record import Record
 
 __all__ = ["UnderTest"]
 
@@ -91,7 +91,7 @@ class UnderTest:
     def answer(self, case: Case) -> Record:
         """The Record of one Case."""
         start, before = time.perf_counter(), self._compiling.seconds
-        record = answered(
+        record = run_case(
             self.subject, case, device=self.device, executor=self._executor, brief=True
         )
         seconds = time.perf_counter() - start
@@ -112,7 +112,7 @@ class UnderTest:
         __tracebackhide__ = True
         record = self.lost or self.answer(case)
         self._guide(record)
-        if record.status in UNHELD:
+        if record.status in UNTRUSTED_STATUSES:
             self.failed = record
             if record.status == "error" and self.device == "cuda" and gpu.is_gone():
                 self.lost = record  # whatever is asked now fails alike: this one did it
@@ -121,7 +121,7 @@ class UnderTest:
             )
 
     def _diagnosed(self, record: Record) -> Record:
-        return diagnosed(record, self.subject, device=self.device, executor=self._executor)
+        return diagnose_failure(record, self.subject, device=self.device, executor=self._executor)
 
     def skip(self) -> NoReturn:
         """Skip the test, with what the kernel said when it last refused a Problem."""

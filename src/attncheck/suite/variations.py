@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.distributions import DISTRIBUTIONS
-from attncheck.errors import ProblemError
-from attncheck.examine import questions
-from attncheck.problem import Case, Problem
-from attncheck.recorded_names import without_recorded
+from attncheck.core.errors import ProblemError, without_recorded
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Case, Problem
+from attncheck.verify import run_case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +76,7 @@ def _first(
 ) -> Problem | None:
     for each in changes:
         try:
-            problem = questions.asked_of(case.question, case.problem.replace(**each))
+            problem = run_case.question_problem(case.question, case.problem.replace(**each))
         except ProblemError:  # documents that must cover a length, padding beyond it
             continue
         if fits(case.question, problem):
@@ -86,7 +85,7 @@ def _first(
 
 
 def _moved(case: Case, problem: Problem, turn: int) -> Case:
-    allowed = questions.allowed(case.question, problem)
+    allowed = run_case.allowed_parameters(case.question, problem)
     chosen = {
         name: values[(_index(values, case.parameters.get(name)) + turn) % len(values)]
         for name, values in allowed.items()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.errors import InterpreterUnavailable
+from attncheck.core.errors import InterpreterUnavailable
 from attncheck.kernels import interpreter
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask, trace_score

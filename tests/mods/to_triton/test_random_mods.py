@@ -10,12 +10,12 @@ import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from attncheck.formats import FORMATS
+from attncheck.core.formats import FORMATS
 from attncheck.mods.expression import Expression, Structure
+from attncheck.mods.interval_algebra import Arithmetic
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Dimensions
-from attncheck.mods.to_interval import Arithmetic
-from attncheck.mods.trace import disagreements, trace_mask, trace_score
+from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,7 +189,7 @@ def test_a_drawn_score_mod_is_traced_exactly(term: Term) -> None:
     def mod(*inputs: Tensor) -> Tensor:
         return term[1](*inputs).to(inputs[0].dtype)
 
-    assert disagreements(trace_score(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
+    assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
 
 
 PLACES = [torch.arange(24).view(1, 1, -1) % size for size in (2, 3, 13, 21)]
@@ -234,7 +234,7 @@ def test_a_drawn_mask_is_traced_exactly(term: Term) -> None:
     def mod(*indices: Tensor) -> Tensor:
         return term[1](indices[0] * 0.25 - 1.0, *indices)
 
-    assert disagreements(trace_mask(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
+    assert count_disagreements(trace_mask(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
 
 
 @given(term=wholes(3))
@@ -270,7 +270,7 @@ def test_a_planted_operation_is_found_and_shrinks_to_it() -> None:
     def differs(term: Term) -> bool:
         expression, mod = traced(term)
         planted = exchanged(expression, "remainder", "floor_divide")
-        return disagreements(planted, mod, DIMENSIONS, samples=64) > 0
+        return count_disagreements(planted, mod, DIMENSIONS, samples=64) > 0
 
     # A truth value of a whole number has a remainder of its own: a drawn start may end there.
     once = settings(max_examples=500, deadline=None, database=None, derandomize=True)

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.mods import masks
-from attncheck.mods.library import MASKS, SCORES, build_mask, build_score
+from attncheck.mods.library import build_mask, build_score
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_mask, trace_score

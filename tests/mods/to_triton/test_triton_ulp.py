@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from attncheck.mods.expression import OPERATIONS
-from attncheck.mods.to_triton import TRITON_ULP, to_triton
+from attncheck.mods.operation_errors import TRITON_ULP
+from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_score
 
 if TYPE_CHECKING:

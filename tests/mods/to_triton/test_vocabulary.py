@@ -10,7 +10,7 @@ import torch
 
 from attncheck.mods.expression import OPERATIONS
 from attncheck.mods.to_triton import to_triton
-from attncheck.mods.trace import disagreements, trace_mask, trace_score
+from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,14 +128,14 @@ SCORES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask(name: str, grid: Any) -> None:
     mod = MASKS[name]
-    assert disagreements(trace_mask(mod), mod, grid.dimensions) == 0
+    assert count_disagreements(trace_mask(mod), mod, grid.dimensions) == 0
     assert torch.equal(grid.seen(mod)[grid.existing], grid.inside(mod).to(torch.int32))
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_mod_has_the_bits_of_fp32_torch(name: str, grid: Any) -> None:
     mod = SCORES[name]
-    assert disagreements(trace_score(mod), mod, grid.dimensions) == 0
+    assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
     start = grid.start()
     result, expected = grid.scored(mod, start)[grid.existing], grid.inside(mod, start).float()
     assert ((result == expected) | (result.isnan() & expected.isnan())).all()
@@ -157,7 +157,7 @@ ALIKE: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
 def test_the_usual_mistake_would_be_noticed(pair: int, grid: Any) -> None:
     """Truncation for floor, or for inclusive, … : on this grid they differ."""
     right, wrong = ALIKE[pair]
-    assert disagreements(trace_score(wrong), right, grid.dimensions) > 0
+    assert count_disagreements(trace_score(wrong), right, grid.dimensions) > 0
     result = grid.scored(wrong, grid.start())[grid.existing]
     assert not torch.equal(result, grid.inside(right, grid.start()))
 
@@ -243,14 +243,14 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_any_form_of_callable(name: str, grid: Any) -> None:
     mod = FORMS[name]
-    assert disagreements(trace_mask(mod), mod, grid.dimensions) == 0
+    assert count_disagreements(trace_mask(mod), mod, grid.dimensions) == 0
     assert torch.equal(grid.seen(mod)[grid.existing], grid.inside(mod).to(torch.int32))
 
 
 def test_a_module_with_buffers_and_parameters(grid: Any) -> None:
     mod = Alibi()
     with torch.no_grad():
-        assert disagreements(trace_score(mod), mod, grid.dimensions) == 0
+        assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
         result, expected = (
             grid.scored(mod, grid.start())[grid.existing],
             grid.inside(mod, grid.start()),

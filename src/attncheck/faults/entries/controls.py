@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncheck.faults.entries.split_kv import in_splits
+from attncheck.faults.entries.execution_faults import in_splits
 from attncheck.faults.fault import Control, Edit, Host
 
 __all__ = ["CONTROLS"]
@@ -175,7 +175,7 @@ CONTROLS = (
                         new="factor = self.scale",
                     ),
                     Edit(
-                        module="kernels.gradient_tile",
+                        module="kernels.tile",
                         old="    if IDENTITY:\n        lse = lse * 1.4426950408889634\n",
                         new="",
                     ),

@@ -20,11 +20,11 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import InterpreterUnavailable
-from attncheck.kernels.interpreter.repair import lookup
+from attncheck.core.errors import InterpreterUnavailable
+from attncheck.kernels.interpreter.gpu_arithmetic import lookup
 
 if TYPE_CHECKING:
-    from attncheck.kernels.interpreter.repair import Repair
+    from attncheck.kernels.interpreter.gpu_arithmetic import Repair
 
 __all__ = ["enable", "enabled", "repairs", "stock"]
 
@@ -35,14 +35,14 @@ _INSTALLED: list[str] = []
 
 def _repairs() -> tuple[Repair, ...]:
     # numpy and ml_dtypes are needed only by a process that asks for the interpreter.
-    from attncheck.kernels.interpreter import arithmetic, language, products, reductions
+    from attncheck.kernels.interpreter import gpu_arithmetic, speedups
 
     return (
-        arithmetic.CASTS,
-        arithmetic.VALUES,
-        products.PRODUCTS,
-        reductions.REDUCTIONS,
-        language.LAUNCHES,
+        gpu_arithmetic.CASTS,
+        gpu_arithmetic.VALUES,
+        gpu_arithmetic.PRODUCTS,
+        gpu_arithmetic.REDUCTIONS,
+        speedups.LAUNCHES,
     )
 
 

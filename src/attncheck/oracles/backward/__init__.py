@@ -13,8 +13,7 @@ tensor has dcaptured = Σ dZ · ∂f/∂number over the scores that read it.
 
 from __future__ import annotations
 
-from attncheck.oracles.backward.dense import dense_backward
-from attncheck.oracles.backward.flash2 import flash2_backward
-from attncheck.oracles.backward.streaming import streaming_backward
+from attncheck.oracles.backward_recurrences import dense_backward, flash2_backward
+from attncheck.oracles.streaming_backward import streaming_backward
 
 __all__ = ["dense_backward", "flash2_backward", "streaming_backward"]

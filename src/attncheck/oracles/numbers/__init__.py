@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from attncheck.oracles.numbers.evaluate import Captures, Evaluate
-from attncheck.oracles.numbers.float64 import Float64
-from attncheck.oracles.numbers.mp import ManyDigits, Mp
-from attncheck.oracles.numbers.protocol import Array, Numbers
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.mp_numbers import ManyDigits, Mp
+from attncheck.oracles.number_system import Array, Captures, Evaluate, Numbers
 
 __all__ = ["Array", "Captures", "Evaluate", "Float64", "ManyDigits", "Mp", "Numbers"]

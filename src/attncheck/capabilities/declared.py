@@ -1,0 +1,157 @@
+"""A kernel with its capability table: judged by what its author declares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from attncheck.capabilities.subject import Call, Refused, Subject, Tiling, TooLarge
+from attncheck.core.formats import Format
+from attncheck.core.outputs import Outputs
+from attncheck.mods.library import FULL, NONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.capabilities.capability_table import Capabilities
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem, Promise
+    from attncheck.judge.declared_arithmetic import Arithmetic
+
+__all__ = ["Declared", "DeclaredButRefusedError"]
+
+
+class DeclaredButRefusedError(Exception):
+    """The table says that the kernel takes a Problem, and the kernel says that it does not."""
+
+
+class Declared(Subject):
+    """A Subject within its table.
+
+    What the table has no place for is unsupported, and the kernel is not asked. What it declares
+    the kernel must take: where the kernel refuses it all the same, the call raises, which is a
+    failure. What the table is silent on the kernel may refuse, and its convention what it can say
+    one by one and not together. A wrong number is a fault anywhere.
+
+    Attributes:
+        inner: The kernel without its table.
+        capabilities: The table.
+    """
+
+    def __init__(self, inner: Subject, capabilities: Capabilities, name: str) -> None:
+        self.inner = inner
+        self.capabilities = capabilities
+        self.name = name
+        self.summary = _summary(inner, capabilities)
+        self.triton = inner.triton
+        self.sinks = inner.sinks
+        self.backward = inner.backward and capabilities.backward is not False
+        self.captured = inner.captured
+        self.promises = inner.promises
+        self.promises_gradients = inner.promises_gradients
+        if capabilities.promises is not None:
+            self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))
+
+    def absent(self, device: str) -> str | None:
+        """As the kernel says: no table changes the machine."""
+        return self.inner.absent(device)
+
+    def concerns(self, problem: Problem) -> bool:
+        """As the kernel says; no gradients where its table says that it has none."""
+        return self.inner.concerns(problem) and (self.backward or not problem.backward)
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Why the table has no place for it, or what the kernel may refuse and does."""
+        outside = self.capabilities.refuses(problem, device)
+        if outside:
+            return outside
+        said = self.inner.unsupported(problem, device)
+        must = said and self._must_take(problem, device, said) and self._alone(problem, device)
+        return None if must else said
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """The kernel's call; raises DeclaredButRefusedError for what it must take and does not."""
+        problem, device = inputs.problem, inputs.device.type
+        said = self.inner.unsupported(problem, device)
+        if said:
+            raise DeclaredButRefusedError(f"declared, but refused: {said}")
+        try:
+            call = self.inner.prepare(inputs)
+        except Refused as error:
+            raise self._refusal(problem, device, error) from error
+
+        def checked() -> Outputs:
+            try:
+                given = call()
+            except Refused as error:
+                raise self._refusal(problem, device, error) from error
+            return self._with_the_lse_declared(given)
+
+        return checked
+
+    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+        """As the kernel says."""
+        return self.inner.tiling(problem, device)
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """The kernel's or its convention's, with what the table says of it."""
+        changes = self.capabilities.arithmetic_changes(problem, device)
+        return replace(self.inner.arithmetic(problem, device), **changes)
+
+    def _must_take(self, problem: Problem, device: str, said: str) -> bool:
+        """Whether a refusal contradicts the table; what a machine lacks does not."""
+        machine = isinstance(said, TooLarge) or (problem.dtype == "tf32" and device == "cpu")
+        return not machine and self.capabilities.declares(problem, device)
+
+    def _alone(self, problem: Problem, device: str) -> bool:
+        """Whether one thing in ``problem`` is refused by itself.
+
+        A table has no place for what is only refused together, as where a causal flag is no
+        top-left mask unless the lengths are equal.
+        """
+        return any(self.inner.unsupported(one, device) for one in _one_by_one(problem))
+
+    def _refusal(self, problem: Problem, device: str, error: Refused) -> Exception:
+        said = str(error)
+        if self._must_take(problem, device, said):
+            return DeclaredButRefusedError(f"declared, but refused: {said}")
+        return error
+
+    def _with_the_lse_declared(self, given: Outputs) -> Outputs:
+        """Raises ValueError where the table has one and the kernel gave none."""
+        lse = self.capabilities.lse
+        if lse is None or not isinstance(given, Outputs):
+            return given
+        if lse is False:
+            return replace(given, lse=None)
+        if given.lse is None:
+            raise ValueError("its table says that it gives LSE, and it gave none")
+        return given
+
+
+def _one_by_one(problem: Problem) -> Iterator[Problem]:
+    """The plainest Problem of the same sizes, with one thing of ``problem`` each."""
+    if problem.operation == "softmax":
+        yield problem
+        return
+    usual: dict[str, Any] = {"scale": 0.0, "mask": FULL, "score": NONE, "kv_heads": problem.heads}
+    plain = problem.replace(**usual)
+    longest = max(problem.query, problem.kv)
+    yield plain
+    for name in usual:
+        # Of equal lengths, so that lists of lengths still fit.
+        asked = {name: getattr(problem, name)}
+        yield plain.replace(query=longest, kv=longest, **asked)
+
+
+def _summary(inner: Subject, capabilities: Capabilities) -> str:
+    """The kernel's own line, and in what the table lets it be less accurate than is usual."""
+    looser = capabilities.arithmetic.looser()
+    for override in capabilities.override:
+        looser |= override.arithmetic.looser()
+    said = ", ".join(f"{name}={_shown(value)}" for name, value in looser.items())
+    return f"{inner.summary}; declares looser arithmetic: {said}" if said else inner.summary
+
+
+def _shown(value: object) -> str:
+    return value.name if isinstance(value, Format) else f"{value:g}"

@@ -1,0 +1,207 @@
+"""What attncheck asks of a kernel that it examines: the Subject."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from attncheck.judge.declared_arithmetic import default
+from attncheck.mods.library import NONE
+
+if TYPE_CHECKING:
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem, Promise
+    from attncheck.judge.declared_arithmetic import Arithmetic
+
+__all__ = [
+    "Call",
+    "ContractViolation",
+    "Refused",
+    "Subject",
+    "Tiling",
+    "TooLarge",
+    "capability",
+    "memory_refusal",
+    "with_full_tanh",
+]
+
+
+Call = Callable[[], "Outputs"]
+
+
+class Refused(Exception):
+    """Raised by a call: the kernel says that it does not take its inputs, and why, in one line.
+
+    For kernels that nobody can ask beforehand. It means the same as a reason of ``unsupported``.
+    """
+
+
+class ContractViolation(Exception):
+    """Raised by a call: what came back, or became of the inputs, is wrong; one line.
+
+    For who brings it into attncheck's own form, and so sees what an executor cannot.
+
+    Attributes:
+        rule: ``contract``, or ``mutation`` where it wrote to its inputs.
+    """
+
+    rule = "contract"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a FlashAttention kernel walks over the keys.
+
+    Attributes:
+        block_query: Query rows per program.
+        block_kv: Keys per step.
+        reverse: Whether the last key block comes first.
+        lazy_rescale: The running maximum moves only when it grows by more than this, in log2
+            units; 0 moves it always. Of FlashAttention-2 alone.
+        recurrence: What a step's weights are relative to: the running maximum (``flash2``), or the
+            step's own, with O normalised after each step (``flash1``).
+    """
+
+    block_query: int
+    block_kv: int
+    reverse: bool = False
+    lazy_rescale: float = 0.0
+    recurrence: Literal["flash2", "flash1"] = "flash2"
+
+    def __str__(self) -> str:
+        order = " reverse" if self.reverse else ""
+        lazy = f" lazy {self.lazy_rescale:g}" if self.lazy_rescale else ""
+        other = f" {self.recurrence}" if self.recurrence != "flash2" else ""
+        return f"{self.block_query}×{self.block_kv}{order}{lazy}{other}"
+
+
+class Subject(ABC):
+    """A kernel under examination, and how to call it.
+
+    Attributes:
+        name: What it is called on the command line and in every report.
+        summary: One line for ``attncheck list``.
+        triton: Whether it is written in Triton, and so interpreted on a CPU.
+        promises: What it promises of its bits (``question.PROMISES``); what it does not promise is
+            asked within bounds, or not at all.
+        sinks: Whether it takes a Problem's sink.
+        backward: Whether it gives gradients where a Problem asks for them.
+        captured: Whether among them are those of the numbers that a score mod reads from tensors,
+            where a Problem asks for them (``dcaptured``). Such a Problem is refused for the others.
+        promises_gradients: Whether ``promises`` holds of its gradients too. Many that promise the
+            bits of out add gradients up in whatever order programs end.
+    """
+
+    name: str
+    summary: str
+    triton: bool = False
+    promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
+    sinks: bool = False
+    backward: bool = False
+    captured: bool = False
+    promises_gradients: bool = False
+
+    def absent(self, device: str) -> str | None:
+        """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""
+        del device
+        return None
+
+    def concerns(self, problem: Problem) -> bool:
+        """Whether ``problem`` is a question for this kernel at all.
+
+        A kernel for attention is not asked about softmax, nor one without pages, sinks or gradients
+        about those: no cell, no row, no reason. What a reader would expect it to take, and it does
+        not, is for ``unsupported``.
+        """
+        if problem.operation != "attention" or problem.paging is not None:
+            return False
+        return (self.sinks or not problem.sink) and (self.backward or not problem.backward)
+
+    @abstractmethod
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Why it does not take ``problem`` on ``device``, in one line; None if it does.
+
+        A convention that could pass the Problem only by rounding a number of it again says so
+        here.
+        """
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs) -> Call:
+        """Bring ``inputs`` into the kernel's own form; the returned call is the kernel alone.
+
+        Only that call is timed. Every call computes anew and may be repeated.
+        """
+
+    def run(self, inputs: Inputs) -> Outputs:
+        """Outputs on ``inputs``: out, LSE if exposed, and gradients where they are asked for."""
+        return self.prepare(inputs)()
+
+    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+        """The tiling it uses on ``problem``, where it is known and declared."""
+        del problem, device
+        return None
+
+    def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
+        """The same kernel launched otherwise, by names that say how; none if it has one launch.
+
+        Other tiles or another number of splits, say: what a caller never chooses and what must not
+        matter beyond rounding. Each is a Subject of its own, with its own tiling and arithmetic.
+        """
+        del problem, device
+        return {}
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """The arithmetic by which it is judged on ``problem``.
+
+        What is assumed of any kernel of these dtypes on this device, unless it declares another;
+        finer steps and a lazy maximum are taken from the tiling that it declares.
+        """
+        assumed = default(problem.formats, capability(device))
+        tiling = self.tiling(problem, device)
+        if tiling is None:
+            return assumed
+        return replace(
+            assumed,
+            block_kv=min(assumed.block_kv, tiling.block_kv),
+            lazy_rescale=tiling.lazy_rescale,
+            divides_each_step=tiling.recurrence == "flash1",
+        )
+
+
+def with_full_tanh(assumed: Arithmetic, problem: Problem) -> Arithmetic:
+    """Of a kernel whose score mod calls no approximation of tanh: no error beyond a mod's own."""
+    # Without a score mod nothing calls it, and one arithmetic is one bound for many kernels.
+    return assumed if problem.score == NONE else replace(assumed, tanh_error=0.0)
+
+
+def capability(device: str) -> tuple[int, int] | None:
+    """CUDA compute capability of ``device``; None on a CPU."""
+    import torch
+
+    return None if device == "cpu" else torch.cuda.get_device_capability()
+
+
+class TooLarge(str):
+    """A reason that lies in the machine, and not in the kernel."""
+
+    __slots__ = ()
+
+
+def memory_refusal(what: str, size: int, device: str) -> TooLarge | None:
+    """Why ``what`` of ``size`` bytes cannot be, in one line; None where ``device`` can hold it."""
+    there = _memory(device)
+    if size <= there:
+        return None
+    return TooLarge(f"its {what} would take {size / 2**30:,.0f} GiB of {there / 2**30:,.0f} GiB")
+
+
+def _memory(device: str) -> int:
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

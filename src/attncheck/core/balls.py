@@ -1,0 +1,103 @@
+"""Arb's real balls, through python-flint, an optional extra.
+
+A ball is a midpoint and a radius; every operation gives one that holds the exact results of all
+numbers in its operands' balls (Johansson, "Arb: efficient arbitrary-precision midpoint-radius
+interval arithmetic", 2017). A ball that holds no finite number, or whose radius is infinite, says
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attncheck.core.errors import UsageError
+
+try:
+    import flint
+except ModuleNotFoundError as error:
+    if error.name != "flint":
+        raise
+    raise UsageError(
+        "balls need python-flint, which is not installed: pip install 'attncheck[exact]'."
+    ) from error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+__all__ = [
+    "NOTHING_KNOWN",
+    "Ball",
+    "BallArray",
+    "balls_of",
+    "each_ball",
+    "error_bound",
+    "flint_version",
+    "hull",
+    "is_known",
+    "working_precision",
+]
+
+Ball: TypeAlias = Any  # flint.arb
+BallArray: TypeAlias = NDArray[np.object_]
+"""Balls in the axes of a tensor."""
+
+NOTHING_KNOWN: Ball = flint.arb.nan()
+
+_INFINITY = flint.arb.pos_inf()
+
+
+def flint_version() -> str:
+    """Of python-flint."""
+    return str(flint.__version__)
+
+
+def working_precision(bits: int) -> AbstractContextManager[None]:
+    """Midpoints are rounded to so many bits inside; flint's own precision is put back after."""
+    manager: AbstractContextManager[None] = flint.ctx.workprec(bits)
+    return manager
+
+
+def each_ball(function: Callable[..., Any], arguments: int) -> Callable[..., BallArray]:
+    """A function of balls as one of arrays that broadcast."""
+    on_arrays = np.frompyfunc(function, arguments, 1)
+
+    def elementwise(*arrays: Any) -> BallArray:
+        return np.asarray(on_arrays(*arrays), dtype=object)  # bare where there are no axes
+
+    return elementwise
+
+
+balls_of = each_ball(flint.arb, 1)
+"""Whole numbers, float64 and balls as balls; nothing is rounded."""
+
+
+def is_known(ball: Ball) -> bool:
+    """Whether a ball says where its number is: a finite radius, or exactly ±∞."""
+    return bool(ball.is_finite()) or _is_infinity(ball)
+
+
+def _is_infinity(ball: Ball) -> bool:
+    """±∞; a finite radius around it changes nothing."""
+    return not ball.is_nan() and abs(ball.mid()) == _INFINITY and bool(ball.rad().is_finite())
+
+
+def hull(a: Ball, b: Ball) -> Ball:
+    """A ball with both in it."""
+    same_infinity = _is_infinity(a) and _is_infinity(b) and a.mid() == b.mid()
+    return a if same_infinity else a.union(b)
+
+
+def error_bound(given: float, exact: Ball) -> float:
+    """A float64 that |given − exact| does not exceed: 0 of equal infinities, ∞ if not known."""
+    number = flint.arb(given)
+    if not (number.is_finite() and exact.is_finite()):
+        same = _is_infinity(exact) and number == exact.mid()
+        return 0.0 if same else math.inf
+    bound = (number - exact).abs_upper()
+    nearest = float(bound)
+    return math.nextafter(nearest, math.inf) if flint.arb(nearest) < bound else nearest

@@ -1,0 +1,71 @@
+"""Errors that attncheck raises on purpose."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "AttncheckError",
+    "InterpreterUnavailable",
+    "OraclesDisagree",
+    "ProblemError",
+    "TraceError",
+    "UnknownName",
+    "UsageError",
+    "refuse_recorded",
+    "without_recorded",
+]
+
+
+class AttncheckError(Exception):
+    """Base of every error that attncheck raises on purpose; its text is one line."""
+
+
+class UsageError(AttncheckError):
+    """The caller asked for something that cannot be; the command line exits with 2."""
+
+
+class UnknownName(UsageError):
+    """A name that is not in a closed list; the message lists the valid ones."""
+
+    def __init__(self, kind: str, name: object, valid: Iterable[object]) -> None:
+        names = sorted(str(v) for v in valid)
+        super().__init__(f"{kind} {name!r} is not known: choose from {', '.join(names)}.")
+
+
+class ProblemError(UsageError):
+    """A Problem that cannot exist: a shape, a number or a mod that does not fit."""
+
+
+class TraceError(UsageError):
+    """A mask or score mod that cannot be turned into an expression."""
+
+
+class InterpreterUnavailable(AttncheckError):
+    """Triton's CPU interpreter, or one of its repairs, cannot be switched on here."""
+
+
+class OraclesDisagree(AttncheckError):
+    """What attncheck holds for exact is not what another way to it gives: it can judge nobody."""
+
+
+# File, call, and the digest of its bytes.
+_RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}", re.DOTALL)
+
+
+def refuse_recorded(kind: str, name: str) -> None:
+    """Raises ProblemError, with the file to give, for a name of a recording that is not loaded."""
+    recorded = _RECORDED.fullmatch(name)
+    if recorded:
+        raise ProblemError(
+            f"{kind} {name!r} is of a recording: give its file {recorded[1]} with --inputs."
+        )
+
+
+def without_recorded(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are no recording's: the ones to choose from."""
+    return [name for name in names if not _RECORDED.fullmatch(name)]

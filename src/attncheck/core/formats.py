@@ -1,0 +1,198 @@
+"""Number formats, and the dtypes of a Problem in terms of them.
+
+One obvious place for every number that describes a format. A *format* is what a value can be
+(bf16 has 8 significant bits); a *dtype* is what a Problem asks for (``tf32`` stores fp32 and
+multiplies in tf32).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attncheck.core.errors import UnknownName
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DTYPES", "FORMATS", "Dtype", "Format", "dtype_named", "fp32", "round_to", "spacing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A binary floating-point format.
+
+    Attributes:
+        name: Its short name here.
+        torch_name: Attribute of ``torch`` for its storage; tf32 values are stored as float32.
+        significand: Significant bits, the implicit one included.
+        min_exponent: Exponent of the smallest normal number, 2**min_exponent.
+        max: Largest finite number.
+        saturates: Whether a GPU's conversion clamps to ``max`` where IEEE gives infinity.
+    """
+
+    name: str
+    torch_name: str
+    significand: int
+    min_exponent: int
+    max: float
+    saturates: bool = False
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Half the distance from 1 to the next number: the largest relative rounding error."""
+        return 2.0**-self.significand
+
+    @property
+    def subnormal_spacing(self) -> float:
+        """Distance between neighbours below the smallest normal number."""
+        return 2.0 ** (self.min_exponent - self.significand + 1)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype that stores values of this format."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.torch_name)
+        return dtype
+
+
+def _format(name: str, torch_name: str, bits: int, low: int, high: float) -> Format:
+    return Format(
+        name=name,
+        torch_name=torch_name,
+        significand=bits,
+        min_exponent=low,
+        max=high,
+        saturates=torch_name.startswith("float8"),
+    )
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        _format("fp64", "float64", 53, -1022, math.ldexp(2 - 2.0**-52, 1023)),
+        _format("fp32", "float32", 24, -126, math.ldexp(2 - 2.0**-23, 127)),
+        _format("tf32", "float32", 11, -126, math.ldexp(2 - 2.0**-10, 127)),
+        _format("fp16", "float16", 11, -14, 65504.0),
+        _format("bf16", "bfloat16", 8, -126, math.ldexp(2 - 2.0**-7, 127)),
+        _format("e4m3", "float8_e4m3fn", 4, -6, 448.0),
+        _format("e5m2", "float8_e5m2", 3, -14, 57344.0),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtype:
+    """What a Problem's ``dtype`` means, place by place.
+
+    Attributes:
+        name: Name on the command line.
+        storage: Format of q, k and v as stored.
+        products: Format in which a matrix product reads its operands.
+        weights: Format of the softmax weights P as the product P·V reads them.
+        weights_scale: What P is multiplied by before it is rounded to the weights' format. P is at
+            most 1, so in fp8 the largest power of two within range wastes the fewest small weights
+            (256 for e4m3: FlashAttention-3's 2^8); a power of two, so that no other bit moves.
+        output: Format of out. LSE is fp32 throughout.
+        measured: Whether kernels are measured in it; fp64 is for the exact side alone.
+    """
+
+    name: str
+    storage: Format
+    products: Format
+    weights: Format
+    weights_scale: float = 1.0
+    output: Format
+    measured: bool = True
+
+    @property
+    def scaled(self) -> bool:
+        """Whether stored numbers are to be multiplied by a descale per batch and key head."""
+        return self.storage.saturates
+
+
+def _dtype(name: str, storage: str, output: str, *, measured: bool = True) -> Dtype:
+    weights = FORMATS[name]
+    return Dtype(
+        name=name,
+        storage=FORMATS[storage],
+        products=FORMATS[name],
+        weights=weights,
+        weights_scale=2.0 ** math.floor(math.log2(weights.max)) if weights.saturates else 1.0,
+        output=FORMATS[output],
+        measured=measured,
+    )
+
+
+DTYPES: dict[str, Dtype] = {
+    d.name: d
+    for d in (
+        _dtype("fp32", "fp32", "fp32"),
+        _dtype("tf32", "fp32", "fp32"),
+        _dtype("fp16", "fp16", "fp16"),
+        _dtype("bf16", "bf16", "bf16"),
+        _dtype("e4m3", "e4m3", "bf16"),
+        _dtype("e5m2", "e5m2", "bf16"),
+        _dtype("fp64", "fp64", "fp64", measured=False),
+    )
+}
+
+
+def dtype_named(name: str) -> Dtype:
+    """The dtype called ``name``; raises UnknownName with the valid names."""
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UnknownName("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+def fp32(number: float) -> float:
+    """``number`` rounded to the nearest fp32 value (ties to even), as a Python float.
+
+    Every number that a kernel would receive in fp32 goes through here once, in the Problem, so
+    that the oracle and the kernel read the same one. What is too large becomes infinite.
+    """
+    try:
+        value: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    return value
+
+
+def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Round float64 ``values`` (any shape) once to ``fmt``, ties to even; the result is float64.
+
+    A cast from float64 to a 16-bit dtype goes through float32 and rounds twice; this does not.
+    Exact because scaling by a power of two and rounding to an integer are. Overflow follows the
+    format: infinity, or ``fmt.max`` where conversions saturate. NaN and infinities stay (an
+    infinity saturates too, as it does on a GPU).
+    """
+    import torch
+
+    if fmt.name == "fp64":
+        return values.clone()
+    unit = spacing(values, fmt)
+    rounded = torch.round(values / unit) * unit
+    rounded = torch.where(torch.isfinite(values), rounded, values)
+    if fmt.saturates:
+        return torch.clamp(rounded, -fmt.max, fmt.max)
+    overflow = torch.copysign(torch.full_like(values, math.inf), values)
+    return torch.where(rounded.abs() > fmt.max, overflow, rounded)
+
+
+def spacing(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """An ulp of finite float64 ``values`` (any shape): how far neighbours in ``fmt`` are apart.
+
+    From a power of two upwards; that of subnormal numbers below the smallest normal one. As if
+    ``fmt`` had no largest number; of fp64 never below 2^-1022.
+    """
+    import torch
+
+    _, exponent = torch.frexp(values)
+    # frexp's significand is in [1/2, 1): the leading bit of a value has exponent − 1.
+    lowest = max(fmt.min_exponent - fmt.significand + 1, FORMATS["fp64"].min_exponent)
+    least = torch.clamp(exponent - fmt.significand, min=lowest)
+    # 2**e by its bits: exact whatever a release's ldexp or pow does with integer exponents.
+    return ((least.to(torch.int64) + 1023) << 52).view(torch.float64)

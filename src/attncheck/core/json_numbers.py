@@ -1,0 +1,115 @@
+"""JSON of Records: words for the numbers that JSON lacks, and strict reading."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
+
+__all__ = [
+    "read_json",
+    "refusal_message",
+    "source_name",
+    "to_json_text",
+    "to_plain_data",
+    "words_to_numbers",
+    "words_to_record_numbers",
+]
+
+# JSON has no word for these; strings keep the file valid for every reader.
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_PLACES = ("case", "out", "lse", "gradients", "judgement", "seconds", "accuracy", "error_map")
+_LONGEST_MESSAGE = 300
+
+
+def to_json_text(data: msgspec.Struct) -> str:
+    """``data`` as indented JSON, keys in the order of its fields.
+
+    NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. What is no Unicode text
+    (a lone surrogate in a foreign message) is written as its escape.
+    """
+    return msgspec.json.format(msgspec.json.encode(to_plain_data(data)), indent=2).decode() + "\n"
+
+
+def to_plain_data(data: Any) -> Any:
+    """``data``, of structs and what JSON knows, as what JSON can say; see ``written``."""
+    return _worded(msgspec.to_builtins(data))
+
+
+def words_to_numbers(value: Any) -> Any:
+    """``value`` with numbers for all the words in it: where no text can stand."""
+    return _unworded(value)
+
+
+def read_json(source: Path | str, kind: str, largest: int) -> Any:
+    """The JSON of a Path, or that a str is.
+
+    Args:
+        source: Where.
+        kind: What it should be, for the message: ``report``.
+        largest: Bytes of the largest that is read.
+
+    Raises:
+        UsageError: for what cannot be read, is too large, or is no JSON.
+    """
+    name = source_name(source)
+    try:
+        return msgspec.json.decode(_bytes(source, name, kind, largest))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise UsageError(refusal_message(name, kind, str(error))) from None
+
+
+def words_to_record_numbers(record: Any) -> Any:
+    """A Record's JSON with numbers for the words, where a number can stand."""
+    if not isinstance(record, dict):
+        return record
+    return record | {name: _unworded(record[name]) for name in _PLACES if name in record}
+
+
+def source_name(source: Path | str) -> str:
+    """What a message calls it."""
+    return one_line(str(source)) if isinstance(source, Path) else "the text"
+
+
+def refusal_message(name: str, kind: str, fact: str) -> str:
+    """Why something is no ``kind`` of attncheck's, in one line."""
+    return f"{name} is no {kind} of attncheck: {one_line(fact)[:_LONGEST_MESSAGE]}."
+
+
+def _bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
+    try:
+        if isinstance(source, str):
+            raw = source.encode()
+        else:
+            with source.open("rb") as file:
+                raw = file.read(largest + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{name} cannot be read: {one_line(reason)}.") from None
+    if len(raw) > largest:
+        raise UsageError(f"{name} is larger than {largest} bytes, the most that a {kind} may be.")
+    return raw
+
+
+def _unworded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _unworded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_unworded(v) for v in value]
+    return _WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def _worded(value: Any) -> Any:
+    """``value`` with words for what JSON cannot say."""
+    if isinstance(value, dict):
+        return {_worded(k): _worded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_worded(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value

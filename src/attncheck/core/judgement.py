@@ -1,0 +1,215 @@
+"""The judge's verdict on one kernel and one Case: plain data that Records carry."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from attncheck.core.outputs import AXES, TensorName
+
+__all__ = [
+    "BlindSpot",
+    "Judgement",
+    "Place",
+    "Precision",
+    "Rule",
+    "Status",
+    "Worst",
+]
+
+Status = Literal["pass", "warn", "inconclusive", "fail"]
+"""``warn``: something is odd, and no proof of a fault. ``inconclusive``: the judge cannot tell."""
+
+Rule = Literal[
+    "",
+    "contract",
+    "alias",
+    "mutation",
+    "memory",
+    "state",
+    "leak",
+    "finite",
+    "empty rows",
+    "structure",
+    "bound",
+    "improbable",
+    "precision",
+    "relation",
+    "determinism",
+    "regression",
+]
+"""What a verdict other than ``pass`` rests on, in the order in which the rules are asked.
+
+``finite``: NaN or infinite where the exact result is not. ``empty rows``: a row that sees no key is
+not exactly 0 and −∞, or a gradient of it or of a key that no row sees not exactly 0. ``structure``:
+an exact probe has another answer. ``bound``: beyond the deterministic bound, a proof.
+``improbable``: beyond the probabilistic bound, p < 1e-6 on generic inputs. ``precision``: within
+every bound, and less accurate than a kernel of this arithmetic is. ``relation``: two runs, or a run
+and its own inputs, do not agree as they must; no other rule is asked with it.
+
+Of the call, not of numbers: ``contract``: it gave something other than was asked for. ``alias``:
+what it gave lies in the memory of its inputs. ``mutation``: it wrote to them. ``memory``: it wrote
+beside its outputs, left some of them unwritten, or read what nobody gave it. ``state``: it left its
+process changed. ``leak``: it keeps more with each call. ``determinism``: the same call gave other
+bits than it promises. ``regression``: worse than the baseline.
+"""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An element of a tensor.
+
+    Attributes:
+        batch: Sequence; 0 of dsink and dcaptured, which are sums over all.
+        head: Query head; of dk and dv the key head, of dcaptured the number.
+        query: Row; of dk and dv the key, of dsink and dcaptured 0.
+        dim: −1 where the tensor has no last axis.
+    """
+
+    batch: int
+    head: int
+    query: int
+    dim: int = -1
+
+    @classmethod
+    def of(cls, index: tuple[int, ...]) -> Place:
+        """The element at ``index``, in the axes that ``AXES`` has."""
+        if len(index) == 1:
+            return cls(batch=0, head=index[0], query=0)
+        batch, head, query, *dim = index
+        return cls(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+
+    def index(self, tensor: TensorName) -> tuple[int, ...]:
+        """Its index in ``tensor``."""
+        axes = len(AXES[tensor])
+        return (self.head,) if axes == 1 else (self.batch, self.head, self.query, self.dim)[:axes]
+
+
+class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The element that a verdict rests on; without one that of the largest |error| ÷ allowance.
+
+    Attributes:
+        tensor: Which one.
+        at: Where.
+        tile: The tile it lies in by the kernel's declared tiling (``query tile 3, rows 192–255``);
+            empty where none is declared.
+        got: What the kernel gave.
+        exact: The exact result.
+        allowance: The deterministic bound of |got − exact|; of a relation those of both sides, or
+            0 where bits are compared.
+        budget: What the allowance is made of, by the names of ``docs/bounds.md``; sums to it. Empty
+            of a relation.
+    """
+
+    tensor: TensorName
+    at: Place
+    tile: str = ""
+    got: float
+    exact: float
+    allowance: float
+    budget: dict[str, float]
+
+
+class BlindSpot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The smallest faults that this problem would have exposed, by what the bounds allow.
+
+    Attributes:
+        dropped_keys: Share, 0–1, of the visible (row, key) pairs examined of which one dropped
+            alone would have been seen; None where no row sees two keys.
+        weight: Smallest relative error of one key's weight that would have been seen, at the pair
+            where it is easiest; infinite where none.
+        scale: Smallest relative error of the softmax scale; infinite where none.
+        accumulator_bits: Accumulators that keep this many bits or fewer would have been seen; 0
+            where none would.
+        half: Whether an output half as large would have been seen.
+        zeros: Whether an output of zeros would have been seen.
+        mean_allowance: Mean allowance of out ÷ its root mean square.
+    """
+
+    dropped_keys: float | None
+    weight: float
+    scale: float
+    accumulator_bits: int
+    half: bool
+    zeros: bool
+    mean_allowance: float
+
+
+class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How accurate a kernel is beside others of the same arithmetic.
+
+    Attributes:
+        z: Largest over heads of rms(error ÷ predicted standard deviation); None where no head has
+            enough outputs.
+        spread: RMSE ÷ the largest of an ensemble of ideal kernels', in the head where that is
+            largest; None where it was not needed.
+        residual: rms(out − emulation) ÷ rms(emulation − exact), the emulation being the ideal
+            kernel at the kernel's own declared tiling; None where none is declared.
+        bias: Mean signed error ÷ RMSE.
+        slope: Least-squares slope of the error on the exact result: a factor missing from out.
+        ulp_p50, ulp_p99: Percentiles of the error in units in the last place of the output format,
+            over elements of at least out's root mean square.
+        frobenius: ‖error‖ ÷ ‖exact‖.
+        cosine: Cosine of out and the exact result, for comparison with other tools; never a rule.
+    """
+
+    z: float | None = None
+    spread: float | None = None
+    residual: float | None = None
+    bias: float = 0.0
+    slope: float = 0.0
+    ulp_p50: float = 0.0
+    ulp_p99: float = 0.0
+    frobenius: float = 0.0
+    cosine: float = 1.0
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The verdict on one kernel on one Case.
+
+    Attributes:
+        status: See ``Status``.
+        rule: See ``Rule``; empty for a pass.
+        reason: One line: what is wrong, or why it is not known; empty for a pass.
+        warnings: What is odd besides, one line each.
+        out_over_bound: Largest |error| ÷ deterministic bound over the elements of out.
+        lse_over_bound: The same of LSE; None where the kernel does not expose it.
+        out_over_probable: Largest |error| ÷ probabilistic bound over the sampled rows.
+        lse_over_probable: The same of LSE.
+        gradients_over_bound: The same as ``out_over_bound`` of each gradient, by its name; left out
+            without a backward.
+        worst: The element of the largest share; None where nothing was compared.
+        wrong: Elements of the worst one's tensor that are beyond what is allowed.
+        compared: Elements of it that were compared.
+        rows: Rows that see a key.
+        rows_sampled: Those on which the probabilistic bound, z and the blind spot were computed.
+        rows_unbounded: Rows without a finite allowance, which nothing was asked of: a score lies
+            at a jump of its mod, or its error is too large for any bound.
+        jumps: (row, key) pairs whose score lies within its own error of a jump of the score mod.
+        precision: See ``Precision``.
+        blind_spot: See ``BlindSpot``; None where nothing was compared.
+        arithmetic: The profile that the bounds assume, in one line.
+        lse_also_within: Another, tighter profile whose bound LSE satisfies too, in one line: of an
+            fp8 kernel that does not declare its accumulator; empty otherwise.
+    """
+
+    status: Status
+    rule: Rule = ""
+    reason: str = ""
+    warnings: tuple[str, ...] = ()
+    out_over_bound: float | None = None
+    lse_over_bound: float | None = None
+    out_over_probable: float | None = None
+    lse_over_probable: float | None = None
+    gradients_over_bound: dict[TensorName, float] | msgspec.UnsetType = msgspec.UNSET
+    worst: Worst | None = None
+    wrong: int = 0
+    compared: int = 0
+    rows: int = 0
+    rows_sampled: int = 0
+    rows_unbounded: int = 0
+    jumps: int = 0
+    precision: Precision | None = None
+    blind_spot: BlindSpot | None = None
+    arithmetic: str = ""
+    lse_also_within: str = ""

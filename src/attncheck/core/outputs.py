@@ -1,0 +1,66 @@
+"""Tensors that an oracle and a kernel both give: their names, axes and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AXES", "GRADIENTS", "Outputs", "TensorName"]
+
+
+TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink", "dcaptured"]
+"""What is compared of a kernel."""
+
+AXES: dict[TensorName, tuple[str, ...]] = {
+    "out": ("batch", "head", "query", "dim"),
+    "lse": ("batch", "head", "query"),
+    "dq": ("batch", "head", "query", "dim"),
+    "dk": ("batch", "key head", "key", "dim"),
+    "dv": ("batch", "key head", "key", "dim"),
+    "dsink": ("head",),
+    "dcaptured": ("number",),
+}
+"""The axes of each."""
+
+GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv", "dsink", "dcaptured")
+"""Names of the gradients."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """Results of one attention call, and where a Problem asks for them of its backward.
+
+    Gradients are those of a loss, whose gradients with respect to out and LSE are Inputs.
+
+    Attributes:
+        out: ``(batch, heads, query, value_dim)``. Rows that see no key are 0.
+        lse: Natural-log log-sum-exp of the visible scores, ``(batch, heads, query)``; −inf for
+            rows that see no key. None where a kernel does not expose it.
+        dq: ``(batch, heads, query, head_dim)``. None without a backward, as all that follow.
+        dk: ``(batch, kv_heads, kv, head_dim)``: the sum over the heads that share a key head.
+        dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
+        dsink: ``(heads,)``, of a Problem with a sink.
+        dcaptured: ``(numbers,)``, of a Problem with dcaptured: of every number of the float tensors
+            that the score mod reads, one tensor after the other in the order of reading, each
+            flattened row-major.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    dsink: torch.Tensor | None = None
+    dcaptured: torch.Tensor | None = None
+
+    def tensors(self) -> dict[TensorName, torch.Tensor]:
+        """What there is of it, by name, in the order above."""
+        named: dict[TensorName, torch.Tensor | None] = {name: getattr(self, name) for name in AXES}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def gradients(self) -> dict[TensorName, torch.Tensor]:
+        """The gradients among them."""
+        return {name: one for name, one in self.tensors().items() if name in GRADIENTS}

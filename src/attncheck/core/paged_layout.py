@@ -1,0 +1,61 @@
+"""Paged keys and values: the layout of a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from attncheck.core.errors import ProblemError
+
+__all__ = ["LARGEST_PAGE", "Paging"]
+
+LARGEST_PAGE = 4096
+_LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paging:
+    """Keys and values in pages that stand in any order, as a serving engine keeps them.
+
+    Attributes:
+        size: Keys in a page, 1–4096.
+        seed: Which order of pages in memory, free ones between them.
+        shared: How many leading pages all sequences share, as a common prompt: what they hold is
+            the same, and lies in memory once. 0 for none.
+
+    Raises:
+        ProblemError: for a number that cannot be.
+    """
+
+    size: int
+    seed: int = 0
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("size", 1, LARGEST_PAGE),
+            ("seed", 0, _LARGEST_SEED),
+            ("shared", 0, _LARGEST_SEED),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ProblemError(
+                    f"paging.{name}={value!r} must be a whole number, {least}–{most}."
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; ``from_json`` gives the same Paging back."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Paging:
+        """The Paging that ``to_json`` wrote; raises ProblemError on anything else."""
+        known = {field.name for field in fields(cls)}
+        if not isinstance(data, Mapping) or "size" not in data or set(data) - known:
+            raise ProblemError(f"paging is an object with size, seed and shared, not {data!r}.")
+        return cls(**data)
+
+    def __str__(self) -> str:
+        shared = f", {self.shared} shared" if self.shared else ""
+        return f"pages of {self.size} (order {self.seed}{shared})"

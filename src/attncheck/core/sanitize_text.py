@@ -1,0 +1,83 @@
+"""Foreign text made harmless for a terminal, Markdown and a spreadsheet."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+__all__ = ["LONGEST", "for_markdown", "for_spreadsheet", "markdown_code", "one_line", "shortened"]
+
+LONGEST = 2000
+"""Characters of one reason that a page shows; the JSON and the CSV keep the rest."""
+
+# ECMA-48: an OSC, DCS, SOS, PM or APC string with its terminator, a CSI sequence, a short escape.
+_ESCAPES = re.compile(
+    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]{0,2000}(?:\x07|\x1b\\|\x9c)"
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|\x1b[ -/]*[0-~]?"
+)
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
+_ENTITIES = str.maketrans(
+    {c: f"&#{ord(c)};" for c in "\\`|$@"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+)
+_BACKSLASHED = re.compile(r"[*\[\]~#!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+# What would open a list or underline a heading at the start of a line.
+_OPENING = re.compile(r"^(?:[-+=]|\d+(?=[.)]))")
+# GitHub makes a link of a bare address, even of one in foreign text.
+_SCHEME = re.compile(r"(?<=[A-Za-z0-9]):(?=//)|(?<=mailto):|(?<=xmpp):", re.IGNORECASE)
+_WWW = re.compile(r"\b(www)\.", re.IGNORECASE)
+
+
+def one_line(text: str) -> str:
+    """``text`` in one line, without terminal escapes, control, bidi and invisible characters."""
+    if text.isascii() and text.isprintable() and "  " not in text:
+        return text.strip()
+    visible = "".join(_visible(c) for c in _ESCAPES.sub("", text))
+    return " ".join(visible.split())
+
+
+def _visible(character: str) -> str:
+    category = unicodedata.category(character)
+    if category in {"Zl", "Zp"} or character.isspace():
+        return " "
+    return "" if category in {"Cc", "Cf", "Cs", "Co"} else character
+
+
+def shortened(text: str) -> str:
+    """``one_line(text)``, cut after ``LONGEST`` characters with a word on what is left out."""
+    line = one_line(text)
+    if len(line) <= LONGEST:
+        return line
+    return f"{line[:LONGEST]}… ({len(line) - LONGEST} more characters in the JSON)"
+
+
+def for_markdown(text: str) -> str:
+    """``text`` so that GitHub shows it as it is, in a table cell or a paragraph."""
+    entities = shortened(text).translate(_ENTITIES)
+    entities = _WWW.sub(r"\1&#46;", _SCHEME.sub("&#58;", entities))
+    return _OPENING.sub(_disarmed, _outside_entities(entities))
+
+
+def _disarmed(opening: re.Match[str]) -> str:
+    mark = opening[0]
+    return f"{mark}\\" if mark.isdigit() else f"\\{mark}"
+
+
+def _outside_entities(text: str) -> str:
+    # An entity holds a # that must stay bare.
+    parts = re.split(r"(&(?:#\d+|amp|lt|gt);)", text)
+    return "".join(
+        part if i % 2 else _BACKSLASHED.sub(r"\\\g<0>", part) for i, part in enumerate(parts)
+    )
+
+
+def markdown_code(text: str) -> str:
+    """``text`` as a code span where that is safe, escaped elsewhere."""
+    line = one_line(text)
+    return f"`{line}`" if re.fullmatch(r"[A-Za-z0-9_.:/+×-]+", line) else for_markdown(line)
+
+
+def for_spreadsheet(text: str) -> str:
+    """``text`` in one line; an apostrophe keeps a spreadsheet from running it as a formula."""
+    line = one_line(text)
+    return f"'{line}" if line.startswith(_FORMULA) else line

@@ -1,0 +1,263 @@
+"""Import of a user's Python file, with errors of one line."""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import importlib.util
+import io
+import linecache
+import sys
+import traceback
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from attncheck.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType, ModuleType
+
+__all__ = [
+    "DivertedOutput",
+    "error_line",
+    "import_file",
+    "line_in_file",
+    "load_attribute",
+    "load_member",
+    "load_module_member",
+]
+
+_MOST_HELD = 2**16  # characters; more are no usage message
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles what the file says now.
+
+    Cached bytecode is taken for current where the source has the same length and was written in the
+    same second: a number that was changed in between would be the old one.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code of the source; no cache is read or written."""
+        del fullname
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def import_file(path: Path, what: str) -> ModuleType:
+    """The module that the file ``path`` is; imported anew at every call.
+
+    What it prints goes to standard error; what it sets as torch's default dtype and device holds
+    for its own import alone.
+
+    Args:
+        path: The file.
+        what: What it was asked for, which begins every error: ``kernel 'mine.py::Mine'``.
+
+    Raises:
+        UsageError: where there is no such file, or importing it raises anything but
+            KeyboardInterrupt; in one line, with the line of the file where there is one.
+    """
+    if path.is_dir():
+        raise UsageError(f"{what}: {str(path)!r} is a folder: name a Python file.")
+    if not path.is_file():
+        raise UsageError(f"{what}: there is no file {path}.")
+    if path.suffix != ".py":
+        raise UsageError(f"{what}: {path} is not a Python file.")
+    name = f"attncheck_file_{path.stem}"
+    loader = _FromSource(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, "a loader was given"
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and Triton look their module up by name.
+    sys.modules[spec.name] = module
+    try:
+        with _streams_of_its_own(), _defaults_of_its_own():
+            linecache.checkcache(str(path))
+            loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's file: it may raise anything, SystemExit too
+        said = f"{error_line(error)}{line_in_file(path, error)}"
+        raise UsageError(f"{what}: importing {path} raised {said}.") from error
+    return module
+
+
+def load_member(text: str, what: str) -> Any:
+    """``NAME`` of ``FILE.py::NAME``; raises UsageError as ``import_file``, or where it has none."""
+    file, _, name = text.rpartition("::")
+    if not file or not name:
+        missing = "name after" if file else "file before"
+        raise UsageError(f"{what}: there is no {missing} '::'.")
+    return load_attribute(import_file(Path(file), what), Path(file), name, what)
+
+
+def load_module_member(text: str, what: str) -> Any:
+    """``NAME`` of ``package.module:NAME``, imported as Python does it, from here or as installed.
+
+    Its name may have dots: ``package.module:Class.method``.
+
+    Raises:
+        UsageError: where there is no such module or name, or importing it raises anything but
+            KeyboardInterrupt; in one line.
+    """
+    module, _, names = text.partition(":")
+    if not module or not names:
+        missing = "name after" if module else "module before"
+        raise UsageError(f"{what}: there is no {missing} ':'.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as for ``python -m``; what it imports later is found too
+    try:
+        with _streams_of_its_own(), _defaults_of_its_own():
+            found: Any = importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's module
+        raise UsageError(f"{what}: importing {module} raised {error_line(error)}.") from error
+    for name in names.split("."):
+        found = _asked(found, name, f"{what}: {module}")
+    return found
+
+
+def _asked(owner: object, name: str, what: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except KeyboardInterrupt:
+        raise
+    except AttributeError:
+        raise UsageError(f"{what} has no {name!r}.") from None
+    except BaseException as error:  # somebody's __getattr__
+        raise UsageError(f"{what}, asked for {name!r}, raised {error_line(error)}.") from error
+
+
+def load_attribute(module: ModuleType, path: Path, name: str, what: str) -> Any:
+    """``name`` of the ``module`` that the file ``path`` is; raises UsageError where it has none."""
+    try:
+        return getattr(module, name)
+    except KeyboardInterrupt:
+        raise
+    except AttributeError:
+        raise UsageError(f"{what}: {path} has no {name!r}.") from None
+    except BaseException as error:  # the module's own __getattr__
+        said = f"{error_line(error)}{line_in_file(path, error)}"
+        raise UsageError(f"{what}: asking {path} for {name!r} raised {said}.") from error
+
+
+def error_line(error: BaseException) -> str:
+    """``ValueError: the first line of what it says``; its name where it cannot say anything."""
+    name = type(error).__name__
+    try:
+        line = str(error).split("\n", 1)[0]
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # somebody's __str__
+        line = ""
+    return f"{name}: {line}" if line else name
+
+
+def line_in_file(path: Path, error: BaseException) -> str:
+    """`` at mine.py:7``: the innermost line of the file on the way to ``error``; else nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    numbers = [f.lineno for f in frames if Path(f.filename).resolve() == path.resolve()]
+    return f" at {path.name}:{numbers[-1]}" if numbers else ""
+
+
+class DivertedOutput(io.TextIOWrapper):
+    """In place of standard output, for somebody else's code: all of it goes to another stream.
+
+    Closing it closes nothing, and a stream that cannot be written to is no reason to stop.
+
+    Args:
+        stream: Standard error, or None where there is none.
+        holds: Keep what is written until ``release``, or ``_MOST_HELD`` characters.
+    """
+
+    def __init__(self, stream: TextIO | None, *, holds: bool = False) -> None:
+        self._bytes = _Passing(stream, holds=holds)
+        # Foreign code expects a whole stream, with a buffer, a number, and all.
+        super().__init__(
+            self._bytes,  # type: ignore[arg-type]  # without a buffer, as in python -u
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+
+    def close(self) -> None:
+        """Nothing: whoever writes next does not know of it."""
+
+    def release(self, *, forget: bool = False) -> None:
+        """Pass on what was held, or forget it; nothing is held from now on."""
+        self._bytes.release(forget=forget)
+
+
+class _Passing(io.RawIOBase):
+    """UTF-8 bytes, as text to a stream of text."""
+
+    def __init__(self, stream: TextIO | None, *, holds: bool) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._holds = holds
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            return super().fileno()
+        return self._stream.fileno()
+
+    def write(self, data: Any) -> int:
+        self._held += self._decoder.decode(bytes(data))
+        if not self._holds or len(self._held) > _MOST_HELD:
+            self.release()
+        return len(data)
+
+    def release(self, *, forget: bool = False) -> None:
+        text, self._held, self._holds = self._held, "", False
+        if forget or not text or self._stream is None:
+            return
+        with suppress(OSError, ValueError):  # broken, or closed: nobody hears
+            self._stream.write(text)
+
+
+@contextmanager
+def _streams_of_its_own() -> Iterator[None]:
+    """Within, nothing reaches standard output, and closing it, or standard error, closes nothing.
+
+    SystemExit takes with it what was written: of a usage message, ours is the one line.
+    """
+    aside = DivertedOutput(sys.stderr, holds=True)
+    try:
+        with redirect_stdout(aside), redirect_stderr(aside):
+            yield
+    except SystemExit:
+        aside.release(forget=True)
+        raise
+    finally:
+        aside.release()
+
+
+@contextmanager
+def _defaults_of_its_own() -> Iterator[None]:
+    """Afterwards torch's default dtype and device are what they were before."""
+    import torch
+
+    def device() -> torch.device | None:
+        # torch.get_default_device() also sees a ``with torch.device(...)`` around this import.
+        context = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+        return getattr(getattr(context, "device_context", None), "device", None)
+
+    dtype_before, device_before = torch.get_default_dtype(), device()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype_before)
+        if device() != device_before:
+            torch.set_default_device(device_before)

@@ -1,0 +1,71 @@
+"""Tensors whose rows lie far apart in reserved memory."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import torch
+
+__all__ = ["copy_far_rows", "has_far_rows", "release_cached_memory", "reserve_memory"]
+
+# What a 32-bit integer cannot count. A tensor of so much memory has most of it between its rows, or
+# it is a large one, which is copied whole.
+_WIDE = 2**31
+_MOSTLY_BETWEEN = 16
+# Python has no name for it everywhere: pages are no promise before they are written.
+_ON_DEMAND = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def has_far_rows(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a view of much more memory than it has elements."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return elements > _WIDE and tensor.numel() * _MOSTLY_BETWEEN < elements
+
+
+def copy_far_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, as far apart, in memory of their own; what lies between is not read."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = reserve_memory(elements, tensor, copies=0)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor)
+
+
+def reserve_memory(elements: int, like: torch.Tensor, *, copies: int = 1) -> torch.Tensor:
+    """Flat memory of so many elements, of the dtype and on the device of ``like``.
+
+    Of a CPU a page is taken when it is written: all others are zeros, and cost nothing. A GPU has
+    no such pages: all of it is taken, and holds anything.
+
+    Args:
+        elements: How many.
+        like: Whose dtype and device.
+        copies: How many of it a GPU must have room for besides: one is made for each call.
+
+    Raises:
+        MemoryError: where there is not so much to be reserved.
+        torch.OutOfMemoryError: where a GPU has not so much free.
+    """
+    size = elements * like.element_size()
+    if like.device.type != "cpu":
+        _require((1 + copies) * size, like.device)
+        return torch.empty(elements, dtype=like.dtype, device=like.device)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _ON_DEMAND)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate memory: {size} bytes of addresses.") from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # else each row may take 2 MiB
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype)
+
+
+def release_cached_memory(device: str | torch.device) -> None:
+    """Give back what this process keeps of a GPU's memory and does not use, for others to use."""
+    if torch.device(device).type != "cpu":
+        torch.cuda.empty_cache()
+
+
+def _require(size: int, device: torch.device) -> None:
+    release_cached_memory(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < size:
+        raise torch.OutOfMemoryError(f"{size >> 30} GiB are needed, and {free >> 30} are free.")

@@ -1,0 +1,244 @@
+"""Explain a kernel's wrong result by fault models."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncheck.core.errors import AttncheckError
+from attncheck.fault_models import ORDER
+from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.fault_models.fault_model import FAULT_MODELS
+from attncheck.judge.fault_explanation import (
+    FaultExplanation,
+    FaultPrediction,
+    ObservedError,
+    rank_explanations,
+)
+from attncheck.records.record import TileMap
+from attncheck.verify.evidence import deterministic_bounds, gradient_allowance
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from torch import Tensor
+
+    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.inputs.problem import Problem
+    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.executor import Execution
+
+__all__ = [
+    "MOST_CELLS",
+    "NO_FIT",
+    "Findings",
+    "consistent_models",
+    "explain",
+    "float64_tensors",
+    "pair_count",
+    "tile_map",
+]
+
+
+MOST_CELLS = 16
+"""Of a map, down and to the right."""
+
+_MOST_KEYS = 1024
+
+
+def tile_map(
+    given: ExactAttention, got: Mapping[TensorName, Tensor], error: ObservedError
+) -> TileMap | None:
+    """The map of a kernel's error; None where some of it is not finite, or there is one cell.
+
+    With w the exact weights of a row, what a kernel gave is Σ (w + δ) v and its row sum 1 + Σ δ, by
+    LSE; 1 where it has none. Of all δ that say so, which are many where there are more keys than
+    columns, the smallest is taken: ``[v 1]⁺``, once for a head.
+
+    Args:
+        given: The call; every row of it.
+        got: What the kernel gave.
+        error: That it is wrong.
+    """
+    problem = given.problem
+    out, lse = got["out"], got.get("lse")
+    if not given.whole or problem.kv > _MOST_KEYS or not error.wrong:
+        return None
+    exact = given.parts
+    grown = torch.ones_like(exact.total)
+    if lse is not None:
+        grown = (lse - exact.lse).exp()
+        grown = torch.where(exact.dead, 1.0, grown)
+    moved = out * grown[..., None] - exact.out
+    target = torch.cat([moved, (grown - 1.0)[..., None]], -1)
+    v = given.v.expand(problem.batch, problem.heads, -1, -1)
+    if not bool(target.isfinite().all()) or not bool(v.isfinite().all()):
+        return None
+    unit = v.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    columns = torch.cat([v / unit, torch.ones_like(v[..., :1])], -1)
+    target = torch.cat([target[..., :-1] / unit, target[..., -1:]], -1)
+    change = (target @ torch.linalg.pinv(columns)).abs().sum(dim=(0, 1))  # (rows, kv)
+    tile = given.tiles[0] if len(given.tiles) == 1 else (1, 1)
+    rows, keys = (_step(n, t) for n, t in zip(change.shape, tile, strict=True))
+    values = _cells(change, rows, keys)
+    one = len(values) * len(values[0]) == 1
+    return None if one else TileMap(rows=rows, keys=keys, values=values)
+
+
+def _step(size: int, tile: int) -> int:
+    """The fewest whole tiles, at most ``MOST_CELLS`` of which make up ``size``."""
+    tile = tile if tile < size else 1
+    return tile * math.ceil(math.ceil(size / tile) / MOST_CELLS)
+
+
+def _cells(change: Tensor, rows: int, keys: int) -> tuple[tuple[float, ...], ...]:
+    """Sums of cells, as shares of the largest, in two digits."""
+    sums = [
+        [change[i : i + rows, j : j + keys].sum() for j in range(0, change.shape[1], keys)]
+        for i in range(0, change.shape[0], rows)
+    ]
+    largest = max((float(cell) for line in sums for cell in line), default=0.0)
+    unit = largest if largest > 0 else 1.0
+    return tuple(tuple(float(f"{float(cell) / unit:.2g}") for cell in line) for line in sums)
+
+
+NO_FIT = (AttncheckError, RuntimeError, IndexError, ValueError, TypeError)
+"""What a model may raise that cannot be asked of a Problem."""
+
+_AT_A_TIME = 2**17  # pairs that a model predicts: of more, some rows
+_WHOLE = 2**19  # of a backward, which needs all rows
+_FEWEST_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Findings:
+    """What fault models say of a kernel on one Case.
+
+    Attributes:
+        ranking: All that explain anything, the best first.
+        tried: How many there were.
+        tiles: Where the error is by tiles.
+        finite: Whether all that it gave is, LSE aside. NaN and infinities say where they are, and
+            no more: several models may have them there.
+    """
+
+    ranking: list[FaultExplanation]
+    tried: int
+    tiles: TileMap | None
+    finite: bool
+
+
+def explain(result: Execution, evidence: Evidence, *, proven: bool = False) -> Findings | None:
+    """What fault models say of what a kernel gave; None where it is right to the last bit.
+
+    Args:
+        result: What it gave, the tiling and the arithmetic that it declares.
+        evidence: The Case, its exact result and what is allowed.
+        proven: Whether only what is beyond its bound is asked about.
+    """
+    problem = evidence.case.problem
+    error, given = _beside(result, evidence)
+    if proven and not error.proven:
+        return None
+    if not error.wrong or (not error.forward and pair_count(problem) > _WHOLE):
+        return None
+    of = "forward" if error.forward else "backward"
+    models = [m for m in FAULT_MODELS.values() if m.of == of and m.applies(problem)]
+    ranking = rank_explanations(error, _hypotheses(given, models))
+    tiles = tile_map(given, error.got, error) if error.forward else None
+    finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
+    return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite)
+
+
+def consistent_models(result: Execution, evidence: Evidence, among: Collection[str]) -> set[str]:
+    """Which fault models give what a kernel gave, be it wrong or right.
+
+    Arguments as of ``explained``. One that says nothing of the Problem says that it is right.
+    """
+    error, given = _beside(result, evidence)
+    if error.wrong and not error.forward and pair_count(evidence.case.problem) > _WHOLE:
+        return set(among)
+    found = set()
+    for model in (FAULT_MODELS[name] for name in among):
+        applies = model.applies(evidence.case.problem)
+        forms = list(_hypotheses(given, [model])) if applies else []
+        if any(error.agrees(one) for one in forms) or not (forms or error.proven):
+            found.add(model.id)
+    return found
+
+
+def _beside(result: Execution, evidence: Evidence) -> tuple[ObservedError, ExactAttention]:
+    """What it gave beside the exact result: of a large problem some rows."""
+    problem = evidence.case.problem
+    got, exact = float64_tensors(result.outputs), float64_tensors(evidence.truth)
+    allowed = float64_tensors(deterministic_bounds(evidence, result.arithmetic))
+    if problem.backward:
+        bounds = gradient_allowance(evidence, result.arithmetic, result.outputs).bounds
+        allowed |= {name: bound.cpu() for name, bound in bounds.items()}
+    if not problem.backward or got["out"].isnan().any():
+        got = {name: tensor for name, tensor in got.items() if name in ("out", "lse")}
+    given_as = result.outputs.tensors()
+    spacing = {name: torch.finfo(x.dtype).eps for name, x in given_as.items()}
+    error = ObservedError(got, exact, allowed, spacing)
+    rows = None if not error.forward else _rows(problem, got["out"], exact["out"], allowed["out"])
+    if rows is not None:
+        some = [_of_rows(tensors, rows) for tensors in (got, exact, allowed)]
+        error = ObservedError(some[0], some[1], some[2], spacing)
+    tiling = result.tiling
+    tile = (tiling.block_query, tiling.block_kv) if tiling else None
+    return error, ExactAttention(evidence.inputs, rows=rows, tile=tile)
+
+
+def float64_tensors(outputs: Outputs) -> dict[TensorName, Tensor]:
+    """On the CPU, in float64."""
+    return {name: x.detach().cpu().double() for name, x in outputs.tensors().items()}
+
+
+def _of_rows(tensors: dict[TensorName, Tensor], rows: Tensor) -> dict[TensorName, Tensor]:
+    return {n: x[:, :, rows] for n, x in tensors.items() if n in {"out", "lse"}}
+
+
+def pair_count(problem: Problem) -> int:
+    """(row, key) pairs of all heads."""
+    return problem.batch * problem.heads * problem.query * problem.kv
+
+
+def _rows(problem: Problem, got: Tensor, exact: Tensor, allowed: Tensor) -> Tensor | None:
+    """Of a large problem the worst rows and some of all others; None for every row."""
+    if pair_count(problem) <= _AT_A_TIME:
+        return None
+    most = max(_FEWEST_ROWS, _AT_A_TIME * problem.query // pair_count(problem))
+    if most >= problem.query:
+        return None
+    off = ((got - exact).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(
+        nan=torch.inf
+    )
+    worst = off.amax(dim=(0, 1, 3)).argsort(descending=True)[: most // 2]
+    spread = torch.linspace(0, problem.query - 1, most - most // 2).long()
+    return torch.tensor(sorted({*worst.tolist(), *spread.tolist()}))
+
+
+def _hypotheses(given: ExactAttention, models: list[Any]) -> Iterator[FaultPrediction]:
+    """What each model predicts; what it cannot be asked of this problem is left out."""
+    for model in models:
+        with contextlib.suppress(*NO_FIT), torch.no_grad():
+            for one in model.variants(given):
+                family = one.family
+                yield FaultPrediction(
+                    name=model.id,
+                    tensors=one.outputs.tensors(),
+                    parameters=one.parameters,
+                    order=ORDER[model.id],
+                    family=None if family is None else _family(family),
+                    start=one.start,
+                    parameter=one.parameter,
+                    free=one.free,
+                )
+
+
+def _family(family: Any) -> Any:
+    return lambda size: family(size).tensors()

@@ -1,0 +1,182 @@
+"""Proofs that a kernel reads what is no input, or takes its strides for others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.diagnose.explanations import pair_count
+from attncheck.inputs.problem import Case
+from attncheck.relations import RELATIONS, relation_named
+from attncheck.verify.call_conditions import CallConditions, Surroundings
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution, Origin
+from attncheck.verify.judging import judge_outputs
+from attncheck.verify.relation_runs import relation_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.core.outputs import Outputs
+    from attncheck.verify.call_conditions import Contents
+    from attncheck.verify.executor import Executor
+
+__all__ = ["changes_between_calls", "misread_strides", "out_of_bounds_reads"]
+
+_AGAIN = 2
+# Pairs of calls: what gives one of two things by chance agrees with 2 · 4 of them once in 128, and
+# is asked so twice. Of what does not promise to repeat itself more are made.
+_PAIRS, _PAIRS_UNPROMISED = 4, 8
+_LARGEST = 2**22  # (row, key) pairs of a problem of which many calls are made
+_CONTENTS: tuple[Contents, ...] = ("others", "nan")
+_LAID_OUT = ("q", "k", "v", "dout")
+
+
+class _Asking:
+    """One kernel on one run of a Case, among other surroundings each time."""
+
+    def __init__(self, subject: Subject, executor: Executor, origin: Origin, case: Case) -> None:
+        self._subject, self._executor, self._origin = subject, executor, origin
+        promised = "repeat" in subject.promises
+        self.promised = promised and (subject.promises_gradients or not case.problem.backward)
+        self._times = _PAIRS if self.promised else _PAIRS_UNPROMISED
+
+    def execution(self, evidence: Evidence, by: Surroundings) -> Execution | None:
+        # What it allocates holds the same each time: else it would hold what lay beside an input
+        # of the call before.
+        found = self._executor.run(
+            self._subject,
+            evidence.inputs,
+            origin=self._origin,
+            under=CallConditions(fill="pattern", beside=by),
+        )
+        return found if isinstance(found, Execution) else None
+
+    def differ(self, evidence: Evidence, by: Surroundings) -> bool:
+        """Whether it gives one thing among ordinary numbers and another ``by``, each time."""
+        sides = Surroundings(), by
+        first = tuple(self._outputs(evidence, side) for side in sides)
+        if not _other(*first):
+            return False
+        for turn in range(1, self._times):
+            # Not in turns alone: what changes from call to call would agree with them.
+            order = (1, 0) if turn.bit_count() % 2 else (0, 1)
+            for side in order:
+                again = self._outputs(evidence, sides[side])
+                if again is None or _other(again, first[side]):
+                    return False
+        return True
+
+    def changes(self, evidence: Evidence) -> bool:
+        """Whether calls that are alike in all that we decide give other bits."""
+        first, *more = (self._outputs(evidence, Surroundings()) for _ in range(1 + self._times))
+        return any(_other(again, first) for again in more)
+
+    def _outputs(self, evidence: Evidence, by: Surroundings) -> Outputs | None:
+        found = self.execution(evidence, by)
+        return None if found is None else found.outputs
+
+
+def changes_between_calls(case: Case, subject: Subject, device: str, executor: Executor) -> bool:
+    """Whether a kernel that promises to repeat itself gives one thing and then another.
+
+    Of memory that it does not clear nothing is told: that holds the same each time.
+
+    Arguments as of ``read_beside``.
+    """
+    if not _asked_often(case):
+        return False
+    asked = (
+        (_Asking(subject, executor, Origin(case=case, run=number), one.case), one)
+        for number, one in enumerate(_evidence(case, device))
+    )
+    return any(asking.promised and asking.changes(one) for asking, one in asked)
+
+
+def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Executor) -> str:
+    """Names of inputs, with commas between them, beside which it reads; empty where nobody knows.
+
+    Of a kernel that gives the same whatever lies there nothing is said, nor of one that gives
+    something else each time.
+
+    Args:
+        case: Of which a run was wrong.
+        subject: The kernel.
+        device: ``cpu`` or ``cuda``.
+        executor: How to call it.
+    """
+    if not _asked_often(case):
+        return ""
+    for number, evidence in enumerate(_evidence(case, device)):
+        asking = _Asking(subject, executor, Origin(case=case, run=number), evidence.case)
+        for contents in _CONTENTS:
+            if not asking.differ(evidence, Surroundings(contents=contents)):
+                continue
+            alone = [
+                name
+                for name in evidence.inputs.tensors()
+                if asking.differ(evidence, Surroundings(contents=contents, of=name))
+            ]
+            if alone:
+                return ", ".join(alone)
+    return ""
+
+
+def misread_strides(
+    case: Case, subject: Subject, device: str, executor: Executor
+) -> tuple[bool, str]:
+    """Whether it is right where all is contiguous, and inputs that it has wrong laid out otherwise.
+
+    Args:
+        case: Its question is not looked at.
+        subject: The kernel.
+        device: ``cpu`` or ``cuda``.
+        executor: How to call it.
+    """
+    if pair_count(case.problem) > _LARGEST:
+        return False, ""
+    plain = Case(problem=case.problem)
+    evidence = Evidence(plain, device)
+    asking = _Asking(subject, executor, Origin(case=plain), plain)
+
+    def verdicts(by: Surroundings) -> Iterator[str]:
+        for _ in range(_AGAIN):
+            found = asking.execution(evidence, by)
+            yield "" if found is None else judge_outputs(found, evidence, brief=True).status
+
+    if not all(status == "pass" for status in verdicts(Surroundings())):
+        return False, ""
+    wrong = [
+        name
+        for name in _LAID_OUT
+        if name in evidence.inputs.tensors()
+        and all(status == "fail" for status in verdicts(Surroundings(apart=name)))
+    ]
+    return True, ", ".join(wrong)
+
+
+def _asked_often(case: Case) -> bool:
+    """Whether many calls of it take neither long nor, each, gibibytes."""
+    spacious = case.question in RELATIONS and relation_named(case.question).spacious
+    return not spacious and pair_count(case.problem) <= _LARGEST
+
+
+def _evidence(case: Case, device: str) -> Iterator[Evidence]:
+    """Of each run that its question asks for."""
+    if case.question in RELATIONS:
+        for inputs in relation_inputs(case, device):
+            yield Evidence(Case(problem=inputs.problem), device, inputs)
+    else:
+        yield Evidence(case, device)
+
+
+def _other(one: Outputs | None, before: Outputs | None) -> bool:
+    """Whether any number differs; NaN is NaN. Dcaptured is added up in whatever order."""
+    if one is None or before is None:
+        return False
+    then = before.tensors()
+    return any(
+        not bool(((x == then[name]) | (x.isnan() & then[name].isnan())).all())
+        for name, x in one.tensors().items()
+        if name in then and name != "dcaptured"
+    )

@@ -1,0 +1,127 @@
+"""A failure with all that it takes to see it again, and the same Case run once more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.capabilities.subject import capability
+from attncheck.core.outputs import Outputs
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.inputs.problem import Case, short_id
+from attncheck.judge.declared_arithmetic import default
+from attncheck.records.failures import KeptFailure
+from attncheck.relations import RELATIONS
+from attncheck.verify.environment import environment, fingerprint
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Executor, Failure, InProcess, Origin
+from attncheck.verify.relation_runs import relation_inputs as runs_of
+from attncheck.verify.run_case import question_summary, run_case
+
+if TYPE_CHECKING:
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.records.record import Record
+
+__all__ = ["ExactRun", "exact_runs", "new_failure", "run_again"]
+
+
+def new_failure(
+    record: Record, *, kernel: str, device: str, convention: str = "", test: str = ""
+) -> KeptFailure:
+    """``record`` as a failure that can be kept.
+
+    Args:
+        record: What the kernel answered.
+        kernel: As it was asked for.
+        device: ``cpu`` or ``cuda``.
+        convention: A name of a calling convention; empty for the first that fits.
+        test: The property's test.
+
+    Raises:
+        UnknownName: for a question that there is not.
+    """
+    asked = {"kernel": kernel, "convention": convention, "device": device, "case": record.case}
+    return KeptFailure(
+        id=short_id(asked),
+        kernel=kernel,
+        convention=convention,
+        device=device,
+        question=question_summary(str(record.case.get("question"))),
+        test=test,
+        record=record,
+        environment=environment(device),
+    )
+
+
+def run_again(subject: Subject, case: Case, *, device: str) -> Record:
+    """The Record of ``case``, asked here and now, with what may be wrong where it fails.
+
+    Raises:
+        UsageError: for a question that there is not, or that cannot be asked of its Problem.
+    """
+    record = run_case(subject, case, device=device, environment=fingerprint(environment(device)))
+    return diagnose_failure(record, subject, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ExactRun:
+    """One call that a Case asks for, and what is known of its result.
+
+    Attributes:
+        inputs: What the kernel reads.
+        exact: The exact result, float64: out ``(batch, heads, query, value_dim)`` and LSE
+            ``(batch, heads, query)``.
+        allowed: The deterministic bound of each element; 0 in rows that see no key, infinite in
+            rows that nothing is known of.
+    """
+
+    inputs: Inputs
+    exact: Outputs
+    allowed: Outputs
+
+
+def exact_runs(
+    subject: Subject, case: Case, *, device: str, executor: Executor | None = None
+) -> tuple[ExactRun, ...]:
+    """The calls of ``case`` in their order; one, but for a relation.
+
+    Args:
+        subject: The kernel, which is called to learn the arithmetic by which it is judged.
+        case: What is asked.
+        device: ``cpu`` or ``cuda``.
+        executor: How to call it; in this process by default.
+
+    Raises:
+        UsageError: for a question that there is not, or that cannot be asked of its Problem.
+    """
+    executor = executor or InProcess()
+    if case.question in RELATIONS:
+        each = runs_of(case, device)
+        return tuple(
+            _run(
+                subject,
+                Evidence(Case(problem=one.problem), device, one),
+                executor,
+                Origin(case=case, run=number),
+            )
+            for number, one in enumerate(each)
+        )
+    return (_run(subject, Evidence(case, device), executor, Origin(case=case)),)
+
+
+def _run(subject: Subject, evidence: Evidence, executor: Executor, origin: Origin) -> ExactRun:
+    inputs, exact = evidence.inputs, evidence.truth
+    result = executor.run(subject, inputs, origin=origin)
+    if isinstance(result, Failure):  # it says nothing of its arithmetic either
+        arithmetic = default(inputs.problem.formats, capability(evidence.device))
+    else:
+        arithmetic = result.arithmetic
+    bound = evidence.allowance(arithmetic)
+    alive = evidence.alive
+    allowed = Outputs(
+        torch.where(alive[..., None], bound.out, 0.0), torch.where(alive, bound.lse, 0.0)
+    )
+    return ExactRun(inputs=inputs, exact=exact, allowed=allowed)

@@ -1,0 +1,403 @@
+"""Tensors of a user's own call and its outputs, judged: there is no kernel to call again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncheck.capabilities.subject import capability
+from attncheck.core.errors import ProblemError, UsageError
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.outputs import Outputs
+from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
+from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.declared_arithmetic import Arithmetic, default
+from attncheck.mods.index_ranges import check_index_ranges
+from attncheck.mods.library import FULL, NONE
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES, table_reader
+from attncheck.mods.spec import Dimensions, Entry, Spec
+from attncheck.mods.torch_tracer import describe_mod
+from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
+from attncheck.verify.evidence import Evidence
+from attncheck.verify.executor import Execution, out_of_memory
+from attncheck.verify.judging import judge_outputs
+from attncheck.verify.second_opinion import disagreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from attncheck.core.formats import Format
+    from attncheck.core.judgement import Judgement
+    from attncheck.mods.expression import Expression
+    from attncheck.records.record import Diagnosis
+
+__all__ = ["UserOutputs", "UserTensors"]
+
+
+_DEVICES = ("cpu", "cuda")
+_SINKS = (torch.float32, torch.bfloat16, torch.float16)
+
+# Nothing that is kept by name may be another call's.
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UserTensors:
+    """A call of attention: its tensors and what else it was given.
+
+    Attributes:
+        q: ``(batch, heads, query, head_dim)``, fp32, fp16, bf16 or fp8.
+        k: ``(batch, kv_heads, kv, head_dim)``, the same dtype.
+        v: ``(batch, kv_heads, kv, value_dim)``, the same dtype.
+        mask: A FlexAttention mask, or a bool tensor that broadcasts to ``(batch, heads, query,
+            kv)``, True where a row sees a key; None where all see all.
+        is_causal: Row i sees keys up to i, as ``F.scaled_dot_product_attention`` has it.
+        score_mod: A FlexAttention score mod.
+        scale: Factor of q·k, read as fp32; None for 1/√head_dim.
+        descale: Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each;
+            1 where it is None.
+        sink: Each head's logit beside its keys, fp32 ``(heads,)``; None for none.
+        tf32: Whether fp32 tensors are multiplied in tf32.
+        generic: Whether the numbers are random, without structure.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | Callable[..., Tensor] | None = None
+    is_causal: bool = False
+    score_mod: Callable[..., Tensor] | None = None
+    scale: float | None = None
+    descale: Descale | tuple[Tensor, Tensor, Tensor] | None = None
+    sink: Tensor | None = None
+    tf32: bool = False
+    generic: bool = False
+
+    @contextmanager
+    def inputs(self) -> Iterator[Inputs]:
+        """Within, the Inputs of their Problem: its mask, mod and distribution have names meanwhile.
+
+        Raises:
+            UsageError: for tensors that no call of attention has, or a mask or score mod that
+                cannot be traced; in one line.
+        """
+        self._check_tensors()
+        with ExitStack() as names:
+            given = f"given {next(_NUMBERS)}"
+            mask = self._mask(names, given)
+            score = NONE
+            if self.score_mod is not None:
+                self._check_mod("score mod", self.score_mod, trace_score)
+                score = _known(names, SCORES, given, _entry(self.score_mod))
+            drawn = Distribution(
+                name=given, summary="tensors of a call", draw=_never, generic=self.generic
+            )
+            _known(names, DISTRIBUTIONS, given, drawn)
+            problem = self._problem().replace(mask=mask, score=score, distribution=given)
+            q, k, v = (tensor.detach() for tensor in (self.q, self.k, self.v))
+            descale = self._descale(problem)
+            yield Inputs(problem=problem, q=q, k=k, v=v, descale=descale, sink=self._sink())
+
+    def _check_tensors(self) -> None:
+        for name in ("q", "k", "v"):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, torch.Tensor):
+                raise UsageError(f"{name} is {type(tensor).__name__}: it must be a tensor.")
+            if tensor.dim() != 4:
+                raise UsageError(
+                    f"{name}.shape={tuple(tensor.shape)} must have the axes (batch, heads, length, "
+                    "dim)."
+                )
+            if 0 in tensor.shape:
+                raise UsageError(f"{name}.shape={tuple(tensor.shape)} has an empty axis.")
+            if tensor.device != self.q.device:
+                raise UsageError(f"{name}.device={tensor.device}, but q.device={self.q.device}.")
+            if tensor.layout != torch.strided:
+                raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
+        if self.q.device.type not in _DEVICES:
+            able = " or ".join(_DEVICES)
+            raise UsageError(f"q.device={self.q.device} must be {able}.")
+
+    def _problem(self) -> Problem:
+        # A Problem takes 0 for the default.
+        if self.scale is not None and not (isinstance(self.scale, int | float) and self.scale > 0):
+            raise ProblemError(f"scale={self.scale!r} must be a positive number.")
+        batch, heads, query, head_dim = self.q.shape
+        return Problem(
+            batch=batch,
+            heads=heads,
+            kv_heads=self.k.shape[1],
+            query=query,
+            kv=self.k.shape[2],
+            head_dim=head_dim,
+            value_dim=self.v.shape[3],
+            dtype=self._dtype(),
+            scale=self.scale or 0.0,
+            sink=self.sink is not None,
+        )
+
+    def _dtype(self) -> str:
+        names = {
+            dtype.storage.torch_dtype: name
+            for name, dtype in DTYPES.items()
+            if dtype.measured and name != "tf32"
+        }
+        if self.q.dtype not in names:
+            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in names)
+            raise UsageError(f"q.dtype={self.q.dtype} is not known: choose from {able}.")
+        return "tf32" if self.tf32 else names[self.q.dtype]
+
+    def _mask(self, names: ExitStack, given: str) -> Spec:
+        if self.mask is None:
+            return Spec.of("causal") if self.is_causal else FULL
+        if self.is_causal:
+            raise UsageError("mask and is_causal are given both: let the mask say it.")
+        if isinstance(self.mask, torch.Tensor):
+            return _known(names, MASKS, given, _entry(table_reader(self._table(self.mask))))
+        self._check_mod("mask", self.mask, trace_mask)
+        return _known(names, MASKS, given, _entry(self.mask))
+
+    def _check_mod(
+        self, what: str, mod: Callable[..., Tensor], trace: Callable[..., Expression]
+    ) -> None:
+        """Raises UsageError for a mod that fails somewhere, or does not mean what its trace does.
+
+        The oracle calls it as it is, and would raise in the middle of its own work.
+        """
+        device, name = str(self.q.device), describe_mod(what, mod)
+        expression = trace(mod, device)
+        batch, heads, query, _ = self.q.shape
+        asked = Dimensions(batch=batch, heads=heads, query=query, kv=self.k.shape[2])
+        check_index_ranges(expression, asked, name)
+        others = count_disagreements(expression, mod, asked, device=device)
+        if others:
+            raise ProblemError(
+                f"{name} gives other values than its trace at {others} sampled indices: it must be "
+                "the same at each call, and for each index by itself."
+            )
+
+    def _table(self, mask: Tensor) -> Tensor:
+        if mask.dtype is not torch.bool:
+            raise UsageError(
+                f"mask.dtype={mask.dtype} must be torch.bool, True where a row sees a key; what is "
+                "added to scores is a score_mod."
+            )
+        scores = (*self.q.shape[:3], self.k.shape[2])
+        shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+        if len(shape) > 4 or any(a not in {1, b} for a, b in zip(shape, scores, strict=True)):
+            raise UsageError(
+                f"mask.shape={tuple(mask.shape)} must broadcast to (batch, heads, query, kv) = "
+                f"{scores}."
+            )
+        return mask.detach().to(self.q.device).reshape(shape)
+
+    def _descale(self, problem: Problem) -> Descale | None:
+        if not problem.formats.scaled:
+            if self.descale is not None:
+                raise UsageError(f"descale is given, but q.dtype={self.q.dtype} has none.")
+            return None
+        if isinstance(self.descale, Descale):
+            return self.descale
+        if self.descale is None:
+            ones = torch.ones((problem.batch, problem.kv_heads), device=self.q.device)
+            return Descale(q=ones, k=ones, v=ones)
+        three = isinstance(self.descale, tuple | list) and len(self.descale) == len("qkv")
+        if not three or not all(isinstance(scale, torch.Tensor) for scale in self.descale):
+            raise UsageError(
+                "descale must be three fp32 tensors (batch, kv_heads): of q, of k and of v."
+            )
+        for name, scale in zip("qkv", self.descale, strict=True):
+            if scale.device != self.q.device:
+                raise UsageError(
+                    f"{name}_descale.device={scale.device}, but q.device={self.q.device}."
+                )
+        q, k, v = self.descale
+        return Descale(q=q, k=k, v=v)
+
+    def _sink(self) -> Tensor | None:
+        """Exactly what is meant: fp32 holds bf16 and fp16."""
+        sink = self.sink
+        if sink is None:
+            return None
+        if not isinstance(sink, torch.Tensor):
+            raise UsageError(f"sink is {type(sink).__name__}: it must be a tensor.")
+        if tuple(sink.shape) != self.q.shape[1:2]:
+            raise UsageError(
+                f"sink.shape={tuple(sink.shape)} must be (heads,) = {tuple(self.q.shape[1:2])}."
+            )
+        if sink.dtype not in _SINKS:
+            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SINKS)
+            raise UsageError(f"sink.dtype={sink.dtype} is not known: choose from {able}.")
+        if sink.device != self.q.device:
+            raise UsageError(f"sink.device={sink.device}, but q.device={self.q.device}.")
+        if bool((sink.isnan() | sink.isposinf()).any()):
+            raise UsageError("sink holds NaN or ∞: a logit is finite, or −∞ for none.")
+        return sink.detach().float()
+
+
+def _entry(mod: Callable[..., Tensor]) -> Entry[Any]:
+    return Entry(summary="given with the tensors", build=lambda *_: mod, additive=False)
+
+
+def _known(names: ExitStack, library: dict[str, Any], name: str, entry: object) -> Spec:
+    library[name] = entry
+    names.callback(library.pop, name)
+    return Spec.of(name)
+
+
+def _never(*_: object) -> Any:
+    raise ProblemError("these numbers were given, and cannot be drawn again.")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UserOutputs:
+    """An answer, and the call that it answers.
+
+    Attributes:
+        out: ``(batch, heads, query, value_dim)``.
+        lse: ``(batch, heads, query)``, natural logarithm; None where there is none.
+        call: What ``GivenTensors`` takes, by name; all None where a problem is given.
+        problem: In place of the call: Inputs, or a Problem whose Inputs are drawn.
+        arithmetic: Of the kernel; None for what is usual at these dtypes on this device.
+        generic: Whether the tensors are random and without structure.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    call: dict[str, Any]
+    problem: Problem | Inputs | None = None
+    arithmetic: Arithmetic | None = None
+    generic: bool = False
+
+    def judgement(self) -> tuple[Judgement, str]:
+        """What the judge says, and where the oracles that it rests on disagree, if anywhere.
+
+        Raises:
+            UsageError: for arguments that are no call of attention, or no answer to it.
+        """
+        with self._evidence() as (result, evidence):
+            found = judge_outputs(result, evidence)
+            return found, disagreement(found, evidence)
+
+    def diagnosis(self) -> Diagnosis | None:
+        """What may be wrong; None where nobody can say, or nothing is."""
+        with self._evidence() as (result, evidence):
+            return diagnose_result(result, evidence)
+
+    def kept(self) -> UserOutputs | None:
+        """The same in memory of its own; None where it is too large to be looked at."""
+        given = self.problem.problem if isinstance(self.problem, Inputs) else self.problem
+        rows = self.out.shape[:3].numel()
+        kv = self.call["k"].shape[2] if given is None else given.kv
+        if rows * kv > LARGEST_DIAGNOSED:
+            return None
+        try:
+            return replace(
+                self,
+                out=_copied(self.out),
+                lse=_copied(self.lse),
+                call={name: _copied(value) for name, value in self.call.items()},
+                problem=_copied(self.problem),
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
+
+    @contextmanager
+    def _evidence(self) -> Iterator[tuple[Execution, Evidence]]:
+        with self._inputs() as inputs:
+            yield (
+                self._result(inputs),
+                Evidence(Case(problem=inputs.problem), str(inputs.device), inputs),
+            )
+
+    @contextmanager
+    def _inputs(self) -> Iterator[Inputs]:
+        """The Inputs that are meant."""
+        if not isinstance(self.out, torch.Tensor):
+            raise UsageError(f"out is {type(self.out).__name__}: it must be a tensor.")
+        if not isinstance(self.arithmetic, Arithmetic | None):
+            kind = type(self.arithmetic).__name__
+            raise UsageError(f"arithmetic is {kind}: it must be an Arithmetic.")
+        if self.problem is None:
+            missing = [name for name in "qkv" if self.call[name] is None]
+            if missing:
+                raise UsageError(f"{missing[0]} is missing: give q, k and v, or problem.")
+            tf32 = self.arithmetic is not None and self.arithmetic.products.name == "tf32"
+            with UserTensors(**self.call, tf32=tf32, generic=self.generic).inputs() as inputs:
+                yield inputs
+            return
+        twice = [n for n, value in self.call.items() if value is not None and value is not False]
+        if twice:
+            raise UsageError(f"problem and {twice[0]} are given both: the problem says it all.")
+        if not isinstance(self.problem, Problem | Inputs):
+            kind = type(self.problem).__name__
+            raise UsageError(f"problem is {kind}: it must be a Problem, or its Inputs.")
+        given = self.problem
+        drawn = (
+            given if isinstance(given, Inputs) else inputs_room.draw_inputs(given, self.out.device)
+        )
+        yield drawn.forward()  # gradients are not given
+
+    def _result(self, inputs: Inputs) -> Execution:
+        """As if a kernel had just given it."""
+        problem, arithmetic = inputs.problem, self.arithmetic
+        columns = problem.kv if problem.operation == "softmax" else problem.value_dim
+        rows = (problem.batch, problem.heads, problem.query)
+        output = _checked("out", self.out, (*rows, columns), inputs)
+        if self.lse is not None:
+            _checked("lse", self.lse, rows, inputs)
+        if arithmetic is None:
+            assumed = default(problem.formats, capability(inputs.device.type))
+            # Whoever made out may have divided P by its sum before it was rounded, and have merged
+            # a sink with what keys alone gave.
+            splits = 2 if problem.sink else 1
+            arithmetic = replace(assumed, output=output, normalised_weights=True, splits=splits)
+        elif arithmetic.output != output:
+            raise UsageError(
+                f"out.dtype={self.out.dtype}, but the arithmetic gives out in "
+                f"{arithmetic.output.name}."
+            )
+        lse = None if self.lse is None else self.lse.detach()
+        outputs = Outputs(self.out.detach(), lse)
+        return Execution(outputs=outputs, seconds=None, tiling=None, arithmetic=arithmetic)
+
+
+def _checked(name: str, tensor: object, shape: tuple[int, ...], inputs: Inputs) -> Format:
+    """The format of an output; raises UsageError where it is none."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name} is {type(tensor).__name__}: it must be a tensor.")
+    if tuple(tensor.shape) != shape:
+        raise UsageError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
+    if tensor.device != inputs.device:
+        raise UsageError(f"{name}.device={tensor.device}, but should be {inputs.device}.")
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
+    for fmt in FORMATS.values():
+        if fmt.torch_dtype == tensor.dtype and not fmt.saturates:
+            return fmt
+    raise UsageError(f"{name}.dtype={tensor.dtype} is no dtype of a result.")
+
+
+def _copied(value: Any) -> Any:
+    """With tensors of its own, strides as they were; what is no tensor and holds none, itself."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple | list):
+        return tuple(map(_copied, value))
+    if isinstance(value, Inputs | Descale):
+        each = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return replace(value, **{name: _copied(part) for name, part in each.items()})
+    return value

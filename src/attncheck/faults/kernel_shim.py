@@ -1,0 +1,159 @@
+"""Put a kernel of ours in place of somebody's function."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncheck.capabilities.subject import Refused
+from attncheck.conventions.parse import ParsedCall, UnreadableCall, parse_call
+from attncheck.core.errors import AttncheckError
+from attncheck.core.outputs import Outputs
+from attncheck.diagnose.user_tensors import UserTensors
+from attncheck.mods.library import FULL
+from attncheck.mods.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+
+__all__ = ["ShimSettings", "make_shim"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShimSettings:
+    """What stands in for a function.
+
+    Attributes:
+        kernel: What is called.
+        right: The same without a fault, to see whether a call shows it; None for the right one.
+        convention: How the function is called.
+        say: Is told (what, of what): ``called``, ``left`` with a reason where the function itself
+            was called, ``shown`` where the two kernels differed.
+    """
+
+    kernel: Subject
+    right: Subject | None
+    convention: str
+    say: Callable[[str, str], None]
+
+
+def make_shim(function: Callable[..., Any], how: ShimSettings) -> Callable[..., Any]:
+    """What is called in place of ``function``, which is called where no kernel takes the call."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            call = parse_call(how.convention, function, args, kwargs)
+            asked = _Asked(call, how)
+            outputs = asked.outputs()
+        except (UnreadableCall, Refused, AttncheckError) as reason:
+            how.say("left", str(reason))
+            return function(*args, **kwargs)
+        return call.returned(outputs)
+
+    return called
+
+
+class _Asked:
+    """One call, asked of the kernel; raises AttncheckError for what no Problem is."""
+
+    def __init__(self, call: ParsedCall, how: ShimSettings) -> None:
+        self._call, self._how = call, how
+        mod = None if isinstance(call.mask, Spec) else call.mask
+        score = None if isinstance(call.score, Spec) else call.score
+        self._given = UserTensors(
+            q=call.q,
+            k=call.k,
+            v=call.v,
+            mask=mod,
+            score_mod=score,
+            scale=call.scale,
+            sink=call.sink,
+        )
+        if call.sink is not None and call.sink.requires_grad:
+            raise UnreadableCall("its sink has a gradient")
+
+    def outputs(self) -> Outputs:
+        """Out and LSE, through which autograd finds its way back."""
+        with self._inputs() as inputs:
+            problem, device = inputs.problem, inputs.device.type
+            self._check(problem, device)
+            leaves = (self._call.q, self._call.k, self._call.v)
+            if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+                self._check(problem.replace(backward=True), device)
+        self._how.say("called", "")  # what it raises from here on is the kernel's
+        out, lse = _Attention.apply(self, *leaves)  # type: ignore[no-untyped-call]  # torch's
+        return Outputs(out, lse)
+
+    def run(self, loss: tuple[torch.Tensor, torch.Tensor | None] | None = None) -> Outputs:
+        """What the kernel gives; gradients too where there is a loss's with respect to out, LSE."""
+        with self._inputs() as plain:
+            inputs = plain if loss is None else _with_loss(plain, *loss)
+            found = self._how.kernel.run(inputs)
+            right = self._how.right
+            if right is not None and not _alike(found, right.run(inputs)):
+                self._how.say("shown", "")
+        return found
+
+    def _check(self, problem: Problem, device: str) -> None:
+        kernel = self._how.kernel
+        if not kernel.concerns(problem):
+            raise UnreadableCall(f"{problem} does not concern {kernel.name}")
+        reason = kernel.absent(device) or kernel.unsupported(problem, device)
+        if reason:
+            raise UnreadableCall(reason)
+
+    @contextmanager
+    def _inputs(self) -> Iterator[Inputs]:
+        """Of the library's masks by their names, by which kernels know them."""
+        call = self._call
+        with self._given.inputs() as inputs:
+            changes: dict[str, Any] = {}
+            if isinstance(call.mask, Spec) and call.mask != FULL:
+                changes["mask"] = call.mask
+            if isinstance(call.score, Spec):
+                changes["score"] = call.score
+            problem = inputs.problem.replace(**changes) if changes else inputs.problem
+            yield inputs.replace(problem=problem)
+
+
+def _with_loss(inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) -> Inputs:
+    problem = inputs.problem.replace(backward=True, dlse=dlse is not None)
+    return inputs.replace(problem=problem, dout=dout, dlse=None if dlse is None else dlse.float())
+
+
+def _alike(found: Outputs, right: Outputs) -> bool:
+    """Whether all bits that there are are the same; NaN is NaN."""
+    others = right.tensors()
+    return all(
+        bool(((one == others[name]) | (one.isnan() & others[name].isnan())).all())
+        for name, one in found.tensors().items()
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """A kernel of ours to autograd: its backward computes all once more."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: _Asked, *leaves: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        del leaves
+        ctx.asked = asked
+        ctx.set_materialize_grads(False)
+        found = asked.run()
+        return found.out, found.lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        q, _, v = (getattr(ctx.asked._call, name) for name in "qkv")  # this module's
+        if dout is None:
+            dout = q.new_zeros((*q.shape[:3], v.shape[3]))
+        found = ctx.asked.run((dout, dlse))
+        return None, found.dq, found.dk, found.dv

@@ -1,0 +1,184 @@
+"""A pytest plugin that replaces a function of somebody's module on import.
+
+``pytest -p attncheck.faults.replacement_plugin`` with ATTNCHECK_REPLACED naming a file that ``Replacement``
+was written to. Whoever imports the function gets ours, before or after; not who had it before
+pytest began, nor what the module itself made of it while it was imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    import pytest
+
+__all__ = ["VARIABLE", "Replacement"]
+
+VARIABLE = "ATTNCHECK_REPLACED"
+_FAILURES = 3  # that are named
+
+
+class Replacement(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in for what.
+
+    Attributes:
+        module: Where the function is.
+        name: Its name there.
+        kernel: What ``subjects.load.load`` takes.
+        right: The same without a fault; empty where nothing is to be compared.
+        convention: How the function is called; empty for what it shows.
+        told: File that gets what happened, a JSON line each time something is new.
+    """
+
+    module: str
+    name: str
+    kernel: str
+    right: str
+    convention: str
+    told: str
+
+
+class _Telling:
+    """Says each thing once; several processes may."""
+
+    def __init__(self, file: str) -> None:
+        self._file, self._told = file, set[tuple[str, str]]()
+
+    def __call__(self, what: str, of: str = "") -> None:
+        if (what, of) in self._told:
+            return
+        self._told.add((what, of))
+        line = json.dumps({"what": what, "of": of}) + "\n"
+        file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module as others do, and has ``replace`` called on it once it is executed."""
+
+    def __init__(self, name: str, replace: Callable[[ModuleType], None]) -> None:
+        self._name, self._replace = name, replace
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The one of the next finder that knows it."""
+        if fullname != self._name:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._replace)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Another loader, but for what comes after."""
+
+    def __init__(self, loader: Any, replace: Callable[[ModuleType], None]) -> None:
+        self._loader, self._replace = loader, replace
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the other one."""
+        found: ModuleType | None = self._loader.create_module(spec)
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As the other one; then the function is replaced."""
+        self._loader.exec_module(module)
+        self._replace(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _replacing(how: Replacement, tell: _Telling) -> Callable[[ModuleType], None]:
+    def replace(module: ModuleType) -> None:
+        function = getattr(module, how.name, None)
+        if not callable(function) or isinstance(function, type):
+            tell("absent", "" if function is None else type(function).__name__)
+            return
+        ours = _stand_in(function, how, tell)
+        setattr(module, how.name, ours)
+        _everywhere(function, ours)
+        tell("replaced")
+
+    return replace
+
+
+def _stand_in(function: Callable[..., Any], how: Replacement, tell: _Telling) -> Any:
+    from attncheck.conventions import declarations
+    from attncheck.conventions.parse import READERS
+    from attncheck.faults.kernel_shim import ShimSettings, make_shim
+    from attncheck.subjects.load import load_subject
+
+    shown = [name for name in READERS if declarations.CONVENTIONS[name].claims(function)]
+    return make_shim(
+        function,
+        ShimSettings(
+            kernel=load_subject(how.kernel),
+            right=load_subject(how.right) if how.right else None,
+            convention=how.convention or (*shown, "sdpa")[0],
+            say=tell,
+        ),
+    )
+
+
+def _everywhere(function: Callable[..., Any], ours: Any) -> None:
+    """In modules that had imported it already; attncheck's and torch's own keep theirs."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] in {"attncheck", "torch"} or name.startswith("planted_"):
+            continue
+        for key, value in [*getattr(module, "__dict__", {}).items()]:
+            if value is function:
+                setattr(module, key, ours)
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Once the project's folders can be imported from, and before anything of it is."""
+    with open(os.environ[VARIABLE], "rb") as file:  # noqa: PTH123  # before pathlib is needed
+        how = msgspec.json.decode(file.read(), type=Replacement)
+    tell = _Telling(how.told)
+    replace = _replacing(how, tell)
+    if how.module in sys.modules:
+        replace(sys.modules[how.module])
+    else:
+        sys.meta_path.insert(0, _Finder(how.module, replace))
+        importlib.invalidate_caches()
+    early_config.pluginmanager.register(_Failures(tell))
+
+
+class _Failures:
+    """Names the first tests that fail."""
+
+    def __init__(self, tell: _Telling) -> None:
+        self._tell, self._left = tell, _FAILURES
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A phase of a test."""
+        self._name(report.nodeid, failed=report.failed)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported, say."""
+        self._name(report.nodeid, failed=report.failed)
+
+    def _name(self, test: str, *, failed: bool) -> None:
+        if failed and self._left:
+            self._left -= 1
+            self._tell("failed", test)

@@ -1,0 +1,375 @@
+"""Score a kernel author's own pytest suite with planted faults.
+
+Each run is a process of its own: ``python -m pytest`` in the project's folder with the plugin
+``attncheck.faults.replacement_plugin``.
+
+The tests run once with a right kernel of ours in place of the function, which must pass, and then
+once with each fault: ``Scorer`` is what a lane of ``attncheck faults --pytest`` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec import to_builtins
+
+from attncheck.conventions.parse import READERS
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.faults.catalogue import fault_named
+from attncheck.faults.planting import plant
+from attncheck.faults.replacement_plugin import VARIABLE, Replacement
+from attncheck.records.fault_scores import OwnTestsScore
+from attncheck.workers.units import Done
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attncheck.faults.fault import HostName
+    from attncheck.workers.units import Unit
+
+__all__ = [
+    "Status",
+    "SuiteRun",
+    "SuiteScorer",
+    "UserSuite",
+    "check_scorable",
+    "project_digest",
+    "run_control",
+    "run_suite",
+    "score_suite",
+    "suite_work",
+]
+
+
+Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
+
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_PASSED, _FAILED, _INTERRUPTED, _NOTHING = 0, 1, 2, 5  # pytest's exit codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserSuite:
+    """Somebody's tests and the function that they test.
+
+    Attributes:
+        command: What follows ``pytest``: ``tests/ -k attn``.
+        replace: The function: ``package.module:name``.
+        convention: A name of ``own_calls.CONVENTIONS``; empty for what the function shows.
+        folder: Where pytest runs.
+        timeout: Seconds that one run may take.
+
+    Raises:
+        UsageError: for a function that is not spelled so, or a command that cannot be split.
+        UnknownName: for a convention that is not known.
+    """
+
+    command: str
+    replace: str
+    convention: str = ""
+    folder: Path = field(default_factory=Path.cwd)
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not _TARGET.fullmatch(self.replace):
+            raise UsageError(
+                f"--replace {self.replace!r} is no function of a module: write package.module:name."
+            )
+        if self.convention and self.convention not in READERS:
+            raise UnknownName("convention", self.convention, READERS)
+        try:
+            shlex.split(self.command)
+        except ValueError as error:
+            raise UsageError(f"--pytest {self.command!r} cannot be split: {error}.") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRun:
+    """What came of one run of pytest.
+
+    Attributes:
+        code: Its exit code; None where it took too long.
+        said: What the plugin told, of what.
+        output: What pytest printed.
+        seconds: That it took.
+    """
+
+    code: int | None
+    said: dict[str, list[str]]
+    output: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tests did."""
+        return self.code == _PASSED
+
+    @property
+    def called(self) -> bool:
+        """Whether a kernel of ours was."""
+        return "called" in self.said
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The first tests that did."""
+        return tuple(self.said.get("failed", ()))
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Why calls went to the suite's own function."""
+        return tuple(self.said.get("left", ()))
+
+    def unreached(self) -> str:
+        """Why no kernel of ours was called."""
+        if self.left:
+            return f"no kernel of ours takes its calls: {self.left[0]}"
+        return "no test calls the function from where it is replaced"
+
+    def status(self, suite: UserSuite) -> tuple[Status, str]:
+        """What it says of the kernel's fault, and why."""
+        wrong = self.unscorable(suite)
+        if self.code == _PASSED and "called" not in self.said:
+            return "not reached", self.unreached()
+        if wrong:
+            return "not scored", wrong
+        if self.code == _PASSED:
+            shown = "shown" in self.said
+            said = "" if shown else "the same bits with the fault as without, in every call"
+            return ("missed" if shown else "not shown"), said
+        if "called" not in self.said and "replaced" in self.said and self.code == _FAILED:
+            return "not reached", self.unreached()
+        return "caught", ""
+
+    def unscorable(self, suite: UserSuite) -> str:
+        """Why it says nothing; empty where it does."""
+        module, _, name = suite.replace.partition(":")
+        if "absent" in self.said:
+            kind = self.said["absent"][0]
+            what = f"is {kind}, no function" if kind else "is not there"
+            return f"{name!r} of module {module!r} {what}"
+        if self.code is None:
+            return f"it did not end within {suite.timeout:g} s"
+        if self.code == _NOTHING:
+            return f"pytest {suite.command} runs no test"
+        if "replaced" not in self.said and self.code in {_PASSED, _FAILED}:
+            return f"no test imports module {module!r}"
+        collecting = self.code == _INTERRUPTED and "called" in self.said
+        if self.code not in {_PASSED, _FAILED} and not collecting:
+            return f"pytest {suite.command} ends with {self.code}: {self._last()}"
+        return ""
+
+    def _last(self) -> str:
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith(("E ", "ERROR"))]
+        return (errors or lines or ["it says nothing"])[-1].removeprefix("E ").strip().rstrip(".")
+
+
+def run_suite(
+    suite: UserSuite, folder: Path, *, kernel: str, right: str, first: bool = True
+) -> SuiteRun:
+    """One run.
+
+    Args:
+        suite: Whose tests.
+        folder: For what is told.
+        kernel: In place of the function; empty for the function itself.
+        right: The same without a fault; empty where nothing is to be compared.
+        first: Whether it ends with the first test that fails.
+    """
+    told, how = folder / "told.jsonl", folder / "replaced.json"
+    module, _, name = suite.replace.partition(":")
+    replacement = Replacement(
+        module=module,
+        name=name,
+        kernel=kernel,
+        right=right,
+        convention=suite.convention,
+        told=str(told),
+    )
+    how.write_bytes(msgspec.json.encode(replacement))
+    plugin = ["-p", "attncheck.faults.replacement_plugin"] if kernel else []
+    command = [sys.executable, "-m", "pytest", *plugin, *shlex.split(suite.command)]
+    command += ["-p", "no:cacheprovider", *(["-x"] if first else [])]
+    start = time.perf_counter()
+    code, output = _process(command, suite, os.environ | {VARIABLE: str(how)})
+    seconds = round(time.perf_counter() - start, 3)
+    return SuiteRun(code=code, said=_told(told), output=output, seconds=seconds)
+
+
+def _process(
+    command: list[str], suite: UserSuite, environment: dict[str, str]
+) -> tuple[int | None, str]:
+    """Exit code, None where it took too long, and what it printed."""
+    with tempfile.TemporaryFile() as printed:
+        child = subprocess.Popen(  # noqa: S603  # what the user typed, and our own Python
+            command,
+            cwd=suite.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = child.wait(suite.timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(child)
+        printed.seek(0)
+        return code, printed.read().decode(errors="replace")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """With all that it started: a suite may have workers."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _told(file: Path) -> dict[str, list[str]]:
+    """What was said of what, in order, each once."""
+    if not file.exists():
+        return {}
+    said: dict[str, Counter[str]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        said.setdefault(one["what"], Counter())[one["of"]] += 1
+    return {what: [*of] for what, of in said.items()}
+
+
+_MOST_FILES = 10_000  # of a project, that are looked at
+_NOT_ITS_OWN = {"site-packages", "node_modules", "__pycache__"}
+
+
+def suite_work(**options: Any) -> SuiteScorer:
+    """The Work of a lane; raises UsageError as ``OwnSuite`` does."""
+    return SuiteScorer(UserSuite(**{**options, "folder": Path(options["folder"])}))
+
+
+class SuiteScorer:
+    """Scores faults, one after the other, on one suite."""
+
+    def __init__(self, suite: UserSuite) -> None:
+        self._suite = suite
+
+    def close(self) -> None:
+        """Nothing is left open: a run ends with all that it has started."""
+
+    def do(self, unit: Unit) -> Done:
+        """The score of ``unit``, a fault in a host, in ``facts``."""
+        name, _, host = unit.kernel.rpartition("@")
+        found = score_suite(self._suite, name, host)  # type: ignore[arg-type]  # a word of HOSTS
+        return Done(unit=unit.id, facts={"score": to_builtins(found)}, seconds=found.seconds)
+
+
+def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> None:
+    """Raises UsageError unless ``suite`` passes with right kernels, and calls one of them.
+
+    Args:
+        suite: What is to be scored.
+        faults: Ids, whose kernels without a fault are asked for.
+        host: In which kernel they are planted.
+    """
+    kernels = {fault_named(name).hosts[host].kernel for name in faults}
+    reached = [run_control(suite, kernel) for kernel in sorted(kernels)]
+    if reached and all(one.status == "not reached" for one in reached):
+        raise UsageError(f"the suite cannot be scored: {reached[0].reason}.")
+
+
+def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
+    """The run with a right kernel of ours, which must pass.
+
+    Raises UsageError where it does not, or the function is not there: the suite cannot be scored.
+    """
+    with tempfile.TemporaryDirectory(prefix="attncheck_own_") as folder:
+        found = run_suite(suite, Path(folder), kernel=kernel, right="", first=False)
+    wrong = found.unscorable(suite)
+    if not wrong and not found.passed:
+        with tempfile.TemporaryDirectory(prefix="attncheck_own_") as folder:
+            alone = run_suite(suite, Path(folder), kernel="", right="", first=False)
+        theirs = "passes" if alone.passed else "fails too"
+        which = f", at {found.failed[0]}" if found.failed else ""
+        wrong = (
+            f"it fails{which} with the right kernel {kernel!r} in place of {suite.replace}, and "
+            f"{theirs} with its own; choose tests of what attention gives"
+        )
+    if wrong:
+        raise UsageError(f"the suite cannot be scored: {wrong}.")
+    return OwnTestsScore(
+        fault="",
+        category="",
+        host=kernel,
+        status="not shown" if found.called else "not reached",
+        reason="" if found.called else found.unreached(),
+        left=found.left,
+        seconds=found.seconds,
+    )
+
+
+def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTestsScore:
+    """What ``suite`` makes of one fault: one run.
+
+    Raises UnknownName for a fault that is not known, and UsageError for one that the host has not.
+    """
+    entry = fault_named(fault)
+    if host not in entry.hosts:
+        raise UsageError(f"fault {fault!r} is not planted in {host}: choose another host.")
+    with tempfile.TemporaryDirectory(prefix="attncheck_own_") as name:
+        folder = Path(name)
+        kernel = plant(entry, host, folder)
+        found = run_suite(suite, folder, kernel=kernel, right=entry.hosts[host].kernel)
+    status, reason = found.status(suite)
+    return OwnTestsScore(
+        fault=fault,
+        category=getattr(entry, "category", "control"),
+        host=host,
+        status=status,
+        reason=reason,
+        tests=found.failed,
+        left=found.left,
+        seconds=found.seconds,
+    )
+
+
+def project_digest(suite: UserSuite) -> str:
+    """Sixteen hexadecimal digits of the Python files where pytest runs: tests, and what they test.
+
+    Without those of hidden folders and of what is installed.
+    """
+    found = hashlib.sha256()
+    for path in islice(_files(suite.folder), _MOST_FILES):
+        found.update(str(path.relative_to(suite.folder)).encode(errors="surrogateescape"))
+        try:
+            found.update(path.read_bytes())
+        except OSError:
+            found.update(b"cannot be read")
+    return found.hexdigest()[:16]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name[0] != "."
+            and name not in _NOT_ITS_OWN
+            and not (here / name / "pyvenv.cfg").exists()
+        )
+        yield from (here / name for name in sorted(names) if name.endswith(".py"))

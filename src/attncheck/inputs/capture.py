@@ -1,0 +1,441 @@
+"""``attncheck.capture``: records the calls of scaled_dot_product_attention that a running model makes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import TorchFunctionMode
+
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import FORMATS
+from attncheck.inputs.recorded_calls import DTYPES, METADATA, VERSION, Call, Header, tensor_name
+from attncheck.inputs.recording_file import call_fact, tensor_fact
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from attncheck.inputs.recorded_calls import Dtype, MaskKind
+
+__all__ = [
+    "CallArguments",
+    "Unfit",
+    "batch_axes",
+    "capture",
+    "four_axes",
+    "mask_axes",
+    "reduce_call",
+]
+
+
+def batch_axes(*tensors: Tensor) -> tuple[int, ...]:
+    """The axes before heads, length and dim; raises RuntimeError where they do not go together."""
+    before = (tensor.shape[:-3] for tensor in tensors)
+    return tuple(torch.broadcast_shapes(*before))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def four_axes(q: Tensor, k: Tensor, v: Tensor, *, gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The three as torch reads them: q (batch, heads, query, dim), k, v (batch, kv_heads, kv, dim).
+
+    Two axes are one head of one sequence, three are heads of one sequence, and axes before the
+    heads are folded into the batch. An axis of 1 that torch broadcasts is written out, but for
+    heads that k and v share: those are few key heads for many query heads.
+
+    Raises RuntimeError for shapes that do not go together.
+    """
+    q, k, v = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (q, k, v))
+    batch = batch_axes(q, k, v)
+    each = [tensor.shape[-3] for tensor in (q, k, v)]
+    heads = each[0] if gqa else max(each)
+    kv_heads = each[1] if each[1] == each[2] else heads
+    return (
+        _folded(q, batch, heads),
+        _folded(k, batch, kv_heads),
+        _folded(v, batch, kv_heads),
+    )
+
+
+def mask_axes(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """A mask with four axes; each has the scores' size, or 1 where it is the same for all.
+
+    Args:
+        mask: Up to the scores' axes, missing ones in front.
+        batch: ``batch_axes`` of the call.
+    """
+    mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
+    if math.prod(mask.shape[:-3]) == 1:
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*batch, -1, -1, -1).reshape(math.prod(batch), *mask.shape[-3:])
+
+
+def _folded(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
+    repeated = tensor.repeat_interleave(heads // tensor.shape[-3], dim=-3)
+    whole = repeated.expand(*batch, heads, -1, -1)
+    return whole.reshape(math.prod(batch), *whole.shape[-3:])
+
+
+class Unfit(Exception):
+    """A call that a recording cannot hold; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """What the function is given: its parameters, in torch's order and by torch's names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def reduce_call(name: str, given: CallArguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
+    """The call and copies of its tensors q, k, v and, where there is one, mask, on the CPU.
+
+    Args:
+        name: What it is called.
+        given: Its arguments.
+        out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
+
+    Raises:
+        Unfit: for tensors that a recording cannot hold, and for whatever ``reading`` would refuse.
+    """
+    kind, mask = _mask(given)
+    tensors = [given.query, given.key, given.value] + ([] if mask is None else [mask])
+    for tensor in tensors:
+        _require_plain(tensor)
+    if any(0 in tensor.shape for tensor in tensors):
+        raise Unfit(f"shapes {_shapes(tensors)} have a size of 0")
+    dtype = _dtype(out)
+    try:
+        q, k, v = four_axes(*tensors[:3], gqa=given.enable_gqa)
+        mask = None if mask is None else mask_axes(mask, batch_axes(*tensors[:3]))
+    except RuntimeError:
+        raise Unfit(_not_four_axes(tensors)) from None
+    call = _call(name, given, (q, k, v), dtype=dtype, mask=kind)
+    if out.numel() != q[..., 0].numel() * v.shape[3]:
+        raise Unfit(_not_four_axes(tensors))
+    copies = {n: _copy(t, out.dtype) for n, t in zip("qkv", (q, k, v), strict=True)}
+    if mask is not None:
+        # Autocast casts an added mask too.
+        cast_too = mask.is_floating_point() and given.query.dtype != out.dtype
+        copies["mask"] = _copy(mask, out.dtype if cast_too else mask.dtype)
+    _require(*(tensor_fact(call, n, tensor) for n, tensor in copies.items()))
+    return call, copies
+
+
+def _require(*facts: str | None) -> None:
+    for fact in facts:
+        if fact:
+            raise Unfit(fact)
+
+
+def _call(
+    name: str,
+    given: CallArguments,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    *,
+    dtype: Dtype,
+    mask: MaskKind,
+) -> Call:
+    q, k, v = tensors
+    call = Call(
+        name=name,
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        query=q.shape[2],
+        kv=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=dtype,
+        mask=mask,
+        scale=None if given.scale is None else float(given.scale),
+        dropout=float(given.dropout_p),
+    )
+    _require(call_fact(call))
+    return call
+
+
+def _mask(given: CallArguments) -> tuple[MaskKind, Tensor | None]:
+    attn_mask = given.attn_mask
+    if isinstance(attn_mask, CausalBias):
+        top_left = attn_mask.variant == CausalVariant.UPPER_LEFT
+        return ("causal" if top_left else "causal_bottom_right"), None
+    if attn_mask is None:
+        return ("causal" if given.is_causal else "none"), None
+    return ("bool" if attn_mask.dtype is torch.bool else "additive"), attn_mask
+
+
+def _require_plain(tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise Unfit("nested tensors have sequences of several lengths: pad them")
+    if type(tensor) not in {Tensor, torch.nn.Parameter}:
+        raise Unfit(f"{type(tensor).__name__} is not a plain tensor")
+    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise Unfit("a tensor on meta or under vmap or grad has no numbers to copy")
+
+
+def _dtype(out: Tensor) -> Dtype:
+    for name in DTYPES:
+        if FORMATS[name].torch_dtype == out.dtype:
+            return cast("Dtype", name)
+    raise Unfit(f"{out.dtype} is not one of {', '.join(DTYPES)}")
+
+
+def _shapes(tensors: list[Tensor]) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+
+
+def _not_four_axes(tensors: list[Tensor]) -> str:
+    return f"shapes {_shapes(tensors)} are not those of (batch, heads, length, dim)"
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+# torch's own, also where torch.nn.functional has got another one meanwhile that calls it.
+_SDPA = torch._C._nn.scaled_dot_product_attention
+_NAME = "scaled_dot_product_attention"
+
+
+@contextlib.contextmanager
+def capture(
+    file: str | os.PathLike[str], *, model: nn.Module | None = None, calls: int | None = None
+) -> Iterator[None]:
+    """Record every call of ``scaled_dot_product_attention`` inside the ``with`` to a file.
+
+    >>> with attncheck.capture("trained.safetensors", model=model):  # doctest: +SKIP
+    ...     model(batch)
+
+    Kept of each call are q, k, v, the mask (bool, added, or is_causal), the scale and what
+    enable_gqa means, as ``recordings.schema`` says: copies on the CPU in the dtype that the kernel
+    reads (under autocast the one cast to), brought to (batch, heads, length, dim). ``attncheck
+    rmse --inputs FILE`` and ``recordings.load`` read the file.
+
+    However a module imported the function, its calls are seen, also those of
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. In eval mode those two have a
+    fast path of their own that calls no scaled_dot_product_attention: it is switched off inside
+    (``torch.backends.mha.set_fastpath_enabled``), so their results are those of the ordinary path.
+    ``nn.MultiheadAttention`` with need_weights (its default) computes its scores itself and calls
+    it never. All else computes what it computes without. Not seen are calls in another thread and
+    in TorchScript, and FlexAttention. Capture a model before torch.compile: inside, torch would
+    compile it anew.
+
+    A call that attncheck cannot hold (float64, nested or fake tensors, a size of 0, head_dim
+    beyond 256, a scale that is not positive, NaN or an infinity in q, k or v …) is left out with
+    a warning, one a reason. Dropout is noted, and ignored when a kernel is judged.
+
+    The file is written at the end, in one step, and replaces an old one. It is also written when
+    the ``with`` ends with an exception, with the calls made until then.
+
+    Args:
+        file: Where to, usually ``NAME.safetensors``.
+        model: Names the calls by the module that makes them, ``blocks.0.attention/0`` for its
+            first; else they are ``call-0``, ``call-1``, ….
+        calls: How many are kept, the first ones (default: all; they stay in memory until the end).
+
+    Raises:
+        UsageError: at the beginning, if the file cannot be written; at the end, if there was no
+            call to keep.
+    """
+    path = _writable(file)
+    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
+        raise UsageError(f"calls={calls!r} must be a whole number of at least 1.")
+    modules = _Modules(model)
+    recorder = _Recorder(modules, calls)
+    try:
+        with _no_fast_path(), modules, recorder:
+            yield
+    except BaseException as error:
+        if recorder.kept:
+            try:
+                _write(path, recorder)
+            except UsageError as unwritten:
+                error.add_note(str(unwritten))
+        raise
+    if not recorder.kept:
+        raise UsageError(
+            f"capture saw no call of {_NAME} that it could keep: {str(path)!r} is not written."
+        )
+    _write(path, recorder)
+
+
+class _Modules:
+    """Which module of a model is running, by hooks while in its ``with``."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise UsageError(f"model is {type(model).__name__}: it must be a torch.nn.Module.")
+        self._model = model
+        self._running: list[str] = []
+        self._calls: Counter[str] = Counter()
+        self._handles = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if self._model is not None:
+            for path, module in self._model.named_modules():
+                self._watch(path or type(module).__name__, module)
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.close()
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def enter(*_: object) -> None:
+            self._running.append(path)
+
+        def leave(*_: object) -> None:
+            self._running.pop()
+
+        for handle in (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ):
+            self._handles.callback(handle.remove)
+
+    def name(self) -> str:
+        """The name of the call that is made now."""
+        if not self._running:
+            return f"call-{self._next('')}"
+        return f"{self._running[-1]}/{self._next(self._running[-1])}"
+
+    def _next(self, module: str) -> int:
+        self._calls[module] += 1
+        return self._calls[module] - 1
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every function of torch that is called from Python."""
+
+    def __init__(self, modules: _Modules, most: int | None) -> None:
+        super().__init__()
+        self.kept: list[tuple[Call, dict[str, Tensor]]] = []
+        self._modules = modules
+        self._most = most
+        self._warned: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not _SDPA:
+            return self._listening(func)(*args, **kwargs)
+        out = func(*args, **kwargs)
+        name = self._modules.name()
+        if self._most is None or len(self.kept) < self._most:
+            self._keep(name, out, args, kwargs)
+        return out
+
+    def _keep(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self.kept.append(reduce_call(name, CallArguments(*args, **kwargs), out))
+        except Unfit as error:
+            reason = str(error).rstrip(".")
+            if reason not in self._warned:
+                self._warned.add(reason)
+                shown = name if name.isprintable() else repr(name)
+                warnings.warn(f"capture leaves out {shown}: {reason}.", stacklevel=2)
+
+    def _listening(self, func: Any) -> Any:
+        """``func``, or a copy of it whose own calls of the function come back to this mode.
+
+        A Python function of torch that lets modes override it, multi_head_attention_forward, runs
+        with the mode taken off. Other modes that see it call the copy too, as it names itself.
+        """
+        if not isinstance(func, FunctionType) or _NAME not in func.__code__.co_names:
+            return func
+        found: Callable[..., Tensor] = func.__globals__.get(_NAME, _SDPA)
+
+        def seen(*args: Any, **kwargs: Any) -> Tensor:
+            with self:
+                return found(*args, **kwargs)
+
+        listening = FunctionType(
+            func.__code__,
+            func.__globals__ | {_NAME: seen},
+            func.__name__,
+            func.__defaults__,
+            func.__closure__,
+        )
+        listening.__kwdefaults__ = func.__kwdefaults__
+        listening.__globals__[func.__name__] = listening
+        return listening
+
+
+@contextlib.contextmanager
+def _no_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _writable(file: str | os.PathLike[str]) -> Path:
+    """The path, if a file could be put there now: a model may run for long before the end."""
+    try:
+        path = Path(file)
+    except TypeError:
+        raise UsageError(f"file is {type(file).__name__}: it must be a path.") from None
+    try:
+        str(path).encode()  # safetensors takes nothing else
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        with contextlib.suppress(FileNotFoundError):
+            _draft(path).lstat()  # raises for a name that no file can have
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except (OSError, ValueError) as error:
+        raise _unwritten(path, error) from None
+
+
+def _write(path: Path, recorder: _Recorder) -> None:
+    header = Header(version=VERSION, calls=[call for call, _ in recorder.kept])
+    tensors = {
+        tensor_name(i, name): tensor
+        for i, (_, named) in enumerate(recorder.kept)
+        for name, tensor in named.items()
+    }
+    draft = _draft(path)
+    try:
+        draft.touch(exist_ok=False)
+        mode = (
+            draft.stat().st_mode
+        )  # as any new file here; safetensors makes one for the owner alone
+        save_file(tensors, draft, {METADATA: msgspec.json.encode(header).decode()})
+        draft.chmod(mode)
+        draft.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(path, error) from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _draft(path: Path) -> Path:
+    """Where the file is written before it takes its name."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def _unwritten(path: Path, error: Exception) -> UsageError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return UsageError(f"recording {str(path)!r} cannot be written: {reason}.")

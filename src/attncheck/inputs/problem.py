@@ -1,0 +1,450 @@
+"""Problem (what to compute) and Case (a question about it): data, JSON both ways, short ids."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from attncheck.core import draws
+from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs.distributions import DISTRIBUTIONS, distribution_named
+from attncheck.mods import library
+from attncheck.mods.spec import Dimensions, Spec
+
+if TYPE_CHECKING:
+    from attncheck.mods.spec import MaskMod, ScoreMod
+
+__all__ = [
+    "LARGEST_HEAD_DIM",
+    "OPERATIONS",
+    "PROMISES",
+    "SOFTMAX_DTYPES",
+    "Allowed",
+    "Case",
+    "Parameters",
+    "Problem",
+    "Promise",
+    "check_gradients",
+    "check_memory",
+    "check_parameters",
+    "check_scale",
+    "check_seed",
+    "check_sizes",
+    "fits_all",
+    "is_number",
+    "no_parameters",
+    "short_id",
+]
+
+
+LARGEST_HEAD_DIM = 256
+_LARGEST_SEED = 2**63 - 1
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_sizes(sizes: Mapping[str, Any]) -> None:
+    """Raises ProblemError unless each is a size, and heads share key heads evenly."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ProblemError(f"{name}={value!r} must be a whole number of at least 1.")
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ProblemError(
+            f"kv_heads={sizes['kv_heads']} does not divide heads={sizes['heads']}: "
+            "each key head serves the same number of query heads."
+        )
+    for name in ("head_dim", "value_dim"):
+        if sizes.get(name, 0) > LARGEST_HEAD_DIM:
+            raise ProblemError(f"{name}={sizes[name]} must be 1–{LARGEST_HEAD_DIM}.")
+
+
+def check_seed(seed: object) -> None:
+    """Raises ProblemError unless it is a seed."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ProblemError(f"seed={seed!r} must be a whole number.")
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise ProblemError(f"seed={seed} must be from 0 to 2**63 − 1.")
+
+
+def check_scale(scale: Any) -> None:
+    """Raises ProblemError unless it is 0, for the default, or a positive number of fp32."""
+    fmt = FORMATS["fp32"]
+    # One that fp32 rounds to 0 would come back from JSON as the default.
+    if not is_number(scale) or not (scale == 0 or fmt.subnormal_spacing <= scale <= fmt.max):
+        raise ProblemError(f"scale={scale!r} must be a positive number in the range of fp32.")
+
+
+def check_memory(*, sink: object, paging: object) -> None:
+    """Raises ProblemError for a sink or pages that are none."""
+    if not isinstance(sink, bool):
+        raise ProblemError(f"sink={sink!r} must be true or false.")
+    if paging is not None and not isinstance(paging, Paging):
+        raise ProblemError(f"paging={paging!r} must be a Paging or None.")
+
+
+def check_gradients(asked: Mapping[str, object], dtype: str, paging: Paging | None) -> None:
+    """Raises ProblemError for gradients that there are not.
+
+    Args:
+        asked: ``backward``, and what is asked of a backward alone, by name.
+        dtype: A name of ``formats.DTYPES``.
+        paging: How keys lie in memory.
+    """
+    for name, value in asked.items():
+        if not isinstance(value, bool):
+            raise ProblemError(f"{name}={value!r} must be true or false.")
+    for name, value in asked.items():
+        if value and not asked["backward"]:
+            raise ProblemError(f"{name}=True has no meaning without backward=True.")
+    if asked["backward"] and DTYPES[dtype].scaled:
+        raise ProblemError(
+            f"there are no gradients in {dtype}: nothing says which descales they have."
+        )
+    if asked["backward"] and paging is not None:
+        raise ProblemError("there are no gradients of keys in pages.")
+
+
+Parameters = Mapping[str, int | float]
+Allowed = Mapping[str, Sequence[int]]
+
+Promise = Literal["repeat", "batch", "layout", "hidden"]
+"""What a kernel may promise of its bits, beyond being right.
+
+``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
+of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.
+``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
+no bit of the row, and may be NaN or overflow.
+"""
+
+PROMISES: tuple[Promise, ...] = ("repeat", "batch", "layout", "hidden")
+
+
+def fits_all(problem: Problem) -> None:
+    """No reason against any Problem."""
+    del problem
+
+
+def no_parameters(problem: Problem) -> Allowed:
+    """Nothing to choose."""
+    del problem
+    return {}
+
+
+def check_parameters(question: str, parameters: Parameters, allowed: Allowed) -> None:
+    """Raises ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers.
+
+    Args:
+        question: Name of the relation or probe.
+        parameters: What is asked.
+        allowed: What may be asked of the Problem.
+    """
+    if set(parameters) != set(allowed):
+        wanted = ", ".join(allowed) or "none"
+        raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {wanted}.")
+    for name, value in parameters.items():
+        if value not in allowed[name]:
+            raise ProblemError(f"{question}.{name}={value} must be one of {list(allowed[name])}.")
+
+
+OPERATIONS = ("attention", "softmax")
+SOFTMAX_DTYPES = ("fp32", "fp16", "bf16", "fp64")
+_SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
+_GRADIENTS = ("backward", "dlse", "dcaptured")
+# What an attention call has and a softmax has not, with what stands in its place.
+_ATTENTION_ONLY: dict[str, Any] = {
+    "head_dim": 0,
+    "value_dim": 0,
+    "scale": 1.0,
+    "mask": library.FULL,
+    "score": library.NONE,
+    "sink": False,
+    "paging": None,
+    "backward": False,
+    "dlse": False,
+    "dcaptured": False,
+}
+# What came later: left out of JSON at its default.
+_SINCE = {
+    "operation": "attention",
+    "sink": False,
+    "paging": None,
+    "backward": False,
+    "dlse": False,
+    "dcaptured": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One call of a kernel, without its numbers drawn.
+
+    Attention: ``out[b, h, i] = Σ_j softmax_j(score(scale · q[b, h, i] · k[b, g, j])) v[b, g, j]``
+    over the keys j that the mask lets row i see, with g = h // (heads / kv_heads).
+
+    Softmax: ``out[b, h, i, j] = softmax_j(x[b, h, i, j])`` of scores ``(batch, heads, query, kv)``.
+    It has no head_dim, value_dim (both 0), scale (1), mask or score mod, and no fp8.
+
+    Attributes:
+        operation: ``attention`` or ``softmax``.
+        batch: Sequences.
+        heads: Query heads.
+        kv_heads: Key and value heads, a divisor of ``heads`` (default: ``heads``).
+        query: Query length.
+        kv: Key and value length (default: ``query``); the two may differ.
+        head_dim: Columns of q and k, 1–256 (default: 64).
+        value_dim: Columns of v and out, 1–256 (default: ``head_dim``).
+        dtype: A name of ``formats.DTYPES``; fp64 is what the numbers were before they were
+            rounded to any other, for the exact side alone.
+        mask: Which keys a row sees.
+        score: What is done to a score before the softmax.
+        scale: Factor of q·k, rounded to fp32 (default: 1/√head_dim).
+        sink: Whether each head has a logit of its own that takes part in the softmax as one more
+            key of value 0, which every row sees; LSE includes it. It is no score: no scale, mask
+            or score mod is for it.
+        paging: How keys and values lie in memory; None for one after the other. It changes no
+            number of the result.
+        backward: Whether gradients are asked for too: of a loss with respect to q, k and v (and
+            the sink), given its gradient with respect to out. Not in fp8, nor with pages.
+        dlse: Whether that loss depends on LSE too; of a backward alone. A row that sees no key has
+            an LSE of −∞ whatever the inputs: no gradient passes through it.
+        dcaptured: Whether the loss's gradient is asked for with respect to the numbers of the float
+            tensors that the score mod captures; of a backward alone.
+        distribution: A name of ``distributions.DISTRIBUTIONS``.
+        seed: Which draw of it.
+
+    Raises:
+        ProblemError: for a size, number or mod that cannot be.
+        UnknownName: for a dtype, distribution or mod that is not known.
+    """
+
+    operation: str = "attention"
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 0
+    query: int
+    kv: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    dtype: str = "bf16"
+    mask: Spec = library.FULL
+    score: Spec = library.NONE
+    scale: float = 0.0
+    sink: bool = False
+    paging: Paging | None = None
+    backward: bool = False
+    dlse: bool = False
+    dcaptured: bool = False
+    distribution: str = "normal"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._default("kv_heads", self.heads)
+        self._default("kv", self.query)
+        if self.operation == "softmax":
+            self._check_softmax()
+            return
+        self._default("head_dim", 64)
+        self._default("value_dim", self.head_dim)
+        self._check_sizes(_SIZES)
+        check_scale(self.scale)
+        check_memory(sink=self.sink, paging=self.paging)
+        check_gradients({n: getattr(self, n) for n in _GRADIENTS}, self.dtype, self.paging)
+        self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
+        library.check_mask(self.mask, self.dimensions)
+        library.check_score(self.score, self.dimensions)
+        if self.dcaptured:
+            library.check_captures(self.score, self.dimensions)
+        self._set("score", library.in_fp32(self.score))  # masks have whole numbers only
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen for everybody else
+
+    def _default(self, name: str, value: float) -> None:
+        if getattr(self, name) == 0:
+            self._set(name, value)
+
+    def _check_softmax(self) -> None:
+        self._default("scale", 1.0)
+        for name, only in (_ATTENTION_ONLY | {"kv_heads": self.heads}).items():
+            value = getattr(self, name)
+            if value != only:
+                said = str(value) if isinstance(value, Spec) else repr(value)
+                raise ProblemError(f"{name}={said} has no meaning for softmax.")
+            self._set(name, only)  # 0.0 and False are 0 too, and would be another id
+        self._check_sizes(tuple(name for name in _SIZES if name not in _ATTENTION_ONLY))
+        if self.dtype not in SOFTMAX_DTYPES:
+            able = ", ".join(name for name in SOFTMAX_DTYPES if DTYPES[name].measured)
+            raise ProblemError(f"softmax has no dtype {self.dtype!r}: choose from {able}.")
+        if DISTRIBUTIONS[self.distribution].scores is None:
+            able = ", ".join(name for name, d in DISTRIBUTIONS.items() if d.scores)
+            raise ProblemError(
+                f"distribution {self.distribution!r} has no scores for softmax: choose from {able}."
+            )
+
+    def _check_sizes(self, names: tuple[str, ...]) -> None:
+        check_sizes({name: getattr(self, name) for name in names})
+        check_seed(self.seed)
+
+    def _check_names(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise UnknownName("operation", self.operation, OPERATIONS)
+        dtype_named(self.dtype)
+        distribution_named(self.distribution)
+
+    @property
+    def formats(self) -> Dtype:
+        """The number formats that ``dtype`` stands for."""
+        return DTYPES[self.dtype]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Index ranges of the mask and the score mod."""
+        return Dimensions(batch=self.batch, heads=self.heads, query=self.query, kv=self.kv)
+
+    def mask_mod(self, device: str = "cpu") -> MaskMod:
+        """The mask as a FlexAttention callable with its captured tensors on ``device``."""
+        return library.build_mask(self.mask, self.dimensions, device)
+
+    def score_mod(self, device: str = "cpu") -> ScoreMod:
+        """The score mod as a FlexAttention callable with its captured tensors on ``device``."""
+        return library.build_score(self.score, self.dimensions, device)
+
+    def replace(self, **changes: Any) -> Problem:
+        """This Problem with other fields; the new one is checked like any."""
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; ``from_json`` gives the same Problem back.
+
+        What came later is named only where it is not at its default: ids stay what they were.
+        """
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data |= {"mask": self.mask.to_json(), "score": self.score.to_json()}
+        if self.paging is not None:
+            data["paging"] = self.paging.to_json()
+        return {k: v for k, v in data.items() if k not in _SINCE or v != _SINCE[k]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Problem:
+        """The Problem that ``to_json`` wrote; raises ProblemError on anything else."""
+        if not isinstance(data, Mapping):
+            raise ProblemError(f"a problem is a JSON object, not {data!r}.")
+        unknown = sorted(set(data) - {f.name for f in dataclasses.fields(cls)})
+        if unknown:
+            raise ProblemError(f"a problem has no field {unknown[0]!r}.")
+        if "query" not in data:
+            raise ProblemError("a problem needs its query length.")
+        mods = {name: Spec.from_json(data[name]) for name in ("mask", "score") if name in data}
+        paging = data.get("paging")
+        paged = {} if paging is None else {"paging": Paging.from_json(paging)}
+        return cls(**{**data, **mods, **paged})
+
+    @property
+    def id(self) -> str:
+        """Ten letters and digits that stand for this Problem on every machine."""
+        return short_id(self.to_json())
+
+    @property
+    def shape(self) -> str:
+        """Sizes in a line: ``B1 H4/2 Q128 K96 D64`` (``D64/32`` with another value_dim).
+
+        Of a softmax the rows and columns: ``B1 H4 R128 C96``.
+        """
+        if self.operation == "softmax":
+            return f"B{self.batch} H{self.heads} R{self.query} C{self.kv}"
+        heads = str(self.heads) if self.group == 1 else f"{self.heads}/{self.kv_heads}"
+        dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim, self.value_dim)))
+        return f"B{self.batch} H{heads} Q{self.query} K{self.kv} D{dims}"
+
+    def __str__(self) -> str:
+        said = [self.dtype, str(self.mask) if self.operation == "attention" else self.operation]
+        said += [str(self.score)] if self.score != library.NONE else []
+        said += ["sink"] if self.sink else []
+        said += [str(self.paging)] if self.paging else []
+        said += ["backward"] if self.backward else []
+        said += ["dLSE"] if self.dlse else []
+        said += ["dcaptured"] if self.dcaptured else []
+        said += [self.shape, self.distribution, f"seed {self.seed}"]
+        usual = self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
+        return " ".join(said if usual else [*said, f"scale {self.scale:g}"])
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001  (IPython's)
+        printer.text(str(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is asked of a Problem: the whole reproducer.
+
+    Attributes:
+        problem: What to compute.
+        question: ``compare`` (against exact attention), or the name of a relation or a probe.
+        parameters: Its numbers.
+        generator: Version of the generator that draws the inputs; part of the id, since another
+            version may draw other bits.
+    """
+
+    problem: Problem
+    question: str = "compare"
+    parameters: Mapping[str, int | float] = field(default_factory=dict)
+    generator: int = draws.VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; ``from_json`` gives the same Case back."""
+        asked = {"question": self.question, "parameters": dict(self.parameters)}
+        return {"problem": self.problem.to_json(), **asked, "generator": self.generator}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        """The Case that ``to_json`` wrote.
+
+        Raises ProblemError on anything else, and on one of another generator, not drawable here.
+        """
+        if not isinstance(data, Mapping) or "problem" not in data:
+            raise ProblemError("a case is a JSON object with a problem.")
+        generator = data.get("generator", draws.VERSION)
+        if generator != draws.VERSION:
+            raise ProblemError(
+                f"the case was drawn by generator {generator}; this version draws {draws.VERSION}."
+            )
+        question, parameters = data.get("question", "compare"), data.get("parameters", {})
+        if not isinstance(question, str):
+            raise ProblemError(f"a case's question is a name, not {question!r}.")
+        if not isinstance(parameters, Mapping) or not all(map(is_number, parameters.values())):
+            raise ProblemError(f"a case's parameters are numbers by name, not {parameters!r}.")
+        problem = Problem.from_json(data["problem"])
+        return cls(problem=problem, question=question, parameters=dict(parameters))
+
+    @property
+    def id(self) -> str:
+        """Ten letters and digits that stand for this Case on every machine."""
+        return short_id(self.to_json())
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.question}{f'({numbers})' if numbers else ''}: {self.problem}"
+
+    _repr_pretty_ = Problem._repr_pretty_
+
+
+def short_id(data: dict[str, Any]) -> str:
+    """Base-32 digits of the SHA-256 of the canonical JSON; 50 bits are plenty for a report."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return base64.b32encode(hashlib.sha256(text.encode()).digest())[:10].decode().lower()

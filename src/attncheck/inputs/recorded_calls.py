@@ -1,0 +1,275 @@
+"""A recorded call as a Problem: the file's schema and the call's distribution, mask and score mod.
+
+The metadata has one entry, ``attncheck``: the JSON of a ``Header``. The tensors of call i, counted
+from 0, all contiguous:
+
+| tensor | shape | dtype |
+|---|---|---|
+| ``i.q`` | (batch, heads, query, head_dim) | the call's |
+| ``i.k`` | (batch, kv_heads, kv, head_dim) | the call's |
+| ``i.v`` | (batch, kv_heads, kv, value_dim) | the call's |
+| ``i.mask`` | (batch, heads, query, kv), each axis possibly 1: the same for all | bool, or fp32, fp16 or bf16 that is added to the scores |
+
+``i.mask`` is there for the mask kinds ``bool`` and ``additive`` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import torch
+
+from attncheck.core.errors import ProblemError
+from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
+from attncheck.inputs.problem import Problem
+from attncheck.mods.library import FULL, NONE
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES, table_reader
+from attncheck.mods.spec import Entry, Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncheck.core.draws import Draws
+    from attncheck.inputs.distribution_tensors import Drawn, Sizes
+    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
+
+__all__ = [
+    "DTYPES",
+    "METADATA",
+    "VERSION",
+    "Call",
+    "Header",
+    "MaskKind",
+    "Recording",
+    "sizes_problem",
+    "tensor_name",
+]
+
+
+VERSION = 1
+METADATA = "attncheck"
+DTYPES = ("fp32", "fp16", "bf16")
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Dtype = Literal["fp32", "fp16", "bf16"]
+MaskKind = Literal["none", "causal", "causal_bottom_right", "bool", "additive"]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of ``scaled_dot_product_attention``.
+
+    Attributes:
+        name: ``call-7``, or the module that made it and its how manieth call it was:
+            ``blocks.0.attention/0``. Printable, and not blank.
+        batch: Sequences; more axes than four are folded into this one.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        query: Query length.
+        kv: Key and value length.
+        head_dim: Columns of q and k.
+        value_dim: Columns of v.
+        dtype: Of q, k and v: fp32, fp16 or bf16.
+        mask: ``none``; ``causal`` (is_causal: row i sees keys up to i); ``causal_bottom_right``
+            (torch's ``causal_lower_right``); ``bool`` (True: seen) or ``additive``.
+        scale: As it was given; None for the default, 1/√head_dim.
+        dropout: dropout_p. What was dropped is not known: a kernel is judged without.
+    """
+
+    name: str
+    batch: Size
+    heads: Size
+    kv_heads: Size
+    query: Size
+    kv: Size
+    head_dim: Size
+    value_dim: Size
+    dtype: Dtype
+    mask: MaskKind
+    scale: float | None = None
+    dropout: float = 0.0
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """Shapes of q, k and v by name."""
+        keys = (self.batch, self.kv_heads, self.kv)
+        return {
+            "q": (self.batch, self.heads, self.query, self.head_dim),
+            "k": (*keys, self.head_dim),
+            "v": (*keys, self.value_dim),
+        }
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        """Shape of the scores: what a mask's axes are, or 1."""
+        return (self.batch, self.heads, self.query, self.kv)
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The metadata.
+
+    Attributes:
+        version: Of this schema.
+        calls: In the order in which they were made.
+    """
+
+    version: int
+    calls: list[Call]
+
+
+def tensor_name(call: int, tensor: str) -> str:
+    """What tensor ``q``, ``k``, ``v`` or ``mask`` of a call is called in the file."""
+    return f"{call}.{tensor}"
+
+
+def sizes_problem(call: Call) -> Problem:
+    """A Problem of the call's sizes, dtype and scale; raises ProblemError where there is none."""
+    if call.scale is not None and not call.scale > 0:  # Problem takes 0 for the default
+        raise ProblemError(f"scale={call.scale!r} must be a positive number in the range of fp32.")
+    return Problem(
+        batch=call.batch,
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        query=call.query,
+        kv=call.kv,
+        head_dim=call.head_dim,
+        value_dim=call.value_dim,
+        dtype=call.dtype,
+        scale=call.scale or 0.0,
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Recording:
+    """One recorded call.
+
+    Attributes:
+        file: Name of the file it was read from, without its folder.
+        call: What is said of it.
+        q: ``(batch, heads, query, head_dim)``.
+        k: ``(batch, kv_heads, kv, head_dim)``.
+        v: ``(batch, kv_heads, kv, value_dim)``.
+        mask: ``(batch or 1, heads or 1, query or 1, kv or 1)``: bool (True: seen), or what is
+            added to the scores; None where the call's kind of mask needs no tensor.
+    """
+
+    file: str
+    call: Call
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+
+    @cached_property
+    def name(self) -> str:
+        """File, call and eight hexadecimal digits of the SHA-256 of all its tensors.
+
+        Its distribution and its mask or score mod go by this name, so that a Problem with it has
+        the same id wherever the same numbers were read, and never another's.
+        """
+        digest = hashlib.sha256()
+        for name, tensor in self._tensors().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return f"{self.file}:{self.call.name}@{digest.hexdigest()[:8]}"
+
+    def problem(self, dtype: str | None = None) -> Problem:
+        """The call as a Problem.
+
+        Its distribution gives the recorded numbers (``register`` makes it known), which
+        ``inputs.draw`` rounds to ``dtype``: in the recorded dtype they are the recorded bits.
+
+        An additive mask is a score mod that adds it, and −∞ hides a key; one of nothing but 0 and
+        −∞ is the bool mask that it means. A mask that hides nothing is ``full``.
+
+        Args:
+            dtype: A name of ``formats.DTYPES`` (default: the recorded one).
+        """
+        mask, score = self._mods()
+        return sizes_problem(self.call).replace(
+            dtype=dtype or self.call.dtype, mask=mask, score=score, distribution=self.name
+        )
+
+    def register(self) -> None:
+        """Make the names that its Problem holds known to this process."""
+        DISTRIBUTIONS[self.name] = Distribution(
+            name=self.name, summary=f"recorded: {self.call.name} of {self.file}", draw=self._drawn
+        )
+        mask, score = self._mods()
+        summary = f"recorded with {self.call.name} of {self.file}"
+        if mask.name == self.name:
+            MASKS[self.name] = Entry(summary=summary, build=self._mask_mod)
+        if score.name == self.name:
+            SCORES[self.name] = Entry(summary=summary, build=self._score_mod)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {"q": self.q, "k": self.k, "v": self.v}
+        return named if self.mask is None else named | {"mask": self.mask}
+
+    @cached_property
+    def _visible(self) -> Tensor | None:
+        """The mask as a bool one; None if there is none, or it is more than that."""
+        if self.mask is None or self.mask.dtype is torch.bool:
+            return self.mask
+        seen = self.mask == 0
+        return seen if bool((seen | torch.isneginf(self.mask)).all()) else None
+
+    def _mods(self) -> tuple[Spec, Spec]:
+        if self.mask is None:
+            return (FULL if self.call.mask == "none" else Spec.of(self.call.mask)), NONE
+        if self._visible is None:
+            return FULL, Spec.of(self.name)
+        return (FULL if bool(self._visible.all()) else Spec.of(self.name)), NONE
+
+    def _drawn(self, draws: Draws, sizes: Sizes) -> Drawn:
+        recorded = tuple(tuple(tensor.shape) for tensor in (self.q, self.k, self.v))
+        if (sizes.q, sizes.k, sizes.v) != recorded:
+            raise ProblemError(
+                f"distribution {self.name!r} is recorded for q, k, v of shapes {recorded}: "
+                f"it has none of {(sizes.q, sizes.k, sizes.v)}."
+            )
+        if draws.seed != 0:
+            raise ProblemError(
+                f"distribution {self.name!r} is recorded, there is one draw of it: "
+                f"seed={draws.seed} must be 0."
+            )
+        # Copies: what is drawn may be written to.
+        q, k, v = (
+            tensor.to(torch.float64, copy=True).numpy() for tensor in (self.q, self.k, self.v)
+        )
+        return q, k, v
+
+    def _mask_mod(self, _: object, dimensions: Dimensions, device: str) -> MaskMod:
+        assert self._visible is not None
+        table = self._fitting(self._visible, dimensions).to(device)
+        read = table_reader(table)
+
+        def recorded_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return read(b, h, q_idx, kv_idx)
+
+        return recorded_mask
+
+    def _score_mod(self, _: object, dimensions: Dimensions, device: str) -> ScoreMod:
+        assert self.mask is not None
+        # fp32 holds fp16 and bf16, and is what a traced mod may capture.
+        read = table_reader(self._fitting(self.mask, dimensions).to(device, torch.float32))
+
+        def recorded_bias(
+            score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+        ) -> Tensor:
+            return score + read(b, h, q_idx, kv_idx).to(score.dtype)
+
+        return recorded_bias
+
+    def _fitting(self, table: Tensor, dims: Dimensions) -> Tensor:
+        sizes = (dims.batch, dims.heads, dims.query, dims.kv)
+        if any(have not in {1, size} for have, size in zip(table.shape, sizes, strict=True)):
+            raise ProblemError(
+                f"the mask of {self.name!r} is recorded with shape {tuple(table.shape)}: it does "
+                f"not fit scores of shape {sizes}."
+            )
+        return table

@@ -1,0 +1,460 @@
+"""Arithmetic that a kernel declares, and the errors of its sums: B1–B4 and B14."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import FORMATS, Format, spacing
+
+if TYPE_CHECKING:
+    from attncheck.core.conditions import Conditions
+    from attncheck.core.formats import Dtype
+
+    Count = TypeVar("Count", float, torch.Tensor)
+
+__all__ = [
+    "AMPERE",
+    "FP32",
+    "FP64",
+    "FP64_ORACLE",
+    "HOPPER_FP8",
+    "VOLTA",
+    "Accumulator",
+    "Arithmetic",
+    "additions",
+    "below_one",
+    "default",
+    "division",
+    "half_ulp",
+    "steps",
+    "sum_accumulator",
+    "sum_bias",
+    "sum_of_weights",
+    "taken",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulator:
+    """How a sum of products is added up.
+
+    Attributes:
+        name: What reports call it.
+        block: Products added in one step, aligned to the largest; None where every addition is
+            rounded to nearest on its own, in any order. A step takes consecutive products, from a
+            multiple of ``block`` on.
+        alignment: Fraction bits that an aligned product keeps.
+        result: Significant bits after a step: truncated where ``block`` is given, else rounded.
+        format: Of the sum.
+
+    Raises:
+        ValueError: A number is no integer of at least 1.
+    """
+
+    name: str
+    block: int | None = None
+    alignment: int = 24
+    result: int = 24
+    format: Format = FORMATS["fp32"]
+
+    def __post_init__(self) -> None:
+        for name in ("block", "alignment", "result"):
+            number = getattr(self, name)
+            if number is not None and not (isinstance(number, int) and number >= 1):
+                raise ValueError(f"{name}={number!r} must be an integer of at least 1.")
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the sum's format."""
+        return self.format.unit_roundoff
+
+    @property
+    def coarse(self) -> bool:
+        """Whether its steps keep too few bits to pass for fp32, so that a finer bound pays."""
+        return self.block is not None and 2.0**-self.alignment > 2 * self.format.unit_roundoff
+
+    def step_loss(self) -> tuple[float, float]:
+        """What a step loses at most: of its largest term, and of the running sum (B2)."""
+        assert self.block is not None
+        return (self.block + 1) * 2.0**-self.alignment, 2.0 ** (1 - self.result)
+
+    def rounded(self, n: Count) -> Count:
+        """Largest error of ``n`` roundings to nearest, relative to the sum of magnitudes (B1).
+
+        Infinite of so many that B1 says nothing.
+        """
+        roundings = n * self.unit
+        if isinstance(roundings, (int, float)):
+            return roundings / (1 - roundings) if roundings < 1 else math.inf
+        error: Count = (roundings / (1 - roundings)).masked_fill(roundings >= 1, math.inf)
+        return error
+
+    def det(self, n: Count, taken: Count | None = None) -> Count:
+        """Largest error of a sum of ``n`` products, relative to the sum of magnitudes (B1, B2).
+
+        What is cut off toward zero is less than everything. Of ``taken`` see ``bias``.
+        """
+        if self.block is None:
+            return self.rounded(n)
+        return self.rounded(n) + _at_most_one(self.bias(n, taken))
+
+    def sd(self, n: Count) -> Count:
+        """Standard deviation of rounding to nearest, relative to the sum of magnitudes (B3)."""
+        deviation: Count = n**0.5 * (self.unit / math.sqrt(3))
+        return deviation
+
+    def bias(self, n: Count, taken: Count | None = None) -> Count:
+        """Largest systematic error, relative to the largest running sum; 0 of rounding (B3).
+
+        Args:
+            n: Products.
+            taken: Steps in which one of them is not 0, where they do not follow on each other.
+        """
+        if self.block is None:
+            return n * 0.0
+        aligned, truncated = self.step_loss()
+        return (self._steps(n) if taken is None else taken) * (aligned + truncated)
+
+    def _steps(self, n: Count) -> Count:
+        assert self.block is not None
+        if isinstance(n, (int, float)):
+            return float(math.ceil(n / self.block))
+        steps: Count = (n / self.block).ceil()
+        return steps
+
+
+def _at_most_one(share: Count) -> Count:
+    if isinstance(share, float):
+        return min(share, 1.0)
+    capped: Count = share.clamp(max=1)
+    return capped
+
+
+FP32 = Accumulator(name="fp32")
+FP64 = Accumulator(name="fp64", result=53, format=FORMATS["fp64"])
+
+# Tensor cores, as MMA-Sim found them bit for bit (Xie et al. 2025): products are aligned to the
+# largest exponent of a step, cut off, added exactly, and the sum is truncated. Hopper's for bf16
+# and fp16 (16 products, 25 bits) loses less than FP32's any-order bound.
+VOLTA = Accumulator(name="Volta tensor core", block=4, alignment=23, result=24)
+AMPERE = Accumulator(name="Ampere tensor core", block=8, alignment=24, result=24)
+HOPPER_FP8 = Accumulator(name="13-bit, 32 products a step", block=32, alignment=13, result=14)
+
+
+_MAY_BE_NONE = "rounds_value_products"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The profile of a kernel.
+
+    Attributes:
+        products: Format in which a product reads its operands; of tf32 kernels tf32.
+        truncates: Whether tf32 operands are truncated, as tensor cores do, or rounded to nearest.
+        scores: Accumulator of q·k.
+        values: Accumulator of P·V.
+        weights: Format of P as P·V reads it; fp32 where P is not rounded.
+        weights_scale: What P is multiplied by before it is rounded.
+        lazy_rescale: Log2 units by which the running maximum may lag.
+        sums_rounded_weights: Whether the row sum takes the rounded P: a legitimate design.
+        normalised_weights: Whether P is divided by the row sum before it is rounded, as kernels do
+            that are not fused.
+        divides_each_step: Whether O is divided by the row sum after every tile, as in
+            FlashAttention-1, also where the row sees nothing of the tile.
+        scaled_query: Format to which a kernel rounds scale · q before the product; None where it
+            does not.
+        rounds_value_products: Format to which a backward that is not fused rounds dO · v before
+            Σ dO · O is taken off; None where it stays as it was computed.
+        sums_rounded_heads: Whether a backward rounds the gradients of k and v to the output format
+            for each query head, and adds those that share a key head afterwards.
+        rereads_weights: Whether a fused backward multiplies dO · v − δ by the P that it has rounded
+            for the gradient of v.
+        dkv_parts: Most parts in which a backward adds the gradients of k and v up in the output
+            format, each head and tile of rows one; 1 where they are rounded once.
+        dq_parts: The same of the gradient of q, each tile of keys one.
+        exp2_ulps: Largest error of its exp2, in units in the last place of ``computes``.
+        tanh_error: Largest relative error of its tanh (2^-11 of tanh.approx).
+        block_kv: Fewest keys of a step; the least that is usual where it is not known.
+        splits: Most parts that are computed apart and merged through LSE.
+        output: Format of out.
+        computes: Format of everything else: scores, exponents, row sums, LSE.
+
+    Raises:
+        ProblemError: P times its scale can pass the largest number of its format, which is a fault
+            and no error that could be bounded.
+        TypeError: A format or an accumulator is none.
+        ValueError: A number is out of its range.
+    """
+
+    products: Format
+    truncates: bool = False
+    scores: Accumulator = FP32
+    values: Accumulator = FP32
+    weights: Format
+    weights_scale: float = 1.0
+    lazy_rescale: float = 0.0
+    sums_rounded_weights: bool = False
+    normalised_weights: bool = False
+    divides_each_step: bool = False
+    scaled_query: Format | None = None
+    rounds_value_products: Format | None = None
+    sums_rounded_heads: bool = False
+    rereads_weights: bool = False
+    dkv_parts: int = 1
+    dq_parts: int = 1
+    exp2_ulps: float = 2.0
+    tanh_error: float = 2.0**-11
+    block_kv: int = 16
+    splits: int = 1
+    output: Format
+    computes: Format = FORMATS["fp32"]
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        largest = self.weights_scale * 2.0**self.lazy_rescale
+        if largest > self.weights.max:
+            raise ProblemError(
+                f"P reaches weights_scale · 2^lazy_rescale = {largest:g}; the largest "
+                f"{self.weights.name} is {self.weights.max:g}: declare a smaller scale, or rescale "
+                "sooner."
+            )
+
+    def _check_numbers(self) -> None:
+        """Declared by users: what is no format or no such number is said at once."""
+        for name in ("products", "weights", "output", "computes", "rounds_value_products"):
+            given = getattr(self, name)
+            if not isinstance(given, Format) and (name != _MAY_BE_NONE or given is not None):
+                raise TypeError(f"{name}={given!r} is no attncheck.core.formats.Format.")
+        for name in ("scores", "values"):
+            if not isinstance(getattr(self, name), Accumulator):
+                raise TypeError(f"{name}={getattr(self, name)!r} is no Accumulator.")
+        for name in ("lazy_rescale", "exp2_ulps", "tanh_error"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be finite and at least 0.")
+        if not 0 < self.weights_scale < math.inf:
+            raise ValueError(f"weights_scale={self.weights_scale!r} must be finite and positive.")
+        for name in ("block_kv", "splits", "dkv_parts", "dq_parts"):
+            if not (isinstance(getattr(self, name), int) and getattr(self, name) >= 1):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be an integer of at least 1."
+                )
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of everything that is not rounded to a narrower format."""
+        return self.computes.unit_roundoff
+
+    @property
+    def operand_error(self) -> float:
+        """Largest relative error with which a product reads a stored fp32 number: tf32's, or 0."""
+        return self._unit_of(self.products) if self.products.name == "tf32" else 0.0
+
+    @property
+    def weights_error(self) -> float:
+        """Largest relative error of rounding a normal P; 0 where P stays as it was computed."""
+        if self.weights.significand >= self.computes.significand:
+            return 0.0
+        return self._unit_of(self.weights)
+
+    @property
+    def score_gradients(self) -> Format:
+        """Format in which the products of a backward read the scores' gradients: the coarser."""
+        return min(self.products, self.weights, key=lambda fmt: fmt.significand)
+
+    @property
+    def score_gradients_error(self) -> float:
+        """Largest relative error of rounding a normal one to it; 0 where it stays as computed."""
+        if self.score_gradients.significand >= self.computes.significand:
+            return 0.0
+        return self._unit_of(self.score_gradients)
+
+    @property
+    def fused(self) -> bool:
+        """Whether a backward recomputes P and its gradient tile by tile, and stores neither."""
+        return not self.normalised_weights and self.rounds_value_products is None
+
+    @property
+    def multiplies_rounded_weights(self) -> bool:
+        """Whether the scores' gradients have the rounded P as a factor."""
+        return self.rereads_weights or not self.fused
+
+    def _unit_of(self, fmt: Format) -> float:
+        return fmt.unit_roundoff * (2 if self.truncates and fmt.name == "tf32" else 1)
+
+    def __str__(self) -> str:
+        """The profile in one line, as every report prints it."""
+        return "; ".join(part for part in self._parts() if part)
+
+    def _parts(self) -> list[str]:
+        cut = " (truncated)" if self.truncates and self.products.name == "tf32" else ""
+        scaled = f" × {self.weights_scale:g}" if self.weights_scale != 1 else ""
+        sums = (
+            f"sums in {self.scores.name}"
+            if self.scores == self.values
+            else f"q·k in {self.scores.name}, P·V in {self.values.name}"
+        )
+        return [
+            f"products of {self.products.name}{cut}",
+            f"P in {self.weights.name}{scaled}",
+            sums,
+            f"maximum may lag by {self.lazy_rescale:g} binades" if self.lazy_rescale else "",
+            "row sum of rounded P" if self.sums_rounded_weights else "",
+            "P divided before it is rounded" if self.normalised_weights else "",
+            "O divided after every tile" if self.divides_each_step else "",
+            f"scale · q rounded to {self.scaled_query.name}" if self.scaled_query else "",
+            f"dO · v rounded to {self.rounds_value_products.name}"
+            if self.rounds_value_products
+            else "",
+            "gradients rounded for each query head" if self.sums_rounded_heads else "",
+            "dS of rounded P" if self.rereads_weights else "",
+            f"dK and dV in {self.dkv_parts} rounded parts" if self.dkv_parts > 1 else "",
+            f"dQ in {self.dq_parts} rounded parts" if self.dq_parts > 1 else "",
+            f"exp2 within {self.exp2_ulps:g} ulp",
+            f"up to {self.splits} parts merged" if self.splits > 1 else "",
+            f"out in {self.output.name}",
+        ]
+
+
+FP64_ORACLE = Arithmetic(
+    products=FORMATS["fp64"],
+    scores=FP64,
+    values=FP64,
+    weights=FORMATS["fp64"],
+    # glibc documents its tanh as within 2 ulps, SLEEF as within 1.
+    tanh_error=2.0**-51,
+    block_kv=1,
+    output=FORMATS["fp64"],
+    computes=FORMATS["fp64"],
+)
+"""The float64 oracle judged by the same formulas: an a-priori proof of its own error."""
+
+
+def default(dtype: Dtype, capability: tuple[int, int] | None = None) -> Arithmetic:
+    """What is assumed of a kernel that declares nothing.
+
+    Args:
+        dtype: Of the Problem.
+        capability: CUDA compute capability; None on a CPU.
+
+    An fp8 P is taken to be rounded as it is, without a scale: the poorest usual design. One that
+    scales P (FlashAttention-3's 2^8) declares it and is held to more.
+    """
+    if dtype.name == "fp64":
+        return FP64_ORACLE
+    accumulator = _accumulator(dtype, capability)
+    return Arithmetic(
+        products=dtype.products,
+        truncates=dtype.products.name == "tf32" and capability is not None,
+        scores=accumulator,
+        values=accumulator,
+        weights=dtype.weights,
+        output=dtype.output,
+    )
+
+
+def _accumulator(dtype: Dtype, capability: tuple[int, int] | None) -> Accumulator:
+    """That of the tensor core that products of this dtype run on."""
+    if capability is None or dtype.name == "fp32":
+        return FP32
+    if dtype.products.saturates:
+        return HOPPER_FP8 if capability == (8, 9) or capability[0] == 9 else FP32
+    if capability[0] == 7:
+        return VOLTA
+    return AMPERE if capability[0] == 8 else FP32
+
+
+def half_ulp(size: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Largest error of rounding anything of at most ``size`` to nearest in ``fmt`` (B4).
+
+    Args:
+        size: float64, not negative, any shape.
+        fmt: The format; below its normal range the spacing of subnormals counts.
+
+    At a power of two the spacing above counts, that of the number itself. Infinite beyond the
+    format's largest number, where rounding overflows, and where ``size`` is infinite or NaN.
+    """
+    # frexp calls the exponent of 0 zero.
+    known = torch.where(size <= fmt.max, size, 1.0).clamp_min(2.0**fmt.min_exponent)
+    # The smallest subnormal is a number too, half of it is not one of fp64.
+    return torch.where(size <= fmt.max, spacing(known, fmt) / 2, math.inf)
+
+
+# l · α, O · l, β times the product, their sum, and a division within 2 ulps, which are 4 u.
+_DIVIDED = 8
+
+
+def steps(conditions: Conditions, arithmetic: Arithmetic) -> torch.Tensor:
+    """Most tiles with a seen key, and parts, that a row passes through, ``(heads, rows, 1)``."""
+    tiles = _tiles(conditions, arithmetic)
+    return conditions.seen.sum(-1, keepdim=True).clamp(min=1, max=tiles).to(torch.float64)
+
+
+def _tiles(conditions: Conditions, arithmetic: Arithmetic) -> int:
+    """A sink is a step of its own, where it comes first or last (B29)."""
+    keys = conditions.seen.shape[-1] - conditions.has_sink
+    return -(-keys // arithmetic.block_kv) + arithmetic.splits + conditions.has_sink
+
+
+def additions(conditions: Conditions, arithmetic: Arithmetic) -> torch.Tensor:
+    """Roundings that a weight or its product passes through in a row sum, ``(heads, rows, 1)``.
+
+    A product, an addition for every seen key, two a tile, and the merging of parts (B14); more, and
+    in every tile, where O is divided after each.
+    """
+    seen = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
+    if arithmetic.divides_each_step:
+        of_tiles = steps(conditions, arithmetic) * 0 + _DIVIDED * _tiles(conditions, arithmetic)
+    else:
+        of_tiles = 2 * steps(conditions, arithmetic)
+    return seen + of_tiles + arithmetic.splits + 1
+
+
+def taken(conditions: Conditions, accumulator: Accumulator) -> torch.Tensor | None:
+    """Steps of P·V in which a row sees a key, ``(heads, rows, 1)``; None of single additions.
+
+    Any other step adds zeros to a sum that has its bits already, and loses nothing (B2).
+    """
+    if accumulator.block is None:
+        return None
+    seen = conditions.seen
+    padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % accumulator.block))
+    held = padded.reshape(*seen.shape[:-1], -1, accumulator.block).any(-1)
+    return held.sum(-1, keepdim=True).to(torch.float64)
+
+
+def sum_accumulator(arithmetic: Arithmetic) -> Accumulator:
+    """What rows are summed in: plain additions, unless a product sums the rounded weights."""
+    if arithmetic.sums_rounded_weights and arithmetic.values.block is not None:
+        return arithmetic.values
+    return FP64 if arithmetic.computes.name == "fp64" else FP32
+
+
+def sum_of_weights(conditions: Conditions, arithmetic: Arithmetic) -> torch.Tensor:
+    """Relative error of adding up a row's weights, ``(heads, rows, 1)``; NaN from 1 on."""
+    accumulator = sum_accumulator(arithmetic)
+    count = additions(conditions, arithmetic)
+    return below_one(accumulator.det(count, taken(conditions, accumulator)))
+
+
+def sum_bias(conditions: Conditions, arithmetic: Arithmetic) -> torch.Tensor:
+    """The systematic part of that, ``(heads, rows, 1)``: 0 where nothing truncates (B26, B27)."""
+    accumulator = sum_accumulator(arithmetic)
+    seen = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
+    return accumulator.bias(seen, taken(conditions, accumulator)).clamp(max=1)
+
+
+def division(conditions: Conditions, arithmetic: Arithmetic) -> torch.Tensor:
+    """What is left of any O after it is divided by the row sum is (1 + this) · O at most (B14)."""
+    # A division by a GPU's approximation is within 2 ulps; then the factor, itself rounded.
+    last = (6 + (4 if arithmetic.splits > 1 else 0)) * arithmetic.unit
+    return (1 + last / (1 - last)) / (1 - sum_of_weights(conditions, arithmetic)) - 1
+
+
+def below_one(error: torch.Tensor) -> torch.Tensor:
+    """A sum that may be off by all of itself bounds nothing: NaN."""
+    return torch.where(error < 1, error, torch.nan)

@@ -1,0 +1,309 @@
+"""Measures of error: RMSE, ulps, cosine, and errors relative to those of ideal kernels.
+
+In causal attention the first rows see few keys, and their errors are the largest: the RMSE over all
+rows is theirs, and says little of the others. In units of its own each row counts the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attncheck.core.formats import Format, round_to, spacing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "RESOLUTION",
+    "ErrorMeasures",
+    "Relative",
+    "cosine",
+    "frobenius",
+    "head_rmse",
+    "measure_errors",
+    "relative",
+    "rmse_over_ideal",
+    "rounding_floor",
+    "rounding_squares",
+    "row_squares",
+    "slope",
+    "ulp_percentiles",
+    "units",
+]
+
+
+# Where one key takes all the weight, the float64 truth is (w · v) / w: a product, a sum with what
+# is negligible, and a quotient, each rounded once. What is nearer to it than that may be exact.
+RESOLUTION = 3 * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorMeasures:
+    """Errors over the elements counted.
+
+    Attributes:
+        rmse: Root mean square error; infinite when an element is not finite.
+        max_error: Largest absolute error; infinite when an element is not finite.
+        max_at: Index of the largest error, of the first element that is not finite if there is
+            one; None when no element is counted.
+        bias: Mean signed error; NaN when an element is not finite.
+        elements: How many were counted.
+        nonfinite: How many are NaN or infinite.
+    """
+
+    rmse: float
+    max_error: float
+    max_at: tuple[int, ...] | None
+    bias: float
+    elements: int
+    nonfinite: int
+
+
+def measure_errors(
+    values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor
+) -> ErrorMeasures:
+    """Errors of ``values`` against the finite ``truth`` where ``counted``.
+
+    Args:
+        values: Any floating dtype, any shape; promoted to float64 without loss.
+        truth: float64, same shape.
+        counted: bool, broadcastable to that shape; rows that see no key are left out by it.
+
+    An error within the truth's own ``RESOLUTION``, relative to the element, is 0: a kernel that
+    returns the one value a row sees is exact. A value that is not finite makes every statistic say
+    so: an error that is NaN would compare as "not larger" with anything.
+    """
+    counted = counted.expand_as(truth)
+    elements = int(counted.sum())
+    if elements == 0:
+        return ErrorMeasures(
+            rmse=0.0, max_error=0.0, max_at=None, bias=0.0, elements=0, nonfinite=0
+        )
+    error = values.to(torch.float64) - truth
+    error = torch.where(counted & ~(error.abs() <= RESOLUTION * truth.abs()), error, 0.0)
+    broken = ~torch.isfinite(error)
+    nonfinite = int(broken.sum())
+    if nonfinite:
+        return ErrorMeasures(
+            rmse=math.inf,
+            max_error=math.inf,
+            max_at=_place(broken.to(torch.int8)),
+            bias=math.nan,
+            elements=elements,
+            nonfinite=nonfinite,
+        )
+    size = error.abs()
+    return ErrorMeasures(
+        rmse=_root_mean_square(error, elements),
+        max_error=float(size.max()),
+        max_at=_place(size if bool(size.any()) else counted.to(torch.int8)),
+        bias=float(error.sum()) / elements,
+        elements=elements,
+        nonfinite=0,
+    )
+
+
+def _place(weights: torch.Tensor) -> tuple[int, ...]:
+    """Index of the first largest element."""
+    flat = int(weights.reshape(-1).argmax())
+    return tuple(int(i) for i in np.unravel_index(flat, weights.shape))
+
+
+def _root_mean_square(error: torch.Tensor, elements: int) -> float:
+    """Scaled by the largest, so that squares of tiny or huge errors neither vanish nor overflow."""
+    largest = float(error.abs().max())
+    if largest == 0.0:
+        return 0.0
+    return largest * math.sqrt(float((error / largest).square().sum()) / elements)
+
+
+def head_rmse(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """RMSE of every head, ``(batch, heads)`` float64; 0 where no element of it is counted.
+
+    Args:
+        values: ``(batch, heads, query, dim)``, any floating dtype.
+        truth: float64, same shape.
+        counted: bool, broadcastable to that shape.
+
+    Infinite where an element is not finite, as in ``errors``; what is within the truth's own
+    ``RESOLUTION`` is no error.
+    """
+    counted = counted.expand_as(truth)
+    error = (values.to(torch.float64) - truth).abs()
+    error = torch.where(counted & ~(error <= RESOLUTION * truth.abs()), error, 0.0)
+    error = torch.where(error.isfinite(), error, math.inf)
+    largest = error.amax((-2, -1), keepdim=True)
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    elements = counted.sum((-2, -1)).clamp_min(1)
+    mean = (error / unit).square().sum((-2, -1)) / elements
+    return unit[..., 0, 0] * mean.sqrt()
+
+
+def frobenius(error: torch.Tensor, truth: torch.Tensor) -> float:
+    """‖error‖ ÷ ‖truth‖ of float64 arrays; 0 of no error, infinite where only the truth is 0."""
+    size = float(torch.linalg.vector_norm(error))
+    if size == 0.0:
+        return 0.0
+    whole = float(torch.linalg.vector_norm(truth))
+    return size / whole if whole and math.isfinite(size) else math.inf
+
+
+def cosine(values: torch.Tensor, truth: torch.Tensor) -> float:
+    """Cosine of the angle between two float64 arrays; 1 of two zeros, 0 of one or of a NaN."""
+    lengths = [float(torch.linalg.vector_norm(array)) for array in (values, truth)]
+    if not all(map(math.isfinite, lengths)):
+        return 0.0
+    if 0.0 in lengths:
+        return float(lengths[0] == lengths[1])
+    product = float(((values / lengths[0]) * (truth / lengths[1])).sum())
+    return max(-1.0, min(1.0, product))
+
+
+def slope(error: torch.Tensor, truth: torch.Tensor) -> float:
+    """Least-squares slope of float64 ``error`` on ``truth``: −0.5 of an output half as large.
+
+    0 where the truth is 0; NaN where an error is not finite.
+    """
+    largest = float(truth.abs().max()) if truth.numel() else 0.0
+    if largest == 0.0:
+        return 0.0
+    scaled = truth / largest
+    return float((error / largest * scaled).sum() / scaled.square().sum())
+
+
+def ulp_percentiles(
+    error: torch.Tensor, truth: torch.Tensor, output: Format
+) -> tuple[float, float]:
+    """50th and 99th percentile of |error| in ulps of ``output``, where |truth| ≥ its rms.
+
+    Where terms cancel an element is small beside what it was added up from, and an ulp of it says
+    nothing of the sum; those are left out. By nearest rank, so that each is an error that occurred.
+    A NaN counts as infinite. (0, 0) of no elements.
+    """
+    if truth.numel() == 0:
+        return 0.0, 0.0
+    rms = _root_mean_square(truth, truth.numel())
+    chosen = truth.abs() >= rms
+    sizes = (error[chosen].abs() / spacing(truth[chosen], output)).nan_to_num(nan=math.inf)
+    ranks = (math.ceil(sizes.numel() * share) for share in (0.5, 0.99))
+    p50, p99 = (float(sizes.kthvalue(rank).values) for rank in ranks)
+    return p50, p99
+
+
+@dataclass(frozen=True, slots=True)
+class Relative:
+    """Errors in units.
+
+    Attributes:
+        size: Root of the mean over rows of mean square error ÷ square of the unit.
+        freedom: Degrees of freedom of its square, as of a χ² distribution.
+    """
+
+    size: float
+    freedom: float
+
+
+def row_squares(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Mean square error of every row with an element that counts, float64, one after the other.
+
+    A row is all of the last axis; of a tensor with fewer than four axes each element is one. What
+    is within the truth's own ``RESOLUTION`` is no error; not finite where a value is not.
+    """
+    counted = counted.expand_as(truth)
+    error = (values.to(torch.float64) - truth).abs()
+    error = torch.where(counted & ~(error <= RESOLUTION * truth.abs()), error, 0.0)
+    if truth.ndim < 4:
+        return error.square()[counted]
+    elements = counted.sum(-1)
+    rows = error.square().sum(-1) / elements.clamp_min(1)
+    return rows[elements > 0]
+
+
+def units(
+    ensemble: Sequence[torch.Tensor], least: torch.Tensor | None, *, each: bool
+) -> torch.Tensor:
+    """Square of the unit of every row: what ideal kernels err by there.
+
+    Args:
+        ensemble: ``row_squares`` of each.
+        least: Of every row what one rounding of its elements costs on the average: a row in which
+            ideal kernels happen to be exact is no proof that others are. None where that is not
+            known.
+        each: Whether each row has its own, or all have one: where a row is a single element, or
+            roundings are not independent.
+
+    1 where ideal kernels are exact, and nothing is known besides.
+    """
+    mean = torch.stack(tuple(ensemble)).mean(0)
+    if not each and mean.numel():
+        mean = mean.mean().expand_as(mean)
+        least = None if least is None else least.mean().expand_as(mean)
+    found = mean if least is None else torch.maximum(mean, least)
+    return torch.where(found > 0, found, 1.0)
+
+
+def rounding_squares(truth: torch.Tensor, counted: torch.Tensor, output: Format) -> torch.Tensor:
+    """Mean square of one rounding to ``output`` of every row that ``row_squares`` has."""
+    counted = counted.expand_as(truth)
+    variance = torch.where(counted, spacing(truth, output).square() / 12, 0.0)
+    elements = counted.sum(-1)
+    return (variance.sum(-1) / elements.clamp_min(1))[elements > 0]
+
+
+def relative(rows: torch.Tensor, unit: torch.Tensor, elements: int) -> Relative:
+    """How large the errors of ``row_squares`` are in units, and how well that is known.
+
+    The relative variance of a mean of R independent rows is that of one row ÷ R, and of a χ² with f
+    degrees of freedom it is 2 ÷ f. That of one row is measured over rows, with one row more that
+    counts as a single element: few rows are not taken to be alike because they happen to be. There
+    are never more than ``elements``, the number of those that count.
+    """
+    found = torch.where(rows > 0, rows / unit, 0.0)
+    count = found.numel()
+    mean = float(found.mean()) if count else 0.0
+    if not mean > 0:  # exact, or not a number
+        return Relative(mean**0.5 if mean == 0 else mean, 0.0)
+    variance = (float((found / mean - 1).square().sum()) + 2) / (count + 1)
+    return Relative(mean**0.5, min(2 * count / variance, elements))
+
+
+def rounding_floor(truth: torch.Tensor, counted: torch.Tensor, output: Format) -> float:
+    """RMSE of the exact result correctly rounded to the output format.
+
+    Args:
+        truth: float64, any shape.
+        counted: bool, broadcastable to that shape.
+        output: Format of out.
+
+    No kernel with this output format has a smaller RMSE on these inputs: the nearest
+    representable number minimises every element's error.
+    """
+    return measure_errors(round_to(truth, output), truth, counted).rmse
+
+
+def rmse_over_ideal(
+    rmse: torch.Tensor, ideal: Iterable[torch.Tensor], lost: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMSE of a kernel ÷ the largest of an ensemble of ideal kernels', head by head.
+
+    Args:
+        rmse: The kernel's, ``(batch, heads)``.
+        ideal: The same of ideal kernels that differ in tile sizes, in the order of their tiles and
+            in when they rescale: what their errors differ by is nobody's fault.
+        lost: What a kernel's errors may be where it takes numbers below the normal range for 0,
+            likewise; an ideal kernel may keep them.
+
+    0 where every ideal kernel is exact, since their errors are no yardstick then; a NaN is
+    infinite.
+    """
+    largest = torch.zeros_like(rmse)
+    for one in ideal:
+        largest = torch.maximum(largest, one)
+    usual = largest if lost is None else torch.maximum(largest, lost)
+    ratio = torch.where(largest > 0, rmse / usual, 0.0)
+    return torch.where(ratio.isnan(), math.inf, ratio)

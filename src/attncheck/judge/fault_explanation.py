@@ -1,0 +1,390 @@
+"""Explanation of a kernel's error by the outputs of known faults, and their ranking.
+
+Nothing here decides whether a kernel is right. Errors are measured in units of what rounding
+allows; a prediction explains a tensor by the share of the squared error that is gone once it is
+taken for the exact result, and all of it where what is left is within what rounding allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.outputs import GRADIENTS
+from attncheck.judge.allowance import shares
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from attncheck.core.outputs import TensorName
+
+__all__ = [
+    "FaultExplanation",
+    "FaultPrediction",
+    "ObservedError",
+    "combine_rankings",
+    "count_equals",
+    "keep_fitting",
+    "rank_explanations",
+]
+
+
+Tensors = Mapping["TensorName", torch.Tensor]
+
+_STEPS = 6  # of Gauss and Newton, for a number that is fitted
+_NUDGE = 2.0**-10  # of that number, for its derivative
+_WILD = 2.0**10  # what is not finite is at least as many times off as is allowed
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FaultPrediction:
+    """What a call gives with one fault.
+
+    Attributes:
+        name: Of the fault.
+        tensors: Out, LSE, gradients: those that it says something of.
+        parameters: Its form.
+        order: Of those that explain as much the smallest is told first.
+        family: (size of the fault) → the tensors; None of what has no size.
+        start: The size from which it is fitted.
+        parameter: The size's name.
+        free: Rows, as LSE has them, of which it predicts nothing: what is there may be anything,
+            and most of it wrong.
+    """
+
+    name: str
+    tensors: Tensors
+    parameters: Mapping[str, int | float | str] = field(default_factory=dict)
+    order: int = 0
+    family: Callable[[float], Tensors] | None = None
+    start: float = 0.0
+    parameter: str = ""
+    free: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultExplanation:
+    """How well one fault explains what a kernel gave.
+
+    Attributes:
+        name: Of the fault.
+        share: Of the squared error, 0–1; of several wrong tensors the smallest.
+        all: Whether what is left is within what rounding allows, in every tensor.
+        left: Root mean square of what is left ÷ what is allowed, of the worst tensor.
+        order: See Hypothesis.
+        parameters: Its form, and the number that was fitted.
+        loose: Whether it leaves rows free, of which it predicts nothing.
+    """
+
+    name: str
+    share: float
+    all: bool
+    left: float
+    order: int = 0
+    parameters: Mapping[str, int | float | str] = field(default_factory=dict)
+    loose: bool = False
+
+
+class ObservedError:
+    """What a kernel gave beside the exact result, tensor by tensor.
+
+    Attributes:
+        got: What the kernel gave.
+        proven: Whether anything is beyond what is allowed.
+        wrong: Tensors that are beyond what is allowed. Of the forward where any is: a backward
+            takes what it gave. All of it that differs where nothing is beyond.
+
+    Args:
+        got: What the kernel gave.
+        exact: The exact result, float64.
+        allowed: What rounding may do to each element; infinite where nothing is known.
+        spacing: Distance from 1 to the next number of each tensor's format; 0 unless told.
+    """
+
+    def __init__(
+        self,
+        got: Tensors,
+        exact: Tensors,
+        allowed: Tensors,
+        spacing: Mapping[TensorName, float] | None = None,
+    ) -> None:
+        names = [name for name in got if name in exact and name in allowed]
+        apart = spacing or {}
+        self.got = got
+        self._of = {
+            n: _One(got[n].double(), exact[n].double(), allowed[n], apart.get(n, 0.0))
+            for n in names
+        }
+        beyond = [name for name, one in self._of.items() if one.beyond]
+        forward = [name for name in beyond if name not in GRADIENTS]
+        differ = [name for name, one in self._of.items() if one.total > 0]
+        self.wrong: tuple[TensorName, ...] = tuple(forward or beyond or differ)
+        self.proven = bool(beyond)
+
+    @property
+    def forward(self) -> bool:
+        """Whether out or LSE is wrong."""
+        return any(name not in GRADIENTS for name in self.wrong)
+
+    def explained(self, hypothesis: FaultPrediction) -> FaultExplanation | None:
+        """How well ``hypothesis`` explains it; None where it says what is exact, or is refuted.
+
+        A fault with a size is fitted first, by Gauss and Newton's steps.
+        """
+        tensors, parameters = hypothesis.tensors, dict(hypothesis.parameters)
+        if hypothesis.family is not None:
+            size = self._fitted(hypothesis.family, hypothesis.start)
+            tensors = hypothesis.family(size)
+            parameters[hypothesis.parameter] = size
+        if any(name not in tensors for name in self.wrong):
+            return None
+        if hypothesis.free is not None and not self._mostly_wrong(hypothesis.free):
+            return None
+        # What rounds more, as it is larger, may be off by more.
+        room = max(1.0, *(self._of[n].growth(tensors[n]) for n in self.wrong))
+        found = [self._of[name].rest(tensors[name], room, hypothesis.free) for name in self.wrong]
+        right = [name for name in tensors if name in self._of and name not in self.wrong]
+        if self.forward:
+            right = [name for name in right if name not in GRADIENTS]
+        kept = [self._of[name].rest(tensors[name], room, hypothesis.free) for name in right]
+        if self.proven and any(not one.within for one in kept):
+            return None
+        share = min(one.share for one in found)
+        whole = self.proven and all(one.within for one in found)
+        # To leave rows free explains nothing of them: all others have to be right.
+        if not share > 0.0 or (hypothesis.free is not None and not whole):
+            return None
+        return FaultExplanation(
+            name=hypothesis.name,
+            share=share,
+            all=whole,
+            left=max(one.left for one in found),
+            order=hypothesis.order,
+            parameters=parameters,
+            loose=hypothesis.free is not None,
+        )
+
+    def agrees(self, hypothesis: FaultPrediction) -> bool:
+        """Whether all that a kernel gave, right or wrong, is what ``hypothesis`` says."""
+        if self.wrong and self.proven:
+            found = self.explained(hypothesis)
+            return found is not None and found.all
+        both = [name for name in hypothesis.tensors if name in self._of]
+        rests = (self._of[n].rest(hypothesis.tensors[n], 1.0, hypothesis.free) for n in both)
+        return all(one.within for one in rests)
+
+    def _mostly_wrong(self, rows: Tensor) -> bool:
+        """Whether more than half of ``rows`` are beyond what is allowed, in any tensor of rows."""
+        of_rows = [one.error > 1 for name, one in self._of.items() if name in {"out", "lse"}]
+        wrong = torch.zeros_like(rows)
+        for beyond in of_rows:
+            wrong |= beyond if beyond.dim() == rows.dim() else beyond.any(-1)
+        return bool(wrong[rows].double().mean() > 0.5)
+
+    def _fitted(self, family: Callable[[float], Tensors], start: float) -> float:
+        size = start
+        for _ in range(_STEPS):
+            nudge = _NUDGE * max(abs(size), _NUDGE)
+            here, there = family(size), family(size + nudge)
+            up = down = 0.0
+            for name in self.wrong:
+                if name in here:
+                    above, below = self._of[name].slope(here[name], there[name], nudge)
+                    up, down = up + above, down + below
+            if not 0.0 < down < float("inf") or up != up:  # noqa: PLR0124  # NaN
+                return size
+            size += up / down
+            if abs(up / down) < _NUDGE * _NUDGE * abs(size):
+                break
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    """What is left of one tensor's error."""
+
+    share: float
+    within: bool
+    left: float
+
+
+class _One:
+    """One tensor: its error in units of what is allowed."""
+
+    def __init__(self, got: Tensor, exact: Tensor, allowed: Tensor, spacing: float) -> None:
+        self.spacing = spacing
+        self.got, self.exact = got, exact
+        some = allowed[(allowed > 0) & allowed.isfinite()]
+        # Where nothing at all is allowed, as little as anywhere.
+        least = some.amin() if some.numel() else allowed.new_ones(())
+        self.unit = torch.where(allowed > 0, allowed, least)
+        # A row that sees one key is allowed next to nothing; with one too many, as much as any.
+        self.most = float(some.amax()) if some.numel() else 1.0
+        self.nothing = allowed <= 0
+        self.counts = allowed.isfinite()
+        units = self._units(exact)
+        finite = units[units.isfinite()]
+        # What is not finite counts as much as the largest that is.
+        self.cap = max(_WILD, float(finite.amax())) if finite.numel() else _WILD
+        self.error = units.clamp(max=self.cap)
+        self.total = float(self.error.square().sum())
+        off = torch.where(self.counts, _off(got, exact), 0.0)
+        self.beyond = bool((shares(off, allowed) > 1).any())
+
+    def _units(self, expected: Tensor) -> Tensor:
+        """|got − expected| in units of what is allowed; 0 where both are NaN, or one infinity."""
+        off = _off(self.got, expected)
+        # Elsewhere a unit that grows with the prediction would make any large one look close.
+        off = off / torch.where(self.nothing, self._allowed(expected), self.unit)
+        return torch.where(self.counts, off.nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0)
+
+    def _allowed(self, expected: Tensor) -> Tensor:
+        """Of another result at least what its own rounding to the format takes."""
+        own = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs() * self.spacing
+        return torch.maximum(self.unit, own)
+
+    def growth(self, expected: Tensor) -> float:
+        """How much larger the prediction is than the exact result."""
+        both = [x[x.isfinite()].abs() for x in (expected, self.exact)]
+        if not all(x.numel() for x in both):
+            return 1.0
+        most, usual = (float(x.amax()) for x in both)
+        return most / usual if usual > 0 else 1.0
+
+    def rest(self, expected: Tensor, room: float, free: Tensor | None) -> _Rest:
+        """What is left with ``expected`` for the exact result."""
+        units = self._units(expected)
+        most = torch.clamp(self._allowed(expected), min=room * self.most)
+        if free is not None:
+            units = torch.where(free[..., None] if units.dim() > free.dim() else free, 0.0, units)
+        left = float(torch.where(units.isinf(), self.cap, units).square().sum())
+        count = max(1, int(self.counts.sum()))
+        return _Rest(
+            share=1.0 - left / self.total if self.total else 0.0,
+            within=bool(((units <= 1) | (_off(self.got, expected) <= most) | ~self.counts).all()),
+            left=(left / count) ** 0.5,
+        )
+
+    def slope(self, here: Tensor, there: Tensor, nudge: float) -> tuple[float, float]:
+        """(slope · what is left, slope²) for a step of Gauss and Newton."""
+        slope = (there - here) / nudge / self.unit
+        rest = (self.got - here) / self.unit
+        both = slope.isfinite() & rest.isfinite() & self.counts
+        slope, rest = (torch.where(both, x, 0.0) for x in (slope, rest))
+        return float((slope * rest).sum()), float(slope.square().sum())
+
+
+def _off(got: Tensor, expected: Tensor) -> Tensor:
+    """|got − expected|, 0 where both are NaN or the same infinity."""
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    return torch.where(same, 0.0, (got - expected).abs())
+
+
+_ROUNDING = 0.25  # root mean square of what is left ÷ allowed, that rounding leaves, and no less
+
+
+def rank_explanations(
+    error: ObservedError, hypotheses: Iterable[FaultPrediction]
+) -> list[FaultExplanation]:
+    """Those that explain anything, each name in its best form, the best first.
+
+    First what explains all; among those the plainest of what leaves about as little as the least
+    does, which rounding decides and not the fault. Else by the share that is explained.
+    """
+    best: dict[str, FaultExplanation] = {}
+    for one in _explained(error, hypotheses):
+        before = best.get(one.name)
+        if before is None or _better(one) < _better(before):
+            best[one.name] = one
+    return _in_order(best.values())
+
+
+def combine_rankings(
+    first: Sequence[FaultExplanation], *more: Sequence[FaultExplanation]
+) -> list[FaultExplanation]:
+    """What explains several problems of one kernel: each name by the one that it explains least.
+
+    By the one that it explains best, where it explains all of each. A name that says nothing of one
+    of them is left out, unless all are.
+    """
+    each = [{one.name: one for one in ranking} for ranking in (first, *more)]
+    everywhere = [name for name in each[0] if all(name in one for one in each)]
+    found = []
+    for name in everywhere:
+        worst = min((one[name] for one in each), key=lambda e: (e.all, e.share))
+        if worst.all:  # of an error little beyond its bound rounding is a large share
+            worst = max((one[name] for one in each), key=lambda e: e.share)
+        found.append(
+            replace(
+                worst,
+                parameters=each[0][name].parameters,
+                left=max(one[name].left for one in each),
+            )
+        )
+    ranking = _in_order(found)
+    return ranking or list(first)
+
+
+def keep_fitting(
+    ranking: Sequence[FaultExplanation], fits: Collection[str]
+) -> list[FaultExplanation]:
+    """A ranking without those of its first, which are equal, that do not fit a further problem.
+
+    As it is where none of them does.
+    """
+    tied = count_equals(ranking)
+    left = [one for one in ranking[:tied] if one.name in fits]
+    return [*(left or ranking[:tied]), *ranking[tied:]]
+
+
+def _explained(
+    error: ObservedError, hypotheses: Iterable[FaultPrediction]
+) -> Iterator[FaultExplanation]:
+    for hypothesis in hypotheses:
+        found = error.explained(hypothesis)
+        if found is not None:
+            yield found
+
+
+def _better(one: FaultExplanation) -> tuple[bool, bool, float]:
+    return not one.all, one.loose, one.left if one.all else -one.share
+
+
+def _in_order(found: Iterable[FaultExplanation]) -> list[FaultExplanation]:
+    some = list(found)
+    least = _least(some)
+
+    def rank(one: FaultExplanation) -> tuple[bool, bool, bool, int, float]:
+        if one.all:
+            close = _as_close(one, least)
+            # What says nothing of some rows comes after all that predict them.
+            return False, one.loose, not close, one.order if close else 0, one.left
+        return True, False, False, 0, -one.share
+
+    return sorted(some, key=rank)
+
+
+def count_equals(ranking: Sequence[FaultExplanation]) -> int:
+    """How many of a ranking, from the first on, explain all and leave as little as rounding does.
+
+    0 where none explains all. What leaves rows free equals nothing that predicts them.
+    """
+    least = _least(ranking)
+    loose = bool(ranking) and ranking[0].loose
+    return sum(one.all and one.loose == loose and _as_close(one, least) for one in ranking)
+
+
+def _least(some: Sequence[FaultExplanation]) -> float:
+    """What the best leaves."""
+    found = [one for one in some if one.all]
+    strict = [one for one in found if not one.loose]
+    return min((one.left for one in strict or found), default=0.0)
+
+
+def _as_close(one: FaultExplanation, least: float) -> bool:
+    return one.left <= max(2 * least, _ROUNDING)

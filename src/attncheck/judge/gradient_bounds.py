@@ -1,0 +1,625 @@
+"""Bounds of gradients: B36–B40."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.formats import FORMATS
+from attncheck.judge.declared_arithmetic import FP32, FP64, half_ulp, taken
+from attncheck.judge.score_gradient_errors import kept, recomputed, score_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.core.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
+    from attncheck.core.formats import Format
+    from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
+    from attncheck.judge.score_errors import ScoreError
+    from attncheck.judge.score_gradient_errors import Recomputed, Saved, ScoreGradients
+
+__all__ = [
+    "HEADS",
+    "OUTPUT",
+    "PARTS",
+    "KeyBounds",
+    "KeyGradients",
+    "RowGradients",
+    "Sums",
+    "captured_sums",
+    "in_parts",
+    "query_operand",
+    "rounded",
+    "row_gradients",
+    "settled",
+]
+
+
+_MOST_GROWTH = 512.0  # e to it is a float64
+
+OUTPUT = "output rounding"
+PARTS = "rounding of parts"
+_ACCUMULATION, _SAVED = "accumulation", "saved out"
+
+# The scale as it is multiplied by at the end (B5's two roundings), q·√scale and k·√scale, and one
+# of the products.
+_AROUND = 7
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sums:
+    """Sums Σ x_t y_t and their errors, float64; nonnegative but for ``shift`` and ``exact``.
+
+    Attributes:
+        moved: Σ of the largest errors of x times |y|, ``(heads, count, dim)``.
+        size: Σ |x y|, x without its error.
+        shift: What the saved out makes of the sum, exactly; None where that touches nothing.
+        exact: The exact sum; None where it is not needed.
+        parts: What ``moved`` is made of, in proportion, each ``(heads, count)``.
+        taken: Terms that are summed, ``(heads, count)``.
+        lost: What is taken for 0 below the normal range, ``(heads, count)``.
+        unknown: bool ``(heads, count)``: nothing is known of some term.
+    """
+
+    moved: torch.Tensor
+    size: torch.Tensor
+    shift: torch.Tensor | None
+    exact: torch.Tensor | None
+    parts: dict[str, torch.Tensor]
+    taken: torch.Tensor
+    lost: torch.Tensor
+    unknown: torch.Tensor
+
+    def spread(self, to: torch.Tensor, count: int) -> Sums:
+        """Those of ``count`` heads: each one's added to number ``to``."""
+
+        def of(x: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros((count, *x.shape[1:]), dtype=torch.float64, device=x.device)
+            return whole.index_add_(0, to, x.to(torch.float64))
+
+        return Sums(
+            moved=of(self.moved),
+            size=of(self.size),
+            shift=None if self.shift is None else of(self.shift),
+            exact=None if self.exact is None else of(self.exact),
+            parts={name: of(part) for name, part in self.parts.items()},
+            taken=of(self.taken),
+            lost=of(self.lost),
+            unknown=of(self.unknown) > 0,
+        )
+
+    def plus(self, other: Sums) -> Sums:
+        """Both together; a name of parts may be in one alone."""
+        nothing = torch.zeros_like(self.lost)
+        names = sorted(self.parts.keys() | other.parts.keys())
+        return Sums(
+            moved=self.moved + other.moved,
+            size=self.size + other.size,
+            shift=_sum(self.shift, other.shift),
+            exact=_sum(self.exact, other.exact),
+            parts={n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names},
+            taken=self.taken + other.taken,
+            lost=self.lost + other.lost,
+            unknown=self.unknown | other.unknown,
+        )
+
+    def terms(
+        self,
+        arithmetic: Arithmetic,
+        accumulator: Accumulator,
+        *,
+        scale: float = 1.0,
+        operand: float = 0.0,
+        steps: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """B36: what the bound is made of before the sum is rounded, ``(heads, count, dim)``.
+
+        Args:
+            arithmetic: What the kernel declares.
+            accumulator: What adds it up.
+            scale: Factor of the sum.
+            operand: Relative error of y.
+            steps: Of a truncating accumulator, where they do not follow on each other.
+        """
+        whole = sum(self.parts.values(), torch.zeros_like(self.lost))
+        share = {n: torch.where(whole > 0, part / whole, 0.0) for n, part in self.parts.items()}
+        terms = {n: scale * part[..., None] * self.moved for n, part in share.items()}
+        total = self.moved + self.size
+        if self.shift is not None:
+            terms[_SAVED] = scale * self.shift.abs()
+        added = accumulator.det(self.taken + _AROUND, steps)[..., None]
+        terms[_ACCUMULATION] = scale * (added * (1 + operand)) * total
+        if operand:
+            terms["rounding of operands"] = scale * operand * total
+        terms["underflow"] = self.lost[..., None].expand_as(total) * max(1.0, scale)
+        beyond = 2 * max(1.0, scale) * total > arithmetic.computes.max
+        terms[_ACCUMULATION] = torch.where(beyond, torch.inf, terms[_ACCUMULATION])
+        # The sums of this bound are float64 themselves, and some dozen operations each term.
+        inflation = 1 + 8 * (self.taken[..., None] + total.shape[-1] + 8) * 2.0**-53
+        return {name: term * inflation for name, term in terms.items()}
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return None if one is None or other is None else one + other
+
+
+def rounded(exact: torch.Tensor, terms: dict[str, torch.Tensor], fmt: Format) -> torch.Tensor:
+    """B4 of a sum that is off by ``terms``."""
+    return half_ulp(exact.abs() + sum(terms.values()), fmt)
+
+
+def in_parts(
+    size: torch.Tensor, terms: dict[str, torch.Tensor], parts: int, fmt: Format
+) -> torch.Tensor:
+    """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
+
+    Args:
+        size: Σ of the magnitudes of what is summed, which no partial sum passes.
+        terms: What the sum is off by before.
+        parts: How many.
+        fmt: What each partial sum is rounded to.
+    """
+    rate = parts * math.log1p(fmt.unit_roundoff)
+    growth = math.expm1(rate) if rate < _MOST_GROWTH else math.inf
+    whole = size + sum(terms.values())
+    # A tiny part grows like the sum: η ÷ 2 each, and as often as it is rounded again.
+    found = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
+    return torch.where((1 + growth) * whole > fmt.max, math.inf, found)
+
+
+def settled(
+    terms: dict[str, torch.Tensor], zero: torch.Tensor, unknown: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The bound and its terms: 0 where nothing is summed, infinite where nothing is known."""
+    terms = {
+        name: torch.where(zero, 0.0, torch.where(unknown | torch.isnan(term), torch.inf, term))
+        for name, term in terms.items()
+    }
+    return torch.stack(list(terms.values())).sum(0), terms
+
+
+def captured_sums(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    weights: Recomputed,
+    saved: Saved,
+    reads: Sequence[ReadConditions],
+    numbers: int,
+) -> Sums:
+    """B40: these rows' part of the gradient of each number, ``(numbers, 1, 1)``.
+
+    Args:
+        known: Of the rows.
+        arithmetic: What the kernel declares.
+        weights: P as its backward has it.
+        saved: How far its own out and LSE are off.
+        reads: At least one.
+        numbers: How many there are to read.
+    """
+    parts = (
+        _of_read(known, arithmetic, weights, saved, read).spread(read.place.flatten(), numbers)
+        for read in reads
+    )
+    return functools.reduce(Sums.plus, parts)
+
+
+def _of_read(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    weights: Recomputed,
+    saved: Saved,
+    read: ReadConditions,
+) -> Sums:
+    """Each score's gradient times the slope of what it reads, a sum of one term."""
+    # A sink, the last key, reads nothing: its slope is 0.
+    sink = (0, known.dx.shape[-1] - read.place.shape[-1])
+    slope = torch.nn.functional.pad(read.slope, sink)
+    of_slope = ("radius", "own", "jump")
+    padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
+    error = replace(read.error, **padded)
+    weights = weights.without(~(torch.isfinite(error.radius) & torch.isfinite(slope)))
+    known, saved = kept(replace(known, slope=slope), saved, weights.live.any(-1))
+    found = score_gradients(known, arithmetic, weights, saved, error)
+    return _terms(arithmetic, weights, found, read.place.shape[-1])
+
+
+def _terms(arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients, keys: int) -> Sums:
+    """Every score apart, ``(scores, 1, 1)``; as of a sink, dS is not rounded by what is fused."""
+
+    def each(x: torch.Tensor) -> torch.Tensor:
+        return x[..., :keys].reshape(-1, 1)
+
+    parts = {
+        name: each(part)
+        for name, part in found.parts.items()
+        if not (arithmetic.fused and part is found.rounded)
+    }
+    size, live = each(found.size), each(weights.live).to(torch.float64)
+    moved = sum(parts.values(), torch.zeros_like(size))
+    return Sums(
+        moved=moved[..., None],
+        size=size[..., None],
+        shift=each(found.shift)[..., None],
+        exact=None,
+        parts=parts,
+        taken=live,
+        lost=2.0**arithmetic.computes.min_exponent * (2 * live + moved + size),
+        unknown=each(weights.exposed & weights.unbounded[..., None]),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RowGradients:
+    """What these rows' gradients may be off by, float64.
+
+    Attributes:
+        rows: Which rows.
+        scale: Factor of q·k.
+        dq: Bound of |error|, ``(heads, rows, head_dim)``; 0 in rows that see no key, infinite where
+            nothing is known.
+        dq_terms: What it is made of, by name; they sum to it.
+        dk: Their part of dk, before the scale, ``(heads, kv, head_dim)``, each head its own.
+        dv: Their part of dv, ``(heads, kv, value_dim)``.
+        dsink: Their part of the sink's gradient, ``(heads, 1, 1)``; None without a sink.
+        dcaptured: Their part of those of captured numbers, ``(numbers, 1, 1)``; None where the
+            score mod reads none, or they are not asked for.
+    """
+
+    rows: Rows
+    scale: float
+    dq: torch.Tensor
+    dq_terms: dict[str, torch.Tensor]
+    dk: Sums
+    dv: Sums
+    dsink: Sums | None
+    dcaptured: Sums | None = None
+
+
+def row_gradients(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    scores: ScoreError,
+    saved: Saved,
+    mod: ScoreModError | None = None,
+    slope: ScoreModError | None = None,
+    reads: Sequence[ReadConditions] = (),
+    numbers: int = 0,
+) -> RowGradients:
+    """What no backward of this arithmetic passes in these rows, whatever its tiles and order.
+
+    Args:
+        known: Of the rows.
+        arithmetic: What the kernel declares.
+        scores: ``score_error`` of both.
+        saved: How far the kernel's own out and LSE are off in these rows.
+        mod: Where the Problem has a score mod.
+        slope: Of its derivative, in place of the mod, likewise; None where that has no error.
+        reads: What it reads of captured tensors, where those have gradients.
+        numbers: How many numbers they hold.
+
+    Source: B30–B40 in ``docs/bounds.md``.
+    """
+    weights = recomputed(known, arithmetic, scores, saved, mod)
+    captured = captured_sums(known, arithmetic, weights, saved, reads, numbers) if reads else None
+    if slope is not None:
+        weights = weights.without(~torch.isfinite(slope.radius))
+    known, saved = kept(known, saved, weights.live.any(-1))
+    found = score_gradients(known, arithmetic, weights, saved, slope)
+    dq, dq_terms = _of_query(known, arithmetic, weights, found)
+    forward = known.known
+    return RowGradients(
+        rows=forward.rows,
+        scale=abs(forward.scale),
+        dq=dq,
+        dq_terms=dq_terms,
+        dk=_of_keys(known, arithmetic, weights, found),
+        dv=_of_values(known, arithmetic, weights),
+        dsink=_of_sink(arithmetic, weights, found) if forward.has_sink else None,
+        dcaptured=captured,
+    )
+
+
+def query_operand(arithmetic: Arithmetic) -> float:
+    """Relative error of q or k as the products of dk and dq read them."""
+    scaled = arithmetic.scaled_query
+    return arithmetic.operand_error + (0.0 if scaled is None else scaled.unit_roundoff)
+
+
+def _of_query(
+    known: GradientConditions, arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """B36: the bound of dq and its terms."""
+    forward, keys = known.known, known.known.k.abs()
+    count = weights.live.sum(-1).to(torch.float64)
+    error, size = found.error + found.rounded, found.size
+    sums = Sums(
+        moved=error @ keys,
+        size=size @ keys,
+        shift=found.shift @ forward.k,
+        exact=None,
+        parts={name: part.sum(-1) for name, part in found.parts.items()},
+        taken=count,
+        lost=_lost(arithmetic, count, (error + size).sum(-1), keys),
+        unknown=weights.unbounded,
+    )
+    accumulator, scale = arithmetic.values, abs(forward.scale)
+    terms = sums.terms(
+        arithmetic,
+        accumulator,
+        scale=scale,
+        operand=query_operand(arithmetic),
+        steps=_first(taken(forward, accumulator)),
+    )
+    if arithmetic.dq_parts > 1:
+        terms[PARTS] = in_parts(scale * sums.size, terms, arithmetic.dq_parts, arithmetic.output)
+    terms[OUTPUT] = rounded(known.dq, terms, arithmetic.output)
+    return settled(terms, ~forward.seen.any(-1, keepdim=True), weights.unbounded[..., None])
+
+
+def _first(steps: torch.Tensor | None) -> torch.Tensor | None:
+    return None if steps is None else steps[..., 0]
+
+
+def _lost(
+    arithmetic: Arithmetic, count: torch.Tensor, total: torch.Tensor, operand: torch.Tensor
+) -> torch.Tensor:
+    """B36: numbers below the normal range taken for 0, of every product, term and operand."""
+    largest = operand.amax((-1, -2))[..., None]
+    lost = 2.0**arithmetic.computes.min_exponent * (count * (2 + largest) + total)
+    if arithmetic.scaled_query is not None:
+        lost = lost + arithmetic.scaled_query.subnormal_spacing / 2 * total
+    return lost
+
+
+def _of_keys(
+    known: GradientConditions, arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients
+) -> Sums:
+    """B37: these rows' part of dk, before the scale."""
+    kv, query = _keys(known), known.known.q.abs()
+    error, size = (x[..., kv].mT for x in (found.error + found.rounded, found.size))
+    count = _seen(known, weights)
+    exact = known.dx[..., kv].mT @ known.known.q if arithmetic.sums_rounded_heads else None
+    return Sums(
+        moved=error @ query,
+        size=size @ query,
+        shift=found.shift[..., kv].mT @ known.known.q,
+        exact=exact,
+        parts={name: part[..., kv].sum(-2) for name, part in found.parts.items()},
+        taken=count,
+        lost=_lost(arithmetic, count, (error + size).sum(-1), query),
+        unknown=_unknown(known, weights),
+    )
+
+
+def _of_values(known: GradientConditions, arithmetic: Arithmetic, weights: Recomputed) -> Sums:
+    """B37: these rows' part of dv."""
+    kv, dout = _keys(known), known.dout.abs()
+    whole = sum(weights.parts.values(), torch.zeros_like(weights.exact))
+    each = torch.where(whole > 0, weights.moved / whole, 0.0)
+    parts = {name: part * each for name, part in weights.parts.items() if bool(part.any())}
+    if arithmetic.weights_error:
+        parts["rounding of P"] = weights.rounded
+    error, exact = ((x[..., kv]).mT for x in (weights.moved + weights.rounded, weights.exact))
+    count = _seen(known, weights)
+    return Sums(
+        moved=error @ dout,
+        size=exact @ dout,
+        shift=None,
+        exact=exact @ known.dout if arithmetic.sums_rounded_heads else None,
+        parts={name: part[..., kv].sum(-2) for name, part in parts.items()},
+        taken=count,
+        lost=_lost(arithmetic, count, (error + exact).sum(-1), dout),
+        unknown=_unknown(known, weights),
+    )
+
+
+def _of_sink(arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients) -> Sums:
+    """B38: these rows' part of the sink's gradient: the sum of dX, in fp32."""
+    parts = {
+        name: part[..., -1:].sum(-2)
+        for name, part in found.parts.items()
+        if not (arithmetic.fused and part is found.rounded)
+    }
+    moved = sum(parts.values(), torch.zeros_like(found.size[:, 0, -1:]))
+    size = found.size[..., -1:].sum(-2)
+    count = weights.live[..., -1:].sum(-2).to(torch.float64)
+    return Sums(
+        moved=moved[..., None],
+        size=size[..., None],
+        shift=found.shift[..., -1:].sum(-2)[..., None],
+        exact=None,
+        parts=parts,
+        taken=count,
+        lost=2.0**arithmetic.computes.min_exponent * (2 * count + moved + size),
+        unknown=weights.unbounded.any(-1, keepdim=True),
+    )
+
+
+def _keys(known: GradientConditions) -> slice:
+    """All keys but a sink."""
+    return slice(0, known.dx.shape[-1] - known.known.has_sink)
+
+
+def _seen(known: GradientConditions, weights: Recomputed) -> torch.Tensor:
+    return weights.live[..., _keys(known)].sum(-2).to(torch.float64)
+
+
+def _unknown(known: GradientConditions, weights: Recomputed) -> torch.Tensor:
+    """Keys that a row of which nothing is known may see."""
+    exposed = weights.exposed & weights.unbounded[..., None]
+    return exposed[..., _keys(known)].any(-2)
+
+
+HEADS = "rounding of heads"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class KeyBounds:
+    """Bounds of |error|, float64; infinite where nothing is known, 0 for keys that no row sees.
+
+    Attributes:
+        dk: ``(batch, kv_heads, kv, head_dim)``.
+        dv: ``(batch, kv_heads, kv, value_dim)``.
+        dsink: ``(heads,)``; None without a sink.
+        dcaptured: ``(numbers,)``; None where no captured numbers are asked about.
+        dk_terms: What ``dk`` is made of, by name, each of its shape; they sum to it.
+        dv_terms: What ``dv`` is made of.
+        dsink_terms: What ``dsink`` is made of; empty without a sink.
+        dcaptured_terms: What ``dcaptured`` is made of; empty without.
+    """
+
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsink: torch.Tensor | None
+    dcaptured: torch.Tensor | None
+    dk_terms: dict[str, torch.Tensor]
+    dv_terms: dict[str, torch.Tensor]
+    dsink_terms: dict[str, torch.Tensor]
+    dcaptured_terms: dict[str, torch.Tensor]
+
+
+class KeyGradients:
+    """Adds up the parts of all rows of a Problem, every row of every head once, in any order.
+
+    Args:
+        arithmetic: What the kernel declares.
+        batch: Sequences.
+        heads: Query heads of each.
+        kv_heads: Key heads of each.
+        query: Rows of each head.
+    """
+
+    def __init__(
+        self, arithmetic: Arithmetic, *, batch: int, heads: int, kv_heads: int, query: int
+    ) -> None:
+        self._arithmetic, self._query = arithmetic, query
+        self._batch, self._heads, self._group = batch, heads, heads // kv_heads
+        self._scale = 0.0
+        self._sums: dict[str, Sums] = {}
+
+    def add(self, rows: RowGradients) -> None:
+        """The parts of some rows."""
+        self._scale = rows.scale
+        heads = torch.arange(rows.rows.heads.start, rows.rows.heads.stop, device=rows.dq.device)
+        apart = self._arithmetic.sums_rounded_heads
+        self._add("dk", rows.dk, heads if apart else heads // self._group)
+        self._add("dv", rows.dv, heads if apart else heads // self._group)
+        if rows.dsink is not None:
+            self._add("dsink", rows.dsink, heads % self._heads)
+        if rows.dcaptured is not None:  # summed by number already
+            before = self._sums.get("dcaptured")
+            found = rows.dcaptured
+            self._sums["dcaptured"] = found if before is None else before.plus(found)
+
+    def finished(
+        self,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        dsink: torch.Tensor | None = None,
+        dcaptured: torch.Tensor | None = None,
+    ) -> KeyBounds:
+        """The bounds, once every row has been added.
+
+        Args:
+            dk: Exact, float64 ``(batch, kv_heads, kv, head_dim)``.
+            dv: Exact, ``(batch, kv_heads, kv, value_dim)``.
+            dsink: Exact, ``(heads,)``, of a Problem with a sink.
+            dcaptured: Exact, ``(numbers,)``, where rows were added with reads.
+        """
+        operand = query_operand(self._arithmetic), self._arithmetic.operand_error
+        dk_bound, dk_terms = self._of_keys("dk", dk, self._scale, operand[0])
+        dv_bound, dv_terms = self._of_keys("dv", dv, 1.0, operand[1])
+        sink, sink_terms = self._in_fp32("dsink", dsink)
+        captured, captured_terms = self._in_fp32("dcaptured", dcaptured)
+        return KeyBounds(
+            dk=dk_bound,
+            dv=dv_bound,
+            dsink=sink,
+            dcaptured=captured,
+            dk_terms=dk_terms,
+            dv_terms=dv_terms,
+            dsink_terms=sink_terms,
+            dcaptured_terms=captured_terms,
+        )
+
+    def _add(self, name: str, part: Sums, to: torch.Tensor) -> None:
+        of_sinks = name == "dsink"
+        apart = self._arithmetic.sums_rounded_heads
+        whole = self._heads * (1 if of_sinks else self._batch)
+        count = whole if of_sinks or apart else whole // self._group
+        found = part.spread(to, count)
+        before = self._sums.get(name)
+        self._sums[name] = found if before is None else before.plus(found)
+
+    def _of_keys(
+        self, name: str, exact: torch.Tensor, scale: float, operand: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """B37 and B39, in the shape of ``exact``."""
+        sums, arithmetic = self._sums[name], self._arithmetic
+        accumulator = arithmetic.values
+        steps = self._steps(sums, accumulator)
+        terms = sums.terms(arithmetic, accumulator, scale=scale, operand=operand, steps=steps)
+        seen, unknown = sums.taken > 0, sums.unknown
+        if arithmetic.sums_rounded_heads:
+            assert sums.exact is not None, "rows keep it where heads are rounded"
+            terms = self._of_heads(scale * sums.exact, terms)
+            seen, unknown = (_by_group(x, self._group).any(1) for x in (seen, unknown))
+        if arithmetic.dkv_parts > 1:
+            terms[PARTS] = self._of_parts(scale * sums.size, terms)
+        flat = exact.flatten(0, 1)
+        terms[OUTPUT] = rounded(flat, terms, arithmetic.output)
+        bound, terms = settled(terms, ~(seen | unknown)[..., None], unknown[..., None])
+        return bound.view(exact.shape), {n: term.view(exact.shape) for n, term in terms.items()}
+
+    def _of_heads(
+        self, exact: torch.Tensor, terms: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """B39: each head's sum rounded, and the sums of heads added in the output format."""
+        output = self._arithmetic.output
+        terms[HEADS] = rounded(exact, terms, output)
+        size = exact.abs() + sum(terms.values())
+        terms = {n: _by_group(term, self._group).sum(1) for n, term in terms.items()}
+        size = _by_group(size, self._group).sum(1)
+        # Partial sums are rounded at most half an ulp of the largest they can be.
+        terms[HEADS] = terms[HEADS] + (self._group - 1) * half_ulp(
+            size * (1 + output.unit_roundoff) ** self._group, output
+        )
+        return terms
+
+    def _of_parts(self, size: torch.Tensor, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+        """B39: added up part after part in the output format."""
+        if self._arithmetic.sums_rounded_heads:
+            size = _by_group(size, self._group).sum(1)
+        return in_parts(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
+
+    def _steps(self, sums: Sums, accumulator: Accumulator) -> torch.Tensor | None:
+        """Steps of a truncating accumulator in which a key is seen: at most all of its tiles'."""
+        if accumulator.block is None:
+            return None
+        heads = 1 if self._arithmetic.sums_rounded_heads else self._group
+        return sums.taken.clamp(max=heads * math.ceil(self._query / accumulator.block))
+
+    def _in_fp32(
+        self, name: str, exact: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """B38 and B40: summed in fp32 and given in fp32, whatever the products are."""
+        if exact is None:
+            return None, {}
+        sums, arithmetic = self._sums[name], self._arithmetic
+        fp64 = arithmetic.computes.name == "fp64"
+        terms = sums.terms(arithmetic, FP64 if fp64 else FP32)
+        output = FORMATS["fp64"] if fp64 else FORMATS["fp32"]
+        terms[OUTPUT] = rounded(exact.view_as(sums.moved), terms, output)
+        # Every row sees a sink; a number may be read by no score that counts.
+        unread = (sums.taken == 0) & ~sums.unknown & (name == "dcaptured")
+        bound, terms = settled(terms, unread[..., None], sums.unknown[..., None])
+        return bound.flatten(), {name: term.flatten() for name, term in terms.items()}
+
+
+def _by_group(x: torch.Tensor, group: int) -> torch.Tensor:
+    """``(heads, …)`` as ``(key heads, group, …)``."""
+    return x.reshape(-1, group, *x.shape[1:])

@@ -1,0 +1,238 @@
+"""Accuracy of each head compared with prediction and with ideal kernels.
+
+Two yardsticks, and a kernel fails by both together alone, in one head:
+
+* z: the root mean square of error ÷ predicted standard deviation. The prediction takes roundings
+  for independent; where they are not, a right kernel may be above the gate.
+* The spread: RMSE ÷ the largest RMSE of ideal kernels whose tiles differ in size and order and
+  that rescale sooner or later. A right kernel may differ from all of them by more than the gate in
+  a head by chance.
+
+Beside them stands the emulation: the ideal kernel at the kernel's own tiling makes nearly the same
+roundings, so that nearly the whole error cancels in their difference, and what is left shows what
+neither yardstick can.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.judgement import Precision
+from attncheck.judge.allowance import at_rows
+from attncheck.judge.error_measures import (
+    cosine,
+    frobenius,
+    head_rmse,
+    measure_errors,
+    rmse_over_ideal,
+    slope,
+    ulp_percentiles,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from attncheck.judge.allowance import Allowance
+    from attncheck.judge.declared_arithmetic import Arithmetic
+
+__all__ = [
+    "FAR",
+    "FEWEST",
+    "RESIDUAL",
+    "SPREAD",
+    "HeadPrecision",
+    "Z",
+    "head_z",
+    "measure_heads",
+    "measure_precision",
+]
+
+FEWEST = 512
+"""Outputs of a head below which its statistics say too little to be judged by."""
+
+Z = 1.25
+"""Of right kernels in bf16, fp16 and fp8 in simulation the 99th percentile is 1.13, the largest
+1.23; on an H200 the largest is 1.02."""
+
+SPREAD = 1.3
+"""Of right kernels in simulation the 99th percentile of RMSE ÷ one ideal kernel's is 1.28 in bf16,
+1.19 in fp16, 1.10 in e4m3 and 1.03 in e5m2, the largest 1.38; beyond this gate over the largest of
+four ideal kernels and beyond ``Z`` together was none of 30,017."""
+
+FAR = 3.0
+"""Of right kernels the largest is 1.38 in simulation, over one ideal kernel, and 1.2 in
+``reports/h200/calibration.md``, over the largest of four: twice that has another cause."""
+
+RESIDUAL = {"bf16": 0.15, "fp16": 0.55, "e4m3": 0.07}
+"""Largest residual of right kernels by the format of P, in simulation; on an H200 the Triton
+kernel's is at most 0.11, 0.31 and 0.013 over five problems of up to 4,096 keys. A warning until it
+has been calibrated there. Other formats have none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HeadPrecision:
+    """The two yardsticks of every head, ``(batch, heads)``; NaN where a head is not judged by it.
+
+    Attributes:
+        z: Of heads with ``FEWEST`` sampled outputs or more.
+        single: RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
+        spread: RMSE ÷ the largest of the ensemble's; None where it was not asked for.
+        lost: Largest error by underflow of any: what is no larger tells nothing.
+    """
+
+    z: torch.Tensor
+    single: torch.Tensor
+    spread: torch.Tensor | None
+    lost: float = 0.0
+
+
+def measure_heads(
+    *,
+    out: torch.Tensor,
+    truth: torch.Tensor,
+    counted: torch.Tensor,
+    allowance: Allowance,
+    arithmetic: Arithmetic,
+    ideal: torch.Tensor | None,
+    ensemble: Callable[[], Iterable[torch.Tensor]] | None,
+) -> HeadPrecision:
+    """How accurate every head is by the two yardsticks.
+
+    Args:
+        out: What the kernel gave, ``(batch, heads, query, dim)``.
+        truth: float64, same shape.
+        counted: bool, same shape.
+        allowance: With the predicted standard deviations of sampled rows.
+        arithmetic: fp32 and tf32 have no gate: legitimate orders of their sums differ 5×.
+        ideal: out of one ideal kernel.
+        ensemble: outs of several; asked for only where a head is beyond a gate without them.
+            Neither is a yardstick for every arithmetic (``comparable``).
+    """
+    if not comparable(arithmetic):
+        ideal = ensemble = None
+    rmse = head_rmse(out, truth, counted)
+    enough = counted.sum((-2, -1)) >= FEWEST
+    found, lost = head_z(out, truth, counted, allowance), _lost(counted, allowance)
+    single = torch.full_like(rmse, math.nan)
+    if ideal is not None:
+        one = head_rmse(ideal, truth, counted)
+        single = torch.where(enough, rmse_over_ideal(rmse, [one], lost), math.nan)
+    suspect = (found > Z) | (single > SPREAD)
+    ratio = None
+    if ensemble is not None and gated(arithmetic) and bool(suspect.any()):
+        others = (head_rmse(one, truth, counted) for one in ensemble())
+        ratio = torch.where(enough, rmse_over_ideal(rmse, others, lost), math.nan)
+    return HeadPrecision(z=found, single=single, spread=ratio, lost=float(lost.max()))
+
+
+def _lost(counted: torch.Tensor, allowance: Allowance) -> torch.Tensor:
+    """Largest error by underflow of sampled elements that count, ``(batch, heads)`` float64."""
+    lost = torch.zeros(counted.shape[:2], dtype=torch.float64, device=counted.device)
+    flat = lost.view(-1)
+    for sample in allowance.samples:
+        if sample.lost_out is not None:
+            heads = slice(sample.rows.heads.start, sample.rows.heads.stop)
+            # Infinite where nothing is known: those elements have no part in an RMSE either.
+            known = at_rows(sample.rows, counted) & sample.lost_out.isfinite()
+            found = torch.where(known, sample.lost_out, 0.0).amax((-2, -1))
+            flat[heads] = torch.maximum(flat[heads], found.to(flat))
+    return lost
+
+
+def gated(arithmetic: Arithmetic) -> bool:
+    """Whether a kernel of this arithmetic can fail by its precision: not in fp32 or tf32."""
+    return arithmetic.products.torch_name != "float32"
+
+
+def comparable(arithmetic: Arithmetic) -> bool:
+    """Whether ideal kernels err as much as a kernel of this arithmetic.
+
+    Their sums are fp32's, and they round P before it is divided by the row sum.
+    """
+    coarse = arithmetic.scores.coarse or arithmetic.values.coarse
+    return not (coarse or arithmetic.normalised_weights)
+
+
+def head_z(
+    out: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor, allowance: Allowance
+) -> torch.Tensor:
+    """Root mean square of error ÷ predicted standard deviation, ``(batch, heads)``.
+
+    Over the sampled elements that are counted and whose prediction is finite; NaN in heads with
+    fewer than ``FEWEST`` of them, infinite where an error is NaN or not predicted at all.
+    """
+    squares = torch.zeros(truth.shape[:2], dtype=torch.float64, device=truth.device).flatten()
+    elements = torch.zeros_like(squares)
+    for sample in allowance.samples:
+        rows, deviation = sample.rows, sample.sd_out
+        asked = at_rows(rows, counted) & deviation.isfinite()
+        error = at_rows(rows, out).to(torch.float64) - at_rows(rows, truth)
+        ratio = torch.where(asked & (error != 0), error / deviation, 0.0)
+        ratio = torch.where(ratio.isnan(), math.inf, ratio)
+        numbers = torch.tensor(list(rows.heads), device=squares.device)
+        squares.index_add_(0, numbers, ratio.square().sum((-2, -1)))
+        elements.index_add_(0, numbers, asked.sum((-2, -1)).to(torch.float64))
+    found = torch.where(elements >= FEWEST, (squares / elements).sqrt(), math.nan)
+    return found.view(truth.shape[:2])
+
+
+def measure_precision(
+    *,
+    out: torch.Tensor,
+    truth: torch.Tensor,
+    counted: torch.Tensor,
+    found: HeadPrecision,
+    emulation: torch.Tensor | None,
+    arithmetic: Arithmetic,
+) -> Precision:
+    """What is reported of a kernel's precision; arguments as those of ``heads``.
+
+    ``emulation`` is out of the ideal kernel at the kernel's own tiling, where it declares one.
+    """
+    if not comparable(arithmetic):
+        emulation = None
+    exact = truth[counted]
+    values = out[counted].to(torch.float64)
+    error = values - exact
+    whole = measure_errors(out, truth, counted)
+    p50, p99 = ulp_percentiles(error, exact, arithmetic.output)
+    return Precision(
+        z=_largest(found.z),
+        spread=None if found.spread is None else _largest(found.spread),
+        residual=None if emulation is None else _residual(out, emulation, truth, counted, found),
+        bias=whole.bias / whole.rmse if whole.rmse else 0.0,
+        slope=slope(error, exact),
+        ulp_p50=p50,
+        ulp_p99=p99,
+        frobenius=frobenius(error, exact),
+        cosine=cosine(values, exact),
+    )
+
+
+def _largest(of_heads: torch.Tensor) -> float | None:
+    judged = of_heads[~of_heads.isnan()]
+    return float(judged.max()) if judged.numel() else None
+
+
+def _residual(
+    out: torch.Tensor,
+    emulation: torch.Tensor,
+    truth: torch.Tensor,
+    counted: torch.Tensor,
+    found: HeadPrecision,
+) -> float | None:
+    """rms(out − emulation) ÷ rms(emulation − exact); None where the emulation is exact.
+
+    What underflow may cost is taken off the first.
+    """
+    if int(counted.sum()) < FEWEST:
+        return None
+    usual = measure_errors(emulation, truth, counted).rmse
+    apart = measure_errors(out, emulation.to(torch.float64), counted).rmse
+    if not usual:
+        return None
+    return math.inf if math.isnan(apart / usual) else max(0.0, apart - found.lost) / usual

@@ -1,0 +1,408 @@
+"""Errors of scores and of softmax exponents: B5–B9 and B29."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.judge.declared_arithmetic import steps
+
+if TYPE_CHECKING:
+    from attncheck.core.conditions import Conditions, ScoreModError
+    from attncheck.core.formats import Format
+    from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
+
+__all__ = [
+    "Exponents",
+    "ScoreError",
+    "exponents",
+    "factor_roundings",
+    "likely_radius",
+    "maximum_of_keys",
+    "overflows",
+    "rounds_operands",
+    "running_size",
+    "score_error",
+    "truncation_error",
+]
+
+
+def truncation_error(
+    q: torch.Tensor, k: torch.Tensor, accumulator: Accumulator, significand: int
+) -> torch.Tensor:
+    """Largest error of every q·k that a truncating accumulator makes, ``(heads, rows, kv)``.
+
+    Args:
+        q: ``(heads, rows, head_dim)``, float64.
+        k: ``(heads, kv, head_dim)``, float64.
+        accumulator: One with a block.
+        significand: Significant bits of the operands: a product has twice as many, and what is
+            near the largest of its step keeps them all.
+
+    The steps may be added up in either direction, and their sums be handed to an accumulator of
+    fp32 after any number of them.
+    """
+    assert accumulator.block is not None
+    steps = [slice(i, i + accumulator.block) for i in range(0, q.shape[-1], accumulator.block)]
+    largest = [_largest_product(q[..., s], k[..., s]) for s in steps]
+    size = q.abs() @ k.abs().mT
+    exact, together = _range_of_sums(q, k, steps), sum(largest, torch.zeros_like(size))
+    count = torch.full_like(size[..., :1, :1], len(steps))
+    running = torch.minimum(running_size(exact, together, accumulator, count), size)
+    unit = 2.0**-accumulator.alignment
+    error = len(steps) * 2.0 ** (1 - accumulator.result) * running
+    for step, terms in zip(steps, largest, strict=True):
+        above = unit * torch.maximum(terms, running)
+        error += _lost(q[..., step], k[..., step], above, significand)
+        # The running sum is cut to its own bits already: only larger terms take more of it.
+        error += unit * terms if len(steps) > 1 else 0.0
+    # Sums of steps added up in fp32.
+    return error + len(steps) * accumulator.unit * size
+
+
+def running_size(
+    exact: torch.Tensor, largest: torch.Tensor, accumulator: Accumulator, steps: torch.Tensor
+) -> torch.Tensor:
+    """Largest magnitude that a running sum reaches when its own errors are counted.
+
+    Args:
+        exact: Largest magnitude of any sum of consecutive steps, exactly.
+        largest: Σ over the steps of a step's largest |term|, same shape.
+        accumulator: One with a block.
+        steps: How many, broadcastable to that shape.
+
+    Infinite where the errors could feed on themselves.
+    """
+    aligned, truncated = accumulator.step_loss()
+    growth = steps * (aligned + truncated)
+    return torch.where(growth < 1, (exact + aligned * largest) / (1 - growth), torch.inf)
+
+
+def _largest_product(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    largest = torch.zeros((*q.shape[:-1], k.shape[-2]), dtype=q.dtype, device=q.device)
+    for d in range(q.shape[-1]):
+        torch.maximum(largest, _products(q, k, d), out=largest)
+    return largest
+
+
+def _products(q: torch.Tensor, k: torch.Tensor, d: int) -> torch.Tensor:
+    return q[..., d, None].abs() * k[..., None, :, d].abs()
+
+
+def _range_of_sums(q: torch.Tensor, k: torch.Tensor, steps: list[slice]) -> torch.Tensor:
+    """Largest |sum of consecutive steps|: largest prefix sum less the smallest."""
+    total = torch.zeros((*q.shape[:-1], k.shape[-2]), dtype=q.dtype, device=q.device)
+    low, high = total.clone(), total.clone()
+    for step in steps:
+        total = total + q[..., step] @ k[..., step].mT
+        low, high = torch.minimum(low, total), torch.maximum(high, total)
+    return high - low
+
+
+def _lost(q: torch.Tensor, k: torch.Tensor, unit: torch.Tensor, significand: int) -> torch.Tensor:
+    """What alignment cuts off the products of one step, ``unit`` at most of each.
+
+    Args:
+        q: ``(heads, rows, dims of the step)``.
+        k: ``(heads, kv, dims of the step)``.
+        unit: ``(heads, rows, kv)``, what an aligned product's last bit is worth at most.
+        significand: Significant bits of the operands.
+    """
+    # The last bit of a product of 2p significant bits lies 2p − 1 below its first.
+    whole = 2.0 ** (2 * significand - 1) * unit
+    lost = torch.zeros_like(unit)
+    for d in range(q.shape[-1]):
+        term = _products(q, k, d)
+        lost += torch.where(term < whole, torch.minimum(term, unit), 0.0)
+    return lost
+
+
+# q·√scale and k·√scale, where a kernel of wide products scales them first: two factors, each
+# rounded itself and multiplied with one rounding.
+_PRESCALED = 4
+
+# A sink in the units of q·k: divided by the scale, or multiplied by what 1 is when divided by it.
+_DIVIDED_SINK = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ScoreError:
+    """Errors of scale · q·k, float64 ``(heads, rows, kv)``; infinite where it may overflow.
+
+    Of a sink, the last key: those of bringing it into the units of the scores.
+
+    Attributes:
+        radius: Largest |computed − exact|.
+        variance: Of what is random of it.
+        bias: Signed: a systematic error is −β · bias with one β in [0, 1] for a whole row
+            (truncation); None where nothing truncates.
+    """
+
+    radius: torch.Tensor
+    variance: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
+    """The error of ``conditions.products`` as a kernel of this arithmetic computes them.
+
+    A softmax is given its scores: their error is 0, but for what may overflow. Source: B5–B8, and
+    B29 of a sink, in ``docs/bounds.md``.
+    """
+    if conditions.given_scores:
+        nothing = torch.zeros_like(conditions.products)
+        return ScoreError(radius=_or_infinite(conditions, arithmetic, nothing), variance=nothing)
+    size = conditions.q.abs() @ conditions.k.abs().mT
+    scale = abs(conditions.scale)
+    cut = _cut_off(conditions, arithmetic, size)
+    operands = _operand_error(arithmetic)
+    contracted = scale * (arithmetic.scores.det(_roundings(conditions, arithmetic)) * size)
+    if cut is not None:
+        contracted = torch.minimum(contracted, scale * cut)
+    contracted = contracted * (1 + operands) + operands * scale * size
+    radius = _scaled(conditions, arithmetic, contracted, size)
+    variance = _variance(conditions, arithmetic, size, cut)
+    if conditions.has_sink:
+        radius[..., -1], variance[..., -1] = _of_sink(conditions, arithmetic)
+    return ScoreError(
+        radius=radius, variance=variance, bias=_bias(conditions, arithmetic, size, cut)
+    )
+
+
+def likely_radius(scores: ScoreError, sigmas: float) -> torch.Tensor:
+    """What the random part of the error does not pass by ``sigmas`` standard deviations (B22)."""
+    return torch.minimum(scores.radius, sigmas * scores.variance.sqrt())
+
+
+def factor_roundings(arithmetic: Arithmetic) -> int:
+    """Roundings in the one factor that scores are multiplied by: scale · log2 e, and descales."""
+    return 4 if arithmetic.products.saturates else 2
+
+
+def rounds_operands(arithmetic: Arithmetic) -> bool:
+    """Whether q or k is rounded once more, which moves scores of a row together (B6)."""
+    return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
+
+
+def maximum_of_keys(conditions: Conditions) -> torch.Tensor:
+    """Largest score of a row but for its sink, ``(heads, rows)``; the sink's where it sees no key.
+
+    A kernel that adds the sink last subtracts it.
+    """
+    if not conditions.has_sink:
+        return conditions.maximum
+    seen = conditions.seen[..., :-1]
+    if seen.shape[-1] == 0:
+        return conditions.maximum
+    largest = torch.where(seen, conditions.scores[..., :-1], -math.inf).amax(-1)
+    return torch.where(seen.any(-1), largest, conditions.maximum)
+
+
+def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+    """B29: radius and variance of a sink's error, ``(heads, rows)``."""
+    sink = conditions.scores[..., -1].abs()
+    count, fmt = 2 * factor_roundings(arithmetic) + _DIVIDED_SINK, arithmetic.computes
+    smallest = 2.0**fmt.min_exponent
+    radius = count * arithmetic.unit / (1 - count * arithmetic.unit) * sink
+    radius = radius + smallest * 4 * max(1.0, abs(conditions.scale))
+    # An exponent is the sink times log2 e, or divided by the scale and multiplied by it again.
+    reach = max(1.0, 1.0 / abs(conditions.scale)) if conditions.scale else math.inf
+    radius = torch.where(2 * sink * reach > fmt.max, torch.inf, radius)
+    return radius, count * (arithmetic.unit * sink).square() / 3
+
+
+def _roundings(conditions: Conditions, arithmetic: Arithmetic) -> float:
+    """Roundings that one term of q·k passes through at most (B5)."""
+    terms = float(conditions.q.shape[-1])
+    if 2 * arithmetic.products.significand > arithmetic.computes.significand:
+        return terms + 1 + _PRESCALED
+    return terms + _PRESCALED if arithmetic.products.name == "tf32" else terms
+
+
+def _operand_error(arithmetic: Arithmetic) -> float:
+    """Relative error of a term by operands that are rounded once more: tf32, scaled q (B6)."""
+    u = arithmetic.operand_error
+    both = 2 * u + u * u
+    if arithmetic.scaled_query is None:
+        return both
+    return (1 + both) * (1 + arithmetic.scaled_query.unit_roundoff) - 1
+
+
+def _cut_off(
+    conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor
+) -> torch.Tensor | None:
+    """B7: what a coarse accumulator loses of q·k; None of any other."""
+    if not arithmetic.scores.coarse:
+        return None
+    bits = arithmetic.products.significand
+    lost = truncation_error(conditions.q, conditions.k, arithmetic.scores, bits)
+    return torch.minimum(lost, arithmetic.scores.det(_roundings(conditions, arithmetic)) * size)
+
+
+def _scaled(
+    conditions: Conditions, arithmetic: Arithmetic, contracted: torch.Tensor, size: torch.Tensor
+) -> torch.Tensor:
+    """B5: the error after the factor is multiplied by; infinite where fp32 may overflow."""
+    exact, fmt = conditions.products.abs(), arithmetic.computes
+    roundings = factor_roundings(arithmetic) * arithmetic.unit
+    radius = contracted + roundings / (1 - roundings) * (exact + contracted)
+    stored = arithmetic.products.max**2 if arithmetic.products.saturates else 0.0
+    smallest = 2.0**fmt.min_exponent
+    dim = conditions.q.shape[-1]
+    radius = radius + smallest * (2 + size + dim * (abs(conditions.scale) + stored + 2))
+    if not arithmetic.products.saturates:
+        radius = torch.where(size > fmt.max / 2, torch.inf, radius)
+    if arithmetic.scaled_query is not None:
+        radius = radius + _below_normal(conditions, arithmetic.scaled_query)
+    lost = overflows(conditions.q, arithmetic).any(-1)[..., :, None]
+    lost = lost | overflows(conditions.k, arithmetic).any(-1)[..., None, :]
+    return _or_infinite(conditions, arithmetic, torch.where(lost, torch.inf, radius))
+
+
+def _or_infinite(
+    conditions: Conditions, arithmetic: Arithmetic, radius: torch.Tensor
+) -> torch.Tensor:
+    """B5: an exponent is a score times log2 e, which may be beyond the largest number."""
+    beyond = conditions.products.abs() + radius > arithmetic.computes.max / 2
+    return torch.where(beyond, torch.inf, radius)
+
+
+def _below_normal(conditions: Conditions, fmt: Format) -> torch.Tensor:
+    """B6: what rounding scale · q (· log2 e) takes below the normal range of ``fmt``.
+
+    Infinite where it may be beyond the largest number.
+    """
+    lost = fmt.subnormal_spacing / 2 * conditions.k.abs().sum(-1)[..., None, :]
+    scaled = abs(conditions.scale) * math.log2(math.e) * conditions.q.abs()
+    return torch.where((scaled > fmt.max).any(-1, keepdim=True), torch.inf, lost)
+
+
+def overflows(operand: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+    """Which finite numbers a product may read as infinite: rounded to tf32 those near the end."""
+    if not arithmetic.operand_error or arithmetic.truncates:
+        return torch.zeros_like(operand, dtype=torch.bool)
+    return operand.abs() > arithmetic.products.max
+
+
+def _variance(
+    conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor, cut: torch.Tensor | None
+) -> torch.Tensor:
+    """B8: variance of the error, roundings taken as independent."""
+    scale = abs(conditions.scale)
+    sd = arithmetic.scores.sd(_roundings(conditions, arithmetic))
+    constant = factor_roundings(arithmetic) * arithmetic.unit
+    variance = (scale * sd * size).square() + (constant * conditions.products).square() / 3
+    rounded = [2 * arithmetic.operand_error**2]
+    if arithmetic.scaled_query is not None:
+        rounded.append(arithmetic.scaled_query.unit_roundoff**2)
+        below = arithmetic.scaled_query.subnormal_spacing / 2
+        variance = variance + below**2 / 3 * conditions.k.square().sum(-1)[..., None, :]
+    if any(rounded):
+        squares = conditions.q.square() @ conditions.k.square().mT
+        variance = variance + scale**2 * sum(rounded) / 3 * squares
+    if cut is not None:
+        variance = variance + (scale * cut).square() / 3
+    return variance
+
+
+def _bias(
+    conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor, cut: torch.Tensor | None
+) -> torch.Tensor | None:
+    """B8: what truncation of operands or sums takes from every score, by its own sign."""
+    bias = None
+    if arithmetic.truncates and arithmetic.operand_error:
+        bias = 2 * arithmetic.operand_error * conditions.products
+    if arithmetic.scores.block is not None and cut is None:
+        lost = arithmetic.scores.bias(_roundings(conditions, arithmetic))
+        bias = lost * conditions.products + (0.0 if bias is None else bias)
+    if cut is not None:
+        share = torch.where(size > 0, cut / size, 0.0)
+        bias = share * conditions.products + (0.0 if bias is None else bias)
+    return bias
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Exponents:
+    """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen; what makes them up.
+
+    Attributes:
+        product: Of scale · q·k, after the score mod.
+        own: The score mod's own.
+        exponent: Of everything between a score and its weight.
+        arrival: ``exponent`` of the score that is the maximum, ``(heads, rows, 1)``.
+        highest: How far the computed maximum is from the exact one at most, likewise.
+        unbounded: bool ``(heads, rows)``: nothing is known of a score, or it may overflow.
+    """
+
+    product: torch.Tensor
+    own: torch.Tensor
+    exponent: torch.Tensor
+    arrival: torch.Tensor
+    highest: torch.Tensor
+    unbounded: torch.Tensor
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Largest |error| of a weight's logarithm (B9)."""
+        return self.product + self.own + self.exponent
+
+
+def exponents(
+    conditions: Conditions,
+    arithmetic: Arithmetic,
+    scores: ScoreError,
+    mod: ScoreModError | None,
+) -> Exponents:
+    """B9: errors of every exponent of these rows."""
+    seen = conditions.seen
+    given = scores.radius if mod is None else mod.radius
+    own = torch.zeros_like(given) if mod is None else mod.own.clamp_max(given)
+    # A score mod may hide a key, or show it, after rounding: its radius is infinite there.
+    unknown = ~torch.isfinite(given) & (seen if mod is None else True)
+    unbounded = unknown.any(-1)
+    counted = seen & ~unbounded[..., None]
+    given, own = torch.where(counted, given, 0.0), torch.where(counted, own, 0.0)
+    maximum = conditions.maximum[..., None]
+    below = (maximum - conditions.scores).abs()
+    moved = torch.where(counted, given - below, 0.0).amax(-1, keepdim=True)
+    fallen = torch.where(counted, given + below, torch.inf).amin(-1, keepdim=True)
+    highest = torch.maximum(moved, torch.where(torch.isfinite(fallen), fallen, 0.0))
+    exponent = _exponent_error(conditions, arithmetic, given + highest, below)
+    at_top = _exponent_error(
+        conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum
+    )
+    return Exponents(
+        product=given - own,
+        own=own,
+        exponent=torch.where(counted, exponent, 0.0),
+        arrival=at_top,
+        highest=highest,
+        unbounded=unbounded,
+    )
+
+
+def _exponent_error(
+    conditions: Conditions,
+    arithmetic: Arithmetic,
+    shift: torch.Tensor,
+    below: torch.Tensor,
+    score: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """B9's last part: of scores ``below`` the maximum, both known within ``shift``."""
+    score = conditions.scores if score is None else score
+    own = maximum_of_keys(conditions)
+    maximum = torch.maximum(conditions.maximum.abs(), own.abs())[..., None]
+    below = below + (conditions.maximum - own)[..., None]
+    tiles = steps(conditions, arithmetic)
+    each = 2 * arithmetic.exp2_ulps + 1
+    differences = factor_roundings(arithmetic) + 2
+    lag = 2 * math.log(2) * arithmetic.lazy_rescale
+    count = score.abs() + maximum + 2 * shift + differences * (below + shift + lag) + each * tiles
+    if arithmetic.splits > 1:
+        logarithm = torch.log(conditions.seen.sum(-1, keepdim=True).clamp_min(1).double())
+        count = count + 8 * (score.abs() + maximum + shift + logarithm) + 2 * each + 8
+    unit = arithmetic.unit
+    return count * (unit / (1 - each * unit))

@@ -1,0 +1,384 @@
+"""Errors of a backward's weights and score gradients: B30–B35."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from attncheck.judge.declared_arithmetic import half_ulp
+from attncheck.judge.score_errors import exponents, factor_roundings, overflows
+from attncheck.judge.weight_errors import log_sum_base
+
+if TYPE_CHECKING:
+    from attncheck.core.conditions import GradientConditions, ScoreModError
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.judge.score_errors import Exponents, ScoreError
+
+    Count = TypeVar("Count", float, torch.Tensor)
+
+__all__ = [
+    "Recomputed",
+    "Saved",
+    "ScoreGradients",
+    "kept",
+    "recomputed",
+    "roundings",
+    "score_gradients",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Saved:
+    """Errors of a kernel's own out and LSE in some rows, float64.
+
+    Attributes:
+        out_error: ``(heads, rows, value_dim)``. ``measured``: what the kernel gave less what is
+            exact, with its sign. Otherwise a bound of its magnitude.
+        lse_error: ``(heads, rows)``, likewise, its sign not used; of a kernel that does not expose
+            LSE the forward's bound.
+        measured: Whether ``out_error`` is the error itself.
+    """
+
+    out_error: torch.Tensor
+    lse_error: torch.Tensor
+    measured: bool = True
+
+    def delta_shift(self, known: GradientConditions) -> torch.Tensor:
+        """What the error of out makes of delta, ``(heads, rows, 1)``; 0 where not measured."""
+        if not self.measured:
+            return torch.zeros_like(known.delta)[..., None]
+        return (known.dout * self.out_error).sum(-1, keepdim=True)
+
+    def delta_error(self, known: GradientConditions) -> torch.Tensor:
+        """What it makes of delta at most where it is not measured, ``(heads, rows, 1)``; else 0."""
+        if self.measured:
+            return torch.zeros_like(known.delta)[..., None]
+        return (known.dout * self.out_error).abs().sum(-1, keepdim=True)
+
+
+def kept(
+    known: GradientConditions, saved: Saved, rows: torch.Tensor
+) -> tuple[GradientConditions, Saved]:
+    """Both with 0 in all but ``rows``: nothing is NaN where no key is seen or nothing is known."""
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows[..., None] if x.dim() > rows.dim() else rows, x, 0.0)
+
+    names = ("dout", "dlse", "delta", "value_products", "slope", "dx")
+    known = replace(
+        known,
+        known=replace(known.known, q=of(known.known.q), out=of(known.known.out)),
+        **{name: of(getattr(known, name)) for name in names},
+    )
+    return known, replace(saved, out_error=of(saved.out_error), lse_error=of(saved.lse_error))
+
+
+# p ÷ l where P is had from a row sum and not from LSE: as in B14.
+_DIVISION = 6
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Recomputed:
+    """P of a backward, float64 ``(heads, rows, kv)``; 0 where not seen, and in unbounded rows.
+
+    Attributes:
+        exact: P.
+        moved: Largest |computed P − P| before it is rounded.
+        rounded: Largest error of rounding it to its format.
+        parts: What the error of its logarithm is made of, by name.
+        live: bool: seen, of a row that something is known of.
+        unbounded: bool ``(heads, rows)``: nothing is known of the row.
+        exposed: bool: the keys that are then not known: seen, or perhaps seen after rounding.
+    """
+
+    exact: torch.Tensor
+    moved: torch.Tensor
+    rounded: torch.Tensor
+    parts: dict[str, torch.Tensor]
+    live: torch.Tensor
+    unbounded: torch.Tensor
+    exposed: torch.Tensor
+
+    def without(self, keys: torch.Tensor) -> Recomputed:
+        """The same with rows of which one of ``keys``, bool ``(heads, rows, kv)``, is unbounded."""
+        unbounded = self.unbounded | (keys & self.exposed).any(-1)
+        live = self.live & ~unbounded[..., None]
+        exact, moved, rounded = (
+            torch.where(live, x, 0.0) for x in (self.exact, self.moved, self.rounded)
+        )
+        return replace(
+            self,
+            exact=exact,
+            moved=moved,
+            rounded=rounded,
+            parts={name: torch.where(live, part, 0.0) for name, part in self.parts.items()},
+            live=live,
+            unbounded=unbounded,
+        )
+
+
+def roundings(count: Count, arithmetic: Arithmetic) -> Count:
+    """B1 in the arithmetic of everything that is no product of matrices."""
+    error: Count = count * arithmetic.unit / (1 - count * arithmetic.unit)
+    return error
+
+
+def recomputed(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    scores: ScoreError,
+    saved: Saved,
+    mod: ScoreModError | None,
+) -> Recomputed:
+    """B31: P from the kernel's own LSE, or from its own maximum and row sum."""
+    forward = known.known
+    errors = exponents(forward, arithmetic, scores, mod)
+    alive = forward.seen.any(-1)
+    lse_error = torch.where(alive, saved.lse_error.abs(), 0.0)
+    unbounded = errors.unbounded | (alive & _unknown(known, saved))
+    live = forward.seen & ~unbounded[..., None]
+    lse_error = torch.where(unbounded, 0.0, lse_error)[..., None]
+    parts = {
+        "scores": errors.product,
+        "score mod": errors.own,
+        "LSE": lse_error.expand_as(errors.product),
+        "exponent": _exponent_error(known, arithmetic, errors, lse_error),
+    }
+    parts = {name: torch.where(live, part, 0.0) for name, part in parts.items()}
+    exact, moved = _moved(known, arithmetic, live, sum(parts.values(), torch.zeros_like(known.dx)))
+    radius = scores.radius if mod is None else mod.radius
+    return Recomputed(
+        exact=exact,
+        moved=moved,
+        rounded=_rounded(arithmetic, exact + moved),
+        parts=parts,
+        live=live,
+        unbounded=unbounded,
+        exposed=forward.seen | (~torch.isfinite(radius) if mod is not None else False),
+    )
+
+
+def _unknown(known: GradientConditions, saved: Saved) -> torch.Tensor:
+    """Rows whose exact or saved results, or whose loss or slopes, are not finite."""
+    rows = (known.known.out, known.dout, known.dx, saved.out_error)
+    finite = torch.stack([torch.isfinite(x).all(-1) for x in rows]).all(0)
+    each = (known.known.lse, known.dlse, saved.lse_error)
+    return ~(finite & torch.stack([torch.isfinite(x) for x in each]).all(0))
+
+
+def _exponent_error(
+    known: GradientConditions, arithmetic: Arithmetic, errors: Exponents, lse_error: torch.Tensor
+) -> torch.Tensor:
+    """B31: of exp2(z·c − LSE·c), or B9's of exp2(z·c − m·c) ÷ l and what LSE was rounded to."""
+    forward = known.known
+    alive = forward.seen.any(-1, keepdim=True)
+    lse = torch.where(alive, forward.lse[..., None], 0.0)
+    each, differences = 2 * arithmetic.exp2_ulps + 1, factor_roundings(arithmetic) + 2
+    size, distance = forward.scores.abs() + lse.abs(), (forward.scores - lse).abs()
+    off = errors.product + errors.own + lse_error
+    count = 2 * size + differences * (distance + off) + 4 * off + each
+    from_lse = count * (arithmetic.unit / (1 - each * arithmetic.unit))
+    stored = log_sum_base(forward, arithmetic, lse_error[..., 0])[..., None]
+    from_sum = errors.exponent + stored + roundings(_DIVISION, arithmetic)
+    return torch.maximum(from_lse, from_sum)
+
+
+def _moved(
+    known: GradientConditions, arithmetic: Arithmetic, live: torch.Tensor, rho: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """P, and P (e^ρ − 1) with what is taken for 0 below the normal range."""
+    forward = known.known
+    log = torch.where(live, forward.scores - forward.lse[..., None], -torch.inf)
+    exact = torch.exp(log)
+    growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
+    return exact, torch.where(live, growth + 2.0**arithmetic.computes.min_exponent, 0.0)
+
+
+def _rounded(arithmetic: Arithmetic, upper: torch.Tensor) -> torch.Tensor:
+    """B13 of a P that is divided already."""
+    if not arithmetic.weights_error:
+        return torch.zeros_like(upper)
+    fmt, scale = arithmetic.weights, arithmetic.weights_scale
+    floor = fmt.subnormal_spacing / 2 / scale
+    rounded = torch.maximum(arithmetic.weights_error * upper, upper.clamp_max(floor))
+    return torch.where(scale * upper > fmt.max, torch.inf, rounded)
+
+
+_PRODUCTS = 4  # P times w, its slope and the scale; or P · dLSE added apart
+# The gradient of an LSE in log2 units, and the change of its base: on the way into w.
+_OF_LSE = 4
+_DIFFERENCES = 3  # dP − δ + dLSE, in any order
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ScoreGradients:
+    """dX and how far it may be off, float64 ``(heads, rows, kv)``; 0 where P is.
+
+    Attributes:
+        shift: What the saved out makes of it, exactly, with its sign (B33).
+        size: |dX| or |dX + shift|, the larger.
+        error: Largest |computed − dX| or |computed − (dX + shift)|, as delta is computed, before it
+            is rounded (B34).
+        rounded: Largest error of rounding it to its format (B35).
+        parts: What ``error`` and ``rounded`` are made of, by name; they sum to them.
+    """
+
+    shift: torch.Tensor
+    size: torch.Tensor
+    error: torch.Tensor
+    rounded: torch.Tensor
+    parts: dict[str, torch.Tensor]
+
+
+def score_gradients(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    weights: Recomputed,
+    saved: Saved,
+    slope: ScoreModError | None,
+) -> ScoreGradients:
+    """B33–B35 of these rows."""
+    live, exact = weights.live, weights.exact
+    rounded = weights.moved + weights.rounded
+    used = rounded if arithmetic.multiplies_rounded_weights else weights.moved
+    summed = weights.moved if arithmetic.fused else rounded
+    product = torch.where(live, _value_product_error(known, arithmetic), 0.0)
+    delta = _delta_error(known, arithmetic, saved)
+    delta = torch.maximum(delta, _from_weights(known, arithmetic, exact, summed, product))
+    delta = delta + saved.delta_error(known)
+    shift = saved.delta_shift(known)
+    inner = known.value_products - known.delta[..., None] + known.dlse[..., None]
+    # Of a delta from the saved out, or from P.
+    inner = torch.where(live, torch.maximum(inner.abs(), (inner - shift).abs()), 0.0)
+    delta = delta + _difference_error(known, arithmetic, delta + shift.abs(), product)
+    within = inner + product + delta
+    off = torch.zeros_like(exact) if slope is None else torch.where(live, slope.radius, 0.0)
+    steep = torch.where(live, known.slope.abs(), 0.0)
+    apart = within + 2 * known.dlse.abs()[..., None]
+    before = torch.where(live, (exact + used) * apart, 0.0)
+    most = before * (steep + off)
+    parts = _of_weights(arithmetic, weights, used, torch.where(live, within * (steep + off), 0.0))
+    parts |= {
+        "dO·V": exact * product * (steep + off),
+        "delta": exact * delta * (steep + off),
+        "slope": exact * inner * off,
+        "products": roundings(_PRODUCTS, arithmetic) * most
+        + torch.where(live, _underflow(arithmetic) * (2 + within + steep + off), 0.0),
+    }
+    error = sum(parts.values(), torch.zeros_like(exact))
+    size = exact * inner * steep
+    of_format = (
+        _rounded_of_score_gradients(known, arithmetic, size + error)
+        if arithmetic.fused
+        else _rounded_of_score_gradients(known, arithmetic, most, before)
+    )
+    parts["rounding of dS"] = of_format
+    return ScoreGradients(
+        shift=-exact * known.slope * shift,
+        size=size,
+        error=error,
+        rounded=of_format,
+        parts={name: part for name, part in parts.items() if bool(part.any())},
+    )
+
+
+def _underflow(arithmetic: Arithmetic) -> float:
+    return float(2.0**arithmetic.computes.min_exponent)
+
+
+def _terms(known: GradientConditions, arithmetic: Arithmetic) -> int:
+    """Roundings that a term of dO·v passes through: as B5's, without its factors."""
+    wide = 2 * arithmetic.products.significand > arithmetic.computes.significand
+    return known.dout.shape[-1] + wide
+
+
+def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> torch.Tensor:
+    """B32: largest error of dO·v; infinite where it may overflow."""
+    dout, values = known.dout.abs(), known.known.v.abs()
+    size = dout @ values.mT
+    operands = 2 * arithmetic.operand_error + arithmetic.operand_error**2
+    terms = _terms(known, arithmetic)
+    error = arithmetic.scores.det(terms) * size * (1 + operands) + operands * size
+    lost = terms + dout.sum(-1)[..., None] + values.sum(-1)[..., None, :]
+    error = error + _underflow(arithmetic) * lost
+    if arithmetic.rounds_value_products is not None:
+        computed = known.value_products.abs() + error
+        error = error + half_ulp(computed, arithmetic.rounds_value_products)
+    beyond = 2 * size > arithmetic.computes.max
+    beyond = beyond | overflows(dout, arithmetic).any(-1)[..., None]
+    beyond = beyond | overflows(values, arithmetic).any(-1)[..., None, :]
+    return torch.where(beyond, torch.inf, error)
+
+
+def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: Saved) -> torch.Tensor:
+    """B33: largest error of Σ dO · Ô beside its exact value, ``(heads, rows, 1)``."""
+    dout = known.dout.abs()
+    size = (dout * (known.known.out.abs() + saved.out_error.abs())).sum(-1, keepdim=True)
+    dims = known.dout.shape[-1]
+    lost = _underflow(arithmetic) * (dims + dout.sum(-1, keepdim=True))
+    return roundings(dims + 1.0, arithmetic) * size + lost
+
+
+def _from_weights(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    exact: torch.Tensor,
+    used: torch.Tensor,
+    product: torch.Tensor,
+) -> torch.Tensor:
+    """B33: largest error of Σ P dP beside δ, ``(heads, rows, 1)``."""
+    values = torch.where(exact > 0, known.value_products.abs(), 0.0)
+    moved = (used * values + (exact + used) * product).sum(-1, keepdim=True)
+    summed = ((exact + used) * (values + product)).sum(-1, keepdim=True)
+    count = known.known.seen.sum(-1, keepdim=True).to(torch.float64) + 2
+    return moved + roundings(count, arithmetic) * summed
+
+
+def _difference_error(
+    known: GradientConditions, arithmetic: Arithmetic, delta: torch.Tensor, product: torch.Tensor
+) -> torch.Tensor:
+    """B34: of dP − δ + dLSE. δ may be what the sum of dO·v starts with."""
+    of_row = (known.delta.abs() + known.dlse.abs())[..., None] + delta
+    first = arithmetic.scores.det(_terms(known, arithmetic) + _DIFFERENCES + _OF_LSE) * of_row
+    each = roundings(_DIFFERENCES, arithmetic) * (known.value_products.abs() + product)
+    return first + each
+
+
+def _of_weights(
+    arithmetic: Arithmetic, weights: Recomputed, used: torch.Tensor, times: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """B34: what the errors of P make of dX, by what they are made of."""
+    whole = sum(weights.parts.values(), torch.zeros_like(used))
+    each = torch.where(whole > 0, weights.moved / whole, 0.0) * times
+    parts = {name: part * each for name, part in weights.parts.items() if bool(part.any())}
+    if arithmetic.multiplies_rounded_weights:
+        parts["rounding of P"] = weights.rounded * times
+    return parts
+
+
+def _rounded_of_score_gradients(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    size: torch.Tensor,
+    before: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """B35: relative above the subnormal range of the format, a constant below; infinite beyond it.
+
+    What is not fused may round it before and after it is multiplied by the scale, and ``before`` it
+    is multiplied by a score mod's slope, which multiplies the constant too.
+    """
+    unit, fmt = arithmetic.score_gradients_error, arithmetic.score_gradients
+    if not unit:
+        return torch.zeros_like(size)
+    scale = abs(known.known.scale)
+    # Multiplied by a scale below 1 first, it is nearer to the subnormal numbers.
+    floor = fmt.subnormal_spacing / 2 / (min(1.0, scale) or 1.0)
+    if before is None:
+        rounded, largest = torch.maximum(unit * size, size.clamp_max(floor)), size
+    else:
+        steep = torch.where(before > 0, size / before, 0.0).clamp_min(1.0)
+        rounded = (2 + unit) * torch.maximum(unit * size, torch.minimum(size, floor * steep))
+        largest = torch.maximum(size, before)
+    return torch.where(largest * max(1.0, scale) > fmt.max, torch.inf, rounded)

@@ -1,0 +1,221 @@
+"""Gradients beside those of q, k and v: row deltas, the sink, tensors that a score mod reads.
+
+The function that does it is printed for a list of reads, as score mods are, and a kernel takes it
+as a ``tl.constexpr`` argument: it calls the slopes and places of the reads by name, so that Triton
+sees the text of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from attncheck.kernels.launch import block_dim
+from attncheck.kernels.tile import loaded, loaded_rows, power, score_gradients
+
+if TYPE_CHECKING:
+    from attncheck.mods.to_triton import TritonMod
+
+__all__ = ["CapturedReads", "row_deltas", "sink_gradient"]
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+
+
+_ROWS = 1024  # of a program that adds up rows, at a time
+
+
+def row_deltas(
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    block: int,
+    warps: int = 4,
+) -> torch.Tensor:
+    """What is taken off dP in each row: Σ dO·O, less the gradient of LSE (Dao 2023, Algorithm 2).
+
+    LSE's gradient with respect to a score is the weight P, so that dLSE joins dP as −Σ dO·O does.
+
+    Args:
+        out: ``(batch, heads, query, value_dim)``, any strides.
+        dout: The same, any strides, 0 among them.
+        lse: fp32 ``(batch, heads, query)``, contiguous.
+        dlse: Its gradient, the same; None for 0.
+        block: Rows of a program, a power of two.
+        warps: Warps of a program.
+
+    Returns:
+        fp32 ``(batch, heads, query)``; 0 for a row whose LSE is −∞, whatever its gradients are.
+    """
+    batch, heads, query, value_dim = out.shape
+    delta = torch.empty_like(lse)
+    # fmt: off
+    _row_deltas[triton.cdiv(query, block), batch * heads](
+        out, dout, lse, delta, () if dlse is None else (dlse,), *out.stride(), *dout.stride(),
+        heads, query, value_dim, DLSE=dlse is not None, BLOCK_Q=block,
+        BLOCK_V=block_dim(value_dim, out.dtype), num_warps=warps,
+    )
+    # fmt: on
+    return delta
+
+
+def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Σ P·(0 − delta) of the key of value 0 whose score is the sink, over a head's rows.
+
+    Args:
+        sink: fp32 ``(heads,)``, natural.
+        lse: fp32 ``(batch, heads, query)``, contiguous.
+        delta: As of ``row_deltas``.
+
+    Returns:
+        fp32 ``(heads,)``.
+    """
+    batch, heads, query = lse.shape
+    dsink = torch.empty_like(sink)
+    _sink_gradient[(heads,)](sink, lse, delta, dsink, batch, heads, query, BLOCK=_ROWS)
+    return dsink
+
+
+# What is known of strides and alignment would decide how wide loads are, and with that in which
+# order a row is added up: the same numbers laid out otherwise would give other bits.
+_STRIDES = tuple(
+    f"{name}_{axis}" for name in ("out", "dout") for axis in ("batch", "head", "row", "col")
+)
+_POINTERS = ("out_ptr", "dout_ptr", "lse_ptr", "delta_ptr", "dlse")
+
+
+# A column of names says less than a line of them.
+# fmt: off
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_POINTERS)
+def _row_deltas(
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, dlse, out_batch, out_head, out_row, out_col, dout_batch,
+    dout_head, dout_row, dout_col, heads, query, value_dim, DLSE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    cols = tl.arange(0, BLOCK_V)
+    b64 = (tl.program_id(1) // heads).to(tl.int64)
+    h64 = (tl.program_id(1) % heads).to(tl.int64)
+    first = tl.program_id(1).to(tl.int64) * query
+    out_ptr += b64 * out_batch + h64 * out_head
+    dout_ptr += b64 * dout_batch + h64 * dout_head
+    out = loaded(out_ptr, rows, cols, out_row, out_col, query, value_dim).to(tl.float32)
+    dout = loaded(dout_ptr, rows, cols, dout_row, dout_col, query, value_dim).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    if DLSE:
+        delta -= loaded_rows(dlse[0] + first, rows, query)
+    lse = loaded_rows(lse_ptr + first, rows, query)
+    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    tl.store(delta_ptr + first + rows, delta, mask=rows < query)
+
+
+@triton.jit
+def _sink_gradient(
+    sink_ptr, lse_ptr, delta_ptr, dsink_ptr, batch, heads, query, BLOCK: tl.constexpr,
+):
+    h = tl.program_id(0)
+    sink = tl.load(sink_ptr + h)
+    total = tl.zeros([BLOCK], tl.float32)
+    for b in range(batch):
+        first = (b * heads + h).to(tl.int64) * query
+        for start in range(0, query, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            lse = tl.load(lse_ptr + first + rows, mask=rows < query, other=float("inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse)
+            total -= power(sink - lse, False) * loaded_rows(delta_ptr + first, rows, query)
+    tl.store(dsink_ptr + h, tl.sum(total, 0))
+
+
+# fmt: on
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedReads:
+    """What a score mod reads from float tensors, as ``mods.captured.reads`` has it.
+
+    Attributes:
+        reads: Of each read the derivative of the score mod with respect to the number read; which
+            number of its tensor that is; and where that tensor's numbers begin among all.
+        numbers: How many there are of all tensors.
+    """
+
+    reads: tuple[tuple[TritonMod, TritonMod, int], ...]
+    numbers: int
+
+    def function(self) -> Any:
+        """What a kernel calls for a tile: a ``@triton.jit`` function.
+
+        ``(x, p, dp, delta, b, h, rows, keys, arguments)``, as ``score_gradients`` has them, adds to
+        the gradients; the same object for reads of the same structures.
+        """
+        return _function(tuple((slope.function, place.function) for slope, place, _ in self.reads))
+
+    def arguments(self, gradients: torch.Tensor) -> tuple[Any, ...]:
+        """The last argument of ``function``: of each read its numbers' gradients, and its mods'.
+
+        ``gradients``: fp32 ``(numbers,)``.
+        """
+        return tuple(
+            (gradients[start:], slope.captured, place.captured)
+            for slope, place, start in self.reads
+        )
+
+
+@triton.jit
+def added(terms, place, gradients):
+    """Adds ``terms``, a tile, to ``gradients`` at ``place``, which broadcasts to it.
+
+    Those of one place along an axis are summed before: an addition in memory is slow, and of
+    numbers that lie in one place they wait for one another.
+    """
+    if len(place.shape) == 0:
+        terms = tl.sum(tl.sum(terms, 1), 0)
+    else:
+        if place.shape[0] == 1:
+            terms = tl.sum(terms, 0, keep_dims=True)
+        if place.shape[1] == 1:
+            terms = tl.sum(terms, 1, keep_dims=True)
+    tl.atomic_add(gradients + place, terms, mask=terms != 0.0, sem="relaxed")
+
+
+@cache
+def _function(mods: tuple[tuple[Any, Any], ...]) -> Any:
+    """The function that adds each of ``mods``, pairs of a slope and a place."""
+    lines = ["def captured_terms(x, p, dp, delta, b, h, rows, keys, arguments):"]
+    scope: dict[str, Any] = {
+        "tl": tl, "__name__": __name__, "added": added, "score_gradients": score_gradients,
+    }  # fmt: skip
+    for number, (slope, place) in enumerate(mods):
+        scope |= {f"slope_{number}": slope, f"place_{number}": place}
+        lines += [
+            f"    gradients, captured, of_place = arguments[{number}]",
+            "    terms = score_gradients(",
+            f"        x, p, dp, delta, b, h, rows, keys, captured, slope_{number}, False",
+            "    )",
+            f"    place = place_{number}(x, b, h, rows, keys, of_place)",
+            "    added(terms, place + tl.zeros((), tl.int32), gradients)",
+        ]
+    source = "\n".join([*lines, ""])
+    named = "\n".join([source, *(mod.fn.__qualname__ for pair in mods for mod in pair)])
+    # Triton and inspect read a function's text through linecache; no file is needed.
+    digest = hashlib.sha256(named.encode()).hexdigest()[:16]
+    file = f"<attncheck captured_terms {digest}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), scope)  # noqa: S102  (our own printed text)
+    function = scope["captured_terms"]
+    function.__qualname__ = f"captured_terms_{digest}"  # as to_triton does, and why
+    return triton.jit(function)

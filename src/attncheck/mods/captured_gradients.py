@@ -1,0 +1,221 @@
+"""Gradients of what a score mod reads of its captured float tensors, by autograd without a trace.
+
+``captured`` says the same in expressions; here is no trace, for the oracles never see one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from attncheck.core.errors import ProblemError
+
+if TYPE_CHECKING:
+    from attncheck.mods.spec import ScoreMod
+
+__all__ = ["CapturedSums", "Leaf", "captured_tensors", "leaf_gradients"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """What a score mod reads of a captured tensor at one place of its text.
+
+    Attributes:
+        tensor: The captured one.
+        places: The indices that it is read at; None of a tensor of one number.
+        read: What it reads there, in the shape that the indices broadcast to.
+        value: The same in the score's dtype, for each score; the mod computes with it.
+    """
+
+    tensor: Tensor
+    places: Any
+    read: Tensor
+    value: Tensor
+
+    def add(self, gradients: Tensor, to: Tensor) -> None:
+        """Adds ``gradients``, one a score, to those of the numbers read, ``to`` like tensor."""
+        mine = gradients.sum_to_size(self.read.shape or (1,) * gradients.ndim)
+        if self.places is None:
+            to += mine.reshape(to.shape)
+        else:
+            places = self.places if isinstance(self.places, tuple) else (self.places,)
+            if not all(isinstance(place, Tensor) for place in places):  # slices, whole numbers
+                numbers = torch.arange(to.numel(), device=to.device).view(to.shape)
+                to, places = to.view(-1), (numbers[self.places].flatten(),)
+                mine = mine.flatten()
+            else:
+                mine = mine.reshape(self.read.shape)
+            to.index_put_(places, mine, accumulate=True)
+
+
+def leaf_gradients(score_mod: ScoreMod, score: Tensor, *indices: Tensor) -> list[tuple[Leaf, Any]]:
+    """Every read, and the derivative of each score after the mod with respect to what it reads.
+
+    None where no gradient passes through. Derivatives are torch's, in the score's dtype.
+
+    Args:
+        score_mod: The callable; what it computes from a score must have the shape of the score.
+        score: Of the shape that the indices broadcast to.
+        indices: b, h, q_idx and kv_idx.
+
+    Raises:
+        ProblemError: where the mod computes with a whole tensor that it captures, or with one index
+            at a time alone.
+    """
+    given = score.detach().clone()  # a score mod may write to what it is given
+    with torch.enable_grad(), _Reads((given, *indices)) as reads:
+        try:
+            after = score_mod(given, *indices)
+        except ProblemError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            said = str(error).partition("\n")[0]
+            raise ProblemError(
+                "the score mod cannot be called with all indices at once for the gradients of what "
+                f"it reads, torch says: {said}"
+            ) from None
+    leaves = reads.found
+    if not leaves or not after.requires_grad:
+        return [(leaf, None) for leaf in leaves]
+    values = [leaf.value for leaf in leaves]
+    ones = torch.ones_like(after)
+    found = torch.autograd.grad(after, values, ones, allow_unused=True)
+    return list(zip(leaves, found, strict=True))
+
+
+def captured_tensors(score_mod: ScoreMod, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+    """The float tensors that a score mod reads and has a derivative to, in the order of reading."""
+    score = torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64, device=device)
+    indices = [torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device) for _ in range(4)]
+    found = leaf_gradients(score_mod, score, *indices)
+    by_id = {id(leaf.tensor): leaf.tensor for leaf, slope in found if slope is not None}
+    return tuple(by_id.values())
+
+
+_CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+class CapturedSums:
+    """Gradients of the numbers that a score mod captures, summed over scores a part at a time.
+
+    Args:
+        score_mod: The callable.
+        device: Where its tensors are.
+        dtype: Of the sums.
+
+    Attributes:
+        sums: ``(numbers,)``: one tensor after the other, each flattened row-major.
+    """
+
+    def __init__(
+        self,
+        score_mod: ScoreMod,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self._score_mod = score_mod
+        self._tensors = captured_tensors(score_mod, device)
+        count = sum(tensor.numel() for tensor in self._tensors)
+        self.sums = torch.zeros(count, dtype=dtype, device=device)
+
+    def add(self, score: Tensor, at: tuple[Tensor, ...], factors: Tensor, where: Tensor) -> None:
+        """Adds ``factors`` times the mod's derivative, to the number that each score reads.
+
+        Args:
+            score: Before the mod, of that dtype, ``(batch, heads, query, kv)``.
+            at: b, h, q_idx and kv_idx, which broadcast to that.
+            factors: Of that shape.
+            where: Bool, likewise; what is not among these reaches nothing, NaN included.
+        """
+        mine, start = {}, 0
+        for tensor in self._tensors:
+            part = self.sums[start : start + tensor.numel()]
+            mine[id(tensor)] = part.view(tensor.shape)
+            start += tensor.numel()
+        for leaf, slope in leaf_gradients(self._score_mod, score, *at):
+            if slope is not None:
+                leaf.add(torch.where(where, factors * slope, 0.0), mine[id(leaf.tensor)])
+
+
+@dataclass(eq=False)
+class _Reads(TorchFunctionMode):
+    """While it lasts, what is read of captured float tensors is as the score is, with a gradient.
+
+    A captured tensor is one that no call made and that is no argument.
+
+    Attributes:
+        arguments: The mod's own, the score first.
+        found: The reads so far.
+    """
+
+    arguments: tuple[Tensor, ...]
+    found: list[Leaf] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._made = {id(tensor): tensor for tensor in self.arguments}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__ and self._is_captured(args[0]):
+            result: Any = self._leaf(args[0], args[1], func(*args))
+        elif any(self._is_captured(leaf) for leaf in tree_leaves((args, kwargs))):
+            result = self._of_numbers(func, args, kwargs)
+        else:
+            result = self._cast(func, args, func(*args, **kwargs))
+        self._made |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
+
+    def _of_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call with captured tensors; those of one number are read by it, if it computes.
+
+        Never called twice where it computes: it may write to what it is given.
+        """
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_captured(leaf)]
+        whole = next((leaf for leaf in leaves if leaf.numel() > 1), None)
+        if whole is None:
+            held = tree_map_only(Tensor, self._number, (args, kwargs))
+            result = func(*held[0], **held[1])
+            if _computed(result):
+                return self._cast(func, held[0], result)
+        result = func(*args, **kwargs)
+        if whole is not None and _computed(result):
+            raise ProblemError(
+                f"the score mod computes with a whole tensor of shape {tuple(whole.shape)}: "
+                "there are gradients of what it reads of one."
+            )
+        return result
+
+    def _cast(self, func: Any, args: Any, result: Any) -> Any:
+        """A gradient is cast as its number was: neither is."""
+        if func in _CASTS and args[0].requires_grad and result.is_floating_point():
+            return args[0].to(self.arguments[0].dtype)
+        return result
+
+    def _is_captured(self, value: object) -> bool:
+        return (
+            isinstance(value, Tensor) and value.is_floating_point() and id(value) not in self._made
+        )
+
+    def _number(self, tensor: Tensor) -> Tensor:
+        return self._leaf(tensor, None, tensor) if self._is_captured(tensor) else tensor
+
+    def _leaf(self, tensor: Tensor, places: Any, read: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise ProblemError(
+                "the score mod reads a tensor where it asks for no gradients (torch.no_grad): "
+                "what its gradient is depends on who differentiates."
+            )
+        score = self.arguments[0]
+        value = read.detach().to(score).expand(score.shape).requires_grad_()
+        self.found.append(Leaf(tensor, places, read.detach(), value))
+        return value
+
+
+def _computed(result: object) -> bool:
+    return isinstance(result, Tensor) and result.is_floating_point()

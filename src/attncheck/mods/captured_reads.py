@@ -1,0 +1,284 @@
+"""Expressions of what a score mod reads of its captured float tensors, and its derivatives there.
+
+A loss has a gradient with respect to each of those numbers: what a read brings to the number at
+``place`` is the gradient of the score after the mod times ``slope``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from attncheck.core.errors import TraceError
+from attncheck.mods.captured_gradients import captured_tensors
+from attncheck.mods.torch_tracer import (
+    VocabularyInterpreter,
+    describe_mod,
+    record_gradient,
+    record_operations,
+)
+from attncheck.mods.trace import trace_index, trace_score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from attncheck.mods.expression import Expression
+    from attncheck.mods.spec import ScoreMod
+
+__all__ = ["CapturedRead", "EvaluatedReads", "count_read_numbers", "read_tensors", "trace_reads"]
+
+_ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedRead:
+    """One place in a score mod's text where it reads a float tensor.
+
+    Attributes:
+        tensor: The tensor itself, as captured.
+        start: Where its numbers begin among all: one tensor after the other, as the trace meets
+            them, each flattened row-major.
+        place: Which of them is read, a whole number: of (score, b, h, q_idx, kv_idx).
+        slope: ∂ score_mod / ∂ the number read, of (score, b, h, q_idx, kv_idx).
+    """
+
+    tensor: Tensor
+    start: int
+    place: Expression
+    slope: Expression
+
+
+def trace_reads(score_mod: ScoreMod, device: str = "cpu") -> tuple[CapturedRead, ...]:
+    """Every read of a float tensor that the score mod's result has a derivative to.
+
+    A tensor that is only compared with, say, has none. Derivatives are torch's, as
+    ``derivative``'s, of the mod computed with real numbers: on the way from what is read, a cast
+    to another float dtype changes nothing. A tensor of one number may be read without an index.
+
+    Args:
+        score_mod: Any FlexAttention callable of the vocabulary (``expression.OPERATIONS``).
+        device: Where the tensors are that it captures.
+
+    Raises:
+        TraceError: as ``derivative``, and where the mod computes with a whole tensor that it
+            captures before it reads it, or reads other tensors than its trace does.
+    """
+    trace_score(score_mod, device)  # what cannot be traced is refused in the same words
+    try:
+        found = tuple(_reads(score_mod, device))
+    except TraceError as error:
+        fact = str(error).rpartition(" cannot be traced: ")[2].removesuffix(".")
+        name = describe_mod("score mod", score_mod)
+        raise TraceError(
+            f"{name} has no derivative to what it captures that can be traced: {fact}."
+        ) from None
+    # The order of numbers is what kernels and oracles agree on, each from its own reading.
+    if list(map(id, read_tensors(found))) != list(map(id, captured_tensors(score_mod, device))):
+        name = describe_mod("score mod", score_mod)
+        raise TraceError(f"{name} reads other tensors than its trace, or in another order.")
+    return found
+
+
+def read_tensors(found: Iterable[CapturedRead]) -> tuple[Tensor, ...]:
+    """Those that are read, each once, in the order of their numbers."""
+    return tuple({read.start: read.tensor for read in found}.values())
+
+
+def count_read_numbers(score_mod: ScoreMod, device: str = "cpu") -> int:
+    """How many numbers the float tensors of ``reads`` hold together."""
+    return sum(tensor.numel() for tensor in read_tensors(trace_reads(score_mod, device)))
+
+
+class EvaluatedReads:
+    """The reads of a score mod in another number system than torch's.
+
+    Args:
+        score_mod: A FlexAttention callable.
+        evaluator: What makes a function of numpy arrays of an expression.
+        device: Where the tensors are that it captures.
+
+    Attributes:
+        numbers: As ``numbers``.
+
+    Raises:
+        TraceError: as ``reads``, and where the score decides which number is read.
+    """
+
+    def __init__(
+        self,
+        score_mod: ScoreMod,
+        evaluator: Callable[[Expression], Callable[..., NDArray[Any]]],
+        device: str = "cpu",
+    ) -> None:
+        self._reads = [(read, evaluator(read.slope)) for read in trace_reads(score_mod, device)]
+        self.numbers = sum(t.numel() for t in read_tensors(read for read, _ in self._reads))
+        for read, _ in self._reads:
+            if any(node.name == "score" for node in read.place.structure.nodes):
+                name = describe_mod("score mod", score_mod)
+                raise TraceError(f"{name} reads a number that its score decides on: {read.place}.")
+
+    def __call__(self, *arguments: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """Of each read the place among all numbers, and the slope; of scores and indices."""
+        indices = [torch.from_numpy(axis) for axis in arguments[1:]]
+        score = torch.zeros((), dtype=torch.float64)
+        for read, slope in self._reads:
+            places = read.start + read.place.evaluate(score, *indices)
+            yield places.numpy(), slope(*arguments)
+
+
+def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
+    examples = [torch.full((1,), 0.5, dtype=torch.float64, device=device)]
+    examples += [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+    recorded = record_operations(score_mod, _ARGUMENTS, examples)
+    loads = list(_loads(recorded))
+    _detach(recorded)
+    starts: dict[int, int] = {}
+    end = 0
+    for tensor, load in loads:
+        slope = _slope(recorded, load, examples)
+        if slope is None:
+            continue
+        if id(tensor) not in starts:
+            starts[id(tensor)], end = end, end + tensor.numel()
+        yield CapturedRead(
+            tensor,
+            starts[id(tensor)],
+            trace_index(_place(recorded, load, tensor), device),
+            trace_score(slope, device),
+        )
+
+
+def _loads(recorded: fx.GraphModule) -> Iterator[tuple[Tensor, fx.Node]]:
+    """Each captured float tensor where the result needs it, and the node that is a number of it.
+
+    torch's tracer has a node of its own for each use of a captured tensor.
+    """
+    needed = _needed(recorded)
+    for node in recorded.graph.nodes:
+        if node.op != "get_attr" or node not in needed:
+            continue
+        tensor: Tensor = getattr(recorded, str(node.target))
+        (user,) = node.users
+        if not tensor.is_floating_point() or _name(user).startswith("lift_fresh"):
+            continue  # torch.tensor(…) in the mod's text is nobody's number
+        if _name(user) == "index" and user.args[0] is node:
+            yield tensor, user
+        elif tensor.numel() == 1:
+            yield tensor, node
+        else:
+            raise TraceError(
+                f"it computes {_name(user)} of a whole tensor of shape {tuple(tensor.shape)}: "
+                "read the tensor itself"
+            )
+
+
+def _detach(recorded: fx.GraphModule) -> None:
+    """Has a gradient pass through the one number alone that it is asked of."""
+    for name in {str(node.target) for node in recorded.graph.nodes if node.op == "get_attr"}:
+        constant: Tensor = getattr(recorded, name)
+        if constant.requires_grad:
+            delattr(recorded, name)
+            setattr(recorded, name, constant.detach())
+
+
+def _needed(recorded: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that the result depends on."""
+    needed: set[fx.Node] = set()
+    waiting = list(recorded.graph.output_node().all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return needed
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
+
+
+def _slope(recorded: fx.GraphModule, load: fx.Node, examples: list[Tensor]) -> ScoreMod | None:
+    """The derivative of the result with respect to the value of ``load``; None where it is 0.
+
+    That is where no gradient passes through, not where it happens to be 0.
+    """
+    passes = False
+
+    def of_read(number: Tensor, *arguments: Tensor) -> Tensor:
+        nonlocal passes
+        given: Tensor = _Given(recorded, load, number).run(*arguments)
+        passes = given.requires_grad
+        return given
+
+    number = _value(recorded, load, examples).double().reshape(1).clone()
+    gradient = record_gradient(of_read, [number, *examples])
+    if not passes:
+        return None
+
+    def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        arguments = (score, b, h, q_idx, kv_idx)
+        read = _value(recorded, load, arguments).double().reshape(1)
+        found: Tensor = VocabularyInterpreter(gradient).run(read, *arguments)
+        return found
+
+    return slope
+
+
+def _value(recorded: fx.GraphModule, node: fx.Node, arguments: Iterable[Tensor]) -> Tensor:
+    """What ``node`` is, of these arguments of the mod."""
+    run = fx.Interpreter(recorded, garbage_collect_values=False)
+    run.run(*arguments)
+    value: Tensor = run.env[node]
+    return value
+
+
+class _Given(fx.Interpreter):
+    """Runs a score mod with another number in the place of one that it reads.
+
+    What is computed from that number is computed in float64: a gradient is cast as its number was.
+    """
+
+    def __init__(self, recorded: fx.GraphModule, load: fx.Node, number: Tensor) -> None:
+        super().__init__(recorded)
+        self._load, self._number = load, number
+        self._follows = {load}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n is self._load:
+            return self._number
+        if not self._follows.isdisjoint(n.all_input_nodes):
+            self._follows.add(n)
+            if _name(n) == "_to_copy" and n.kwargs.get("dtype") in _REAL:
+                (operand,) = n.all_input_nodes
+                return self.env[operand].double()
+        return super().run_node(n)
+
+
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _place(recorded: fx.GraphModule, load: fx.Node, tensor: Tensor) -> Callable[..., Tensor]:
+    """Where ``load`` reads: an index from the end is counted from the start."""
+
+    def place(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        flat = torch.zeros_like(b)
+        if load.op == "get_attr":
+            return flat
+        run = fx.Interpreter(recorded, garbage_collect_values=False)
+        run.run(score, b, h, q_idx, kv_idx)
+        indices: Any = load.args[1]
+        for axis, (node, size) in enumerate(zip(indices, tensor.shape, strict=True)):
+            index = run.env[node].to(torch.int64)
+            if node.op != "placeholder":
+                index = torch.where(index < 0, index + size, index)
+            flat = flat * size + index if axis else index
+        return flat
+
+    return place

@@ -1,0 +1,262 @@
+"""Masks and score mods from files of the user's: found, traced, checked and added to the library.
+
+The file is imported once for each device, with that device as torch's default, so that the tensors
+its mods capture are made there; and again once it has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from attncheck.core.errors import ProblemError, TraceError, UsageError
+from attncheck.core.source_files import load_member
+from attncheck.mods import library
+from attncheck.mods.expression import expression_digest
+from attncheck.mods.index_ranges import check_index_ranges
+from attncheck.mods.spec import Spec
+from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from attncheck.mods.expression import Expression
+    from attncheck.mods.spec import Argument, Check, Dimensions
+
+__all__ = [
+    "ModKind",
+    "definition_line",
+    "is_mod_reference",
+    "kind_of_mod",
+    "load_mask",
+    "load_score",
+    "mods_in",
+]
+
+
+ModKind = Literal["mask", "score mod"]
+_KINDS: dict[int, ModKind] = {4: "mask", 5: "score mod"}
+
+
+def mods_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The mask and score mods of ``module`` by name, in the order in which they are bound.
+
+    Those are its public callables that take exactly four or five positional arguments, whatever
+    made them: a ``def``, a factory, ``functools.partial``. What was imported from elsewhere by its
+    own name is not the module's; ``__all__``, where there is one, says what is public.
+
+    Raises:
+        UsageError: where ``__all__`` is no list or tuple.
+    """
+    public = vars(module).get("__all__")
+    if public is not None and not isinstance(public, list | tuple):
+        kind = type(public).__name__
+        raise UsageError(f"__all__ of {_file_of(module)} is {kind}: it must be a list of names.")
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if (name in public if public is not None else not name.startswith("_"))
+        and kind_of_mod(value)
+        and not _imported(value, module)
+    }
+
+
+def kind_of_mod(value: object) -> ModKind | None:
+    """``mask`` for four positional arguments, ``score mod`` for five, None for anything else."""
+    try:
+        if not callable(value) or inspect.isclass(value):
+            return None
+        parameters = inspect.signature(value).parameters.values()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
+        return None
+    given = [p for p in parameters if p.default is p.empty]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if any(p.kind not in positional for p in given):
+        return None
+    return _KINDS.get(len(given))
+
+
+def definition_line(value: object) -> int | None:
+    """The line of its file where a mod is defined; None where nothing says so."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if not inspect.isfunction(value):  # a method of its own, or of its class's
+        value = value if inspect.ismethod(value) else type(value).__call__
+    code = getattr(value, "__code__", None)
+    line: int | None = getattr(code, "co_firstlineno", None)
+    return line
+
+
+def _imported(value: object, module: ModuleType) -> bool:
+    if not inspect.isfunction(value):
+        return False
+    # What a factory of another module makes is this module's own.
+    return value.__module__ != module.__name__ and "<locals>" not in value.__qualname__
+
+
+def _file_of(module: ModuleType) -> str:
+    return Path(module.__file__).name if module.__file__ else module.__name__
+
+
+_REFERENCE = re.compile(r".+\.py::[^:]+")
+
+
+def is_mod_reference(text: str) -> bool:
+    """Whether ``text`` is ``file.py::name``, and no name of the library."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def load_mask(reference: str) -> Spec:
+    """The mask ``file.py::name``, from now on in the library under its file's own name.
+
+    Its Spec carries a digest of what was traced, so that a Problem's id stands for the mask as it
+    is now. A Problem is refused where the mask reads outside a tensor that it captures, computes
+    a whole number beyond 32 bits, or gives something else than when it was traced.
+
+    Raises:
+        UsageError: for a file or name that is not there or cannot be imported.
+        TraceError: for a mask that cannot be traced, does not give what a mask gives, or is another
+            one when it is traced again.
+    """
+    return _own(reference, "mask", trace_mask, library.MASKS)
+
+
+def load_score(reference: str) -> Spec:
+    """The score mod ``file.py::name``; as ``own_mask``."""
+    return _own(reference, "score mod", trace_score, library.SCORES)
+
+
+def _own(
+    reference: str,
+    what: str,
+    trace: Callable[..., Expression],
+    entries: dict[str, library.Entry[Any]],
+) -> Spec:
+    if not is_mod_reference(reference):
+        raise UsageError(f"{what} {reference!r} is not FILE.py::NAME.")
+    own = _Own(reference, what, _version(reference))
+    expression = trace(own.built("cpu"))
+    if expression_digest(trace(own.built("cpu"))) != expression_digest(expression):
+        raise TraceError(
+            f"{own} gives other values when it is called again: capture what it draws or counts."
+        )
+    number = int(expression_digest(expression)[:10], 16)
+    _paths[what, own.known, number] = _path(reference)
+    entries[own.known] = library.Entry(
+        summary=str(expression),
+        build=lambda _values, _dimensions, device: own.built(device),
+        arguments={"digest": _as_traced(own, expression, number)},
+        additive=_adds(expression),
+    )
+    return Spec.of(own.known, digest=number)
+
+
+_paths: dict[tuple[str, str, Argument], Path] = {}
+"""Where each mod so far came from, by what it is, its name and its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A mod of a file as it was at one time.
+
+    Attributes:
+        reference: ``file.py::name``.
+        what: ``mask`` or ``score mod``.
+        version: Of the file.
+    """
+
+    reference: str
+    what: str
+    version: tuple[int, int]
+
+    @property
+    def known(self) -> str:
+        """Its name in the library."""
+        return self.reference.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.known!r}"
+
+    def built(self, device: str) -> Any:
+        """The callable, its tensors on ``device``."""
+        return _mod(self, _path(self.reference), device)
+
+
+def _path(reference: str) -> Path:
+    return Path(reference.rpartition("::")[0]).resolve()
+
+
+def _version(reference: str) -> tuple[int, int]:
+    """What changes with a file; of one that is not there, nothing in particular."""
+    try:
+        stat = _path(reference).stat()
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
+
+
+@cache
+def _mod(own: _Own, path: Path, device: str) -> Any:
+    """``path`` is a part of the key: a relative reference may come to mean another file."""
+    with torch.device(device):
+        mod = load_member(own.reference, f"{own.what} {own.reference!r}")
+    if _version(own.reference) != own.version:
+        raise UsageError(f"{own}: {path.name} has changed since the mod was traced.")
+    if not callable(mod):
+        kind = type(mod).__name__
+        raise UsageError(f"{own.what} {own.reference!r} is {kind}: it must be a callable.")
+    return mod
+
+
+def _as_traced(own: _Own, expression: Expression, number: int) -> Check:
+    """The check of a Spec's digest; indices are looked at once for each set of dimensions."""
+
+    @cache
+    def inside(dimensions: Dimensions) -> None:
+        check_index_ranges(expression, dimensions, str(own))
+        others = count_disagreements(expression, own.built("cpu"), dimensions)
+        if others:
+            raise ProblemError(
+                f"{own} gives other values than its trace at {others} sampled indices: it must be "
+                "the same at each call, and for each index by itself."
+            )
+
+    def check(_label: str, value: Argument, dimensions: Dimensions) -> None:
+        if value != number:
+            raise ProblemError(_not_this_one(own, value, number))
+        inside(dimensions)
+
+    return check
+
+
+def _not_this_one(own: _Own, value: Argument, number: int) -> str:
+    before, now = (_paths.get((own.what, own.known, n)) for n in (value, number))
+    if before is not None and before != now:
+        return f"{own} is of another file of that name now: give the files names that differ."
+    return f"{own} has changed: the problem was made with digest {value}, the file gives {number}."
+
+
+def _adds(expression: Expression) -> bool:
+    """Whether a score mod is the score plus or minus what does not depend on the score."""
+    depends: list[bool] = []
+    sums: list[bool] = []
+    for node in expression.structure.nodes:
+        score = node.op == "input" and node.name == "score"
+        added = False
+        if node.op in {"add", "sub"}:
+            first, second = node.operands
+            added = sums[first] and not depends[second]
+            added |= node.op == "add" and sums[second] and not depends[first]
+        sums.append(score or added)
+        depends.append(score or any(depends[i] for i in node.operands))
+    return sums[-1]

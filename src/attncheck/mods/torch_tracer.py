@@ -1,0 +1,311 @@
+"""One run of a mod under torch's own tracer, with the line of the mod beside each operation."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import core_aten_decompositions
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attncheck.core.errors import TraceError
+from attncheck.core.source_files import error_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+__all__ = [
+    "PLACE",
+    "VocabularyInterpreter",
+    "current_mod_line",
+    "describe_mod",
+    "failing_mod_line",
+    "record_gradient",
+    "record_operations",
+]
+
+
+# Frames of torch and of the modules that watch the mod are not the mod's.
+_HERE = Path(__file__).parent
+_WATCHING = ("agreement", "derivative", "expression", "places", "recording", "trace")
+_NOT_THE_MOD = (
+    str(Path(torch.__file__).parent),
+    *(str(_HERE / f"{name}.py") for name in _WATCHING),
+)
+
+
+def describe_mod(what: str, mod: Any) -> str:
+    """``mask 'name'``: a partial is called by its function, an object by its class."""
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    return f"{what} {getattr(mod, '__name__', type(mod).__name__)!r}"
+
+
+def current_mod_line() -> str:
+    """The innermost line of the mod that is running: `` at file:line `text```, or nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    place = ""
+    while frame is not None and not place:
+        place = _place(frame, frame.f_lineno)
+        frame = frame.f_back
+    return place
+
+
+def failing_mod_line(error: BaseException) -> str:
+    """The innermost line of the mod that ``error`` passed."""
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        place = _place(traceback.tb_frame, traceback.tb_lineno) or place
+        traceback = traceback.tb_next
+    return place
+
+
+def _place(frame: FrameType, line: int) -> str:
+    file = frame.f_code.co_filename
+    if file.startswith(_NOT_THE_MOD):
+        return ""
+    text = linecache.getline(file, line).strip()
+    return f" at {Path(file).name}:{line}" + (f" `{text}`" if text else "")
+
+
+PLACE = "attncheck_place"
+"""Key of a node's ``meta``: where in the mod it was recorded (`` at file:line `text```)."""
+
+
+def record_operations(
+    mod: Callable[..., Tensor], arguments: tuple[str, ...], examples: list[Tensor]
+) -> fx.GraphModule:
+    """The ATen operations that ``mod`` applies to ``examples``; their lines are in ``PLACE``.
+
+    Raises:
+        TraceError: if the mod cannot be called with ``arguments``, raises, writes in place, draws
+            random numbers or asks for a tensor's value.
+    """
+    _require_signature(mod, arguments)
+
+    def watched(*tensors: Tensor) -> Tensor:
+        return _watched(mod, tensors)
+
+    with torch.no_grad():
+        return _made(watched, examples)
+
+
+def record_gradient(mod: Callable[..., Tensor], examples: list[Tensor]) -> fx.GraphModule:
+    """The ATen operations of torch's own derivative of ``mod`` with respect to its first argument.
+
+    They are autograd's, its compound formulas written out (``core_aten_decompositions``); some
+    write in place.
+
+    Raises:
+        TraceError: as ``record``, or if torch has no derivative of an operation of the mod.
+    """
+
+    def gradient(first: Tensor, *others: Tensor) -> Tensor:
+        with torch.enable_grad():
+            variable = first.detach().requires_grad_()
+            given = _watched(mod, (variable, *others))
+            if not given.requires_grad:  # it does not depend on its first argument
+                return torch.zeros_like(first)
+            ones = torch.ones_like(given)
+            (slope,) = torch.autograd.grad(given, variable, ones, allow_unused=True)
+        return torch.zeros_like(first) if slope is None else slope
+
+    return _made(gradient, examples, _decompositions())
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Kept as a plain dict: torch's own table looks through all operators at each use, 0.1 s."""
+    table = core_aten_decompositions()
+    return dict(table.items())  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+@functools.cache
+def _fakes() -> FakeTensorMode:
+    """Where a trace has none, torch makes one for every operation, each with a stack trace."""
+    return FakeTensorMode(allow_fallback_kernels=True)
+
+
+def _watched(mod: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+    with _Watch(tensors) as watch, _NoEscape(watch):
+        given = mod(*tensors)
+        _refuse_a_coroutine(given)
+        return given
+
+
+def _made(
+    function: Callable[..., Tensor], examples: list[Tensor], decompositions: Any = None
+) -> fx.GraphModule:
+    try:
+        with tracing(TracingContext(_fakes())):
+            return make_fx(function, decomposition_table=decompositions)(*examples)
+    except (TraceError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  (somebody's code: SystemExit, too)
+        raise TraceError(f"it raised {error_line(error)}{failing_mod_line(error)}") from None
+
+
+def _refuse_a_coroutine(given: object) -> None:
+    """Or a generator; Python warns about a coroutine that is neither run nor closed."""
+    if inspect.iscoroutine(given):
+        given.close()
+        raise TraceError("it gives a coroutine: use a plain def")
+    if inspect.isgenerator(given) or inspect.isasyncgen(given):
+        raise TraceError("it gives a generator: use a plain def without yield")
+
+
+def _require_signature(mod: Callable[..., Tensor], arguments: tuple[str, ...]) -> None:
+    if not callable(mod):
+        raise TraceError(f"it is no callable of ({', '.join(arguments)})")
+    try:
+        signature = inspect.signature(mod)
+    except ValueError:
+        return  # a built-in function: it says so itself when it is called
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TraceError(f"it must take ({', '.join(arguments)}): {error}") from None
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Refuses what no expression can say, and notes where each operation is called.
+
+    It knows which tensors depend on the mod's arguments; all others are constants of the mod, and
+    their values may be asked for.
+    """
+
+    def __init__(self, arguments: tuple[Tensor, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._dependent = {id(argument): argument for argument in arguments}
+
+    def depends(self, values: Any) -> bool:
+        """Whether a tensor among ``values`` was computed from the mod's arguments."""
+        return any(id(leaf) in self._dependent for leaf in tree_leaves(values))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = current_mod_line()
+        depends = self.depends((args, kwargs))
+        _refuse(func, place, depends=depends)
+        if not _gives_tensors(func):
+            with disable_proxy_modes_tracing():
+                return func(*args, **kwargs)
+        result = _marked(func, args, kwargs, place)
+        if depends:
+            self._dependent |= {id(leaf): leaf for leaf in tree_leaves(result)}
+        return result
+
+
+class _NoEscape(TorchFunctionMode):
+    """Refuses what reads a tensor's memory past the dispatcher."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS_MEMORY and self._watch.depends((args, kwargs)):
+            raise TraceError(f"it decides on a tensor's value{current_mod_line()}: {_VALUE_REMEDY}")
+        return func(*args, **kwargs)
+
+
+_READS_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_VALUE_REMEDY = "use torch.where for a choice, torch's functions in place of Python's"
+
+
+def _refuse(func: Any, place: str, *, depends: bool) -> None:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise TraceError(f"it draws random numbers{place}: capture them instead")
+    if func._schema.is_mutable:
+        raise TraceError(
+            f"it writes in place with {func.overloadpacket}{place}: "
+            "give a new tensor (x = x + y, not x += y)"
+        )
+    if depends and not _gives_tensors(func):
+        raise TraceError(f"it decides on a tensor's value{place}: {_VALUE_REMEDY}")
+
+
+def _gives_tensors(func: Any) -> bool:
+    return all("Tensor" in str(value.type) for value in func._schema.returns)
+
+
+def _marked(func: Any, args: Any, kwargs: Any, place: str) -> Any:
+    """Calls ``func``; the nodes that the tracer records for it get ``place``."""
+    mode = get_proxy_mode()
+    nodes: Any = mode.tracer.graph.nodes if mode is not None else []
+    last = next(iter(reversed(nodes)), None)
+    result = func(*args, **kwargs)
+    for node in reversed(nodes):
+        if node is last:
+            break
+        node.meta[PLACE] = place
+    return result
+
+
+class VocabularyInterpreter(fx.Interpreter):
+    """Runs what was recorded without what the vocabulary has no words for.
+
+    That is writing in place and some powers. Factors of 1, with which every derivative by autograd
+    begins, and terms of 0 are left out: a kernel would compute with them.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One operation, as torch's own interpreter calls it."""
+        target: Any = n.target
+        args: tuple[Any, ...] = n.args
+        name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
+        neutral = {"mul": 1.0, "add": 0.0}.get(name)
+        if neutral is not None and len(args) == 2 and not n.kwargs:
+            for one, other in (args, args[::-1]):
+                if _filled(one) == neutral and _same_dtype(n, other):
+                    return self.env[other]
+        if name == "pow" and args[1] in _POWERS:
+            return _POWERS[args[1]](self.env[args[0]])
+        if name.endswith("_") and target._schema.is_mutable:
+            self.env[args[0]] = value = self._not_in_place(n)
+            return value
+        return super().run_node(n)
+
+    def _not_in_place(self, n: fx.Node) -> Any:
+        """What ``n`` writes: whoever reads that tensor later reads this value."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        target: Any = n.target
+        name = target.overloadpacket.__name__.removesuffix("_")
+        if name == "copy":
+            return args[1].to(args[0].dtype)
+        return getattr(getattr(torch.ops.aten, name), target._overloadname)(*args, **kwargs)
+
+
+_POWERS: dict[float, Callable[[Tensor], Tensor]] = {
+    0: torch.ones_like,
+    -3: lambda x: torch.reciprocal(x * x * x),
+    -1.5: lambda x: torch.reciprocal(x * torch.sqrt(x)),
+}
+"""Of x^n for an n of the vocabulary, x^(n − 1) where that is not of the vocabulary."""
+
+
+def _filled(value: Any) -> float | None:
+    """The number that a tensor was filled with; a number is itself."""
+    if isinstance(value, fx.Node):
+        filled = value.target is torch.ops.aten.full_like.default
+        value = value.args[1] if filled else None
+    return value if isinstance(value, int | float) else None
+
+
+def _same_dtype(node: fx.Node, operand: Any) -> bool:
+    return isinstance(operand, fx.Node) and operand.meta["val"].dtype == node.meta["val"].dtype

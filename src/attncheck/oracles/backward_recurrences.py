@@ -1,0 +1,237 @@
+"""Gradients over a number system: dense and FlashAttention-2."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from attncheck.oracles.forward_recurrences import flash2_forward
+from attncheck.oracles.recurrence_steps import (
+    Gradients,
+    Result,
+    Scores,
+    query_and_key_blocks,
+    safe,
+    sink_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.oracles.number_system import Array, Numbers
+
+__all__ = ["dense_backward", "dsink_of", "flash2_backward", "loss_of", "row_terms"]
+
+
+A = TypeVar("A", bound="Array")
+
+
+def loss_of(numbers: Numbers[A], inputs: Inputs) -> tuple[A, A]:
+    """The loss's gradients: dO ``(batch, heads, query, value_dim)``, dLSE as a column.
+
+    Raises ProblemError for Inputs without a loss.
+    """
+    dout, dlse = inputs.loss()
+    return numbers.exact(dout), numbers.exact(dlse[..., None])
+
+
+def row_terms(numbers: Numbers[A], out: A, dout: A, dlse: A, keys: Tensor) -> A:
+    """``dLSE − Σ dO·O`` of each row, ``(batch, heads, query, 1)``.
+
+    A row that attends to no key has an out of 0 whatever dO holds, NaN too.
+
+    Args:
+        numbers: The number system.
+        out: ``(batch, heads, query, value_dim)``, as ``dout``.
+        dout: The loss's gradient with respect to it.
+        dlse: And to LSE, a column.
+        keys: Whether the row attends to any, a column.
+    """
+    delta = numbers.select(keys, numbers.rowsum(dout * out), 0.0)
+    return dlse - delta
+
+
+def dsink_of(numbers: Numbers[A], sink: A | None, lse: A, rows: A) -> A | None:
+    """``Σ P_sink (dLSE − delta)`` over rows and sequences, ``(1, heads, 1, 1)``.
+
+    Args:
+        numbers: The number system.
+        sink: ``(1, heads, 1, 1)``, or None.
+        lse: ``(batch, heads, query, 1)``.
+        rows: As ``row_terms`` gives them.
+    """
+    if sink is None:
+        return None
+    # A sink of −∞ weighs nothing, also in a row whose LSE is −∞.
+    weighs = ~numbers.is_minus_infinity(sink)
+    shift = numbers.select(weighs, sink - lse, 0.0)
+    weights = numbers.select(weighs, numbers.exp(shift), 0.0)
+    return numbers.sum_batch(numbers.rowsum(numbers.transpose(weights * rows)))
+
+
+def dense_backward(numbers: Numbers[A], inputs: Inputs) -> Gradients[A]:
+    """All of the formulas with the whole score matrix at once, P by the safe softmax.
+
+    What a key or row that no one attends to holds, NaN too, has no part in anything.
+
+    Args:
+        numbers: The number system.
+        inputs: With a loss; raises ProblemError without one.
+
+    Returns:
+        dq ``(batch, heads, query, head_dim)``, dk and dv with kv_heads, and the forward's Result.
+    """
+    problem = inputs.problem
+    dout, dlse = loss_of(numbers, inputs)
+    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
+    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
+    every = range(problem.query), range(problem.kv)
+    scores = Scores.of(numbers, inputs)
+    tile = scores.with_slopes(q, k, *every)
+    attended = tile.attended
+    sink = sink_of(numbers, inputs)
+    weights, lse = safe(numbers, tile.scores, attended, sink)
+    # A row that attends to NaN is NaN throughout: no matter to keys it does not attend to.
+    weights = numbers.select(attended, weights, 0.0)
+    out = numbers.weigh(weights, v, attended)
+    rows = row_terms(numbers, out, dout, dlse, attended.any(dim=-1, keepdim=True))
+    dp = numbers.matmul(dout, numbers.transpose(v))
+    dz = weights * (dp + rows)
+    dx = numbers.select(attended, dz * tile.slopes, 0.0)
+    by_key = attended.mT
+    dq = numbers.weigh(dx, k, attended) * problem.scale
+    dk = numbers.weigh(numbers.transpose(dx), q, by_key) * problem.scale
+    dv = numbers.weigh(numbers.transpose(weights), dout, by_key)
+    dk, dv = (numbers.sum_heads(array, problem.group) for array in (dk, dv))
+    dsink = dsink_of(numbers, sink, lse, rows)
+    return Gradients(Result(out, lse), dq, dk, dv, dsink, scores.captured(tile, dz))
+
+
+def flash2_backward(
+    numbers: Numbers[A], inputs: Inputs, *, block_query: int, block_kv: int
+) -> Gradients[A]:
+    """Dao, "FlashAttention-2" (2023), Algorithm 2: key blocks outside, query blocks inside.
+
+    P is computed again, from the LSE of the same paper's forward, and delta (the paper's D) before
+    all blocks; dLSE is a part of it. No block is skipped: a mask only hides.
+
+    Args:
+        numbers: The number system.
+        inputs: As for ``dense_backward``, which this equals up to rounding.
+        block_query: Rows of a query block (the paper's B_r).
+        block_kv: Keys of a key block (the paper's B_c).
+
+    Returns:
+        As ``dense_backward``.
+
+    Raises:
+        ProblemError: without a loss.
+        UsageError: for a block size below 1.
+    """
+    problem = inputs.problem
+    queries, keys = query_and_key_blocks(problem, block_query, block_kv)
+    dout, dlse = loss_of(numbers, inputs)
+    result = flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
+    blocks = _query_blocks(numbers, inputs, result, (dout, dlse), queries)
+    k, v = (numbers.exact(tensor) for tensor in inputs.promoted()[1:])
+    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
+    scores, of_keys = Scores.of(numbers, inputs), []
+    for block in keys:
+        mine = [numbers.rows(array, block.start, block.stop) for array in (k, v)]
+        heads = (problem.batch, problem.heads, len(block))
+        sums = [numbers.full((*heads, n), 0.0) for n in (problem.head_dim, problem.value_dim)]
+        for rows in blocks:
+            found = rows.add(numbers, scores, mine, block)
+            sums = [total + part for total, part in zip(sums, found, strict=True)]
+        of_keys.append(sums)
+    dk, dv = (
+        numbers.sum_heads(numbers.join_rows(parts), problem.group)
+        for parts in zip(*of_keys, strict=True)
+    )
+    dq = numbers.join_rows([rows.dq for rows in blocks])
+    attends = torch.cat([rows.attends for rows in blocks], dim=2)
+    rows_of_all = row_terms(numbers, result.out, dout, dlse, attends)
+    dsink = dsink_of(numbers, sink_of(numbers, inputs), result.lse, rows_of_all)
+    dcaptured = functools.reduce(_added, [rows.captured for rows in blocks])
+    return Gradients(result, dq * problem.scale, dk * problem.scale, dv, dsink, dcaptured)
+
+
+def _added(one: A | None, other: A | None) -> A | None:
+    return one if other is None else other if one is None else one + other
+
+
+def _query_blocks(
+    numbers: Numbers[A],
+    inputs: Inputs,
+    result: Result[A],
+    loss: tuple[A, A],
+    queries: Sequence[range],
+) -> list[_QueryBlock[A]]:
+    """Lines 1 to 4 of the algorithm: what each query block brings to every key block."""
+    q, (dout, dlse) = numbers.exact(inputs.promoted()[0]), loss
+    alive = ~numbers.is_minus_infinity(result.lse)
+    lse = numbers.select(alive, result.lse, 0.0)  # −∞ − (−∞) would be NaN
+    terms = row_terms(numbers, result.out, dout, dlse, alive)
+    problem = inputs.problem
+    nothing = (problem.batch, problem.heads)
+    return [
+        _QueryBlock(
+            at=at,
+            q=numbers.rows(q, at.start, at.stop),
+            dout=numbers.rows(dout, at.start, at.stop),
+            lse=numbers.rows(lse, at.start, at.stop),
+            terms=numbers.rows(terms, at.start, at.stop),
+            dq=numbers.full((*nothing, len(at), problem.head_dim), 0.0),
+            attends=torch.zeros_like(alive[:, :, at.start : at.stop]),
+        )
+        for at in queries
+    ]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _QueryBlock(Generic[A]):
+    """Rows of a query block.
+
+    Attributes:
+        at: Which.
+        q: ``(batch, heads, rows, head_dim)``.
+        dout: ``(batch, heads, rows, value_dim)``.
+        lse: A column, 0 for rows that attend to nothing.
+        terms: A column: dLSE − delta.
+        dq: Of the key blocks so far, without the scale.
+        attends: Whether a row attends to any of their keys; a bool column.
+        captured: Of the numbers that the score mod reads, where they are asked for.
+    """
+
+    at: range
+    q: A
+    dout: A
+    lse: A
+    terms: A
+    dq: A
+    attends: Tensor
+    captured: A | None = None
+
+    def add(
+        self, numbers: Numbers[A], scores: Scores[A], mine: Sequence[A], block: range
+    ) -> tuple[A, A]:
+        """Lines 10 to 16: adds to dq, and gives what is added to the key block's dk and dv."""
+        k, v = mine
+        tile = scores.with_slopes(self.q, k, self.at, block)
+        attended = tile.attended
+        # A row that attends to NaN has an LSE of NaN: no matter to keys it does not attend to.
+        weights = numbers.select(attended, numbers.exp(tile.scores - self.lse), 0.0)
+        dp = numbers.matmul(self.dout, numbers.transpose(v))
+        dz = weights * (dp + self.terms)
+        dx = numbers.select(attended, dz * tile.slopes, 0.0)
+        self.dq = self.dq + numbers.weigh(dx, k, attended)
+        self.attends = self.attends | attended.any(dim=-1, keepdim=True)
+        self.captured = _added(self.captured, scores.captured(tile, dz))
+        dk = numbers.weigh(numbers.transpose(dx), self.q, attended.mT)
+        return dk, numbers.weigh(numbers.transpose(weights), self.dout, attended.mT)

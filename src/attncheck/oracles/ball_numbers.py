@@ -1,0 +1,336 @@
+"""Arb's balls as a number system, and the error they prove of a float64 result.
+
+Every array holds enclosures: the exact result of the recurrence on the exact inputs lies in the
+ball it comes to, whatever was rounded on the way. Needs python-flint, the extra ``exact``.
+
+Nothing of the float64 oracle is trusted: the exact result of a row is enclosed in balls, and the
+distance of the given numbers from the far end of the balls is rounded up. Needs python-flint.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import flint
+import numpy as np
+import torch
+
+from attncheck.core.balls import balls_of, each_ball, error_bound, working_precision
+from attncheck.core.errors import UsageError
+from attncheck.oracles.forward_recurrences import one_head
+from attncheck.oracles.number_system import Captured, Evaluated
+from attncheck.oracles.recurrence_steps import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from attncheck.core.balls import BallArray
+    from attncheck.core.conditions import Rows
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.mods.spec import ScoreMod
+    from attncheck.oracles.mod_calls import Indices
+    from attncheck.oracles.number_system import Captures, Evaluate
+
+__all__ = ["BITS", "Ball", "Balls", "ProvenError", "enclosed", "proven_error"]
+
+
+BITS = 128
+"""Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
+to 2^-108 then, where a float64 oracle is off by 2^-53 of it."""
+
+LEAST_BITS = 53
+
+_MINUS_INFINITY = flint.arb.neg_inf()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Balls:
+    """An array of balls; operators are elementwise, broadcast, and round to ``bits``.
+
+    Attributes:
+        array: ``(batch, heads, rows, columns)``, objects that are ``flint.arb``.
+        bits: Of a midpoint.
+    """
+
+    array: BallArray
+    bits: int
+
+    def __add__(self, other: Self) -> Self:
+        return self._combined(operator.add, other.array)
+
+    def __sub__(self, other: Self) -> Self:
+        return self._combined(operator.sub, other.array)
+
+    def __mul__(self, other: Self | float) -> Self:
+        return self._combined(operator.mul, other.array if isinstance(other, Balls) else other)
+
+    def __truediv__(self, other: Self) -> Self:
+        return self._combined(operator.truediv, other.array)
+
+    def _combined(self, operation: Callable[[Any, Any], Any], other: Any) -> Self:
+        with working_precision(self.bits):
+            return type(self)(operation(self.array, other), self.bits)
+
+
+class Ball:
+    """Arrays of balls ``(batch, heads, rows, columns)``; see ``protocol.Numbers`` for each word.
+
+    Exponents are unbounded: nothing overflows or underflows. −∞ is exact, and what follows from a
+    score whose value is not known at all is not known either, and nothing else: a row with such a
+    score is enclosed by balls that say nothing (``arb.is_known``).
+
+    Args:
+        bits: Of a midpoint; raises UsageError below 53, which hold a float64.
+        evaluate: What evaluates a score mod that changes its score, as for ``Mp``; its context is
+            ``bits``. What it gives must enclose the exact score for every score in a ball.
+        slope: The same of a score mod's derivative, which a backward needs.
+        captures: The same of what it reads of float tensors, whose gradients may be asked for.
+    """
+
+    def __init__(
+        self,
+        bits: int = BITS,
+        evaluate: Evaluate | None = None,
+        slope: Evaluate | None = None,
+        captures: Captures | None = None,
+    ) -> None:
+        if isinstance(bits, bool) or not isinstance(bits, int) or bits < LEAST_BITS:
+            raise UsageError(
+                f"bits={bits!r} must be a whole number of at least {LEAST_BITS}: fewer do not hold "
+                "a float64."
+            )
+        self.bits = bits
+        self._evaluated = Evaluated("Ball", evaluate, bits)
+        self._slope = Evaluated("Ball", slope, bits, "slope")
+        self._captured = Captured("Ball", captures, bits)
+
+    def exact(self, values: Tensor) -> Balls:
+        """Balls of radius 0, but NaN, of which nothing is known; ``values`` on the CPU."""
+        return self._balls(balls_of, values.numpy())
+
+    def rounded(self, array: Balls) -> Tensor:
+        """The midpoints, rounded once; NaN where nothing is known."""
+        return torch.from_numpy(_NEAREST(array.array).astype(np.float64))
+
+    def full(self, shape: Sequence[int], value: float) -> Balls:
+        """A new array."""
+        return Balls(np.full(tuple(shape), flint.arb(value), dtype=object), self.bits)
+
+    def rows(self, array: Balls, start: int, stop: int) -> Balls:
+        """A view."""
+        return Balls(array.array[:, :, start:stop], self.bits)
+
+    def columns(self, array: Balls, start: int, stop: int) -> Balls:
+        """A view."""
+        return Balls(array.array[..., start:stop], self.bits)
+
+    def join_rows(self, blocks: Sequence[Balls]) -> Balls:
+        """Concatenation along the third axis."""
+        return Balls(np.concatenate([block.array for block in blocks], axis=2), self.bits)
+
+    def repeat_heads(self, array: Balls, times: int) -> Balls:
+        """Each head ``times`` times in a row."""
+        return Balls(np.repeat(array.array, times, axis=1), self.bits)
+
+    def sum_heads(self, array: Balls, times: int) -> Balls:
+        """Over neighbours."""
+        batch, heads, rows, columns = array.array.shape
+        grouped = array.array.reshape(batch, heads // times, times, rows, columns)
+        with working_precision(self.bits):
+            return Balls(grouped.sum(axis=2), self.bits)
+
+    def sum_batch(self, array: Balls) -> Balls:
+        """Over the first axis."""
+        with working_precision(self.bits):
+            return Balls(array.array.sum(axis=0, keepdims=True), self.bits)
+
+    def transpose(self, array: Balls) -> Balls:
+        """A view."""
+        return Balls(array.array.swapaxes(-1, -2), self.bits)
+
+    def matmul(self, left: Balls, right: Balls) -> Balls:
+        """Batched product by Arb's own matrix product."""
+        product = np.empty((*left.array.shape[:-1], right.array.shape[-1]), dtype=object)
+        with working_precision(self.bits):
+            for head in np.ndindex(left.array.shape[:2]):
+                product[head] = _product(left.array[head], right.array[head])
+        return Balls(product, self.bits)
+
+    def weigh(self, weights: Balls, values: Balls, attended: Tensor) -> Balls:
+        """A product where all values are finite; else sums over the attended keys alone."""
+        if _FINITE(values.array).all():
+            return self.matmul(weights, values)  # 0 times a finite number is 0
+        used = attended.expand(weights.array.shape).numpy()
+        product = np.empty((*weights.array.shape[:-1], values.array.shape[-1]), dtype=object)
+        with working_precision(self.bits):
+            for row in np.ndindex(weights.array.shape[:-1]):
+                keys = used[row].nonzero()[0]
+                mine = values.array[row[:2]][keys]
+                product[row] = _product(weights.array[row][None, keys], mine)
+        return Balls(product, self.bits)
+
+    def exp(self, array: Balls) -> Balls:
+        """Elementwise."""
+        return self._balls(_EXP, array.array)
+
+    def log(self, array: Balls) -> Balls:
+        """Elementwise; −∞ of an exact 0, nothing known of a ball that reaches 0."""
+        return self._balls(_LOG, array.array)
+
+    def maximum(self, left: Balls, right: Balls) -> Balls:
+        """Elementwise; of balls that overlap, from the higher low end to the higher high end."""
+        return self._balls(_LARGER, left.array, right.array)
+
+    def rowmax(self, array: Balls) -> Balls:
+        """Over the last axis."""
+        columns = np.moveaxis(array.array, -1, 0)
+        with working_precision(self.bits):
+            largest = functools.reduce(_LARGER, columns)
+        return Balls(largest[..., None], self.bits)
+
+    def rowsum(self, array: Balls) -> Balls:
+        """Over the last axis."""
+        with working_precision(self.bits):
+            return Balls(array.array.sum(axis=-1, keepdims=True), self.bits)
+
+    def select(self, condition: Tensor, array: Balls, otherwise: float) -> Balls:
+        """Elementwise; what is not selected does not matter, a ball that says nothing included."""
+        other = np.full((), flint.arb(otherwise), dtype=object)
+        return Balls(np.where(condition.numpy(), array.array, other), self.bits)
+
+    def is_minus_infinity(self, array: Balls) -> Tensor:
+        """Elementwise; False of a ball that says nothing, which then says nothing of its row."""
+        found = ~_FINITE(array.array).astype(bool)
+        found[found] = _IS_MINUS_INFINITY(array.array[found]).astype(bool)
+        return torch.from_numpy(found)
+
+    def score(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
+        """Through ``evaluate``; the identity needs none.
+
+        Raises:
+            UsageError: for another score mod when there is no ``evaluate``.
+        """
+        function = self._evaluated.of(score_mod)
+        if function is None:
+            return scores
+        found = function(scores.array, *(axis.numpy() for axis in indices.axes))
+        return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
+
+    def score_slope(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
+        """Through ``slope``; the identity needs none.
+
+        Raises:
+            UsageError: for another score mod when there is no ``slope``.
+        """
+        function = self._slope.of(score_mod)
+        if function is None:
+            return self.full(scores.array.shape, 1.0)
+        found = function(scores.array, *(axis.numpy() for axis in indices.axes))
+        return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
+
+    def captured(
+        self, score_mod: ScoreMod, scores: Balls, indices: Indices, factors: Balls, attended: Tensor
+    ) -> Balls:
+        """Through ``captures``; raises UsageError where there is none."""
+        arrays = scores.array, indices, factors.array, attended
+        with working_precision(self.bits):
+            found = self._captured.sums(score_mod, *arrays)
+            # What no score reads is a bare 0.
+            sums = found + np.full((), flint.arb(0), dtype=object)
+        return Balls(sums.reshape(1, 1, 1, -1), self.bits)
+
+    def _balls(self, function: Callable[..., BallArray], *arrays: Any) -> Balls:
+        with working_precision(self.bits):
+            return Balls(function(*arrays), self.bits)
+
+
+def _product(left: BallArray, right: BallArray) -> BallArray:
+    """Of two matrices; of no columns, zeros."""
+    shape = (left.shape[0], right.shape[1])
+    if not left.shape[1]:
+        return np.full(shape, flint.arb(0), dtype=object)
+    product = flint.arb_mat(left.tolist()) * flint.arb_mat(right.tolist())
+    return np.array(product.entries(), dtype=object).reshape(shape)
+
+
+def _log(ball: Any) -> Any:
+    return _MINUS_INFINITY if ball.is_zero() else ball.log()
+
+
+def _is_minus_infinity(ball: Any) -> bool:
+    """Of a ball that is not finite; a finite radius around −∞ changes nothing."""
+    return not ball.is_nan() and ball.mid() == _MINUS_INFINITY and bool(ball.rad().is_finite())
+
+
+_EXP = each_ball(flint.arb.exp, 1)
+_LOG = each_ball(_log, 1)
+_LARGER = each_ball(flint.arb.max, 2)
+_FINITE = each_ball(flint.arb.is_finite, 1)
+_NEAREST = each_ball(float, 1)
+_IS_MINUS_INFINITY = each_ball(_is_minus_infinity, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ProvenError:
+    """Upper bounds of |given − exact|, float64 on the CPU; ∞ where nothing is proven.
+
+    Attributes:
+        rows: Which rows.
+        out: ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``.
+        lse: ``(heads, rows)``; 0 where both are −∞.
+    """
+
+    rows: Rows
+    out: Tensor
+    lse: Tensor
+
+
+def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenError:
+    """How far at most ``outputs`` are from the exact result.
+
+    Args:
+        outputs: Of the whole Problem, float64, with LSE.
+        exact: What ``enclosed`` gave of ``rows``.
+        rows: Which rows.
+    """
+    assert outputs.lse is not None, "an oracle always gives LSE"
+    heads, query = slice(rows.heads.start, rows.heads.stop), rows.query.cpu()
+    out = outputs.out.cpu().flatten(0, 1)[heads][:, query]
+    lse = outputs.lse.cpu().flatten(0, 1)[heads][:, query]
+    with working_precision(exact.out.bits):
+        of_out = _ERROR(out.numpy(), exact.out.array[0])
+        of_lse = _ERROR(lse.numpy(), exact.lse.array[0, ..., 0])
+    return ProvenError(rows=rows, out=_tensor(of_out), lse=_tensor(of_lse))
+
+
+def enclosed(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
+    """Balls around the exact out and LSE of some rows, whatever the size of the Problem.
+
+    The work is that of ``rows`` alone, and memory does not grow with the keys.
+
+    Args:
+        numbers: Balls, with what evaluates a score mod.
+        inputs: Of an attention or a softmax, on any device.
+        rows: Which rows.
+
+    Returns:
+        Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log
+        LSE ``(1, heads, rows, 1)``; exactly 0 and −∞ in rows that attend to no key.
+    """
+    inputs = inputs.to("cpu")
+    found = [one_head(numbers, inputs, head, rows.query.cpu()) for head in rows.heads]
+    out, lse = ([getattr(result, part).array for result in found] for part in ("out", "lse"))
+    return Result(*(Balls(np.concatenate(part, axis=1), numbers.bits) for part in (out, lse)))
+
+
+def _tensor(values: BallArray) -> Tensor:
+    return torch.from_numpy(values.astype(np.float64))
+
+
+_ERROR = each_ball(error_bound, 2)

@@ -1,0 +1,417 @@
+"""Forward attention over a number system: dense, FlashAttention-1 and -2, split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from attncheck.core.errors import UsageError
+from attncheck.oracles.mod_calls import Indices
+from attncheck.oracles.recurrence_steps import (
+    Result,
+    Scores,
+    query_and_key_blocks,
+    safe,
+    sink_of,
+    start,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.oracles.number_system import Array, Numbers
+    from attncheck.oracles.recurrence_steps import Softmax
+
+__all__ = [
+    "dense_attention",
+    "dense_softmax",
+    "flash1_forward",
+    "flash2_forward",
+    "merged",
+    "one_head",
+    "parts",
+    "rows_of",
+    "split_forward",
+]
+
+
+A = TypeVar("A", bound="Array")
+
+
+def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
+    """``softmax(score) · v`` with the whole score matrix at once.
+
+    A row that attends to no key gives 0 and an LSE of −∞, or its head's sink where there are sinks.
+
+    Args:
+        numbers: The number system.
+        inputs: q ``(batch, heads, query, head_dim)``; k and v with kv_heads, head h reads head
+            h // (heads / kv_heads).
+        softmax: One of ``softmax.SOFTMAXES``.
+
+    Returns:
+        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
+    """
+    problem = inputs.problem
+    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
+    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
+    scores, attended = Scores.of(numbers, inputs)(q, k, range(problem.query), range(problem.kv))
+    weights, lse = softmax(numbers, scores, attended, sink_of(numbers, inputs))
+    return Result(numbers.weigh(weights, v, attended), lse)
+
+
+def dense_softmax(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
+    """The softmax of ``inputs.scores()`` over their last axis; a score of −∞ has weight 0.
+
+    Args:
+        numbers: The number system.
+        inputs: Of a Problem whose operation is softmax; raises ProblemError for attention.
+        softmax: One of ``softmax.SOFTMAXES``.
+
+    Returns:
+        Out ``(batch, heads, query, kv)`` and natural-log LSE ``(batch, heads, query, 1)``: 0 and
+        −∞ for a row that is −∞ throughout.
+    """
+    scores = numbers.exact(inputs.scores())
+    out, lse = softmax(numbers, scores, ~numbers.is_minus_infinity(scores))
+    return Result(out, lse)
+
+
+def flash1_forward(
+    numbers: Numbers[A], inputs: Inputs, *, block_query: int, block_kv: int
+) -> Result[A]:
+    """Dao et al., "FlashAttention" (2022), Algorithm 2: Algorithm 1 with a mask, without dropout.
+
+    Key blocks are outermost. Inside, every query block is read with what it has come to so far,
+    rescaled and written back: O is divided by l at every step, as in the paper. Blocks may have any
+    size; no block is skipped: a mask only hides. A sink is in l and m before the first block.
+
+    Args:
+        numbers: The number system.
+        inputs: As for ``dense_attention``, which this equals up to rounding.
+        block_query: Rows of a query block (the paper's B_r).
+        block_kv: Keys of a key block (the paper's B_c).
+
+    Returns:
+        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
+
+    Raises:
+        UsageError: for a block size below 1.
+    """
+    problem = inputs.problem
+    queries, all_keys = query_and_key_blocks(problem, block_query, block_kv)
+    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
+    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
+    scores = Scores.of(numbers, inputs)
+    written = [_SoFar.nothing(numbers, inputs, rows) for rows in queries]
+    for keys in all_keys:
+        k_block, v_block = (numbers.rows(array, keys.start, keys.stop) for array in (k, v))
+        for number, rows in enumerate(queries):
+            q_block = numbers.rows(q, rows.start, rows.stop)
+            block, attended = scores(q_block, k_block, rows, keys)
+            written[number] = written[number].with_keys(numbers, block, v_block, attended)
+    out = numbers.join_rows([so_far.out for so_far in written])
+    return Result(out, numbers.join_rows([so_far.lse(numbers) for so_far in written]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SoFar(Generic[A]):
+    """What one query block has come to, after some key blocks.
+
+    Attributes:
+        out: The paper's O, attention over the keys so far: ``(batch, heads, rows, value_dim)``.
+        total: Its l, the sum of exponentials relative to m: ``(batch, heads, rows, 1)``.
+        largest: Its m, the largest score: ``(batch, heads, rows, 1)``.
+    """
+
+    out: A
+    total: A
+    largest: A
+
+    @classmethod
+    def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _SoFar[A]:
+        """Line 2 of the algorithm: O = 0, l = 0, m = −∞; with a sink l = 1 and m = sink."""
+        shape = (inputs.problem.batch, inputs.problem.heads, len(rows))
+        largest, total = start(numbers, (*shape, 1), sink_of(numbers, inputs))
+        out = numbers.full((*shape, inputs.problem.value_dim), 0.0)
+        return cls(out=out, total=total, largest=largest)
+
+    def with_keys(self, numbers: Numbers[A], scores: A, values: A, attended: Tensor) -> _SoFar[A]:
+        """Lines 10 to 13 of Algorithm 1: another block of keys and their scores."""
+        of_block = numbers.rowmax(scores)
+        relative = _reference(numbers, of_block)
+        weights = numbers.exp(scores - relative)
+        largest = numbers.maximum(self.largest, of_block)
+        reference = _reference(numbers, largest)
+        # A block in which a row attends to no key has weights 0 and counts for nothing.
+        rescale = numbers.exp(self.largest - reference)
+        rescale_block = numbers.exp(of_block - reference)
+        total = rescale * self.total + rescale_block * numbers.rowsum(weights)
+        weighed = numbers.weigh(weights, values, attended)
+        # A row without keys has O = 0 and l = 0: 0/0 would be NaN.
+        divisor = numbers.select(~numbers.is_minus_infinity(largest), total, 1.0)
+        out = (self.total * rescale * self.out + rescale_block * weighed) / divisor
+        return _SoFar(out, total, largest)
+
+    def lse(self, numbers: Numbers[A]) -> A:
+        """LSE = m + log l, and −∞ for rows that attended to no key."""
+        alive = ~numbers.is_minus_infinity(self.largest)
+        return numbers.select(alive, self.largest + numbers.log(self.total), -math.inf)
+
+
+def _reference(numbers: Numbers[A], largest: A) -> A:
+    """A maximum to subtract: a row that has not attended to a key has none, and gets 0."""
+    return numbers.select(~numbers.is_minus_infinity(largest), largest, 0.0)
+
+
+def flash2_forward(
+    numbers: Numbers[A], inputs: Inputs, *, block_query: int, block_kv: int
+) -> Result[A]:
+    """Dao, "FlashAttention-2" (2023), Algorithm 1: query blocks outside, key blocks inside.
+
+    Blocks may have any size; the last of either kind is as short as it must be. No block is
+    skipped: a mask only hides. A sink is in l and m before the first key block.
+
+    Args:
+        numbers: The number system.
+        inputs: As for ``dense_attention``, which this equals up to rounding.
+        block_query: Rows of a query block (the paper's B_r).
+        block_kv: Keys of a key block (the paper's B_c).
+
+    Returns:
+        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
+
+    Raises:
+        UsageError: for a block size below 1.
+    """
+    problem = inputs.problem
+    queries, keys = query_and_key_blocks(problem, block_query, block_kv)
+    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
+    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
+    scores = Scores.of(numbers, inputs)
+
+    def blocks(rows: range) -> Iterator[tuple[A, Tensor, A]]:
+        mine = numbers.rows(q, rows.start, rows.stop)
+        for block in keys:
+            k_block, v_block = (numbers.rows(array, block.start, block.stop) for array in (k, v))
+            yield *scores(mine, k_block, rows, block), v_block
+
+    sink = sink_of(numbers, inputs)
+
+    def results_of(rows: range) -> tuple[A, A]:
+        shape = (problem.batch, problem.heads, len(rows), problem.value_dim)
+        return rows_of(numbers, blocks(rows), shape, sink)
+
+    results = [results_of(rows) for rows in queries]
+    out, lse = (numbers.join_rows(part) for part in zip(*results, strict=True))
+    return Result(out, lse)
+
+
+def rows_of(
+    numbers: Numbers[A],
+    blocks: Iterable[tuple[A, Tensor, A]],
+    shape: tuple[int, int, int, int],
+    sink: A | None = None,
+) -> tuple[A, A]:
+    """Out and LSE of some rows, from their key blocks: lines 4 to 15 of the algorithm.
+
+    Args:
+        numbers: The number system.
+        blocks: Scores ``(batch, heads, rows, keys)``, what is attended (bool, of that shape) and
+            values ``(batch, heads, keys, value_dim)``, one block of keys after another.
+        shape: Of out: ``(batch, heads, rows, value_dim)``.
+        sink: Of these heads, where they have one: ``(1, heads, 1, 1)``.
+
+    Returns:
+        Out and natural-log LSE ``(batch, heads, rows, 1)``.
+    """
+    out = numbers.full(shape, 0.0)  # O, not yet divided by l
+    largest, total = start(numbers, (*shape[:3], 1), sink)  # m and l
+    for block, attended, values in blocks:
+        raised = numbers.maximum(largest, numbers.rowmax(block))
+        # A row that has not attended to a key has no maximum yet: −∞ − (−∞) would be NaN.
+        reference = numbers.select(~numbers.is_minus_infinity(raised), raised, 0.0)
+        weights = numbers.exp(block - reference)
+        rescale = numbers.exp(largest - reference)
+        total = rescale * total + numbers.rowsum(weights)
+        out = rescale * out + numbers.weigh(weights, values, attended)
+        largest = raised
+    alive = ~numbers.is_minus_infinity(largest)
+    lse = numbers.select(alive, largest + numbers.log(total), -math.inf)
+    return out / numbers.select(alive, total, 1.0), lse
+
+
+def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result[A]:
+    """Dao et al., "Flash-Decoding" (2023): splits of the keys that know nothing of each other.
+
+    Split i gives the attention of its own keys K_i and their LSE,
+
+        LSE_i = ln Σ_{j ∈ K_i} e^{s_j},    O_i = Σ_{j ∈ K_i} e^{s_j − LSE_i} v_j,
+
+    and ``merged`` makes of them that of all keys; a sink is a split of its own. It is the
+    recurrence of split-KV decoding, of attention to a shared prefix ("cascade") and of ring
+    attention.
+
+    Args:
+        numbers: The number system.
+        inputs: As for ``dense_attention``, which this equals up to rounding.
+        splits: How many, contiguous and as equal as can be; beyond the number of keys some are
+            empty.
+
+    Returns:
+        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
+
+    Raises:
+        UsageError: for fewer than one split.
+    """
+    problem = inputs.problem
+    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
+    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
+    scores = Scores.of(numbers, inputs)
+    rows = range(problem.query)
+
+    def of(keys: range) -> Result[A]:
+        if not keys:
+            return _nothing(numbers, inputs)
+        mine, values = (numbers.rows(array, keys.start, keys.stop) for array in (k, v))
+        score, attended = scores(q, mine, rows, keys)
+        weights, lse = safe(numbers, score, attended)
+        return Result(numbers.weigh(weights, values, attended), lse)
+
+    results = [of(keys) for keys in parts(problem.kv, splits)]
+    sink = sink_of(numbers, inputs)
+    if sink is not None:
+        results.append(_sink(numbers, inputs, sink))
+    return merged(numbers, results)
+
+
+def parts(keys: int, splits: int) -> list[range]:
+    """``splits`` contiguous ranges that together are all keys, in order; some may be empty.
+
+    Raises:
+        UsageError: for fewer than one.
+    """
+    if splits < 1:
+        raise UsageError(f"splits={splits} must be at least 1.")
+    cuts = [keys * number // splits for number in range(splits + 1)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def merged(numbers: Numbers[A], results: Sequence[Result[A]]) -> Result[A]:
+    """Attention over the keys of all ``results``, one or more, no key in two of them.
+
+    Σ_j e^{s_j} over all keys is the sum of the parts' own, e^{LSE_i}, so that with M = max LSE_i
+
+        LSE = ln Σ_i e^{LSE_i} = M + ln Σ_i e^{LSE_i − M},
+
+    and of the sum of values O = Σ_j e^{s_j − LSE} v_j part i has e^{LSE_i − LSE} O_i:
+
+        O = Σ_i e^{LSE_i − M} O_i / Σ_i e^{LSE_i − M}.
+
+    A part of which a row sees nothing has LSE −∞ and therefore weight 0. Where all are such, the
+    row has out 0 and LSE −∞.
+    """
+    first, *others = results
+    largest = first.lse
+    for result in others:
+        largest = numbers.maximum(largest, result.lse)
+    alive = ~numbers.is_minus_infinity(largest)
+    # A row that sees nothing in any part has no largest: −∞ − (−∞) would be NaN.
+    reference = numbers.select(alive, largest, 0.0)
+    total = numbers.exp(first.lse - reference)
+    out = total * first.out
+    for result in others:
+        weight = numbers.exp(result.lse - reference)
+        total = total + weight
+        out = out + weight * result.out
+    lse = numbers.select(alive, reference + numbers.log(total), -math.inf)
+    return Result(out / numbers.select(alive, total, 1.0), lse)
+
+
+def _nothing(numbers: Numbers[A], inputs: Inputs) -> Result[A]:
+    """What no keys give to every row."""
+    problem = inputs.problem
+    rows = (problem.batch, problem.heads, problem.query)
+    out = numbers.full((*rows, problem.value_dim), 0.0)
+    return Result(out, numbers.full((*rows, 1), -math.inf))
+
+
+def _sink(numbers: Numbers[A], inputs: Inputs, sink: A) -> Result[A]:
+    """What the sink alone gives: its value is 0, its score the LSE."""
+    nothing = _nothing(numbers, inputs)
+    zeros = numbers.columns(nothing.out, 0, 1)
+    return Result(nothing.out, zeros + sink)
+
+
+_SCORES = 2**17  # of a block: balls take some hundred bytes each, in half a dozen arrays
+
+
+def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> Result[A]:
+    """Rows ``query`` of one (batch, head) pair, by FlashAttention-2's recurrence in any numbers.
+
+    Args:
+        numbers: The number system.
+        inputs: On its device.
+        head: batch · heads + head.
+        query: int64 indices of the rows.
+
+    Returns:
+        Out ``(1, 1, rows, value_dim)`` and natural-log LSE ``(1, 1, rows, 1)``.
+    """
+    problem = inputs.problem
+    if problem.operation == "softmax":
+        x = inputs.scores().flatten(0, 1)[None, head : head + 1, query]
+        scores = numbers.exact(x)
+        return Result(*safe(numbers, scores, ~numbers.is_minus_infinity(scores)))
+    blocks = _key_blocks(numbers, inputs, head, query)
+    shape = (1, 1, len(query), problem.value_dim)
+    return Result(*rows_of(numbers, blocks, shape, _sink_of_one_head(numbers, inputs, head)))
+
+
+def _sink_of_one_head(numbers: Numbers[A], inputs: Inputs, head: int) -> A | None:
+    """That of one head, ``(1, 1, 1, 1)``."""
+    if inputs.sink is None:
+        return None
+    return numbers.exact(inputs.sink[head % inputs.problem.heads].double().view(1, 1, 1, 1))
+
+
+def _key_blocks(
+    numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor
+) -> Iterator[tuple[A, Tensor, A]]:
+    """Scores, what is attended, and values, a block of keys at a time."""
+    problem, device = inputs.problem, inputs.device
+    key_head = head // problem.group  # batch · kv_heads + kv head
+    promoted = _promoted(inputs, head, key_head)
+    q = numbers.exact(promoted[0][:, :, query])
+    scores = Scores.of(numbers, inputs)
+    step = max(1, _SCORES // len(query))
+    for first in range(0, problem.kv, step):
+        keys = range(first, min(first + step, problem.kv))
+        k, v = (numbers.exact(x[:, :, keys.start : keys.stop]) for x in promoted[1:])
+        indices = Indices(
+            b=torch.full((1, 1, 1, 1), head // problem.heads, device=device),
+            h=torch.full((1, 1, 1, 1), head % problem.heads, device=device),
+            q_idx=query.view(1, 1, -1, 1),
+            kv_idx=torch.arange(keys.start, keys.stop, device=device).view(1, 1, 1, -1),
+        )
+        yield *scores.at(q, k, indices), v
+
+
+def _promoted(inputs: Inputs, head: int, key_head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The float64 q, k and v that one head means, ``(1, 1, length, dim)``."""
+    q, k, v = (
+        tensor.flatten(0, 1)[None, at : at + 1].double()
+        for tensor, at in ((inputs.q, head), (inputs.k, key_head), (inputs.v, key_head))
+    )
+    if inputs.descale is None:
+        return q, k, v
+    scales = (inputs.descale.q, inputs.descale.k, inputs.descale.v)
+    of_q, of_k, of_v = (scale.flatten()[key_head].double() for scale in scales)
+    return q * of_q, k * of_k, v * of_v

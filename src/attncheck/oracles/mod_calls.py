@@ -1,0 +1,185 @@
+"""Calls of masks and score mods by the oracles: the original callables, elementwise.
+
+Index tensors have shapes that broadcast, so that one call serves a whole tile and a mask that
+depends on two of the four indices costs two axes only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.errors import ProblemError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
+
+    from torch import Tensor
+
+    from attncheck.mods.spec import MaskMod, ScoreMod
+
+__all__ = ["Indices", "is_identity", "scored", "scored_with_slope", "slope", "visible"]
+
+# What torch and Python raise when a callable was written for 0-d indices only.
+_NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Indices:
+    """Where a tile lies.
+
+    Attributes:
+        b: ``(batch, 1, 1, 1)``.
+        h: Query heads, ``(1, heads, 1, 1)``.
+        q_idx: ``(1, 1, query, 1)``.
+        kv_idx: ``(1, 1, 1, kv)``.
+    """
+
+    b: Tensor
+    h: Tensor
+    q_idx: Tensor
+    kv_idx: Tensor
+
+    @classmethod
+    def of(
+        cls, b: range, h: range, query: range, kv: range, device: torch.device | str = "cpu"
+    ) -> Self:
+        """The indices of four ranges."""
+        axes = [torch.arange(r.start, r.stop, device=device) for r in (b, h, query, kv)]
+        return cls(
+            b=axes[0].view(-1, 1, 1, 1),
+            h=axes[1].view(1, -1, 1, 1),
+            q_idx=axes[2].view(1, 1, -1, 1),
+            kv_idx=axes[3].view(1, 1, 1, -1),
+        )
+
+    @property
+    def axes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors in the order of FlexAttention's signature."""
+        return self.b, self.h, self.q_idx, self.kv_idx
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(batch, heads, query, kv)``."""
+        return torch.Size(axis.numel() for axis in self.axes)
+
+
+def visible(mask_mod: MaskMod, indices: Indices) -> Tensor:
+    """Where a row sees a key: bool, four axes of the indices' size, or of size 1 where all agree.
+
+    A callable that cannot broadcast is called under ``torch.vmap``, as FlexAttention does.
+    """
+
+    def broadcast() -> Tensor:
+        return _four_axes(torch.as_tensor(mask_mod(*indices.axes)), indices)
+
+    def mapped() -> Tensor:
+        return _over_all_axes(mask_mod, 0)(*(axis.flatten() for axis in indices.axes))
+
+    return _either(broadcast, mapped).to(indices.b.device, torch.bool)
+
+
+def scored(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+    """The scores after a score mod, in the dtype and shape of ``scores`` (that of the indices).
+
+    The result may be the tensor that came in; it may also be a view of a captured tensor.
+    """
+
+    def broadcast() -> Tensor:
+        return _four_axes(score_mod(scores, *indices.axes), indices)
+
+    def mapped() -> Tensor:
+        axes = (axis.flatten() for axis in indices.axes)
+        return _over_all_axes(score_mod, 1)(scores, *axes)
+
+    return _whole(_either(broadcast, mapped), scores)
+
+
+def slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+    """The derivative of a score mod at ``scores``, in their dtype and shape."""
+    found = scored_with_slope(score_mod, scores, indices)[1]
+    return torch.ones_like(scores) if found is None else found
+
+
+def scored_with_slope(
+    score_mod: ScoreMod, scores: Tensor, indices: Indices
+) -> tuple[Tensor, Tensor | None]:
+    """The scores after a score mod as ``scored`` gives them, and its derivative there.
+
+    By torch's autograd of the callable, each element's by itself: at a kink it is torch's, and
+    where a score does not depend on the one before it, 0. None of a score mod that autograd hands
+    its gradient through untouched, as one that adds something: 1.
+    """
+
+    def broadcast() -> Tensor:
+        return _four_axes(score_mod(given, *indices.axes), indices)
+
+    def mapped() -> Tensor:
+        axes = (axis.flatten() for axis in indices.axes)
+        return _over_all_axes(score_mod, 1)(given, *axes)
+
+    with torch.enable_grad():
+        variable = scores.detach().requires_grad_()
+        given = variable.clone()  # a score mod may write to what it is given
+        after = _first_that_works(broadcast, mapped)
+        if not after.requires_grad:
+            return _whole(after, scores), torch.zeros_like(scores)
+        one = after.new_ones(())
+        whole = one.expand_as(after)
+        try:
+            (found,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            if "derivative" not in said or "not implemented" not in said:
+                raise
+            raise ProblemError(f"the score mod has no gradient, torch says: {said}") from None
+    if found is None:  # it depends on a captured parameter alone
+        found = torch.zeros_like(scores)
+    untouched = found.data_ptr() == one.data_ptr()
+    return _whole(after.detach(), scores), None if untouched else found
+
+
+def _whole(after: Tensor, scores: Tensor) -> Tensor:
+    return after.to(scores.dtype).expand(scores.shape)
+
+
+def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
+    """Whether a score mod hands back, unwritten, the very tensor it is given: as good as none."""
+    first = Indices.of(*(range(1),) * 4, device=device)
+    score = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
+    unwritten = score._version
+    same = scored(score_mod, score, first).data_ptr() == score.data_ptr()
+    return same and score._version == unwritten
+
+
+def _either(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():  # a mod may capture a parameter
+        return _first_that_works(broadcast, mapped)
+
+
+def _first_that_works(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
+    try:
+        return broadcast()
+    except _NOT_BROADCAST:
+        return mapped()
+
+
+def _four_axes(result: Tensor, indices: Indices) -> Tensor:
+    result.expand(indices.shape)  # raises RuntimeError where the mod's result does not broadcast
+    return result[(None,) * (4 - result.dim())]
+
+
+def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Tensor]:
+    """``mod`` of 0-d arguments, mapped over (batch, heads, query, kv).
+
+    Args:
+        mod: The callable.
+        scores: How many of its leading arguments have all four axes (the score: 1, else 0).
+    """
+    for axis in (3, 2, 1, 0):
+        of_indices = tuple(0 if other == axis else None for other in range(4))
+        mod = torch.vmap(mod, in_dims=(0,) * scores + of_indices)
+    return mod

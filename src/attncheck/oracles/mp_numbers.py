@@ -1,0 +1,247 @@
+"""mpmath's numbers of many digits as a number system."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import mpmath  # type: ignore[import-untyped]  # it ships no types
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attncheck.core.errors import UsageError
+from attncheck.oracles.number_system import Captured, Evaluated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from attncheck.mods.spec import ScoreMod
+    from attncheck.oracles.mod_calls import Indices
+    from attncheck.oracles.number_system import Captures, Evaluate
+
+__all__ = ["ManyDigits", "Mp"]
+
+LEAST_DIGITS = 17  # 60 bits: every float64 is a number of the system
+
+ManyDigits: TypeAlias = NDArray[np.object_]
+"""mpmath numbers of one context, in the axes of a tensor."""
+
+_EXPONENT_OF_SMALLEST = -1074  # of float64's smallest number
+_SMALLEST_NORMAL = 2.0**-1022
+
+
+class Mp:
+    """Object arrays ``(batch, heads, rows, columns)``; see ``protocol.Numbers`` for each word.
+
+    Exponents are unbounded: nothing overflows or underflows. Sums and products of matrices are
+    rounded once for each element. The context is its own; mpmath's global precision is not used.
+
+    Args:
+        digits: Decimal digits; raises UsageError below 17, which hold a float64.
+        evaluate: What evaluates a score mod that changes its score. Injected, since a callable
+            written for tensors can only be evaluated on these numbers through its traced
+            expression, and an oracle never sees one: whoever joins the two rooms answers for it.
+            Masks decide by whole numbers and are called as they are.
+        slope: The same of a score mod's derivative, which a backward needs.
+        captures: The same of what it reads of float tensors, whose gradients may be asked for.
+
+    Attributes:
+        context: The mpmath context.
+    """
+
+    def __init__(
+        self,
+        digits: int,
+        evaluate: Evaluate | None = None,
+        slope: Evaluate | None = None,
+        captures: Captures | None = None,
+    ) -> None:
+        if isinstance(digits, bool) or not isinstance(digits, int) or digits < LEAST_DIGITS:
+            raise UsageError(
+                f"digits={digits!r} must be a whole number of at least {LEAST_DIGITS}: "
+                "fewer do not hold a float64."
+            )
+        self.context: Any = mpmath.MPContext()
+        self.context.dps = digits
+        context = self.context
+        self._evaluated = Evaluated("Mp", evaluate, context)
+        self._slope = Evaluated("Mp", slope, context, "slope")
+        self._captured = Captured("Mp", captures, context)
+        self._convert = _elementwise(context.convert, 1)
+        self._exp = _elementwise(context.exp, 1)
+        self._log = _elementwise(context.log, 1)
+        self._larger = _elementwise(_larger, 2)
+        self._nearest = _elementwise(_nearest_float, 1)
+        self._is_minus_infinity = _elementwise(lambda x: x == context.ninf, 1)
+
+    def exact(self, values: Tensor) -> ManyDigits:
+        """The same numbers; ``values`` must be on the CPU."""
+        return self._convert(values.numpy())
+
+    def rounded(self, array: ManyDigits) -> Tensor:
+        """Rounded once, subnormal numbers too."""
+        return torch.from_numpy(self._nearest(array).astype(np.float64))
+
+    def full(self, shape: Sequence[int], value: float) -> ManyDigits:
+        """A new array."""
+        return np.full(tuple(shape), self.context.convert(value), dtype=object)
+
+    def rows(self, array: ManyDigits, start: int, stop: int) -> ManyDigits:
+        """A view."""
+        return array[:, :, start:stop]
+
+    def columns(self, array: ManyDigits, start: int, stop: int) -> ManyDigits:
+        """A view."""
+        return array[..., start:stop]
+
+    def join_rows(self, blocks: Sequence[ManyDigits]) -> ManyDigits:
+        """Concatenation along the third axis."""
+        return np.concatenate(list(blocks), axis=2)
+
+    def repeat_heads(self, array: ManyDigits, times: int) -> ManyDigits:
+        """Each head ``times`` times in a row."""
+        return np.repeat(array, times, axis=1)
+
+    def sum_heads(self, array: ManyDigits, times: int) -> ManyDigits:
+        """Over neighbours, rounded once."""
+        batch, heads, rows, columns = array.shape
+        grouped = array.reshape(batch, heads // times, times, rows, columns)
+        return self._sums(np.moveaxis(grouped, 2, -1))
+
+    def sum_batch(self, array: ManyDigits) -> ManyDigits:
+        """Over the first axis, rounded once."""
+        return self._sums(np.moveaxis(array, 0, -1))[None]
+
+    def transpose(self, array: ManyDigits) -> ManyDigits:
+        """A view."""
+        return array.swapaxes(-1, -2)
+
+    def matmul(self, left: ManyDigits, right: ManyDigits) -> ManyDigits:
+        """Batched product, each element rounded once."""
+        product = np.empty((*left.shape[:-1], right.shape[-1]), dtype=object)
+        for head in np.ndindex(left.shape[:2]):
+            columns = right[head].T.tolist()
+            for row, numbers in enumerate(left[head].tolist()):
+                product[head][row] = [self.context.fdot(numbers, column) for column in columns]
+        return product
+
+    def weigh(self, weights: ManyDigits, values: ManyDigits, attended: Tensor) -> ManyDigits:
+        """Sums over the attended keys, each rounded once; no other key is even multiplied."""
+        used = attended.expand(weights.shape).numpy()
+        product = np.empty((*weights.shape[:-1], values.shape[-1]), dtype=object)
+        for head in np.ndindex(weights.shape[:2]):
+            columns = values[head].T.tolist()
+            for row, numbers in enumerate(weights[head].tolist()):
+                keys = used[head][row].nonzero()[0].tolist()
+                mine = [numbers[key] for key in keys]
+                product[head][row] = [
+                    self.context.fdot(mine, [column[key] for key in keys]) for column in columns
+                ]
+        return product
+
+    def exp(self, array: ManyDigits) -> ManyDigits:
+        """Elementwise."""
+        return self._exp(array)
+
+    def log(self, array: ManyDigits) -> ManyDigits:
+        """Elementwise."""
+        return self._log(array)
+
+    def maximum(self, left: ManyDigits, right: ManyDigits) -> ManyDigits:
+        """Elementwise."""
+        return self._larger(left, right)
+
+    def rowmax(self, array: ManyDigits) -> ManyDigits:
+        """Over the last axis."""
+        largest: ManyDigits = functools.reduce(self._larger, np.moveaxis(array, -1, 0))
+        return largest[..., None]
+
+    def rowsum(self, array: ManyDigits) -> ManyDigits:
+        """Over the last axis, rounded once."""
+        return self._sums(array)[..., None]
+
+    def select(self, condition: Tensor, array: ManyDigits, otherwise: float) -> ManyDigits:
+        """Elementwise; what is not selected does not matter, NaN included."""
+        return np.where(condition.numpy(), array, self.full((), otherwise))
+
+    def is_minus_infinity(self, array: ManyDigits) -> Tensor:
+        """Elementwise."""
+        return torch.from_numpy(self._is_minus_infinity(array).astype(bool))
+
+    def score(self, score_mod: ScoreMod, scores: ManyDigits, indices: Indices) -> ManyDigits:
+        """Through ``evaluate``; the identity needs none.
+
+        Raises:
+            UsageError: for another score mod when there is no ``evaluate``.
+        """
+        function = self._evaluated.of(score_mod)
+        if function is None:
+            return scores
+        result = function(scores, *(axis.numpy() for axis in indices.axes))
+        return np.broadcast_to(self._convert(result), scores.shape)
+
+    def score_slope(self, score_mod: ScoreMod, scores: ManyDigits, indices: Indices) -> ManyDigits:
+        """Through ``slope``; the identity needs none.
+
+        Raises:
+            UsageError: for another score mod when there is no ``slope``.
+        """
+        function = self._slope.of(score_mod)
+        if function is None:
+            return self.full(scores.shape, 1.0)
+        result = function(scores, *(axis.numpy() for axis in indices.axes))
+        return np.broadcast_to(self._convert(result), scores.shape)
+
+    def captured(
+        self,
+        score_mod: ScoreMod,
+        scores: ManyDigits,
+        indices: Indices,
+        factors: ManyDigits,
+        attended: Tensor,
+    ) -> ManyDigits:
+        """Through ``captures``; raises UsageError where there is none."""
+        found = self._captured.sums(score_mod, scores, indices, factors, attended)
+        return self._convert(found).reshape(1, 1, 1, -1)
+
+    def _sums(self, array: ManyDigits) -> ManyDigits:
+        """Over the last axis, which is gone then."""
+        sums = np.empty(array.shape[:-1], dtype=object)
+        for row in np.ndindex(sums.shape):
+            sums[row] = self.context.fsum(array[row].tolist())
+        return sums
+
+
+def _elementwise(function: Callable[..., Any], arguments: int) -> Callable[..., ManyDigits]:
+    """A function of numbers as one of arrays."""
+    on_arrays = np.frompyfunc(function, arguments, 1)
+
+    def elementwise(*arrays: Any) -> ManyDigits:
+        with np.errstate(all="ignore"):  # NumPy would warn of the NaN that Python compares
+            found = on_arrays(*arrays)
+        return np.asarray(found, dtype=object)  # bare where there are no axes
+
+    return elementwise
+
+
+def _larger(left: Any, right: Any) -> Any:
+    """The larger of two numbers, NaN where either is (NaN alone is not equal to itself)."""
+    if left != left:  # noqa: PLR0124  # this is how NaN is told
+        return left
+    return left if left > right else right
+
+
+def _nearest_float(number: Any) -> float:
+    """The nearest float64.
+
+    mpmath's own conversion rounds twice below the normal numbers, to 53 bits and to the spacing.
+    """
+    if not abs(number) < _SMALLEST_NORMAL:
+        return float(number)
+    context = number.context
+    steps = context.nint(context.ldexp(number, -_EXPONENT_OF_SMALLEST))
+    return math.ldexp(int(steps), _EXPONENT_OF_SMALLEST)

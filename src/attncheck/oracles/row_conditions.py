@@ -1,0 +1,330 @@
+"""Exact quantities of rows that the bounds need, in float64, and the choice of rows.
+
+The mask and the score mod are the original callables, as everywhere among the oracles. Unlike the
+oracles this holds every key of its rows at once, so rows come in pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.conditions import Conditions, GradientConditions, Rows
+from attncheck.mods import library
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.mod_calls import Indices, scored, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+
+__all__ = [
+    "all_rows",
+    "autograd_slopes",
+    "compute_conditions",
+    "compute_gradient_conditions",
+    "mask_visibility",
+    "row_indices",
+    "sampled_rows",
+    "samples_all_rows",
+    "score_slopes",
+]
+
+
+# (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
+# 2.7 GB on a GPU.
+_CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24
+
+# Multiplications of q·k and P·V up to which all rows are sampled: on a CPU 4 heads of 512 · 512 at
+# 64 dimensions, on a GPU 4 of 4096 · 4096 at 128.
+_CPU_WHOLE, _GPU_WHOLE = 2**27, 2**34
+_FEWEST_ROWS = 32
+_TILES = (16, 32, 64, 128, 256)
+
+_STEP = 2.0**-17  # of a difference quotient: the cube root of float64's unit roundoff
+
+
+def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions:
+    """The Conditions of ``rows``, on the inputs' device.
+
+    Args:
+        inputs: Of an attention or a softmax.
+        truth: The oracle's result on them, where ``out`` and ``lse`` are taken from.
+        rows: Which rows; their query indices may lie on any device.
+    """
+    problem = inputs.problem
+    rows = Rows(rows.heads, rows.query.to(inputs.device))
+    if problem.operation == "softmax":
+        assert inputs.x is not None, "Inputs of a softmax have their scores"
+        q, k, v = _empty(inputs, rows)
+        products = inputs.x.flatten(0, 1)[_heads(rows)][:, rows.query].double()
+        scores, by_mask = products, torch.ones_like(products, dtype=torch.bool)
+    else:
+        q, k, v = _promoted(inputs, rows)
+        products = q @ k.mT * problem.scale
+        scores, by_mask = _scored(inputs, products, rows), mask_visibility(problem, rows)
+        k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
+    if inputs.sink is not None:
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        products = torch.nn.functional.pad(products, (0, 1))
+        scores = torch.cat([scores, _sinks(inputs.sink, rows)], -1)
+    attended = by_mask & ~torch.isneginf(scores)
+    scores = torch.where(attended, scores, 0.0)
+    maximum = torch.where(attended, scores, -math.inf).amax(-1)
+    maximum = torch.where(attended.any(-1), maximum, 0.0)
+    weights = torch.exp(scores - maximum[..., None]).masked_fill_(~attended, 0.0)
+    assert truth.lse is not None, "the oracle always gives LSE"
+    return Conditions(
+        rows=rows,
+        q=q,
+        k=k,
+        v=v,
+        scale=problem.scale,
+        products=torch.where(by_mask & ~torch.isneginf(products), products, 0.0),
+        scores=scores,
+        seen=attended,
+        maximum=maximum,
+        total=weights.sum(-1),
+        out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
+        lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
+        given_scores=problem.operation == "softmax",
+        has_score_mod=problem.score != library.NONE,
+        has_sink=problem.sink,
+    )
+
+
+def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
+    """What the mask alone shows, bool ``(heads, rows, kv)``; of a softmax everything.
+
+    As in Conditions a sink is the last key.
+    """
+    shape = (len(rows.heads), len(rows.query), problem.kv)
+    if problem.operation == "softmax":
+        return torch.ones(shape, dtype=torch.bool, device=rows.query.device)
+    mask = problem.mask_mod(str(rows.query.device))
+    found = torch.empty(shape, dtype=torch.bool, device=rows.query.device)
+    for part, at in row_indices(problem, rows):
+        found[part] = visible(mask, at)[0]
+    return torch.nn.functional.pad(found, (0, 1), value=True) if problem.sink else found
+
+
+def all_rows(problem: Problem, device: torch.device | str) -> Iterator[Rows]:
+    """All rows of a Problem, in pieces that fit into memory."""
+    return _pieces(problem, torch.arange(problem.query, device=device))
+
+
+def sampled_rows(problem: Problem, device: torch.device | str) -> list[Rows]:
+    """All rows of a small Problem, and some rows of every head of a large one, in pieces.
+
+    Always the same of a Problem and a kind of device: the first row and the last, those where the
+    number of visible keys takes a turn, those beside the ends of tiles of 16–256 rows, and rows
+    evenly spread between them. Where the turns and ends would be more than half, evenly spread
+    ones of them.
+    """
+    device = torch.device(device)
+    if samples_all_rows(problem, device):
+        return list(all_rows(problem, device))
+    count = max(_FEWEST_ROWS, _whole(device) // _work(problem, 1))
+    last = problem.query - 1
+    ends = {row for size in _TILES for row in (size - 1, size, last // size * size)}
+    special = sorted({row for row in ends | _turns(problem, device) if 0 < row < last})
+    chosen = {0, last, *_spread(special, count // 2 - 2)}
+    others = [row for row in range(problem.query) if row not in chosen]
+    chosen.update(_spread(others, count - len(chosen)))
+    return list(_pieces(problem, torch.tensor(sorted(chosen), device=device)))
+
+
+def samples_all_rows(problem: Problem, device: torch.device | str) -> bool:
+    """Whether ``sampled`` takes all rows: the Problem is small, or has few rows."""
+    few = problem.query <= _FEWEST_ROWS
+    return few or _work(problem, problem.query) <= _whole(torch.device(device))
+
+
+def _whole(device: torch.device) -> int:
+    return _CPU_WHOLE if device.type == "cpu" else _GPU_WHOLE
+
+
+def _work(problem: Problem, rows: int) -> int:
+    """Multiplications of that many rows of every head."""
+    softmax = problem.operation == "softmax"
+    width = 1 if softmax else problem.head_dim + problem.value_dim
+    return problem.batch * problem.heads * rows * problem.kv * width
+
+
+def _spread(of: list[int], count: int) -> list[int]:
+    """``count`` of the numbers, or all, evenly spread."""
+    if len(of) <= count:
+        return of
+    return [of[(2 * i + 1) * len(of) // (2 * count)] for i in range(count)]
+
+
+def _turns(problem: Problem, device: torch.device) -> set[int]:
+    """Rows at which the number of visible keys, of any head, does not go on as it did."""
+    if problem.operation == "softmax":
+        return set()
+    mask, every = problem.mask_mod(str(device)), range(problem.kv)
+    heads = range(problem.batch), range(problem.heads)
+    pairs = _CPU_PAIRS if device.type == "cpu" else _GPU_PAIRS
+    step = max(1, pairs // (problem.kv * problem.batch * problem.heads))
+    counts = []
+    for start in range(0, problem.query, step):
+        rows = range(start, min(start + step, problem.query))
+        seen = visible(mask, Indices.of(*heads, rows, every, device))
+        number = seen.sum(-1) * (problem.kv // seen.shape[-1])
+        counts.append(number.expand(*number.shape[:2], len(rows)).flatten(0, 1))
+    growth = torch.cat(_of_all_heads(counts), dim=-1).diff(dim=-1)
+    turns = (growth.diff(dim=-1) != 0).any(0).nonzero().flatten().tolist()
+    return {row + beside for row in turns for beside in (1, 2)}  # the last before, the first after
+
+
+def _of_all_heads(counts: list[Tensor]) -> list[Tensor]:
+    """A mask may agree between heads in one part and not in another."""
+    most = max(len(part) for part in counts)
+    return [part.expand(most, -1) for part in counts]
+
+
+def _pieces(problem: Problem, query: Tensor) -> Iterator[Rows]:
+    """Rows ``query`` of every head, in pieces that fit into memory, on the device of ``query``."""
+    most = _CPU_PAIRS if query.device.type == "cpu" else _GPU_PAIRS
+    # The largest of what the bounds multiply out: a row by its keys, or by its values.
+    width = max(problem.kv, problem.value_dim)
+    step = min(len(query), max(1, most // width))
+    together = max(1, most // (width * step)) if step == len(query) else 1
+    count = problem.batch * problem.heads
+    for start in range(0, count, together):
+        for first in range(0, len(query), step):
+            heads = range(start, min(start + together, count))
+            yield Rows(heads, query[first : first + step])
+
+
+def row_indices(problem: Problem, rows: Rows) -> Iterator[tuple[slice, Indices]]:
+    """Where the rows lie, one sequence at a time: which of the heads here, and their indices."""
+    device, first = rows.query.device, rows.heads.start
+    for b in range(first // problem.heads, (rows.heads.stop - 1) // problem.heads + 1):
+        start = max(first, b * problem.heads)
+        stop = min(rows.heads.stop, (b + 1) * problem.heads)
+        heads = torch.arange(start - b * problem.heads, stop - b * problem.heads, device=device)
+        at = Indices(
+            b=torch.full((1, 1, 1, 1), b, device=device),
+            h=heads.view(1, -1, 1, 1),
+            q_idx=rows.query.view(1, 1, -1, 1),
+            kv_idx=torch.arange(problem.kv, device=device).view(1, 1, 1, -1),
+        )
+        yield slice(start - first, stop - first), at
+
+
+def score_slopes(inputs: Inputs, known: Conditions) -> Tensor:
+    """The score mod's derivative at the products, ``(heads, rows, kv)``; 1 where there is none.
+
+    A central difference of the original callable: its relative error is some 2^-35 of a smooth mod.
+    Of a sink 1, as without a mod.
+    """
+    if not known.has_score_mod:
+        return torch.ones_like(known.products)
+    kv = inputs.problem.kv
+    products = known.products[..., :kv]
+    step = _STEP * products.abs().clamp(min=1.0)
+    ends = [_scored(inputs, products + sign * step, known.rows) for sign in (1, -1)]
+    slope = torch.where(known.seen[..., :kv], (ends[0] - ends[1]) / (2 * step), 0.0)
+    return torch.nn.functional.pad(slope, (0, 1), value=1.0) if known.has_sink else slope
+
+
+def _scored(inputs: Inputs, products: Tensor, rows: Rows) -> Tensor:
+    """Scores of the rows, by the original score mod."""
+    mod = inputs.problem.score_mod(str(inputs.device))
+    scores = torch.empty_like(products)
+    for part, at in row_indices(inputs.problem, rows):
+        # A copy goes in: a score mod may write to what it is given.
+        scores[part] = scored(mod, products[part][None].clone(), at)[0]
+    return scores
+
+
+def _sinks(sink: Tensor, rows: Rows) -> Tensor:
+    """Each row's own, float64 ``(heads, rows, 1)``."""
+    heads = torch.arange(rows.heads.start, rows.heads.stop, device=sink.device) % len(sink)
+    return sink.double()[heads, None, None].expand(-1, len(rows.query), 1)
+
+
+def _promoted(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """The float64 q of the rows, and k and v of their key heads, ``(heads, …, dim)``."""
+    problem, device = inputs.problem, inputs.device
+    heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)
+    key_heads = heads // problem.group  # batch · heads + head, the same with kv_heads
+    q = inputs.q.flatten(0, 1)[_heads(rows)].double()[:, rows.query]
+    first, last = int(key_heads[0]), int(key_heads[-1]) + 1
+    k, v = (x.flatten(0, 1)[first:last].double()[key_heads - first] for x in (inputs.k, inputs.v))
+    if inputs.descale is None:
+        return q, k, v
+    scales = (inputs.descale.q, inputs.descale.k, inputs.descale.v)
+    of_q, of_k, of_v = (x.flatten()[key_heads].double()[:, None, None] for x in scales)
+    return q * of_q, k * of_k, v * of_v
+
+
+def _empty(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """What a softmax has of q, k and v: a last axis of 0."""
+    heads, kv = len(rows.heads), inputs.problem.kv
+    q, k, v = (
+        torch.empty((heads, length, 0), dtype=torch.float64, device=inputs.device)
+        for length in (len(rows.query), kv, kv)
+    )
+    return q, k, v
+
+
+def _heads(rows: Rows) -> slice:
+    return slice(rows.heads.start, rows.heads.stop)
+
+
+def compute_gradient_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> GradientConditions:
+    """The GradientConditions of ``rows``, on the inputs' device.
+
+    Args:
+        inputs: Of a Problem with a backward.
+        truth: The oracle's result on them, where ``out`` and ``lse`` are taken from.
+        rows: Which rows; their query indices may lie on any device.
+    """
+    known = compute_conditions(inputs, truth, rows)
+    heads = slice(rows.heads.start, rows.heads.stop)
+    dout, dlse = (x.flatten(0, 1)[heads][:, known.rows.query] for x in inputs.loss())
+    alive = known.seen.any(-1)
+    dlse = torch.where(alive, dlse, 0.0)
+    delta = torch.where(alive, (dout * known.out).sum(-1), 0.0)
+    value_products = dout @ known.v.mT
+    shares = torch.exp(known.scores - known.maximum[..., None])
+    shares = shares / torch.where(alive, known.total, 1.0)[..., None]
+    slope = autograd_slopes(inputs, known)
+    dx = shares * (value_products - (delta - dlse)[..., None]) * slope
+    dx = torch.where(known.seen, dx, 0.0)
+    return GradientConditions(
+        known=known,
+        dout=dout,
+        dlse=dlse,
+        delta=delta,
+        value_products=value_products,
+        slope=slope,
+        dx=dx,
+        dq=known.scale * (dx @ known.k),
+    )
+
+
+def autograd_slopes(inputs: Inputs, known: Conditions) -> Tensor:
+    """The score mod's derivative at the products, by torch's autograd; 0 where not seen.
+
+    ``(heads, rows, kv)``; 1 where there is no mod, and of a sink.
+    """
+    if not known.has_score_mod:
+        return known.seen.to(torch.float64)
+    kv = inputs.problem.kv
+    products, seen = known.products[..., :kv], known.seen[..., :kv]
+    mod, numbers = inputs.problem.score_mod(str(inputs.device)), Float64(inputs.device)
+    slope = torch.empty_like(products)
+    for part, at in row_indices(inputs.problem, known.rows):
+        slope[part] = numbers.score_slope(mod, products[part][None], at)[0]
+    slope = torch.where(seen, slope, 0.0)
+    return torch.nn.functional.pad(slope, (0, 1), value=1.0) if known.has_sink else slope

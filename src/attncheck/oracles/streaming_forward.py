@@ -1,0 +1,499 @@
+"""Exact attention in float64 with O(N) memory, by plain torch.
+
+Every number that only speed depends on is in ``Blocks``; ``benchmarks/oracle.py --sweep`` chooses.
+
+Speed is passes over memory. A tile costs two products and, between them,
+
+* one exponential, in place, where scores are known to be small (``_Bounded``);
+* otherwise the running maximum of the online softmax (``_Online``).
+
+Values carry a column of ones, so that P·V gives the row sum too and no pass is spent on it.
+Masks are evaluated once and applied only to tiles that are partly visible; tiles that see nothing
+are never computed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.errors import ProblemError
+from attncheck.core.outputs import Outputs
+from attncheck.oracles.float64_numbers import Float64, Nonfinite, poison
+from attncheck.oracles.mod_calls import Indices, is_identity, scored, visible
+from attncheck.oracles.recurrence_steps import safe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.mods.spec import MaskMod
+
+__all__ = [
+    "LARGEST_BOUNDED_SCORE",
+    "Blocks",
+    "Heads",
+    "Run",
+    "Visibility",
+    "backward_blocks_for",
+    "blocks_for",
+    "exponential",
+    "head_ranges",
+    "moderate",
+    "query_blocks",
+    "softmax_by_rows",
+    "streaming",
+    "with_ones",
+]
+
+
+# Scores of one block. The softmax holds about six arrays of them: 6 MB on a CPU, inside or near
+# its last cache, and 1.5 GB on a GPU.
+_CPU_SCORES, _GPU_SCORES = 2**17, 2**25
+
+
+def softmax_by_rows(inputs: Inputs, *, block_scores: int | None = None) -> Outputs:
+    """The softmax of ``inputs.x`` on its device, some rows at a time; each row is for itself.
+
+    Args:
+        inputs: Of a Problem whose operation is softmax; raises ProblemError for attention.
+        block_scores: How many scores to hold at a time, at least those of one row.
+
+    Returns:
+        Float64 out ``(batch, heads, query, kv)`` and natural-log LSE ``(batch, heads, query)``:
+        0 and −∞ for a row that is −∞ throughout.
+    """
+    x = inputs.x
+    if x is None:
+        raise ProblemError(f"{inputs.problem.operation} has no scores as inputs.")
+    numbers, rows = Float64(x.device), x.reshape(1, 1, -1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=torch.float64, device=x.device)
+    lse = torch.empty(*rows.shape[:-1], 1, dtype=torch.float64, device=x.device)
+    at_once = block_scores or (_CPU_SCORES if x.device.type == "cpu" else _GPU_SCORES)
+    step = max(1, at_once // x.shape[-1])
+    for start in range(0, rows.shape[2], step):
+        block = slice(start, start + step)
+        scores = rows[:, :, block].double()
+        attended = ~numbers.is_minus_infinity(scores)
+        out[:, :, block], lse[:, :, block] = safe(numbers, scores, attended)
+    return Outputs(out.view(x.shape), lse.view(x.shape[:-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Sizes of the tiles.
+
+    Attributes:
+        rows: Query rows of one batched product, all its heads together: enough to fill the device.
+        query: Query rows of one head in a tile, at least (a causal diagonal wastes half of it).
+        query_most: The same, at most, where few heads leave ``rows`` unfilled.
+        kv: Keys of a tile; ``rows`` · ``kv`` · 8 bytes is the score buffer.
+        cell: Keys that a mask is classified by; tiles begin and end at multiples of it.
+    """
+
+    rows: int
+    query: int
+    query_most: int
+    kv: int
+    cell: int
+
+
+_CPU = Blocks(rows=1024, query=256, query_most=512, kv=512, cell=64)
+_GPU = Blocks(rows=32768, query=512, query_most=2048, kv=2048, cell=128)
+
+
+def blocks_for(device: torch.device) -> Blocks:
+    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB)."""
+    return _CPU if device.type == "cpu" else _GPU
+
+
+# Two buffers of a tile, and five products: less of each fits beside them in a CPU's caches.
+_CPU_BACKWARD = Blocks(rows=512, query=256, query_most=512, kv=512, cell=64)
+_GPU_BACKWARD = Blocks(rows=16384, query=512, query_most=2048, kv=2048, cell=128)
+
+
+def backward_blocks_for(device: torch.device) -> Blocks:
+    """The same for the backward, with two score buffers: 2 MB each, or 256 MB."""
+    return _CPU_BACKWARD if device.type == "cpu" else _GPU_BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of one tile: all kv heads of several sequences, or some of one.
+
+    Attributes:
+        batch: Sequences.
+        kv: Key heads.
+        group: Query heads a key head.
+    """
+
+    batch: range
+    kv: range
+    group: int
+
+    @property
+    def query(self) -> range:
+        """Query heads."""
+        return range(self.kv.start * self.group, self.kv.stop * self.group)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor ``(batch, kv_heads, …)``."""
+        return tensor[self.batch.start : self.batch.stop, self.kv.start : self.kv.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Keys of a tile.
+
+    Attributes:
+        keys: Which.
+        partial: Whether some row of the tile does not see some of them.
+    """
+
+    keys: range
+    partial: bool
+
+
+def query_blocks(problem: Problem, blocks: Blocks) -> list[range]:
+    """Ranges of query rows."""
+    filled = blocks.rows // (problem.batch * problem.heads)
+    size = min(max(filled, blocks.query), blocks.query_most, max(1, blocks.rows // problem.group))
+    return _cut(range(problem.query), size)
+
+
+def head_ranges(problem: Problem, blocks: Blocks, rows: int) -> Iterator[Heads]:
+    """Ranges of heads whose tiles of ``rows`` query rows go into one batched product."""
+    together = max(1, blocks.rows // (problem.group * rows))
+    sequences = max(1, together // problem.kv_heads)
+    for batch in _cut(range(problem.batch), sequences):
+        for kv in _cut(range(problem.kv_heads), min(together, problem.kv_heads)):
+            yield Heads(batch, kv, problem.group)
+
+
+class Visibility:
+    """Which tiles of a mask see nothing, something or everything.
+
+    The mask is evaluated strip by strip, in memory of the order of a tile, and classified on its
+    device; only the classes travel to the host, once for a range of heads (once in all when the
+    mask does not depend on the head).
+    """
+
+    def __init__(self, problem: Problem, blocks: Blocks, device: torch.device) -> None:
+        self._mask_mod: MaskMod = problem.mask_mod(str(device))
+        self._problem, self._blocks, self._device = problem, blocks, device
+        self._queries = query_blocks(problem, blocks)
+        everybody = Heads(range(problem.batch), range(problem.kv_heads), problem.group)
+        shape = self._visible(everybody, range(1), range(1)).shape
+        self._shared = shape[:2] == (1, 1)
+        self._runs: dict[Heads | None, list[list[Run]]] = {}
+        self._tiles: dict[tuple[range, range], Tensor] = {}
+
+    def runs(self, heads: Heads, block: int) -> list[Run]:
+        """Tiles of query block number ``block`` that see something, in order."""
+        key = None if self._shared else heads
+        if key not in self._runs:
+            self._runs[key] = self._classify(heads)
+        return self._runs[key][block]
+
+    def tile(self, heads: Heads, rows: range, keys: range) -> Tensor:
+        """What a partial tile sees; bool, as ``indices.visible`` gives it.
+
+        A mask that is the same for all heads is evaluated once for a query block.
+        """
+        if not self._shared:
+            return self._visible(heads, rows, keys)
+        if self._tiles and next(iter(self._tiles))[0] != rows:
+            self._tiles.clear()
+        if (rows, keys) not in self._tiles:
+            self._tiles[rows, keys] = self._visible(heads, rows, keys)
+        return self._tiles[rows, keys]
+
+    def _visible(self, heads: Heads, rows: range, keys: range) -> Tensor:
+        indices = Indices.of(heads.batch, heads.query, rows, keys, self._device)
+        return visible(self._mask_mod, indices)
+
+    def _classify(self, heads: Heads) -> list[list[Run]]:
+        blocks, length = self._blocks, self._problem.kv
+        if len(self._queries) == 1 and length <= blocks.kv:
+            return [[Run(range(length), partial=True)]]  # one tile: classifying costs as much
+        width = blocks.kv // blocks.cell * blocks.cell or blocks.cell
+        if self._shared:  # the strip of a mask without heads may be as wide as a tile has rows
+            width = max(width, blocks.rows * blocks.kv // len(self._queries[0]) // width * width)
+        strips = [
+            [self._cells(heads, rows, keys) for keys in _cut(range(length), width)]
+            for rows in self._queries
+        ]
+        classes = torch.stack([torch.cat(row, dim=-1) for row in strips]).tolist()
+        return [self._merge(some, every) for some, every in classes]
+
+    def _cells(self, heads: Heads, rows: range, keys: range) -> Tensor:
+        """Whether each cell of a strip sees something, and everything: bool, ``(2, cells)``."""
+        seen = self._visible(heads, rows, keys)
+        classes = []
+        for reduce, padding in ((torch.any, False), (torch.all, True)):
+            by_key = reduce(seen.flatten(0, 2), dim=0).expand(len(keys))
+            extra = -len(keys) % self._blocks.cell
+            if extra:
+                by_key = torch.nn.functional.pad(by_key, (0, extra), value=padding)
+            classes.append(reduce(by_key.view(-1, self._blocks.cell), dim=-1))
+        return torch.stack(classes)
+
+    def _merge(self, some: list[bool], every: list[bool]) -> list[Run]:
+        """Neighbouring cells of one class as tiles of at most ``kv`` keys."""
+        cell, most, length = self._blocks.cell, self._blocks.kv, self._problem.kv
+        runs: list[Run] = []
+        for number, (seen, whole) in enumerate(zip(some, every, strict=True)):
+            if not seen:
+                continue
+            keys = range(number * cell, min((number + 1) * cell, length))
+            last = runs[-1] if runs else None
+            joins = last and last.keys.stop == keys.start and last.partial != whole
+            if last and joins and keys.stop - last.keys.start <= most:
+                runs[-1] = Run(range(last.keys.start, keys.stop), last.partial)
+            else:
+                runs.append(Run(keys, partial=not whole))
+        return runs
+
+
+def _cut(whole: range, size: int) -> list[range]:
+    starts = range(whole.start, whole.stop, size)
+    return [range(start, min(start + size, whole.stop)) for start in starts]
+
+
+# |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
+# values up to fp32's 2^128. Downwards exp(−score)·2^−149 (its smallest value) is ≥ 2^−1011: normal.
+LARGEST_BOUNDED_SCORE = (1022 - 32 - 128) * math.log(2)
+# Float64 values, and those of fp8 times their descale, may lie outside: they are looked at.
+_SMALLEST_BOUNDED_VALUE, _LARGEST_BOUNDED_VALUE = 2.0**-149, 2.0**128
+
+
+def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
+    """Attention of ``inputs`` on their device, in float64 and O(query + kv) memory.
+
+    Args:
+        inputs: q ``(batch, heads, query, head_dim)``; k and v with kv_heads.
+        blocks: Tile sizes; the result depends on them only by rounding.
+
+    Returns:
+        Float64 out ``(batch, heads, query, value_dim)`` and natural-log LSE
+        ``(batch, heads, query)``. Rows that attend to no key are 0 and −∞, or the head's sink where
+        there are sinks.
+    """
+    problem, device = inputs.problem, inputs.q.device
+    blocks = blocks or blocks_for(device)
+    visibility = Visibility(problem, blocks, device)
+    tiles = _Tiles(inputs, visibility)
+    recurrence = _Bounded if tiles.bounded else _Online
+    shape = (problem.batch, problem.kv_heads, problem.group, problem.query)
+    out = torch.empty(*shape, problem.value_dim, dtype=torch.float64, device=device)
+    lse = torch.empty(*shape, 1, dtype=torch.float64, device=device)
+    for block, rows in enumerate(query_blocks(problem, blocks)):
+        for heads in head_ranges(problem, blocks, len(rows)):
+            sums = recurrence(tiles, heads, rows)
+            for run in visibility.runs(heads, block):
+                sums.add(run)
+            for whole, part in zip((out, lse), sums.finish(), strict=True):
+                place = heads.of(whole)[:, :, :, rows.start : rows.stop]
+                place.copy_(part.view(place.shape))
+    return Outputs(out.flatten(1, 2), lse.flatten(1, 2).squeeze(-1))
+
+
+class _Tiles:
+    """What all tiles of one call share: promoted tensors, mods and the score buffer."""
+
+    def __init__(self, inputs: Inputs, visibility: Visibility) -> None:
+        problem = self.problem = inputs.problem
+        self.device = inputs.q.device
+        self.visibility = visibility
+        q, self.k, self.v = (tensor.contiguous() for tensor in inputs.promoted())
+        self.q = q.view(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
+        self.score_mod = problem.score_mod(str(self.device))
+        self.plain = is_identity(self.score_mod, self.device)
+        self.sink = None if inputs.sink is None else self._by_key_head(inputs.sink.double())
+        self.nonfinite = Nonfinite.among(self.v)
+        if self.nonfinite:
+            self.v = self.nonfinite.finite
+        # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
+        small = self._largest_score() <= LARGEST_BOUNDED_SCORE
+        self.bounded = self.plain and self.nonfinite is None and small and moderate(self.v)
+        self.v = with_ones(self.v)
+        self._buffer = q.new_empty(0)
+
+    def _by_key_head(self, sink: Tensor) -> Tensor:
+        """A view ``(batch, kv_heads, group)`` of numbers ``(heads,)``."""
+        problem = self.problem
+        return sink.view(problem.kv_heads, problem.group).expand(problem.batch, -1, -1)
+
+    def _largest_score(self) -> float:
+        """Bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz, and of the sinks."""
+        norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (self.q, self.k)]
+        of_keys = self.problem.scale * float(norms[0] * norms[1])
+        return of_keys if self.sink is None else max(of_keys, float(self.sink.abs().amax()))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """``scale · q·kᵀ`` of one tile, ``(heads, rows, keys)``, in the buffer.
+
+        The product's own factor: q·k of 16-bit inputs stays exact and is rounded once.
+        """
+        shape = (q.shape[0], q.shape[1], k.shape[1])
+        if self._buffer.numel() < math.prod(shape):
+            self._buffer = q.new_empty(math.prod(shape))
+        tile = self._buffer[: math.prod(shape)].view(shape)
+        return torch.baddbmm(tile, q, k.mT, beta=0, alpha=self.problem.scale, out=tile)
+
+
+class _Rows:
+    """Sums over the keys for the rows of one query block and range of heads.
+
+    Attributes:
+        sums: Σ weight · v and, behind it, Σ weight: ``(kv heads, group · rows, columns)``, with
+            the columns of ``with_ones``.
+    """
+
+    def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
+        self.tiles, self.heads, self.rows = tiles, heads, rows
+        q = heads.of(tiles.q)[:, :, :, rows.start : rows.stop]
+        # Query heads that share a key head are rows of one product: K is not repeated.
+        self.q = q.flatten(0, 1).flatten(1, 2)
+        self.sums = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
+        self.sink = None if tiles.sink is None else self._of_rows(tiles.sink)
+
+    def _of_rows(self, sink: Tensor) -> Tensor:
+        """Each row's own, ``(kv heads, group · rows, 1)``."""
+        own = self.heads.of(sink).flatten(0, 1)[..., None]
+        return own.expand(-1, -1, len(self.rows)).reshape(*self.q.shape[:2], 1)
+
+    def add(self, run: Run) -> None:
+        """Add the keys of one tile."""
+        raise NotImplementedError
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Out and LSE of the rows."""
+        raise NotImplementedError
+
+    def keys(self, tensor: Tensor, run: Run) -> Tensor:
+        """A tile's keys of a tensor ``(batch, kv_heads, kv, …)``: ``(kv heads, keys, …)``."""
+        return self.heads.of(tensor)[:, :, run.keys.start : run.keys.stop].flatten(0, 1)
+
+    def by_index(self, tile: Tensor) -> Tensor:
+        """A view of a tile as ``(batch, heads, rows, keys)``, the axes of a mask."""
+        return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
+
+    def visible(self, run: Run) -> Tensor:
+        """What a partial tile sees."""
+        return self.tiles.visibility.tile(self.heads, self.rows, run.keys)
+
+    @property
+    def total(self) -> Tensor:
+        """Σ weight, ``(kv heads, group · rows, 1)``."""
+        column = self.tiles.problem.value_dim
+        return self.sums[:, :, column : column + 1]
+
+    def _quotient(self) -> Tensor:
+        """Rows that attended to nothing have a total of 0 and stay 0."""
+        values = self.sums[:, :, : self.tiles.problem.value_dim]
+        return values / self.total.masked_fill(self.total == 0, 1.0)
+
+
+class _Bounded(_Rows):
+    """Softmax without a maximum, for |score| ≤ LARGEST_BOUNDED_SCORE and finite values.
+
+    Nothing overflows or underflows, and nothing is lost: s − m would be one rounding more.
+    """
+
+    def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
+        super().__init__(tiles, heads, rows)
+        if self.sink is not None:
+            self.total.copy_(self.sink.exp())
+
+    def add(self, run: Run) -> None:
+        weights = self.tiles.scores(self.q, self.keys(self.tiles.k, run)).exp_()
+        if run.partial:
+            self.by_index(weights).mul_(self.visible(run))  # weights are finite: 0·weight = 0
+        self.sums.baddbmm_(weights, self.keys(self.tiles.v, run))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        return self._quotient(), self.total.log()
+
+
+class _Online(_Rows):
+    """Milakov and Gimelshein's online softmax (2018): weights relative to the running maximum.
+
+    Attributes:
+        largest: Maximum so far, the sink's too, ``(kv heads, group · rows, 1)``.
+        counts: How many attended values are NaN, +∞ and −∞, where V is not finite.
+    """
+
+    def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
+        super().__init__(tiles, heads, rows)
+        self.largest = torch.full_like(self.total, -math.inf)
+        if self.sink is not None:  # a key of value 0 that came first
+            self.largest = self.sink
+            self.total.copy_(self.sink != -math.inf)
+        self.counts: Tensor | float = 0.0
+
+    def add(self, run: Run) -> None:
+        tile = self._scores(run)
+        if self.tiles.nonfinite:
+            attended = (tile != -math.inf).to(tile.dtype)
+            self.counts = self.counts + attended @ self.keys(self.tiles.nonfinite.marks, run)
+        raised = torch.maximum(self.largest, tile.amax(dim=-1, keepdim=True))
+        # A row that has not attended to a key has no maximum yet: −∞ − (−∞) would be NaN.
+        reference = raised.masked_fill(raised == -math.inf, 0.0)
+        rescale = (self.largest - reference).exp_()
+        weights = exponential(tile.sub_(reference))
+        self.sums.mul_(rescale).baddbmm_(weights, self.keys(self.tiles.v, run))
+        self.largest = raised
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        # log 0 = −∞ for a row without keys, whose maximum must not turn that into NaN.
+        lse = self.largest.masked_fill(self.largest == -math.inf, 0.0) + self.total.log()
+        out = self._quotient()
+        return (out if isinstance(self.counts, float) else out + poison(self.counts)), lse
+
+    def _scores(self, run: Run) -> Tensor:
+        """Scores of a tile after score mod and mask."""
+        tile = self.tiles.scores(self.q, self.keys(self.tiles.k, run))
+        by_index = self.by_index(tile)
+        if not self.tiles.plain:
+            heads = self.heads
+            indices = Indices.of(heads.batch, heads.query, self.rows, run.keys, self.tiles.device)
+            # Copied: a score mod may hand back a view of its own table, and a mask is next.
+            by_index.copy_(scored(self.tiles.score_mod, by_index, indices))
+        if run.partial:
+            by_index.masked_fill_(~self.visible(run), -math.inf)
+        return tile
+
+
+def moderate(v: Tensor) -> bool:
+    """Whether every value is 0 or in the range that LARGEST_BOUNDED_SCORE assumes; NaN is not."""
+    sizes = v.abs()
+    largest = float(sizes.amax())
+    smallest = float(sizes.masked_fill_(sizes == 0, 1.0).amin())
+    return smallest >= _SMALLEST_BOUNDED_VALUE and largest <= _LARGEST_BOUNDED_VALUE
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """``v`` with a column of ones behind it, and zeros up to a multiple of 8 (64-byte rows)."""
+    columns = v.shape[-1]
+    wide = v.new_zeros(*v.shape[:-1], (columns // 8 + 1) * 8)
+    wide[..., :columns] = v
+    wide[..., columns] = 1.0
+    return wide
+
+
+def exponential(shifted: Tensor) -> Tensor:
+    """Exponential in place, of numbers ≤ 0.
+
+    MKL's float64 exp takes a slow path (7×) for −∞ and underflow, of which there are many here;
+    exp2 does not. The factor's two roundings cost 2·|x|·2^-53·exp(x) ≤ 0.74 units of 2^-53.
+    """
+    if shifted.device.type == "cpu":
+        return shifted.mul_(math.log2(math.e)).exp2_()
+    return shifted.exp_()

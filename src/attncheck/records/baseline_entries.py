@@ -1,0 +1,320 @@
+"""The baseline: a file of what kernels could do, which later runs are compared with.
+
+One entry a line, sorted, so that two branches change different lines and a diff reads well. Each
+line has a checksum of its own, for the same reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from attncheck.core import json_numbers
+from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.outputs import TensorName  # noqa: TC001  # msgspec reads the annotations
+from attncheck.core.sanitize_text import one_line
+
+# msgspec reads the annotations
+from attncheck.records.record import (
+    Status,  # noqa: TC001
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from attncheck.records.record import (
+        Environment,
+        Record,  # noqa: TC001
+    )
+
+__all__ = [
+    "BASELINE_FILE",
+    "BASELINE_SCHEMA",
+    "LARGEST_BASELINE",
+    "Baseline",
+    "BaselineTensor",
+    "Entry",
+    "Key",
+    "architecture",
+    "baseline_entries",
+    "baseline_text",
+    "environment_id",
+    "make_baseline",
+    "read_baseline",
+]
+
+BASELINE_SCHEMA = 1
+
+BASELINE_FILE = "attncheck-baseline.json"
+"""What the file is called, in the folder of the project."""
+
+LARGEST_BASELINE = 2**26
+"""Bytes of the largest baseline that is read: some 100,000 entries."""
+
+Key: TypeAlias = tuple[str, str, str]
+"""Kernel, Case, architecture."""
+
+_DIGITS = 6  # significant, of every number: a ten-thousandth of what chance moves, and short lines
+_DIGEST = re.compile(r"(?:[0-9a-f]{32})?")
+_PAIR: TypeAlias = tuple[str, Any]
+
+
+class BaselineTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is kept of one tensor; the numbers of ``record.Accuracy``, and two yardsticks.
+
+    Attributes:
+        rmse: Root mean square error.
+        ideal, floor: Of the ideal kernel, and of the exact result rounded; None of LSE.
+        relative, freedom, ensemble: As of ``record.Accuracy``.
+    """
+
+    rmse: float
+    ideal: float | None = None
+    floor: float | None = None
+    relative: float
+    freedom: float
+    ensemble: tuple[float, ...]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kernel on one Case on one architecture.
+
+    Attributes:
+        kernel: The kernel.
+        variant, dtype: What the Case is, for who reads the file.
+        case: Id of the Case.
+        asked: The Case: it is asked again where a plan has it no longer.
+        device: See ``architecture``.
+        status: What the judge said.
+        digest: Of the bits; empty where they were not the same each time.
+        tensors: What is kept of each tensor; none of a kernel that does not take the Case.
+        over_bound: Largest |error| ÷ deterministic bound of out.
+        versions: Key into the baseline's environments.
+        reason: Why somebody accepted it in place of a better one; empty where nobody had to.
+        check: First 16 hexadecimal digits of the SHA-256 of all of the above.
+    """
+
+    kernel: str
+    variant: str
+    dtype: str
+    case: str
+    asked: dict[str, Any] = {}
+    device: str
+    status: Status
+    digest: str = ""
+    tensors: dict[TensorName, BaselineTensor] = {}
+    over_bound: float | None = None
+    versions: str
+    reason: str = ""
+    check: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What it is found by."""
+        return self.kernel, self.case, self.device
+
+    def checked(self) -> Entry:
+        """This entry with its own checksum."""
+        line = _line(replace(self, check=""))
+        return replace(self, check=hashlib.sha256(line.encode()).hexdigest()[:16])
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a project's kernels could do.
+
+    Attributes:
+        schema: Version of this layout.
+        attncheck: Version that wrote it.
+        environments: By ``fingerprint``.
+        entries: Sorted by their keys.
+    """
+
+    schema: int = BASELINE_SCHEMA
+    attncheck: str
+    environments: dict[str, Environment]
+    entries: tuple[Entry, ...]
+
+
+def architecture(environment: Environment) -> str:
+    """What numbers are compared within: the GPU's compute capability, else the processor's kind."""
+    return f"sm {environment.capability}" if environment.capability else environment.machine
+
+
+def environment_id(environment: Environment) -> str:
+    """Eight hexadecimal digits that stand for ``environment``."""
+    return hashlib.sha256(msgspec.json.encode(environment)).hexdigest()[:8]
+
+
+def baseline_entries(
+    records: Iterable[Record], environments: Mapping[str, Environment]
+) -> tuple[Entry, ...]:
+    """What would be kept of ``records``, whether right or wrong, in their order.
+
+    Args:
+        records: Answers to the question ``compare``; others are left out.
+        environments: By the ids that the Records have.
+    """
+    compared = (record for record in records if record.case.get("question") == "compare")
+    return tuple(_entry(record, environments[record.environment]) for record in compared)
+
+
+def make_baseline(
+    kept: Iterable[Entry], environments: Mapping[str, Environment], attncheck: str
+) -> Baseline:
+    """The Baseline of these entries, sorted, each with its checksum.
+
+    Args:
+        kept: Each key once.
+        environments: By ``fingerprint``; those that no entry names are left out.
+        attncheck: The version that writes it.
+    """
+    ordered = tuple(entry.checked() for entry in sorted(kept, key=lambda entry: entry.key))
+    named = sorted({entry.versions for entry in ordered})
+    return Baseline(
+        attncheck=attncheck,
+        environments={name: environments[name] for name in named},
+        entries=ordered,
+    )
+
+
+def baseline_text(baseline: Baseline) -> str:
+    """``baseline`` as JSON, one entry and one environment a line."""
+    environments = [
+        f"{json.dumps(name)}: {_line(one)}" for name, one in baseline.environments.items()
+    ]
+    lines = [_line(entry) for entry in baseline.entries]
+    return (
+        f'{{\n"schema": {baseline.schema},\n"attncheck": {json.dumps(baseline.attncheck)},\n'
+        f'"environments": {{{_lines(environments)}}},\n"entries": [{_lines(lines)}]\n}}\n'
+    )
+
+
+def read_baseline(source: Path | str) -> Baseline:
+    """The Baseline that ``written`` wrote.
+
+    Args:
+        source: A Path is read, a str is the JSON itself.
+
+    Raises:
+        UsageError: for anything else, ``baseline invalid: …``: unreadable, cut off, another
+            version, a key twice, a number that cannot be, a line that somebody changed.
+    """
+    try:
+        data = json_numbers.read_json(source, "baseline", LARGEST_BASELINE)
+        raw = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        json.loads(raw, object_pairs_hook=_each_once)
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != BASELINE_SCHEMA or isinstance(schema, bool):
+            raise UsageError(f"schema is {schema!r}, this version reads {BASELINE_SCHEMA}")  # noqa: TRY301
+        baseline = msgspec.convert(data, Baseline)
+        _check(baseline)
+    except (UsageError, OSError, ValueError, RecursionError) as error:
+        name = json_numbers.source_name(source)
+        fact = one_line(str(error)).removeprefix(f"{name} ").rstrip(".")
+        raise UsageError(f"baseline invalid: {name}: {fact[:300]}.") from None
+    return baseline
+
+
+def _entry(record: Record, environment: Environment) -> Entry:
+    problem = record.case.get("problem", {})
+    over = record.judgement.out_over_bound if record.judgement else None
+    return Entry(
+        kernel=record.kernel,
+        variant=record.variant,
+        dtype=str(problem.get("dtype", "")),
+        case=record.case_id,
+        asked=record.case,
+        device=architecture(environment),
+        status=record.status,
+        digest=record.digest if isinstance(record.digest, str) else "",
+        tensors=_held(record),
+        over_bound=None if over is None or not math.isfinite(over) else _short(over),
+        versions=environment_id(environment),
+    ).checked()
+
+
+def _held(record: Record) -> dict[TensorName, BaselineTensor]:
+    if not isinstance(record.accuracy, dict):
+        return {}
+    gradients = record.gradients if isinstance(record.gradients, dict) else {}
+    beside: dict[TensorName, Any] = {"out": record.out, **gradients}
+    found = {}
+    for name, one in record.accuracy.items():
+        yardsticks = beside.get(name)
+        found[name] = BaselineTensor(
+            rmse=_short(one.rmse),
+            ideal=_short(yardsticks.ideal_rmse) if yardsticks else None,
+            floor=_short(yardsticks.floor_rmse) if yardsticks else None,
+            relative=_short(one.relative),
+            freedom=_short(one.freedom),
+            ensemble=tuple(map(_short, one.ensemble)),
+        )
+    return found
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")
+
+
+def _line(struct: msgspec.Struct) -> str:
+    # A lone surrogate of a foreign name is no Unicode text: its escape is.
+    return json.dumps(json_numbers.to_plain_data(struct), ensure_ascii=False)
+
+
+def _lines(lines: list[str]) -> str:
+    return "\n" + ",\n".join(lines) + "\n" if lines else ""
+
+
+def _each_once(pairs: list[_PAIR]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _check(baseline: Baseline) -> None:
+    """Raises ValueError for what the layout alone does not refuse."""
+    seen: set[Key] = set()
+    for name, environment in baseline.environments.items():
+        if environment_id(environment) != name:
+            raise ValueError(f"environment {name!r} has been changed by hand, or is damaged")
+    for entry in baseline.entries:
+        said = f"the entry of kernel {entry.kernel!r}, case {entry.case!r}, {entry.device!r}"
+        if entry.key in seen:
+            raise ValueError(f"{said} is there twice: delete one of the two lines")
+        seen.add(entry.key)
+        if entry.checked().check != entry.check:
+            raise ValueError(f"{said} has been changed by hand, or is damaged")
+        if entry.versions not in baseline.environments:
+            raise ValueError(f"{said} names an environment that is not there")
+        if entry.asked and not _is_asked(entry):
+            raise ValueError(f"{said} has another Case than its id says")
+        if not _possible(entry):
+            raise ValueError(f"{said} has a number or digest that cannot be")
+
+
+def _is_asked(entry: Entry) -> bool:
+    """Whether its Case is one, and the one whose id it has."""
+    from attncheck.inputs.problem import Case
+
+    try:
+        return Case.from_json(entry.asked).id == entry.case
+    except (AttncheckError, KeyError, TypeError):
+        return False
+
+
+def _possible(entry: Entry) -> bool:
+    numbers = [entry.over_bound or 0.0]
+    for held in entry.tensors.values():
+        numbers += [held.rmse, held.ideal or 0.0, held.floor or 0.0]
+        numbers += [held.relative, held.freedom, *held.ensemble]
+    finite = all(math.isfinite(number) and number >= 0 for number in numbers)
+    return finite and _DIGEST.fullmatch(entry.digest) is not None

@@ -1,0 +1,309 @@
+"""The Record: one kernel on one Case, as measured. Everything a user sees is rendered from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+# msgspec reads the annotations
+from attncheck.core.judgement import (
+    Place,  # noqa: TC001
+)
+from attncheck.core.outputs import TensorName  # noqa: TC001
+
+if TYPE_CHECKING:
+    from attncheck.core.judgement import (
+        Judgement,  # noqa: TC001
+    )
+
+__all__ = [
+    "FAILED_STATUSES",
+    "REPORT_SCHEMA",
+    "UNTRUSTED_STATUSES",
+    "Accuracy",
+    "Diagnosis",
+    "Environment",
+    "ErrorMap",
+    "Explanation",
+    "GradientErrors",
+    "LseErrors",
+    "OutErrors",
+    "Record",
+    "Report",
+    "Status",
+    "TileMap",
+]
+
+REPORT_SCHEMA = 3
+
+Status = Literal[
+    "pass",
+    "warn",
+    "inconclusive",
+    "fail",
+    "flaky",
+    "unsupported",
+    "error",
+    "crash",
+    "timeout",
+    "oom",
+    "oracle disagrees",
+]
+"""The judge's four, which mean that there is a judgement below; ``flaky``: failed, and did not when
+it was asked once more alone; ``unsupported``: said beforehand; ``error``: raised; ``crash``,
+``timeout``, ``oom``: its process died, did not come back in time, or had no memory left; ``oracle
+disagrees``: the truth itself is in doubt, and nothing is said of the kernel."""
+
+FAILED_STATUSES: frozenset[Status] = frozenset({"fail", "error", "crash", "timeout", "oom"})
+"""Those that fail a kernel."""
+
+UNTRUSTED_STATUSES: frozenset[Status] = FAILED_STATUSES | {"oracle disagrees"}
+"""Those after which nobody may say that what was asked holds."""
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the numbers depend on besides the Case.
+
+    Attributes:
+        device: ``cpu`` or the GPU's own name.
+        capability: CUDA compute capability such as ``9.0``; empty on a CPU.
+        machine: Processor architecture.
+        python, torch, triton, numpy, attncheck: Versions; triton is empty where it is missing.
+        cuda: The CUDA version torch was built for; empty without.
+        interpreter: Repairs of Triton's interpreter that were on; empty when kernels were compiled.
+    """
+
+    device: str
+    capability: str = ""
+    machine: str
+    python: str
+    torch: str
+    triton: str = ""
+    numpy: str
+    attncheck: str
+    cuda: str = ""
+    interpreter: tuple[str, ...] = ()
+
+
+class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Errors of out against the fp64 truth, over rows that see a key.
+
+    Attributes:
+        rmse: Root mean square error.
+        floor_rmse: The same for the truth correctly rounded to the output format.
+        ideal_rmse: The same for the ideal kernel at the kernel's own tiling, or the default one.
+        max_error: Largest absolute error; infinite when an element is not finite.
+        max_at: Where; None when there is no element.
+        bias: Mean signed error.
+        input_rmse: RMSE between the exact results on the inputs as stored and as drawn: what
+            rounding the inputs costs, whatever the kernel. Not part of any error above.
+        elements: Elements compared.
+        nonfinite: Elements that are NaN or infinite while the truth is finite.
+        dead_rows: Rows that see no key.
+        dead_rows_wrong: Those whose out is not exactly 0.
+    """
+
+    rmse: float
+    floor_rmse: float
+    ideal_rmse: float
+    max_error: float
+    max_at: Place | None
+    bias: float
+    input_rmse: float
+    elements: int
+    nonfinite: int = 0
+    dead_rows: int = 0
+    dead_rows_wrong: int = 0
+
+
+class LseErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Errors of LSE (natural log) against the fp64 truth, over rows that see a key.
+
+    ``dead_rows_wrong`` counts rows that see no key and whose LSE is not −inf.
+    """
+
+    rmse: float
+    max_error: float
+    max_at: Place | None
+    nonfinite: int = 0
+    dead_rows_wrong: int = 0
+
+
+class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Errors of one gradient against the fp64 truth.
+
+    Of dq over rows that see a key, of dk and dv over keys that some row sees; elsewhere the exact
+    gradient is 0.
+
+    Attributes:
+        rmse: Root mean square error.
+        floor_rmse: The same for the truth correctly rounded to the gradient's format.
+        ideal_rmse: The same for the ideal kernel's backward, after its own forward, at the kernel's
+            own tiling, or the default one.
+        max_error: Largest absolute error; infinite when an element is not finite.
+        max_at: Where; None when there is no element.
+        bias: Mean signed error.
+        elements: Elements compared.
+        nonfinite: Elements that are NaN or infinite while the truth is finite.
+    """
+
+    rmse: float
+    floor_rmse: float
+    ideal_rmse: float
+    max_error: float
+    max_at: Place | None
+    bias: float
+    elements: int
+    nonfinite: int = 0
+
+
+class ErrorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where in out the errors are: the largest |error| ÷ allowance of each part of it.
+
+    Attributes:
+        rows: Query rows of one cell, the last one's may be fewer.
+        heads: Query heads of one cell, likewise.
+        values: A line for each group of heads, of a number for each group of rows; over all
+            batches and elements of the head's vectors. Infinite where out is not finite, or wrong
+            where nothing is allowed.
+    """
+
+    rows: int
+    heads: int
+    values: tuple[tuple[float, ...], ...]
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fault that a kernel may have.
+
+    Attributes:
+        model: Its id among the fault models.
+        sentence: What it is.
+        share: Of the squared error that it explains, 0–1.
+        explains_all: Whether what is left is within what rounding allows.
+        parameters: In which form: tile sizes, heads, or a number that was fitted.
+    """
+
+    model: str
+    sentence: str
+    share: float
+    explains_all: bool
+    parameters: dict[str, int | float | str] = {}
+
+
+class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tiles of rows and keys the error is from, as far as out and LSE tell.
+
+    Attributes:
+        rows: Query rows of one cell, the last one's may be fewer.
+        keys: Keys of one cell, likewise.
+        values: A line for each group of rows, of a number for each group of keys: by how much the
+            weights of those keys are off, as a share of the largest such cell.
+    """
+
+    rows: int
+    keys: int
+    values: tuple[tuple[float, ...], ...]
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may be wrong with a kernel.
+
+    Attributes:
+        ranked: The best first; none where no fault model explains anything to speak of.
+        tied: How many of them, from the first on, explain it equally well.
+        tried: How many fault models were tried; 0 where the failure says by itself what is wrong:
+            that is first then, and models that explain its error come behind it.
+        problems: On how many problems each had to explain what the kernel gave.
+        tiles: Where the error is by tiles; left out where that cannot be told.
+    """
+
+    ranked: tuple[Explanation, ...]
+    tied: int
+    tried: int
+    problems: int = 1
+    tiles: TileMap | msgspec.UnsetType = msgspec.UNSET
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How large the errors of one tensor are, and how much of that is chance.
+
+    Attributes:
+        rmse: Root mean square error.
+        relative: The same in units of what ideal kernels of several tilings err by, each row in its
+            own where roundings are independent.
+        freedom: Degrees of freedom of its square: as how many independent errors they count.
+        ensemble: ``relative`` of each of those ideal kernels.
+    """
+
+    rmse: float
+    relative: float
+    freedom: float
+    ensemble: tuple[float, ...]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kernel on one Case.
+
+    Attributes:
+        case_id, case: The Case and its short id.
+        kernel: The subject's name.
+        variant: The plan's name for the mask and score mod (``causal``, ``alibi``).
+        heads: ``MHA``, ``GQA`` or ``MQA``; empty for softmax.
+        status: See ``Status``.
+        reason: Why unsupported, or what was raised, in one line; a verdict's is its judgement's.
+        out, lse: Errors; None where there is nothing to compare.
+        gradients: Errors of each gradient by its name; left out without a backward.
+        judgement: Whether these are rounding; None where the kernel was not judged.
+        seconds: Median time of one call, ended by a device synchronisation, of forward and backward
+            where there is one; None when not run.
+        interpreted: Whether the kernel ran in Triton's interpreter: its time says nothing of a GPU.
+        tiling: Tile sizes the ideal kernel was given, as ``128×64``.
+        environment: Key into the Report's environments.
+        digest: SHA-256 of the bits of what the kernel gave, in 32 hexadecimal digits: equal ones
+            are equal bit for bit; left out where there is nothing, or nobody asked.
+        accuracy: Of each tensor that it gave, by its name: what a later run is compared with. Left
+            out where nobody asked.
+        error_map: Where the errors of out are; left out where nothing failed.
+        diagnosis: What may be wrong; left out where nothing failed, or nobody looked.
+    """
+
+    case_id: str
+    case: dict[str, Any]
+    kernel: str
+    variant: str
+    heads: str
+    status: Status
+    reason: str = ""
+    out: OutErrors | None = None
+    lse: LseErrors | None = None
+    gradients: dict[TensorName, GradientErrors] | msgspec.UnsetType = msgspec.UNSET
+    judgement: Judgement | None = None
+    seconds: float | None = None
+    interpreted: bool = False
+    tiling: str = ""
+    environment: str
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+    accuracy: dict[TensorName, Accuracy] | msgspec.UnsetType = msgspec.UNSET
+    error_map: ErrorMap | msgspec.UnsetType = msgspec.UNSET
+    diagnosis: Diagnosis | msgspec.UnsetType = msgspec.UNSET
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        environments: By short id.
+        kernels: Name of each kernel asked for → its one-line summary.
+        absent: Kernels that can run nothing here → why (one line each).
+    """
+
+    schema: int = REPORT_SCHEMA
+    command: str
+    environments: dict[str, Environment]
+    kernels: dict[str, str]
+    absent: dict[str, str]
+    records: tuple[Record, ...]

@@ -1,0 +1,454 @@
+"""Reports of surveys: oracles, their certificates, mods, block masks, and a kernel's arithmetic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from attncheck.core.judgement import Place
+    from attncheck.records.record import Environment
+
+__all__ = [
+    "BLOCK_SCHEMA",
+    "CERTIFICATE_SCHEMA",
+    "EMPTY",
+    "FIELDS",
+    "FINGERPRINT_SCHEMA",
+    "FULL",
+    "MOD_SCHEMA",
+    "ORACLE_SCHEMA",
+    "PARTIAL",
+    "TRUTH",
+    "Agreement",
+    "BlockRecord",
+    "BlockReport",
+    "Certificate",
+    "CertificateReport",
+    "Distance",
+    "DtypeFingerprint",
+    "FingerprintReport",
+    "ModAnswer",
+    "ModRecord",
+    "ModReport",
+    "OracleRecord",
+    "OracleReport",
+    "ProvenError",
+    "Reading",
+    "ReadingVerdict",
+    "Rows",
+]
+
+
+ORACLE_SCHEMA = 1
+CERTIFICATE_SCHEMA = 1
+
+TRUTH = "truth"
+"""The oracle that kernels are compared with, in certificates."""
+
+
+class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The largest error among those that are finite, as multiples of a unit of their own.
+
+    Attributes:
+        units: Largest |error| ÷ unit, at most the largest float; None where no number was compared.
+        at: Where; None where no number was compared.
+        compared: Numbers that are finite, as are the exact one and the unit.
+        nonfinite: The others, of rows that see a key.
+    """
+
+    units: float | None
+    at: Place | None
+    compared: int
+    nonfinite: int = 0
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of the rows that see a key.
+
+    Attributes:
+        total: How many there are.
+        nonfinite: Those where LSE or an element of out, or the exact one, is NaN or infinite.
+        overflowed: Of those, where the sum of exponentials or a product with it is infinite.
+        vanished: Of those, where the sum of exponentials is 0, and out 0/0.
+        dead_wrong: Rows that see no key, and whose out is not exactly 0 or whose LSE is not −∞.
+    """
+
+    total: int
+    nonfinite: int = 0
+    overflowed: int = 0
+    vanished: int = 0
+    dead_wrong: int = 0
+
+
+class OracleRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One float64 oracle on one Case.
+
+    Attributes:
+        case_id, case: The Case and its short id.
+        variant: The plan's name for the mask and score mod; ``softmax`` for that operation.
+        distribution: Of the inputs, as in the Case.
+        oracle: Its name; ``streaming`` is the one that kernels are compared with.
+        out: In units of 2^-53 Σ_j p_j |v_j| of each element; of 2^-53 p_j for softmax. The sum
+            counts as 2^-1022, the smallest normal number, where it is smaller.
+        lse: In units of 2^-53 max(1, |LSE|).
+        rows: Where it is not finite.
+    """
+
+    case_id: str
+    case: dict[str, Any]
+    variant: str
+    distribution: str
+    oracle: str
+    out: Distance
+    lse: Distance
+    rows: Rows
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The recurrences on one Case among themselves, all at the same number of digits.
+
+    Attributes:
+        case_id: The Case.
+        variant, distribution: As in its OracleRecords.
+        oracles: Which recurrences.
+        log10: Decimal logarithm of the largest finite distance from the reference: of out relative
+            to Σ_j p_j |v_j| (p_j for softmax), of LSE to max(1, |LSE|). None where there is none.
+        infinite: Numbers, over all recurrences, whose distance is not finite: either is NaN or
+            infinite and not the very same, or they differ where what they are relative to is 0.
+        furthest: The recurrence with the largest distance; None where all are equal.
+    """
+
+    case_id: str
+    variant: str
+    distribution: str
+    oracles: tuple[str, ...]
+    log10: float | None
+    infinite: int = 0
+    furthest: str | None = None
+
+    def holds(self, digits: int) -> bool:
+        """Whether every distance is at most 10^-digits."""
+        return not self.infinite and (self.log10 is None or self.log10 <= -digits)
+
+
+class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        environment: Where.
+        mpmath: Version of mpmath.
+        backend: What multiplies its whole numbers: ``gmpy2 2.1.5``, or ``python``.
+        digits: Decimal digits of the exact side.
+        must_agree: To how many digits the recurrences must agree there.
+        reference: Name of the recurrence that is the exact result: the safe softmax, dense.
+        may_overflow: Oracles that cannot be finite everywhere, by their definition.
+        oracles: Name of each float64 oracle → what it is, in a line.
+        records: One a Case and oracle.
+        agreements: One a Case.
+    """
+
+    schema: int = ORACLE_SCHEMA
+    command: str
+    environment: Environment
+    mpmath: str
+    backend: str
+    digits: int
+    must_agree: int
+    reference: str
+    may_overflow: tuple[str, ...]
+    oracles: dict[str, str]
+    records: tuple[OracleRecord, ...]
+    agreements: tuple[Agreement, ...]
+
+
+class ProvenError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Upper bounds of an oracle's error in one tensor, beside what the judge allows a kernel there.
+
+    Attributes:
+        share: Largest proven error ÷ allowance, at most the largest float; None where nothing was
+            proven beside an allowance.
+        error: The proven error there.
+        allowance: The allowance there; 0 in a row that sees no key, of an error that is not 0.
+        at: Where.
+        a_priori: Largest proven error ÷ what the judge assumes of the oracle without a proof, its
+            own bound for float64; None where that was not asked, or is infinite throughout.
+        elements: Numbers with a proven error and a finite allowance.
+        unproven: Numbers of which nothing is proven: balls say nothing, or the oracle's or the
+            exact one is not finite.
+        unbounded: Numbers with a proven error and without an allowance.
+    """
+
+    share: float | None
+    error: float | None
+    allowance: float | None
+    at: Place | None
+    a_priori: float | None = None
+    elements: int
+    unproven: int = 0
+    unbounded: int = 0
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is proven of one float64 oracle on one Case.
+
+    Attributes:
+        case_id, case: The Case and its short id.
+        variant: The plan's name for the mask and score mod; ``softmax`` for that operation.
+        distribution: Of the inputs, as in the Case.
+        oracle: Its name; ``truth`` is the one that kernels are compared with.
+        out, lse: See ``Proven``.
+        rows: Rows of the Case.
+        proven_rows: Those that were enclosed: all of a small Problem, a sample of a large one's.
+    """
+
+    case_id: str
+    case: dict[str, Any]
+    variant: str
+    distribution: str
+    oracle: str
+    out: ProvenError
+    lse: ProvenError
+    rows: int
+    proven_rows: int
+
+    def holds(self, limit: float) -> bool:
+        """Whether all of it is proven to be at most this part of its allowance."""
+        return all(
+            not part.unproven and (part.share is None or part.share <= limit)
+            for part in (self.out, self.lse)
+        )
+
+    @property
+    def within_a_priori(self) -> bool:
+        """Whether no proven error is beyond what is assumed of the oracle without a proof."""
+        parts = (self.out.a_priori, self.lse.a_priori)
+        return all(part is None or part <= 1 for part in parts)
+
+
+class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Certificates with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        environment: Where.
+        flint: Version of python-flint.
+        bits: Of the midpoints of the balls.
+        limit: Part of an allowance that the truth's error may be for the judge to decide.
+        arithmetics: Dtype → the profile that its allowances are of, in a line.
+        oracles: Name of each float64 oracle → what it is, in a line.
+        records: One a Case and oracle.
+    """
+
+    schema: int = CERTIFICATE_SCHEMA
+    command: str
+    environment: Environment
+    flint: str
+    bits: int
+    limit: float
+    arithmetics: dict[str, str]
+    oracles: dict[str, str]
+    records: tuple[Certificate, ...]
+
+    @property
+    def truths(self) -> tuple[Certificate, ...]:
+        """Those of the oracle that kernels are compared with."""
+        return tuple(record for record in self.records if record.oracle == TRUTH)
+
+
+MOD_SCHEMA = 1
+
+
+class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one world says of a mod, beside what the callable itself says.
+
+    Attributes:
+        status: ``equal``; ``different``; ``unknown`` where it differs nowhere, but somewhere
+            nothing can be said; ``unsupported``; ``error`` where it raised.
+        detail: The first difference, why it is unsupported or unknown, or what was raised; in one
+            line.
+    """
+
+    status: Literal["equal", "different", "unknown", "unsupported", "error"]
+    detail: str = ""
+
+
+class ModRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One mod of a file.
+
+    Attributes:
+        name: Its name in the file.
+        kind: ``mask`` or ``score mod``.
+        line: Where it is defined; None where nothing says so.
+        expression: As traced.
+        answers: By world.
+    """
+
+    name: str
+    kind: Literal["mask", "score mod"]
+    line: int | None
+    expression: str
+    answers: dict[str, ModAnswer]
+
+
+class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        environment: Where.
+        mpmath: Version of mpmath.
+        file: Name of the file, without its folder.
+        shape: The index ranges, such as ``B2 H2 Q40 K48``: every place in them is compared.
+        worlds: Name of each world → what it is, in a line.
+        records: One a mod, in the order of the file.
+    """
+
+    schema: int = MOD_SCHEMA
+    command: str
+    environment: Environment
+    mpmath: str
+    file: str
+    shape: str
+    worlds: dict[str, str]
+    records: tuple[ModRecord, ...]
+
+
+BLOCK_SCHEMA = 1
+
+EMPTY, PARTIAL, FULL = "0", "1", "2"
+"""Kinds of tile in a map."""
+
+
+class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tiles of one size, counted over all sequences and heads.
+
+    Attributes:
+        block_query: Rows of a tile.
+        block_kv: Keys of a tile.
+        total: All tiles.
+        empty: Those of which the mask hides every element.
+        partial: Those of which it shows some, and those at a ragged edge that it shows whole.
+        full: Those that are whole and of which it shows every element.
+        sparsity: empty ÷ total.
+        speedup: total ÷ tiles that are not empty: how much faster a kernel would be whose time is
+            that of the tiles it visits; None where all are empty.
+        map: The kinds of the first sequence's and head's tiles, a text for each query block with a
+            digit for each key block; nothing where it was not asked for.
+    """
+
+    block_query: int
+    block_kv: int
+    total: int
+    empty: int
+    partial: int
+    full: int
+    sparsity: float
+    speedup: float | None
+    map: tuple[str, ...] = ()
+
+
+class BlockReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        attncheck: Version.
+        mask: The mask, as a Problem names it.
+        name: The mask in a line.
+        batch, heads, query, kv: Ranges of b, h, q_idx and kv_idx.
+        records: One a size of tile, in the order asked for.
+    """
+
+    schema: int = BLOCK_SCHEMA
+    command: str
+    attncheck: str
+    mask: dict[str, Any]
+    name: str
+    batch: int
+    heads: int
+    query: int
+    kv: int
+    records: tuple[BlockRecord, ...]
+
+
+FINGERPRINT_SCHEMA = 1
+
+FIELDS: dict[str, str] = {
+    "products": "bits of an operand that a product reads",
+    "q·k": "bits that q·k is added up in",
+    "exp2": "largest error of exp2 and its argument that shows",
+    "P": "format of P as P·V reads it, and what it is multiplied by",
+    "row sum": "of P as it is rounded, or before",
+    "P·V": "bits that P·V is added up in",
+    "tile": "keys of a step",
+    "order": "which keys come first",
+    "parts": "parts of the keys that are merged, by length and batch",
+    "sentinel": "score of a hidden key",
+    "subnormals": "what becomes of numbers below the smallest normal one",
+}
+"""What is read, in this order, and what each is."""
+
+ReadingVerdict = Literal["agrees", "finer", "differs", "not declared", "not seen"]
+"""A reading beside the declaration: the same; less error than is declared; another thing, or more
+error; there is nothing to compare it with; nothing was read."""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One field.
+
+    Attributes:
+        field: A name in ``FIELDS``.
+        standing: See ``Standing``.
+        read: What was read; empty where nothing was.
+        declared: What the kernel declares; empty for nothing.
+        reason: Why nothing was read, or what is to be said of it.
+    """
+
+    field: str
+    standing: ReadingVerdict
+    read: str = ""
+    declared: str = ""
+    reason: str = ""
+
+
+class DtypeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kernel in one dtype.
+
+    Attributes:
+        dtype: A name of ``formats.DTYPES``.
+        calls: Questions that it answered.
+        arithmetic: What it declares, in a line; empty where it answered nothing.
+        readings: One a field.
+    """
+
+    dtype: str
+    calls: int
+    arithmetic: str = ""
+    readings: tuple[Reading, ...]
+
+
+class FingerprintReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records with what they share.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        kernel: Its name.
+        device: ``cpu`` or ``cuda``.
+        environment: Where.
+        records: One a dtype, in the order asked for.
+    """
+
+    schema: int = FINGERPRINT_SCHEMA
+    command: str
+    kernel: str
+    device: str
+    environment: Environment
+    records: tuple[DtypeFingerprint, ...]

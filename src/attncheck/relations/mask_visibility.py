@@ -1,0 +1,86 @@
+"""Mask visibility: which keys rows see, by the mask's callable, some rows at a time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attncheck.inputs.problem import Problem
+
+__all__ = [
+    "keys_hidden_from",
+    "rows_with_hidden_keys",
+    "rows_without_keys",
+    "visible_blocks",
+    "visible_keys",
+]
+
+_PAIRS_AT_A_TIME = 1 << 22
+_PROBLEMS = 64  # whose rows are remembered: fitness is asked of one Problem several times
+
+
+def visible_keys(
+    problem: Problem, rows: Sequence[int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Which keys ``rows`` see: bool, broadcasts to ``(batch, heads, len(rows), kv)``.
+
+    The first two axes are 1 where the mask reads no b or no h.
+    """
+    b, h, kv = (
+        torch.arange(size, device=device) for size in (problem.batch, problem.heads, problem.kv)
+    )
+    q = torch.tensor(list(rows), device=device)
+    mask = problem.mask_mod(str(device))
+    visible = mask(b[:, None, None, None], h[:, None, None], q[:, None], kv)
+    visible = visible.view((1,) * (4 - visible.ndim) + visible.shape)
+    return visible.expand(-1, -1, len(rows), problem.kv)
+
+
+def visible_blocks(
+    problem: Problem, device: torch.device | str = "cpu"
+) -> Iterator[tuple[range, torch.Tensor]]:
+    """All rows, some at a time, and what they see: see ``seen``."""
+    step = max(1, _PAIRS_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
+    for start in range(0, problem.query, step):
+        rows = range(start, min(start + step, problem.query))
+        yield rows, visible_keys(problem, rows, device)
+
+
+def keys_hidden_from(
+    problem: Problem, row: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Keys that ``row`` sees in no head that reads them: bool ``(batch, kv_heads, kv)``."""
+    missed = _missed(problem, visible_keys(problem, [row], device))[:, :, 0]
+    return missed.expand(problem.batch, problem.kv_heads, -1)
+
+
+@lru_cache(_PROBLEMS)
+def rows_with_hidden_keys(problem: Problem) -> tuple[int, ...]:
+    """Rows for which ``hidden_from`` has a key, in any sequence and key head."""
+    rows: list[int] = []
+    for block, visible in visible_blocks(problem):
+        some = _missed(problem, visible).any(-1).flatten(0, 1).any(0)
+        rows += [block.start + row for row in some.nonzero().flatten().tolist()]
+    return tuple(rows)
+
+
+@lru_cache(_PROBLEMS)
+def rows_without_keys(problem: Problem) -> torch.Tensor:
+    """Rows that see no key: bool ``(batch, heads, query)``, on the CPU."""
+    shape = (problem.batch, problem.heads, -1)
+    return torch.cat(
+        [~visible.any(-1).expand(shape) for _, visible in visible_blocks(problem)], dim=2
+    )
+
+
+def _missed(problem: Problem, visible: torch.Tensor) -> torch.Tensor:
+    """Bool ``(batch or 1, kv_heads or 1, rows, kv)``: seen in no head of the group."""
+    if visible.shape[1] == 1:
+        return ~visible
+    batch, _, rows, kv = visible.shape
+    return ~visible.reshape(batch, problem.kv_heads, problem.group, rows, kv).any(2)

@@ -1,0 +1,506 @@
+"""torch's attention functions as subjects: SDPA's backends and FlexAttention."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import types
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import flex_attention as flex
+
+from attncheck.capabilities.subject import Call, Refused, Subject, memory_refusal, with_full_tanh
+from attncheck.conventions.call_tensors import (
+    attention_bias,
+    attention_mask,
+    bias_is_exact,
+    is_causal,
+    mask_size,
+    needs_no_mask,
+    row_blocks,
+)
+from attncheck.conventions.empty_rows import empty_rows, settle_empty_rows
+from attncheck.conventions.torch_arithmetic import (
+    Products,
+    fp32_products,
+    with_rounded_heads,
+    with_rounded_sums,
+    with_rounded_weights,
+    with_short_exp,
+    with_split_keys,
+    with_three_products,
+)
+from attncheck.core.formats import FORMATS, Format
+from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import error_line
+from attncheck.mods import library
+from attncheck.mods.captured_gradients import captured_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.mods.spec import ScoreMod
+
+__all__ = [
+    "Flex",
+    "Sdpa",
+    "attention_bias",
+    "attention_mask",
+    "block_mask",
+    "is_causal",
+    "score_mod",
+    "uncompiled",
+]
+
+
+_BACKENDS = {
+    "math": (SDPBackend.MATH, "unfused: scores and weights in memory"),
+    "flash": (SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention (CUTLASS)"),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN: rows that see no key hold anything"),
+}
+_ON_THE_CPU = ("math", "flash")
+# On an H200 (torch 2.11) flash takes tensors that begin elsewhere; a misaligned address then takes
+# the GPU from the process. The efficient one raises as it is called; nobody says what cuDNN does.
+_WANT_ALIGNMENT = ("flash", "efficient", "cudnn")
+_VECTOR = 16  # bytes
+
+
+class Sdpa(Subject):
+    """``F.scaled_dot_product_attention`` held to one backend; no LSE. Gradients are autograd's.
+
+    The mask is ``is_causal`` where that is the Problem's mask (torch aligns it top-left), nothing
+    where every key is seen, else a boolean ``attn_mask``. A score mod that only adds becomes a
+    floating-point ``attn_mask``, if every number of it survives the cast.
+
+    Args:
+        backend: ``math``, ``flash``, ``efficient`` or ``cudnn``.
+    """
+
+    backward = True
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._kernel, description = _BACKENDS[backend]
+        self.name = f"sdpa-{backend}"
+        self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
+
+    def absent(self, device: str) -> str | None:
+        """The CPU has torch's unfused formula and its own flash kernel."""
+        if device == "cpu" and self._backend not in _ON_THE_CPU:
+            return "needs a CUDA GPU"
+        return None
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """No score mods but added numbers; for the rest, what torch says of these tensors."""
+        return (
+            self.absent(device)
+            or ("takes no fp8 inputs with descales" if problem.formats.scaled else None)
+            or ("it gives no LSE, of which the loss is a function" if problem.dlse else None)
+            or self._unsupported_products(problem, device)
+            or self._unsupported_size(problem, device)
+            or self._unsupported_score(problem, device)
+            or self._refused(problem, device)
+        )
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """Write the mask and the bias out as one ``attn_mask``, where they need one.
+
+        Raises Refused where torch does not take tensors of these strides.
+        """
+        problem, device = inputs.problem, str(inputs.q.device)
+        mask = self._mask(problem, device)
+        arguments = _arguments(problem)
+        dead = self._garbage(problem, device)  # it counts for nothing, and no loss is of it
+        tensors = (inputs.q, inputs.k, inputs.v)
+        if self._backend in _WANT_ALIGNMENT and device != "cpu" and not _aligned(tensors):
+            raise Refused("it reads 16 bytes at a time, and its inputs do not begin at 16 bytes")
+        # What is contiguous ``unsupported`` has asked about.
+        if self._backend != "math" and not all(tensor.is_contiguous() for tensor in tensors):
+            refused = self._reason_against(*tensors, mask, problem)
+            if refused:
+                raise Refused(refused)
+
+        q, k, v = (tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
+        dout = inputs.dout
+        if dout is not None and dead is not None:
+            dout = torch.where(dead[..., None], torch.zeros_like(dout), dout)
+
+        def call() -> Outputs:
+            with self._settings(problem):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, **arguments
+                )
+                gradients = () if dout is None else torch.autograd.grad(out, (q, k, v), dout)
+            given = Outputs(out.detach(), None, *gradients)
+            return (
+                given
+                if dead is None
+                else settle_empty_rows(given, inputs, "unspecified", dead=dead)
+            )
+
+        return call
+
+    def _garbage(self, problem: Problem, device: str) -> torch.Tensor | None:
+        """Rows ``(batch, heads, query)`` that see no key, where cuDNN leaves finite garbage."""
+        if self._backend != "cudnn" or problem.mask == library.FULL or is_causal(problem):
+            return None
+        dead = empty_rows(problem, device)
+        return dead if bool(dead.any()) else None
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """The default; what torch's kernels do otherwise is declared."""
+        assumed = super().arithmetic(problem, device)
+        if self._backend == "math":
+            return replace(assumed, normalised_weights=True)
+        if self._backend == "flash":
+            assumed = with_split_keys(with_short_exp(assumed, device), problem, device)
+        if self._backend == "efficient":
+            assumed = with_three_products(assumed)
+        if not problem.backward:
+            return assumed
+        if self._backend == "flash":
+            return with_rounded_sums(assumed, problem, device)
+        if self._backend == "cudnn":
+            return with_rounded_heads(assumed, problem)
+        return with_rounded_weights(assumed)
+
+    @contextlib.contextmanager
+    def _settings(self, problem: Problem) -> Iterator[None]:
+        products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
+        grad = torch.set_grad_enabled(problem.backward)
+        with grad, fp32_products(products), sdpa_kernel(self._kernel):
+            yield
+
+    def _unsupported_products(self, problem: Problem, device: str) -> str | None:
+        if problem.dtype != "tf32":
+            return None
+        if device == "cpu":
+            return "the CPU has no tf32 products"
+        if self._backend == "efficient":
+            return "its fp32 products never become tf32 (each is three tf32 products)"
+        return None
+
+    def _unsupported_size(self, problem: Problem, device: str) -> str | None:
+        """Scores of the unfused formula, or a mask and a bias that are written out."""
+        pairs = problem.query * problem.kv
+        every_head = problem.batch * problem.heads * pairs
+        if self._backend == "math":
+            both = every_head * (16 if problem.backward else 8)  # and the gradients of both
+            return memory_refusal("scores and weights in fp32", both, device)
+        if problem.score != library.NONE:
+            return memory_refusal("bias in fp32", every_head * 4, device)
+        return None if needs_no_mask(problem) else memory_refusal("attn_mask", pairs, device)
+
+    def _unsupported_score(self, problem: Problem, device: str) -> str | None:
+        if not library.is_additive(problem.score):
+            return f"SDPA takes no score mod, and {problem.score} is more than an added number"
+        if problem.score == library.NONE:
+            return None
+        fmt = self._bias_format(problem, device)
+        if not bias_is_exact(problem, fmt, device):
+            return f"would round the bias to {fmt.name}"
+        return None
+
+    def _bias_format(self, problem: Problem, device: str) -> Format:
+        """Of a floating-point attn_mask: fp32 where the backend takes it beside any q.
+
+        Beside a 16-bit q, efficient refuses an fp32 mask and cudnn reads it wrongly without a
+        word (torch 2.11, cuDNN 9.19).
+        """
+        fp32_beside_any = device == "cpu" or self._backend == "math"
+        return FORMATS["fp32"] if fp32_beside_any else problem.formats.storage
+
+    def _mask(self, problem: Problem, device: str) -> torch.Tensor | None:
+        """attn_mask ``(batch or 1, heads or 1, query, kv)``."""
+        if needs_no_mask(problem):
+            return None
+        blocks = (self._written_out(problem, device, rows) for rows in row_blocks(problem))
+        return torch.cat([*blocks], dim=2)
+
+    def _written_out(self, problem: Problem, device: str, rows: range) -> torch.Tensor:
+        seen = attention_mask(problem, device, rows)
+        if problem.score == library.NONE:
+            return seen
+        bias = torch.where(seen, attention_bias(problem, device, rows), -math.inf)
+        return bias.to(self._bias_format(problem, device).torch_dtype)
+
+    def _like_its_mask(self, problem: Problem, device: str) -> torch.Tensor | None:
+        """A tensor as large as ``_mask``, and of its dtype: of any numbers."""
+        if needs_no_mask(problem):
+            return None
+        plain = problem.score == library.NONE
+        dtype = torch.bool if plain else self._bias_format(problem, device).torch_dtype
+        return torch.empty(mask_size(problem, device), dtype=dtype, device=device)
+
+    def _refused(self, problem: Problem, device: str) -> str | None:
+        """What torch itself says against this backend for tensors of these shapes.
+
+        torch's dispatcher gives its reasons as Python warnings; ``torch.backends.cuda``'s
+        ``can_use_*`` write them to stderr, past any filter (torch 2.11).
+        """
+        dtype = problem.formats.storage.torch_dtype
+        empty = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
+        q, k, v = (tensor.requires_grad_(problem.backward) for tensor in empty)
+        return self._reason_against(q, k, v, self._like_its_mask(problem, device), problem)
+
+    def _reason_against(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        problem: Problem,
+    ) -> str | None:
+        """The same for q, k and v themselves: strides and alignment count too."""
+        with warnings.catch_warnings(record=True) as caught, self._settings(problem):
+            warnings.simplefilter("always")
+            try:
+                chosen = torch._fused_sdp_choice(q, k, v, mask, **_arguments(problem))
+            except RuntimeError:
+                chosen = None
+        if chosen == self._kernel.value:
+            return None
+        return _reason(str(w.message) for w in caught)
+
+
+def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.data_ptr() % _VECTOR == 0 for tensor in tensors)
+
+
+def _arguments(problem: Problem) -> dict[str, Any]:
+    return {
+        "is_causal": problem.score == library.NONE and is_causal(problem),
+        "scale": problem.scale,
+        "enable_gqa": problem.group > 1,
+    }
+
+
+def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    q = (problem.batch, problem.heads, problem.query, problem.head_dim)
+    k = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim)
+    return q, k, (*k[:3], problem.value_dim)
+
+
+def _reason(messages: Iterable[str]) -> str:
+    """The first of torch's warnings that says something about this backend, in one line."""
+    for message in messages:
+        text = " ".join(message.split("(Triggered internally")[0].split())
+        if text and not text.endswith("because:") and "runtime disabled" not in text:
+            # Further sentences repeat the tensors' sizes and dtypes, other ones in every cell.
+            return f"torch: {text.split('. ')[0].rstrip('.')}."
+    return "torch has no such kernel for these tensors"
+
+
+_SMALLEST_GPU_DIM = 16  # tl.dot's smallest
+_COMPILED_AT_A_TIME = 64
+_FP32_BYTES = 4
+# What torch 2.11 says on an H200, of shapes as ordinary as 65 queries with grouped heads.
+_NO_TILES = ("NoValidChoicesError", "out of resource")
+# And of a score mod that reads one tensor twice.
+_READ_TWICE = "multiple indexing operations on the same tensor"
+
+
+class Flex(Subject):
+    """``flex_attention`` with a block mask made outside the call; LSE is the natural logarithm.
+
+    Compiled on CUDA; eager on the CPU, where a compiled one would need a C++ compiler. Rows that
+    see no key give 0 and −∞. Gradients are autograd's, on CUDA: torch has none on the CPU. Those of
+    what a score mod reads are added up in fp32 by atomic additions.
+    """
+
+    name = "flex"
+    summary = "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU"
+    backward = True
+    captured = True
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Takes every mask and score mod; wants head dimensions of at least 16 on CUDA."""
+        if problem.formats.scaled:
+            return "takes no fp8 inputs with descales"
+        if device == "cpu":
+            if problem.dtype == "tf32":
+                return "the CPU has no tf32 products"
+            if problem.backward:
+                return "torch: FlexAttention does not support backward on CPU"
+            pairs = problem.batch * problem.heads * problem.query * problem.kv
+            return memory_refusal("scores and weights in fp32", pairs * 8, device)
+        if min(problem.head_dim, problem.value_dim) < _SMALLEST_GPU_DIM:
+            return (
+                f"head_dim={problem.head_dim} value_dim={problem.value_dim}: "
+                f"compiled flex_attention needs at least {_SMALLEST_GPU_DIM}"
+            )
+        return None
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """With the full tanh that torch calls; eager it divides P before it rounds it."""
+        assumed = with_full_tanh(super().arithmetic(problem, device), problem)
+        return replace(assumed, normalised_weights=device == "cpu")
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """Make the block mask, and compile on CUDA, which takes seconds."""
+        problem, device = inputs.problem, inputs.q.device
+        score = None if problem.score == library.NONE else score_mod(problem, str(device))
+        read = captured_tensors(score, device) if score and problem.dcaptured else ()
+        if any(tensor.itemsize < _FP32_BYTES for tensor in read):
+            raise Refused("torch rounds the gradient of a 16-bit tensor to 16 bits")
+        blocks = None if problem.mask == library.FULL else block_mask(problem, str(device))
+        structure = problem.replace(seed=0, distribution="normal")
+        function = _eager if device.type == "cpu" else _compiled(structure)
+        products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
+        tensors = (inputs.q, inputs.k, inputs.v)
+        followed = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
+
+        def call() -> Outputs:
+            with (
+                torch.set_grad_enabled(problem.backward),
+                _followed(read),
+                fp32_products(products),
+            ):
+                out, lse = function(*followed, score, blocks, problem.scale)
+                gradients = _gradients(out, lse, (*followed, *read), inputs)
+            found = Outputs(out.detach(), None if lse is None else lse.detach(), *gradients[:3])
+            return replace(found, dcaptured=_in_a_row(gradients[3:])) if read else found
+
+        if device.type != "cpu":
+            _compile_now(call)
+        return call
+
+
+def _gradients(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    followed: tuple[torch.Tensor, ...],
+    inputs: Inputs,
+) -> tuple[torch.Tensor, ...]:
+    """Of what was followed, q, k and v first; none where none are asked for."""
+    if inputs.dout is None:
+        return ()
+    results, gradients = [out], [inputs.dout]
+    if inputs.dlse is not None:
+        assert lse is not None, "it is asked for"
+        results, gradients = [out, lse], [inputs.dout, inputs.dlse]
+    return torch.autograd.grad(results, followed, gradients)
+
+
+@contextlib.contextmanager
+def _followed(read: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, gradients of ``read``, the very tensors that a mod captures, are asked for."""
+    alone = [tensor for tensor in read if not tensor.requires_grad]
+    try:
+        for tensor in alone:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in alone:
+            tensor.requires_grad_(False)  # noqa: FBT003  (torch's own has no name in its stubs)
+
+
+def _in_a_row(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Of all numbers, fp32."""
+    return torch.cat([one.float().flatten() for one in gradients])
+
+
+def score_mod(problem: Problem, device: str) -> ScoreMod:
+    """The Problem's, with scores of the dtype that it gets: flex would keep a float64 table's."""
+    mod = problem.score_mod(device)
+
+    def of_its_dtype(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+    ) -> torch.Tensor:
+        return mod(score, b, h, q, kv).to(score.dtype)
+
+    return of_its_dtype
+
+
+def block_mask(problem: Problem, device: str) -> BlockMask:
+    """The Problem's mask as a BlockMask, for one sequence or head where all see the same keys."""
+    mask = problem.mask_mod(device)
+    b = torch.arange(problem.batch, device=device).view(-1, 1)
+    h = torch.arange(problem.heads, device=device).view(1, -1)
+    first = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    # Broadcasting tells whether the mask reads b or h: only then does that length come out.
+    sequences, heads = (mask(b, h, first, first) & torch.ones_like(first, dtype=torch.bool)).shape
+    return flex.create_block_mask(mask, sequences, heads, problem.query, problem.kv, device=device)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    score: ScoreMod | None,
+    blocks: BlockMask | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out, aux = flex.flex_attention(
+        q,
+        k,
+        v,
+        score_mod=score,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=flex.AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+def _eager(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """flex_attention's own dense formula."""
+    with uncompiled():
+        return _attention(*arguments)
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Within, flex_attention that is not compiled does no tracing, and does not warn of it."""
+    return mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True)
+
+
+@functools.lru_cache(maxsize=_COMPILED_AT_A_TIME)
+def _compiled(structure: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """A compiled function for Problems that differ from ``structure`` in their numbers only.
+
+    Each has a code object of its own: torch counts recompilations for a code object, and a ninth
+    structure would exceed its limit. ``fullgraph`` makes anything that cannot be compiled an
+    error, where torch would otherwise run the eager formula in silence.
+    """
+    code = _attention.__code__.replace(co_name=f"flex_attention_{structure.id}")
+    function = types.FunctionType(code, _attention.__globals__)
+    compiled: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.compile(
+        function, fullgraph=True, dynamic=False
+    )
+    return compiled
+
+
+def _compile_now(call: Call) -> None:
+    """One call, so that compiling is no part of a timed one; its advice on speed is not for us.
+
+    Raises Refused where torch's compiler finds no tiles that fit the GPU, or does not add up what a
+    score mod reads twice.
+    """
+    from torch._inductor.exc import InductorError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            call()
+        except InductorError as error:
+            if _READ_TWICE in str(error):
+                raise Refused("torch adds no gradients up of a tensor read twice") from error
+            if any(said in str(error) for said in _NO_TILES):
+                raise Refused(
+                    f"torch's compiler finds no tiles for it: {error_line(error)}"
+                ) from error
+            raise

@@ -1,0 +1,381 @@
+"""Our Triton kernels of packed documents, of keys in pages, and of few query rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncheck.conventions.call_tensors import paged_inputs
+from attncheck.conventions.function_gradients import make_leaf
+from attncheck.conventions.layouts import band_window, mask_band, pack, packed_layout
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Descale
+from attncheck.mods import library
+from attncheck.subjects.triton_flash import BY_KEYS, BY_ROWS, Flash, Flash2, launch_flash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attncheck.capabilities.subject import Call, Subject, Tiling
+    from attncheck.conventions.layouts import Layout, PackedProblem
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.kernels.launch import KernelPages, Launch
+    from attncheck.kernels.varlen_forward import Causal
+    from attncheck.mods.to_triton import TritonMod
+
+    Tensors = tuple[torch.Tensor, ...]
+
+    Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+__all__ = ["MOST_ROWS", "Decode", "Paged", "Varlen", "splits_of"]
+
+
+_MOST_HEADS = 65_535
+_CAUSAL = (-1, 0)
+
+
+class Varlen(Flash):
+    """FlashAttention-2 of documents one behind the other, without padding.
+
+    A batch is its sequences as documents, ``padding`` is keys of other lengths, ``document`` and
+    ``documents`` are documents within each sequence. What else a mask with documents hides is left
+    to the kernel's causal flag where that is it, aligned bottom-right or top-left, else to a traced
+    mask. A Problem with a backward has both passes in one call.
+    """
+
+    name = "triton-varlen"
+    summary = "our FlashAttention-2 of packed documents in Triton"
+    sinks = True
+    backward = True
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Takes what is documents, padding, or a band in each whole sequence."""
+        found = pack(problem)
+        if found is None:
+            return f"the mask {problem.mask} names documents or padding more than once"
+        if not found.cut and mask_band(found.rest, problem.dimensions) is None:
+            return f"the mask {problem.mask} is neither documents nor padding nor a band"
+        if device == "cuda" and problem.heads > _MOST_HEADS:
+            return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
+        return super().unsupported(problem.replace(batch=1, mask=library.FULL), device)
+
+    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """``kernels.varlen_forward.varlen_forward``."""
+        from attncheck.kernels import varlen_forward
+
+        return varlen_forward.varlen_forward
+
+    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+        """Its tiles where they are those of a whole sequence; None where documents move them.
+
+        A document's tiles of keys begin with its first key, wherever that is.
+        """
+        tiling = super().tiling(problem, device)
+        found = _packed(problem)
+        places = zip(found.places(), found.lengths(), strict=True)
+        starts = {key for (_, _, key), lengths in places if min(lengths) > 0}
+        moved = tiling is not None and any(start % tiling.block_kv for start in starts)
+        return None if moved else tiling
+
+    def launch(self, problem: Problem, device: str) -> Launch:
+        """Tiles by the Problem's own lengths, so that no sequence's depend on its neighbours'."""
+        return super().launch(_alone(problem), device)
+
+    def gradient_launches(self, problem: Problem, device: str) -> tuple[Launch, Launch]:
+        """How dQ is launched, and how dK and dV are."""
+        rows, keys = (launch_flash(_alone(problem), device, tiles) for tiles in (BY_ROWS, BY_KEYS))
+        return rows, keys
+
+    def backward_launcher(self) -> Callable[..., Gradients]:
+        """``kernels.varlen_backward.varlen_backward``."""
+        from attncheck.kernels import varlen_backward
+
+        return varlen_backward.varlen_backward
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """Pack the documents, trace the mods, and bind the launches."""
+        problem, device = inputs.problem, inputs.device.type
+        from attncheck.kernels.compilation import prepare_triton
+
+        prepare_triton(device)
+        layout, chosen = packed_layout(problem), self.launch(problem, device)
+        tensors = layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
+        given = {"scale": problem.scale, "sink": inputs.sink}
+        given |= _documents(inputs) | _mods(problem, device)
+        forward = partial(
+            self.forward(),
+            *tensors,
+            launch=chosen,
+            programs=_programs(inputs, chosen),
+            descale=_descale(inputs),
+            out_dtype=problem.formats.output.torch_dtype,
+            **given,
+        )
+        backward = self._prepared_backward(inputs, layout, tensors, given)
+
+        def call() -> Outputs:
+            out, lse = forward()
+            found = Outputs(layout.out[tuple(out.shape)](out), layout.lse[tuple(lse.shape)](lse))
+            return found if backward is None else backward(found, out, lse)
+
+        return call
+
+    def _prepared_backward(
+        self, inputs: Inputs, layout: Layout, tensors: Tensors, given: dict[str, Any]
+    ) -> Callable[[Outputs, torch.Tensor, torch.Tensor], Outputs] | None:
+        """What adds the gradients to outputs, from the packed out and LSE; None for none."""
+        if inputs.dout is None:
+            return None
+        problem, device = inputs.problem, inputs.device.type
+        rows, keys = self.gradient_launches(problem, device)
+        backward = partial(
+            self.backward_launcher(),
+            launch=rows,
+            launch_by_keys=keys,
+            programs=_programs(inputs, rows),
+            key_programs=_key_programs(inputs, keys),
+            slope=_slope(problem, device),
+            **given,
+        )
+        of_q = make_leaf("dq", inputs.q, layout.queries)
+        of_k, of_v = (make_leaf(f"d{n}", getattr(inputs, n), layout.keys) for n in "kv")
+        dout, dlse = layout.queries(inputs.dout), _packed_rows(inputs.dlse)
+
+        def call(found: Outputs, out: torch.Tensor, lse: torch.Tensor) -> Outputs:
+            dq, dk, dv, dsink = backward(*tensors, out, lse, dout, dlse)
+            dq, dk, dv = of_q.back(dq), of_k.back(dk), of_v.back(dv)
+            return replace(found, dq=dq, dk=dk, dv=dv, dsink=dsink)
+
+        return call
+
+
+def _packed(problem: Problem) -> PackedProblem:
+    found = pack(problem)
+    assert found is not None, "asked of what it takes"
+    return found
+
+
+def _alone(problem: Problem) -> Problem:
+    """As long, of one sequence in which nothing is hidden."""
+    return problem.replace(batch=1, mask=library.FULL, score=library.NONE, dcaptured=False)
+
+
+def _documents(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Where the documents are, and by which numbers the mods know them."""
+    found = _packed(inputs.problem)
+    of = {
+        "cu_seqlens_q": found.starts(0),
+        "cu_seqlens_k": found.starts(1),
+        "places": found.places(),
+    }
+    return {
+        name: torch.tensor(numbers, dtype=torch.int32, device=inputs.device)
+        for name, numbers in of.items()
+    }
+
+
+def _programs(inputs: Inputs, launch: Launch) -> torch.Tensor:
+    from attncheck.kernels.varlen_forward import program_list
+
+    rows = [rows for rows, _ in _packed(inputs.problem).lengths()]
+    return program_list(rows, launch.block_query).to(inputs.device)
+
+
+def _key_programs(inputs: Inputs, launch: Launch) -> torch.Tensor:
+    from attncheck.kernels.varlen_backward import key_program_list
+
+    keys = [keys for _, keys in _packed(inputs.problem).lengths()]
+    return key_program_list(keys, launch.block_kv).to(inputs.device)
+
+
+def _descale(inputs: Inputs) -> Descale | None:
+    """Each document's: that of its sequence."""
+    if inputs.descale is None:
+        return None
+    b = [b for b, _, _ in _packed(inputs.problem).places()]
+    return Descale(**{name: getattr(inputs.descale, name)[b] for name in "qkv"})
+
+
+def _packed_rows(dlse: torch.Tensor | None) -> torch.Tensor | None:
+    """``(batch, heads, query)`` → ``(heads, total)``."""
+    return None if dlse is None else dlse.transpose(0, 1).flatten(1)
+
+
+def _mods(problem: Problem, device: str) -> dict[str, Any]:
+    """What hides keys within documents, by flag or by mask, and the score mod."""
+    from attncheck.mods.to_triton import to_triton
+    from attncheck.subjects.kernel_mods import mask_expression, score_expression
+
+    found = _packed(problem)
+    causal = _causal(problem, found)
+    mask = score = None
+    if found.rest != library.FULL and not causal:
+        mask = to_triton(mask_expression(problem.replace(mask=found.rest), device))
+    if problem.score != library.NONE:
+        score = to_triton(score_expression(problem, device))
+    return {"causal": causal, "mask": mask, "score": score}
+
+
+def _slope(problem: Problem, device: str) -> TritonMod | None:
+    """The score mod's derivative; None without one."""
+    from attncheck.mods.to_triton import to_triton
+    from attncheck.subjects.kernel_mods import slope_expression
+
+    return None if problem.score == library.NONE else to_triton(slope_expression(problem, device))
+
+
+def _causal(problem: Problem, found: PackedProblem) -> Causal:
+    """How the kernel's flag is aligned where it is what hides keys within documents."""
+    seen = mask_band(found.rest, problem.dimensions)
+    if seen is None:
+        return ""
+    lengths, leads = found.lengths(), found.leads()
+    if band_window(seen, lengths, bottom_right=True, leads=leads) == _CAUSAL:
+        return "bottom_right"
+    if band_window(seen, lengths, bottom_right=False, leads=leads) == _CAUSAL:
+        return "top_left"
+    return ""
+
+
+class Paged(Flash2):
+    """``triton-flash2`` behind a page table: prefill and decoding, any mask and score mod.
+
+    Its tiles of keys are logical: a tile may be of several pages, and a page of several tiles. It
+    is given kv, and the mask says where a sequence ends.
+    """
+
+    name = "triton-paged"
+    summary = "triton-flash2 on keys and values in pages, behind a page table"
+    backward = False
+
+    def concerns(self, problem: Problem) -> bool:
+        """Attention with pages, and no other."""
+        return problem.paging is not None and super().concerns(problem.replace(paging=None))
+
+    def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
+        """Caches ``(pages, kv_heads, size, dim)``, and the table; packed before the call."""
+        from attncheck.kernels.launch import KernelPages
+
+        cache = paged_inputs(inputs)
+        return cache.k, cache.v, KernelPages(cache.table.table, cache.table.size)
+
+
+MOST_ROWS = 128
+"""Query rows times heads of a group: what one program was meant for."""
+
+_SMALLEST_BLOCK = 16  # rows of a tensor core's product
+# Rows and columns for which fewer warps are enough; fp32's products take many registers.
+_SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
+_SPLIT_BLOCKS = 4  # of keys, at least, on a GPU: below it a split costs more than it brings
+_MOST_SPLITS = 64  # on a GPU: what is merged stays little beside the keys
+_MOST_SPLITS_INTERPRETED = 3
+_OTHER_SPLITS = (1, 2, 3, 7)
+
+
+class Decode(Flash):
+    """Split-KV decoding; interpreted where there is no GPU.
+
+    It does not promise ``batch``: the rows of a tile are all those that read one kv head, and its
+    size, and with it the order of sums, depends on how many heads share that.
+
+    Args:
+        splits: Into how many parts it cuts the keys, where not as many as it chooses itself.
+    """
+
+    name = "triton-decode"
+    summary = "our decode kernel in Triton: up to 128 rows a kv head, keys in splits merged by LSE"
+    promises = frozenset({"repeat", "layout", "hidden"})
+
+    def __init__(self, splits: int | None = None) -> None:
+        self._splits = splits
+
+    def concerns(self, problem: Problem) -> bool:
+        """Whether it is attention, paged or not."""
+        return super().concerns(problem.replace(paging=None))
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Takes up to ``MOST_ROWS`` rows a kv head, and else what the other forwards take."""
+        rows = problem.query * problem.group
+        if rows > MOST_ROWS:
+            return f"query · group = {rows}: it is for decoding, at most {MOST_ROWS}"
+        # A program is of a kv head.
+        return super().unsupported(problem.replace(heads=problem.kv_heads), device)
+
+    def launch(self, problem: Problem, device: str) -> Launch:
+        """A block of rows as small as they are, and as many splits as ``splits_of`` says."""
+        chosen = super().launch(problem, device)
+        rows = min(problem.query * problem.group, MOST_ROWS)
+        block = max(_SMALLEST_BLOCK, 1 << (rows - 1).bit_length())
+        if device != "cpu":  # there a larger one would spill
+            block = min(block, chosen.block_query)
+        narrow = block <= _SMALL_BLOCK and problem.dtype != "fp32"
+        narrow = narrow and max(problem.head_dim, problem.value_dim) <= _SMALL_DIM
+        return dataclasses.replace(
+            chosen,
+            block_query=block,
+            warps=min(chosen.warps, _SMALL_WARPS) if narrow else chosen.warps,
+            splits=self._splits or splits_of(problem.kv, chosen.block_kv, device),
+        )
+
+    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+        """Its tile sizes; none where parts are merged, each with weights relative to its maximum.
+
+        The ideal kernel, which rounds as a tiling says, has no such parts.
+        """
+        return super().tiling(problem, device) if self._parts(problem, device) == 1 else None
+
+    def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
+        """With 1, 2, 3 and 7 splits, and with one more than there are blocks of keys."""
+        own = self.launch(problem, device)
+        counts = dict.fromkeys((*_OTHER_SPLITS, _blocks(problem.kv, own.block_kv) + 1))
+        return {
+            f"{count} split{'s' * (count > 1)}": type(self)(count)
+            for count in counts
+            if count != own.splits
+        }
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """That of the other forwards, and its splits; a sink is merged as one more."""
+        assumed = super().arithmetic(problem, device)
+        return dataclasses.replace(assumed, splits=self._parts(problem, device))
+
+    def _parts(self, problem: Problem, device: str) -> int:
+        return self.launch(problem, device).splits + problem.sink
+
+    def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
+        """K, v and their pages: those of a Problem with paging, as a cache holds them."""
+        if inputs.problem.paging is None:
+            return super().stored(inputs)
+        from attncheck.conventions.call_tensors import paged_inputs
+        from attncheck.kernels.launch import KernelPages
+
+        cache = paged_inputs(inputs)
+        return cache.k, cache.v, KernelPages(cache.table.table, cache.table.size)
+
+    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """``kernels.decode_forward.decode_forward``."""
+        from attncheck.kernels import decode_forward
+
+        return decode_forward.decode_forward
+
+
+def splits_of(kv: int, block_kv: int, device: str) -> int:
+    """Into how many splits ``kv`` keys are cut: by their number alone, whatever the batch.
+
+    On a GPU one for each 4 blocks of keys, at most 64. In the interpreter, where a split costs what
+    a block does, one a block, at most 3: enough to be merged.
+    """
+    blocks = _blocks(kv, block_kv)
+    if device == "cpu":
+        return min(blocks, _MOST_SPLITS_INTERPRETED)
+    return max(1, min(blocks // _SPLIT_BLOCKS, _MOST_SPLITS))
+
+
+def _blocks(kv: int, block_kv: int) -> int:
+    return -(-kv // block_kv)

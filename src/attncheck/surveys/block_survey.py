@@ -1,0 +1,140 @@
+"""A mask's tiles at every block size: one BlockReport."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import attncheck
+from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
+from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, block_mask
+from attncheck.mods.library import build_mask
+from attncheck.mods.masks import MASKS
+from attncheck.mods.mod_files import load_mask
+from attncheck.mods.spec import Spec
+from attncheck.records.survey_reports import BlockRecord, BlockReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from attncheck.mods.spec import Dimensions, MaskMod
+
+__all__ = ["blocks_of", "mask_of", "survey_blocks"]
+
+_SIZE = r"([1-9]\d{0,6})"
+_MOST_TILES = 2**24  # some gigabytes while they are sorted
+_BLOCK = re.compile(f"{_SIZE}x{_SIZE}")
+
+
+def mask_of(text: str) -> Spec:
+    """The mask as typed: a name of the library, a Spec in JSON, or ``FILE.py::NAME``.
+
+    Raises:
+        UsageError: for a text that is none of these, or a mask of a file that cannot be
+            (``mods.own``); one of the library is checked when it is built.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            return Spec.from_json(json.loads(text))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UsageError(f"mask {text!r} is no JSON: {error}.") from None
+    if "::" in text or text.endswith(".py"):  # or its beginning: own_mask says what is missing
+        return load_mask(text)
+    if text not in MASKS:
+        raise UnknownName("mask", text, without_recorded(MASKS))
+    if MASKS[text].arguments or MASKS[text].compose:
+        raise ProblemError(
+            f"mask {text!r} needs numbers or parts: write it as JSON, "
+            f'{{"name": "{text}", …}}, or as FILE.py::NAME.'
+        )
+    return Spec.of(text)
+
+
+def blocks_of(text: str) -> tuple[int, int]:
+    """Rows and keys of a tile, of ``ROWSxKEYS``; raises UsageError for anything else."""
+    match = _BLOCK.fullmatch(text.strip().lower())
+    if not match:
+        raise UsageError(f"block {text!r} is not ROWSxKEYS, such as 128x64.")
+    return int(match[1]), int(match[2])
+
+
+def _check_count(dimensions: Dimensions, rows: int, keys: int) -> None:
+    tiles = -(-dimensions.query // rows) * -(-dimensions.kv // keys)
+    tiles *= dimensions.batch * dimensions.heads
+    if tiles > _MOST_TILES:
+        raise UsageError(
+            f"tiles of {rows}x{keys} are {tiles:,}: at most {_MOST_TILES:,} are counted. Ask for "
+            "larger tiles, or for shorter lengths."
+        )
+
+
+def survey_blocks(
+    mask: Spec,
+    dimensions: Dimensions,
+    blocks: Sequence[tuple[int, int]],
+    *,
+    mapped: bool,
+    command: str,
+    done: Callable[[], None] = lambda: None,
+) -> BlockReport:
+    """The tiles of ``mask``.
+
+    Args:
+        mask: Of the library, or a file's that is in it by now.
+        dimensions: Ranges of its indices.
+        blocks: Rows and keys of a tile, for each record.
+        mapped: Whether records hold the picture of the first sequence and head.
+        command: The command line, for the report.
+        done: Called after each record.
+
+    Raises:
+        UnknownName: for a mask that the library does not have.
+        ProblemError: for one that does not fit the dimensions.
+        UsageError: for tiles that are too many to be counted.
+    """
+    for rows, keys in blocks:
+        _check_count(dimensions, rows, keys)
+    mod = build_mask(mask, dimensions)
+    records = []
+    for size in dict.fromkeys(blocks):
+        records.append(_record(mod, dimensions, size, mapped=mapped))
+        done()
+    return BlockReport(
+        command=command,
+        attncheck=attncheck.__version__,
+        mask=mask.to_json(),
+        name=str(mask),
+        batch=dimensions.batch,
+        heads=dimensions.heads,
+        query=dimensions.query,
+        kv=dimensions.kv,
+        records=tuple(records),
+    )
+
+
+def _record(
+    mod: MaskMod, dimensions: Dimensions, size: tuple[int, int], *, mapped: bool
+) -> BlockRecord:
+    kinds = block_mask(mod, dimensions, block_query=size[0], block_kv=size[1]).kinds()
+    # One table stands for all sequences, or heads, where the mask does not tell them apart.
+    alike = dimensions.batch // kinds.shape[0] * (dimensions.heads // kinds.shape[1])
+    empty, partial, full = (int((kinds == kind).sum()) * alike for kind in (EMPTY, PARTIAL, FULL))
+    total = empty + partial + full
+    return BlockRecord(
+        block_query=size[0],
+        block_kv=size[1],
+        total=total,
+        empty=empty,
+        partial=partial,
+        full=full,
+        sparsity=empty / total,
+        speedup=total / (total - empty) if total > empty else None,
+        map=_map(kinds[0, 0]) if mapped else (),
+    )
+
+
+def _map(kinds: Tensor) -> tuple[str, ...]:
+    return tuple("".join(map(str, row)) for row in kinds.tolist())

@@ -1,0 +1,302 @@
+"""Inputs from which a number of a kernel's arithmetic can be read, and how they are run.
+
+Logits are in log2 units throughout: the Problem's scale is ln 2, rounded to fp32, whose product
+with log2 e rounds to 1 exactly. q·k of a whole number is a weight that is a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import dtype_named, fp32, round_to
+from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods import library
+from attncheck.verify.call_checks import Unanswered
+from attncheck.verify.executor import Failure
+from attncheck.verify.run_case import adapted_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from attncheck.capabilities.subject import Subject, Tiling
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.mods.spec import Spec
+    from attncheck.verify.executor import Executor
+
+__all__ = [
+    "DIM",
+    "GROUP",
+    "KEYS",
+    "LN2",
+    "ROWS",
+    "STEPS",
+    "Declaration",
+    "Grid",
+    "Scene",
+    "SceneRunner",
+    "Unanswered",
+    "blank_inputs",
+    "coarsest",
+    "make_scene",
+    "read_grid",
+    "repeat_elements",
+]
+
+
+LN2 = fp32(math.log(2.0))
+ROWS, KEYS, DIM = 128, 128, 64
+GROUP = 16
+"""Keys after which a pattern begins anew: no kernel's tile is smaller, and each has its maximum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Numbers of one call.
+
+    Attributes:
+        problem: What is asked.
+        q: Float64 ``(heads, query, dim)``, alike in every sequence; k and v so too.
+        k: ``(heads, kv, dim)``.
+        v: ``(heads, kv, dim)``.
+    """
+
+    problem: Problem
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def inputs(self, device: str = "cpu") -> Inputs:
+        """As a kernel reads them; raises ProblemError where the dtype does not hold them."""
+        fmt = self.problem.formats.storage
+        tensors, scales = {}, {}
+        for name in ("q", "k", "v"):
+            values = getattr(self, name)
+            if self.problem.formats.scaled:
+                scale = _descale(values, fmt.max)
+                values = values / scale[:, None, None]
+                scales[name] = scale.float().expand(self.problem.batch, -1).contiguous()
+            if not torch.equal(round_to(values, fmt), values):
+                raise ProblemError(f"{name} of this scene are not numbers of {fmt.name}.")
+            held = values.expand(self.problem.batch, -1, -1, -1)
+            tensors[name] = held.to(fmt.torch_dtype).contiguous()
+        made = Inputs(
+            problem=self.problem, **tensors, descale=Descale(**scales) if scales else None
+        )
+        return made.to(device)
+
+
+def make_scene(  # q, k and v, and what a Problem has besides
+    dtype: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Spec = library.FULL,
+    scale: float = LN2,
+    batch: int = 1,
+) -> Scene:
+    """A Scene of float64 ``(heads, length, dim)``; raises ProblemError for what cannot be."""
+    problem = Problem(
+        batch=batch,
+        heads=q.shape[0],
+        query=q.shape[1],
+        kv=k.shape[1],
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        dtype=dtype_named(dtype).name,
+        mask=mask,
+        scale=scale,
+    )
+    return Scene(problem=problem, q=q, k=k, v=v)
+
+
+def blank_inputs(
+    heads: int = 1, kv: int = KEYS, query: int = ROWS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros for q, k and v."""
+    shapes = ((heads, query, DIM), (heads, kv, DIM), (heads, kv, DIM))
+    q, k, v = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+    return q, k, v
+
+
+def repeat_elements(offset: int, kv: int = KEYS) -> list[int]:
+    """The keys at ``offset`` of each group."""
+    return list(range(offset, kv, GROUP))
+
+
+def _descale(values: torch.Tensor, top: float) -> torch.Tensor:
+    """Powers of two ``(heads,)`` that bring the largest number to the format's largest binade."""
+    largest = values.abs().amax((1, 2))
+    _, exponent = torch.frexp(torch.where(largest == 0, 1.0, largest))
+    scale = torch.pow(2.0, (exponent - 1 - math.floor(math.log2(top))).double())
+    return torch.where(largest / scale > top, 2 * scale, scale)  # e4m3 ends at 1.75 · 2^8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What a kernel gave on a scene, on the CPU.
+
+    Attributes:
+        out: Float64 ``(heads, query, dim)`` of the first sequence.
+        lse: Float64 ``(heads, query)``; None where it gives none.
+        arithmetic: What it declares there.
+        tiling: The same.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    arithmetic: Arithmetic
+    tiling: Tiling | None
+
+
+@dataclass(slots=True, kw_only=True)
+class SceneRunner:
+    """One kernel in one dtype.
+
+    Attributes:
+        subject: The kernel.
+        dtype: A name of ``formats.DTYPES``.
+        device: ``cpu`` or ``cuda``.
+        executor: How it is called.
+        asked: Scenes that it has answered.
+    """
+
+    subject: Subject
+    dtype: str
+    device: str
+    executor: Executor
+    asked: int = field(default=0, init=False)
+
+    def finite(self, scene: Scene) -> Declaration:
+        """As ``ask``; raises Unanswered also where something of out is not finite."""
+        told = self.ask(scene)
+        if not bool(told.out.isfinite().all()):
+            raise Unanswered(Failure(kind="error", message="its outputs are not finite"))
+        return told
+
+    def ask(self, scene: Scene) -> Declaration:
+        """What it gives; raises Unanswered where it does not take the scene, or fails."""
+        scene = self._taken(scene)
+        try:
+            inputs = scene.inputs(self.device)
+        except ProblemError as error:
+            raise Unanswered(Failure(kind="refused", message=str(error))) from None
+        result = self.executor.run(self.subject, inputs)
+        if isinstance(result, Failure):
+            raise Unanswered(result)
+        self.asked += 1
+        outputs = result.outputs
+        return Declaration(
+            out=outputs.out[0].double().cpu(),
+            lse=None if outputs.lse is None else outputs.lse[0].double().cpu(),
+            arithmetic=result.arithmetic,
+            tiling=result.tiling,
+        )
+
+    def _taken(self, scene: Scene) -> Scene:
+        """``scene``, in pages for a kernel that takes no others; raises Unanswered for none."""
+        problems = adapted_problems(self.subject, scene.problem, self.executor)
+        if not self.executor.concerns(self.subject, problems[0]):
+            raise Unanswered(Failure(kind="refused", message="the kernel is for other problems"))
+        refusals: list[Failure] = []
+        for problem in problems:
+            refused = self.executor.refusal(self.subject, problem, self.device)
+            if not refused:
+                return replace(scene, problem=problem)
+            refusals.append(
+                refused
+                if isinstance(refused, Failure)
+                else Failure(kind="refused", message=refused)
+            )
+        raise Unanswered(refusals[0])
+
+
+STEPS = 8
+"""Numbers 0 … 7 that are added to 2^b or 1.5 · 2^b."""
+
+_SPACINGS = (1, 2, 4, 8)
+_ROUNDINGS = ("nearest", "down", "up")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Grid:
+    """How a number is held.
+
+    Attributes:
+        bits: Significant ones.
+        rounding: ``nearest`` (ties to even), ``truncated``; empty where nothing was rounded.
+    """
+
+    bits: int
+    rounding: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits" + (f", {self.rounding}" if self.rounding else "")
+
+
+def read_grid(seen: Sequence[float], b: int) -> Grid | None:
+    """The grid of numbers that hold 2^b + x, for x = 0, 1, … in turn, as what came of each tells.
+
+    Args:
+        seen: What came of each x: equal exactly where x was held as the same number.
+        b: Binary exponent of what x was added to.
+
+    Returns:
+        None where all are held, where all are the same, or where no grid tells them apart so.
+    """
+    told = _classes(seen)
+    for spacing in _SPACINGS[1:]:
+        for rounding in _ROUNDINGS:
+            held = [_held(x, spacing, rounding) for x in range(len(seen))]
+            if _classes(held) == told and len(set(held)) > 1:
+                bits = b + 1 - int(math.log2(spacing))
+                return Grid(bits, "nearest" if rounding == "nearest" else "truncated")
+    return None
+
+
+def all_held(seen: Sequence[float]) -> bool:
+    """Whether every x is told from the others."""
+    return len(set(seen)) == len(seen) and all(map(math.isfinite, seen))
+
+
+def coarsest(ladder: Iterable[tuple[int, Sequence[float]]]) -> Grid | None:
+    """The coarsest grid on a ladder of exponents b; at least the bits that all were held in.
+
+    Args:
+        ladder: (b, what came of each x).
+
+    Returns:
+        Without a rounding where all were held throughout; None where nothing can be said.
+    """
+    grids: list[Grid] = []
+    most = 0
+    for b, seen in ladder:
+        if not all(map(math.isfinite, seen)):
+            continue
+        if all_held(seen):
+            most = max(most, b + 1)
+        found = read_grid(seen, b)
+        if found is not None:
+            grids.append(found)
+    if grids:
+        return min(grids)
+    return Grid(most) if most else None
+
+
+def _classes(values: Sequence[float]) -> tuple[int, ...]:
+    """For each value the place of the first that equals it."""
+    return tuple(list(values).index(value) for value in values)
+
+
+def _held(x: int, spacing: int, rounding: str) -> int:
+    if rounding == "down":
+        return x // spacing * spacing
+    if rounding == "up":
+        return -(-x // spacing) * spacing
+    return round(x / spacing) * spacing  # Python's ties go to even

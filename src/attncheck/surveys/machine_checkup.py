@@ -1,0 +1,96 @@
+"""Whether attncheck can work on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from attncheck.capabilities import named_kernels
+from attncheck.core.errors import AttncheckError
+from attncheck.core.paged_layout import Paging
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Problem
+from attncheck.verify.environment import default_device, environment, prepare
+from attncheck.verify.executor import Execution, InProcess
+
+if TYPE_CHECKING:
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.input_tensors import Inputs
+
+__all__ = ["check_machine"]
+
+# With q = 0 and V = 1 every weight is 1 and a power of two of them is summed: out is exactly 1 in
+# every format, whatever the order of the sum; of a softmax it is exactly 1/32. A kernel is asked
+# the first of these that concerns it.
+_UNIFORM = Problem(heads=2, kv_heads=1, query=32, head_dim=16, distribution="zero_q")
+_PROBLEMS = (
+    _UNIFORM,
+    _UNIFORM.replace(dtype="e4m3"),
+    _UNIFORM.replace(paging=Paging(size=16)),
+    Problem(operation="softmax", query=32, distribution="zero_q"),
+)
+
+
+def check_machine() -> dict[str, Any]:
+    """Environment and self-tests, as JSON.
+
+    Each self-test has a ``name``, whether it is ``ok``, and a ``finding`` in one line. A kernel
+    that is absent here is ok: it says why.
+    """
+    device = default_device()
+    try:
+        prepare(device)
+    except AttncheckError as error:
+        ready = {"name": "triton", "ok": False, "finding": str(error)}
+    else:
+        how = "compiled" if device == "cuda" else "interpreted"
+        ready = {"name": "triton", "ok": True, "finding": f"kernels are {how} on {device}"}
+    tests = [ready, *_assembler(device)]
+    tests += [
+        _self_test(named_kernels.subject_named(n), device) for n in named_kernels.builtin_names()
+    ]
+    return {"environment": msgspec.to_builtins(environment(device)), "self_tests": tests}
+
+
+def _assembler(device: str) -> list[dict[str, Any]]:
+    """That Triton's own ptxas is not to be trusted, where that is so; it concerns other kernels."""
+    if device == "cpu" or not find_spec("triton"):
+        return []
+    from attncheck.kernels.assembler import replacement_assembler
+
+    better = replacement_assembler()
+    if better is None:
+        return []
+    finding = (
+        "CUDA 12.8's gives some wgmma wrong operands: wrong numbers, illegal accesses. Ours do "
+        f"without it; for your Triton kernels set TRITON_PTXAS_PATH={better}"
+    )
+    return [{"name": "ptxas", "ok": True, "finding": finding}]
+
+
+def _self_test(subject: Subject, device: str) -> dict[str, Any]:
+    problem = next(problem for problem in _PROBLEMS if subject.concerns(problem))
+    reason = subject.absent(device) or subject.unsupported(problem, device)
+    if reason:
+        return {"name": subject.name, "ok": True, "finding": f"not here: {reason}"}
+    result = InProcess().run(subject, _with_ones(inputs_room.draw_inputs(problem, device)))
+    if not isinstance(result, Execution):
+        return {"name": subject.name, "ok": False, "finding": result.message}
+    softmax = problem.operation == "softmax"
+    expected, said = (1 / problem.kv, "1/32") if softmax else (1.0, "1")
+    wrong = int((result.outputs.out != expected).sum())
+    right = "equal scores give" if softmax else "uniform weights over V = 1 give"
+    finding = f"{wrong} elements are not {said}" if wrong else f"{right} exactly {said}"
+    return {"name": subject.name, "ok": wrong == 0, "finding": finding}
+
+
+def _with_ones(drawn: Inputs) -> Inputs:
+    """V = 1, in fp8 with a descale of 1."""
+    descale = drawn.descale
+    if descale is not None:
+        descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))
+    return drawn.replace(v=torch.ones_like(drawn.v), descale=descale)

@@ -1,0 +1,214 @@
+"""One kernel on one Case, measured so that a later run of it can be compared with this one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from attncheck.capabilities.subject import Tiling
+from attncheck.judge.error_measures import (
+    measure_errors,
+    relative,
+    rounding_squares,
+    row_squares,
+    units,
+)
+from attncheck.records.record import FAILED_STATUSES, Accuracy
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+from attncheck.verify.evidence import Evidence, ensemble_tilings
+from attncheck.verify.executor import Execution, InProcess
+from attncheck.verify.run_case import compare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.judge.error_measures import ErrorMeasures
+    from attncheck.records.record import Record
+    from attncheck.verify.executor import Executor, Failure, Origin
+
+__all__ = ["RUNS", "accuracies", "accuracy_tilings", "measure_accuracy", "promises_same_bits"]
+
+RUNS = 5
+"""Fewest runs of a kernel that may give other bits each time."""
+
+# Long sums, which the judge's four tilings have not: in fp32 they are what a kernel's errors are.
+_LONG = Tiling(block_query=128, block_kv=256)
+
+
+def measure_accuracy(
+    subject: Subject,
+    case: Case,
+    *,
+    device: str,
+    variant: str = "",
+    environment: str = "",
+    executor: Executor | None = None,
+    runs: int = RUNS,
+) -> Record:
+    """Compare ``subject`` on ``case`` as ``check.compare`` does, and say how much was chance.
+
+    The Record has a ``digest`` and an ``accuracy``. A kernel that promises the same bits each time
+    is run once. Any other is run ``runs`` times: the Record is that of the worst, the accuracy of
+    each tensor that of its largest error; and the digest is left out unless all bits were equal.
+
+    Args:
+        subject: The kernel.
+        case: A Case whose question is ``compare``.
+        device: ``cpu`` or ``cuda``.
+        variant: The plan's name for the mask and score mod.
+        environment: Fingerprint of this process.
+        executor: How to call the kernel; in this process by default.
+        runs: Of a kernel that may give other bits each time.
+
+    Never raises for what the kernel does; see ``check.compare``.
+    """
+    evidence, hearing = Evidence(case, device), _Hearing(executor or InProcess())
+    worst: Record | None = None
+    for _ in range(1 if promises_same_bits(subject, case.problem) else runs):
+        hearing.heard = None
+        record = compare(
+            subject,
+            evidence,
+            variant=variant,
+            environment=environment,
+            executor=hearing,
+            timed=False,
+        )
+        if hearing.heard is not None and record.judgement is not None:
+            record = replace(record, accuracy=accuracies(hearing.heard, evidence))
+        worst = record if worst is None else _worse(worst, record)
+        if record.status in FAILED_STATUSES or record.status == "unsupported":
+            break
+    assert worst is not None, "it ran at least once"
+    return worst
+
+
+def promises_same_bits(subject: Subject, problem: Problem) -> bool:
+    """Whether ``subject`` promises the same bits each time that it is asked ``problem``."""
+    return "repeat" in subject.promises and (subject.promises_gradients or not problem.backward)
+
+
+def accuracy_tilings(problem: Problem) -> tuple[Tiling, ...]:
+    """Those of the ideal kernels that an error is compared with."""
+    known = ensemble_tilings(problem)
+    return known if problem.operation == "softmax" else (*known, _LONG)
+
+
+class _Hearing:
+    """An executor that keeps what the kernel gave, for who is told its Record alone."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.heard: Execution | None = None
+
+    def absence(self, subject: Subject, device: str) -> str | None:
+        return self._executor.absence(subject, device)
+
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        return self._executor.concerns(subject, problem)
+
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        return self._executor.refusal(subject, problem, device)
+
+    def launches(
+        self, subject: Subject, problem: Problem, device: str
+    ) -> Mapping[str, Subject] | Failure:
+        return self._executor.launches(subject, problem, device)
+
+    def run(
+        self,
+        subject: Subject,
+        inputs: Inputs,
+        *,
+        origin: Origin | None = None,
+        timed: bool = False,
+        under: CallConditions = PLAIN_CALL,
+    ) -> Execution | Failure:
+        result = self._executor.run(subject, inputs, origin=origin, timed=timed, under=under)
+        self.heard = result if isinstance(result, Execution) else None
+        return result
+
+
+def accuracies(result: Execution, evidence: Evidence) -> dict[TensorName, Accuracy]:
+    """Of every tensor whose errors are finite numbers."""
+    exact, found = evidence.truth.tensors(), {}
+    given = result.outputs.tensors()
+    ensemble = [one.tensors() for one in _ensemble(result, evidence)]
+    for name, values in given.items():
+        if name not in exact:
+            continue
+        counted = _counted(name, evidence).expand_as(exact[name])
+        whole = measure_errors(values, exact[name], counted)
+        if not whole.nonfinite:
+            rows = [row_squares(one[name], exact[name], counted) for one in (given, *ensemble)]
+            least = _least(name, evidence, counted)
+            each = least is not None and evidence.generic
+            found[name] = _accuracy(whole, rows, units(rows[1:], least, each=each), each=each)
+    return found
+
+
+def _accuracy(
+    whole: ErrorMeasures, rows: list[torch.Tensor], unit: torch.Tensor, *, each: bool
+) -> Accuracy:
+    # Without units of their own rows may err alike: then a row counts as one element at most.
+    most = whole.elements if each else unit.numel()
+    own, *ensemble = (relative(one, unit, most) for one in rows)
+    return Accuracy(
+        rmse=whole.rmse,
+        relative=own.size,
+        freedom=own.freedom,
+        ensemble=tuple(one.size for one in ensemble),
+    )
+
+
+def _least(name: TensorName, evidence: Evidence, counted: torch.Tensor) -> torch.Tensor | None:
+    """What one rounding costs; None of a tensor whose rows are single elements."""
+    exact, formats = evidence.truth.tensors()[name], evidence.case.problem.formats
+    if exact.ndim < 4:
+        return None
+    output = formats.output if name == "out" else formats.storage
+    return rounding_squares(exact, counted, output)
+
+
+def _ensemble(result: Execution, evidence: Evidence) -> Iterator[Outputs]:
+    """What ideal kernels give, with gradients where there are some."""
+    problem = evidence.case.problem
+    for tiling in accuracy_tilings(problem):
+        if problem.backward:
+            yield Ideal(tiling).run(evidence.inputs)
+        else:
+            yield evidence.ideal_outputs(tiling, truncates=result.arithmetic.truncates)
+
+
+def _counted(name: TensorName, evidence: Evidence) -> torch.Tensor:
+    if name == "lse":
+        return evidence.alive
+    return evidence.alive[..., None] if name == "out" else evidence.touched(name)
+
+
+def _worse(one: Record, other: Record) -> Record:
+    """The worse of two Records of the same question, with the larger error of each tensor."""
+    same = one.digest == other.digest
+    worse = max((one, other), key=_badness)
+    if one.accuracy is not msgspec.UNSET and other.accuracy is not msgspec.UNSET:
+        larger = {
+            name: max(mine, other.accuracy.get(name, mine), key=lambda a: a.relative)
+            for name, mine in one.accuracy.items()
+        }
+        worse = replace(worse, accuracy=larger)
+    return worse if same else replace(worse, digest=msgspec.UNSET)
+
+
+def _badness(record: Record) -> tuple[int, float]:
+    order = ("pass", "warn", "inconclusive", "fail")
+    rank = order.index(record.status) if record.status in order else len(order)
+    return rank, record.out.rmse if record.out is not None else 0.0

@@ -1,0 +1,354 @@
+"""Conditions under which a kernel is called, and what was seen around the call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
+
+from attncheck.core import strided_alloc
+from attncheck.inputs.input_tensors import Descale
+from attncheck.verify.further_calls import repeat_calls
+from attncheck.verify.memory_patterns import Fill, GuardBands, allocator_filled, pattern, primed
+from attncheck.verify.process_effects import (
+    changed_parts,
+    process_state,
+    resource_leaks,
+    restore_process,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from attncheck.capabilities.subject import Call, Subject
+    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.verify.memory_patterns import Primed
+    from attncheck.verify.process_effects import State
+
+__all__ = [
+    "PLAIN_CALL",
+    "CallConditions",
+    "CallNotes",
+    "ConditionedCall",
+    "Contents",
+    "Surroundings",
+    "place_among",
+    "under_conditions",
+]
+
+
+Contents = Literal["numbers", "others", "nan"]
+"""Ordinary numbers, others in their place, or NaN."""
+
+_BAND = 1 << 16  # bytes before and after: more than a tile of a small problem's rows
+_ALIGNED = 4096
+_VECTOR = 16  # bytes: the widest load of a GPU's thread, and what TMA wants strides to be made of
+_AXES = 4  # of a tensor with rows: (batch, heads, length, dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is no part of the inputs: around them, and between the elements of one that is a view.
+
+    Attributes:
+        contents: What lies there, beside the inputs that ``of`` names; beside all others
+            ``numbers``.
+        of: Names of inputs with commas between them; empty for all.
+        apart: Name of an input whose rows lie further apart, with its heads beside each other
+            within a row; empty for none. What is between them is no part of it either.
+    """
+
+    contents: Contents = "numbers"
+    of: str = ""
+    apart: str = ""
+
+
+def place_among(inputs: Inputs, by: Surroundings) -> Inputs:
+    """The same numbers, each input in memory of its own with ``by`` around it.
+
+    Strides stay, but those of ``by.apart``. Of what lies spread over gibibytes nothing is filled.
+    """
+    named = by.of.split(",") if by.of else list(inputs.tensors())
+    tensors = {
+        name: _placed(
+            _apart(tensor) if name == by.apart else tensor,
+            by.contents if name in named else "numbers",
+        )
+        for name, tensor in inputs.tensors().items()
+    }
+    scales = {n[0]: tensors.pop(n) for n in list(tensors) if n.endswith("_descale")}
+    descale = Descale(**scales) if scales else None
+    return dataclasses.replace(inputs, descale=descale, **tensors)  # type: ignore[arg-type]
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Laid out as ``strides_far`` does it, and near: rows with all their heads, and 16 bytes."""
+    if tensor.dim() != _AXES:
+        return tensor
+    batch, heads, length, dim = tensor.shape
+    vector = _VECTOR // tensor.element_size()
+    wide = -(-dim // vector) * vector
+    row = batch * heads * wide + vector
+    memory = torch.zeros(max(length * row, 1), dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, (heads * wide, wide, row, 1)).copy_(tensor)
+
+
+def _placed(tensor: torch.Tensor, contents: Contents) -> torch.Tensor:
+    size = tensor.untyped_storage().nbytes()
+    if not size or not tensor.numel():
+        return tensor.clone()
+    if strided_alloc.has_far_rows(tensor):
+        return strided_alloc.copy_far_rows(tensor)
+    band = max(_BAND, -(-size // _ALIGNED) * _ALIGNED)
+    memory = torch.empty(band + size + band + _ALIGNED, dtype=torch.uint8, device=tensor.device)
+    start = band + -(memory.data_ptr() + band) % _ALIGNED
+    for part in (memory[start - band : start], memory[start : start + size + _BAND]):
+        _fill(part[: len(part) // tensor.element_size() * tensor.element_size()], tensor, contents)
+    # Through DLPack the view knows of no more memory than the input had.
+    alone = from_dlpack(torch._C._to_dlpack(memory[start : start + size])).view(tensor.dtype)
+    # A stride of 0 leads to one element over and over, which is written once.
+    once = [1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    at = (tensor.stride(), tensor.storage_offset())
+    alone.as_strided(once, *at).copy_(tensor.as_strided(once, *at))
+    return alone.as_strided(tensor.shape, *at)
+
+
+def _fill(part: torch.Tensor, like: torch.Tensor, contents: Contents) -> None:
+    memory = part.view(like.dtype)
+    if contents == "nan":
+        memory.copy_(torch.full((1,), math.nan, device=memory.device).to(like.dtype))
+        return
+    fill: Literal["pattern", "inverse"] = "pattern" if contents == "numbers" else "inverse"
+    hashed = pattern(len(memory), len(memory), memory.device, fill).float()
+    memory.copy_((hashed / 32 - 4).to(like.dtype))  # −4 to 4: what a score or a value may be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallConditions:
+    """Under which a call is made, in numbers, words and flags alone: it travels as JSON.
+
+    Attributes:
+        fill: What lies in memory that the kernel allocates, and in the guard bands around it: one
+            of two patterns of which no byte agrees; empty for whatever is there.
+        calls: How often it is called; the bits of each further call are compared with the first's.
+        elsewhere: Whether each further call is on a copy at another address, with other work on the
+            GPU or another number of torch's threads.
+        late: Whether each further call is on a stream of its own, ordered by it alone; in turns
+            that stream is late, and all others are. Of a GPU alone.
+        last: Whether what the last call gave is what the execution gives, in place of the first's.
+        state: Whether what a further call changes in its process is looked at.
+        window: Calls in a window in which leaks are looked for; 0 where they are not.
+        beside: What lies beside its inputs, in place of guard bands; None for nothing in
+            particular.
+    """
+
+    fill: Fill = ""
+    calls: int = 1
+    elsewhere: bool = False
+    late: bool = False
+    last: bool = False
+    state: bool = False
+    window: int = 0
+    beside: Surroundings | None = None
+
+
+PLAIN_CALL = CallConditions()
+_RETURNED: set[StorageWeakRef] = set()
+
+
+@dataclass(slots=True, kw_only=True)
+class CallNotes:
+    """What was seen around a call that only who made it could see: words and numbers alone.
+
+    Attributes:
+        wrong: What is wrong, in one line, with the rule it breaks; empty where nothing.
+        rule: A name of ``judgement.Rule``.
+        unchecked: Why something could not be looked at, in one line; empty where all was.
+        unguarded: Names of outputs with no guard bands around them, separated by commas.
+        unpoisoned: The same of outputs that may have held anything before the kernel wrote them.
+        further: Calls that were compared with the first.
+        differing: Of these those with other bits of out or LSE.
+        gradients_differing: Of these those with other bits of gradients; of dcaptured nothing is
+            said, which kernels add up in whatever order.
+        where: The first element that differed, in one line.
+        remark: What is odd, and breaks no rule.
+    """
+
+    wrong: str = ""
+    rule: str = ""
+    unchecked: str = ""
+    unguarded: str = ""
+    unpoisoned: str = ""
+    further: int = 0
+    differing: int = 0
+    gradients_differing: int = 0
+    where: str = ""
+    remark: str = ""
+
+
+class ConditionedCall:
+    """One call with what is arranged around it; the executor tells it how far it is.
+
+    Attributes:
+        noted: What was seen so far.
+    """
+
+    def __init__(
+        self, under: CallConditions, device: torch.device, first: State | None = None
+    ) -> None:
+        self.noted, self._first = CallNotes(), first
+        self._under, self._device = under, device
+        self._guards = GuardBands(under.fill, device) if under.fill else None
+        self._primed: Primed | None = None
+        self._allocator = False
+        self._earlier = {each for each in _RETURNED if not _gone(each)}
+        self._before: State = {}
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[ConditionedCall]:
+        """While its calls are made; what they changed in the process is then made what it was."""
+        with contextlib.ExitStack() as stack:
+            if self._under.state:
+                stack.callback(restore_process, process_state(self._device), self._device)
+                if self._first is not None:  # what earlier calls set may be what this one sets
+                    restore_process(self._first, self._device)
+                self._before = process_state(self._device)
+            if self._device.type == "cpu":
+                self._allocator = stack.enter_context(allocator_filled(self._under.fill))
+            self._primed = primed(self._device, self._under.fill)
+            if self._primed is not None:
+                stack.callback(self._primed.close)
+            if self._guards is not None:
+                stack.enter_context(self._guards)
+            yield self
+
+    def copied(self, inputs: Inputs) -> Inputs:
+        """What the kernel is to read: the same numbers, laid out alike, in memory of their own."""
+        if self._under.beside is not None:
+            return place_among(inputs, self._under.beside)
+        return inputs.clone() if self._guards is None else self._guards.copied(inputs)
+
+    def returned(self, outputs: Outputs) -> None:
+        """Look at the memory of what the first call gave."""
+        tensors = outputs.tensors()
+        if self._guards is None:
+            _remember(tensors)
+            return
+        unguarded = [name for name, tensor in tensors.items() if not self._guards.holds(tensor)]
+        self.noted.unguarded = ", ".join(unguarded)
+        self.noted.unpoisoned = ", ".join(
+            name for name in unguarded if not self._filled(tensors[name])
+        )
+        _remember(tensors)
+        self._look()
+
+    def again(self, subject: Subject, call: Call, inputs: Inputs, first: Outputs) -> Outputs:
+        """Call it as often as is asked; what it gave first or, where that is asked, last.
+
+        Args:
+            subject: The kernel.
+            call: As prepared on what ``copied`` gave.
+            inputs: What that is a copy of.
+            first: What the first call gave, in memory of its own.
+        """
+        under, noted, given = self._under, self.noted, first
+        for found in repeat_calls(
+            subject,
+            call,
+            inputs,
+            first,
+            calls=under.calls,
+            elsewhere=under.elsewhere,
+            late=under.late,
+        ):
+            noted.further += 1
+            noted.differing += found.forward
+            noted.gradients_differing += found.gradients
+            if found.forward and noted.differing == 1:
+                noted.where = found.where  # rather than that of a gradient
+            noted.where = noted.where or found.where
+            given = found.outputs if under.last else given
+            self._look()
+        if under.state:
+            self._changed(call)
+        if under.window:
+            self._leaked(call)
+        return given
+
+    def _filled(self, tensor: torch.Tensor) -> bool:
+        """Whether memory that C++ allocated was certainly filled when it did."""
+        if _weakly(tensor) in self._earlier:
+            return False  # what it keeps from call to call holds what the call before wrote
+        if self._primed is not None:
+            return self._primed.has(tensor)
+        return (
+            self._allocator and tensor.untyped_storage().resizable()
+        )  # another allocator's memory is not
+
+    def _look(self) -> None:
+        if self._guards is not None:
+            self._wrong("memory", self._guards.look())
+            self.noted.unchecked = self.noted.unchecked or self._guards.unchecked
+
+    def _changed(self, call: Call) -> None:
+        """Compare the process around a further call; the first one may import and compile.
+
+        All is made what it was before the first: what is set to the same by every call is seen.
+        """
+        first = changed_parts(self._before, process_state(self._device))
+        restore_process(self._before, self._device)
+        before = process_state(self._device)
+        call()
+        found = changed_parts(before, process_state(self._device))
+        self._wrong("state", f"changed {', '.join(found)}" if found else "")
+        once = ", ".join(name for name in first if name not in found)
+        if once:
+            self.noted.remark = f"its first call changed {once}, and a further one did not"
+
+    def _leaked(self, call: Call) -> None:
+        found, uncounted = resource_leaks(call, self._under.window, self._device)
+        self._wrong(
+            "leak", f"holds more after every {self._under.window} calls: {found}" if found else ""
+        )
+        self.noted.unchecked = f"not counted here: {uncounted}" if uncounted else ""
+
+    def _wrong(self, rule: str, message: str) -> None:
+        if message and not self.noted.wrong:
+            self.noted.wrong, self.noted.rule = message, rule
+
+
+def _remember(tensors: Mapping[TensorName, torch.Tensor]) -> None:
+    """Memory that a call gave and that is there still is known to the next one."""
+    gone = {each for each in _RETURNED if _gone(each)}
+    _RETURNED.difference_update(gone)
+    _RETURNED.update(map(_weakly, tensors.values()))
+
+
+def _weakly(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+
+
+def _gone(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]  # torch's
+
+
+@contextlib.contextmanager
+def under_conditions(
+    under: CallConditions, device: torch.device, first: State | None = None
+) -> Iterator[ConditionedCall]:
+    """Within, calls are made ``under`` these circumstances; what was seen is in its ``noted``.
+
+    Args:
+        under: The circumstances.
+        device: Where the kernel runs.
+        first: What the process was before the first of all calls; where it is None, what it is now.
+    """
+    with ConditionedCall(under, device, first).on() as around:
+        yield around

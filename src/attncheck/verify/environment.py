@@ -1,0 +1,82 @@
+"""The machine and versions that a Record was measured with."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+
+import msgspec
+
+from attncheck import __version__
+from attncheck.core.errors import UsageError
+from attncheck.records.record import Environment
+
+__all__ = ["default_device", "environment", "fingerprint", "prepare", "require_device"]
+
+
+def default_device() -> str:
+    """``cuda`` where torch sees a GPU, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def require_device(device: str) -> None:
+    """Raises UsageError when ``device`` is ``cuda`` and torch sees no GPU."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        build = torch.version.cuda
+        why = f"torch {torch.__version__} sees no GPU" if build else "this torch has no CUDA"
+        raise UsageError(f"device 'cuda' is not here: {why}. Leave --device out to use the CPU.")
+
+
+def prepare(device: str) -> None:
+    """Make this process ready for kernels on ``device``: compiled on a GPU, else interpreted."""
+    if find_spec("triton"):
+        from attncheck.kernels.compilation import prepare_triton
+
+        prepare_triton(device)
+
+
+def environment(device: str) -> Environment:
+    """This process on ``device`` (``cpu`` or ``cuda``)."""
+    import numpy as np
+    import torch
+
+    gpu = device == "cuda"
+    return Environment(
+        device=torch.cuda.get_device_name() if gpu else "cpu",
+        capability=".".join(map(str, torch.cuda.get_device_capability())) if gpu else "",
+        machine=platform.machine(),
+        python=".".join(map(str, sys.version_info[:3])),
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        numpy=np.__version__,
+        attncheck=__version__,
+        cuda=(torch.version.cuda or "") if gpu else "",
+        interpreter=_repairs(),
+    )
+
+
+def fingerprint(env: Environment) -> str:
+    """Eight hexadecimal digits that stand for ``env``."""
+    return hashlib.sha256(msgspec.json.encode(env)).hexdigest()[:8]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _repairs() -> tuple[str, ...]:
+    if not find_spec("triton"):
+        return ()
+    from attncheck.kernels import interpreter
+
+    return interpreter.repairs() if interpreter.enabled() else ()

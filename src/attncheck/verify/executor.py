@@ -1,0 +1,332 @@
+"""Calls a kernel: everything that runs one goes through here.
+
+In this process (``InProcess``) or in one of the kernel's own (``isolated.Isolated``). Whatever it
+raises or returns comes back as data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from attncheck.capabilities.subject import ContractViolation, Refused
+from attncheck.core.outputs import Outputs
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes, under_conditions
+from attncheck.verify.obligations import (
+    aliased_input,
+    arithmetic_error,
+    inputs_digest,
+    output_error,
+    written_input,
+)
+from attncheck.verify.process_effects import process_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from attncheck.capabilities.subject import Call, Subject, Tiling
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.verify.process_effects import State
+
+__all__ = ["Execution", "Executor", "Failure", "InProcess", "Origin", "failure", "out_of_memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why there are no outputs.
+
+    Attributes:
+        kind: ``error`` when the kernel raised; ``refused`` when it said, only as it was called,
+            that it does not take its inputs (``contract.Refused``); ``contract`` when what it
+            returned is not what was asked for, ``alias`` when that lies in the memory of its
+            inputs, ``mutation`` when it wrote to them; ``oom`` when no memory was left; ``crash``
+            and ``timeout`` when its process died or did not answer in time.
+        message: One line.
+        trace: The traceback, for who asks for it.
+    """
+
+    kind: str
+    message: str
+    trace: str = ""
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether ``error`` says that an allocation failed, on the host or on a GPU."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    # torch has no class of its own for a failed allocation on the CPU, nor for one by the driver.
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return known or "allocate memory" in said or "CUDA error: out of memory" in said
+
+
+def failure(error: BaseException) -> Failure:
+    """What somebody's code raised, as data."""
+    if isinstance(error, Refused):
+        return Failure(kind="refused", message=str(error))
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # somebody's __str__
+        lines = []
+    if isinstance(error, ContractViolation):
+        return Failure(kind=error.rule, message=f"{lines[0]}." if lines else error.rule)
+    name = type(error).__name__
+    message = f"{name}: {lines[0]}" if lines else name
+    trace = "".join(traceback.format_exception(error))
+    lacks = bool(lines) and isinstance(error, Exception) and out_of_memory(error)
+    lacks = lacks or isinstance(error, MemoryError)  # Python's says nothing
+    return Failure(kind="oom" if lacks else "error", message=message, trace=trace)
+
+
+_TIMING_BUDGET = 0.25  # seconds a kernel is called again to find its median time
+_MOST_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where inputs are from, so that another process draws the same.
+
+    Attributes:
+        case: The Case.
+        run: Which of the runs that its question asks for; 0 where there is one.
+    """
+
+    case: Case
+    run: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What a kernel gave.
+
+    Attributes:
+        outputs: Of its first call.
+        seconds: Median time of one call; None when it was not timed.
+        tiling: What it declares of its tiles.
+        arithmetic: The arithmetic that it declares, or that is assumed of it.
+        noted: What was seen around the call.
+        left: ``obligations.digest`` of what it read, after the call; empty where nobody asked.
+        compiling: Seconds of its calls that compilers took; 0 where nobody listened.
+    """
+
+    outputs: Outputs
+    seconds: float | None
+    tiling: Tiling | None
+    arithmetic: Arithmetic
+    noted: CallNotes = dataclasses.field(default_factory=CallNotes)
+    left: str = ""
+    compiling: float = 0.0
+
+
+class Executor(Protocol):
+    """How a kernel is asked and called."""
+
+    def absence(self, subject: Subject, device: str) -> str | None:
+        """Why ``subject`` can run nothing on ``device``; None if it can, or raises when asked."""
+        ...
+
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        """Whether ``problem`` is a question for ``subject`` at all."""
+        ...
+
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        """Why ``subject`` does not take ``problem``; None if it does."""
+        ...
+
+    def launches(
+        self, subject: Subject, problem: Problem, device: str
+    ) -> Mapping[str, Subject] | Failure:
+        """The same kernel launched otherwise (``Subject.launches``)."""
+        ...
+
+    def run(
+        self,
+        subject: Subject,
+        inputs: Inputs,
+        *,
+        origin: Origin | None = None,
+        timed: bool = False,
+        under: CallConditions = PLAIN_CALL,
+    ) -> Execution | Failure:
+        """``subject`` on ``inputs``; never raises what the kernel raised.
+
+        Args:
+            subject: The kernel.
+            inputs: What it reads.
+            origin: Where they are from: for who draws them anew elsewhere.
+            timed: Whether it is called until its median time is known.
+            under: How it is called.
+        """
+        ...
+
+
+_NO_CAPTURED = "it gives no gradients of the tensors that a score mod reads"
+
+
+class InProcess:
+    """Calls the kernel in this very process: quick, and only as safe as the kernel.
+
+    Args:
+        digests: Whether Executions say what the inputs were afterwards: for who asks from another
+            process, and looks at them itself.
+    """
+
+    def __init__(self, *, digests: bool = False) -> None:
+        self._digests = digests
+        self._first: dict[str, State] = {}  # by device: before the first call that was made here
+
+    def absence(self, subject: Subject, device: str) -> str | None:
+        """Why ``subject`` can run nothing here; what asking raises, ``refusal`` says in a cell."""
+        try:
+            return subject.absent(device)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001  # foreign code may raise anything
+            return None
+
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        """Whether to ask ``subject``; also where it cannot even say so, and ``refusal`` tells."""
+        try:
+            return subject.concerns(problem)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001  # foreign code may raise anything
+            return True
+
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        """Why ``subject`` does not take ``problem``; a Failure when even asking raises."""
+        try:
+            lacks = _NO_CAPTURED if problem.dcaptured and not subject.captured else None
+            return subject.absent(device) or lacks or subject.unsupported(problem, device)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
+            return failure(error)
+
+    def launches(
+        self, subject: Subject, problem: Problem, device: str
+    ) -> Mapping[str, Subject] | Failure:
+        """Its other launches; a Failure when even asking raises."""
+        try:
+            return subject.launches(problem, device)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
+            return failure(error)
+
+    def run(
+        self,
+        subject: Subject,
+        inputs: Inputs,
+        *,
+        origin: Origin | None = None,
+        timed: bool = False,
+        under: CallConditions = PLAIN_CALL,
+    ) -> Execution | Failure:
+        """``subject`` on a copy of ``inputs``; with ``timed``, until the median is known.
+
+        What it warns of is no failure, also where the caller made errors of warnings.
+        """
+        del origin
+        device = inputs.device
+        if device.type not in self._first:
+            self._first[device.type] = process_state(device)
+        first = self._first[device.type]
+        try:
+            with _warnings(), under_conditions(under, device, first) as around:
+                given = around.copied(inputs)
+                call = subject.prepare(given)
+                outputs = call()
+                _synchronize(device)
+                broken = _broken(outputs, inputs, given)
+                if not broken:
+                    around.returned(outputs)
+                    outputs = _kept(outputs)  # further calls may use them anew
+                    outputs = around.again(subject, call, inputs, outputs)
+                seconds = _median_seconds(call, device) if timed and not broken else None
+                tiling = subject.tiling(inputs.problem, device.type)
+                arithmetic = subject.arithmetic(inputs.problem, device.type)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
+            return failure(error)
+        broken = broken or _after(given, inputs, arithmetic)
+        return broken or Execution(
+            outputs=outputs,
+            seconds=seconds,
+            tiling=tiling,
+            arithmetic=arithmetic,
+            noted=around.noted,
+            left=inputs_digest(given) if self._digests else "",
+        )
+
+
+def _broken(outputs: Outputs, inputs: Inputs, given: Inputs) -> Failure | None:
+    """What is wrong with what came of a call on ``given``, a copy of ``inputs``."""
+    unlike = output_error(outputs, inputs)
+    if unlike:
+        return Failure(kind="contract", message=unlike)
+    shared = aliased_input(outputs, given)
+    return Failure(kind="alias", message=shared) if shared else None
+
+
+def _after(given: Inputs, inputs: Inputs, arithmetic: object) -> Failure | None:
+    """What is wrong with what a kernel left of its inputs, or declares."""
+    changed = written_input(given, inputs)
+    if changed:
+        return Failure(kind="mutation", message=changed)
+    undeclared = arithmetic_error(arithmetic, inputs)
+    return Failure(kind="contract", message=undeclared) if undeclared else None
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[None]:
+    """Where the caller makes errors of some warnings, they are shown and raise nothing.
+
+    torch's own come from any of its threads, once in a process: cuBLAS says in the first backward
+    that its thread had no CUDA context (torch 2.11), in whichever test that happens to be.
+    """
+    filters = list(warnings.filters)
+    if all(action != "error" for action, *_ in filters):
+        yield  # to enter and leave forgets which warnings were shown once
+        return
+    with warnings.catch_warnings():
+        warnings.resetwarnings()  # and nothing is remembered of the filters there were
+        for action, *rest in reversed(filters):
+            shown = "default" if action == "error" else action
+            warnings.filters.insert(0, (shown, *rest))  # type: ignore[attr-defined]  # it is a list
+        yield
+
+
+def _kept(outputs: Outputs) -> Outputs:
+    """The same numbers in memory of their own."""
+    return Outputs(**{name: tensor.clone() for name, tensor in outputs.tensors().items()})
+
+
+def _median_seconds(call: Call, device: torch.device) -> float:
+    """Median seconds of further calls, the device's work included.
+
+    The call before them, which may have compiled and imported, does not count.
+    """
+    seconds: list[float] = []
+    while len(seconds) < _MOST_REPEATS and sum(seconds) < _TIMING_BUDGET:
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

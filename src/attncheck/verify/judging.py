@@ -1,0 +1,169 @@
+"""The judge's verdict on a kernel's outputs, and the map of where they are wrong."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from msgspec.structs import replace as replace_of_structs
+
+from attncheck.judge.allowance import shares
+from attncheck.judge.declared_arithmetic import FP32
+from attncheck.judge.verdict import decide
+from attncheck.records.record import ErrorMap
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence import budget, gradient_allowance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from attncheck.capabilities.subject import Tiling
+    from attncheck.core.judgement import BlindSpot, Judgement, Place
+    from attncheck.core.outputs import TensorName
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.records.record import Record
+    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.executor import Execution
+
+__all__ = ["MOST_HEADS", "MOST_ROWS", "judge_outputs", "with_error_map"]
+
+
+def judge_outputs(
+    result: Execution,
+    evidence: Evidence,
+    *,
+    structure: str = "",
+    ideal: bool = True,
+    brief: bool = False,
+) -> Judgement:
+    """The verdict on what a kernel gave on the Case of ``evidence``.
+
+    Args:
+        result: What it gave, and the arithmetic and tiling that it declares.
+        evidence: The Case. What is costly is kept in it, once per arithmetic or tiling.
+        structure: What an exact probe found wrong, in one line; empty where nothing.
+        ideal: Whether it is compared with ideal kernels too; of a probe it is not.
+        brief: Whether nobody asks what a pass rests on: then only a failure says what its allowance
+            is made of, and nothing what the Case could not have shown.
+    """
+    facts = functools.partial(_decided, result, evidence, structure=structure, ideal=ideal)
+    if not brief:
+        blind_spot = evidence.blind_spot(
+            result.arithmetic, exposes_lse=result.outputs.lse is not None
+        )
+        return facts(budgeted=True, blind_spot=blind_spot)
+    found = facts(budgeted=False, blind_spot=None)
+    return facts(budgeted=True, blind_spot=None) if found.status == "fail" else found
+
+
+def _decided(
+    result: Execution,
+    evidence: Evidence,
+    *,
+    structure: str,
+    ideal: bool,
+    budgeted: bool,
+    blind_spot: BlindSpot | None,
+) -> Judgement:
+    outputs, arithmetic, tiling = result.outputs, result.arithmetic, result.tiling
+
+    gradients = (
+        gradient_allowance(evidence, arithmetic, outputs)
+        if evidence.case.problem.backward
+        else None
+    )
+
+    def parts(tensor: TensorName, place: Place) -> dict[str, float]:
+        if gradients is not None and tensor in gradients.bounds:
+            return gradients.budget(tensor, place)
+        return budget(evidence, arithmetic, place)  # dim −1 says which
+
+    return decide(
+        out=outputs.out,
+        lse=outputs.lse,
+        truth=evidence.truth,
+        alive=evidence.alive,
+        allowance=evidence.allowance(arithmetic),
+        arithmetic=arithmetic,
+        generic=evidence.generic,
+        blind_spot=blind_spot,
+        tiles=(tiling.block_query, tiling.block_kv) if tiling else None,
+        structure=structure,
+        budget=parts if budgeted else None,
+        other_lse=(lambda: _tighter(evidence, arithmetic)) if budgeted else None,
+        gradients=() if gradients is None else gradients.compared(outputs, evidence),
+        **(_ideals(evidence, arithmetic, tiling) if ideal else {}),
+    )
+
+
+class _Ideals(TypedDict, total=False):
+    ideal: torch.Tensor
+    ensemble: Callable[[], Iterator[torch.Tensor]]
+
+
+def _ideals(evidence: Evidence, arithmetic: Arithmetic, tiling: Tiling | None) -> _Ideals:
+    """Ideal kernels of this arithmetic; none where it rounds something that they do not."""
+    problem, truncates = evidence.case.problem, arithmetic.truncates
+    own = Ideal(tiling)
+    same = ("products", "weights", "weights_scale", "sums_rounded_weights", "scaled_query")
+    theirs = own.arithmetic(problem, evidence.device)
+    if any(getattr(arithmetic, name) != getattr(theirs, name) for name in same):
+        return {}
+    at = own.tiling(problem, evidence.device)
+    return {
+        "ideal": evidence.ideal_outputs(at, truncates=truncates).out,
+        "ensemble": lambda: (one.out for one in evidence.ensemble(truncates=truncates)),
+    }
+
+
+def _tighter(evidence: Evidence, arithmetic: Arithmetic) -> Mapping[str, torch.Tensor]:
+    """LSE's allowance with fp32 sums, where shorter ones are assumed: LSE tells them apart."""
+    other = replace(arithmetic, scores=FP32, values=FP32)
+    return {} if other == arithmetic else {str(other): evidence.allowance(other).lse}
+
+
+MOST_HEADS, MOST_ROWS = 32, 64
+"""Cells of a map, down and to the right."""
+
+
+def with_error_map(record: Record, result: Execution, evidence: Evidence) -> Record:
+    """``record`` with the map of its errors where it fails.
+
+    Args:
+        record: As judged.
+        result: What the kernel gave, and the tiling that it declares: cells are whole tiles of it
+            where there are several, and else as few rows as fit.
+        evidence: The Case, its exact result and what is allowed.
+    """
+    if record.status != "fail":
+        return record
+    allowed = evidence.allowance(result.arithmetic).out
+    error = result.outputs.out.to(torch.float64) - evidence.truth.out
+    # Nothing is asked where nothing finite is allowed.
+    ratio = torch.where(allowed.isfinite(), shares(error, allowed), 0.0)
+    largest = ratio.amax(dim=(0, 3))  # (heads, query)
+    tile = result.tiling.block_query if result.tiling else 1
+    heads = _step(largest.shape[0], 1, MOST_HEADS)
+    rows = _step(largest.shape[1], tile, MOST_ROWS)
+    return replace_of_structs(
+        record, error_map=ErrorMap(rows=rows, heads=heads, values=_cells(largest, heads, rows))
+    )
+
+
+def _step(size: int, tile: int, most: int) -> int:
+    """The fewest whole tiles, at most ``most`` of which make up ``size``; a single row of one."""
+    tile = tile if tile < size else 1
+    return tile * math.ceil(math.ceil(size / tile) / most)
+
+
+def _cells(largest: torch.Tensor, heads: int, rows: int) -> tuple[tuple[float, ...], ...]:
+    """The largest of each cell, in three digits: a map is to be looked at."""
+    lines = []
+    for head in range(0, largest.shape[0], heads):
+        line = largest[head : head + heads].amax(dim=0)
+        parts = [line[row : row + rows].amax() for row in range(0, len(line), rows)]
+        lines.append(tuple(float(f"{float(part):.3g}") for part in parts))
+    return tuple(lines)

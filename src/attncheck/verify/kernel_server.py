@@ -1,0 +1,220 @@
+"""Requests to a kernel's process, and its answers, whatever the kernel raises."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncheck.core import strided_alloc
+from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.load import load_subject
+from attncheck.verify.call_conditions import CallConditions
+from attncheck.verify.environment import prepare, require_device
+from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
+from attncheck.verify.isolated import described, from_fields, pack_outputs, to_fields
+from attncheck.verify.obligations import inputs_digest, requested_outputs
+from attncheck.verify.relation_runs import draw_inputs
+from attncheck.workers.transport import LARGEST_WORDS, Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.capabilities.subject import Subject
+
+__all__ = ["Compiling", "Kernel"]
+
+
+_MICROSECONDS = 1e-6
+
+
+class Compiling:
+    """A clock that runs while Triton or torch.compile compiles; started once a process.
+
+    Triton tells afterwards how long it took (``knobs.compilation.listener``, from 3.6 on);
+    torch.compile when it starts and ends. Triton within torch.compile counts once. A cache hit
+    costs what it costs: reading it. Interpreted kernels compile nothing.
+
+    Attributes:
+        seconds: So far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+        self._before: Any = None
+        self._triton = self._torch = False
+
+    def listen(self) -> None:
+        """Start listening to what has been imported by now; again for what was imported since."""
+        if "triton" in sys.modules and not self._triton:
+            self._triton = True
+            self._listen_to_triton()
+        if "torch._dynamo" in sys.modules and not self._torch:
+            self._torch = True
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.register_start_callback(self._started)
+            callback_handler.register_end_callback(self._ended)
+
+    def _listen_to_triton(self) -> None:
+        from triton import knobs
+
+        self._before = knobs.compilation.listener
+        knobs.compilation.listener = self._compiled
+
+    def _compiled(self, *, times: Any, **more: Any) -> None:
+        if self._since is None:  # else it is part of what torch.compile does
+            self.seconds += times.total * _MICROSECONDS
+        if self._before is not None:
+            self._before(times=times, **more)
+
+    def _started(self, _: object) -> None:
+        self._since = time.perf_counter()
+
+    def _ended(self, _: object) -> None:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+        self._since = None
+
+
+_LONGEST = LARGEST_WORDS // 32  # characters of a message, or a traceback: JSON has 12 bytes for one
+
+
+class Kernel:
+    """The kernel of this process."""
+
+    def __init__(self) -> None:
+        self._subject: Subject | None = None
+        self._device = "cpu"
+        self._executor = InProcess(digests=True)
+        self._compiling = Compiling()
+        self._answers = {
+            "start": self._start,
+            "load": self._load,
+            "ask": self._ask,
+            "run": self._run,
+        }
+
+    def answer(self, request: Frame) -> Frame:
+        """The answer to ``request``; whatever is raised on the way is one too."""
+        try:
+            return self._answers[request.kind](request.words)
+        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
+            return _failed(failure(error))
+
+    def _start(self, words: dict[str, Any]) -> Frame:
+        del words
+        return Frame(kind="started", words={})
+
+    def _load(self, words: dict[str, Any]) -> Frame:
+        self._device = words["device"]
+        torch.set_num_threads(words["threads"])
+        try:
+            require_device(self._device)
+            prepare(self._device)
+            self._subject = load_subject(words["kernel"], words["convention"] or None)
+            self._compiling.listen()
+            return Frame(kind="described", words=described(self._subject))
+        except UsageError as error:
+            return Frame(kind="usage", words={"message": str(error)[:_LONGEST]})
+        except AttncheckError as error:
+            return Frame(kind="unready", words={"message": str(error)[:_LONGEST]})
+
+    def _ask(self, words: dict[str, Any]) -> Frame:
+        asked, device = self._one(words["launch"]), words["device"]
+        problem = words["problem"] and Problem.from_json(words["problem"])
+        answers: dict[str, Callable[[], Any]] = {
+            "absence": lambda: self._executor.absence(asked, device),
+            "absent": lambda: asked.absent(device),
+            "wanted": lambda: self._executor.concerns(asked, problem),
+            "concerns": lambda: asked.concerns(problem),
+            "refusal": lambda: self._executor.refusal(asked, problem, device),
+            "unsupported": lambda: asked.unsupported(problem, device),
+            "tiling": lambda: to_fields(asked.tiling(problem, device)),
+            "arithmetic": lambda: to_fields(asked.arithmetic(problem, device)),
+            "files": _files,
+            "launches": lambda: {
+                name: described(each) for name, each in asked.launches(problem, device).items()
+            },
+        }
+        found = answers[words["what"]]()
+        if isinstance(found, Failure):
+            return _failed(found)
+        return Frame(kind="answer", words={"value": found})
+
+    def _run(self, words: dict[str, Any]) -> Frame:
+        asked = self._one(words["launch"])
+        origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
+        inputs = draw_inputs(origin, self._device)
+        before, compiled = inputs_digest(inputs), self._compiling.seconds
+        found = self._executor.run(
+            asked,
+            inputs,
+            origin=origin,
+            timed=words["timed"],
+            under=from_fields(CallConditions, words["under"]),
+        )
+        if any(map(strided_alloc.has_far_rows, inputs.tensors().values())):
+            del inputs  # gibibytes, which the next question of another process may need
+            strided_alloc.release_cached_memory(self._device)
+        self._compiling.listen()  # to what the call imported
+        lost = self._lost_gpu()
+        if lost:
+            said = found.message if isinstance(found, Failure) else lost
+            return _failed(Failure(kind="crash", message=f"its process lost the GPU: {said}"))
+        if isinstance(found, Failure):
+            return _failed(found)
+        compiling = self._compiling.seconds - compiled
+        return _ran(found, origin.case.problem, drawn=before, compiling=compiling)
+
+    def _one(self, launch: dict[str, Any] | None) -> Subject:
+        """The kernel, or a launch of it."""
+        assert self._subject is not None
+        if launch is None:
+            return self._subject
+        problem = Problem.from_json(launch["of"])
+        return self._subject.launches(problem, self._device)[launch["name"]]
+
+    def _lost_gpu(self) -> str:
+        """What CUDA says to everything from now on; empty where it works."""
+        if self._device != "cuda":
+            return ""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:  # an illegal or a misaligned address, a failed launch
+            return str(error).partition("\n")[0]
+        return ""
+
+
+def _files() -> list[str]:
+    """Of the modules that are loaded, but for Python's own and those of installed packages."""
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in kinds)
+    named = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    files = {os.path.abspath(name) for name in named if isinstance(name, str)}  # noqa: PTH100
+    return sorted(name for name in files if not name.startswith(installed))
+
+
+def _ran(found: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:
+    try:
+        declared = {
+            "arithmetic": to_fields(found.arithmetic),
+            "tiling": to_fields(found.tiling),
+            "noted": to_fields(found.noted),
+        }
+    except UsageError as error:
+        return _failed(Failure(kind="contract", message=f"what it declares: {error}"))
+    about, data = pack_outputs(requested_outputs(found.outputs, problem))
+    more = {"outputs": about, "seconds": found.seconds, "drawn": drawn, "left": found.left}
+    return Frame(kind="ran", words={**declared, **more, "compiling": compiling}, data=data)
+
+
+def _failed(found: Failure) -> Frame:
+    message, trace = found.message[:_LONGEST], found.trace[-_LONGEST:]
+    return Frame(kind="failed", words={"kind": found.kind, "message": message, "trace": trace})

@@ -1,0 +1,457 @@
+"""Memory with guard bands around it, filled with one of two patterns of which no byte agrees."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.dlpack import from_dlpack
+
+from attncheck.core import strided_alloc
+from attncheck.inputs.input_tensors import Descale
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from attncheck.inputs.input_tensors import Inputs
+
+__all__ = [
+    "Fill",
+    "GuardBands",
+    "Primed",
+    "allocator_filled",
+    "fill_free",
+    "junk",
+    "pattern",
+    "primed",
+]
+
+
+Fill = Literal["", "pattern", "inverse"]
+"""Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""
+
+_PERIOD = 65_521  # a prime: no row of a tensor is as long, and sees one pattern again and again
+_SPREAD = 40_503  # between the patterns of two places
+_BYTE = {"pattern": 0xA5, "inverse": 0x5A}  # where memory can be given one byte alone
+_M_PERTURB = -6  # of mallopt(3)
+_TORCH_FILLS = {  # flags of torch's allocator on a CPU
+    "pattern": "FLAGS_caffe2_cpu_allocator_do_junk_fill",
+    "inverse": "FLAGS_caffe2_cpu_allocator_do_zero_fill",
+}
+_MIB = 1 << 20
+# A caching allocator has one pool for what is at most a MiB and one for all else.
+_RECORDED = 1 << 16  # allocations of one call and more
+_PRIMED = (_MIB,) * 32 + (32 * _MIB,) * 8
+
+
+@functools.cache
+def _table(device: str, fill: Fill) -> torch.Tensor:
+    """Two periods of hashed bytes."""
+    once = torch.frombuffer(
+        bytearray(hashlib.shake_256(b"attncheck").digest(_PERIOD)), dtype=torch.uint8
+    )
+    twice = torch.cat([once, once])
+    return (twice if fill == "pattern" else ~twice).to(device)
+
+
+def pattern(place: int, size: int, device: torch.device, fill: Fill) -> torch.Tensor:
+    """``size`` bytes that are a hash of where they lie.
+
+    Args:
+        place: Which of many places; another one has other bytes.
+        size: How many.
+        device: Where.
+        fill: Which of the two.
+    """
+    table, start = _table(str(device), fill), place * _SPREAD % _PERIOD
+    if size <= _PERIOD:
+        return table[start : start + size]
+    return table[start : start + _PERIOD].repeat(math.ceil(size / _PERIOD))[:size]
+
+
+@contextlib.contextmanager
+def allocator_filled(fill: Fill) -> Iterator[bool]:
+    """Within, torch fills what it allocates on the CPU, whoever asks it; whether it does.
+
+    With ``pattern`` that is junk (see ``junk``), with ``inverse`` zeros. glibc fills what others
+    allocate with one byte, but where it gives a small piece that was just freed (glibc 2.38 also
+    of aligned memory): of what is not torch's nothing is certain.
+    """
+    if not fill:
+        yield False
+        return
+    mallopt, flag = _mallopt(), _torch_flag(fill)
+    if mallopt is not None:
+        mallopt(_M_PERTURB, _BYTE[fill] ^ 0xFF)  # it fills with the complement of what it is told
+    if flag is not None:
+        flag.value = True
+    try:
+        yield flag is not None and all(_filled(size, fill) for size in (64, 480, 4096, _MIB))
+    finally:
+        if flag is not None:
+            flag.value = False
+        if mallopt is not None:
+            mallopt(_M_PERTURB, 0)
+
+
+def junk(elements: torch.Tensor) -> torch.Tensor:
+    """Which elements, ``(elements, bytes)``, are the junk that torch's allocator fills with."""
+    if not _junk():
+        return torch.zeros(len(elements), dtype=torch.bool, device=elements.device)
+    words = torch.frombuffer(bytearray(_junk()), dtype=torch.uint8).to(elements.device)
+    words = words.view(-1, elements.shape[1])
+    return (elements[:, None] == words).all(-1).any(-1)
+
+
+@functools.cache
+def _junk() -> bytes:
+    """Eight bytes that torch's allocator fills with over and over; empty where it does not."""
+    flag = _torch_flag("pattern")
+    if flag is None:
+        return b""
+    before, flag.value = flag.value, True
+    found = torch.empty(8, dtype=torch.uint8).numpy().tobytes()
+    flag.value = before
+    return found if all(found) else b""  # zeros are the other filling
+
+
+def _mallopt() -> ctypes._NamedFuncPointer | None:
+    try:
+        found: ctypes._NamedFuncPointer = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # another C library, or none to ask
+        return None
+    return found
+
+
+@functools.cache
+def _torch_flag(fill: Fill) -> ctypes.c_bool | None:
+    """The flag by which torch's allocator fills; None where this build has none."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _TORCH_FILLS[fill])
+    except (OSError, ValueError):
+        return None
+
+
+def _filled(size: int, fill: Fill) -> bool:
+    """Whether memory is filled that held something else until just now."""
+    torch.full((size,), 1, dtype=torch.uint8)
+    made = torch.empty(size, dtype=torch.uint8)
+    return bool(junk(made.view(-1, 8)).all() if fill == "pattern" else (made == 0).all())
+
+
+def fill_free(device: torch.device, fill: Fill) -> list[tuple[int, int]]:
+    """Fill what the caching allocator of a GPU has free for the current stream, and more.
+
+    Returns:
+        Where that memory is; what is allocated next on this stream lies in it.
+    """
+    torch.cuda.empty_cache()
+    held: list[torch.Tensor] = []
+    # A mode that allocates elsewhere is not to see this, and what runs out of memory has enough.
+    with _disable_current_modes(), contextlib.suppress(torch.OutOfMemoryError):
+        for size in (*_free(device), *_PRIMED):
+            held.append(torch.empty(size, dtype=torch.uint8, device=device))
+            held[-1].fill_(_BYTE[fill])
+    torch.cuda.synchronize(device)
+    return [(each.data_ptr(), each.data_ptr() + each.numel()) for each in held]
+
+
+def _free(device: torch.device) -> list[int]:
+    """Sizes of the free pieces between others in use, which are given away before all others."""
+    number = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch.cuda.current_stream(device).cuda_stream
+    sizes: list[int] = []
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]  # torch's
+        if (segment["device"], segment["stream"]) != (number, stream):
+            continue
+        for block in segment["blocks"]:
+            size = block["size"] if block["state"] == "inactive" else 0
+            if segment["segment_type"] == "small":
+                sizes += [_MIB] * (size // _MIB) + [size % _MIB] * (size % _MIB > 0)
+            elif size > _MIB:
+                sizes.append(size)
+    return sizes
+
+
+class Primed:
+    """Memory of a GPU that holds a pattern, and is free: what is allocated next lies in it.
+
+    What is allocated is recorded until ``close``: a piece that was given away twice may hold, the
+    second time, what was written to it after the first.
+    """
+
+    def __init__(self, device: torch.device, fill: Fill) -> None:
+        self._device = device
+        self._ranges = fill_free(device, fill)
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=_RECORDED)
+        self._before = len(self._recorded())
+
+    def close(self) -> None:
+        """Record no more."""
+        torch.cuda.memory._record_memory_history(None)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in it, and nothing else has lain there since."""
+        start = tensor.untyped_storage().data_ptr()
+        end = start + tensor.untyped_storage().nbytes()
+        recorded = self._recorded()
+        since = [
+            each
+            for each in recorded[self._before :]
+            if each["action"] == "alloc"
+            and each["addr"] < end
+            and start < each["addr"] + each["size"]
+        ]
+        inside = any(low <= start and end <= high for low, high in self._joined())
+        return inside and len(since) == 1 and len(recorded) < _RECORDED
+
+    def _joined(self) -> list[tuple[int, int]]:
+        """Its ranges, those that touch as one."""
+        joined: list[tuple[int, int]] = []
+        for low, high in sorted(self._ranges):
+            touches = bool(joined) and joined[-1][1] == low
+            joined.append((joined.pop()[0] if touches else low, high))
+        return joined
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        number = self._device.index
+        number = torch.cuda.current_device() if number is None else number
+        return list(torch.cuda.memory._snapshot()["device_traces"][number])
+
+
+def primed(device: torch.device, fill: Fill) -> Primed | None:
+    """The caching allocator of ``device`` primed with ``fill``; None where there is none."""
+    return Primed(device, fill) if fill and device.type == "cuda" else None
+
+
+_ALIGNED = 4096  # keeps the 512 bytes of a GPU's allocator, and a page
+_NARROWEST, _WIDEST = 1 << 16, 1 << 22
+_BEYOND = "out-of-bounds write"
+_MOST = 2 << 30  # bytes under guard at a time
+
+aten = torch.ops.aten
+_UNWRITTEN = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_WRITTEN = {
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.ones.default,
+    aten.ones_like.default,
+    aten.new_ones.default,
+    aten.full.default,
+    aten.full_like.default,
+    aten.new_full.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.constant_pad_nd.default,
+    aten.cat.default,
+    aten.stack.default,
+}
+
+# Bound before any kernel is loaded, which might bind the name to something else.
+_equal = torch.equal
+
+
+@dataclass(slots=True)
+class _Placed:
+    """One tensor's memory, with a band before and after it.
+
+    Attributes:
+        buffer: All of it, in bytes.
+        start, end: Where between the bands the tensor's bytes are.
+        place: What the bands' bytes are hashed from.
+        said: What it is, for a message.
+        kept: Of an input what it held; None of what may be written.
+    """
+
+    buffer: torch.Tensor
+    start: int
+    end: int
+    place: int
+    said: str
+    kept: torch.Tensor | None = None
+
+    @property
+    def inside(self) -> torch.Tensor:
+        return self.buffer[self.start : self.end]
+
+
+class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """While it is on, tensors are allocated between guard bands, and poisoned.
+
+    Both hold bytes that are a hash of the place, compared as integers: a NaN is a number like any.
+    A compiled graph allocates for itself, and so does C++: ``holds`` says which tensors lie here.
+
+    Args:
+        fill: Which pattern.
+        device: Whose memory.
+    """
+
+    # FlexAttention is one; it is called as it is, and what it allocates inside is its own affair.
+    supports_higher_order_operators = True
+
+    def __init__(self, fill: Fill, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._fill, self._device = fill, device
+        self._placed: list[_Placed] = []
+        self._inputs: list[_Placed] = []
+        self._bytes = 0
+        self._wrong = self.unchecked = ""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A kernel that compiles a graph does so here too: it is to be called as it always is."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler and Triton, and the interpreter has to be on by then."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operator's result, in guarded memory where it allocated it."""
+        del types
+        made = func(*args, **(kwargs or {}))
+        if (func in _UNWRITTEN or func in _WRITTEN) and self._ours(made):
+            return self._guarded(made, written=func in _WRITTEN)
+        return made
+
+    def copied(self, inputs: Inputs) -> Inputs:
+        """The same numbers between guard bands, laid out alike: strides, gaps and all."""
+        tensors = {name: self._copied(name, t) for name, t in inputs.tensors().items()}
+        scales = {n[0]: tensors.pop(n) for n in list(tensors) if n.endswith("_descale")}
+        descale = Descale(**scales) if scales else None
+        return dataclasses.replace(inputs, descale=descale, **tensors)  # type: ignore[arg-type]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies between guard bands."""
+        at = tensor.data_ptr()
+        return any(
+            0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start
+            for placed in (*self._placed, *self._inputs)
+        )
+
+    def look(self) -> str:
+        """What was written where nobody may; what was allocated so far is then forgotten.
+
+        Empty where nothing was. The first fault that was ever found is told again.
+        """
+        for placed in (*self._inputs, *self._placed):
+            self._wrong = self._wrong or self._written(placed)
+        self._placed, self._bytes = [], 0
+        return self._wrong
+
+    def _ours(self, made: object) -> bool:
+        if type(made) is not torch.Tensor or made.layout != torch.strided:
+            return False  # a fake tensor of a compiler's, say
+        if made.device.type != self._device.type or not made.numel():
+            return False
+        if made.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.unchecked = "what is allocated in a CUDA graph has no guard bands"
+            return False
+        return made.device.type == "cuda" or not torch.cuda.is_available() or not made.is_pinned()
+
+    def _guarded(self, made: torch.Tensor, *, written: bool) -> torch.Tensor:
+        size = made.untyped_storage().nbytes()
+        if self._bytes + size > _MOST:
+            self.unchecked = f"beyond {_MOST >> 30} GiB of allocations nothing has guard bands"
+            return made
+        shape, dtype = tuple(made.shape), str(made.dtype).removeprefix("torch.")
+        placed = self._place(size, f"a tensor {shape} of {dtype} that it allocated", made.device)
+        self._placed.append(placed)
+        if written:
+            return _tensor(placed, made).copy_(made)
+        inside = pattern(size, size, made.device, self._fill)
+        placed.inside.copy_(inside & 1 if made.dtype == torch.bool else inside)
+        return _tensor(placed, made)
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.untyped_storage().nbytes()
+        if not size:
+            return tensor.clone()
+        if strided_alloc.has_far_rows(
+            tensor
+        ):  # gibibytes between its rows are no bands that one can fill
+            return strided_alloc.copy_far_rows(tensor)
+        placed = self._place(size, f"its input {name}", tensor.device)
+        self._inputs.append(placed)
+        whole = tensor.as_strided((size // tensor.element_size(),), (1,), 0)
+        _tensor(placed, whole).copy_(whole)
+        placed.kept = placed.inside.clone()
+        return _tensor(placed, tensor)
+
+    def _place(self, size: int, said: str, device: torch.device) -> _Placed:
+        """New memory for ``size`` bytes, its bands filled."""
+        band = min(max(_rounded(size), _NARROWEST), _WIDEST)
+        whole = band + _rounded(size) + band
+        buffer = torch.empty(whole + _ALIGNED, dtype=torch.uint8, device=device)
+        first = -buffer.data_ptr() % _ALIGNED
+        placed = _Placed(
+            buffer=buffer[first : first + whole],
+            start=band,
+            end=band + size,
+            place=size,  # and no address: another run with this pattern finds the same bytes
+            said=said,
+        )
+        for part, bytes_ in self._bands(placed):
+            part.copy_(bytes_)
+        self._bytes += whole
+        return placed
+
+    def _bands(self, placed: _Placed) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Both bands of ``placed``, the first in full and the second, with what they must hold."""
+        bands = placed.buffer[: placed.start], placed.buffer[placed.end :]
+        return [
+            (band, pattern(placed.place + 1 + i, len(band), band.device, self._fill))
+            for i, band in enumerate(bands)
+        ]
+
+    def _written(self, placed: _Placed) -> str:
+        before, after = self._bands(placed)
+        if not _equal(*before):
+            at = len(before[0]) - 1 - _first(before, lambda places: places[-1])
+            return f"{_BEYOND}: {_bytes(before)} before {placed.said}, the last {at} bytes ahead"
+        if not _equal(*after):
+            at = _first(after, lambda places: places[0])
+            return f"{_BEYOND}: {_bytes(after)} after {placed.said}, the first {at} bytes behind"
+        if placed.kept is not None and not _equal(placed.inside, placed.kept):
+            return f"wrote {_bytes((placed.inside, placed.kept))} between elements of {placed.said}"
+        return ""
+
+
+def _tensor(placed: _Placed, like: torch.Tensor) -> torch.Tensor:
+    """The memory of ``placed`` as a tensor laid out as ``like``, which knows of no bands."""
+    alone = from_dlpack(torch._C._to_dlpack(placed.inside))
+    return alone.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _first(
+    band: tuple[torch.Tensor, torch.Tensor], which: Callable[[torch.Tensor], torch.Tensor]
+) -> int:
+    return int(which((band[0] != band[1]).nonzero().flatten()))
+
+
+def _bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
+    count = int((band[0] != band[1]).sum())
+    return "1 byte" if count == 1 else f"{count} bytes"

@@ -1,0 +1,195 @@
+"""What a kernel owes: outputs of the right kind in memory of their own, and inputs left alone.
+
+What looks at inputs after a kernel has run was bound when this module was imported, before any
+kernel's: one that puts its own ``equal`` in torch's place is told all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.outputs import Outputs
+from attncheck.judge.declared_arithmetic import Arithmetic
+from attncheck.mods.captured_gradients import captured_tensors
+
+if TYPE_CHECKING:
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+
+__all__ = [
+    "DIGITS",
+    "aliased_input",
+    "arithmetic_error",
+    "inputs_digest",
+    "output_bytes",
+    "output_error",
+    "outputs_digest",
+    "requested_outputs",
+    "written_input",
+]
+
+
+DIGITS = 32
+"""Hexadecimal digits: 128 bits, so that two that are equal are no coincidence."""
+
+
+def outputs_digest(outputs: Outputs) -> str:
+    """SHA-256 of every bit of ``outputs``, cut to ``DIGITS`` hexadecimal digits.
+
+    Names, shapes and dtypes of the tensors and their bytes, row-major whatever their strides: equal
+    digests are equal results, bit for bit. −0.0 is another result than 0.0, and a NaN another than
+    a NaN with other bits.
+    """
+    found = hashlib.sha256()
+    for name, tensor in outputs.tensors().items():
+        about = [name, list(tensor.shape), str(tensor.dtype)]
+        found.update(json.dumps(about).encode() + b"\n")
+        # Through flat bytes: numpy has no bfloat16, nor torch's fp8.
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        found.update(flat.cpu().numpy().data)
+    return found.hexdigest()[:DIGITS]
+
+
+_SHA256, _EQUAL = hashlib.sha256, torch.equal
+_CPU, _CONTIGUOUS, _FLAT = torch.Tensor.cpu, torch.Tensor.contiguous, torch.Tensor.flatten
+_VIEW, _NUMPY = torch.Tensor.view, torch.Tensor.numpy
+# A Parameter is a tensor with a flag; any other subclass may compute when it is looked at.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def output_error(outputs: object, inputs: Inputs) -> str:
+    """What is wrong with the shapes, dtypes or device of ``outputs``; empty when nothing is."""
+    if not isinstance(outputs, Outputs):
+        return f"returned {type(outputs).__name__}, but should return Outputs."
+    problem = inputs.problem
+    rows = (problem.batch, problem.heads, problem.query)
+    columns = problem.kv if problem.operation == "softmax" else problem.value_dim
+    wrong = _tensor("out", outputs.out, (*rows, columns), inputs)
+    dtype = problem.formats.output.torch_dtype
+    if not wrong and outputs.out.dtype != dtype:
+        wrong = f"out.dtype={outputs.out.dtype}, but should be {dtype}."
+    if not wrong and outputs.lse is not None:
+        wrong = _tensor("lse", outputs.lse, rows, inputs)
+        if not wrong and outputs.lse.dtype != torch.float32:
+            wrong = f"lse.dtype={outputs.lse.dtype}, but should be torch.float32."
+    return wrong or _gradients(outputs, inputs)
+
+
+def output_bytes(inputs: Inputs) -> int:
+    """Bytes of the outputs that are asked for, LSE and every gradient among them."""
+    problem = inputs.problem
+    rows = problem.batch * problem.heads * problem.query
+    columns = problem.kv if problem.operation == "softmax" else problem.value_dim
+    owed = rows * (columns * problem.formats.output.torch_dtype.itemsize + 4)
+    if not problem.backward:
+        return owed
+    given = (inputs.q, inputs.k, inputs.v, inputs.sink)
+    owed += sum(tensor.nbytes for tensor in given if tensor is not None)
+    return owed + 4 * (_numbers(inputs) if problem.dcaptured else 0)
+
+
+def requested_outputs(outputs: Outputs, problem: Problem) -> Outputs:
+    """``outputs`` without what nobody asked for: gradients of a forward, say."""
+    if not problem.backward:
+        return Outputs(outputs.out, outputs.lse)
+    return dataclasses.replace(
+        outputs,
+        dsink=outputs.dsink if problem.sink else None,
+        dcaptured=outputs.dcaptured if problem.dcaptured else None,
+    )
+
+
+def _gradients(outputs: Outputs, inputs: Inputs) -> str:
+    """The same of its gradients: each like what it is of."""
+    if not inputs.problem.backward:
+        return ""
+    like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v, "dsink": inputs.sink}
+    for name, given in like.items():
+        if given is None:
+            continue
+        found = getattr(outputs, name)
+        wrong = _tensor(name, found, tuple(given.shape), inputs)
+        if not wrong and found.dtype != given.dtype:
+            wrong = f"{name}.dtype={found.dtype}, but should be {given.dtype}."
+        if wrong:
+            return wrong
+    return _captured(outputs, inputs) if inputs.problem.dcaptured else ""
+
+
+def _captured(outputs: Outputs, inputs: Inputs) -> str:
+    """The same of its gradients of what the score mod reads, which are fp32."""
+    wrong = _tensor("dcaptured", outputs.dcaptured, (_numbers(inputs),), inputs)
+    if not wrong and outputs.dcaptured is not None and outputs.dcaptured.dtype != torch.float32:
+        wrong = f"dcaptured.dtype={outputs.dcaptured.dtype}, but should be torch.float32."
+    return wrong
+
+
+def _numbers(inputs: Inputs) -> int:
+    """How many numbers the score mod reads from tensors."""
+    mod = inputs.problem.score_mod(str(inputs.device))
+    return sum(tensor.numel() for tensor in captured_tensors(mod, inputs.device))
+
+
+def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{name} is {type(value).__name__}, but should be a tensor."
+    if type(value) not in _PLAIN:
+        return f"{name} is {type(value).__name__}, but should be a torch.Tensor itself."
+    if tuple(value.shape) != shape:
+        return f"{name}.shape={tuple(value.shape)}, but should be {shape}."
+    if value.device != inputs.device:
+        return f"{name}.device={value.device}, but should be {inputs.device}."
+    if value.layout != torch.strided:
+        return f"{name}.layout={value.layout}, but should be torch.strided."
+    return ""
+
+
+def written_input(given: Inputs, inputs: Inputs) -> str:
+    """Which of its inputs a kernel changed; empty when none."""
+    for name, mine in inputs.tensors().items():
+        its = given.tensors()[name]
+        if not _EQUAL(*(_VIEW(_CONTIGUOUS(t), torch.uint8) for t in (mine, its))):
+            return f"wrote to its input {name}."
+    return ""
+
+
+def arithmetic_error(arithmetic: object, inputs: Inputs) -> str:
+    """What is wrong with the arithmetic a kernel declares; empty when nothing is."""
+    if not isinstance(arithmetic, Arithmetic):
+        return f"arithmetic() returned {type(arithmetic).__name__}, but should return Arithmetic."
+    output = inputs.problem.formats.output
+    if arithmetic.output != output:
+        said = getattr(arithmetic.output, "name", arithmetic.output)
+        return f"arithmetic().output is {said}, but should be {output.name}."
+    return ""
+
+
+def aliased_input(outputs: Outputs, given: Inputs) -> str:
+    """Which of ``outputs`` lies in the memory of which input; empty when none does."""
+    for name, tensor in outputs.tensors().items():
+        for read, its in given.tensors().items():
+            if _share(tensor, its):
+                return f"{name} lies in the memory of its input {read}."
+    return ""
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the memory that the two were allocated in overlaps."""
+    mine, its = one.untyped_storage(), other.untyped_storage()
+    start, stop = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
+    return start < its.data_ptr() + its.nbytes() and its.data_ptr() < stop
+
+
+def inputs_digest(inputs: Inputs) -> str:
+    """SHA-256 of every bit that can be read of ``inputs``, in hexadecimal digits."""
+    found = _SHA256()
+    for name, tensor in inputs.tensors().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        flat = _FLAT(_CONTIGUOUS(_CPU(tensor)))
+        found.update(_NUMPY(_VIEW(flat, torch.uint8)).data)
+    return found.hexdigest()

@@ -1,0 +1,54 @@
+"""Calls a kernel once on each of some cases: the program that compute-sanitizer watches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attncheck.core.sanitize_text import one_line
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case
+from attncheck.subjects.load import load_subject
+from attncheck.verify.environment import prepare
+from attncheck.verify.executor import Failure, InProcess
+
+if TYPE_CHECKING:
+    from attncheck.capabilities.subject import Subject
+
+__all__ = ["main"]
+
+
+def main(path: str) -> int:
+    """Ask what the file says; each case begins and ends with a line of its mark."""
+    asked = json.loads(Path(path).read_text())
+    device, mark = asked["device"], asked["mark"]
+    prepare(device)
+    subject = load_subject(asked["kernel"], asked["convention"] or None)
+    for number, case in enumerate(asked["cases"]):
+        _tell(f"{mark} begin {number}")
+        _tell(f"{mark} end {number} {_done(subject, case, device)}")
+    return 0
+
+
+def _tell(line: str) -> None:
+    """At once: what the tool prints meanwhile is in the same stream."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _done(subject: Subject, case: Any, device: str) -> str:
+    problem = Case.from_json(case).problem
+    executor = InProcess()
+    refusal = executor.refusal(subject, problem, device)
+    if isinstance(refusal, str):
+        return f"refused {one_line(refusal)}"
+    result = refusal or executor.run(subject, draw_inputs(problem, device))
+    if isinstance(result, Failure):
+        return f"{'refused' if result.kind == 'refused' else 'error'} {one_line(result.message)}"
+    return "ok"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

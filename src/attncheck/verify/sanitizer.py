@@ -1,0 +1,223 @@
+"""A few problems of a kernel under NVIDIA's compute-sanitizer, and its report in one line each.
+
+It watches every access of every thread, which nothing in a process can: also of memory that no
+guard band is beside, and races. It takes tens of times as long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attncheck.core.errors import UnknownName
+from attncheck.core.judgement import Judgement
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.record import Record
+from attncheck.verify.new_record import arrangement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.inputs.problem import Case
+    from attncheck.records.record import Status
+
+__all__ = ["ABSENT", "TOOLS", "sanitized", "sanitizer"]
+
+TOOLS = {
+    "memcheck": "no access outside of what was allocated, none that is misaligned",
+    "racecheck": "no two threads of a block race for shared memory",
+    "initcheck": "nothing is read of global memory that nobody wrote",
+    "synccheck": "no barrier that some threads of a block do not reach",
+}
+"""Of compute-sanitizer, with what each would find."""
+
+ABSENT = "there is no compute-sanitizer on PATH: it comes with the CUDA toolkit"
+
+_FOUND = 99  # its exit code where it found something
+_READ = 1 << 24  # bytes of its report
+_PREFIX = "========="
+# Its own words, not those of an error: the first and the last lines of a report.
+_FRAME = re.compile(
+    r"^(COMPUTE-SANITIZER|\w+ SUMMARY|Target application|Error: (process|Target application))"
+)
+_PLACE = re.compile(r"^\s*at (?P<place>.+)$")
+
+
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is; None where it is not."""
+    return shutil.which("compute-sanitizer")
+
+
+def sanitized(
+    kernel: str,
+    cases: Sequence[Case],
+    tool: str,
+    *,
+    convention: str = "",
+    device: str = "cuda",
+    seconds: float = 600.0,
+) -> tuple[Record, ...]:
+    """Call ``kernel`` on the inputs of each of ``cases``, in one process under ``tool``.
+
+    ``fail`` by the rule ``memory`` where the tool said something while the case ran; ``error``
+    where the kernel raised, ``crash`` where its process ended before, ``timeout`` where it did not
+    end in time, ``unsupported`` where there is no compute-sanitizer or the kernel takes the case
+    not. What is right of numbers is not looked at.
+
+    Args:
+        kernel: As of ``subjects.load.load``; imported in that process alone.
+        cases: Small ones.
+        tool: A name in ``TOOLS``.
+        convention: How the kernel is called, as of ``load``.
+        device: Where; on a CPU it has nothing to see.
+        seconds: For all of them.
+
+    Raises:
+        UnknownName: for another tool.
+    """
+    if tool not in TOOLS:
+        raise UnknownName("tool", tool, TOOLS)
+    program = sanitizer()
+    if program is None:
+        return tuple(_record(kernel, case, "unsupported", ABSENT) for case in cases)
+    mark = secrets.token_hex(8)
+    with tempfile.TemporaryDirectory(prefix="attncheck-") as folder:
+        asked = Path(folder) / "asked.json"
+        told = {"kernel": kernel, "convention": convention, "device": device, "mark": mark}
+        asked.write_text(json.dumps({**told, "cases": [case.to_json() for case in cases]}))
+        command = [program, "--tool", tool, "--error-exitcode", str(_FOUND)]
+        # Libraries ask CUDA for what a GPU does not have, and handle that it says so.
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command += [sys.executable, "-m", "attncheck.verify.sanitized_run", str(asked)]
+        report, late = _reported(command, Path(folder) / "report.txt", seconds)
+    each = _Reports.read(report, mark)
+    return tuple(_verdict(kernel, case, each.of(i), tool, late) for i, case in enumerate(cases))
+
+
+def _reported(command: Sequence[str], path: Path, seconds: float) -> tuple[str, bool]:
+    """What a command prints, and whether it had to be ended."""
+    # Without it torch's own allocator hides from the tool where a tensor ends.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    late = False
+    with path.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603  # no shell, and words of our own
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    with path.open("rb") as output:
+        return output.read(_READ).decode(errors="replace"), late
+
+
+@dataclass(slots=True)
+class _Report:
+    """What was printed while one case ran.
+
+    Attributes:
+        begun: Whether it began.
+        ended: What its process said at its end: ``ok``, ``refused …`` or ``error …``.
+        found: The tool's errors, a line each.
+    """
+
+    begun: bool = False
+    ended: str = ""
+    found: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Reports:
+    """The same of all cases, and the last lines that nobody asked for."""
+
+    cases: dict[int, _Report] = field(default_factory=dict)
+    last: str = ""
+
+    def of(self, number: int) -> _Report:
+        """Of case ``number``; one that never began says why."""
+        return self.cases.get(number, _Report(ended=""))
+
+    @classmethod
+    def read(cls, text: str, mark: str) -> _Reports:
+        """From what was printed; a launch is waited for before its case ends."""
+        reports, current = cls(), _Report()
+        for line in text.splitlines():
+            if line.startswith(f"{mark} begin "):
+                current = reports.cases.setdefault(int(line.split()[2]), _Report())
+                current.begun = True
+            elif line.startswith(f"{mark} end "):
+                current.ended = one_line(line.split(maxsplit=3)[3])
+            elif line.startswith(_PREFIX):
+                _said(line.removeprefix(_PREFIX), current.found)
+        return reports
+
+
+def _said(line: str, found: list[str]) -> None:
+    """Take a line of the tool's into ``found``: errors begin unindented, and say where below."""
+    words, place = line.strip(), _PLACE.match(line)
+    if not words or _FRAME.match(words):
+        return
+    if place:
+        if found and " at " not in found[-1]:
+            found[-1] = f"{found[-1]} at {one_line(place['place'])}"
+    elif line.startswith(" ") and not line.startswith("  "):
+        found.append(one_line(words))
+
+
+def _verdict(kernel: str, case: Case, report: _Report, tool: str, late: bool) -> Record:  # noqa: FBT001
+    if report.found:
+        more = f" ({len(report.found)} in all)" if len(report.found) > 1 else ""
+        judgement = Judgement(
+            status="fail", rule="memory", reason=f"{tool}: {report.found[0]}{more}"
+        )
+        return _record(kernel, case, "fail", judgement=judgement)
+    if report.ended == "ok":
+        return _record(kernel, case, "pass", judgement=Judgement(status="pass"))
+    status, _, reason = report.ended.partition(" ")
+    if status == "refused":
+        return _record(kernel, case, "unsupported", reason)
+    if status:
+        return _record(kernel, case, "error", reason)
+    if late:
+        return _record(kernel, case, "timeout", f"{tool} did not end in time")
+    return _record(kernel, case, "crash", f"its process ended under {tool} before it had run")
+
+
+def _record(
+    kernel: str,
+    case: Case,
+    status: Status,
+    reason: str = "",
+    judgement: Judgement | None = None,
+) -> Record:
+    return Record(
+        case_id=case.id,
+        case=case.to_json(),
+        kernel=kernel,
+        variant="",
+        heads=arrangement(case.problem),
+        status=status,
+        reason=reason,
+        judgement=judgement,
+        environment="",
+    )
