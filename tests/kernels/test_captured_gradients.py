@@ -43,11 +43,11 @@ SLOPES = numbers(2) / 4
 
 
 def capped(table):
-    return compose.chain_scores(scores.bias(table), scores.softcap(2.0))
+    return scores.chain_scores(scores.bias(table), scores.softcap(2.0))
 
 
 def under_a_cap(slopes):
-    return compose.chain_scores(scores.softcap(2.0), scores.alibi(slopes))
+    return scores.chain_scores(scores.softcap(2.0), scores.alibi(slopes))
 
 
 def two_tensors(slopes, table):

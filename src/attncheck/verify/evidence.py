@@ -204,7 +204,6 @@ class Evidence:
 
     def allowance(self, arithmetic: Arithmetic) -> Allowance:
         """What ``examine.allowances`` allows a kernel of this arithmetic."""
-
         if arithmetic not in self._allowances:
             self._allowances[arithmetic] = allowance(self, arithmetic)
         return self._allowances[arithmetic]
@@ -255,7 +254,6 @@ class Evidence:
     @cached_property
     def reads(self) -> CapturedReads:
         """What the score mod reads of captured tensors."""
-
         return CapturedReads(self)
 
     @cached_property
@@ -316,7 +314,7 @@ class Evidence:
 
 def score_analysis(expression: Expression, arithmetic: Arithmetic) -> RunningError:
     """The analysis of what a kernel of this arithmetic evaluates of scores."""
-    from attncheck.mods.interval_algebra import KERNEL_FP32, TORCH_FP64
+    from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
     from attncheck.mods.running_error import RunningError
 
     fp64 = arithmetic.computes.name == "fp64"
