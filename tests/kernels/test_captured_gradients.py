@@ -14,7 +14,6 @@ import torch
 from attncheck.core.errors import UsageError
 from attncheck.core.source_files import import_file
 from attncheck.mods import captured_reads, masks, scores
-from attncheck.mods import masks as compose
 from attncheck.mods.block_mask import block_mask, list_visits
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
