@@ -30,13 +30,13 @@ from attncheck.mods.expression import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from attncheck.mods.spec import Dimensions
 
-__all__ = ["check_index_ranges"]
+__all__ = ["check_index_ranges", "index_parts"]
 
 Range: TypeAlias = tuple[float, float]
 """The smallest and the largest value: whole numbers, or infinite where unknown."""
@@ -294,41 +294,37 @@ def _search_everywhere(
 ) -> _Result:
     """Return the first place where ``wrong`` is true of an expression that reads no score."""
     low, high = math.inf, -math.inf
-    for strip in _strips(part, dimensions):
-        score = [None] if "score" in part.structure.inputs else []
-        values = _values(part, *score, *strip)
+    counts = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
+    # An index that the expression does not read is 0 only.
+    ranges = [
+        range(count if part.reads(name) else 1) for name, count in zip(INDICES, counts, strict=True)
+    ]
+    score = [None] if "score" in part.structure.inputs else []
+    for strip in index_parts(ranges, _AT_A_TIME):
+        axes = (
+            torch.arange(r.start, r.stop).view([-1 if i == axis else 1 for i in range(4)])
+            for axis, r in enumerate(strip)
+        )
+        values = _values(part, *score, *axes)
         least, most = _extremes(values)
         low, high = min(low, least), max(high, most)
         bad = wrong(values)
         if bool(bad.any()):
             first = [int(i) for i in bad.nonzero()[0]]
             steps = [0] * (4 - len(first)) + first
-            starts = (int(axis.flatten()[0]) for axis in strip)
-            place = tuple(start + step for start, step in zip(starts, steps, strict=True))
+            place = tuple(r.start + step for r, step in zip(strip, steps, strict=True))
             return _Result((low, high), values[bad].flatten()[0].item(), place)
     return _Result((low, high))
 
 
-def _strips(part: Expression, dimensions: Dimensions) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the indices on axes of their own, a bounded number of places at a time.
-
-    An axis that the expression does not read is 0 only.
-    """
-    whole = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
-    sizes = [size if part.reads(name) else 1 for name, size in zip(INDICES, whole, strict=True)]
-    steps, room = [1] * 4, _AT_A_TIME
-    for axis in (3, 2, 1, 0):
-        steps[axis] = max(1, min(sizes[axis], room))
-        room //= steps[axis]
-    cuts = [
-        [range(start, min(start + step, size)) for start in range(0, size, step)]
-        for size, step in zip(sizes, steps, strict=True)
-    ]
-    for parts in itertools.product(*cuts):
-        yield tuple(
-            torch.arange(part.start, part.stop).view([-1 if i == axis else 1 for i in range(4)])
-            for axis, part in enumerate(parts)
-        )
+def index_parts(ranges: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
+    """Yield all of several index ranges in parts of at most ``most`` places each."""
+    room, cuts = most, []
+    for whole in reversed(ranges):
+        size = min(len(whole), room)
+        room //= size
+        cuts.append([whole[i : i + size] for i in range(0, len(whole), size)])
+    return itertools.product(*reversed(cuts))
 
 
 def _values(part: Expression, *inputs: Any) -> Tensor:
