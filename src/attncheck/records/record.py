@@ -14,7 +14,7 @@ from attncheck.core.outputs import TensorName  # noqa: TC001
 
 if TYPE_CHECKING:
     from attncheck.core.judgement import (
-        Judgement,  # noqa: TC001
+        Judgement,
     )
 
 __all__ = [
