@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Judgement
     from attncheck.core.outputs import TensorName
     from attncheck.inputs.problem import Allowed, Case, Problem
-    from attncheck.probes.probe_table import Probe
-    from attncheck.probes import VisibleKeys
+    from attncheck.probes import Probe, VisibleKeys
     from attncheck.relations import Relation
     from attncheck.verify.call_checks import Check
     from attncheck.verify.executor import Execution, Executor
