@@ -143,11 +143,12 @@ def _value_terms(
     of_weights = torch.fmin(torch.fmin(*by_weights), spread.clamp_min(0))
     terms = {name: of_weights * share for name, share in shares(errors, moved.changed).items()}
     # B16: P rounded to its format, and V where it is rounded to tf32.
-    if arithmetic.weights_error and sums.rounded is None:
-        terms[_ROUNDING] = moved.rounded @ size
-    elif arithmetic.weights_error:
-        centered = about(moved.rounded, values, exact) + sums.rounded * of_weights
-        terms[_ROUNDING] = centered / (1 - sums.rounded)
+    if arithmetic.weights_error:
+        if sums.rounded is None:
+            terms[_ROUNDING] = moved.rounded @ size
+        else:
+            centered = about(moved.rounded, values, exact) + sums.rounded * of_weights
+            terms[_ROUNDING] = centered / (1 - sums.rounded)
     if arithmetic.operand_error:
         terms["rounding of V"] = arithmetic.operand_error * _weighted_size(moved, values)
     terms["accumulation"] = accumulation(conditions, arithmetic, moved, values)

@@ -89,7 +89,7 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     if arithmetic.truncates and u:
         bias = 2 * u * conditions.products
     if arithmetic.scores.block is not None:
-        share = arithmetic.scores.bias(terms)
+        share = torch.full_like(size, arithmetic.scores.bias(terms))
         if cut is not None:
             share = torch.where(size > 0, cut / size, 0.0)
         bias = share * conditions.products + (0.0 if bias is None else bias)

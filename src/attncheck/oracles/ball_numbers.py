@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Rows
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.signatures import ScoreMod
+    from attncheck.mods.spec import ScoreMod
     from attncheck.oracles.mod_calls import Indices
     from attncheck.oracles.number_system import Captures, Evaluate
 
@@ -263,7 +263,7 @@ _IS_MINUS_INFINITY = each_ball(_is_minus_infinity, 1)
 _ERROR = each_ball(error_bound, 2)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ProvenError:
     """Upper bounds of |result − exact|, float64 on the CPU; ∞ where nothing is proven.
 
@@ -293,8 +293,8 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
     with working_precision(exact.out.bits):
         of_out = _ERROR(out.numpy(), exact.out.array[0])
         of_lse = _ERROR(lse.numpy(), exact.lse.array[0, ..., 0])
-    of_out, of_lse = (torch.from_numpy(part.astype(np.float64)) for part in (of_out, of_lse))
-    return ProvenError(rows=rows, out=of_out, lse=of_lse)
+    bounds = (torch.from_numpy(part.astype(np.float64)) for part in (of_out, of_lse))
+    return ProvenError(rows, *bounds)
 
 
 def enclosed(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
