@@ -24,14 +24,14 @@ Edits = dict["HostName", tuple[Edit, ...]]
 _ENTRY = '''def _other_score(problem, device):
     """The score mod as this kernel has it."""
     import dataclasses
-    from attncheck.mods import entries
+    from attncheck.mods.spec import build_entry
     from attncheck.mods.library import SCORES
 
     if all(part.name != "{name}" for part in problem.score.walk()):
         return problem.score_mod(device)
     other = dataclasses.replace(SCORES["{name}"], {field}=_other)
     table = SCORES | {{"{name}": other}}
-    return entries.build(table, problem.score, problem.dimensions, device)
+    return build_entry(table, problem.score, problem.dimensions, device)
 
 
 {text}
