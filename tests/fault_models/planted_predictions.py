@@ -80,7 +80,7 @@ def faulty(model, number):
     problem = evidence.case.problem
     if not model.applies(problem) or problem.backward != (model.of == "backward"):
         return
-    for variant in model.variants(ExactAttention(evidence.inputs)):
+    for variant in model.predictions(ExactAttention(evidence.inputs)):
         yield variant, evidence, execution(problem, variant.outputs)
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.hypotheses.planted_predictions import PROBLEMS, evidence_of, exact, execution, faulty
-from tests.hypotheses.planted_specials import SPECIALS
+from tests.fault_models.planted_predictions import PROBLEMS, evidence_of, exact, execution, faulty
+from tests.fault_models.planted_specials import SPECIALS
 
 from attncheck import oracles
 from attncheck.diagnose.explanations import explain
-from attncheck.fault_models.exact_attention import ExactAttention
-from attncheck.fault_models.fault_model import FAULT_MODELS, SIGNS
-from attncheck.fault_models.gradient_models import ExactGradients
+from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models.exact_attention import ExactAttention, ExactGradients
+from attncheck.fault_models.fault_model import SIGNS
 from attncheck.faults.catalogue import FAULTS_of_catalogue
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem

@@ -7,12 +7,12 @@ import math
 from functools import cache
 
 import torch
-from tests.hypotheses.planted_predictions import GRADIENTS, OF, RAGGED
+from tests.fault_models.planted_predictions import GRADIENTS, OF, RAGGED
 
 from attncheck.capabilities.subject import Tiling
 from attncheck.core.outputs import Outputs
+from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
-from attncheck.fault_models.fault_model import FAULT_MODELS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.declared_arithmetic import default
@@ -94,7 +94,7 @@ def planted(name, evidence):
     storage = formats.storage.torch_dtype
     dtypes = {"out": formats.output.torch_dtype, "dq": storage, "dk": storage, "dv": storage}
     tile = TILES.block_query, TILES.block_kv
-    for variant in FAULT_MODELS[name].variants(ExactAttention(evidence.inputs, tile=tile)):
+    for variant in FAULT_MODELS[name].predictions(ExactAttention(evidence.inputs, tile=tile)):
         rounded = {
             n: x.to(dtypes.get(n, torch.float32)) for n, x in variant.outputs.tensors().items()
         }

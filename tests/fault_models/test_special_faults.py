@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 import torch
-from tests.hypotheses.planted_predictions import OF, RAGGED, execution
-from tests.hypotheses.planted_specials import SPECIALS, TILES, evidence_of, planted
+from tests.fault_models.planted_predictions import OF, RAGGED, execution
+from tests.fault_models.planted_specials import SPECIALS, TILES, evidence_of, planted
 
 from attncheck.diagnose.explanations import explain
 from attncheck.inputs.problem import Case, Problem

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.hypotheses.planted_predictions import execution
+from tests.fault_models.planted_predictions import execution
 
 from attncheck.diagnose.explanations import consistent_models, explain
+from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
-from attncheck.fault_models.fault_model import FAULT_MODELS
-from attncheck.fault_models.memory_models import contiguous, read_as, wider
+from attncheck.fault_models.layout_models import contiguous, read_as, wider
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import count_equals
@@ -39,7 +39,7 @@ def test_a_kernel_with_the_fault_is_named(name, problem, question):
     evidence = evidence_of(problem, question)
     results = [
         explain(execution(problem, variant.outputs), evidence, proven=True)
-        for variant in FAULT_MODELS[name].variants(ExactAttention(evidence.inputs))
+        for variant in FAULT_MODELS[name].predictions(ExactAttention(evidence.inputs))
     ]
     wrong = [found for found in results if found is not None]  # some read what they should
     assert wrong
@@ -50,7 +50,7 @@ def test_a_kernel_with_the_fault_is_named(name, problem, question):
 def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
     evidence = Evidence(Case(problem=GAPPED), "cpu")
     evidence.establish(yardsticks=False)
-    assert not list(FAULT_MODELS["values-behind-keys"].variants(ExactAttention(evidence.inputs)))
+    assert not list(FAULT_MODELS["values-behind-keys"].predictions(ExactAttention(evidence.inputs)))
     right = execution(GAPPED, evidence.truth)
     among = ["values-behind-keys", "scale-twice"]
     assert consistent_models(right, evidence, among) == {"values-behind-keys"}
