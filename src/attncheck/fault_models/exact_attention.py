@@ -494,7 +494,7 @@ class ExactGradients:
         """DK and dV summed over these query heads, ``(kv_heads, any)``."""
         kv_heads, members = heads.shape
         return {
-            name: x[:, heads.flatten()].unflatten(1, (kv_heads, members)).sum(2)
+            name: x[:, heads.flatten()].view(len(x), kv_heads, members, *x.shape[2:]).sum(2)
             for name, x in self.of_heads.items()
         }
 
@@ -563,7 +563,8 @@ def _signed_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 def sum_group(of_heads: Tensor, group: int) -> Tensor:
     """Sum ``(batch, heads, …)`` over the query heads that read one key head."""
-    return of_heads.unflatten(1, (-1, group)).sum(2)
+    batch, heads, *rest = of_heads.shape
+    return of_heads.view(batch, heads // group, group, *rest).sum(2)
 
 
 def _fp32_exp(exponent: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _rounded_steps(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> Iterator[Form]:
     for name, steps in forms:
         for outputs, parameters in call.predict(steps):
-            yield outputs, {"format": name} | parameters
+            yield outputs, {"format": name, **parameters}
 
 
 @MODELS.add(

@@ -296,7 +296,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         (alibi_slopes(power * 2)[:heads], later, alibi_slopes(call.problem.kv_heads))
     ):
         if len(slopes) == heads:
-            for outputs, _ in call.predict(_sloped(lambda _heads, slopes=slopes: slopes)):
+            for outputs, _ in call.predict(_sloped(dict.fromkeys([heads], slopes).__getitem__)):
                 yield outputs
 
 
