@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Judgement
     from attncheck.core.outputs import TensorName
     from attncheck.inputs.problem import Allowed, Case, Problem
-    from attncheck.probes.probe_table import Probe
-    from attncheck.probes.tied_keys import Seen
+    from attncheck.probes import Probe, VisibleKeys
     from attncheck.relations import Relation
     from attncheck.verify.call_checks import Check
     from attncheck.verify.executor import Execution, Executor
@@ -227,7 +226,7 @@ def run_probe(
     )
 
 
-def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> Seen:
+def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKeys:
     """What the mask of ``problem`` shows to some rows, by its original callable."""
     mask = problem.mask_mod(str(device))
     batch, heads, kv = (range(n) for n in (problem.batch, problem.heads, problem.kv))
@@ -260,7 +259,7 @@ def _judged(result: Execution, evidence: Evidence, *, brief: bool) -> Judgement:
     return replace(judgement, rule="structure", reason=reason)
 
 
-def _explanation(result: Execution, evidence: Evidence, seen: Seen) -> str:
+def _explanation(result: Execution, evidence: Evidence, seen: VisibleKeys) -> str:
     """What best explains the first row, by batch, head and row, that is beyond its bound."""
     given, truth = result.outputs, evidence.truth
     allowance = evidence.allowance(result.arithmetic)
