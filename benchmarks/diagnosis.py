@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from attncheck.faults.catalogue import FAULTS_of_catalogue, fault_named
+from attncheck.faults.catalogue import FAULTS, fault_named
 from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
 from attncheck.gate.known import Known
@@ -35,7 +35,7 @@ def main():
     parser.add_argument("--alone", action="store_true", help="make no failure smaller")
     typed = parser.parse_args()
     part, parts = map(int, typed.part.split("/"))
-    chosen = [fault_named(name) for name in typed.ids] or list(FAULTS_of_catalogue.values())
+    chosen = [fault_named(name) for name in typed.ids] or list(FAULTS.values())
     chosen = [
         f
         for f in chosen

@@ -15,7 +15,7 @@ from attncheck.diagnose.explanations import explain
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention, ExactGradients
 from attncheck.fault_models.fault_model import SIGNS
-from attncheck.faults.catalogue import FAULTS_of_catalogue
+from attncheck.faults.catalogue import FAULTS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.judge.fault_explanation import count_equals
@@ -86,7 +86,7 @@ def test_every_model_says_what_it_is():
 
 
 def test_the_catalogue_names_models_that_there_are():
-    named = {name: fault.id for fault in FAULTS_of_catalogue.values() for name in fault.named}
+    named = {name: fault.id for fault in FAULTS.values() for name in fault.named}
     unknown = {name: fault for name, fault in named.items() if name not in {*FAULT_MODELS, *SIGNS}}
     assert not unknown
 

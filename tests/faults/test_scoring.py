@@ -54,7 +54,7 @@ def scored(monkeypatch, name, *, stages="probes", host="ideal", file=""):
     planted = PLANTED.get(name)
     if planted is not None:
         everything = (
-            catalogue.FAULTS_of_catalogue if isinstance(planted, Fault) else catalogue.CONTROLS
+            catalogue.FAULTS if isinstance(planted, Fault) else catalogue.CONTROLS
         )
         monkeypatch.setitem(everything, name, planted)
     unit = Unit(

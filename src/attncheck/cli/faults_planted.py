@@ -48,17 +48,17 @@ def planted(interrupts: Interrupts, asked: FaultsAsked) -> int:
 
 def listed(asked: FaultsAsked) -> int:
     """Shows what is chosen, and runs nothing; returns the exit code."""
-    from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue
+    from attncheck.faults.catalogue import CONTROLS, FAULTS
 
     device, tier = where(asked)
     these = _chosen(asked, Path(asked.file).absolute() if asked.file else None, device, tier)
     with standard_output():
         for kernel in dict.fromkeys(kernel.rpartition("@")[0] for kernel in these.names):
-            one: Any = FAULTS_of_catalogue.get(kernel) or CONTROLS.get(kernel)
+            one: Any = FAULTS.get(kernel) or CONTROLS.get(kernel)
             places = " and ".join(one.hosts) or "nowhere" if one else "file"
             category = (
-                FAULTS_of_catalogue[kernel].category
-                if kernel in FAULTS_of_catalogue
+                FAULTS[kernel].category
+                if kernel in FAULTS
                 else "control"
                 if one
                 else "own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UnknownName
 from attncheck.faults.entries import (
@@ -15,7 +16,9 @@ from attncheck.faults.entries import (
     softmax_faults,
 )
 from attncheck.faults.entries.control_changes import CONTROLS as _CONTROLS
-from attncheck.faults.fault import Control, Fault
+
+if TYPE_CHECKING:
+    from attncheck.faults.fault import Control, Fault
 
 __all__ = ["CATEGORIES", "CONTROLS", "FAULTS", "fault_named"]
 

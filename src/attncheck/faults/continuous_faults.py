@@ -10,7 +10,7 @@ import torch
 from attncheck.core.errors import UnknownName
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.fault_models.steps import Steps
-from attncheck.faults.fault import Fault, ideal
+from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,18 +52,12 @@ class ContinuousFault:
         kept = DTYPES[dtype].weights if self.id == "weights-of-few-bits" else FORMATS["fp32"]
         return tuple(range(1, kept.significand))
 
-    def fault(self, size: float) -> Fault:
-        """The fault of one size, for ``plant``."""
-        return Fault(
-            id=f"{self.id}={size!r}",
-            category="precision",
-            summary=f"{self.summary}: {self.unit} = {size:g}",
-            when="always",
-            seen="an error as large as that",
-            reports="by construction",
-            ideal=ideal(model=f"{self.id}={size!r}"),
-            discrete=False,
-        )
+    def kernel(self, size: float) -> Ideal:
+        """The ideal kernel with the fault of one size."""
+        kernel = Ideal()
+        kernel.steps = self.steps(size)
+        kernel.name = f"{self.id}={size:g}"
+        return kernel
 
 
 def _few_bits(bits: float) -> Callable[[Tensor], Tensor]:

@@ -75,7 +75,9 @@ def apply_patches(sources: Mapping[str, str], patches: Iterable[str]) -> dict[st
 def _hunks(patch: str) -> Iterator[_Hunk]:
     """Of a text that is indented as a whole."""
     lines = patch.strip("\n").split("\n")
-    marked = min(len(line) - len(line.lstrip()) for line in lines if line.lstrip()[:1] in {"+", "-"})
+    marked = min(
+        len(line) - len(line.lstrip()) for line in lines if line.lstrip()[:1] in {"+", "-"}
+    )
     for block in re.split(r"\n\s*\n", "\n".join(line[marked:] for line in lines)):
         of_block = [line for line in block.split("\n") if line.strip()]
         if of_block:

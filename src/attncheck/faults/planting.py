@@ -89,7 +89,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
         NotPlanted: where a text to be changed is not found exactly once.
     """
     how = fault.hosts[host]
-    label = f"{fault.id}_{host}".replace("-", "_").replace("=", "_").replace(".", "p")
+    label = f"{fault.id}_{host}".replace("-", "_")
     kernel = named_kernels.SUBJECTS[how.kernel]
     module = kernel.module
     if how.patches:
@@ -135,14 +135,8 @@ def _copy(patches: tuple[str, ...], package: Path) -> None:
 
 
 def model_steps(model: str) -> Steps:
-    """Return the steps that ``Host.model`` names: a fault model's, or a continuous fault's."""
+    """Return the steps of a fault model that ``Host.model`` names."""
     from attncheck.fault_models import FAULT_MODELS
-    from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS
 
-    name, _, size = model.partition("=")
-    if size:
-        steps = CONTINUOUS_FAULTS[name].steps(float(size))
-        assert steps is not None, "asked of what has steps"
-        return steps
     name, _, number = model.partition(":")
     return FAULT_MODELS[name].steps[int(number or 0)]
