@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.gate.planning import Planning
-    from attncheck.inputs.problem import Parameters
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.records.run_reports import Stage
     from attncheck.workers.units import Unit
 

@@ -15,7 +15,8 @@ from attncheck.capabilities.subject import Subject
 from attncheck.conventions.convention import ConventionOptions
 from attncheck.core.errors import UsageError
 from attncheck.inputs import input_tensors as inputs_room
-from attncheck.inputs.problem import PROMISES, Case, Problem
+from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.relations import RELATIONS
 from attncheck.runner import probe_questions
 from attncheck.runner.probe_answers import Tried, as_tried, of_failure, verdict_of

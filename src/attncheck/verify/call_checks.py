@@ -13,7 +13,8 @@ from msgspec.structs import replace as replace_of_structs
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.judgement import Judgement
 from attncheck.inputs import input_tensors as inputs_room
-from attncheck.inputs.problem import Allowed, Case, check_parameters, fits_all, no_parameters
+from attncheck.inputs.problem import Case
+from attncheck.inputs.question_parameters import Allowed, check_parameters, fits_all, no_parameters
 from attncheck.relations import RELATIONS
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.evidence import Evidence

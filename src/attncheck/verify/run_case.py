@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject, Tiling
     from attncheck.core.judgement import Judgement
     from attncheck.core.outputs import TensorName
-    from attncheck.inputs.problem import Allowed, Case, Problem
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.inputs.question_parameters import Allowed
     from attncheck.probes import Probe, VisibleKeys
     from attncheck.relations import Relation
     from attncheck.verify.call_checks import Check
