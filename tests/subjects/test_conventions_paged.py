@@ -210,7 +210,7 @@ def test_a_sink_is_asked_where_there_is_an_argument_for_it():
         ("slot_mapping", "need no 'slot_mapping': keys are in the cache already"),
         ("k_scale", "need no 'k_scale': fp8 has one descale a sequence and key head"),
         ("rotary_cos", "need no 'rotary_cos': queries and keys are rotated already"),
-        ("dropout", "need no 'dropout': dropout is not asked about"),
+        ("dropout", "need no 'dropout': dropout is not checked"),
         ("workspace", "need no 'workspace', for which the convention has no value"),
     ],
 )
@@ -291,7 +291,7 @@ def test_fp8_has_descales_of_sequences_and_heads():
 def test_a_script_gives_the_same_bits(name):
     function, problem = with_kvcache(), small(**TAKEN[name])
     subject, inputs = subject_of(function), draw_inputs(problem)
-    text = subject.script(problem)
+    text = subject.render(problem)
     assert "attncheck" not in text
     scope = {"torch": torch, "sink": inputs.sink}
     exec(text, scope)  # noqa: S102  # a script is there to be run

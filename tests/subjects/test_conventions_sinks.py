@@ -166,7 +166,7 @@ def test_the_call_as_a_script(name):
     for sink in (True, False):
         of = problem(sink=sink)
         inputs, scope = draw_inputs(of), {"torch": torch}
-        text = adopted(KERNELS[name], "kernel").script(of)
+        text = adopted(KERNELS[name], "kernel").render(of)
         assert ("sink" in text) == sink
         exec(text, scope | ({"sink": inputs.sink} if sink else {}), scope)  # noqa: S102
         scope["call"].__globals__.update(scope)

@@ -450,7 +450,8 @@ def _override(found: Override) -> Iterator[str]:
             yield f"{name} = {_toml_value(value)}"
     changes = found.arithmetic.changes()
     if changes:
-        yield f"arithmetic = {{ {', '.join(f'{k} = {_toml_value(v)}' for k, v in changes.items())} }}"
+        listed = ", ".join(f"{k} = {_toml_value(v)}" for k, v in changes.items())
+        yield f"arithmetic = {{ {listed} }}"
 
 
 _ORDER = (

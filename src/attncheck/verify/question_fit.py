@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Allowed, Case, Problem
-    from attncheck.probes.probe_table import Probe
+    from attncheck.probes import Probe
     from attncheck.relations import Relation
     from attncheck.verify.call_checks import Check
     from attncheck.verify.executor import Executor

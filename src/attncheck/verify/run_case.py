@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Rule
     from attncheck.core.outputs import TensorName
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.probes.tied_keys import Seen
+    from attncheck.probes import VisibleKeys
     from attncheck.records.record import Status
     from attncheck.verify.executor import Execution, Executor
 
@@ -292,7 +292,7 @@ def _place(index: tuple[int, ...] | None) -> Place | None:
     return None if index is None else Place.of(index)
 
 
-def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> Seen:
+def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKeys:
     """Return what the mask of ``problem`` shows to some rows, by its original callable."""
     mask = problem.mask_mod(str(device))
     batch, heads, kv = (range(n) for n in (problem.batch, problem.heads, problem.kv))
@@ -326,7 +326,7 @@ def _probe_judgement(execution: Execution, evidence: Evidence, *, brief: bool) -
     return replace(judgement, rule="structure", reason=reason)
 
 
-def _row_explanation(execution: Execution, evidence: Evidence, seen: Seen) -> str:
+def _row_explanation(execution: Execution, evidence: Evidence, seen: VisibleKeys) -> str:
     """What best explains the first row, by batch, head and row, that is beyond its bound."""
     outputs, truth = execution.outputs, evidence.truth
     allowance = evidence.allowance(execution.arithmetic)
