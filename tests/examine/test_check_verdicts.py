@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attncheck.capabilities.subject import Refused, Tiling
-from attncheck.core.outputs import Outputs
+from attncheck.core.outputs import GRADIENTS, Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
@@ -127,8 +127,10 @@ def test_a_row_that_sees_no_key_must_be_0(value):
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
 
-def test_the_budget_of_the_worst_element_makes_up_its_allowance():
-    worst = judged(Ideal(), CAUSAL).judgement.worst
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_budget_of_the_worst_element_makes_up_its_allowance(backward):
+    worst = judged(Ideal(), CAUSAL.replace(backward=backward)).judgement.worst
+    assert (worst.tensor in GRADIENTS) == backward
     # Added up in another order: a unit of float64 for each of its parts.
     size = len(worst.budget) * 2.0**-52 * worst.allowance
     assert abs(sum(worst.budget.values()) - worst.allowance) <= size
@@ -147,11 +149,11 @@ def test_structured_inputs_are_no_generic_ones(monkeypatch):
     seen = []
     decide = judging.decide
 
-    def told(**arguments):
-        seen.append(arguments["generic"])
-        return decide(**arguments)
+    def listening(kernel, *arguments):
+        seen.append(kernel.generic)
+        return decide(kernel, *arguments)
 
-    monkeypatch.setattr(judging, "decide", told)
+    monkeypatch.setattr(judging, "decide", listening)
     for distribution in ("normal", "outliers", "one_hot", "zero_q"):
         judged(Ideal(), PROBLEM.replace(distribution=distribution))
     assert seen == [True, True, False, False]

@@ -118,7 +118,7 @@ def test_nan_is_close(monkeypatch):
         record = ask(broken, FULL)
         assert (record.status, record.judgement.rule) == ("fail", "finite")
     # And without that rule a share of NaN is beyond its bound.
-    monkeypatch.setattr(verdict_rules, "finite", lambda _: [])
+    monkeypatch.setattr(verdict_rules, "nonfinite", lambda _: [])
     record = ask(broken, FULL)
     assert (record.status, record.judgement.rule) == ("fail", "bound")
 

@@ -95,7 +95,7 @@ def test_they_are_difference_quotients(changes):
 
 FAULTS = {
     "delta": ("(dp + rows)", "dp"),
-    "f'": (" * tile.slopes, 0.0)", ", 0.0)"),
+    "f'": (" * tile.slopes, 0.0)\n    by", ", 0.0)\n    by"),
     "scale": ("q, by_key) * problem.scale", "q, by_key)"),
     "dLSE": ("dout, dlse, attended", "dout, dlse * 0.0, attended"),
 }

@@ -129,10 +129,10 @@ def test_without_python_flint_it_says_what_to_install():
     code = """
 import sys
 sys.modules["flint"] = None
-import attncheck.oracles.numbers
-from attncheck.errors import UsageError
+import attncheck.oracles
+from attncheck.core.errors import UsageError
 try:
-    import attncheck.arb
+    import attncheck.core.balls
 except UsageError as error:
     print(error)
 """

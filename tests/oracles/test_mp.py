@@ -220,11 +220,11 @@ def test_nothing_is_done_to_mpmath_s_own_precision():
     code = """
 import mpmath
 from attncheck import oracles
-from attncheck.inputs import draw
-from attncheck.oracles.numbers import Mp
-from attncheck.problem import Problem
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.inputs.problem import Problem
 
-inputs = draw(Problem(query=3, head_dim=2))
+inputs = draw_inputs(Problem(query=3, head_dim=2))
 first = oracles.RECURRENCES["flash1"](Mp(50), inputs)
 assert mpmath.mp.prec == 53
 mpmath.mp.dps = 5
