@@ -15,7 +15,7 @@ from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.captured_gradients import leaf_gradients
-from attncheck.mods.mpmath_algebra import captures, evaluator, slope_evaluator
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.backward_recurrences import dense_backward
 from attncheck.oracles.float64_numbers import Float64
@@ -204,7 +204,7 @@ def _small(**changes):
 
 
 def test_they_are_difference_quotients_in_many_digits(monkeypatch):
-    inputs, mp = _small(), Mp(50, evaluator, slope_evaluator, captures)
+    inputs, mp = _small(), Mp(50, MPMATH.score, MPMATH.slope, MPMATH.captures)
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
     found = [one(mp, inputs).dcaptured for one in oracles.BACKWARD_RECURRENCES.values()]
     in_float64 = [one(inputs).dcaptured for one in oracles.BACKWARDS.values()]
@@ -222,13 +222,13 @@ def test_balls_hold_them(monkeypatch):
     from attncheck.mods import ball_algebra
     from attncheck.oracles.ball_numbers import Ball
 
-    inputs, mp = _small(), Mp(60, evaluator, slope_evaluator, captures)
+    inputs, mp = _small(), Mp(60, MPMATH.score, MPMATH.slope, MPMATH.captures)
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
     exact = dense_backward(mp, inputs).dcaptured
     ball = Ball(
-        evaluate=ball_algebra.evaluator,
-        slope=ball_algebra.slope_evaluator,
-        captures=ball_algebra.captures,
+        evaluate=ball_algebra.BALLS.score,
+        slope=ball_algebra.BALLS.slope,
+        captures=ball_algebra.BALLS.captures,
     )
     for backward in oracles.BACKWARD_RECURRENCES.values():
         found = backward(ball, inputs).dcaptured.array
@@ -245,9 +245,9 @@ def test_what_is_read_has_to_be_evaluated(system):
         from attncheck.mods import ball_algebra
         from attncheck.oracles.ball_numbers import Ball
 
-        numbers = Ball(evaluate=ball_algebra.evaluator, slope=ball_algebra.slope_evaluator)
+        numbers = Ball(evaluate=ball_algebra.BALLS.score, slope=ball_algebra.BALLS.slope)
     else:
-        numbers = Mp(30, evaluator, slope_evaluator)
+        numbers = Mp(30, MPMATH.score, MPMATH.slope)
     with pytest.raises(UsageError, match=f"need {system}'s `captures`"):
         dense_backward(numbers, _small())
 

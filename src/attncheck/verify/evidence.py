@@ -314,7 +314,7 @@ class Evidence:
 
 def score_analysis(expression: Expression, arithmetic: Arithmetic) -> RunningError:
     """The analysis of what a kernel of this arithmetic evaluates of scores."""
-    from attncheck.mods.interval_algebra import KERNEL_FP32, TORCH_FP64
+    from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
     from attncheck.mods.running_error import RunningError
 
     fp64 = arithmetic.computes.name == "fp64"
