@@ -10,7 +10,7 @@ from attncheck.gate.plan import REPLAYED
 from attncheck.inputs.problem import Case, check_parameters
 from attncheck.probes import PROBES
 from attncheck.records.failures import MOST_KEPT, is_id, load_failure
-from attncheck.verify.run_case import COMPARE, allowed_parameters, unfit_reason
+from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A piece of work that is done whole or again, what comes of it, and which part of a run does it."""
+"""A piece of work that is done whole or again, its result, and the part of a run that does it."""
 
 from __future__ import annotations
 
