@@ -239,10 +239,17 @@ def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
     from attncheck.mods.spec import Spec
     from attncheck.reporting.figures import ratio
     from attncheck.verify.evidence import Evidence
-    from attncheck.verify.run_case import compare
+    from attncheck.verify.run_case import run_case
 
     evidence = Evidence(Case(problem=Problem(heads=4, query=256, mask=Spec.of("causal"))), "cpu")
-    out = compare(subject_named("sdpa-math"), evidence, variant="causal", environment="").out
+    out = run_case(
+        subject_named("sdpa-math"),
+        evidence.case,
+        device=evidence.device,
+        evidence=evidence,
+        variant="causal",
+        timed=True,
+    ).out
     assert ratio(out.rmse, out.floor_rmse) == "1.00×"
     assert out.rmse < out.ideal_rmse
 

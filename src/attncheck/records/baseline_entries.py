@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import (
         Environment,
-        Record,  # noqa: TC001
+        Record,
     )
 
 __all__ = [

@@ -153,13 +153,13 @@ MASK_ALIGNMENT = (
         named=("query-offset-missing", "mask-top-left"),
         ideal=ideal(model="query-offset-missing"),
         triton=decode("""
-            -mod = asked.problem.mask_mod(asked.device)
-            +mask = asked.problem.mask
+            -mod = key.problem.mask_mod(key.device)
+            +mask = key.problem.mask
             +if mask.name == "causal_bottom_right":
             +    mask = type(mask).of("causal")
             +if mask.name == "offset":
             +    mask = mask.parts[0]
-            +mod = asked.problem.replace(mask=mask).mask_mod(asked.device)
+            +mod = key.problem.replace(mask=mask).mask_mod(key.device)
         """),
     ),
 )
@@ -176,19 +176,18 @@ SLIDING_WINDOW = (
         ),
         named=("window-one-wider",),
         ideal=ideal(model="window-one-wider"),
-        triton=flash2('''
-             """Trace the mods, print them as Triton functions, and bind the launches."""
+        triton=flash2("""
              problem, device = inputs.problem, inputs.device.type
             +if problem.mask.name == "sliding_window":
             +    window = problem.mask.values["window"] + 1
             +    problem = problem.replace(mask=type(problem.mask).of("sliding_window", window=window))
+             from attncheck.kernels.compilation import prepare_triton
 
-             problem, device = inputs.problem, inputs.device.type
+             device, problem = inputs.device.type, inputs.problem
             +if problem.mask.name == "sliding_window":
             +    window = problem.mask.values["window"] + 1
             +    problem = problem.replace(mask=type(problem.mask).of("sliding_window", window=window))
-             identity = problem.score == library.NONE
-        '''),
+        """),
     ),
     Fault(
         id="window-loop-start-ceil",
@@ -208,11 +207,10 @@ SLIDING_WINDOW = (
              if bool(seen.any()):
         """),
         triton=flash2("""
-            -return pad(some, beyond).view(shape).amax(-1) + pad(every, beyond).view(shape).amin(-1)
             +start = (some.argmax(-1) + block_kv - 1) // block_kv
             +listed = torch.arange(shape[-2], device=some.device) >= start[..., None]
-            +kinds = pad(some, beyond).view(shape).amax(-1) + pad(every, beyond).view(shape).amin(-1)
-            +return kinds * listed
+            +kinds = kinds * listed
+             strips.append(kinds)
         """),
     ),
     Fault(
@@ -241,7 +239,7 @@ SLIDING_WINDOW = (
         named=("backward-window-ignored",),
         ideal=ideal(model="backward-window-ignored"),
         triton=flash2("""
-             problem, device = inputs.problem, inputs.device.type
+             device, problem = inputs.device.type, inputs.problem
             +if problem.mask.name == "sliding_window":
             +    problem = problem.replace(mask=type(problem.mask).of("causal"))
              identity = problem.score == library.NONE
@@ -265,8 +263,9 @@ BLOCK_MASK = (
             +seen = (tiles | full).flatten(2, 3)
         """),
         triton=flash2("""
-            -return pad(some, beyond).view(shape).amax(-1) + pad(every, beyond).view(shape).amin(-1)
-            +return pad(some, beyond).view(shape).amax(-1) + (pad(every, beyond).view(shape).double().mean(-1) > 0.5).byte()
+            +mostly = pad(every, beyond).view(shape).double().mean(-1) > 0.5
+            +kinds = pad(some, beyond).view(shape).amax(-1) + mostly.byte()
+             strips.append(kinds)
         """),
     ),
     Fault(
@@ -286,7 +285,7 @@ BLOCK_MASK = (
         triton=flash2("""
             -block_kv=block_kv,
             +block_kv=block_kv if by_keys else 2 * block_kv,
-             device=device,
+             device=key.device,
         """),
     ),
     Fault(
@@ -305,9 +304,9 @@ BLOCK_MASK = (
             +seen = (tiles & (inside[:, :, None] | full)).flatten(2, 3)
         """),
         triton=flash2("""
-            -problem.mask_mod(device),
-            -problem.dimensions,
-            +(longer := _longer(problem, block_query, block_kv)).mask_mod(device),
+            -key.problem.mask_mod(key.device),
+            -key.dimensions,
+            +(longer := _longer(key.problem, block_query, block_kv)).mask_mod(key.device),
             +longer.dimensions,
 
             +def _longer(problem, block_query, block_kv):
@@ -401,8 +400,8 @@ DOCUMENTS = (
         named=("prefix-one-narrower",),
         ideal=ideal(model="prefix-one-narrower"),
         triton=flash1("""
-            -mod = asked.problem.mask_mod(asked.device)
-            +mod = _read(asked.problem).mask_mod(asked.device)
+            -mod = key.problem.mask_mod(key.device)
+            +mod = _read(key.problem).mask_mod(key.device)
 
             +def _read(problem):
             +    def shorter(spec):
@@ -410,7 +409,6 @@ DOCUMENTS = (
             +        given = tuple((n, max(0, value - 1) if less else value) for n, value in spec.arguments)
             +        return type(spec)(spec.name, given, tuple(shorter(part) for part in spec.parts))
             +    return problem.replace(mask=shorter(problem.mask))
-             _kept_mask = functools.lru_cache(maxsize=_KEPT)(_mask)
         """),
     ),
     Fault(
@@ -422,8 +420,8 @@ DOCUMENTS = (
         named=("padding-as-prefix",),
         ideal=ideal(model="padding-as-prefix"),
         triton=flash1("""
-            -mod = asked.problem.mask_mod(asked.device)
-            +mod = _read(asked.problem).mask_mod(asked.device)
+            -mod = key.problem.mask_mod(key.device)
+            +mod = _read(key.problem).mask_mod(key.device)
 
             +def _read(problem):
             +    from attncheck.mods.spec import Spec
@@ -432,7 +430,6 @@ DOCUMENTS = (
             +    if {"prefix_lm", "padding"} <= set(parts):
             +        mask = Spec.of("or", mask, Spec.of("not", parts["padding"]))
             +    return problem.replace(mask=mask)
-             _kept_mask = functools.lru_cache(maxsize=_KEPT)(_mask)
         """),
     ),
 )

@@ -118,9 +118,8 @@ SCALE_AND_UNITS = (
             -scale=problem.scale,
             +scale=0.125,
 
-             self.backward_launcher(),
-            -scale=problem.scale,
-            +scale=0.125,
+            -self.backward_launcher(), scale=problem.scale,
+            +self.backward_launcher(), scale=0.125,
         """),
     ),
     Fault(
@@ -168,9 +167,8 @@ SCALE_AND_UNITS = (
             -scale=problem.scale,
             +scale=1.0 / problem.scale,
 
-             self.backward_launcher(),
-            -scale=problem.scale,
-            +scale=1.0 / problem.scale,
+            -self.backward_launcher(), scale=problem.scale,
+            +self.backward_launcher(), scale=1.0 / problem.scale,
         """),
     ),
     Fault(

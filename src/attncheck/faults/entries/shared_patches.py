@@ -102,20 +102,19 @@ UNGUARDED_TRITON = """
 """
 
 OTHER_SLOPE = """
-    -return trace_derivative(asked.problem.score_mod(asked.device), asked.device)
-    +return trace_derivative(_other_score(asked.problem, asked.device), asked.device)
+    -return trace_derivative(key.problem.score_mod(key.device), key.device)
+    +return trace_derivative(_other_score(key.problem, key.device), key.device)
 """
 """A Triton kernel's score mod has the derivative of ``_other_score(problem, device)``."""
 
 OTHER_SCORE = (
     OTHER_SLOPE
     + """
-    -mod = asked.problem.score_mod(asked.device)
-    +mod = _other_score(asked.problem, asked.device)
+    -mod = key.problem.score_mod(key.device)
+    +mod = _other_score(key.problem, key.device)
 
-    -found = captured_reads_room.trace_reads(asked.problem.score_mod(asked.device), asked.device)
-    +other = _other_score(asked.problem, asked.device)
-    +found = captured_reads_room.trace_reads(other, asked.device)
+    -reads = captured.trace_reads(key.problem.score_mod(key.device), key.device)
+    +reads = captured.trace_reads(_other_score(key.problem, key.device), key.device)
 """
 )
 """A Triton kernel's score mod is ``_other_score(problem, device)``, its derivatives included."""
