@@ -90,7 +90,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     """
     how = fault.hosts[host]
     label = f"{fault.id}_{host}".replace("-", "_")
-    kernel = named_kernels.SUBJECTS[how.kernel]
+    kernel = named_kernels.BUILTIN[how.kernel]
     module = kernel.module
     if how.patches:
         try:

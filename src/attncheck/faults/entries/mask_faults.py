@@ -177,11 +177,11 @@ SLIDING_WINDOW = (
         named=("window-one-wider",),
         ideal=ideal(model="window-one-wider"),
         triton=flash2("""
-             problem, device = inputs.problem, inputs.device.type
             +if problem.mask.name == "sliding_window":
             +    window = problem.mask.values["window"] + 1
             +    problem = problem.replace(mask=type(problem.mask).of("sliding_window", window=window))
-             from attncheck.kernels.compilation import prepare_triton
+             forward = self.forward()
+             mask = to_triton(mask_expression(problem, device))
 
              device, problem = inputs.device.type, inputs.problem
             +if problem.mask.name == "sliding_window":
