@@ -37,9 +37,7 @@ def few(monkeypatch):
     )
     monkeypatch.setattr(catalogue, "FAULTS", {one.id: one for one in faults})
     controls = {"control": Control(id="control", summary="s", why="w", hosts={"ideal": RIGHT})}
-    monkeypatch.setattr(
-        "attncheck.faults.fault_selection.FAULTS", catalogue.FAULTS
-    )
+    monkeypatch.setattr("attncheck.faults.fault_selection.FAULTS", catalogue.FAULTS)
     monkeypatch.setattr("attncheck.faults.fault_selection.CONTROLS", controls)
     monkeypatch.setattr(catalogue, "CONTROLS", controls)
 

@@ -80,9 +80,7 @@ def tiny(fault, host, dtype, *, backward):
 def test_every_category_has_its_entries():
     assert set(HOW_MANY) == set(CATEGORIES)
     for category, count in HOW_MANY.items():
-        assert sum(fault.category == category for fault in FAULTS.values()) == count, (
-            category
-        )
+        assert sum(fault.category == category for fault in FAULTS.values()) == count, category
 
 
 @pytest.mark.parametrize("name", FAULTS)

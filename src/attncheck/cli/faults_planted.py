@@ -56,13 +56,7 @@ def listed(asked: FaultsAsked) -> int:
         for kernel in dict.fromkeys(kernel.rpartition("@")[0] for kernel in these.names):
             one: Any = FAULTS.get(kernel) or CONTROLS.get(kernel)
             places = " and ".join(one.hosts) or "nowhere" if one else "file"
-            category = (
-                FAULTS[kernel].category
-                if kernel in FAULTS
-                else "control"
-                if one
-                else "own"
-            )
+            category = FAULTS[kernel].category if kernel in FAULTS else "control" if one else "own"
             click.echo(f"{kernel} ({category}; {places}): {one.summary if one else kernel}")
     return 0
 
