@@ -1,4 +1,4 @@
-"""Types made once, operators and accesses by the shorter way: bit for bit what the interpreter's own way gives."""
+"""Types made once, operators and accesses by the shorter way: the bits of the interpreter's own."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
