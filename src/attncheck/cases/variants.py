@@ -430,7 +430,7 @@ def own_variant(mask: str | None, score: str | None) -> Variant:
     """A variant of a mask and a score mod as typed: ``FILE.py::NAME``, or a name of the library.
 
     Raises:
-        UsageError: for a file, name or callable that cannot be (``mods.mod_files``), or a mod of the
+        UsageError: for a file, name or callable that cannot be (``mods.own``), or a mod of the
             library that is not known.
         ProblemError: for one of the library that needs numbers, which a command line cannot give.
     """
