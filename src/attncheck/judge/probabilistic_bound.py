@@ -371,7 +371,7 @@ def probabilistic_bound(
         mod: Where the Problem has a score mod.
         elements: Of out in the whole Problem.
 
-    Source: B21–B28 in ``docs/bounds.md``.
+    Source: B21–B28 in ``docs/explanation/bounds.md``.
     """
     certain = deterministic_bound(conditions, arithmetic, scores, mod)
     errors = exponents(conditions, arithmetic, scores, mod)

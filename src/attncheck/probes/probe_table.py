@@ -56,7 +56,7 @@ __all__ = [
 class Probe:
     """Inputs whose right answer is known beforehand, on any Problem of attention.
 
-    All of it is pure: no kernel, no oracle. ``docs/probes.md`` proves what each asks.
+    All of it is pure: no kernel, no oracle. ``docs/reference/probes.md`` proves what each asks.
 
     Attributes:
         name: The question of a Case.

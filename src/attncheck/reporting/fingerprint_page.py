@@ -77,7 +77,7 @@ def _line(reading: Reading) -> Line:
 def _below(report: FingerprintReport) -> Iterator[str]:
     del report
     yield "; ".join(f"{field}: {what}" for field, what in FIELDS.items()) + "."
-    yield "finer: less error than is declared, so that bounds hold. docs/fingerprint.md says how."
+    yield "finer: less error than is declared, so that bounds hold. docs/explanation/fingerprint.md says how."
 
 
 _PAGE: Page[FingerprintReport] = paged("The arithmetic of a kernel", _above, _sheets, _below)

@@ -1,4 +1,4 @@
-"""What the parts of an allowance are: a line for each, by the names of ``docs/bounds.md``."""
+"""What the parts of an allowance are: a line for each, by the names of ``docs/explanation/bounds.md``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Two kernels that round as often and as finely err by different numbers, and their mean squares over
 a Case are two draws of one population: their ratio is one of F's, with as many degrees of freedom
-as there are independent errors. ``docs/baseline.md`` derives what is computed here.
+as there are independent errors. ``docs/how-to/baseline.md`` derives what is computed here.
 """
 
 from __future__ import annotations

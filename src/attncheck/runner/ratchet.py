@@ -2,7 +2,7 @@
 
 Nothing here is a tolerance. Bits are compared first; then what the judge says, in the order of
 ``comparable.KINDS``; then errors, by how improbable it is that chance alone made them so much
-larger (``chance``). ``docs/baseline.md`` has the derivation.
+larger (``chance``). ``docs/how-to/baseline.md`` has the derivation.
 """
 
 from __future__ import annotations
