@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from attncheck import oracles
+from attncheck.cases import covering
 from attncheck.conventions.call_tensors import paged_inputs
 from attncheck.core.paged_layout import Paging
 from attncheck.faults.entries.judge_faults import JUDGE_FAULTS
-from attncheck.gate import axes, bounds, lost_pairs
+from attncheck.gate import stages
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
@@ -25,7 +26,8 @@ from attncheck.mods.spec import Spec
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import allowed_parameters, run_case
+from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.run_case import run_case
 
 FULL = Problem(heads=2, query=20, kv=33, head_dim=16, dtype="bf16")
 BACKWARD = FULL.replace(dtype="fp16", mask=Spec.of("causal"), backward=True)
@@ -117,7 +119,7 @@ def test_nan_is_close(monkeypatch):
         record = ask(broken, FULL)
         assert (record.status, record.judgement.rule) == ("fail", "finite")
     # And without that rule a share of NaN is beyond its bound.
-    monkeypatch.setattr(verdict_rules, "finite", lambda _: [])
+    monkeypatch.setattr(verdict_rules, "nonfinite", lambda _: [])
     record = ask(broken, FULL)
     assert (record.status, record.judgement.rule) == ("fail", "bound")
 
@@ -215,34 +217,34 @@ def absent_values():
         "distribution": lambda problem: problem.distribution,
     }
     values = {
-        "mask": set(axes.MASKS) - {"varlen"},  # of sequences: documents
-        "score": axes.SCORES,
-        "stored": axes.STORED,
-        "backward": axes.BACKWARD,
+        "mask": set(covering.MASKS) - {"varlen"},  # of sequences: documents
+        "score": covering.SCORES,
+        "stored": covering.STORED,
+        "backward": covering.BACKWARD,
         "dtype": ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"),
-        "distribution": axes.DISTRIBUTIONS,
+        "distribution": covering.DISTRIBUTIONS,
     }
     return {
         (axis, value)
         for axis, each in values.items()
         for value in each
-        if had[axis](bounds.problem_of(PLAIN | {axis: value}, "small", 0)) != value
+        if had[axis](stages.problem_of(PLAIN | {axis: value}, "small", 0)) != value
     }
 
 
 def test_a_parameter_silently_off(monkeypatch):
     assert absent_values() == set()
-    right = bounds.problem_of
+    right = stages.problem_of
 
     def without_softcap(row, shapes, seed):
         return right(row | ({"score": "none"} if row["score"] == "softcap" else {}), shapes, seed)
 
-    for room in (bounds, lost_pairs):
+    for room in (stages, covering):
         monkeypatch.setattr(room, "problem_of", without_softcap)
     assert absent_values() == {("score", "softcap")}
     row = PLAIN | {"score": "softcap"}
     # A plan does not count the pairs of what was dropped as asked.
-    had = lost_pairs.values_of(row, without_softcap(row, "small", 0), "small")
+    had = covering.values_of(row, without_softcap(row, "small", 0), "small")
     assert had == row | {"score": None}
 
 

@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from attncheck.diagnose.reproduce import new_failure
-from attncheck.gate.known import KNOWN, Known
-from attncheck.gate.replay import replays
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import Gate
+from attncheck.gate.plan import KNOWN, Known, replays
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure, load_failure
 from attncheck.records.record import FAILED_STATUSES, Record
@@ -132,9 +131,9 @@ def test_known_failures_warn_and_others_fail():
         case=case.to_json(),
     )
     from attncheck.subjects.load import load_subject
-    from attncheck.verify.new_record import asked
+    from attncheck.verify.run_case import new_record
 
-    record = asked(load_subject(entry.kernel), case, "cpu", "", "")
+    record = new_record(load_subject(entry.kernel), case, device="cpu", variant="", environment="")
     said = known.settled(record, unit, case)
     assert said.status == "warn"
     assert said.reason.startswith(KNOWN)

@@ -13,15 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.capabilities.subject import Subject, Tiling
+from attncheck.cases.strategies.mask_strategies import masks
+from attncheck.cases.strategies.problems import problems
+from attncheck.cases.strategies.score_strategies import scores
+from attncheck.cases.strategies.sizes import shapes
 from attncheck.core.conditions import Rows
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.oracles.row_conditions import compute_conditions
-from attncheck.strategies import masks, problems, scores, shapes
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence, ensemble_tilings
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
@@ -187,7 +190,9 @@ KERNELS = {f"written: {way}": Written(way) for way in WAYS} | {
 
 def _status(kernel: Subject, problem: Problem):
     evidence = Evidence(Case(problem=problem), "cpu")
-    return compare(kernel, evidence, variant="", environment="", brief=True)
+    return run_case(
+        kernel, evidence.case, device=evidence.device, evidence=evidence, brief=True, timed=True
+    )
 
 
 @pytest.mark.parametrize("name", KERNELS)

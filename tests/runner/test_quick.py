@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.cases.check_questions import questions
 from attncheck.conventions.declarations import adopted
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.inputs.input_tensors import draw_inputs
@@ -15,7 +16,7 @@ from attncheck.inputs.problem import Case
 from attncheck.mods.library import FULL
 from attncheck.reporting import check_page
 from attncheck.reporting.blind_spots import insensitive
-from attncheck.runner.quick import ask, opened, questions
+from attncheck.verify.verify import verify
 
 
 def module_of(path):
@@ -34,10 +35,8 @@ FP16 = {question.name: question for question in questions("fp16")}
 def answered(function, *names, known=NAMED):
     """The Report of a kernel asked ``names``."""
     subject = adopted(function, "planted", "sdpa")
-    report = opened(subject, device="cpu", command="attncheck check planted")
-    for name in names:
-        report = ask(report, subject, known[name])
-    return report
+    cases = [(name, known[name].case) for name in names]
+    return verify(subject, cases, device="cpu", command="attncheck check planted")
 
 
 # What is asked.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attncheck import oracles
+from attncheck.cases.check_questions import questions
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting import check_page
-from attncheck.runner.quick import ask, opened, questions
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.diagnosed import DoesNotHold
-from attncheck.suite.under_test import UnderTest
+from attncheck.suite.property_session import UnderTest
+from attncheck.suite.wrong_answers import DoesNotHold
+from attncheck.verify.verify import verify
 
 
 @pytest.fixture
@@ -34,6 +35,6 @@ def test_a_property_does_not_pass(broken):
 
 def test_check_says_so(broken):
     (question,) = [each for each in questions("bf16") if each.name == "one-query"]
-    report = ask(opened(Ideal(), device="cpu", command="attncheck check ideal"), Ideal(), question)
+    report = verify(Ideal(), [(question.name, question.case)], device="cpu")
     assert check_page.exit_status(report) == "in doubt"
     assert "IN DOUBT" in check_page.render(report, "table")

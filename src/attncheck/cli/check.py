@@ -16,8 +16,8 @@ from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
+    from attncheck.cases.check_questions import Question
     from attncheck.records.record import Record, Report
-    from attncheck.runner.quick import Question
 
 __all__ = ["check"]
 
@@ -91,9 +91,9 @@ def check(  # noqa: PLR0913  # one parameter per option
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from attncheck.core.errors import UnknownName
     from attncheck.reporting import check_page, check_writable
-    from attncheck.runner.quick import opened
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
+    from attncheck.verify.verify import assemble_report
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     if fmt not in check_page.FORMATS:
@@ -104,8 +104,8 @@ def check(  # noqa: PLR0913  # one parameter per option
     prepare(device)  # before the file's own Triton functions are decorated
     subject = load_subject(spec, convention)
     check_writable(directory, "check")
-    report = opened(subject, device=device, command=as_typed(argument=spec))
-    report = _answered(interrupts, report, subject, asked, live=fmt == "table", quiet=quiet)
+    report = assemble_report([subject], (), device=device, command=as_typed(argument=spec))
+    report = _answered(interrupts, report, subject, asked, device, live=fmt == "table", quiet=quiet)
     report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         check_page.write(report, directory)
@@ -122,8 +122,8 @@ def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[Question]:
     """What is asked, dtype by dtype; raises UnknownName for a question that there is not."""
+    from attncheck.cases.check_questions import questions
     from attncheck.core.errors import UnknownName
-    from attncheck.runner.quick import questions
 
     asked = [
         one for dtype in dict.fromkeys(dtypes or ("bf16",)) for one in questions(dtype, head_dims)
@@ -140,28 +140,34 @@ def _answered(
     report: Report,
     subject: Subject,
     asked: list[Question],
+    device: str,
     *,
     live: bool,
     quiet: bool,
 ) -> Report:
     """The Report with every Record, each shown as it is made where the format is a table."""
+    from msgspec.structs import replace
+
     from attncheck.cli.progress import progress
     from attncheck.reporting import check_page
-    from attncheck.runner.quick import ask
+    from attncheck.verify.verify import iter_records
 
     if live:
         with standard_output():
             check_page.show(lambda width: check_page.head(report, width))
+    cases = [(question.name, question.case) for question in asked]
+    records: list[Record] = []
     before = ""
     with progress(len(asked), quiet=quiet or live) as advance:
-        for question in asked:
+        for record in iter_records([subject], cases, device=device):
             interrupts.check()
-            report = ask(report, subject, question)
-            advance(question.name)
+            advance(record.variant)
             if live:
-                _show_row(report.records[-1], first=question.case.problem.dtype != before)
-                before = question.case.problem.dtype
-    return report
+                dtype = str(record.case["problem"]["dtype"])
+                _show_row(record, first=dtype != before)
+                before = dtype
+            records.append(record)
+    return replace(report, records=tuple(records))
 
 
 def _diagnosed(report: Report, subject: Subject, device: str) -> Report:

@@ -11,7 +11,7 @@ from attncheck.cli.subjects import named, unconcerned
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
-    from attncheck.runner.plan import Cell
+    from attncheck.cases.variants import Cell
 
 __all__ = [
     "cells_of",
@@ -37,9 +37,7 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
     backward: bool,
 ) -> list[Cell]:
     """What the options ask for: recorded inputs, own mods, or variants."""
-    from attncheck.runner.plan import plan
-    from attncheck.runner.questions import own_variant, recorded
-    from attncheck.runner.variants import DEFAULT_SHAPES
+    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan, recorded
     from attncheck.verify.environment import prepare
 
     if recording is not None:
@@ -63,7 +61,7 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
 
 def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
     """The recorded cells; raises ProblemError where gradients are asked for and cannot be."""
-    from attncheck.runner.plan import check_memory
+    from attncheck.cases.variants import check_memory
 
     if backward:
         cells = [cell.asking(backward=True) for cell in cells]
@@ -75,10 +73,10 @@ def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
 def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
     """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
     from attncheck.core.errors import UsageError
-    from attncheck.verify.verify import concerned
+    from attncheck.verify.verify import applicable_subjects
 
     for subject in subjects:
-        if not concerned(cells, [subject]):
+        if not applicable_subjects([cell.problem for cell in cells], [subject]):
             if without_gradients(cells, [subject]):
                 raise UsageError(f"kernel {subject.name!r} gives no gradients: see attncheck list.")
             raise UsageError(unconcerned(subject))
@@ -86,14 +84,14 @@ def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
 
 def without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
     """The kernels that no backward of ``cells`` concerns, though its forward does; by comma."""
-    from attncheck.verify.verify import concerned
+    from attncheck.verify.verify import applicable_subjects
 
     if not any(cell.problem.backward for cell in cells):
         return ""
-    asked = concerned(cells, subjects)
+    asked = applicable_subjects([cell.problem for cell in cells], subjects)
     others = [subject for subject in subjects if subject not in asked]
-    forward = [cell.asking(backward=False) for cell in cells]
-    return ", ".join(subject.name for subject in concerned(forward, others))
+    forward = [cell.asking(backward=False).problem for cell in cells]
+    return ", ".join(subject.name for subject in applicable_subjects(forward, others))
 
 
 def refuse_beside(

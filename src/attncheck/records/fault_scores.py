@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-if TYPE_CHECKING:
-    from attncheck.records.record import Environment, Explanation, Status
+# msgspec reads the annotations
+from attncheck.records.record import Environment, Explanation, Status  # noqa: TC001
 
 __all__ = [
     "ATTNCHECK_RULE",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 # msgspec reads the annotations
-from attncheck.core.judgement import (
-    Place,  # noqa: TC001
-)
+from attncheck.core.judgement import Judgement, Place  # noqa: TC001
 from attncheck.core.outputs import TensorName  # noqa: TC001
-
-if TYPE_CHECKING:
-    from attncheck.core.judgement import (
-        Judgement,  # noqa: TC001
-    )
 
 __all__ = [
     "FAILED_STATUSES",

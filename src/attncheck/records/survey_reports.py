@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-if TYPE_CHECKING:
-    from attncheck.core.judgement import Place
-    from attncheck.records.record import Environment
+# msgspec reads the annotations
+from attncheck.core.judgement import Place  # noqa: TC001
+from attncheck.records.record import Environment  # noqa: TC001
 
 __all__ = [
     "BLOCK_SCHEMA",

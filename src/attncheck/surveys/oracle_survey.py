@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Variant, plan
 from attncheck.core.balls import flint_version
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
@@ -26,9 +27,9 @@ from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case
 from attncheck.judge.declared_arithmetic import FP64_ORACLE, default
 from attncheck.judge.verdict_rules import PROVEN
-from attncheck.mods.ball_algebra import evaluator as evaluator_of_ball_algebra
+from attncheck.mods.ball_algebra import BALLS
 from attncheck.mods.library import FULL
-from attncheck.mods.mpmath_algebra import evaluator
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import BITS, Ball, enclosed, proven_error
 from attncheck.oracles.mp_numbers import Mp
@@ -44,8 +45,6 @@ from attncheck.records.survey_reports import (
     ProvenError,
     Rows,
 )
-from attncheck.runner.plan import plan
-from attncheck.runner.variants import VARIANTS, Variant
 from attncheck.verify.environment import environment
 from attncheck.verify.evidence import Evidence, row_bounds
 
@@ -55,13 +54,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from attncheck.cases.variants import Cell
     from attncheck.core.conditions import Rows as Rows_of_conditions
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Recurrence, Result
-    from attncheck.runner.plan import Cell
 
 __all__ = [
     "CERTIFIED_ORACLES",
@@ -380,7 +379,7 @@ def _examined(variant: str, problem: Problem, digits: int) -> tuple[list[OracleR
 
 
 def _result(recurrence: Recurrence, inputs: Inputs, digits: int) -> Result[ManyDigits]:
-    return recurrence(Mp(digits, evaluator), inputs)
+    return recurrence(Mp(digits, MPMATH.score), inputs)
 
 
 def _check_size(problem: Problem) -> None:
@@ -495,7 +494,7 @@ def _examine(
 ) -> None:
     """Add what is proven of some rows to what is ``found`` of out and LSE of each oracle."""
     problem = evidence.case.problem
-    exact = enclosed(Ball(evaluate=evaluator_of_ball_algebra), evidence.inputs, rows)
+    exact = enclosed(Ball(evaluate=BALLS.score), evidence.inputs, rows)
     allowed = row_bounds(evidence, default(problem.formats), rows)
     assumed = row_bounds(evidence, FP64_ORACLE, rows)
     for name, outputs in given.items():
