@@ -91,7 +91,7 @@ def ask(monkeypatch):
     """``ask(function, aspect, …)``: a probe of these aspects alone, and of two head_dims."""
     monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
     every, lengths, empty = (
-        getattr(capability_detection, name) for name in ("trials", "lengths", "empty_rows")
+        getattr(capability_detection, name) for name in ("all_trials", "lengths", "empty_rows")
     )
 
     def run(found, *aspects, conventions=("sdpa",), relations=()):
