@@ -9,8 +9,8 @@ from pathlib import Path
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import Known, describing, priority
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units, priority
 from attncheck.records.record import FAILED_STATUSES
 
 
@@ -23,7 +23,7 @@ def caught(fault_id, host, *, dtype=None, stages="", tier="smoke"):
     options = {"tier": tier, "isolated": False, "dtypes": dtype or fault.hosts[host].dtypes[0]}
     choices = Choices.of(options | ({"stages": stages} if stages else {}))
     with tempfile.TemporaryDirectory() as folder:
-        gate = Gate(choices, Known(()))
+        gate = GateWorker(choices, KnownFailures(()))
         try:
             return _first_wrong(gate, plant(fault, host, Path(folder)), tier)
         finally:
@@ -39,7 +39,7 @@ def _first_wrong(gate, kernel, tier):
                 seen.add(unit.id)
                 heapq.heappush(queue, (priority(unit), len(seen), unit))
 
-    add(describing([kernel], device="cpu", tier=tier, convention=""))
+    add(describe_units([kernel], device="cpu", tier=tier, convention=""))
     while queue:
         *_, unit = heapq.heappop(queue)
         done = gate.do(unit)
