@@ -30,9 +30,8 @@ from attncheck.faults.fault_selection import FILE, file_fault_reference
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import NotPlanted, plant
 from attncheck.gate.choices import Choices
-from attncheck.gate.known import Known
-from attncheck.gate.plan import describing, priority
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import Gate
+from attncheck.gate.plan import Known, describing, priority
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
 from attncheck.records.record import FAILED_STATUSES, Diagnosis

@@ -23,9 +23,8 @@ from attncheck.core.errors import UsageError
 from attncheck.faults.continuous_faults import continuous_fault_named
 from attncheck.faults.peer_rules import FORWARD_RULES, GRADIENT_RULES, PeerReference
 from attncheck.gate.choices import Choices
-from attncheck.gate.known import Known
-from attncheck.gate.plan import describing, priority
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import Gate
+from attncheck.gate.plan import Known, describing, priority
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
