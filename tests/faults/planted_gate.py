@@ -9,9 +9,8 @@ from pathlib import Path
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
-from attncheck.gate.known import Known
-from attncheck.gate.plan import describing, priority
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import Gate
+from attncheck.gate.plan import Known, describing, priority
 from attncheck.records.record import FAILED_STATUSES
 
 

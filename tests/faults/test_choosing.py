@@ -35,11 +35,9 @@ def few(monkeypatch):
         fault("gpu", triton=Host(kernel="triton-flash2", edits=(), needs="cuda")),
         fault("nowhere"),
     )
-    monkeypatch.setattr(catalogue, "FAULTS_of_catalogue", {one.id: one for one in faults})
+    monkeypatch.setattr(catalogue, "FAULTS", {one.id: one for one in faults})
     controls = {"control": Control(id="control", summary="s", why="w", hosts={"ideal": RIGHT})}
-    monkeypatch.setattr(
-        "attncheck.faults.fault_selection.FAULTS_of_catalogue", catalogue.FAULTS_of_catalogue
-    )
+    monkeypatch.setattr("attncheck.faults.fault_selection.FAULTS", catalogue.FAULTS)
     monkeypatch.setattr("attncheck.faults.fault_selection.CONTROLS", controls)
     monkeypatch.setattr(catalogue, "CONTROLS", controls)
 

@@ -9,7 +9,7 @@ import pytest
 
 from attncheck.core.formats import DTYPES
 from attncheck.core.paged_layout import Paging
-from attncheck.faults.catalogue import FAULTS_of_catalogue
+from attncheck.faults.catalogue import FAULTS
 from attncheck.faults.fault import CATEGORIES, HOSTS
 from attncheck.faults.planting import plant
 from attncheck.inputs.input_tensors import draw_inputs
@@ -49,7 +49,7 @@ HOW_MANY = {
 UNPLANTED = {"mask-offset-overflow", "dropout-seed-bwd-mismatch", "dropout-constant-seed"}
 PLACES = [
     (fault.id, host, dtype)
-    for fault in FAULTS_of_catalogue.values()
+    for fault in FAULTS.values()
     for host, how in fault.hosts.items()
     for dtype in how.dtypes
 ]
@@ -80,14 +80,12 @@ def tiny(fault, host, dtype, *, backward):
 def test_every_category_has_its_entries():
     assert set(HOW_MANY) == set(CATEGORIES)
     for category, count in HOW_MANY.items():
-        assert sum(fault.category == category for fault in FAULTS_of_catalogue.values()) == count, (
-            category
-        )
+        assert sum(fault.category == category for fault in FAULTS.values()) == count, category
 
 
-@pytest.mark.parametrize("name", FAULTS_of_catalogue)
+@pytest.mark.parametrize("name", FAULTS)
 def test_an_entry_says_everything_and_is_planted_in_both_hosts(name):
-    fault = FAULTS_of_catalogue[name]
+    fault = FAULTS[name]
     assert set(fault.hosts) == (set() if name in UNPLANTED else set(HOSTS))
     assert bool(fault.unplanted) == (name in UNPLANTED)
     assert fault.summary
@@ -99,8 +97,8 @@ def test_an_entry_says_everything_and_is_planted_in_both_hosts(name):
 @pytest.mark.parametrize(("name", "host", "dtype"), PLACES)
 def test_it_is_planted_and_gives_an_answer_of_the_right_shape(name, host, dtype, tmp_path):
     prepare("cpu")
-    kernel = load_subject(plant(FAULTS_of_catalogue[name], host, tmp_path))
-    problem = tiny(FAULTS_of_catalogue[name], host, dtype, backward=kernel.backward)
+    kernel = load_subject(plant(FAULTS[name], host, tmp_path))
+    problem = tiny(FAULTS[name], host, dtype, backward=kernel.backward)
     assert kernel.unsupported(problem, "cpu") is None
     found = kernel.prepare(draw_inputs(problem))()
     assert found.out.shape == (1, 2, 3, 8)
@@ -144,5 +142,5 @@ def test_one_of_each_category_is_caught(name, host, stages, question):
 
 def test_each_category_is_among_them():
     """But what a gate comes to late, and 2³¹ numbers, which none asks of."""
-    asked = {FAULTS_of_catalogue[name].category for name, *_ in ONE_OF_EACH}
+    asked = {FAULTS[name].category for name, *_ in ONE_OF_EACH}
     assert set(CATEGORIES) - asked == {"integer overflow", "documents", "sinks"}

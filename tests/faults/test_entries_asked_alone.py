@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue
+from attncheck.faults.catalogue import CONTROLS, FAULTS
 from attncheck.faults.fault import HOSTS
 from attncheck.faults.planting import plant
 from attncheck.inputs.problem import Case, Problem
@@ -59,7 +59,7 @@ CHANGES = [
 @pytest.mark.parametrize("host", HOSTS)
 def test_what_a_gate_comes_to_late_is_caught_where_it_is_asked(name, problem, host, tmp_path):
     prepare("cpu")
-    kernel = load_subject(plant(FAULTS_of_catalogue[name], host, tmp_path))
+    kernel = load_subject(plant(FAULTS[name], host, tmp_path))
     record = run_case(kernel, Case(problem=problem), device="cpu")
     assert record.status == "fail"
     assert record.judgement.rule == "bound"

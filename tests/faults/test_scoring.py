@@ -53,9 +53,7 @@ PLANTED = {
 def scored(monkeypatch, name, *, stages="probes", host="ideal", file=""):
     planted = PLANTED.get(name)
     if planted is not None:
-        everything = (
-            catalogue.FAULTS_of_catalogue if isinstance(planted, Fault) else catalogue.CONTROLS
-        )
+        everything = catalogue.FAULTS if isinstance(planted, Fault) else catalogue.CONTROLS
         monkeypatch.setitem(everything, name, planted)
     unit = Unit(
         kind="fault",

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 
+from attncheck.cases.strategies.mask_strategies import masks
+from attncheck.cases.strategies.score_strategies import compositions
 from attncheck.core.errors import ProblemError
 from attncheck.mods import masks as written
 from attncheck.mods.block_mask import (
@@ -22,7 +24,6 @@ from attncheck.mods.block_mask import (
 )
 from attncheck.mods.library import build_mask
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.strategies import compositions, masks
 
 QUERY, KV = 37, 50
 SHARED = Dimensions(batch=3, heads=4, query=QUERY, kv=KV)

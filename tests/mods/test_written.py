@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from attncheck import strategies
 from attncheck.capabilities import named_kernels
+from attncheck.cases import strategies
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
 from attncheck.inputs.problem import Case, Problem

@@ -12,6 +12,7 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
@@ -20,7 +21,6 @@ from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import BITS, Ball
 from attncheck.oracles.mp_numbers import Mp
-from attncheck.runner.variants import VARIANTS, Shape
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]

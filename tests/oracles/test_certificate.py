@@ -14,6 +14,7 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.balls import error_bound, is_known
 from attncheck.core.conditions import Rows
 from attncheck.core.outputs import Outputs
@@ -22,7 +23,6 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods.ball_algebra import BALLS
 from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import Ball, enclosed, proven_error
-from attncheck.runner.variants import VARIANTS, Shape
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
@@ -20,7 +21,6 @@ from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.forward_recurrences import flash1_forward, flash2_forward, split_forward
 from attncheck.oracles.mp_numbers import Mp
-from attncheck.runner.variants import VARIANTS, Shape
 
 PROMISED = -40  # log10 of the distance at 50 digits, in the manual
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.cases.check_questions import questions
 from attncheck.conventions.declarations import adopted
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.inputs.input_tensors import draw_inputs
@@ -15,7 +16,6 @@ from attncheck.inputs.problem import Case
 from attncheck.mods.library import FULL
 from attncheck.reporting import check_page
 from attncheck.reporting.blind_spots import insensitive
-from attncheck.runner.quick import questions
 from attncheck.verify.verify import verify
 
 

@@ -14,8 +14,8 @@ from attncheck.cli.options import device_option, quiet_option
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.runner.probing import Probed
     from attncheck.subjects.load import Candidate
+    from attncheck.surveys.capability_detection import Probed
 
 __all__ = ["NOTHING_TAKEN", "convention_option", "name_of", "probe", "run_probe"]
 
@@ -59,7 +59,7 @@ def probe(
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.cli import probe_page
-    from attncheck.runner.proposal import proposed
+    from attncheck.surveys.capability_detection import proposed
 
     device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
     name, table = name_of(spec), ""
@@ -90,8 +90,8 @@ def run_probe(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from attncheck.cli.progress import progress
     from attncheck.core.errors import UsageError
-    from attncheck.runner.probing import probed
     from attncheck.subjects.load import load_candidate
+    from attncheck.surveys.capability_detection import probed
     from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from attncheck.runner.probe_answers import Tried
-    from attncheck.runner.probing import Probed
+    from attncheck.surveys.capability_detection import Probed, Tried
 
 __all__ = ["show", "show_table"]
 
@@ -66,7 +65,7 @@ def _hanging(first: str, text: str, width: int, *, style: str) -> list[Text]:
 
 def _groups(tried: Iterable[Tried]) -> Iterator[list[Tried]]:
     """By aspect, and within one as ``proposal.grouped``."""
-    from attncheck.runner.proposal import grouped
+    from attncheck.surveys.capability_detection import grouped
 
     for _, several in itertools.groupby(tried, key=lambda one: one.aspect):
         yield from grouped(several)
@@ -78,7 +77,7 @@ def _what(group: list[Tried]) -> str:
 
 
 def _sentence(probed: Probed) -> str:
-    from attncheck.runner.proposal import is_capability
+    from attncheck.surveys.capability_detection import is_capability
 
     if probed.base is None:
         return "It takes nothing that was tried."

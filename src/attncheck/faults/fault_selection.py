@@ -12,8 +12,8 @@ import attncheck
 from attncheck.capabilities.subject import Subject
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import import_file
-from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue, fault_named
-from attncheck.faults.fault import CATEGORIES, Control, Fault
+from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS, fault_named
+from attncheck.faults.fault import Control, Fault
 from attncheck.records.fault_scores import ControlScore, FaultScore
 from attncheck.workers.units import Unit
 
@@ -40,9 +40,9 @@ _SHIM = '''"""A fault of somebody's file, under a name of its own."""
 
 from pathlib import Path
 
-from attncheck.faults.kernel_file import faults_in
+from attncheck.faults.fault_selection import faults_of_file
 
-Planted = faults_in(Path({path!r}))[{name!r}]
+Planted = faults_of_file(Path({path!r}))[{name!r}]
 '''
 
 
@@ -196,7 +196,7 @@ def _wanted(
         if category not in CATEGORIES:
             raise UnknownName("category", category, CATEGORIES)
     found: list[Fault | Control] = [fault_named(name) for name in dict.fromkeys(names)]
-    found = found or [*FAULTS_of_catalogue.values(), *(CONTROLS.values() if controls else ())]
+    found = found or [*FAULTS.values(), *(CONTROLS.values() if controls else ())]
     if categories:
         found = [one for one in found if isinstance(one, Fault) and one.category in categories]
     if not found:
