@@ -146,7 +146,7 @@ def measure_sensitivity(
     )
     gate = GateWorker(choices, KnownFailures(()))
     try:
-        units = list(_asked(gate, device, tier))
+        units = list(_gate_questions(gate, device, tier))
         kernels = _Kernels(fault, dtype)
         verdicts = [_verdict_question(unit, kernels) for unit in units]
         rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
@@ -195,7 +195,7 @@ class _Kernels:
         return self._kernels[number]
 
 
-def _asked(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
+def _gate_questions(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
     """All questions of the tier to the ideal kernel, probes first: they are the most sensitive."""
     queue: list[tuple[tuple[int, ...], int, Unit]]
     queue = [((0,), 0, describe_units(["ideal"], device=device, tier=tier, convention="")[0])]
