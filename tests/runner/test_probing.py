@@ -91,7 +91,8 @@ def ask(monkeypatch):
     """``ask(function, aspect, …)``: a probe of these aspects alone, and of two head_dims."""
     monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
     every, lengths, empty = (
-        getattr(capability_detection, name) for name in ("all_trials", "length_trials", "empty_row_trials")
+        getattr(capability_detection, name)
+        for name in ("all_trials", "length_trials", "empty_row_trials")
     )
 
     def run(found, *aspects, conventions=("sdpa",), relations=()):
