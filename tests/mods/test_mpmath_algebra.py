@@ -8,6 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
+from tests.mods.sample_mods import DIVISIONS, REAL_FUNCTIONS
 
 from attncheck.core.errors import ProblemError, TraceError
 from attncheck.mods.interval_algebra import to_interval
@@ -35,34 +36,9 @@ def context():
 
 
 ONE = {
-    "neg": lambda s: -s,
-    "abs": torch.abs,
-    "sign": torch.sign,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "log": torch.log,
-    "log2": torch.log2,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "// 2.5": lambda s: s // 2.5,
-    "// -0.7": lambda s: s // -0.7,
-    "% 2.5": lambda s: s % 2.5,
-    "% -0.7": lambda s: s % -0.7,
-    "2 // s": lambda s: torch.full_like(s, 2.0) // s,
+    **REAL_FUNCTIONS,
+    **DIVISIONS,
     "2 % s": lambda s: torch.full_like(s, 2.0) % s,
-    "-2 % s": lambda s: torch.full_like(s, -2.0) % s,
-    "1 / s": lambda s: 1.0 / s,
-    "s / 0": lambda s: s / 0.0,
-    "s - inf": lambda s: s - math.inf,
-    "minimum": lambda s: torch.minimum(s, torch.zeros_like(s)),
-    "maximum": lambda s: torch.maximum(s, torch.zeros_like(s)),
-    "s < 1": lambda s: torch.where(s < 1.0, s, 0.0),
     "s >= s": lambda s: torch.where(s / s >= 1.0, 1.0, 2.0).to(s.dtype),
     "s != s": lambda s: torch.where(s / s != s, 1.0, 2.0).to(s.dtype),
 }

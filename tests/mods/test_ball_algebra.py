@@ -8,6 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
+from tests.mods.sample_mods import DIVISIONS, REAL_FUNCTIONS
 
 pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
@@ -24,34 +25,11 @@ ZERO = [np.zeros((), np.int64)] * 4
 TABLE = torch.tensor([0.1, -math.inf, 0.3, 7.0])
 
 MODS = {
-    "neg": lambda s: -s,
-    "abs": torch.abs,
-    "sign": torch.sign,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
+    **REAL_FUNCTIONS,
+    **DIVISIONS,
     "exp": lambda s: torch.exp(torch.clamp(s, -1e5, 1e5)),
     "exp2": lambda s: torch.exp2(torch.clamp(s, -1e5, 1e5)),
-    "log": torch.log,
-    "log2": torch.log2,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "// 2.5": lambda s: s // 2.5,
-    "// -0.7": lambda s: s // -0.7,
-    "% 2.5": lambda s: s % 2.5,
-    "% -0.7": lambda s: s % -0.7,
-    "2 // s": lambda s: torch.full_like(s, 2.0) // s,
-    "-2 % s": lambda s: torch.full_like(s, -2.0) % s,
-    "1 / s": lambda s: 1.0 / s,
-    "s / 0": lambda s: s / 0.0,
-    "s - inf": lambda s: s - math.inf,
     "s + s": lambda s: s + s * 0.1 - 3.0,
-    "minimum": lambda s: torch.minimum(s, torch.zeros_like(s)),
-    "maximum": lambda s: torch.maximum(s, torch.zeros_like(s)),
-    "s < 1": lambda s: torch.where(s < 1.0, s, 0.0),
     "s <= 1": lambda s: torch.where(s <= 1.0, s, -s),
     "s > 1": lambda s: torch.where(s > 1.0, s, 9.0),
     "s >= 1": lambda s: torch.where(s >= 1.0, s, s / 3.0),

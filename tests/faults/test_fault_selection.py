@@ -9,7 +9,7 @@ from attncheck.faults import catalogue
 from attncheck.faults.fault import Control, Fault, Host
 from attncheck.faults.fault_selection import priority, select_faults
 
-RIGHT = Host(kernel="ideal", edits=(), dtypes=("fp16", "bf16"))
+RIGHT = Host(kernel="ideal", dtypes=("fp16", "bf16"))
 
 
 def fault(name, **hosts):
@@ -19,8 +19,8 @@ def fault(name, **hosts):
         summary="s",
         when="w",
         seen="s",
-        sources=("x",),
-        hosts=hosts,
+        reports="x",
+        **hosts,
         unplanted="" if hosts else "nothing makes it",
     )
 
@@ -31,12 +31,12 @@ def few(monkeypatch):
     faults = (
         fault("both", ideal=RIGHT, triton=RIGHT),
         fault("triton-alone", triton=RIGHT),
-        fault("none", ideal=Host(kernel="ideal", edits=(), equivalent="the same bits")),
-        fault("gpu", triton=Host(kernel="triton-flash2", edits=(), needs="cuda")),
+        fault("none", ideal=Host(kernel="ideal", equivalent="the same bits")),
+        fault("gpu", triton=Host(kernel="triton-flash2", needs="cuda")),
         fault("nowhere"),
     )
     monkeypatch.setattr(catalogue, "FAULTS", {one.id: one for one in faults})
-    controls = {"control": Control(id="control", summary="s", why="w", hosts={"ideal": RIGHT})}
+    controls = {"control": Control(id="control", summary="s", why="w", ideal=RIGHT)}
     monkeypatch.setattr("attncheck.faults.fault_selection.FAULTS", catalogue.FAULTS)
     monkeypatch.setattr("attncheck.faults.fault_selection.CONTROLS", controls)
     monkeypatch.setattr(catalogue, "CONTROLS", controls)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import libmp
+from tests.mods.sample_mods import REAL_FUNCTIONS
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import FORMATS, fp32
@@ -65,21 +66,11 @@ def test_a_rounding_past_the_largest_number_may_be_infinite():
 
 
 UNARY = {
-    "neg": lambda s: -s,
-    "abs": torch.abs,
-    "sign": torch.sign,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
+    **REAL_FUNCTIONS,
     "log": lambda s: torch.log(s.abs() + 0.25),
     "log2": lambda s: torch.log2(s.abs() + 0.25),
     "sqrt": lambda s: torch.sqrt(s.abs()),
     "rsqrt": lambda s: torch.rsqrt(s.abs() + 0.25),
-    "sin": torch.sin,
-    "cos": torch.cos,
     "add": lambda s: s + 0.1,
     "sub": lambda s: 0.1 - s,
     "mul": lambda s: s * 0.7,
