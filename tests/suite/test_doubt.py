@@ -6,7 +6,8 @@ import pytest
 
 from attncheck import oracles
 from attncheck.inputs.problem import Case, Problem
-from attncheck.reporting import check_page
+from attncheck.reporting.check_document import check_document, check_outcome
+from attncheck.reporting.rendering import render
 from attncheck.runner.quick import ask, opened, questions
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.diagnosed import DoesNotHold
@@ -35,5 +36,5 @@ def test_a_property_does_not_pass(broken):
 def test_check_says_so(broken):
     (question,) = [each for each in questions("bf16") if each.name == "one-query"]
     report = ask(opened(Ideal(), device="cpu", command="attncheck check ideal"), Ideal(), question)
-    assert check_page.exit_status(report) == "in doubt"
-    assert "IN DOUBT" in check_page.render(report, "table")
+    assert check_outcome(report) == "in doubt"
+    assert "IN DOUBT" in render(report, "table", check_document)

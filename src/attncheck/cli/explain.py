@@ -21,7 +21,8 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
 
     Raises UsageError where ``name`` names none of ``cells``, or several.
     """
-    from attncheck.reporting.explain import show_explanation
+    from attncheck.reporting.check_document import explanation
+    from attncheck.reporting.rendering import show
     from attncheck.runner.choose import chosen
     from attncheck.verify.verify import measure, pairs
 
@@ -29,5 +30,5 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
     report = measure([cell], [subject], device=device, command="")
     (record,) = report.records
     with standard_output():
-        show_explanation(record)
+        show(record, document=explanation)
     return report

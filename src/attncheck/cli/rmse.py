@@ -176,8 +176,8 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         return _shown_again(interrupts, sources, fmt, directory, plots)
     if backward:
         refuse_beside("--backward", ("plots",), "gives gradients, which a plot does not show")
-    from attncheck import reporting
     from attncheck.cli.progress import progress
+    from attncheck.reporting import rendering
     from attncheck.verify.environment import default_device, require_device
     from attncheck.verify.verify import measure, pairs
 
@@ -205,7 +205,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         refuse_beside("--explain", ("fmt", "directory", "plots"), _WRITES_NOTHING)
         return _exit_code(explain(explained, cells, subjects, device))
     total = sum(len(asked) for _, asked in pairs(cells, subjects, device))
-    reporting.check_writable(directory)
+    rendering.check_writable(directory)
     with progress(total, quiet=quiet) as advance:
 
         def done(record: Record) -> None:
@@ -214,22 +214,20 @@ def rmse(  # noqa: PLR0913  # one parameter per option
 
         report = measure(cells, subjects, device=device, command=as_typed(files=_FILES), done=done)
     with interrupts.writing(directory):
-        reporting.write(report, directory)
+        rendering.write_report(report, directory, "rmse")
         _draw(report, plots)
     with standard_output():
-        reporting.show(report, fmt)
+        rendering.show(report, fmt)
     return _exit_code(report)
 
 
 def _check(fmt: str, plots: tuple[str, ...]) -> None:
     """Raises UsageError for a format or a plot that cannot be."""
-    from attncheck import reporting
-    from attncheck.core.errors import UnknownName
+    from attncheck.reporting import rendering
 
-    if fmt not in reporting.FORMATS:
-        raise UnknownName("format", fmt, reporting.FORMATS)
+    rendering.check_format(fmt)
     if plots:
-        from attncheck.reporting.plot import check_plots
+        from attncheck.reporting.image_files import check_plots
 
         check_plots(plots)
 
@@ -248,18 +246,20 @@ def _shown_again(
     """
     from pathlib import Path
 
-    from attncheck import reporting
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.record import Report, join_reports
+    from attncheck.reporting import rendering
 
-    report = reporting.joined([reporting.load(Path(source)) for source in sources])
+    report = join_reports([load_report(Path(source), Report) for source in sources])
     if plots:
-        from attncheck.reporting.plot import write_plots
+        from attncheck.reporting.image_files import write_plots
 
         write_plots(report, plots)
     if directory:
         with interrupts.writing(directory):
-            reporting.write(report, directory)
+            rendering.write_report(report, directory, "rmse")
     with standard_output():
-        reporting.show(report, fmt)
+        rendering.show(report, fmt)
     return _exit_code(report)
 
 
@@ -267,7 +267,7 @@ def _draw(report: Report, plots: tuple[str, ...]) -> None:
     """Draw what was measured just now; where that is nothing, say so and no more."""
     if not plots:
         return
-    from attncheck.reporting.plot import measured, write_plots
+    from attncheck.reporting.image_files import measured, write_plots
 
     if measured(report):
         write_plots(report, plots)

@@ -34,7 +34,7 @@ class Written:
 
     def __init__(self, options: Options, args: Sequence[str], outcomes: Outcomes) -> None:
         from attncheck.core.errors import UsageError
-        from attncheck.reporting.files import check_writable
+        from attncheck.reporting.rendering import check_writable
 
         self._options = options
         self._command = command(args)
@@ -47,12 +47,11 @@ class Written:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Write properties.json and properties.md, and say so."""
-        from attncheck.reporting import suite_pages
-        from attncheck.reporting.files import write_texts
+        from attncheck.reporting.rendering import write_report
 
-        report = self._report()
-        texts = {f"properties.{fmt}": suite_pages.render(report, fmt) for fmt in ("json", "md")}
-        written = write_texts(texts, self._options.report)
+        formats = ("json", "md")
+        folder = self._options.report
+        written = write_report(self._report(), folder, "properties", formats=formats)
         terminalreporter.line(f"written: {', '.join(map(str, written))}")
 
     def _report(self) -> PropertyReport:
