@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.streaming_backward import streaming_backward
 from attncheck.oracles.streaming_forward import streaming
+from attncheck.oracles.streaming_gradients import streaming_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from attncheck.core.errors import ProblemError, UnknownName
-from attncheck.inputs.distribution_tensors import Sizes
-from attncheck.inputs.distributions import DISTRIBUTIONS, draw_scores
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes, draw_scores
 
 HASHES = """
 import hashlib
-from attncheck.distributions import DISTRIBUTIONS, Sizes, draw_scores
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes, draw_scores
 
 sizes = Sizes(batch=2, heads=3, kv_heads=3, query=33, kv=70, head_dim=0, value_dim=0)
 for name, distribution in DISTRIBUTIONS.items():

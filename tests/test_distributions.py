@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from attncheck.core.errors import UnknownName
-from attncheck.inputs.distribution_tensors import Sizes
-from attncheck.inputs.distributions import DISTRIBUTIONS, draw
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes, draw
 
 HASHES = """
 import hashlib
-from attncheck.distributions import DISTRIBUTIONS, Sizes, draw
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes, draw
 
 sizes = Sizes(batch=2, heads=4, kv_heads=2, query=33, kv=70, head_dim=24, value_dim=40)
 for name in DISTRIBUTIONS:

@@ -26,7 +26,7 @@ GOLDEN = {
 }
 HASHES = """
 import hashlib
-from attncheck.draws import Draws
+from attncheck.core.draws import Draws
 d = Draws(2026)
 for numbers in (
     d.uniform("golden", (1000,)), d.normal("golden", (1000,)), d.integers("golden", (1000,), 1000)

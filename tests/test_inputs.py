@@ -12,8 +12,7 @@ import torch
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.inputs import distributions, input_tensors
-from attncheck.inputs.distribution_tensors import Sizes
-from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import Problem
 
 MEASURED = [name for name, dtype in DTYPES.items() if dtype.measured]

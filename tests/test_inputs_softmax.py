@@ -10,8 +10,7 @@ import torch
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import round_to
 from attncheck.inputs import distributions, input_tensors
-from attncheck.inputs.distribution_tensors import Sizes
-from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 

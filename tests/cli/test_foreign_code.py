@@ -67,7 +67,7 @@ def attncheck(tmp_path, monkeypatch, capsys):
     yield run
     signal.signal(signal.SIGINT, handler)
     sys.warnoptions = options
-    mod_files._mod.cache_clear()
+    mod_files._import_mod.cache_clear()
 
 
 @pytest.fixture

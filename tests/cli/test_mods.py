@@ -96,8 +96,8 @@ def test_all_worlds_say_the_same_of_good_mods(folder):
         ("limited", "mask"),
         ("softcap", "score mod"),
     ]
-    assert {"mpmath", "triton-flash2", "ideal", "flex"} <= set(report.worlds)
-    assert not [name for name in report.worlds if name.startswith("sdpa")]
+    assert {"mpmath", "triton-flash2", "ideal", "flex"} <= set(report.backends)
+    assert not [name for name in report.backends if name.startswith("sdpa")]
     for record in report.records:
         assert {answer.status for answer in record.answers.values()} == {"equal"}
         assert GOOD.splitlines()[record.line - 1].startswith(f"def {record.name}(")

@@ -103,7 +103,7 @@ def test_a_kernel_that_raises_in_one_cell_leaves_the_rest(warm_python, tmp_path)
     program = """
 import sys
 from attncheck.cli import main
-from attncheck.subjects.sdpa import Sdpa
+from attncheck.subjects.torch_kernels import Sdpa
 run = Sdpa.prepare
 def prepare(self, inputs):
     if inputs.problem.mask.name == "causal":

@@ -18,7 +18,7 @@ from attncheck.reporting import number_text
 from attncheck.subjects.load import load_subject
 
 MINE = """
-from attncheck.subjects.contract import Subject
+from attncheck.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 
 class Unscaled(Ideal):

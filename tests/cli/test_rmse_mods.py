@@ -69,7 +69,7 @@ def attncheck(monkeypatch, capsys):
 
     yield run
     signal.signal(signal.SIGINT, handler)
-    mod_files._mod.cache_clear()
+    mod_files._import_mod.cache_clear()
     for registry, known in before:
         registry.clear()
         registry.update(known)
@@ -111,7 +111,7 @@ def test_the_id_of_a_cell_changes_with_the_captured_numbers(folder, attncheck):
     ids = []
     for table in ("torch.linspace(-1, 1, 8)", "torch.linspace(-1, 2, 8)"):
         (folder / "mine.py").write_text(MODS.replace("torch.linspace(-1, 1, 8)", table))
-        mod_files._mod.cache_clear()  # as another process
+        mod_files._import_mod.cache_clear()  # as another process
         code, out, err = attncheck(
             "rmse", *TINY, "--score", "mine.py::plus", "-q", "--format", "json"
         )

@@ -187,7 +187,7 @@ def test_the_table_of_examples_says_what_was_measured():
 
 
 def test_the_check_page_names_its_questions_and_conventions():
-    from attncheck.conventions.declarations import CONVENTIONS, KEYWORDS
+    from attncheck.conventions.declarations import CONVENTIONS
     from attncheck.runner.quick import questions
 
     compared = {q.name: q.summary for q in questions("bf16") if q.case.question == "compare"}
@@ -195,7 +195,8 @@ def test_the_check_page_names_its_questions_and_conventions():
     assert {code_in(name)[0]: summary for name, summary in shown} == compared
     assert [code_in(row[0])[0] for row in rows("docs/check.md", "convention")] == list(CONVENTIONS)
     keywords = {code_in(row[0])[0] for row in rows("docs/check.md", "keyword")}
-    assert keywords == set(KEYWORDS)
+    plain = (each for each in CONVENTIONS["sdpa"].parameters if not each.by_name)
+    assert keywords == {each.spellings[0] for each in plain}
     (source,) = re.findall(
         r"^```python my_kernel\.py$\n(.*?)^```$", read("docs/check.md"), re.M | re.S
     )
@@ -238,10 +239,17 @@ def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
     from attncheck.mods.spec import Spec
     from attncheck.reporting.number_text import ratio
     from attncheck.verify.evidence import Evidence
-    from attncheck.verify.run_case import compare
+    from attncheck.verify.run_case import run_case
 
     evidence = Evidence(Case(problem=Problem(heads=4, query=256, mask=Spec.of("causal"))), "cpu")
-    out = compare(subject_named("sdpa-math"), evidence, variant="causal", environment="").out
+    out = run_case(
+        subject_named("sdpa-math"),
+        evidence.case,
+        device=evidence.device,
+        evidence=evidence,
+        variant="causal",
+        timed=True,
+    ).out
     assert ratio(out.rmse, out.floor_rmse) == "1.00×"
     assert out.rmse < out.ideal_rmse
 

@@ -14,6 +14,7 @@ from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import relation_runs
+from attncheck.verify.question_fit import question_summary
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=5, kv=6, head_dim=8, mask=Spec.of("causal"))
@@ -132,8 +133,8 @@ def test_an_unknown_question_is_a_usage_error() -> None:
 
 @pytest.mark.parametrize("question", ["compare", *RELATIONS, *probes.PROBES])
 def test_every_question_has_a_summary_of_one_line(question: str) -> None:
-    assert run_case.question_summary(question)
-    assert "\n" not in run_case.question_summary(question)
+    assert question_summary(question)
+    assert "\n" not in question_summary(question)
 
 
 def test_a_kernel_of_another_operation_is_not_asked() -> None:
@@ -144,7 +145,7 @@ def test_a_kernel_of_another_operation_is_not_asked() -> None:
     for question in ("compare", "repeat", "decode"):
         case = probes.cases(question, PROBLEM)[0] if question == "decode" else None
         record = run_case(Softmax(), case or Case(problem=PROBLEM, question=question), device="cpu")
-        assert (record.status, record.reason) == ("unsupported", "it is not about attention")
+        assert (record.status, record.reason) == ("unsupported", "it does not compute attention")
 
 
 def test_where_nothing_is_bounded_nothing_passes(monkeypatch) -> None:

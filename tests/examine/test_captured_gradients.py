@@ -13,7 +13,7 @@ from attncheck.mods import captured_gradients
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence, gradient_allowance
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 SOFTCAP = Spec.of("softcap", cap=1.5)
 ALIBI, RELATIVE = Spec.of("alibi"), Spec.of("relative_bias", distance=5, seed=0)
@@ -36,9 +36,7 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 
 def examined(kernel: Ideal, problem: Problem = PROBLEM):
-    return compare(
-        kernel, Evidence(Case(problem=problem), "cpu"), variant="", environment="", timed=False
-    )
+    return run_case(kernel, Case(problem=problem), device="cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,7 @@ from attncheck.mods.spec import Spec
 from attncheck.records.record import LseErrors, OutErrors
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=9, kv=7, head_dim=8, dtype="fp16")
 
@@ -27,6 +27,9 @@ class Exact(Subject):
 
     name = "exact"
     summary = "what no kernel can beat"
+
+    def concerns(self, problem):
+        return True
 
     def unsupported(self, problem, device):
         return "only fp16" if problem.dtype != "fp16" else None
@@ -44,7 +47,15 @@ class Exact(Subject):
 
 def measured(subject=None, problem=PROBLEM):
     evidence = Evidence(Case(problem=problem), "cpu")
-    return compare(subject or Exact(), evidence, variant="full", environment="env")
+    return run_case(
+        subject or Exact(),
+        evidence.case,
+        device=evidence.device,
+        evidence=evidence,
+        variant="full",
+        environment="env",
+        timed=True,
+    )
 
 
 def spoiled(change, problem=PROBLEM):
@@ -90,7 +101,15 @@ def test_each_number_stands_under_its_name():
 
     problem = PROBLEM.replace(batch=2, kv=200)
     subject, evidence = Tiled(), Evidence(Case(problem=problem), "cpu")
-    record = compare(subject, evidence, variant="causal", environment="env")
+    record = run_case(
+        subject,
+        evidence.case,
+        device=evidence.device,
+        evidence=evidence,
+        variant="causal",
+        environment="env",
+        timed=True,
+    )
     given, truth = subject.run(evidence.inputs), evidence.truth
     out, lse = (
         measure_errors(values, exact, torch.tensor(True))
@@ -240,10 +259,29 @@ def test_a_kernel_that_writes_to_its_inputs_is_told_and_changes_nothing(name):
             return lambda: getattr(inputs, name).zero_() is not None and call()
 
     evidence = Evidence(Case(problem=PROBLEM), "cpu")
-    scribbled = compare(Scribble(), evidence, variant="full", environment="env")
+    scribbled = run_case(
+        Scribble(),
+        evidence.case,
+        device=evidence.device,
+        evidence=evidence,
+        variant="full",
+        environment="env",
+        timed=True,
+    )
     assert (scribbled.status, scribbled.judgement.rule) == ("fail", "mutation")
     assert scribbled.judgement.reason == f"wrote to its input {name}."
-    assert compare(Exact(), evidence, variant="full", environment="env").out == measured().out
+    assert (
+        run_case(
+            Exact(),
+            evidence.case,
+            device=evidence.device,
+            evidence=evidence,
+            variant="full",
+            environment="env",
+            timed=True,
+        ).out
+        == measured().out
+    )
 
 
 @pytest.mark.parametrize("question", ["absent", "unsupported", "tiling"])

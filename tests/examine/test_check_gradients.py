@@ -16,7 +16,7 @@ from attncheck.judge.error_measures import measure_errors
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(
     batch=2, heads=4, kv_heads=2, query=9, kv=12, head_dim=8, dtype="fp16", backward=True
@@ -64,7 +64,9 @@ class Unscaled(Ideal):
 
 def measured(subject, problem=PROBLEM):
     evidence = Evidence(Case(problem=problem), "cpu")
-    return compare(subject, evidence, variant="full", environment="", timed=False), evidence
+    return run_case(
+        subject, evidence.case, device=evidence.device, evidence=evidence, variant="full"
+    ), evidence
 
 
 def test_a_forward_has_none_and_its_json_says_nothing_of_them():
@@ -158,5 +160,5 @@ def test_yardsticks_are_known_before_a_kernel_runs():
             return super().prepare(inputs)
 
     known, evidence = [], Evidence(Case(problem=PROBLEM), "cpu")
-    compare(Late(), evidence, variant="full", environment="", timed=False)
+    run_case(Late(), evidence.case, device=evidence.device, evidence=evidence, variant="full")
     assert known == [True]

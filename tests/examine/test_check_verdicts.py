@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from attncheck.capabilities.subject import Refused, Tiling
-from attncheck.core.outputs import Outputs
+from attncheck.core.outputs import GRADIENTS, Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.new_record import arrangement
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import head_arrangement, run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=24, kv=40, head_dim=16, dtype="fp16")
 CAUSAL = PROBLEM.replace(mask=Spec.of("causal"))
@@ -44,7 +43,9 @@ class Spoiled(Ideal):
 
 def judged(subject, problem=PROBLEM):
     evidence = Evidence(Case(problem=problem), "cpu")
-    record = compare(subject, evidence, variant="full", environment="", timed=False)
+    record = run_case(
+        subject, evidence.case, device=evidence.device, evidence=evidence, variant="full"
+    )
     assert record.judgement is None or record.status == record.judgement.status
     return record
 
@@ -126,8 +127,10 @@ def test_a_row_that_sees_no_key_must_be_0(value):
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
 
-def test_the_budget_of_the_worst_element_makes_up_its_allowance():
-    worst = judged(Ideal(), CAUSAL).judgement.worst
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_budget_of_the_worst_element_makes_up_its_allowance(backward):
+    worst = judged(Ideal(), CAUSAL.replace(backward=backward)).judgement.worst
+    assert (worst.tensor in GRADIENTS) == backward
     # Added up in another order: a unit of float64 for each of its parts.
     size = len(worst.budget) * 2.0**-52 * worst.allowance
     assert abs(sum(worst.budget.values()) - worst.allowance) <= size
@@ -146,11 +149,11 @@ def test_structured_inputs_are_no_generic_ones(monkeypatch):
     seen = []
     decide = judging.decide
 
-    def told(**arguments):
-        seen.append(arguments["generic"])
-        return decide(**arguments)
+    def listening(kernel, *arguments):
+        seen.append(kernel.generic)
+        return decide(kernel, *arguments)
 
-    monkeypatch.setattr(judging, "decide", told)
+    monkeypatch.setattr(judging, "decide", listening)
     for distribution in ("normal", "outliers", "one_hot", "zero_q"):
         judged(Ideal(), PROBLEM.replace(distribution=distribution))
     assert seen == [True, True, False, False]
@@ -194,9 +197,11 @@ def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypat
     monkeypatch.setattr(room, "allowance", counted)
     evidence = Evidence(Case(problem=PROBLEM), "cpu")
     for subject in (Ideal(), Spoiled(), Ideal(Tiling(block_query=64, block_kv=32))):
-        compare(subject, evidence, variant="", environment="", timed=False)
+        run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
     assert counts == {"allowance": 1}
-    compare(Sdpa("math"), evidence, variant="", environment="", timed=False)  # another arithmetic
+    run_case(
+        Sdpa("math"), evidence.case, device=evidence.device, evidence=evidence
+    )  # another arithmetic
     assert counts == {"allowance": 2}
 
 
@@ -226,7 +231,9 @@ def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_kernel_is_timed_only_where_that_is_asked(timed):
     evidence = Evidence(Case(problem=PROBLEM), "cpu")
-    record = compare(Ideal(), evidence, variant="", environment="", timed=timed)
+    record = run_case(
+        Ideal(), evidence.case, device=evidence.device, evidence=evidence, timed=timed
+    )
     assert (record.seconds is not None) is timed
 
 
@@ -236,8 +243,8 @@ def test_a_kernel_is_timed_only_where_that_is_asked(timed):
 )
 def test_arrangements(operation, heads, kv_heads, said):
     problem = Problem(operation=operation, query=4, heads=heads, kv_heads=kv_heads)
-    assert arrangement(problem) == said
-    assert arrangement(SOFTMAX) == ""
+    assert head_arrangement(problem) == said
+    assert head_arrangement(SOFTMAX) == ""
 
 
 def test_outputs_are_judged_as_they_were_first_given():
@@ -258,4 +265,9 @@ def test_outputs_are_judged_as_they_were_first_given():
             return once
 
     evidence = Evidence(Case(problem=PROBLEM), "cpu")
-    assert compare(Later(), evidence, variant="", environment="").status == "pass"
+    assert (
+        run_case(
+            Later(), evidence.case, device=evidence.device, evidence=evidence, timed=True
+        ).status
+        == "pass"
+    )

@@ -6,7 +6,8 @@ from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import InProcess
-from attncheck.verify.run_case import adapted_problems, not_applicable_reason, run_case
+from attncheck.verify.question_fit import adapted_problems, not_applicable_reason
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(batch=2, query=5, kv=20)
 SOFTMAX = Problem(operation="softmax", query=4)
@@ -23,12 +24,12 @@ class Of(Ideal):
 
 
 def test_a_kernel_of_pages_gets_pages_of_usual_sizes() -> None:
-    found = adapted_problems(Of(pages=True), PROBLEM)
+    found = adapted_problems(Of(pages=True), PROBLEM, InProcess())
     assert [each.paging for each in found] == [
         Paging(size=size, shared=1) for size in (16, 64, 256)
     ]
     assert {each.replace(paging=None) for each in found} == {PROBLEM}
-    (first, *_) = adapted_problems(Of(pages=True), PROBLEM.replace(batch=1))
+    (first, *_) = adapted_problems(Of(pages=True), PROBLEM.replace(batch=1), InProcess())
     assert first.paging == Paging(size=16)
 
 
@@ -41,16 +42,16 @@ def test_any_other_gets_what_it_was_to_get() -> None:
         (Of(pages=True), SOFTMAX),
         (Of(), paged),
     ):
-        assert adapted_problems(subject, problem) == (problem,)
+        assert adapted_problems(subject, problem, InProcess()) == (problem,)
 
 
 def test_why_not() -> None:
     for subject, problem, reason in (
-        (Of(), PROBLEM.replace(paging=Paging(size=3)), "it is not about keys in pages"),
-        (Of(pages=True), PROBLEM, "it is about keys in pages, and these are in none"),
-        (Of(sinks=False), PROBLEM.replace(sink=True), "it is not about sinks"),
-        (Of(softmax=True), PROBLEM, "it is not about attention"),
-        (Of(), SOFTMAX, "it is not about softmax"),
+        (Of(), PROBLEM.replace(paging=Paging(size=3)), "it takes no paged keys and values"),
+        (Of(pages=True), PROBLEM, "it takes paged keys and values alone"),
+        (Of(sinks=False), PROBLEM.replace(sink=True), "it takes no sinks"),
+        (Of(softmax=True), PROBLEM, "it does not compute attention"),
+        (Of(), SOFTMAX, "it does not compute softmax"),
     ):
         assert not_applicable_reason(subject, problem, InProcess()) == reason
 
@@ -58,7 +59,7 @@ def test_why_not() -> None:
 def test_a_backward_in_pages_there_is_not() -> None:
     """There is no such Problem: asking for one of a kernel of pages raised."""
     backward = PROBLEM.replace(backward=True, dlse=True)
-    assert adapted_problems(Of(pages=True), backward) == (backward,)
+    assert adapted_problems(Of(pages=True), backward, InProcess()) == (backward,)
     assert not_applicable_reason(Of(pages=True), backward, InProcess()) == "it gives no gradients"
     for question in ("compare", "guards", "repeats"):
         numbers = {"calls": 8} if question == "repeats" else {}

@@ -11,7 +11,7 @@ from tests.examine.asked_checks import RIGHT, SMALL, ask, ready
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.source_files import import_file
 from attncheck.verify.call_checks import CHECKS, check_named
-from attncheck.verify.run_case import (
+from attncheck.verify.question_fit import (
     allowed_parameters,
     check_question,
     question_summary,

@@ -15,7 +15,8 @@ from attncheck.mods.spec import Spec
 from attncheck.records.record import Diagnosis, Record
 from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.run_case import allowed_parameters, run_case
+from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.run_case import run_case
 
 CAUSAL = Problem(query=40, kv=40, heads=2, head_dim=32, dtype="fp16", mask=Spec.of("causal"))
 

@@ -17,7 +17,7 @@ from attncheck.verify import accuracy
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.obligations import DIGITS, outputs_digest
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
@@ -87,7 +87,7 @@ class Drifting(Ideal):
 
 def test_a_comparison_carries_its_digest() -> None:
     evidence = Evidence(CASE, "cpu")
-    record = compare(Ideal(), evidence, variant="", environment="", timed=False)
+    record = run_case(Ideal(), evidence.case, device=evidence.device, evidence=evidence)
     assert record.digest == outputs_digest(Ideal().run(evidence.inputs))
 
 

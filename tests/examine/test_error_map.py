@@ -12,9 +12,8 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import ErrorMap
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
 from attncheck.verify.judging import MOST_HEADS, MOST_ROWS
-from attncheck.verify.run_case import compare, run_probe
+from attncheck.verify.run_case import run_case
 
 
 class Spoiled(Ideal):
@@ -42,9 +41,8 @@ class Spoiled(Ideal):
 def record(at, *, question="compare", brief=True, tiling=None, **sizes):
     small = {"batch": 2, "heads": 2, "kv_heads": 2, "query": 4, "kv": 4, "head_dim": 4}
     case = Case(problem=Problem(**(small | sizes)), question=question)
-    ask = compare if question == "compare" else run_probe
     subject = Spoiled(at, tiling)
-    return ask(subject, Evidence(case, "cpu"), variant="v", environment="e", brief=brief)
+    return run_case(subject, case, device="cpu", variant="v", environment="e", brief=brief)
 
 
 def beyond(found):

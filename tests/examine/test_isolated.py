@@ -21,8 +21,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
-from attncheck.verify.new_record import asked
-from attncheck.verify.run_case import run_case
+from attncheck.verify.run_case import new_record, run_case
 from attncheck.workers.kernel_worker import _serve
 from attncheck.workers.process import Deadlines, Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
@@ -192,7 +191,7 @@ class Counted:
     ],
 )
 def test_a_death_is_confirmed_alone(statuses, status, attempts):
-    record = asked(Ideal(), Case(problem=SMALL), "cpu", "", "")
+    record = new_record(Ideal(), Case(problem=SMALL), device="cpu", variant="", environment="")
     given = (replace(record, status=each, reason=f"said {i}") for i, each in enumerate(statuses))
     host = Counted()
     found, times = confirm_death(host, lambda: next(given))

@@ -14,7 +14,7 @@ from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.mods import library
-from attncheck.mods.enclosures import Interval
+from attncheck.mods.interval_algebra import Interval
 from attncheck.mods.mod_files import kind_of_mod, mods_in
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask

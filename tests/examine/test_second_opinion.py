@@ -20,7 +20,8 @@ from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import second_opinion as room
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import allowed_parameters, compare, run_case
+from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.run_case import run_case
 
 FULL = Problem(heads=2, kv_heads=1, query=12, kv=9, head_dim=16, dtype="fp16")
 CAUSAL = FULL.replace(mask=Spec.of("causal_bottom_right"))  # its first three rows see no key
@@ -232,5 +233,7 @@ def test_where_inputs_are_nan_oracles_are_so_alike():
     evidence = Evidence(Case(problem=problem), "cpu")
     evidence.inputs.v[0, 0, 4] = math.nan
     evidence.inputs.v[0, 0, 6, 2] = math.inf
-    record = compare(Wrong("lse"), evidence, variant="", environment="", timed=False, brief=True)
+    record = run_case(
+        Wrong("lse"), evidence.case, device=evidence.device, evidence=evidence, brief=True
+    )
     assert record.status == "fail", record

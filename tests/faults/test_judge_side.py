@@ -25,7 +25,8 @@ from attncheck.mods.spec import Spec
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import allowed_parameters, run_case
+from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.run_case import run_case
 
 FULL = Problem(heads=2, query=20, kv=33, head_dim=16, dtype="bf16")
 BACKWARD = FULL.replace(dtype="fp16", mask=Spec.of("causal"), backward=True)
@@ -117,7 +118,7 @@ def test_nan_is_close(monkeypatch):
         record = ask(broken, FULL)
         assert (record.status, record.judgement.rule) == ("fail", "finite")
     # And without that rule a share of NaN is beyond its bound.
-    monkeypatch.setattr(verdict_rules, "finite", lambda _: [])
+    monkeypatch.setattr(verdict_rules, "nonfinite", lambda _: [])
     record = ask(broken, FULL)
     assert (record.status, record.judgement.rule) == ("fail", "bound")
 

@@ -24,7 +24,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import gate_exit_code
-from attncheck.verify.run_case import allowed_parameters
+from attncheck.verify.question_fit import allowed_parameters
 from attncheck.workers.units import Unit
 
 ROOT = Path(__file__).parents[2]

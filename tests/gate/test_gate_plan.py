@@ -30,8 +30,7 @@ from attncheck.subjects.load import load_subject
 from attncheck.suite.catalogue import properties
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import Failure, InProcess
-from attncheck.verify.new_record import asked
-from attncheck.verify.run_case import run_case
+from attncheck.verify.run_case import new_record, run_case
 from attncheck.workers.units import Shard
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -200,7 +199,13 @@ def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
     before = plan(restricted(plainly, dtypes="bf16"))
     here = environment("cpu")
     records = [
-        asked(Restricted(plainly), Case.from_json(unit.case), "cpu", unit.variant, "e")
+        new_record(
+            Restricted(plainly),
+            Case.from_json(unit.case),
+            device="cpu",
+            variant=unit.variant,
+            environment="e",
+        )
         for unit in before
     ]
     held = Held.of(

@@ -132,9 +132,9 @@ def test_known_failures_warn_and_others_fail():
         case=case.to_json(),
     )
     from attncheck.subjects.load import load_subject
-    from attncheck.verify.new_record import asked
+    from attncheck.verify.run_case import new_record
 
-    record = asked(load_subject(entry.kernel), case, "cpu", "", "")
+    record = new_record(load_subject(entry.kernel), case, device="cpu", variant="", environment="")
     said = known.settled(record, unit, case)
     assert said.status == "warn"
     assert said.reason.startswith(KNOWN)

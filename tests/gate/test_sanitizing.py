@@ -17,7 +17,7 @@ from attncheck.reporting.gate_document import not_covered
 from attncheck.subjects.load import load_subject
 from attncheck.verify import sanitizer
 from attncheck.verify.executor import InProcess
-from attncheck.verify.new_record import asked
+from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -71,7 +71,10 @@ def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeyp
     def planted(kernel, cases, tool, *, convention, device):
         assert (kernel, tool, convention, device) == ("ideal", "memcheck", "", "cuda")
         said = Judgement(status="fail", rule="memory", reason="memcheck: planted")
-        first, *rest = (asked(load_subject("ideal"), case, "cuda", "", "") for case in cases)
+        first, *rest = (
+            new_record(load_subject("ideal"), case, device="cuda", variant="", environment="")
+            for case in cases
+        )
         return (replace(first, status="fail", judgement=said), *rest)
 
     monkeypatch.setattr(sanitizer, "sanitized", planted)

@@ -6,7 +6,7 @@ from attncheck.gate.shrinking import smaller, smallest
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
-from attncheck.verify.new_record import asked
+from attncheck.verify.run_case import new_record
 
 LARGE = Case(
     problem=Problem(
@@ -29,7 +29,7 @@ def fails_where(wrong):
     """``ask`` of a kernel that fails where ``wrong`` of its Problem."""
 
     def ask(case):
-        record = asked(load_subject("ideal"), case, "cpu", "", "")
+        record = new_record(load_subject("ideal"), case, device="cpu", variant="", environment="")
         import msgspec
 
         return msgspec.structs.replace(record, status="error" if wrong(case.problem) else "pass")

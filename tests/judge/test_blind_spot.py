@@ -77,7 +77,7 @@ def spot(
 ) -> BlindSpot:
     """The blind spot with these allowances; without that of LSE it is not exposed."""
     asked = allowance(known, out, math.inf if lse is None else lse, probable)
-    found = blind_spot([known], asked, generic=generic, exposes_lse=lse is not None)
+    found = blind_spot([(known, None)], asked, generic=generic, exposes_lse=lse is not None)
     assert found is not None
     return found
 
@@ -195,7 +195,7 @@ def test_a_row_without_keys_says_nothing():
 def test_nothing_compared_is_no_blind_spot():
     known = conditions(TWO.q, TWO.k, TWO.v, torch.zeros(1, 2, dtype=torch.bool))
     asked = allowance(known, 1.0, 1.0)
-    assert blind_spot([known], asked, generic=True, exposes_lse=True) is None
+    assert blind_spot([(known, None)], asked, generic=True, exposes_lse=True) is None
 
 
 def test_one_key_that_takes_all_the_weight_is_noticed():
@@ -308,11 +308,8 @@ def test_without_its_slope_a_score_mod_hides_the_scale():
     assert spot(modded, 2.0**-20).scale == math.inf
     asked = allowance(known, 2.0**-20, math.inf)
     for slope in (1.0, 0.5):
-
-        def slopes(found: Conditions, slope: float = slope) -> torch.Tensor:
-            return torch.full_like(found.products, slope)
-
-        found = blind_spot([modded], asked, generic=False, exposes_lse=False, slopes=slopes)
+        rows = [(modded, torch.full_like(modded.products, slope))]
+        found = blind_spot(rows, asked, generic=False, exposes_lse=False)
         assert found is not None
         assert found.scale == pytest.approx(spot(known, 2.0**-20).scale / slope, rel=ROUNDINGS)
 
@@ -404,7 +401,7 @@ def test_a_softmax_of_one_score_has_nothing_to_show():
 
 def test_rows_in_pieces_show_what_they_show_together():
     known, asked = random(6, 11, 3), allowance(random(6, 11, 3), 0.1, 0.05)
-    whole = blind_spot([known], asked, generic=False, exposes_lse=True)
+    whole = blind_spot([(known, None)], asked, generic=False, exposes_lse=True)
     parts, samples = [], []
     for query in (torch.arange(2), torch.arange(2, 6)):
         sample = asked.samples[0]
@@ -419,7 +416,7 @@ def test_rows_in_pieces_show_what_they_show_together():
             )
         )
     pieces = Allowance(out=asked.out, lse=asked.lse, samples=samples)
-    found = blind_spot(parts, pieces, generic=False, exposes_lse=True)
+    found = blind_spot([(part, None) for part in parts], pieces, generic=False, exposes_lse=True)
     assert whole is not None
     assert found is not None
     assert found.mean_allowance == pytest.approx(whole.mean_allowance, rel=ROUNDINGS)

@@ -14,15 +14,10 @@ from attncheck.capabilities.subject import Tiling
 from attncheck.core.conditions import Conditions, Rows, ScoreModError
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import (
-    FP64_ORACLE,
-    HOPPER_FP8,
-    additions,
-    default,
-    half_ulp,
-)
+from attncheck.judge.declared_arithmetic import FP64_ORACLE, HOPPER_FP8, default
 from attncheck.judge.deterministic_bound import OUTPUT, deterministic_bound
 from attncheck.judge.score_errors import score_error
+from attncheck.judge.sum_roundings import additions, half_ulp
 from attncheck.mods.spec import Spec
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.row_conditions import compute_conditions

@@ -16,11 +16,12 @@ from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import AMPERE, FP64_ORACLE, VOLTA, default, half_ulp
+from attncheck.judge.declared_arithmetic import AMPERE, FP64_ORACLE, VOLTA, default
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.gradient_bounds import HEADS, OUTPUT, KeyGradients, in_parts, row_gradients
 from attncheck.judge.score_errors import score_error
-from attncheck.judge.score_gradient_errors import Saved, _rounded_of_score_gradients
+from attncheck.judge.score_gradient_errors import Saved, _rounded_gradients
+from attncheck.judge.sum_roundings import half_ulp
 from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Entry, Spec
 from attncheck.oracles.row_conditions import all_rows, compute_gradient_conditions
@@ -358,12 +359,8 @@ def test_a_steep_slope_multiplies_what_was_rounded_before_it(steep):
     before = 2.0 ** (-26 + 4 * torch.rand(1000, generator=torch.manual_seed(0)).double())
     known = SimpleNamespace(known=SimpleNamespace(scale=1.0))
     error = (before.half().double() - before).abs() * steep
-    assert bool(
-        (error <= _rounded_of_score_gradients(known, arithmetic, before * steep, before)).all()
-    )
-    fused = _rounded_of_score_gradients(
-        known, arithmetic, before * steep
-    )  # as if it were rounded behind it
+    assert bool((error <= _rounded_gradients(known, arithmetic, before * steep, before)).all())
+    fused = _rounded_gradients(known, arithmetic, before * steep)  # as if it were rounded behind it
     assert bool((error <= 2 * fused).all()) == (steep <= 1)
 
 

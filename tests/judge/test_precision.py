@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from attncheck.core.conditions import Rows
 from attncheck.core.formats import DTYPES
 from attncheck.core.judgement import Judgement, Precision
 from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.declared_arithmetic import HOPPER_FP8, default
 from attncheck.judge.error_measures import rmse_over_ideal
 from attncheck.judge.head_precision import FAR, FEWEST, RESIDUAL, SPREAD, Z
-from attncheck.judge.verdict import decide
+
+verdicts = import_file(Path(__file__).with_name("verdicts.py"), "verdicts by hand")
+decide = verdicts.decide
 
 HEADS, QUERY, DIM = 2, 32, 32
 SD = 2.0**-8
@@ -49,7 +53,6 @@ def call(out: torch.Tensor, **changed: Any) -> dict[str, Any]:
         "allowance": Allowance(out=torch.full_like(EXACT, 64 * SD), lse=lse, samples=[sample]),
         "arithmetic": default(DTYPES["bf16"]),
         "generic": True,
-        "blind_spot": None,
         "ideal": with_errors(1.0, 1.0),
         "ensemble": lambda: [with_errors(1.0, 1.0), with_errors(0.9, 0.9)],
     }

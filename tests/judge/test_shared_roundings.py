@@ -11,10 +11,11 @@ import torch
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.judge.blind_spot import cut
-from attncheck.judge.declared_arithmetic import AMPERE, HOPPER_FP8, default, sum_of_weights, taken
+from attncheck.judge.declared_arithmetic import AMPERE, HOPPER_FP8, default
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.probabilistic_bound import probabilistic_bound
 from attncheck.judge.score_errors import score_error
+from attncheck.judge.sum_roundings import sum_of_weights, taken
 
 TF32, BF16, FP16, E4M3 = (default(DTYPES[name]) for name in ("tf32", "bf16", "fp16", "e4m3"))
 KEYS = 512

@@ -21,7 +21,7 @@ from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.strategies import masks, problems, scores, shapes
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence, ensemble_tilings
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
@@ -187,7 +187,9 @@ KERNELS = {f"written: {way}": Written(way) for way in WAYS} | {
 
 def _status(kernel: Subject, problem: Problem):
     evidence = Evidence(Case(problem=problem), "cpu")
-    return compare(kernel, evidence, variant="", environment="", brief=True)
+    return run_case(
+        kernel, evidence.case, device=evidence.device, evidence=evidence, brief=True, timed=True
+    )
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,14 @@ from attncheck.core.conditions import Rows
 from attncheck.core.formats import DTYPES
 from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.declared_arithmetic import default
-from attncheck.judge.verdict import decide
+from attncheck.judge.verdict import first_tighter_profile
+
+verdicts = import_file(Path(__file__).with_name("verdicts.py"), "verdicts by hand")
+decide = verdicts.decide
+kernel_result = verdicts.kernel_result
 
 BATCH, HEADS, QUERY, DIM = 1, 2, 32, 32  # 1,024 outputs a head
 DEAD = 5  # the last row of head 1 sees no key: row 31
@@ -50,7 +56,6 @@ def call(**changed: Any) -> dict[str, Any]:
         "allowance": allowance,
         "arithmetic": default(DTYPES["bf16"]),
         "generic": True,
-        "blind_spot": None,
         "ideal": ideal,
         "ensemble": lambda: [ideal],
     }
@@ -224,17 +229,11 @@ def test_lse_beyond_its_bound_fails():
     assert found.out_over_bound == 1 / 32
 
 
-def test_the_worst_element_has_its_tile_and_its_budget():
-    def budget(tensor: str, at: Place) -> dict[str, float]:
-        asked.append((tensor, at))
-        return {"weights": ROW / 2, "output": ROW / 2}
-
-    asked: list[tuple[str, Place]] = []
-    found = with_error((0, 1, 21, 7), 2.0, tiles=(8, 16), budget=budget)
+def test_the_worst_element_has_its_tile():
+    found = with_error((0, 1, 21, 7), 2.0, tiles=(8, 16))
     assert found.worst is not None
     assert found.worst.tile == "query tile 2, rows 16–23"
-    assert found.worst.budget == {"weights": ROW / 2, "output": ROW / 2}
-    assert asked == [("out", Place(batch=0, head=1, query=21, dim=7))]
+    assert found.worst.at == Place(batch=0, head=1, query=21, dim=7)
 
 
 def test_the_last_tile_ends_with_the_rows():
@@ -421,11 +420,12 @@ def test_a_tighter_profile_that_lse_satisfies_is_named():
         "16-bit": torch.full_like(asked["lse"], LSE_ROW / 64),
         "fp32": torch.full_like(asked["lse"], LSE_ROW / 16),
     }
-    assert decide(**asked, other_lse=lambda: others).lse_also_within == "fp32"
+    del asked["ensemble"]
+    assert first_tighter_profile(kernel_result(**asked), others) == "fp32"
     asked["lse"][0, 0, 0] += LSE_ROW / 8
-    assert decide(**asked, other_lse=lambda: others).lse_also_within == ""
+    assert first_tighter_profile(kernel_result(**asked), others) == ""
     asked["lse"][0, 0, 0] = math.nan
-    assert decide(**asked, other_lse=lambda: others).lse_also_within == ""
+    assert first_tighter_profile(kernel_result(**asked), others) == ""
 
 
 def test_shapes_that_do_not_fit_are_a_mistake_of_the_caller():

@@ -14,7 +14,6 @@ import torch
 from attncheck.core.errors import UsageError
 from attncheck.core.source_files import import_file
 from attncheck.mods import captured_reads, masks, scores
-from attncheck.mods import masks as compose
 from attncheck.mods.block_mask import block_mask, list_visits
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
@@ -43,11 +42,11 @@ SLOPES = numbers(2) / 4
 
 
 def capped(table):
-    return compose.chain_scores(scores.bias(table), scores.softcap(2.0))
+    return scores.chain_scores(scores.bias(table), scores.softcap(2.0))
 
 
 def under_a_cap(slopes):
-    return compose.chain_scores(scores.softcap(2.0), scores.alibi(slopes))
+    return scores.chain_scores(scores.softcap(2.0), scores.alibi(slopes))
 
 
 def two_tensors(slopes, table):

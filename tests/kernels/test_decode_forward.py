@@ -22,7 +22,7 @@ from attncheck.subjects.load import load_subject
 from attncheck.subjects.triton_caches import MOST_ROWS, Decode, splits_of
 from attncheck.verify.environment import prepare
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def small(**changes) -> Problem:
 def judged(problem: Problem, subject: Decode) -> Judgement:
     """What the judge says of it beside exact attention."""
     evidence = Evidence(Case(problem=problem), "cpu", draw_inputs(problem))
-    record = compare(subject, evidence, variant="", environment="", timed=False, brief=True)
+    record = run_case(subject, evidence.case, device=evidence.device, evidence=evidence, brief=True)
     assert record.judgement is not None, record.reason
     return record.judgement
 

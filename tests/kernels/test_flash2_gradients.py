@@ -84,8 +84,8 @@ def test_its_lists_have_the_tiles_of_their_launches():
     for name, one in listed.gradients().items():
         assert torch.equal(one, dense.gradients()[name])
     by_rows, by_keys = (
-        find(inputs.problem, 32, 16, "cpu")
-        for find in (kernel_mods.visited_tiles, kernel_mods.visited_tiles_by_keys)
+        kernel_mods.visited_tiles(inputs.problem, 32, 16, "cpu", by_keys=by_keys)
+        for by_keys in (False, True)
     )
     assert by_rows.runs[..., 1].sum(-1).flatten().tolist() == [2, 4, 5]
     assert by_keys.runs[..., 1].sum(-1).flatten().tolist() == [3, 3, 2, 2, 1]

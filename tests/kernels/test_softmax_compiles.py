@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from attncheck.kernels.softmax import KINDS, Launch, _softmax
-from attncheck.subjects.softmax import launch
+from attncheck.subjects.softmax_kernels import launch_softmax as launch
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.core.errors import ProblemError
-from attncheck.mods import block_mask as strips
+from attncheck.mods import block_mask as block_mask_room
 from attncheck.mods import masks as written
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask, block_mask, list_visits
 from attncheck.mods.library import build_mask
@@ -111,51 +111,29 @@ def small(mod=uneven, dimensions=SMALL, block_query=4, block_kv=5, **changes):
     return replace(mask, **changes)
 
 
-def shifted(mask):
-    """One partial tile is said to be the next one."""
-    table = mask.kv_indices.clone()
-    table[1, 2, 0, int(mask.kv_num_blocks[1, 2, 0]) - 1] += 1
-    return replace(mask, kv_indices=table)
-
-
-def unsorted(mask):
-    table = mask.kv_indices.clone()
-    place = (mask.kv_num_blocks >= 2).nonzero()[0].tolist()
-    table[(*place, slice(0, 2))] = table[(*place, slice(0, 2))].flip(0)
-    return replace(mask, kv_indices=table)
-
-
 def with_tile(kind, was, place=None):
     """A fault: the first tile that is ``was``, or the one at ``place``, is said to be ``kind``."""
 
     def fault(mask):
-        kinds = mask.kinds()
+        kinds = mask.kinds.clone()
         at = place or tuple((kinds == was).nonzero()[0].tolist())
         assert kinds[at] == was
         kinds[at] = kind
-        sizes = {"query": mask.query, "kv": mask.kv}
-        blocks = {"block_query": mask.block_query, "block_kv": mask.block_kv}
-        return BlockMask.from_kinds(kinds, **sizes, **blocks)
+        return replace(mask, kinds=kinds)
 
     return fault
 
 
 FAULTS = {
-    "a shifted index": (uneven, shifted),
-    "indices not ascending": (uneven, unsorted),
+    "a shifted index": (uneven, lambda m: replace(m, kinds=m.kinds.roll(1, 3))),
     "called full with a hidden element": (uneven, with_tile(FULL, PARTIAL)),
     "called empty with a visible element": (uneven, with_tile(EMPTY, PARTIAL)),
     "called partial without a visible element": (uneven, with_tile(PARTIAL, EMPTY)),
     "called partial though full": (written.full, with_tile(PARTIAL, FULL)),
     "ragged in its rows and called full": (written.full, with_tile(FULL, PARTIAL, (0, 0, 5, 0))),
     "ragged in its keys and called full": (written.full, with_tile(FULL, PARTIAL, (0, 0, 0, 3))),
-    "another head's": (uneven, lambda m: replace(m, kv_num_blocks=m.kv_num_blocks.roll(1, 1))),
-    "the first sequence's for all": (
-        uneven,
-        lambda m: BlockMask.from_kinds(
-            m.kinds()[:1], query=m.query, kv=m.kv, block_query=4, block_kv=5
-        ),
-    ),
+    "another head's": (uneven, lambda m: replace(m, kinds=m.kinds.roll(1, 1))),
+    "the first sequence's for all": (uneven, lambda m: replace(m, kinds=m.kinds[:1])),
 }
 
 
@@ -181,7 +159,7 @@ def test_a_planted_fault_is_found(fault):
 )
 def test_only_indices_that_the_mask_reads_are_enumerated(mod, outer):
     mask = small(mod)
-    assert mask.kinds().shape == (*outer, 6, 4)
+    assert mask.kinds.shape == (*outer, 6, 4)
     assert not faults(mask, mod, SMALL)
 
 
@@ -192,7 +170,7 @@ def test_a_mask_that_cannot_be_traced_is_asked_everywhere():
         return i - j < h
 
     mask = small(mod)
-    assert mask.kinds().shape[:2] == (2, 3)
+    assert mask.kinds.shape[:2] == (2, 3)
     assert not faults(mask, mod, SMALL)
 
 
@@ -228,7 +206,7 @@ def test_the_whole_mask_never_exists():
     dimensions = Dimensions(batch=2, heads=3, query=length, kv=length)
     mask = block_mask(mod, dimensions, block_query=128, block_kv=64)
     largest = max(b * h * i * j for b, h, i, j in asked)
-    assert largest <= strips.AT_ONCE < length * length
+    assert largest <= block_mask_room.AT_ONCE < length * length
     assert max(i for _, _, i, _ in asked) <= 128
     calls = [place for place in asked if place != (1, 1, 1, 1)]  # the tracer's
     assert sum(b * h * i * j for b, h, i, j in calls) == 2 * 3 * length * length
@@ -237,9 +215,9 @@ def test_the_whole_mask_never_exists():
 
 @pytest.mark.parametrize("at_once", [1, 7, 18, 100, 400])
 def test_however_the_strips_are_cut_the_tiles_are_the_same(monkeypatch, at_once):
-    whole = small().kinds()
-    monkeypatch.setattr(strips, "AT_ONCE", at_once)
-    assert torch.equal(small().kinds(), whole)
+    whole = small().kinds
+    monkeypatch.setattr(block_mask_room, "AT_ONCE", at_once)
+    assert torch.equal(small().kinds, whole)
 
 
 @settings(deadline=None, max_examples=40)
@@ -258,8 +236,8 @@ def test_transposed_is_the_block_mask_of_the_transposed_mask(data):
     mask = block_mask(mod, dimensions, block_query=blocks[0], block_kv=blocks[1])
     direct = block_mask(exchanged, other, block_query=blocks[1], block_kv=blocks[0])
     assert not faults(mask.transposed(), exchanged, other)
-    assert torch.equal(mask.transposed().kinds(), direct.kinds())
-    assert torch.equal(mask.transposed().transposed().kinds(), mask.kinds())
+    assert torch.equal(mask.transposed().kinds, direct.kinds)
+    assert torch.equal(mask.transposed().transposed().kinds, mask.kinds)
 
 
 def runs_of(row):
@@ -281,10 +259,8 @@ def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
         st.integers(0, 2), min_size=torch.Size(sizes).numel(), max_size=torch.Size(sizes).numel()
     )
     kinds = torch.tensor(data.draw(drawn), dtype=torch.uint8).view(sizes)
-    mask = BlockMask.from_kinds(
-        kinds, query=sizes[2] * 3, kv=sizes[3] * 5, block_query=3, block_kv=5
-    )
-    assert torch.equal(mask.kinds(), kinds)
+    mask = BlockMask(kinds=kinds, query=sizes[2] * 3, kv=sizes[3] * 5, block_query=3, block_kv=5)
+    assert torch.equal(mask.kinds, kinds)
     assert mask.sparsity() == (kinds == EMPTY).sum().item() / kinds.numel()
     runs, counts = list_visits(mask)
     wanted = {place: runs_of(kinds[place]) for place in product(*map(range, sizes[:3]))}
@@ -299,7 +275,7 @@ def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
 
 def test_a_causal_mask_skips_what_is_above_the_diagonal():
     mask = small(written.causal, Dimensions(batch=1, heads=1, query=10, kv=8), 4, 4)
-    assert mask.kinds().tolist() == [[[[1, 0], [2, 1], [1, 1]]]]
+    assert mask.kinds.tolist() == [[[[1, 0], [2, 1], [1, 1]]]]
     runs, counts = list_visits(mask)
     assert runs.tolist() == [[[[[0, 1], [0, 0]], [[1, 1], [2, 1]], [[0, 2], [0, 0]]]]]
     assert counts.tolist() == [[[1, 2, 1]]]
@@ -319,23 +295,15 @@ ROWS = {
 def test_runs_of_tiles(row):
     """With no other row beside it: a list has room for one run though it has none."""
     kinds, wanted = ROWS[row]
-    mask = BlockMask.from_kinds(
-        torch.tensor([[[kinds]]]), query=4, kv=32, block_query=4, block_kv=4
-    )
+    mask = BlockMask(kinds=torch.tensor([[[kinds]]]), query=4, kv=32, block_query=4, block_kv=4)
     runs, counts = list_visits(mask)
     assert runs.tolist() == [[[wanted or [[0, 0]]]]]
     assert counts.tolist() == [[[len(wanted)]]]
 
 
-def test_tables_move_together():
-    mask = small().to("meta")
-    tables = (
-        mask.kv_num_blocks,
-        mask.kv_indices,
-        mask.full_kv_num_blocks,
-        mask.full_kv_indices,
-    )
-    assert {table.device.type for table in tables} == {"meta"}
+def test_it_moves_to_a_device():
+    mask = small().to(torch.device("cpu"))
+    assert torch.equal(mask.kinds, small().kinds)
     assert (mask.query, mask.block_kv) == (21, 5)
 
 
@@ -362,7 +330,7 @@ def test_a_block_size_that_is_not_positive_is_refused(blocks, says):
 )
 def test_kinds_that_cannot_be_are_refused(kinds, says):
     with pytest.raises(ProblemError) as error:
-        BlockMask.from_kinds(kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
+        BlockMask(kinds=kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
     assert says in str(error.value)
 
 

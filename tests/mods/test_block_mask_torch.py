@@ -111,8 +111,8 @@ def same(mod, dimensions, blocks):
     assert converted.seq_lengths == other.seq_lengths
     assert converted.mask_mod is mod
     back = from_torch_block_mask(other)
-    assert torch.equal(back.kinds(), mine.kinds().expand_as(back.kinds()))
-    assert torch.equal(from_torch_block_mask(converted).kinds(), mine.kinds())
+    assert torch.equal(back.kinds, mine.kinds.expand_as(back.kinds))
+    assert torch.equal(from_torch_block_mask(converted).kinds, mine.kinds)
     sizes = ("query", "kv", "block_query", "block_kv")
     assert all(getattr(back, size) == getattr(mine, size) for size in sizes)
 
@@ -142,9 +142,9 @@ def test_whatever_is_composed_at_whatever_length(data):
 def test_a_tile_of_another_kind_is_found(was):
     mod = build_mask(MASKS["bottom right"], SHARED)
     mine = ours(mod, SHARED, (8, 8))
-    kinds = mine.kinds()
+    kinds = mine.kinds.clone()
     kinds[tuple((kinds == was).nonzero()[0].tolist())] = (was + 1) % 3
-    wrong = BlockMask.from_kinds(kinds, query=QUERY, kv=KV, block_query=8, block_kv=8)
+    wrong = BlockMask(kinds=kinds, query=QUERY, kv=KV, block_query=8, block_kv=8)
     tables = all_tables(theirs(mod, SHARED, (8, 8)), SHARED)
     assert transposed_tables(mine, SHARED) == tables
     assert transposed_tables(wrong, SHARED) != tables
@@ -153,10 +153,10 @@ def test_a_tile_of_another_kind_is_found(was):
 def test_masks_without_full_tiles_of_their_own_are_all_partial():
     mod = build_mask(MASKS["causal"], SHARED)
     merged = from_torch_block_mask(theirs(mod, SHARED, (8, 8), separate_full_blocks=False))
-    kinds = merged.kinds()
+    kinds = merged.kinds
     assert not (kinds == FULL).any()
     assert torch.equal(
-        kinds != EMPTY, (ours(mod, SHARED, (8, 8)).kinds() != EMPTY).expand(3, 4, 5, 7)
+        kinds != EMPTY, (ours(mod, SHARED, (8, 8)).kinds != EMPTY).expand(3, 4, 5, 7)
     )
 
 
@@ -170,7 +170,7 @@ def test_tables_without_batch_and_heads_and_narrower_than_the_keys():
         compute_q_blocks=False,
     )
     mask = from_torch_block_mask(given)
-    assert mask.kinds().tolist() == [[[[0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1]]]]
+    assert mask.kinds.tolist() == [[[[0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1]]]]
     assert mask.kv_indices[0, 0].tolist() == [[3, 0, 0, 0, 0, 0], [1, 5, 0, 0, 0, 0]]
 
 

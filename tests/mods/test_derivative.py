@@ -225,7 +225,7 @@ def test_a_planted_operation_is_noticed(name: str, op: str, other: str) -> None:
     [
         ("power -2", "torch.reciprocal(x * x * x)", "torch.reciprocal(x * x)"),
         ("power 1", "0: torch.ones_like", "0: torch.zeros_like"),
-        ("maximum", "return args[1].to(", "return args[0].to("),
+        ("maximum", "values[1].to(values[0]", "values[0].to(values[0]"),
         ("detached", "return self.env[other]", "return super().run_node(n) * 2"),
     ],
 )
@@ -235,8 +235,9 @@ def test_a_fault_in_the_translation_is_noticed(
     source = Path(torch_tracer.__file__).read_text(encoding="utf-8")
     assert source.count(right) == 1, right
     room = ModuleType(torch_tracer.__name__)
+    room.__file__ = torch_tracer.__file__
     exec(compile(source.replace(right, wrong), "planted", "exec"), room.__dict__)  # noqa: S102  # our own source
-    monkeypatch.setattr(derivative_room, "VocabularyInterpreter", room.Plainly)
+    monkeypatch.setattr(derivative_room, "VocabularyInterpreter", room.VocabularyInterpreter)
     mod = WRITTEN[name]
     assert differing(trace_derivative(mod), mod, points()).numel()
 

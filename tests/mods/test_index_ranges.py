@@ -112,7 +112,7 @@ def test_it_is_exact(at_a_time, query, kv, data):
 
 def test_ranges_alone_settle_what_is_clamped(monkeypatch):
     """A hundred thousand keys cost nothing where the index is clamped into its tensor."""
-    monkeypatch.setattr(index_ranges, "_strips", None)
+    monkeypatch.setattr(index_ranges, "index_parts", None)
     long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
     for mod in (
         lambda b, h, q, k: TABLE[(q - k).clamp(-10, 10) + 10] > 2,
@@ -178,7 +178,7 @@ def test_a_whole_number_within_32_bits_passes(mod):
 
 
 def test_a_hundred_thousand_keys_cost_what_their_distances_do(monkeypatch):
-    monkeypatch.setattr(index_ranges, "_strips", None)
+    monkeypatch.setattr(index_ranges, "index_parts", None)
     long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
     check_index_ranges(trace_mask(log_buckets), long)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.mods import masks
+from attncheck.mods import masks, scores
 from attncheck.mods import masks as compose
 from attncheck.mods import masks as neighborhoods
 from attncheck.mods.library import build_mask
@@ -405,6 +405,6 @@ def test_documents_beyond_the_memory_cost_nothing() -> None:
 
 
 def test_compositions_need_a_part() -> None:
-    for composition in (compose.and_masks, compose.or_masks, compose.chain_scores):
+    for composition in (compose.and_masks, compose.or_masks, scores.chain_scores):
         with pytest.raises(TypeError):
             composition()

@@ -47,7 +47,7 @@ def _forgotten():
     """Other tests go through all masks and score mods there are."""
     before = [(entries, dict(entries)) for entries in (library.MASKS, library.SCORES)]
     yield
-    mod_files._mod.cache_clear()
+    mod_files._import_mod.cache_clear()
     for entries, known in before:
         entries.clear()
         entries.update(known)
@@ -63,7 +63,7 @@ def file(tmp_path):
 def changed(path, slope):
     """The file as another process would find it."""
     path.write_text(FILE.format(slope=slope))
-    mod_files._mod.cache_clear()
+    mod_files._import_mod.cache_clear()
 
 
 @pytest.mark.parametrize(

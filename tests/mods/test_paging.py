@@ -192,7 +192,7 @@ def test_block_masks_of_memory_are_torchs(spec):
     )
     expected = _kinds_of(theirs(of).convert_logical_block_mask(hidden))
     got = physical_block_mask(from_torch_block_mask(logical), of)
-    assert torch.equal(got.kinds().int(), expected)
+    assert torch.equal(got.kinds.int(), expected)
     assert got.kv == of.pages * SIZE
     for counts, listed in (
         (got.kv_num_blocks, got.kv_indices),
@@ -217,8 +217,8 @@ def _kinds_of(mask) -> torch.Tensor:
 
 def test_a_block_mask_without_batch_gets_one():
     alone = block_mask(build_mask(MASKS[1], DIMENSIONS), DIMENSIONS, block_query=4, block_kv=SIZE)
-    assert alone.kinds().shape[0] == 1
-    assert physical_block_mask(alone, table()).kinds().shape == (BATCH, 1, 5, table().pages)
+    assert alone.kinds.shape[0] == 1
+    assert physical_block_mask(alone, table()).kinds.shape == (BATCH, 1, 5, table().pages)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_block_mask_without_batch_gets_one():
 )
 def test_block_masks_that_are_not_of_the_table(block_kv, batch, said):
     kinds = torch.ones(batch, 1, 1, math.ceil(KV / block_kv), dtype=torch.uint8)
-    other = BlockMask.from_kinds(kinds, query=QUERY, kv=KV, block_query=QUERY, block_kv=block_kv)
+    other = BlockMask(kinds=kinds, query=QUERY, kv=KV, block_query=QUERY, block_kv=block_kv)
     with pytest.raises(ProblemError, match=said):
         physical_block_mask(other, table())
 

@@ -11,7 +11,8 @@ import torch
 
 from attncheck.core.formats import FORMATS, fp32, round_to
 from attncheck.mods.expression import Node
-from attncheck.mods.interval_algebra import KERNEL_FP32, TORCH_FP64, to_interval
+from attncheck.mods.interval_algebra import to_interval
+from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
 from attncheck.mods.running_error import RADII, RunningError
 from attncheck.mods.trace import trace_score
 
@@ -271,7 +272,7 @@ def test_the_oracle_itself_is_analysed_in_float64():
 
 
 def test_every_real_operation_has_a_rule():
-    from attncheck.mods.enclosures import INTERVAL_OPERATIONS
+    from attncheck.mods.interval_algebra import INTERVAL_OPERATIONS
 
     assert set(RADII) == set(INTERVAL_OPERATIONS)
     assert Node("add", "float").op in RADII

@@ -11,7 +11,7 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.formats import fp32
-from attncheck.mods import masks, scores
+from attncheck.mods import scores
 from attncheck.mods.library import build_score, is_additive
 from attncheck.mods.scores import SCORES, alibi_slopes
 from attncheck.mods.spec import Dimensions, Spec
@@ -134,8 +134,8 @@ def test_softcap_is_cap_tanh_of_the_quotient() -> None:
 
 def test_chain_applies_left_to_right() -> None:
     divide, add = scores.temperature(2.0), scores.relative_bias(torch.tensor([[1.0], [1.0]]))
-    assert applied(masks.chain_scores(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
-    assert applied(masks.chain_scores(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
+    assert applied(scores.chain_scores(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
+    assert applied(scores.chain_scores(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
     spec = Spec.of("chain", Spec.of("temperature", temperature=2.0), Spec.of("alibi"))
     assert applied(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
 

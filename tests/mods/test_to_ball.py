@@ -14,7 +14,7 @@ import flint
 
 from attncheck.core.balls import balls_of, is_known
 from attncheck.core.errors import TraceError
-from attncheck.mods.ball_algebra import evaluator, to_ball
+from attncheck.mods.ball_algebra import BALLS, to_ball
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.trace import trace_score
 
@@ -163,8 +163,8 @@ def test_it_broadcasts_and_reads_its_tables_by_indices():
 
 def test_flints_own_precision_is_left_alone():
     before = flint.ctx.prec
-    third = evaluator(lambda s, b, h, q, k: s / 3.0, 300)(balls_of(np.array(1.0)), *ZERO).item()
+    third = BALLS.score(lambda s, b, h, q, k: s / 3.0, 300)(balls_of(np.array(1.0)), *ZERO).item()
     assert flint.ctx.prec == before
     assert 0 < third.rad() <= flint.arb(2) ** -300  # one rounding to 300 bits of what is below 1
     with pytest.raises(TraceError):
-        evaluator(lambda s, b, h, q, k: s if q > 0 else -s, BITS)
+        BALLS.score(lambda s, b, h, q, k: s if q > 0 else -s, BITS)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from attncheck.core.errors import ProblemError, TraceError
-from attncheck.mods.interval_algebra import TORCH_FP64, to_interval
-from attncheck.mods.mpmath_algebra import evaluator, to_mpmath
+from attncheck.mods.interval_algebra import to_interval
+from attncheck.mods.mpmath_algebra import MPMATH, to_mpmath
+from attncheck.mods.operation_errors import TORCH_FP64
 from attncheck.mods.trace import trace_mask, trace_score
 
 SPECIAL = np.array([-math.inf, -7.5, -2.0, -0.3, 0.0, 0.3, 1.0, 2.5, 7.0, 1e-300, 1e300, math.inf])
@@ -158,9 +159,9 @@ def test_evaluator_is_of_a_callable(context):
     def halved(score, b, h, q_idx, kv_idx):
         return score / 2
 
-    assert evaluator(halved, context)(np.array(3.0), *ZERO).item() == context.mpf("1.5")
+    assert MPMATH.score(halved, context)(np.array(3.0), *ZERO).item() == context.mpf("1.5")
     with pytest.raises(TraceError):
-        evaluator(lambda score, b, h, q, k: score if q > 0 else -score, context)
+        MPMATH.score(lambda score, b, h, q, k: score if q > 0 else -score, context)
 
 
 def test_an_expression_that_says_something_else_is_told_apart(context):

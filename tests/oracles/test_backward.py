@@ -18,8 +18,8 @@ from attncheck.mods.spec import Spec
 from attncheck.oracles.backward_recurrences import flash2_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mod_calls import Indices
-from attncheck.oracles.streaming_backward import streaming_backward
 from attncheck.oracles.streaming_forward import Blocks
+from attncheck.oracles.streaming_gradients import streaming_backward
 
 REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
 SCORES, Definition = REFERENCE.SCORES, REFERENCE.Definition
@@ -212,7 +212,7 @@ def test_slopes_of_odd_score_mods(mod, wanted):
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 def test_streaming_is_the_same_with_and_without_bounded_scores(sink, allowance, monkeypatch):
     inputs = tiny(mask=Spec.of("causal"), sink=sink)
-    room = importlib.import_module("attncheck.oracles.streaming_backward")
+    room = importlib.import_module("attncheck.oracles.streaming_gradients")
     bounded = streaming_backward(inputs, blocks=SMALL)
     monkeypatch.setattr(room, "LARGEST_BOUNDED_SCORE", 0.0)
     general = streaming_backward(inputs, blocks=SMALL)

@@ -11,7 +11,7 @@ from attncheck import oracles
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.mpmath_algebra import evaluator, slope_evaluator
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.backward_recurrences import dense_backward, flash2_backward
 from attncheck.oracles.mp_numbers import Mp
@@ -73,7 +73,7 @@ def _distance(mp, found, exact):
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_they_are_difference_quotients(changes):
-    inputs, mp = _inputs(**changes), Mp(DIGITS, evaluator, slope_evaluator)
+    inputs, mp = _inputs(**changes), Mp(DIGITS, MPMATH.score, MPMATH.slope)
     found = {
         "dense": dense_backward(mp, inputs),
         "flash2": flash2_backward(mp, inputs, block_query=2, block_kv=3),
@@ -95,7 +95,7 @@ def test_they_are_difference_quotients(changes):
 
 FAULTS = {
     "delta": ("(dp + rows)", "dp"),
-    "f'": (" * tile.slopes, 0.0)", ", 0.0)"),
+    "f'": (" * tile.slopes, 0.0)\n    by", ", 0.0)\n    by"),
     "scale": ("q, by_key) * problem.scale", "q, by_key)"),
     "dLSE": ("dout, dlse, attended", "dout, dlse * 0.0, attended"),
 }
@@ -105,7 +105,7 @@ FAULTS = {
 def test_a_planted_fault_is_none(right, wrong, planted):
     from attncheck.oracles import backward_recurrences
 
-    inputs, mp = _inputs(**CASES["softcap"]), Mp(30, evaluator, slope_evaluator)
+    inputs, mp = _inputs(**CASES["softcap"]), Mp(30, MPMATH.score, MPMATH.slope)
     found = planted(backward_recurrences, right, wrong).dense_backward(mp, inputs)
     exact = {name: _quotients(mp, inputs, name) for name in "qk"}
     assert max(_distance(mp, getattr(found, f"d{n}"), x) for n, x in exact.items()) > -10
@@ -117,9 +117,9 @@ def test_balls_hold_them(changes):
     from attncheck.mods import ball_algebra
     from attncheck.oracles.ball_numbers import Ball
 
-    inputs, mp = _inputs(**changes), Mp(60, evaluator, slope_evaluator)
+    inputs, mp = _inputs(**changes), Mp(60, MPMATH.score, MPMATH.slope)
     exact = dense_backward(mp, inputs)
-    ball = Ball(evaluate=ball_algebra.evaluator, slope=ball_algebra.slope_evaluator)
+    ball = Ball(evaluate=ball_algebra.BALLS.score, slope=ball_algebra.BALLS.slope)
     for backward in oracles.BACKWARD_RECURRENCES.values():
         found = backward(ball, inputs)
         for name in ["dq", "dk", "dv"] + ["dsink"] * inputs.problem.sink:
@@ -139,8 +139,8 @@ def test_a_score_mod_needs_its_slope(system):
         from attncheck.mods import ball_algebra
         from attncheck.oracles.ball_numbers import Ball
 
-        numbers = Ball(evaluate=ball_algebra.evaluator)
+        numbers = Ball(evaluate=ball_algebra.BALLS.score)
     else:
-        numbers = Mp(30, evaluator)
+        numbers = Mp(30, MPMATH.score)
     with pytest.raises(UsageError, match=f"needs {system}'s `slope`"):
         dense_backward(numbers, inputs)

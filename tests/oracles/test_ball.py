@@ -15,8 +15,8 @@ from attncheck import oracles
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.ball_algebra import evaluator as on_balls
-from attncheck.mods.mpmath_algebra import evaluator as on_mpmath
+from attncheck.mods.ball_algebra import BALLS
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import BITS, Ball
 from attncheck.oracles.mp_numbers import Mp
@@ -54,7 +54,7 @@ def apart(ball, number, mp):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_balls_hold_the_result_in_fifty_digits(name, shape, allowance):
     """Within what mpmath's own roundings come to, which the oracles' allowance bounds."""
-    inputs, mp = of_variant(name, shape), Mp(50, on_mpmath)
+    inputs, mp = of_variant(name, shape), Mp(50, MPMATH.score)
     softmax = inputs.problem.operation == "softmax"
     every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES
     truth, bound = every[oracles.REFERENCE](mp, inputs), allowance(inputs)
@@ -63,7 +63,7 @@ def test_balls_hold_the_result_in_fifty_digits(name, shape, allowance):
         "lse": [bound.weight + bound.kv + 2 + 2 * abs(x) for x in truth.lse.flat],
     }
     for recurrence in every.values():
-        found = recurrence(Ball(evaluate=on_balls), inputs)
+        found = recurrence(Ball(evaluate=BALLS.score), inputs)
         for part, allowed in units.items():
             pairs = zip(getattr(found, part).array.flat, getattr(truth, part).flat, strict=True)
             assert all(
@@ -78,7 +78,7 @@ def test_every_recurrence_s_balls_overlap_and_are_small(name, allowance):
     inputs = of_variant(name, SHAPES[0])
     softmax = inputs.problem.operation == "softmax"
     every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES
-    found = [r(Ball(evaluate=on_balls), inputs) for r in every.values()]
+    found = [r(Ball(evaluate=BALLS.score), inputs) for r in every.values()]
     bound = allowance(inputs)
     for result in found:
         for ball, other in zip(result.out.array.flat, found[0].out.array.flat, strict=True):
@@ -129,10 +129,10 @@ def test_without_python_flint_it_says_what_to_install():
     code = """
 import sys
 sys.modules["flint"] = None
-import attncheck.oracles.numbers
-from attncheck.errors import UsageError
+import attncheck.oracles
+from attncheck.core.errors import UsageError
 try:
-    import attncheck.arb
+    import attncheck.core.balls
 except UsageError as error:
     print(error)
 """

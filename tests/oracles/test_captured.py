@@ -15,14 +15,14 @@ from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.captured_gradients import leaf_gradients
-from attncheck.mods.mpmath_algebra import captures, evaluator, slope_evaluator
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.backward_recurrences import dense_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Scores, safe
-from attncheck.oracles.streaming_backward import streaming_backward
 from attncheck.oracles.streaming_forward import Blocks
+from attncheck.oracles.streaming_gradients import streaming_backward
 
 REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
 tiny = REFERENCE.tiny
@@ -204,7 +204,7 @@ def _small(**changes):
 
 
 def test_they_are_difference_quotients_in_many_digits(monkeypatch):
-    inputs, mp = _small(), Mp(50, evaluator, slope_evaluator, captures)
+    inputs, mp = _small(), Mp(50, MPMATH.score, MPMATH.slope, MPMATH.captures)
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
     found = [one(mp, inputs).dcaptured for one in oracles.BACKWARD_RECURRENCES.values()]
     in_float64 = [one(inputs).dcaptured for one in oracles.BACKWARDS.values()]
@@ -222,13 +222,13 @@ def test_balls_hold_them(monkeypatch):
     from attncheck.mods import ball_algebra
     from attncheck.oracles.ball_numbers import Ball
 
-    inputs, mp = _small(), Mp(60, evaluator, slope_evaluator, captures)
+    inputs, mp = _small(), Mp(60, MPMATH.score, MPMATH.slope, MPMATH.captures)
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
     exact = dense_backward(mp, inputs).dcaptured
     ball = Ball(
-        evaluate=ball_algebra.evaluator,
-        slope=ball_algebra.slope_evaluator,
-        captures=ball_algebra.captures,
+        evaluate=ball_algebra.BALLS.score,
+        slope=ball_algebra.BALLS.slope,
+        captures=ball_algebra.BALLS.captures,
     )
     for backward in oracles.BACKWARD_RECURRENCES.values():
         found = backward(ball, inputs).dcaptured.array
@@ -245,9 +245,9 @@ def test_what_is_read_has_to_be_evaluated(system):
         from attncheck.mods import ball_algebra
         from attncheck.oracles.ball_numbers import Ball
 
-        numbers = Ball(evaluate=ball_algebra.evaluator, slope=ball_algebra.slope_evaluator)
+        numbers = Ball(evaluate=ball_algebra.BALLS.score, slope=ball_algebra.BALLS.slope)
     else:
-        numbers = Mp(30, evaluator, slope_evaluator)
+        numbers = Mp(30, MPMATH.score, MPMATH.slope)
     with pytest.raises(UsageError, match=f"need {system}'s `captures`"):
         dense_backward(numbers, _small())
 
@@ -270,50 +270,51 @@ def test_a_score_mod_of_single_indices_is_refused(monkeypatch):
 
 FAULTS = {
     # what is wrong: module, right, wrong
-    "J is left out": ("mods.leaves", "factors * slope", "factors + 0 * slope"),
-    "the last read of a number": ("mods.leaves", "accumulate=True", "accumulate=False"),
+    "J is left out": ("mods.captured_gradients", "factors * slope", "factors + 0 * slope"),
+    "the last read of a number": ("mods.captured_gradients", "accumulate=True", "accumulate=False"),
     "dense: f' as well": (
-        "oracles.backward.dense",
-        "scores.captured(tile, dz)",
-        "scores.captured(tile, dx)",
+        "oracles.backward_recurrences",
+        "dsink, scores.captured(tile, dz)",
+        "dsink, scores.captured(tile, dx)",
     ),
     "dense: without delta": (
-        "oracles.backward.dense",
-        "scores.captured(tile, dz)",
-        "scores.captured(tile, weights * dp)",
+        "oracles.backward_recurrences",
+        "dsink, scores.captured(tile, dz)",
+        "dsink, scores.captured(tile, weights * dp)",
     ),
     "flash2: the last block": (
-        "oracles.backward.flash2",
+        "oracles.backward_recurrences",
         "self.captured = _added(self.captured, scores.captured(tile, dz))",
         "self.captured = scores.captured(tile, dz)",
     ),
     "streaming: f' as well": (
-        "oracles.backward.streaming",
+        "oracles.streaming_gradients",
         "self._captured(products, dx, ~hidden, run)",
         "self._captured(products, self.by_index(dx).mul(slopes).view_as(dx), ~hidden, run)",
     ),
     "streaming: the scores after the mod": (
-        "oracles.backward.streaming",
+        "oracles.streaming_gradients",
         "self.by_index(tile).clone()",
         "self.by_index(tile)",
     ),
 }
 
 
-@pytest.mark.parametrize(("room", "right", "wrong"), FAULTS.values(), ids=FAULTS.keys())
-def test_a_planted_fault_is_noticed(room, right, wrong, allowance, planted, monkeypatch):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(fault, allowance, planted, monkeypatch):
+    room, right, wrong = FAULTS[fault]
     score = Spec.of("chain", RELATIVE, SOFTCAP, ALIBI, SOFTCAP)
     inputs = asked(mask=Spec.of("causal"), score=score, query=11)
     exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
     wrong_room = planted(importlib.import_module(f"attncheck.{room}"), right, wrong)
-    if room == "mods.leaves":
+    if room == "mods.captured_gradients":
         float64 = importlib.import_module("attncheck.oracles.float64_numbers")
         monkeypatch.setattr(float64, "CapturedSums", wrong_room.CapturedSums)
         wrong_room = importlib.import_module("attncheck.oracles.backward_recurrences")
     numbers = Float64()
-    if "streaming" in room:
+    if fault.startswith("streaming"):
         found = wrong_room.streaming_backward(inputs, blocks=SMALL)
-    elif "flash2" in room:
+    elif fault.startswith("flash2"):
         found = wrong_room.flash2_backward(numbers, inputs, block_query=4, block_kv=3)
         found = found.rounded(numbers)
     else:

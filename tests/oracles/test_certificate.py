@@ -19,7 +19,7 @@ from attncheck.core.conditions import Rows
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.ball_algebra import evaluator as on_balls
+from attncheck.mods.ball_algebra import BALLS
 from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import Ball, enclosed, proven_error
 from attncheck.oracles.float64_numbers import Float64
@@ -52,7 +52,7 @@ def all_rows(problem):
 def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
     inputs = of_variant(name, shape, dtype=dtype)
     rows, bound = all_rows(inputs.problem), allowance(inputs)
-    exact = enclosed(Ball(evaluate=on_balls), inputs, rows)
+    exact = enclosed(Ball(evaluate=BALLS.score), inputs, rows)
     softmax = inputs.problem.operation == "softmax"
     every = dict(oracles.SOFTMAXES if softmax else oracles.ORACLES) | {"truth": oracles.truth}
     for oracle in every.values():
@@ -69,7 +69,7 @@ def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
 @pytest.mark.parametrize("shift", [1e-12, -1e-15])
 def test_a_moved_result_is_not_proven_nearer_than_it_was_moved(shift):
     inputs = of_variant("alibi", "1x2x6x4", dtype="fp32")
-    rows, numbers = all_rows(inputs.problem), Ball(evaluate=on_balls)
+    rows, numbers = all_rows(inputs.problem), Ball(evaluate=BALLS.score)
     exact = enclosed(numbers, inputs, rows)
     right = oracles.truth(inputs)
     before = proven_error(right, exact, rows)
@@ -116,7 +116,7 @@ def test_what_is_not_finite_is_not_proven(part, index, value):
 def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
     """Some rows of some heads, in blocks of two keys."""
     inputs = of_variant("softcap", "2x4/2x9/7x4/3", dtype="e5m2")
-    numbers = Ball(evaluate=on_balls)
+    numbers = Ball(evaluate=BALLS.score)
     whole = enclosed(numbers, inputs, all_rows(inputs.problem))
     monkeypatch.setattr("attncheck.oracles.forward_recurrences._SCORES", 6)
     rows = Rows(range(3, 6), torch.tensor([0, 4, 8]))
@@ -192,7 +192,7 @@ def test_a_score_mod_that_rounds_to_fp32_is_not_the_number_it_means(monkeypatch,
     for mod in (rounds, does_not):
         monkeypatch.setattr(Problem, "score_mod", lambda self, device, mod=mod: mod)
         bound = allowance(inputs)
-        exact = enclosed(Ball(evaluate=on_balls), inputs, rows)
+        exact = enclosed(Ball(evaluate=BALLS.score), inputs, rows)
         proven = proven_error(oracles.truth(inputs), exact, rows)
         most = 2.0**-53 * (bound.out + 1) * bound.spread.flatten(0, 1)
         within.append(bool((proven.out <= most).all()))

@@ -15,8 +15,8 @@ from attncheck.inputs.problem import Problem
 from attncheck.judge.declared_arithmetic import FP64_ORACLE
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.score_errors import score_error
-from attncheck.mods.interval_algebra import TORCH_FP64
 from attncheck.mods.masks import MASKS
+from attncheck.mods.operation_errors import TORCH_FP64
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Entry, Spec

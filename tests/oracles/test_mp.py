@@ -16,7 +16,7 @@ from attncheck import oracles
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.mpmath_algebra import evaluator
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.forward_recurrences import flash1_forward, flash2_forward, split_forward
 from attncheck.oracles.mp_numbers import Mp
@@ -65,7 +65,7 @@ def _of_variant(name: str, shape: str) -> Inputs:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_agree_to_1e_40_at_50_digits(name, shape, allowance, relative_distance):
-    inputs, mp = _of_variant(name, shape), Mp(50, evaluator)
+    inputs, mp = _of_variant(name, shape), Mp(50, MPMATH.score)
     softmax = inputs.problem.operation == "softmax"
     every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES | ODD
     bound, truth = allowance(inputs), every[oracles.REFERENCE](mp, inputs)
@@ -96,7 +96,7 @@ def test_a_window_beyond_the_keys_leaves_dead_rows():
 )
 def test_score_mods_mean_what_is_written_by_hand(score, allowance):
     inputs = draw_inputs(Problem(batch=2, heads=4, query=5, kv=6, head_dim=3, score=score))
-    mp = Mp(50, evaluator)
+    mp = Mp(50, MPMATH.score)
     by_hand = oracles.RECURRENCES["safe"](Mp(50, _by_hand(score)), inputs)
     for name in ("safe", "flash1"):
         found = oracles.RECURRENCES[name](mp, inputs)
@@ -208,7 +208,7 @@ def test_one_call_of_a_recurrence_evaluates_its_score_mod_once():
 
     def evaluate(score_mod, context):
         asked.append(score_mod)
-        return evaluator(score_mod, context)
+        return MPMATH.score(score_mod, context)
 
     inputs = draw_inputs(Problem(query=9, head_dim=2, score=Spec.of("softcap", cap=2.0)))
     flash1_forward(Mp(20, evaluate), inputs, block_query=2, block_kv=2)
@@ -220,11 +220,11 @@ def test_nothing_is_done_to_mpmath_s_own_precision():
     code = """
 import mpmath
 from attncheck import oracles
-from attncheck.inputs import draw
-from attncheck.oracles.numbers import Mp
-from attncheck.problem import Problem
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.oracles.mp_numbers import Mp
+from attncheck.inputs.problem import Problem
 
-inputs = draw(Problem(query=3, head_dim=2))
+inputs = draw_inputs(Problem(query=3, head_dim=2))
 first = oracles.RECURRENCES["flash1"](Mp(50), inputs)
 assert mpmath.mp.prec == 53
 mpmath.mp.dps = 5

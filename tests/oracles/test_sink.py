@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from attncheck import oracles
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
+from attncheck.oracles import forward_recurrences, recurrence_steps
 from attncheck.oracles.ball_numbers import enclosed, proven_error
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import one_head
@@ -169,25 +169,21 @@ def test_one_head_has_its_own_sink():
 
 
 PLANTED = {
-    "not in LSE": ("softmax", "total = total + numbers.exp(sink - largest)", "pass"),
-    "not the maximum": ("softmax", "largest = numbers.maximum(largest, sink)", "pass"),
-    "another head's": ("sink", "inputs.sink.double()", "inputs.sink.double().roll(1)"),
-    "scaled": ("sink", "inputs.sink.double()", "(inputs.sink.double() * inputs.problem.scale)"),
+    "not in LSE": ("total = total + numbers.exp(sink - largest)", "pass"),
+    "not the maximum": ("largest = numbers.maximum(largest, sink)", "pass"),
+    "another head's": ("inputs.sink.double()", "inputs.sink.double().roll(1)"),
+    "scaled": ("inputs.sink.double()", "(inputs.sink.double() * inputs.problem.scale)"),
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_caught(fault, planted, monkeypatch):
     """The comparison with one key more is no formality."""
-    room, right, wrong = PLANTED[fault]
-    module = planted(importlib.import_module(f"attncheck.oracles.{room}"), right, wrong)
-    dense = importlib.import_module("attncheck.oracles.forward_recurrences")
-    softmax = module.safe if room == "softmax" else dense.safe
-    if room == "sink":
-        monkeypatch.setattr(dense, "sink_of", module.sink_of)
+    module = planted(recurrence_steps, *PLANTED[fault])
+    monkeypatch.setattr(forward_recurrences, "sink_of", module.sink_of)
     mask = Spec.of("full")
     inputs = _inputs(mask, "beyond exp" if fault == "not the maximum" else "drawn")
-    given = dense.dense_attention(Float64(), inputs, softmax).rounded(Float64())
+    given = forward_recurrences.dense_attention(Float64(), inputs, module.safe).rounded(Float64())
     exact = _with_one_key_more(inputs)
     pairs = zip(given.lse.flatten().tolist(), exact.lse.flat, strict=True)
     assert not all(_close(mpmath.mpf(one), other, PROMISED) for one, other in pairs)

@@ -15,7 +15,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import mask_rows, run_case, run_probe
+from attncheck.verify.run_case import mask_rows, run_case
 
 PLANTED = Path(__file__).parent / "planted.py"
 planted = import_file(PLANTED, "planted faults")
@@ -76,7 +76,7 @@ def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
         for name in names.split():
             asked = [evidence(name, mask, dtype, turn) for turn in range(2)]
             found = [
-                run_probe(fault(), one, variant=name, environment="")
+                run_case(fault(), one.case, device=one.device, evidence=one, variant=name)
                 for one in asked
                 if one is not None
             ]
@@ -141,7 +141,7 @@ def test_one_wrong_head_is_told_by_its_rows_alone():
 
 def test_a_failure_can_be_run_again():
     case = probes.case("decode", problem("causal", "bf16"))
-    record = run_probe(planted.CausalPlus(), Evidence(case, "cpu"), variant="", environment="")
+    record = run_case(planted.CausalPlus(), case, device="cpu")
     said = diagnosis_text(record, kernel="planted")
     assert said.startswith("FAIL structure decode: batch 0, head 0, row 0: key 1 is too many")
     assert "\n  question   decode round=0\n" in said
@@ -154,7 +154,7 @@ def test_a_coarse_exp_is_right_where_it_is_declared():
     for name in ("mean", "decode"):
         asked = evidence(name, "full", "bf16", 0)
         coarse, declared = (
-            run_probe(kernel(), asked, variant=name, environment="").status
+            run_case(kernel(), asked.case, device=asked.device, evidence=asked, variant=name).status
             for kernel in (planted.CoarseExp, planted.DeclaredExp)
         )
         assert (coarse, declared) == ("fail", "pass"), name
@@ -168,7 +168,7 @@ def test_a_kernel_that_raises_is_an_error():
             raise RuntimeError("illegal memory access")
 
     case = probes.case("ones", problem("full", "bf16"))
-    record = run_probe(Raising(), Evidence(case, "cpu"), variant="", environment="")
+    record = run_case(Raising(), case, device="cpu")
     assert (record.status, record.reason) == ("error", "RuntimeError: illegal memory access")
 
 

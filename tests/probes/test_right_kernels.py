@@ -14,7 +14,7 @@ from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import mask_rows, run_probe
+from attncheck.verify.run_case import mask_rows, run_case
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 MASKS = (
@@ -51,7 +51,9 @@ def test_the_exact_rule_finds_nothing(small, name, mask):
 def test_the_bound_finds_nothing(small, name, dtype):
     evidence = Evidence(probes.case(name, small("causal", dtype=dtype)), "cpu")
     for tiling in TILINGS[: 4 if dtype != "e4m3" else 3]:
-        record = run_probe(Ideal(tiling), evidence, variant=name, environment="")
+        record = run_case(
+            Ideal(tiling), evidence.case, device=evidence.device, evidence=evidence, variant=name
+        )
         assert (record.status, record.judgement.reason) == ("pass", "")
 
 
@@ -70,16 +72,16 @@ def test_head_dims_that_are_few_or_no_powers_of_two(small, sizes):
 def test_the_triton_kernel(small, name):
     problem = small("causal", heads=2, batch=1, head_dim=16, dtype="bf16")
     evidence = Evidence(probes.case(name, problem), "cpu")
-    record = run_probe(Flash2(), evidence, variant=name, environment="")
+    record = run_case(
+        Flash2(), evidence.case, device=evidence.device, evidence=evidence, variant=name
+    )
     assert record.status == "pass"
 
 
 def test_one_key_and_a_scale_of_ones_own(small):
     problem = small(kv=1, query=1, scale=0.37)
     for name in probes.PROBES:
-        record = run_probe(
-            Ideal(), Evidence(probes.case(name, problem), "cpu"), variant=name, environment=""
-        )
+        record = run_case(Ideal(), probes.case(name, problem), device="cpu", variant=name)
         assert record.status == "pass", name
 
 
@@ -96,7 +98,7 @@ def test_rows_that_see_nothing_must_be_empty(small):
             return filled
 
     evidence = Evidence(probes.case("decode", small("padding")), "cpu")
-    record = run_probe(FillsEmptyRows(), evidence, variant="", environment="")
+    record = run_case(FillsEmptyRows(), evidence.case, device=evidence.device, evidence=evidence)
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
 
@@ -106,7 +108,9 @@ def test_operands_that_are_truncated_as_declared(turn):
     problem = Problem(heads=8, query=125, kv=250, dtype="tf32")
     case = probes.case("isolated", problem, {"turn": turn})
     kernel, evidence = Ideal(tf32="truncate"), Evidence(case, "cpu")
-    record = run_probe(kernel, evidence, variant="isolated", environment="")
+    record = run_case(
+        kernel, evidence.case, device=evidence.device, evidence=evidence, variant="isolated"
+    )
     assert (record.status, record.judgement.reason) == ("pass", "")
     undeclared = probes.PROBES["isolated"].read(
         evidence.inputs, kernel.run(evidence.inputs), mask_rows(problem)

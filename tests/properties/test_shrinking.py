@@ -12,7 +12,7 @@ import pytest
 
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.verify import run_case as of_kernels
+from attncheck.verify import question_fit as of_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -442,10 +442,10 @@ def test_a_model_is_a_module(file):
 def test_importing_attncheck_imports_no_torch():
     code = (
         "import sys, attncheck\n"
-        "assert 'torch' not in sys.modules and 'attncheck.recordings' not in sys.modules\n"
+        "assert 'torch' not in sys.modules and 'attncheck.inputs' not in sys.modules\n"
         "assert 'capture' in attncheck.__all__\n"
         "assert callable(attncheck.capture) and callable(attncheck.capture)\n"
-        "import attncheck.recordings\n"
+        "import attncheck.inputs.capture\n"
         "from attncheck import capture\n"
         "assert capture is attncheck.capture\n"
         "assert not hasattr(attncheck, 'nothing')\n"

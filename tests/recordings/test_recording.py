@@ -222,7 +222,7 @@ def test_the_same_file_gives_the_same_problem_in_another_process(recorded, tmp_p
     code = (
         "import json, sys\n"
         "from attncheck.inputs.problem import Case\n"
-        "from attncheck.recordings import load\n"
+        "from attncheck.inputs.recording_file import load\n"
         "(recording,) = load(sys.argv[1])\n"
         "case = Case(problem=recording.problem('bf16'))\n"
         "assert Case.from_json(json.loads(sys.argv[2])) == case\n"

@@ -17,8 +17,8 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.accuracy import accuracies
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Execution
-from attncheck.verify.new_record import asked
 from attncheck.verify.obligations import outputs_digest
+from attncheck.verify.run_case import new_record
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Tiling
@@ -96,7 +96,9 @@ def answer(known: Evidence, outputs: Outputs) -> Answer:
     problem = known.case.problem
     arithmetic = Ideal().arithmetic(problem, "cpu")
     result = Execution(outputs=outputs, seconds=None, tiling=None, arithmetic=arithmetic)
-    record = asked(Ideal(), known.case, "cpu", str(problem.mask), "here")
+    record = new_record(
+        Ideal(), known.case, device="cpu", variant=str(problem.mask), environment="here"
+    )
     record = replace(
         record,
         status="pass",

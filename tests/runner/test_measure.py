@@ -6,13 +6,14 @@ import torch
 
 from attncheck.capabilities.subject import Subject
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.runner.plan import Cell, plan
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
-from attncheck.verify import verify as measure_room
-from attncheck.verify.verify import concerned, measure, pairs
+from attncheck.verify import evidence
+from attncheck.verify import run_case as run_case_file
+from attncheck.verify.verify import applicable_subjects, case_subjects, iter_records, verify
 
 
 class Rows(Subject):
@@ -43,17 +44,22 @@ def cells(*variants):
     )
 
 
-def measured(made, subjects, **changes):
-    return measure(made, subjects, **{"device": "cpu", "command": "asked"} | changes)
+def measured(made, subjects):
+    cases = [(cell.variant, Case(problem=cell.problem)) for cell in made]
+    return verify(subjects, cases, device="cpu", command="asked", applicable_only=True, timed=True)
+
+
+def problems(made):
+    return [cell.problem for cell in made]
 
 
 def test_a_kernel_that_is_absent_is_named_once_and_run_nowhere():
-    subjects, seen = [Ideal(), Sdpa("cudnn")], []
-    report = measured(cells("full", "causal"), subjects, done=seen.append)
+    subjects = [Ideal(), Sdpa("cudnn")]
+    report = measured(cells("full", "causal"), subjects)
+    seen = report.records
     assert report.command == "asked"
     assert report.kernels == {s.name: s.summary for s in subjects}
     assert report.absent == {"sdpa-cudnn": "needs a CUDA GPU"}
-    assert list(report.records) == seen
     assert [(r.variant, r.heads, r.kernel) for r in seen] == [
         (variant, heads, "ideal") for variant in ("full", "causal") for heads in ("MHA", "MQA")
     ]
@@ -62,9 +68,8 @@ def test_a_kernel_that_is_absent_is_named_once_and_run_nowhere():
 
 def test_a_kernel_is_asked_only_what_concerns_it():
     made, subjects = cells("full", "softmax"), [Ideal(), Sdpa("math"), Rows()]
-    asked = pairs(made, subjects, "cpu")
-    assert [cell for cell, _ in asked] == made
-    assert [(c.variant, [s.name for s in who]) for c, who in asked] == [
+    asked = case_subjects(problems(made), subjects, "cpu")
+    assert [(c.variant, [s.name for s in who]) for c, who in zip(made, asked, strict=True)] == [
         ("full", ["ideal", "sdpa-math"]),
         ("full", ["ideal", "sdpa-math"]),
         ("softmax", ["ideal", "rows"]),
@@ -88,7 +93,7 @@ def test_a_kernel_without_gradients_has_no_row_where_they_are_asked_for():
             return Subject.concerns(self, problem)
 
     made, subjects = cells("full"), [Forward(), Ideal()]
-    assert concerned(made, subjects) == subjects
+    assert applicable_subjects(problems(made), subjects) == subjects
     report = measured([cell.asking(backward=True) for cell in made], subjects)
     assert [(r.kernel, r.status, sorted(r.gradients)) for r in report.records] == [
         ("ideal", "pass", ["dk", "dq", "dv"]) for _ in ("MHA", "MQA")
@@ -96,26 +101,26 @@ def test_a_kernel_without_gradients_has_no_row_where_they_are_asked_for():
     assert list(report.kernels) == ["ideal"]
 
 
-def test_a_cell_that_concerns_nobody_is_neither_drawn_nor_reported(monkeypatch):
+def test_records_come_as_they_are_made_and_nothing_is_drawn_beyond_them(monkeypatch):
     drawn = []
-    evidence = measure_room.Evidence
 
-    class Told(evidence):
-        def establish(self, **asked):
+    class Told(evidence.Evidence):
+        def establish(self, **more):
             drawn.append(self.case.problem.operation)
-            super().establish(**asked)
+            super().establish(**more)
 
-    monkeypatch.setattr(measure_room, "Evidence", Told)
-    report = measured(cells("full", "softmax"), [Rows()])
-    assert [r.variant for r in report.records] == ["softmax"]
+    monkeypatch.setattr(run_case_file, "Evidence", Told)
+    cases = [Case(problem=problem) for problem in problems(cells("full", "softmax"))]
+    records = iter_records([Rows()], [*cases, *cases], device="cpu", applicable_only=True)
+    assert next(records).case_id == cases[-1].id
     assert drawn == ["softmax"]
 
 
 def test_a_kernel_that_no_cell_concerns_is_not_in_the_report_at_all():
     made = cells("softmax")
     subjects = [Sdpa("math"), Sdpa("cudnn"), Rows()]
-    assert concerned(made, subjects) == subjects[2:]
-    assert concerned([*made, *cells("full")], subjects) == subjects
+    assert applicable_subjects(problems(made), subjects) == subjects[2:]
+    assert applicable_subjects(problems([*made, *cells("full")]), subjects) == subjects
     report = measured(made, subjects)
     assert list(report.kernels) == ["rows"]
     assert report.absent == {}
@@ -134,7 +139,7 @@ def test_who_is_absent_is_not_asked_what_concerns_it():
             asked.append(problem)
             return True
 
-    ((_, who),) = pairs(cells("softmax"), [Gone()], "cpu")
+    (who,) = case_subjects(problems(cells("softmax")), [Gone()], "cpu")
     assert (who, asked) == ([], [])
 
 

@@ -106,7 +106,7 @@ def ask(monkeypatch):
         monkeypatch.setattr(probe_questions, "empty_rows", lambda base: some(empty(base)))
         few = {name: probing.RELATIONS[name] for name in relations}
         monkeypatch.setattr(probing, "RELATIONS", few)
-        candidate = Candidate(kernel="mine", found=found, name="mine", entry="mine.py::kernel")
+        candidate = Candidate(kernel="mine", target=found, name="mine", entry="mine.py::kernel")
         return probed(
             candidate.adopted,
             conventions,
@@ -156,7 +156,7 @@ def test_an_lse_in_base_2_is_found_out(ask):
     assert set(verdicts(found, "dtypes").values()) == {"takes", "refuses"}
     assert proposed(found, "mine.py::kernel")[0].lse == "base2"
     # As a natural logarithm, which nobody has declared, it is wrong.
-    candidate = Candidate(kernel="mine", found=base2, name="mine", entry="mine.py::kernel")
+    candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
     natural = probing._Probe(candidate.adopted, ConventionOptions(), "cpu", lambda what: None)
     natural._called("sdpa", ConventionOptions(lse="natural"))
     assert natural.ask("lse", "natural", found.base) == "wrong"
@@ -203,7 +203,7 @@ def test_causal_for_equal_lengths_alone_is_an_override(ask):
     assert override.when.mask == ("causal",)
     assert override.rectangular is False
     text = render_table(table, "kernels.mine", comments)
-    assert '[[kernels.mine.override]]\nwhen = { mask = ["causal"] }\nrectangular = false\n' in text
+    assert '[[kernels.mine.override]]\nwhen = {mask = ["causal"]}\nrectangular = false\n' in text
 
 
 def test_a_promise_that_is_broken_is_not_proposed(ask):

@@ -36,7 +36,7 @@ def _forgotten():
     registries = (DISTRIBUTIONS, library.MASKS, library.SCORES)
     before = [(registry, dict(registry)) for registry in registries]
     yield
-    mod_files._mod.cache_clear()
+    mod_files._import_mod.cache_clear()
     for registry, known in before:
         registry.clear()
         registry.update(known)

@@ -16,7 +16,8 @@ from attncheck.mods.library import FULL
 from attncheck.reporting.blind_spots import missed_faults
 from attncheck.reporting.check_document import check_document, check_outcome, worst_record
 from attncheck.reporting.rendering import render
-from attncheck.runner.quick import ask, opened, questions
+from attncheck.runner.quick import questions
+from attncheck.verify.verify import verify
 
 
 def module_of(path):
@@ -35,10 +36,8 @@ FP16 = {question.name: question for question in questions("fp16")}
 def answered(function, *names, known=NAMED):
     """The Report of a kernel asked ``names``."""
     subject = adopted(function, "planted", "sdpa")
-    report = opened(subject, device="cpu", command="attncheck check planted")
-    for name in names:
-        report = ask(report, subject, known[name])
-    return report
+    cases = [(name, known[name].case) for name in names]
+    return verify(subject, cases, device="cpu", command="attncheck check planted")
 
 
 # What is asked.

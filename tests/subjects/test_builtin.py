@@ -49,7 +49,8 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_listing_them_imports_neither_torch_nor_triton():
     code = (
-        "import sys; from attncheck.subjects import builtin; builtin.names();"
+        "import sys; from attncheck.capabilities.named_kernels import builtin_names;"
+        "builtin_names();"
         "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -162,7 +162,7 @@ def test_flex_refuses_what_torch_does_not_add_up():
 
 def test_flex_hands_on_what_its_wrapper_captures():
     """The score mod that it passes is a function around the Problem's."""
-    mod = torch_kernels.score_mod(problem(score=BIAS), "cpu")
+    mod = torch_kernels.flex_score_mod(problem(score=BIAS), "cpu")
     (found,) = captured_tensors(mod)
     assert found.numel() == 2 * 2 * 20 * 27
 

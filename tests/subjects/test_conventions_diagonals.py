@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.conventions.layouts import Band, band_window, mask_band
+from attncheck.conventions.window_masks import Band, band_window, mask_band
 from attncheck.mods.library import build_mask
 from attncheck.mods.spec import Dimensions, Spec
 

@@ -18,7 +18,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Execution, InProcess
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 
 def module_of(path):
@@ -68,7 +68,7 @@ def subject_of(function, convention, **options) -> Subject:
 
 def record_of(subject, problem):
     evidence = Evidence(Case(problem=problem), "cpu")
-    return compare(subject, evidence, variant="", environment="", timed=False)
+    return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
 
 
 BOTH = [

@@ -15,7 +15,7 @@ from attncheck.conventions.declarations import adopted
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 
 def module_of(path):
@@ -38,7 +38,7 @@ def small(**changes) -> Problem:
 def record_of(function, problem, **options):
     subject = adopted(function, "kernel", "flex", ConventionOptions(**options))
     evidence = Evidence(Case(problem=problem), "cpu")
-    return compare(subject, evidence, variant="", environment="", timed=False)
+    return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
 
 
 def masked(fault=""):

@@ -92,7 +92,7 @@ def problem_of(changes):
 def test_a_script_gives_the_same_bits(called_like, name):
     function = KERNELS[called_like]
     subject, inputs = adopted(function, "kernel"), draw_inputs(problem_of(PROBLEMS[name]))
-    text = subject.script(inputs.problem)
+    text = subject.render(inputs.problem)
     if subject.unsupported(inputs.problem, "cpu"):
         assert text is None
         return
@@ -106,7 +106,7 @@ def test_every_convention_has_scripts():
     """Or the test above asks nothing."""
     able = {
         kernel: sum(
-            adopted(function, "kernel").script(problem_of(changes)) is not None
+            adopted(function, "kernel").render(problem_of(changes)) is not None
             for changes in PROBLEMS.values()
         )
         for kernel, function in KERNELS.items()
@@ -120,7 +120,7 @@ def test_options_are_in_the_script(options):
     function = PLAIN.flash_attn_with("base2")
     subject = adopted(function, "kernel", None, ConventionOptions(**options))
     inputs = draw_inputs(problem_of({"mask": Spec.of("causal_bottom_right"), "query": 31}))
-    out, lse = called(subject.script(inputs.problem), function, inputs)
+    out, lse = called(subject.render(inputs.problem), function, inputs)
     ours = subject.run(inputs)
     assert torch.equal(out, ours.out)
     assert lse is ours.lse is None or torch.equal(lse, ours.lse)
@@ -128,13 +128,13 @@ def test_options_are_in_the_script(options):
 
 def test_what_cannot_be_said_in_a_line_is_none():
     learned = problem_of({"score": Spec.of("relative_bias", distance=4, seed=0)})
-    assert adopted(flex, "kernel").script(learned) is None
+    assert adopted(flex, "kernel").render(learned) is None
 
 
 def test_a_script_that_says_otherwise_is_found():
     """The comparison above would see a wrong alignment."""
     function = KERNELS["flash_attn"]
     inputs = draw_inputs(problem_of(PROBLEMS["causal"]))
-    text = adopted(function, "kernel").script(inputs.problem)
+    text = adopted(function, "kernel").render(inputs.problem)
     out, _ = called(text.replace("causal=True", "causal=False"), function, inputs)
     assert not torch.equal(out, adopted(function, "kernel").run(inputs).out)

@@ -15,7 +15,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.relation_runs import check_relation
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 12, "kv": 12, "head_dim": 16}
 PADDED = Spec.of("padding", lengths=[0, 7])
@@ -74,7 +74,9 @@ def status(kernel, of: Problem, **options: object) -> str:
     subject = adopted(kernel, "kernel", options=ConventionOptions(**options))
     assert subject.concerns(of)
     evidence = Evidence(Case(problem=of), "cpu")
-    return compare(subject, evidence, variant="", environment="").status
+    return run_case(
+        subject, evidence.case, device=evidence.device, evidence=evidence, timed=True
+    ).status
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -164,7 +166,7 @@ def test_the_call_as_a_script(name):
     for sink in (True, False):
         of = problem(sink=sink)
         inputs, scope = draw_inputs(of), {"torch": torch}
-        text = adopted(KERNELS[name], "kernel").script(of)
+        text = adopted(KERNELS[name], "kernel").render(of)
         assert ("sink" in text) == sink
         exec(text, scope | ({"sink": inputs.sink} if sink else {}), scope)  # noqa: S102
         scope["call"].__globals__.update(scope)

@@ -115,9 +115,9 @@ def test_each_structure_is_compiled_as_a_function_of_its_own():
 
 
 def test_a_block_mask_is_no_larger_than_what_it_depends_on():
-    assert torch_kernels.block_mask(small(mask=MASKS["causal"]), "cpu").shape == (1, 1, 40, 40)
-    assert torch_kernels.block_mask(small(mask=MASKS["padding"]), "cpu").shape == (2, 1, 40, 40)
-    assert torch_kernels.block_mask(small(mask=MASKS["full"]), "cpu").shape == (1, 1, 40, 40)
+    for mask, sequences in (("causal", 1), ("padding", 2), ("full", 1)):
+        blocks = torch_kernels.flex_block_mask(small(mask=MASKS[mask]), "cpu")
+        assert blocks.shape == (sequences, 1, 40, 40)
 
 
 def test_reasons():
@@ -176,7 +176,7 @@ def test_numbers_of_a_score_mod_recompile_nothing():
     given = torch.zeros(4)
     for seed in (1, 1, 2, 3):
         spec = Spec.of("relative_bias", distance=9, seed=seed)
-        mod = torch_kernels.score_mod(small(score=spec), "cpu")
+        mod = torch_kernels.flex_score_mod(small(score=spec), "cpu")
         for _ in range(2):
             compiled(mod, given)
     assert counter.frame_count == 1

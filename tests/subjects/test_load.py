@@ -9,7 +9,7 @@ from attncheck.subjects.load import load_subject
 
 PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
 MINE = """
-from attncheck.subjects.contract import Subject
+from attncheck.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 class Mine(Ideal):
     {body}

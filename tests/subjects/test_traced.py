@@ -18,12 +18,12 @@ READERS = (kernel_mods.mask_expression, kernel_mods.score_expression, kernel_mod
 @pytest.fixture
 def nothing_kept():
     """No trace kept from before, and none that was checked by a stand-in kept for later."""
-    kept = (kernel_mods._kept_mask, kernel_mods._kept_score)
+    kept = (kernel_mods._mask, kernel_mods._score)
     for each in kept:
-        each.cache_clear()
+        each.forget()
     yield
     for each in kept:
-        each.cache_clear()
+        each.forget()
 
 
 @pytest.mark.parametrize("read", READERS)

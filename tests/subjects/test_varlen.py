@@ -10,8 +10,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.triton_caches import Varlen
-from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 DOCUMENT = Spec.of("document", lengths=[5, 0, 1, 6, 9])
@@ -39,9 +38,7 @@ def small(**changes) -> Problem:
 
 
 def status(subject, problem) -> str:
-    record = compare(
-        subject, Evidence(Case(problem=problem), "cpu"), variant="", environment="", timed=False
-    )
+    record = run_case(subject, Case(problem=problem), device="cpu")
     return f"{record.status} {record.reason}".strip()
 
 

@@ -44,10 +44,11 @@ def test_torch_is_asked_about_a_tensor_like_the_mask(mask, score, dtype):
 
 def test_what_a_name_of_a_file_means_is_not_kept(monkeypatch):
     """Next time it may mean something else; what the library's mean is asked once."""
-    asked = []
-    monkeypatch.setattr(call_tensors, "_size", lambda *_: asked.append("anew") or ())
-    monkeypatch.setattr(call_tensors, "_size_once", lambda *_: asked.append("kept") or ())
-    mask_size(small(score=Spec.of("alibi")), "cpu")
-    monkeypatch.setattr(library, "BUILT_IN", library.BUILT_IN - {"alibi"})
-    mask_size(small(score=Spec.of("alibi")), "cpu")
-    assert asked == ["kept", "anew"]
+    made = []
+    count = call_tensors.once_for_mods(made.append)
+    for built_in in (library.BUILT_IN, library.BUILT_IN - {"alibi"}):
+        monkeypatch.setattr(library, "BUILT_IN", built_in)
+        for seed in (1, 2):
+            problem = small(score=Spec.of("alibi"), seed=seed)
+            count(call_tensors.ModKey.of(problem, "cpu", "mask", "score"))
+    assert len(made) == 3

@@ -8,10 +8,11 @@ from attncheck import oracles
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.check_document import check_document, check_outcome
 from attncheck.reporting.rendering import render
-from attncheck.runner.quick import ask, opened, questions
+from attncheck.runner.quick import questions
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.diagnosed import DoesNotHold
 from attncheck.suite.under_test import UnderTest
+from attncheck.verify.verify import verify
 
 
 @pytest.fixture
@@ -35,6 +36,6 @@ def test_a_property_does_not_pass(broken):
 
 def test_check_says_so(broken):
     (question,) = [each for each in questions("bf16") if each.name == "one-query"]
-    report = ask(opened(Ideal(), device="cpu", command="attncheck check ideal"), Ideal(), question)
+    report = verify(Ideal(), [(question.name, question.case)], device="cpu")
     assert check_outcome(report) == "in doubt"
     assert "IN DOUBT" in render(report, "table", check_document)

@@ -17,7 +17,7 @@ from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
-    from attncheck.records.record import Report
+    from attncheck.records.record import Record, Report
     from attncheck.runner.quick import Question
 
 __all__ = ["check"]
@@ -91,9 +91,9 @@ def check(  # noqa: PLR0913  # one parameter per option
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_verdict
     from attncheck.reporting.exit_codes import check_exit_code
-    from attncheck.runner.quick import opened
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
+    from attncheck.verify.verify import assemble_report
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
@@ -103,8 +103,8 @@ def check(  # noqa: PLR0913  # one parameter per option
     prepare(device)  # before the file's own Triton functions are decorated
     subject = load_subject(spec, convention)
     rendering.check_writable(directory, "check")
-    report = opened(subject, device=device, command=as_typed(argument=spec))
-    report = _answered(interrupts, report, subject, asked, live=fmt == "table", quiet=quiet)
+    report = assemble_report([subject], (), device=device, command=as_typed(argument=spec))
+    report = _answered(interrupts, report, subject, asked, device, live=fmt == "table", quiet=quiet)
     report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         rendering.write_report(
@@ -142,32 +142,37 @@ def _answered(
     report: Report,
     subject: Subject,
     asked: list[Question],
+    device: str,
     *,
     live: bool,
     quiet: bool,
 ) -> Report:
     """The Report with every Record, each shown as it is made where the format is a table."""
+    from msgspec.structs import replace
+
     from attncheck.cli.progress import progress
     from attncheck.reporting.check_document import check_document, check_section
     from attncheck.reporting.terminal import head_lines, print_lines, row_lines
-    from attncheck.runner.quick import ask
+    from attncheck.verify.verify import iter_records
 
     if live:
         with standard_output():
             print_lines(lambda width: head_lines(check_document(report), width), sys.stdout)
+    cases = [(question.name, question.case) for question in asked]
+    records: list[Record] = []
     before = ""
     with progress(len(asked), quiet=quiet or live) as advance:
-        for question in asked:
+        for record in iter_records([subject], cases, device=device):
             interrupts.check()
-            report = ask(report, subject, question)
-            advance(question.name)
+            advance(record.variant)
             if live:
-                section = check_section([report.records[-1]])
+                section = check_section([record])
                 first = section.title != before
                 before = section.title
                 with standard_output():
                     print_lines(partial(row_lines, section, first=first), sys.stdout)
-    return report
+            records.append(record)
+    return replace(report, records=tuple(records))
 
 
 def _diagnosed(report: Report, subject: Subject, device: str) -> Report:

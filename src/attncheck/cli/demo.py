@@ -190,7 +190,7 @@ def _script(record: Record, identifier: str, device: str) -> Path:
     from attncheck.records.problem_summary import problem_of
     from attncheck.runner.standalone import script
     from attncheck.subjects.load import load_subject
-    from attncheck.verify.run_case import question_summary
+    from attncheck.verify.question_fit import question_summary
 
     path = _folder() / f"{identifier}.py"
     case = Case.from_json(record.case)

@@ -21,13 +21,16 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
 
     Raises UsageError where ``name`` names none of ``cells``, or several.
     """
+    from attncheck.inputs.problem import Case
     from attncheck.reporting.check_document import explanation
     from attncheck.reporting.rendering import show
     from attncheck.runner.choose import chosen
-    from attncheck.verify.verify import measure, pairs
+    from attncheck.verify.verify import case_subjects, verify
 
-    cell, subject = chosen(name, pairs(cells, subjects, device))
-    report = measure([cell], [subject], device=device, command="")
+    concerned = case_subjects([cell.problem for cell in cells], subjects, device)
+    cell, subject = chosen(name, list(zip(cells, concerned, strict=True)))
+    asked = [(cell.variant, Case(problem=cell.problem))]
+    report = verify(subject, asked, device=device, applicable_only=True, timed=True)
     (record,) = report.records
     with standard_output():
         show(record, document=explanation)

@@ -188,8 +188,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
         UsageError: where there is none, or a name that nobody knows.
     """
     from attncheck.capabilities.configuration import read_configuration
-    from attncheck.capabilities.named_kernels import is_reference
-    from attncheck.subjects.load import kernel_names
+    from attncheck.subjects.load import is_reference, kernel_names
 
     if not words:
         named = tuple(read_configuration().kernels)

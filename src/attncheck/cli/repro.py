@@ -119,7 +119,7 @@ def _case(found: Reproduction) -> Case:
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
     from attncheck.inputs.problem import Case
-    from attncheck.verify.run_case import check_question
+    from attncheck.verify.question_fit import check_question
 
     try:
         case = Case.from_json(found.case)
@@ -175,7 +175,7 @@ def _write(  # who is asked what
     from attncheck.core.sanitize_text import one_line
     from attncheck.records.problem_summary import problem_of
     from attncheck.runner.standalone import script
-    from attncheck.verify.run_case import question_summary
+    from attncheck.verify.question_fit import question_summary
 
     path = Path(file)
     facts = {
@@ -220,7 +220,7 @@ def _show(record: Record, found: Reproduction, *, kernel: str, device: str) -> N
     from attncheck.records.record import FAILED_STATUSES
     from attncheck.reporting.diagnosis_text import diagnosis_text
     from attncheck.reporting.terminal import print_text
-    from attncheck.verify.run_case import question_summary
+    from attncheck.verify.question_fit import question_summary
 
     said = diagnosis_text(
         record,

@@ -27,7 +27,7 @@ from attncheck.cli.rmse_asked import (
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.records.record import Record, Report
+    from attncheck.records.record import Report
 
 __all__ = ["rmse"]
 
@@ -177,9 +177,15 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     if backward:
         refuse_beside("--backward", ("plots",), "gives gradients, which a plot does not show")
     from attncheck.cli.progress import progress
+    from attncheck.inputs.problem import Case
     from attncheck.reporting import rendering
     from attncheck.verify.environment import default_device, require_device
-    from attncheck.verify.verify import measure, pairs
+    from attncheck.verify.verify import (
+        applicable_subjects,
+        assemble_report,
+        case_subjects,
+        iter_records,
+    )
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     device = device or default_device()
@@ -204,15 +210,24 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     if explained is not None:
         refuse_beside("--explain", ("fmt", "directory", "plots"), _WRITES_NOTHING)
         return _exit_code(explain(explained, cells, subjects, device))
-    total = sum(len(asked) for _, asked in pairs(cells, subjects, device))
+    problems = [cell.problem for cell in cells]
+    total = sum(map(len, case_subjects(problems, subjects, device)))
     rendering.check_writable(directory)
+    records = []
     with progress(total, quiet=quiet) as advance:
-
-        def done(record: Record) -> None:
+        cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+        for record in iter_records(
+            subjects, cases, device=device, applicable_only=True, timed=True
+        ):
             interrupts.check()
             advance(f"{record.kernel} {record.variant} {record.heads}")
-
-        report = measure(cells, subjects, device=device, command=as_typed(files=_FILES), done=done)
+            records.append(record)
+    report = assemble_report(
+        applicable_subjects(problems, subjects),
+        records,
+        device=device,
+        command=as_typed(files=_FILES),
+    )
     with interrupts.writing(directory):
         rendering.write_report(report, directory, "rmse")
         _draw(report, plots)

@@ -75,10 +75,10 @@ def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
 def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
     """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
     from attncheck.core.errors import UsageError
-    from attncheck.verify.verify import concerned
+    from attncheck.verify.verify import applicable_subjects
 
     for subject in subjects:
-        if not concerned(cells, [subject]):
+        if not applicable_subjects([cell.problem for cell in cells], [subject]):
             if without_gradients(cells, [subject]):
                 raise UsageError(f"kernel {subject.name!r} gives no gradients: see attncheck list.")
             raise UsageError(unconcerned(subject))
@@ -86,14 +86,14 @@ def refuse_unconcerned(cells: list[Cell], subjects: list[Subject]) -> None:
 
 def without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
     """The kernels that no backward of ``cells`` concerns, though its forward does; by comma."""
-    from attncheck.verify.verify import concerned
+    from attncheck.verify.verify import applicable_subjects
 
     if not any(cell.problem.backward for cell in cells):
         return ""
-    asked = concerned(cells, subjects)
+    asked = applicable_subjects([cell.problem for cell in cells], subjects)
     others = [subject for subject in subjects if subject not in asked]
-    forward = [cell.asking(backward=False) for cell in cells]
-    return ", ".join(subject.name for subject in concerned(forward, others))
+    forward = [cell.asking(backward=False).problem for cell in cells]
+    return ", ".join(subject.name for subject in applicable_subjects(forward, others))
 
 
 def refuse_beside(

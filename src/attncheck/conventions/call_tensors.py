@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import torch
 
+from attncheck.conventions.layouts import conjuncts
 from attncheck.core.formats import FORMATS
-from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.page_table import PageTable, draw_page_table, pack_pages
 from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from attncheck.core.formats import Format
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
     from attncheck.mods.spec import Dimensions
 
 __all__ = [
+    "ModKey",
     "PagedInputs",
     "attention_bias",
     "attention_mask",
@@ -33,14 +35,70 @@ __all__ = [
     "is_causal",
     "mask_size",
     "needs_no_mask",
+    "once_for_mods",
     "paged_inputs",
     "row_blocks",
     "sequence_lengths",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-_CAUSAL = Spec.of("causal")
-_CAUSAL_BOTTOM_RIGHT = Spec.of("causal_bottom_right")
+
+# ------------------------------------------------------------------ what is made of mods once
+
+
+@dataclass(frozen=True, slots=True)
+class ModKey:
+    """All that is made of a Problem's mods depends on: Problems of other dtypes and seeds share it.
+
+    Attributes:
+        kind: Class of the Problem.
+        specs: The mods.
+        dimensions: Ranges of their indices.
+        device: Where their captured tensors are.
+        problem: One of the Problems.
+    """
+
+    kind: type[Problem]
+    specs: tuple[Spec, ...]
+    dimensions: Dimensions
+    device: str
+    problem: Problem = field(compare=False)
+
+    @classmethod
+    def of(cls, problem: Problem, device: str, *mods: str) -> ModKey:
+        """The key of ``mods``: ``mask``, ``score``, or both."""
+        specs = tuple(getattr(problem, name) for name in mods)
+        return cls(type(problem), specs, problem.dimensions, device, problem)
+
+
+def once_for_mods(function: Callable[P, T]) -> Callable[P, T]:
+    """Cache ``function(key, …)`` where the key's names mean the same next time.
+
+    A relation computes the same Problem in several runs, the nearest Problem that is taken is one
+    of a hundred with the same mods, and a trace costs more than a small kernel.
+    """
+    cached = functools.lru_cache(maxsize=64)(function)
+
+    @functools.wraps(function)
+    def by_key(*args: P.args, **kwargs: P.kwargs) -> T:
+        key: ModKey = args[0]  # type: ignore[assignment]  # the first of P
+        parts = itertools.chain.from_iterable(spec.walk() for spec in key.specs)
+        # A user's own mod may be another function by the same name next time.
+        lasting = all(part.name in library.BUILT_IN for part in parts)
+        return cached(*args, **kwargs) if lasting else function(*args, **kwargs)  # type: ignore[arg-type]  # hashable
+
+    by_key.forget = cached.cache_clear  # type: ignore[attr-defined]  # for tests
+    return by_key
+
+
+# ------------------------------------------------------------------ masks and biases
+
+_CAUSAL, _CAUSAL_BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
+
+_AT_A_TIME = 2**22
+"""Float64 numbers of a bias held at a time: 32 MiB, where the whole may be a hundred GiB."""
 
 
 def attention_mask(
@@ -61,17 +119,6 @@ def attention_bias(
     return problem.score_mod(device)(zeros, *_indices(problem, device, rows))
 
 
-# Float64 numbers of a bias held at a time: 32 MiB, where the whole may be a hundred GiB.
-_AT_A_TIME = 2**22
-
-
-def row_blocks(problem: Problem) -> list[range]:
-    """All its rows, as many at a time as may be held."""
-    size = max(1, _AT_A_TIME // (problem.batch * problem.heads * problem.kv))
-    starts = range(0, problem.query, size)
-    return [range(start, min(start + size, problem.query)) for start in starts]
-
-
 def _indices(problem: Problem, device: str, rows: range) -> tuple[torch.Tensor, ...]:
     return (
         torch.arange(problem.batch, device=device).view(-1, 1, 1, 1),
@@ -81,52 +128,40 @@ def _indices(problem: Problem, device: str, rows: range) -> tuple[torch.Tensor, 
     )
 
 
+def row_blocks(problem: Problem) -> list[range]:
+    """All rows of a Problem, as many at a time as may be held."""
+    size = max(1, _AT_A_TIME // (problem.batch * problem.heads * problem.kv))
+    starts = range(0, problem.query, size)
+    return [range(start, min(start + size, problem.query)) for start in starts]
+
+
 def bias_is_exact(problem: Problem, fmt: Format, device: str) -> bool:
     """Whether an additive score mod's numbers are of ``fmt``, wherever the mask shows them."""
-    exact = _exact_once if _lasting(problem) else _exact
-    return exact(problem.mask, problem.score, problem.dimensions, fmt.name, device)
+    return _is_exact(ModKey.of(problem, device, "mask", "score"), fmt.name)
 
 
-def mask_size(problem: Problem, device: str) -> tuple[int, ...]:
-    """Of mask and score mod in one tensor, ``(batch or 1, heads or 1, query, kv)``."""
-    size = _size_once if _lasting(problem) else _size
-    return size(problem.mask, problem.score, problem.dimensions, device)
-
-
-def _lasting(problem: Problem) -> bool:
-    """Whether its mods mean the same for good."""
-    parts = itertools.chain(problem.mask.walk(), problem.score.walk())
-    return all(part.name in library.BUILT_IN for part in parts)
-
-
-def _of_mods(mask: Spec, score: Spec, sizes: Dimensions) -> Problem:
-    """A Problem of these mods and lengths, whatever else it has."""
-    heads, query, kv = sizes.heads, sizes.query, sizes.kv
-    return Problem(batch=sizes.batch, heads=heads, query=query, kv=kv, mask=mask, score=score)
-
-
-def _exact(mask: Spec, score: Spec, sizes: Dimensions, fmt: str, device: str) -> bool:
-    problem = _of_mods(mask, score, sizes)
-    for rows in row_blocks(problem):
-        bias = attention_bias(problem, device, rows)
+@once_for_mods
+def _is_exact(key: ModKey, fmt: str) -> bool:
+    for rows in row_blocks(key.problem):
+        bias = attention_bias(key.problem, key.device, rows)
         exact = bias.to(FORMATS[fmt].torch_dtype).double() == bias
-        if not bool((exact | ~attention_mask(problem, device, rows)).all()):
+        if not bool((exact | ~attention_mask(key.problem, key.device, rows)).all()):
             return False
     return True
 
 
-def _size(mask: Spec, score: Spec, sizes: Dimensions, device: str) -> tuple[int, ...]:
-    """By the first row."""
-    problem = _of_mods(mask, score, sizes)
-    row = attention_mask(problem, device, range(1))
-    if score != library.NONE:
-        row = row * attention_bias(problem, device, range(1))
-    return (*row.shape[:2], sizes.query, sizes.kv)
+def mask_size(problem: Problem, device: str) -> tuple[int, ...]:
+    """Shape of mask and score mod in one tensor, ``(batch or 1, heads or 1, query, kv)``."""
+    return _mask_size(ModKey.of(problem, device, "mask", "score"))
 
 
-# The nearest Problem that is taken is one of a hundred with the same mods, of few lengths.
-_exact_once = lru_cache(maxsize=64)(_exact)
-_size_once = lru_cache(maxsize=64)(_size)
+@once_for_mods
+def _mask_size(key: ModKey) -> tuple[int, ...]:
+    problem = key.problem
+    row = attention_mask(problem, key.device, range(1))
+    if problem.score != library.NONE:
+        row = row * attention_bias(problem, key.device, range(1))
+    return (*row.shape[:2], problem.query, problem.kv)
 
 
 def needs_no_mask(problem: Problem) -> bool:
@@ -138,6 +173,9 @@ def is_causal(problem: Problem) -> bool:
     """Whether the mask is torch's ``is_causal``, which is aligned top-left."""
     square = problem.query == problem.kv
     return problem.mask == _CAUSAL or (square and problem.mask == _CAUSAL_BOTTOM_RIGHT)
+
+
+# ------------------------------------------------------------------ keys in pages
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -157,7 +195,7 @@ class PagedInputs:
 
 
 def paged_inputs(inputs: Inputs) -> PagedInputs:
-    """The inputs' keys and values in the pages of ``table_of``: ``mods.paging.packed``."""
+    """Put the inputs' keys and values into the pages of ``inputs_page_table``."""
     table = inputs_page_table(inputs)
     k, v = (pack_pages(tensor, table).transpose(1, 2) for tensor in (inputs.k, inputs.v))
     return PagedInputs(k=k, v=v, table=table)
@@ -170,7 +208,7 @@ def inputs_page_table(inputs: Inputs) -> PageTable:
     same to the last bit, which a relation may have changed.
     """
     problem = inputs.problem
-    assert problem.paging is not None, "asked of what has pages"
+    assert problem.paging is not None
     return draw_page_table(
         problem.paging,
         problem.batch,
@@ -186,19 +224,11 @@ def sequence_lengths(problem: Problem) -> tuple[int, ...]:
     Of several the shortest; kv where there is none. What lies behind no row sees.
     """
     lengths = [problem.kv] * problem.batch
-    for part in _conjuncts(problem.mask):
+    for part in conjuncts(problem.mask):
         if part.name == "padding":
-            said = cast("tuple[int, ...]", part.values["lengths"])
-            lengths = [min(pair) for pair in zip(lengths, said, strict=True)]
+            padded = cast("tuple[int, ...]", part.values["lengths"])
+            lengths = [min(pair) for pair in zip(lengths, padded, strict=True)]
     return tuple(lengths)
-
-
-def _conjuncts(mask: Spec) -> Iterator[Spec]:
-    if mask.name != "and":
-        yield mask
-        return
-    for part in mask.parts:
-        yield from _conjuncts(part)
 
 
 def _shared(inputs: Inputs, most: int, size: int) -> int:

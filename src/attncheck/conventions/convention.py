@@ -1,21 +1,29 @@
-"""What a calling convention is: arguments by meaning, what a signature takes of them, options."""
+"""What a calling convention is: one declaration, from which calls are made, read and written out.
+
+A ``Convention`` names its parameters by meaning, each with the spellings that functions have for
+it. ``bind`` turns a Problem into arguments by meaning, ``Signature`` says which of them a function
+takes, ``parse`` reads somebody's own call, and an argument's ``text`` is what a script says.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from attncheck.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, LSE_BASES
 from attncheck.core.errors import UnknownName
+from attncheck.core.formats import fp32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from attncheck.capabilities.subject import Subject
+    from attncheck.conventions.layouts import Layout
+    from attncheck.conventions.parse import CallArguments, ParsedCall
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
@@ -29,16 +37,21 @@ __all__ = [
     "Convention",
     "ConventionOptions",
     "MadeArgument",
+    "Parameter",
     "Request",
     "Signature",
     "callee",
+    "input_argument",
     "needed",
+    "number_tensor",
     "offered",
-    "parameter_names",
-    "read_signature",
-    "required_names",
     "spare",
 ]
+
+SINKS = ("sinks", "sink", "s_aux", "softmax_sink", "attention_sinks")
+"""Names for each head's logit, fp32 ``(heads,)``: those of gpt-oss, of flash-attn's Hopper kernels,
+and others that say the same. Not ``learnable_sink``: flash-attn's CuTe kernels take bf16 there, to
+which a drawn logit would have to be rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +63,12 @@ class ConventionOptions:
         empty_row: What it gives for rows that see no key, a name in ``EMPTY_ROWS``.
         causal: How its causal flag and window are aligned, a name in ``ALIGNMENTS``.
         promises: What it promises, names in ``question.PROMISES``; None: what any kernel does.
-        returns_lse: True: it must give LSE; False: none is asked for, and one that it gives is
-            left out; None: it is asked for where the signature has a flag for it, and taken where
+        returns_lse: True: it must give LSE; False: none is requested, and one that it gives is
+            left out; None: it is requested where the signature has a flag for it, and taken where
             it comes.
-        backward: How its gradients are had where a Problem asks for them: by ``autograd``, or by a
+        backward: How its gradients are had where a Problem has them: by ``autograd``, or by a
             function (dout, q, k, v, out, lse, and its own keywords) that gives dq, dk and dv, and
-            dsink where there are sinks; None: it has none, and is not asked.
+            dsink where there are sinks; None: it has no gradients.
 
     Raises:
         UnknownName: for a name that is none of these.
@@ -77,12 +90,7 @@ class ConventionOptions:
             raise UnknownName("backward", self.backward, ("autograd",))
 
 
-When = Literal["needed", "offered", "required"]
-
-SINKS = ("sinks", "sink", "s_aux", "softmax_sink", "attention_sinks")
-"""Names for each head's logit, fp32 ``(heads,)``: those of gpt-oss, of flash-attn's Hopper kernels,
-and others that say the same. Not ``learnable_sink``: flash-attn's CuTe kernels take bf16 there, to
-which a drawn logit would have to be rounded."""
+# ------------------------------------------------------------------ arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +98,11 @@ class MadeArgument:
     """A value that is made only once there are inputs.
 
     Attributes:
-        make: What makes it, on their device.
+        make: Function that makes it on the inputs' device.
         text: The same for a script: a Python expression of torch, q, k, v and ``mask``, a bool
             tensor that broadcasts to ``(batch, heads, query, kv)``. Empty where it cannot be said.
         setup: Statements that the expression needs before it.
-        what: What is written out, for who has no memory for it.
+        what: Name of a tensor that may be too large for the machine.
         size: Its bytes.
     """
 
@@ -105,30 +113,45 @@ class MadeArgument:
     size: int = 0
 
 
+def number_tensor(numbers: Collection[float], dtype: torch.dtype) -> MadeArgument:
+    """Tensor ``(len(numbers),)`` of these numbers."""
+    listed = list(numbers)
+    return MadeArgument(
+        make=lambda inputs: torch.tensor(listed, dtype=dtype, device=inputs.device),
+        text=f"torch.tensor({listed}, dtype={dtype}, device=q.device)",
+    )
+
+
+def input_argument(text: str, make: Callable[[Inputs], Any]) -> MadeArgument:
+    """An input as it is; ``text`` is its name in a script."""
+    return MadeArgument(make=make, text=text)
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """A value for one meaning.
 
     Attributes:
-        value: Itself, or how it is ``Made``.
-        when: ``needed``: without it the Problem cannot be asked. ``offered``: passed where it is
+        value: The value, or how it is ``MadeArgument``.
+        when: ``needed``: without it the Problem cannot be passed. ``offered``: passed where it is
             taken. ``required``: passed where it has no default.
     """
 
     value: Any
-    when: When
+    when: Literal["needed", "offered", "required"]
 
 
 Arguments = dict[str, Argument]
+"""Arguments by meaning."""
 
 
 def needed(value: Any) -> Argument:
-    """Without it the Problem cannot be asked."""
+    """An argument without which the Problem cannot be passed."""
     return Argument(value, "needed")
 
 
 def offered(value: Any) -> Argument:
-    """Passed where it is taken."""
+    """An argument that is passed where it is taken."""
     return Argument(value, "offered")
 
 
@@ -154,35 +177,50 @@ class Request:
     options: ConventionOptions
 
     def scale(self) -> Argument:
-        """Left out where it is 1/√head_dim, so that its default is examined too."""
-        from attncheck.core.formats import fp32
-
+        """The scale; left out where it is 1/√head_dim, so that its default is examined too."""
         usual = self.problem.scale == fp32(self.problem.head_dim**-0.5)
         return spare(self.problem.scale) if usual else needed(self.problem.scale)
 
     def sinks(self) -> Argument:
         """Each head's logit, fp32 ``(heads,)``; −∞, which weighs nothing, where there is none."""
         heads = self.problem.heads
-
-        def make(inputs: Inputs) -> torch.Tensor:
-            if inputs.sink is not None:
-                return inputs.sink
-            return inputs.q.new_full((heads,), -math.inf, dtype=torch.float32)
-
         if self.problem.sink:
-            return needed(MadeArgument(make=make, text="sink"))
+            return needed(input_argument("sink", lambda inputs: inputs.sink))
         return spare(
-            MadeArgument(make=make, text=f'torch.full(({heads},), -float("inf"), device=q.device)')
+            MadeArgument(
+                make=lambda inputs: inputs.q.new_full((heads,), -math.inf, dtype=torch.float32),
+                text=f'torch.full(({heads},), -float("inf"), device=q.device)',
+            )
         )
 
     def lse_flag(self) -> Argument:
-        """Whether LSE is asked for."""
-        if self.options.returns_lse is False:
-            return spare(value=False)
-        return offered(value=True)
+        """The flag that requests LSE."""
+        return spare(value=False) if self.options.returns_lse is False else offered(value=True)
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# ------------------------------------------------------------------ signatures
+
+
+def callee(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a call of ``function`` calls: a ``torch.nn.Module``'s ``forward``."""
+    return function.forward if isinstance(function, torch.nn.Module) else function
+
+
+def _signature_parameters(function: object) -> list[inspect.Parameter] | None:
+    """Return the parameters of a callable; None where nothing says what they are."""
+    if not callable(function):
+        return None
+    try:
+        return list(inspect.signature(callee(function)).parameters.values())
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
+        return None
+
+
+def _without_default(parameters: list[inspect.Parameter]) -> frozenset[str]:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,115 +238,170 @@ class Signature:
     required: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
 
-    def spelled(
-        self, spellings: Mapping[str, tuple[str, ...]], by_name: Collection[str] = ()
-    ) -> dict[str, tuple[str, ...]]:
-        """By meaning, the names under which it takes it: all that it requires, else one.
+    @classmethod
+    def read(cls, function: object, keywords: Collection[str]) -> Signature | str:
+        """Read what ``function`` takes of a convention of q, k, v by position and of ``keywords``.
 
-        What goes into ``**keywords`` has the convention's own name, the first of each meaning; of
-        the meanings in ``by_name`` nothing does.
+        Args:
+            function: A callable; a ``torch.nn.Module`` is its ``forward``.
+            keywords: The convention's.
+
+        Returns:
+            What it takes; all, where nothing says it (functions written in C). Or why it does not
+            follow the convention, to stand after ``it must``: ``be a function``.
         """
-        found = {}
-        for meaning, names in spellings.items():
-            required = tuple(name for name in names if name in self.required)
-            one = [name for name in names if name in self.named] or [
-                name for name in names[:1] if name in self.keywords and meaning not in by_name
-            ]
-            if required or one:
-                found[meaning] = required or (one[0],)
-        return found
+        if not callable(function) or inspect.isclass(function):
+            return "be a function of query, key and value"
+        if type(function).__module__.partition(".")[0] == "triton":
+            return "be the Python function that launches this Triton function"
+        parameters = _signature_parameters(function)
+        if parameters is None:
+            return cls(frozenset(keywords))
+        return cls._of_parameters(parameters, frozenset(keywords))
+
+    @classmethod
+    def _of_parameters(
+        cls, parameters: list[inspect.Parameter], known: frozenset[str]
+    ) -> Signature | str:
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        tensors = [p for p in parameters if p.kind in positional][:3]
+        enough = len(tensors) == 3 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        for place, parameter in enumerate(tensors):
+            # A keyword of the convention, or a default, ends the tensors: ``*args`` takes no more.
+            if parameter.name in known or parameter.default is not parameter.empty:
+                tensors, enough = tensors[:place], False
+                break
+        if not enough:
+            return (
+                "be a function of query, key and value: its first three arguments, without defaults"
+            )
+        others = [p for p in parameters if p not in tensors]
+        required = _without_default(others)
+        named = known & {p.name for p in others if p.kind is not p.POSITIONAL_ONLY}
+        if any(p.kind is p.VAR_KEYWORD for p in others):
+            return cls(known, required & known, named)
+        unknown = required - known
+        if unknown:
+            return f"need no {min(unknown)!r}, for which the convention has no value"
+        return cls(named, required, named)
+
+    def names_of(self, parameter: Parameter) -> tuple[str, ...]:
+        """Return the names under which a parameter is passed: all that are required, else one.
+
+        What goes into ``**keywords`` has the convention's own name, the first spelling, unless the
+        parameter is passed ``by_name`` only.
+        """
+        required = tuple(name for name in parameter.spellings if name in self.required)
+        if required:
+            return required
+        named = [name for name in parameter.spellings if name in self.named]
+        if not named and parameter.spellings[0] in self.keywords and not parameter.by_name:
+            named = [parameter.spellings[0]]
+        return tuple(named[:1])
 
 
-def read_signature(function: object, keywords: Collection[str]) -> Signature | str:
-    """What ``function`` takes of a convention of q, k, v by position and ``keywords`` by name.
+# ------------------------------------------------------------------ conventions
 
-    Args:
-        function: A callable; a ``torch.nn.Module`` is its ``forward``.
-        keywords: The convention's.
 
-    Returns:
-        What it takes; all, where nothing says it (functions written in C). Or why it does not
-        follow the convention, to stand after ``it must``: ``be a function``.
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a convention, beside q, k and v.
+
+    Attributes:
+        meaning: Name of what it means, the same in all conventions.
+        spellings: Names that functions have for it, the convention's own first.
+        by_name: It is passed only where a signature names it, and never into ``**keywords``.
+        must: A function without it is none of this convention.
+        of_result: It says what is returned, or is dropout: no gradient depends on it.
+        bound: Calls of ours pass it; else only a caller's call may have it.
+        matters: A caller's value changes the result, and not only how fast it comes.
+        by_position: Functions of the convention take it by position too, in the order declared.
     """
-    if not callable(function) or inspect.isclass(function):
-        return "be a function of query, key and value"
-    if type(function).__module__.partition(".")[0] == "triton":
-        return "be the Python function that launches this Triton function"
-    parameters = _parameters(function)
-    if parameters is None:
-        return Signature(frozenset(keywords))
-    return _read(parameters, frozenset(keywords))
 
-
-def parameter_names(function: object) -> frozenset[str]:
-    """Names in the signature; none where there is none."""
-    parameters = _parameters(function) if callable(function) else None
-    return frozenset(parameter.name for parameter in parameters or ())
-
-
-def required_names(function: object) -> frozenset[str]:
-    """Names in the signature that have no default, beyond the first three: those are tensors."""
-    parameters = _parameters(function) if callable(function) else None
-    return _required((parameters or [])[3:])
-
-
-def callee(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a call of ``function`` calls: a ``torch.nn.Module``'s ``forward``."""
-    import torch
-
-    return function.forward if isinstance(function, torch.nn.Module) else function
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(callee(function)).parameters.values())
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
-        return None
-
-
-def _read(parameters: list[inspect.Parameter], keywords: frozenset[str]) -> Signature | str:
-    tensors = [p for p in parameters if p.kind in _POSITIONAL][:3]
-    anything = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    for parameter in tensors:
-        if parameter.name in keywords or parameter.default is not parameter.empty:
-            anything = False
-            tensors = tensors[: tensors.index(parameter)]
-            break
-    if len(tensors) < 3 and not anything:
-        return "be a function of query, key and value: its first three arguments, without defaults"
-    parameters = [p for p in parameters if p not in tensors]
-    required = _required(parameters)
-    named = keywords & {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return Signature(keywords, required & keywords, named)
-    others = required - keywords
-    if others:
-        return f"need no {min(others)!r}, for which the convention has no value"
-    return Signature(named, required, named)
-
-
-def _required(parameters: list[inspect.Parameter]) -> frozenset[str]:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
+    meaning: str
+    spellings: tuple[str, ...]
+    by_name: bool = False
+    must: bool = False
+    of_result: bool = False
+    bound: bool = True
+    matters: bool = True
+    by_position: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """A way to call a kernel.
+    """How functions of one convention are called.
 
     Attributes:
         name: What it is called on the command line.
         summary: One line.
-        claims: Whether an object shows that it is of this convention and of no other.
-        unfit: Why an object is none of this convention, to stand after ``it must``: ``be a
-            Subject``; None where it is one.
-        adopt: (object, name for reports, options) → the Subject that it is then.
+        parameters: Beside q, k and v, in their order.
+        layout: The axes of the tensors of a Problem that can be passed.
+        bind: What becomes of a Problem's mask, score mod and scale: arguments by meaning, or why
+            the convention cannot pass them.
+        parse: The reverse: what somebody's call asks; None where no call is read.
+        claims_function: Whether a function's (parameter names, dotted name) show that it is of this
+            convention and of no other.
+        most: Most things that a function returns.
+        bottom_right: How causal masks and windows are aligned where the lengths differ.
+        empty_lse: What LSE may be of a row that sees no key.
+        within: What is entered around a call on (device).
+        declined: Arguments for which it has no value, with the reason: a function that requires
+            one is none of this convention.
+        tensors: What is passed by position, where keys and values are laid out together; None
+            for what the layout makes of each.
+        paged: Whether keys and values lie in pages: it takes Problems with paging, and no other.
     """
 
     name: str
     summary: str
-    claims: Callable[[object], bool]
-    unfit: Callable[[object], str | None]
-    adopt: Callable[[object, str, ConventionOptions], Subject]
+    parameters: tuple[Parameter, ...]
+    layout: Callable[[Problem], Layout]
+    bind: Callable[[Request], Arguments | str]
+    claims_function: Callable[[frozenset[str], str], bool]
+    parse: Callable[[CallArguments], ParsedCall] | None = None
+    most: int = 2
+    bottom_right: bool = False
+    empty_lse: tuple[float, ...] = (-math.inf,)
+    within: Callable[[str], AbstractContextManager[object]] = lambda _device: nullcontext()
+    declined: Mapping[str, str] = field(default_factory=dict)
+    tensors: Callable[[Layout, Inputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = (
+        None
+    )
+    paged: bool = False
+
+    @property
+    def bound(self) -> dict[str, Parameter]:
+        """Parameters that calls of ours may pass, by meaning."""
+        return {each.meaning: each for each in self.parameters if each.bound}
+
+    def signature(self, function: object) -> Signature | str:
+        """Read what a function takes of the convention, or why it is none of its functions."""
+        # The first three are tensors, whatever they are called.
+        required = _without_default((_signature_parameters(function) or [])[3:])
+        for name in required & set(self.declined):
+            return f"need no {name!r}: {self.declined[name]}"
+        parameters = self.bound.values()
+        taken = Signature.read(function, [name for each in parameters for name in each.spellings])
+        if isinstance(taken, str):
+            return taken
+        for each in parameters:
+            if each.must and not taken.keywords & set(each.spellings):
+                return f"take {each.spellings[0]}, as the {self.name} convention has it"
+        return taken
+
+    def claims(self, candidate: object) -> bool:
+        """Whether an object shows that it is of this convention and of no other."""
+        if not callable(candidate) or inspect.isclass(candidate):
+            return False
+        names = frozenset(each.name for each in _signature_parameters(candidate) or ())
+        whole = inspect.unwrap(candidate)
+        parts = (getattr(whole, name, "") for name in ("__module__", "__qualname__"))
+        return self.claims_function(
+            names, ".".join(part for part in parts if isinstance(part, str))
+        )
+
+    def unfit(self, candidate: object) -> str | None:
+        """Return why an object is none of this convention, to stand after ``it must``."""
+        signature = self.signature(candidate)
+        return signature if isinstance(signature, str) else None

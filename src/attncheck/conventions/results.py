@@ -30,7 +30,6 @@ __all__ = [
     "Returned",
     "WroteToInput",
     "base2_to_natural",
-    "check_shape",
     "read_result",
     "refusals",
     "require_unchanged",
@@ -39,16 +38,12 @@ __all__ = [
 ]
 
 
-# How a kernel says that it does not take its arguments. What else it raises is an error.
-_REFUSALS = (ValueError, NotImplementedError, AssertionError)
-
-
 @contextmanager
 def refusals() -> Iterator[None]:
     """Within, what a kernel raises to say that it does not take its arguments is Refused."""
     try:
         yield
-    except _REFUSALS as error:
+    except (ValueError, NotImplementedError, AssertionError) as error:  # others are errors
         raise Refused(error_line(error)) from error
 
 
@@ -57,73 +52,70 @@ class BrokenResult(ContractViolation):
 
 
 class WroteToInput(ContractViolation):
-    """It wrote to what it was given; one line."""
+    """It wrote to an input; one line."""
 
     rule = "mutation"
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What was found where out and LSE should be; whether it is a tensor, the executor asks."""
+    """What stands where out and LSE should be; the executor checks whether they are tensors."""
 
     out: Any
     lse: Any = None
 
 
-def read_result(given: object, convention: str, most: int, options: ConventionOptions) -> Returned:
-    """``out``, ``(out, lse)``, or with up to ``most`` things in all.
+def read_result(result: object, convention: str, most: int, options: ConventionOptions) -> Returned:
+    """Read ``out``, ``(out, lse)``, or up to ``most`` things in all.
 
-    Raises BrokenConvention for anything else, and for a missing LSE where one is declared.
+    Raises BrokenResult for anything else, and for a missing LSE where one is declared.
     """
-    if isinstance(given, torch.Tensor):
-        found = Returned(given)
-    elif isinstance(given, tuple | list) and 2 <= len(given) <= most:
-        second = given[1]
+    if isinstance(result, torch.Tensor):
+        returned = Returned(result)
+    elif isinstance(result, tuple | list) and 2 <= len(result) <= most:
+        second = result[1]
         # FlexAttention's AuxOutput holds LSE by name.
         lse = second if isinstance(second, torch.Tensor) else getattr(second, "lse", second)
-        found = Returned(given[0], lse)
+        returned = Returned(result[0], lse)
     else:
-        many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+        many = f" of {len(result)}" if isinstance(result, tuple | list) else ""
         raise BrokenResult(
-            f"it returned {type(given).__name__}{many}: the {convention} convention gives out, or "
+            f"it returned {type(result).__name__}{many}: the {convention} convention gives out, or "
             "(out, lse)"
         )
     if options.returns_lse is False:
-        return Returned(found.out)
-    if options.returns_lse and found.lse is None:
+        return Returned(returned.out)
+    if options.returns_lse and returned.lse is None:
         raise BrokenResult("it gave no LSE, which it is declared to give")
-    return found
+    return returned
 
 
-def check_shape(
+def to_outputs(returned: Returned, layout: Layout, options: ConventionOptions) -> Outputs:
+    """Bring results to attncheck's axes; raises BrokenResult for another shape."""
+    out = _reshaped("out", returned.out, layout.out_axes, layout.out)
+    return Outputs(out, to_natural_lse(returned.lse, layout, options))
+
+
+def to_natural_lse(lse: Any, layout: Layout, options: ConventionOptions) -> Any:
+    """Bring LSE to attncheck's axes and natural logarithm; what is no tensor stays.
+
+    Raises BrokenResult for another shape.
+    """
+    lse = _reshaped("lse", lse, layout.lse_axes, layout.lse)
+    return base2_to_natural(lse) if options.lse == "base2" else lse
+
+
+def _reshaped(
     name: str, value: Any, axes: str, known: Mapping[tuple[int, ...], Callable[..., Any]]
 ) -> Any:
-    """``value`` brought back by what ``known`` has for its shape; what is no tensor stays.
-
-    Raises BrokenConvention for a tensor of another shape.
-    """
-    if not isinstance(value, torch.Tensor):
+    """``value`` changed by what ``known`` has for its shape; no tensor stays as it is."""
+    if not known or not isinstance(value, torch.Tensor):
         return value
     shape = tuple(value.shape)
     if shape not in known:
         wanted = " or ".join(str(one) for one in known)
         raise BrokenResult(f"{name}.shape={shape}, but should be {wanted} ({axes})")
     return known[shape](value)
-
-
-def to_outputs(found: Returned, layout: Layout, options: ConventionOptions) -> Outputs:
-    """What was found in attncheck's axes; raises BrokenConvention for another shape."""
-    out = found.out
-    if layout.out:
-        out = check_shape("out", out, layout.out_axes, layout.out)
-    return Outputs(out, to_natural_lse(found.lse, layout, options))
-
-
-def to_natural_lse(lse: Any, layout: Layout, options: ConventionOptions) -> Any:
-    """LSE in attncheck's axes, natural; what is no tensor stays. Raises as ``brought``."""
-    if layout.lse:
-        lse = check_shape("lse", lse, layout.lse_axes, layout.lse)
-    return base2_to_natural(lse) if options.lse == "base2" else lse
 
 
 def base2_to_natural(lse: Any) -> Any:
@@ -136,6 +128,8 @@ def base2_to_natural(lse: Any) -> Any:
     return (lse.double() * math.log(2)).to(lse.dtype)
 
 
+# ------------------------------------------------------------------ what must not change
+
 _EQUAL = torch.equal  # as it was before any kernel was imported
 _COPIED = 1 << 20  # bytes of a tensor that is copied; what is larger is made once more
 
@@ -147,7 +141,7 @@ class MutationCheck:
 
     Args:
         passed: Keywords of the call.
-        arguments: The same, as they are ``Made``.
+        arguments: The same, as they are ``MadeArgument``.
         inputs: What they are made of; the executor looks at these itself.
     """
 
@@ -155,76 +149,62 @@ class MutationCheck:
         self, passed: Mapping[str, Any], arguments: Mapping[str, Any], inputs: Inputs
     ) -> None:
         self._inputs = inputs
-        self._seen = {_address(tensor) for tensor in inputs.tensors().values()}
+        self._input_addresses = {_address(tensor) for tensor in inputs.tensors().values()}
         self._made = {n: each for n, each in arguments.items() if isinstance(each, MadeArgument)}
-        self._tensors = {name: self._unseen(passed[name]) for name in self._made}
+        self._tensors = {name: self._own_tensors(passed[name]) for name in self._made}
+        # Copies lie on the CPU: they take nothing of a GPU's memory that was filled for the kernel.
         self._copies = {
-            name: [_copy(tensor) for tensor in tensors]
+            name: [tensor.detach().to("cpu", copy=True) for tensor in tensors]
             for name, tensors in self._tensors.items()
             if all(tensor.nbytes <= _COPIED for tensor in tensors)
         }
 
     def check(self) -> None:
-        """Raises WroteToInput for the first argument that is not as it was."""
+        """Raise WroteToInput for the first argument that is not as it was."""
         for name, tensors in self._tensors.items():
             before = self._copies.get(name)
             if before is None:
-                before = self._unseen(self._made[name].make(self._inputs))
+                before = self._own_tensors(self._made[name].make(self._inputs))
             for its, mine in zip(tensors, before, strict=True):
                 require_unchanged(name, its.detach().to(mine.device), mine)
 
-    def _unseen(self, value: Any) -> list[torch.Tensor]:
+    def _own_tensors(self, value: Any) -> list[torch.Tensor]:
         by_id = {id(tensor): tensor for tensor in _tensors(value, set())}
-        return [tensor for tensor in by_id.values() if _address(tensor) not in self._seen]
+        return [each for each in by_id.values() if _address(each) not in self._input_addresses]
 
 
 def require_unchanged(name: str, its: torch.Tensor, mine: torch.Tensor) -> None:
-    """Raises WroteToInput unless ``its`` has the very bits of ``mine``."""
-    if not _EQUAL(_bytes(its), _bytes(mine)):
+    """Raise WroteToInput unless ``its`` has the very bits of ``mine``."""
+    its, mine = (each.contiguous().flatten().view(torch.uint8) for each in (its, mine))
+    if not _EQUAL(its, mine):
         raise WroteToInput(f"wrote to its input {name}")
-
-
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Those that ``value`` is, or holds, or captures where it is a function."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-    for part in _parts(value):
-        yield from _tensors(part, seen)
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, BlockMask):
-        return list(vars(value).values())
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    return _captured(value) if isinstance(value, FunctionType) else []
-
-
-def _captured(function: FunctionType) -> list[Any]:
-    """What its cells and defaults hold, and the tensors among the globals that it names."""
-    named = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return [
-        *(cell.cell_contents for cell in function.__closure__ or ()),
-        *(function.__defaults__ or ()),
-        *(value for value in named if isinstance(value, torch.Tensor)),
-    ]
 
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, where it takes nothing of a GPU's memory that was filled for the kernel."""
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors that ``value`` is, or holds, or captures where it is a function."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    parts: list[Any] = []
+    if isinstance(value, list | tuple):
+        parts = list(value)
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, BlockMask):
+        parts = list(vars(value).values())
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        # Its cells and defaults, and the tensors among the globals that it names.
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        parts = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts += value.__defaults__ or ()
+        parts += [each for each in named if isinstance(each, torch.Tensor)]
+    for part in parts:
+        yield from _tensors(part, seen)

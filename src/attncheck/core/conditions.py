@@ -1,4 +1,4 @@
-"""Exact quantities of some rows that a bound needs; an oracle computes them, the judge reads them."""
+"""Exact quantities of rows that the bounds need: oracles compute them, the judge reads them."""
 
 from __future__ import annotations
 

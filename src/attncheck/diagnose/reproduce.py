@@ -17,8 +17,9 @@ from attncheck.relations import RELATIONS
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Executor, Failure, InProcess, Origin
+from attncheck.verify.question_fit import question_summary
 from attncheck.verify.relation_runs import relation_inputs as runs_of
-from attncheck.verify.run_case import question_summary, run_case
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.capabilities.subject import Refused
-from attncheck.conventions.parse import ParsedCall, UnreadableCall, parse_call
+from attncheck.conventions.declarations import parse_call
+from attncheck.conventions.parse import ParsedCall, UnreadableCall
 from attncheck.core.errors import AttncheckError
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.user_tensors import UserTensors

@@ -124,7 +124,7 @@ def _replacing(how: Replacement, tell: _Telling) -> Callable[[ModuleType], None]
 
 def _stand_in(function: Callable[..., Any], how: Replacement, tell: _Telling) -> Any:
     from attncheck.conventions import declarations
-    from attncheck.conventions.parse import READERS
+    from attncheck.conventions.declarations import READERS
     from attncheck.faults.kernel_shim import ShimSettings, make_shim
     from attncheck.subjects.load import load_subject
 

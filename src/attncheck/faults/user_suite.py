@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import to_builtins
 
-from attncheck.conventions.parse import READERS
+from attncheck.conventions.declarations import READERS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.planting import plant

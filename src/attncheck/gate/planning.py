@@ -15,13 +15,13 @@ from attncheck.strategies.families import MASK_FAMILIES
 from attncheck.suite.kinds import PLAIN, Kind
 from attncheck.suite.marks import SOFTMAX
 from attncheck.suite.samples import NOT_CONCERNED, refusal
-from attncheck.verify.new_record import asked
-from attncheck.verify.run_case import (
+from attncheck.verify.question_fit import (
     adapted_problems,
     allowed_parameters,
     question_problem,
     unfit_reason,
 )
+from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ class Planning:
 
     def drop(self, stage: Stage, case: Case, variant: str, reason: str) -> None:
         """Keep that ``case`` is not asked, and why."""
-        record = asked(self.subject, case, self.device, variant, self.environment)
+        record = new_record(
+            self.subject, case, device=self.device, variant=variant, environment=self.environment
+        )
         record = replace(record, status="unsupported", reason=reason)
         self.refused.append(Answer(unit=self.unit.id, stage=stage, record=record))
 

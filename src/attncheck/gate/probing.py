@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.gate.planning import moved
 from attncheck.runner.quick import questions
-from attncheck.verify.run_case import COMPARE
+from attncheck.verify.question_fit import COMPARE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UsageError
 from attncheck.gate.plan import REPLAYED
-from attncheck.inputs.problem import Case, check_parameters
+from attncheck.inputs.problem import Case
+from attncheck.inputs.question_parameters import check_parameters
 from attncheck.probes import PROBES
 from attncheck.records.failures import MOST_KEPT, is_id, load_failure
-from attncheck.verify.run_case import COMPARE, allowed_parameters, unfit_reason
+from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:

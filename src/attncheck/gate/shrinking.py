@@ -12,7 +12,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.verify.run_case import question_problem, unfit_reason
+from attncheck.verify.question_fit import question_problem, unfit_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

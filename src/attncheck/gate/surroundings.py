@@ -11,14 +11,14 @@ from attncheck.gate.sanitizing import sanitizing
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS
-from attncheck.verify import run_case
-from attncheck.verify.run_case import unfit_reason
+from attncheck.verify import question_fit
+from attncheck.verify.question_fit import unfit_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.gate.planning import Planning
-    from attncheck.inputs.problem import Parameters
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.records.run_reports import Stage
     from attncheck.workers.units import Unit
 
@@ -117,7 +117,7 @@ def surroundings(planning: Planning, stage: Stage) -> Iterator[Unit]:
 
 def _questions(stage: Stage) -> tuple[str, ...]:
     """The checks of the stage, then its relations."""
-    checks = getattr(run_case, "CHECKS", {})
+    checks = question_fit.CHECKS
     return (*(n for n, check in checks.items() if check.stage == stage), *_RELATIONS[stage])
 
 
@@ -152,7 +152,7 @@ def _chosen(question: str, problem: Problem) -> list[Parameters]:
     """Numbers to ask with; those not among them are the middle ones of what is allowed."""
     each = _EACH.get(question)
     return (
-        [{each: value} for value in run_case.allowed_parameters(question, problem)[each]]
+        [{each: value} for value in question_fit.allowed_parameters(question, problem)[each]]
         if each
         else [{}]
     )

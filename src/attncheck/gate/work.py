@@ -30,8 +30,7 @@ from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
-from attncheck.verify.new_record import arrangement
-from attncheck.verify.run_case import run_case
+from attncheck.verify.run_case import head_arrangement, run_case
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.units import Done, Unit
 
@@ -242,7 +241,7 @@ class Gate:
             case=case.to_json(),
             kernel=unit.kernel,
             variant=unit.variant or unit.kind,
-            heads=arrangement(case.problem),
+            heads=head_arrangement(case.problem),
             status="oom" if error.kind == "oom" else _death(error.kind),
             reason=f"{unit.kind}: {error}",
             environment=self._key,

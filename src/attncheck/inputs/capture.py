@@ -1,4 +1,4 @@
-"""``attncheck.capture``: records the calls of scaled_dot_product_attention that a running model makes."""
+"""``attncheck.capture``: a running model's scaled_dot_product_attention calls, recorded."""
 
 from __future__ import annotations
 
@@ -63,11 +63,7 @@ def four_axes(q: Tensor, k: Tensor, v: Tensor, *, gqa: bool) -> tuple[Tensor, Te
     each = [tensor.shape[-3] for tensor in (q, k, v)]
     heads = each[0] if gqa else max(each)
     kv_heads = each[1] if each[1] == each[2] else heads
-    return (
-        _folded(q, batch, heads),
-        _folded(k, batch, kv_heads),
-        _folded(v, batch, kv_heads),
-    )
+    return (_folded(q, batch, heads), _folded(k, batch, kv_heads), _folded(v, batch, kv_heads))
 
 
 def mask_axes(mask: Tensor, batch: tuple[int, ...]) -> Tensor:

@@ -1,19 +1,21 @@
-"""Named distributions of q, k and v, and of a softmax's scores.
+"""Named distributions of q, k and v, and of a softmax's scores: each provokes something else.
 
 Numbers are drawn in float64 and elementwise (no matrix product is the same bits everywhere);
-``inputs`` rounds them once. What is said of logits holds at the default scale, 1/√head_dim, and
-without a score mod.
+``inputs.input_tensors`` rounds them once. What is said of logits holds at the default scale,
+1/√head_dim, and without a score mod.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
-from attncheck.inputs import distribution_scores, distribution_tensors
-from attncheck.inputs.distribution_tensors import Drawn, Floats, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +24,55 @@ __all__ = [
     "DISTRIBUTIONS",
     "Distribution",
     "Drawn",
+    "Floats",
     "Sizes",
     "distribution_named",
     "draw",
     "draw_scores",
 ]
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Drawn = tuple[Floats, Floats, Floats]
+"""q, k and v."""
+
+# How far the chosen key's logit stands above every other in one_hot: kv·exp(−64) is below half a
+# unit of float64's 1 for up to 2**38 keys.
+_ONE_HOT_GAP = 64.0
+_LN2 = 0.6931471805599453
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of q ``(batch, heads, query, head_dim)``, k and v, as in a Problem."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    query: int
+    kv: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def q(self) -> tuple[int, int, int, int]:
+        """Shape of q, ``(batch, heads, query, head_dim)``."""
+        return (self.batch, self.heads, self.query, self.head_dim)
+
+    @property
+    def k(self) -> tuple[int, int, int, int]:
+        """Shape of k, ``(batch, kv_heads, kv, head_dim)``."""
+        return (self.batch, self.kv_heads, self.kv, self.head_dim)
+
+    @property
+    def v(self) -> tuple[int, int, int, int]:
+        """Shape of v, ``(batch, kv_heads, kv, value_dim)``."""
+        return (self.batch, self.kv_heads, self.kv, self.value_dim)
+
+    @property
+    def x(self) -> tuple[int, int, int, int]:
+        """Shape of a softmax's scores, ``(batch, heads, query, kv)``."""
+        return (self.batch, self.heads, self.query, self.kv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +116,15 @@ def draw_scores(name: str, sizes: Sizes, seed: int) -> Floats:
 
     Arguments as for ``draw``; raises ProblemError for a distribution that has none.
     """
-    drawing = distribution_named(name).scores
-    if drawing is None:
+    scores = distribution_named(name).scores
+    if scores is None:
         able = ", ".join(d.name for d in DISTRIBUTIONS.values() if d.scores)
         raise ProblemError(f"distribution {name!r} has no scores for softmax: choose from {able}.")
-    return drawing(Draws(seed), sizes)
+    return scores(Draws(seed), sizes)
 
 
 def distribution_named(name: str) -> Distribution:
-    """The distribution called ``name``.
+    """Return the distribution called ``name``.
 
     Raises UnknownName with the valid names; ProblemError for one of a recording that is not loaded.
     """
@@ -89,30 +135,211 @@ def distribution_named(name: str) -> Distribution:
     raise UnknownName("distribution", name, without_recorded(DISTRIBUTIONS))
 
 
-_PROVOKES = {
-    "normal": "standard normal q, k and v: the ordinary case",
-    "outliers": "N(0,1) + N(0,100)·Bernoulli(0.001), FlashAttention-3's: low-precision products",
-    "uniform": "uniform on [0, 1): all signs equal, so errors add up as a bias",
-    "large_logits": "logits of standard deviation 32: "
-    "exp without the maximum subtracted overflows fp32",
-    "negative_logits": "every logit near −128: a running maximum that starts at 0 divides 0 by 0",
-    "one_hot": "each row gives one key the weight 1 (if kv ≤ 2**head_dim): "
-    "the key's index and head",
-    "constant_rows": "all q rows equal, all k rows equal: even weights, from logits that are not 0",
-    "sink": "key 0 takes over 9/10 of the weight and its v is small: the rest must not be lost",
-    "ones_v": "V = 1: out is exactly 1, so only normalisation is left",
-    "zero_q": "q = 0: even weights over the visible keys, by counting",
-}
+def _normal(draws: Draws, sizes: Sizes) -> Drawn:
+    return draws.normal("q", sizes.q), draws.normal("k", sizes.k), draws.normal("v", sizes.v)
 
-_STRUCTURED = ("negative_logits", "one_hot", "constant_rows", "sink", "ones_v", "zero_q")
+
+def _outliers(draws: Draws, sizes: Sizes) -> Drawn:
+    """N(0, 1) + N(0, 100)·Bernoulli(0.001): FlashAttention-3 (arXiv:2407.08608), section 4.3."""
+    q, k, v = (_with_outliers(draws, stream, getattr(sizes, stream)) for stream in ("q", "k", "v"))
+    return q, k, v
+
+
+def _with_outliers(draws: Draws, stream: str, shape: tuple[int, ...]) -> Floats:
+    large = draws.normal(f"{stream} outliers", shape)
+    large *= 10.0
+    large *= draws.uniform(f"{stream} is an outlier", shape) < 0.001
+    large += draws.normal(stream, shape)
+    return large
+
+
+def _uniform(draws: Draws, sizes: Sizes) -> Drawn:
+    return draws.uniform("q", sizes.q), draws.uniform("k", sizes.k), draws.uniform("v", sizes.v)
+
+
+def _large_logits(draws: Draws, sizes: Sizes) -> Drawn:
+    """q·k/√head_dim has variance (√32)⁴ = 32²."""
+    q, k, v = _normal(draws, sizes)
+    q *= math.sqrt(32.0)
+    k *= math.sqrt(32.0)
+    return q, k, v
+
+
+def _negative_logits(draws: Draws, sizes: Sizes) -> Drawn:
+    """Draw q = a(1 + n/16), k = −a(1 + n'/16) with n, n' normal and a²·√head_dim = 128.
+
+    As |n| < 8.3 (``Draws.normal``), every product is negative, and every logit lies between
+    −128·(1 + 8.3/16)² and −128·(1 − 8.3/16)² < −29.
+    """
+    q, k, v = _normal(draws, sizes)
+    size = math.sqrt(128.0 / math.sqrt(sizes.head_dim))
+    q += 16.0
+    k += 16.0
+    q *= size / 16.0
+    k *= -size / 16.0
+    return q, k, v
+
+
+def _negative_scores(draws: Draws, sizes: Sizes) -> Floats:
+    """−128 ± 17 (|normal| < 8.3): exp of every one is below half of fp32's smallest number."""
+    return -2.0 * (64.0 + draws.normal("x", sizes.x))
+
+
+def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
+    """Let k be distinct vectors of signs, and each row of q a multiple of one of them.
+
+    The bits of a key's number, repeated along head_dim, are its signs (times a random sign a
+    column and head). With B = ⌈log₂ kv⌉ bits, two keys differ in r = ⌊head_dim/B⌋ columns at
+    least, so q = c·k[chosen] has its logit 2cr/√head_dim or more above every other; c is a power
+    of two that makes this at least 64. Signs and powers of two are exact in every format. Where
+    head_dim < B, up to 2**(B − head_dim) keys are equal, and share the weight evenly.
+    """
+    bits = max(1, (sizes.kv - 1).bit_length())
+    used = min(bits, sizes.head_dim)
+    flips = draws.integers("k signs", (*sizes.k[:2], 1, sizes.head_dim), 2)
+    chosen = draws.integers("chosen key", sizes.q[:3], sizes.kv)
+    k = _signs(np.arange(sizes.kv), used, flips)
+    q = _signs(chosen, used, np.repeat(flips, sizes.heads // sizes.kv_heads, axis=1))
+    needed = _ONE_HOT_GAP * math.sqrt(sizes.head_dim) / (2 * (sizes.head_dim // used))
+    q *= math.ldexp(1.0, math.frexp(needed)[1])
+    return q, k, draws.normal("v", sizes.v)
+
+
+def _signs(numbers: Integers, bits: int, flips: Integers) -> Floats:
+    """±1 by the low ``bits`` of each number, over and over along a last axis like ``flips``'s."""
+    column_bit = np.arange(flips.shape[-1]) % bits
+    signs = ((numbers[..., None] >> column_bit) & 1 ^ flips).astype(np.float64)
+    signs *= -2.0
+    signs += 1.0
+    return signs
+
+
+def _one_hot_scores(draws: Draws, sizes: Sizes) -> Floats:
+    """0, and in each row one score that stands ``_ONE_HOT_GAP`` above."""
+    scores = np.zeros(sizes.x)
+    chosen = draws.integers("chosen key", sizes.x[:3], sizes.kv)
+    np.put_along_axis(scores, chosen[..., None], _ONE_HOT_GAP, axis=-1)
+    return scores
+
+
+def _constant_rows(draws: Draws, sizes: Sizes) -> Drawn:
+    def rows(stream: str, shape: tuple[int, int, int, int]) -> Floats:
+        row = draws.normal(stream, (*shape[:2], 1, shape[3]))
+        return np.repeat(row, shape[2], axis=2)
+
+    return rows("q", sizes.q), rows("k", sizes.k), draws.normal("v", sizes.v)
+
+
+def _constant_scores(draws: Draws, sizes: Sizes) -> Floats:
+    return np.broadcast_to(draws.normal("x", (*sizes.x[:3], 1)), sizes.x).copy()
+
+
+def _sink(draws: Draws, sizes: Sizes) -> Drawn:
+    """Column 0 of q and k is the sink's own: its logit is the same number, L, in every row.
+
+    The other logits are normal with variance below 1, so their exponentials add up to about
+    kv·√e; L = 4 + ln(kv, rounded up to a power of two) gives the sink about e⁴/(e⁴ + √e) = 0.97.
+    """
+    q, k, v = _normal(draws, sizes)
+    column = math.sqrt(_sink_logit(sizes) * math.sqrt(sizes.head_dim))
+    q[..., 0] = column
+    k[..., 0] = 0.0
+    k[..., 0, :] = 0.0
+    k[..., 0, 0] = column
+    v[..., 0, :] /= 64.0
+    return q, k, v
+
+
+def _sink_logit(sizes: Sizes) -> float:
+    return 4.0 + _LN2 * (sizes.kv - 1).bit_length()
+
+
+def _sink_scores(draws: Draws, sizes: Sizes) -> Floats:
+    """Normal but for column 0, which has the logit of ``_sink``."""
+    scores = draws.normal("x", sizes.x)
+    scores[..., 0] = _sink_logit(sizes)
+    return scores
+
+
+def _ones_v(draws: Draws, sizes: Sizes) -> Drawn:
+    return draws.normal("q", sizes.q), draws.normal("k", sizes.k), np.ones(sizes.v)
+
+
+def _zero_q(draws: Draws, sizes: Sizes) -> Drawn:
+    return np.zeros(sizes.q), draws.normal("k", sizes.k), draws.normal("v", sizes.v)
+
 
 DISTRIBUTIONS: dict[str, Distribution] = {
-    name: Distribution(
-        name=name,
-        summary=summary,
-        draw=getattr(distribution_tensors, name),
-        scores=getattr(distribution_scores, name, None),  # ones_v has none
-        generic=name not in _STRUCTURED,
+    d.name: d
+    for d in (
+        Distribution(
+            name="normal",
+            summary="standard normal q, k and v: the ordinary case",
+            draw=_normal,
+            scores=lambda draws, sizes: draws.normal("x", sizes.x),
+        ),
+        Distribution(
+            name="outliers",
+            summary="N(0,1) + N(0,100)·Bernoulli(0.001), FlashAttention-3's: "
+            "low-precision products",
+            draw=_outliers,
+            scores=lambda draws, sizes: _with_outliers(draws, "x", sizes.x),
+        ),
+        Distribution(
+            name="uniform",
+            summary="uniform on [0, 1): all signs equal, so errors add up as a bias",
+            draw=_uniform,
+            scores=lambda draws, sizes: draws.uniform("x", sizes.x),
+        ),
+        Distribution(
+            name="large_logits",
+            summary="logits of standard deviation 32: "
+            "exp without the maximum subtracted overflows fp32",
+            draw=_large_logits,
+            scores=lambda draws, sizes: 32.0 * draws.normal("x", sizes.x),
+        ),
+        Distribution(
+            name="negative_logits",
+            summary="every logit near −128: a running maximum that starts at 0 divides 0 by 0",
+            draw=_negative_logits,
+            scores=_negative_scores,
+            generic=False,
+        ),
+        Distribution(
+            name="one_hot",
+            summary="each row gives one key the weight 1 (if kv ≤ 2**head_dim): "
+            "the key's index and head",
+            draw=_one_hot,
+            scores=_one_hot_scores,
+            generic=False,
+        ),
+        Distribution(
+            name="constant_rows",
+            summary="all q rows equal, all k rows equal: even weights, from logits that are not 0",
+            draw=_constant_rows,
+            scores=_constant_scores,
+            generic=False,
+        ),
+        Distribution(
+            name="sink",
+            summary="key 0 takes over 9/10 of the weight and its v is small: "
+            "the rest must not be lost",
+            draw=_sink,
+            scores=_sink_scores,
+            generic=False,
+        ),
+        Distribution(
+            name="ones_v",
+            summary="V = 1: out is exactly 1, so only normalisation is left",
+            draw=_ones_v,
+            generic=False,
+        ),
+        Distribution(
+            name="zero_q",
+            summary="q = 0: even weights over the visible keys, by counting",
+            draw=_zero_q,
+            scores=lambda _, sizes: np.zeros(sizes.x),
+            generic=False,
+        ),
     )
-    for name, summary in _PROVOKES.items()
 }

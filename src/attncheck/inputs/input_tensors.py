@@ -18,7 +18,7 @@ from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import FORMATS, Format, round_to
 from attncheck.inputs import distributions
-from attncheck.inputs.distribution_tensors import Sizes
+from attncheck.inputs.distributions import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,9 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attncheck.core import draws
 from attncheck.core.errors import ProblemError, UnknownName
@@ -20,147 +20,22 @@ from attncheck.mods import library
 from attncheck.mods.spec import Dimensions, Spec
 
 if TYPE_CHECKING:
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.library import MaskMod, ScoreMod
 
 __all__ = [
     "LARGEST_HEAD_DIM",
     "OPERATIONS",
-    "PROMISES",
     "SOFTMAX_DTYPES",
-    "Allowed",
     "Case",
-    "Parameters",
     "Problem",
-    "Promise",
-    "check_gradients",
-    "check_memory",
-    "check_parameters",
-    "check_scale",
-    "check_seed",
-    "check_sizes",
-    "fits_all",
-    "is_number",
-    "no_parameters",
     "short_id",
 ]
 
-
-LARGEST_HEAD_DIM = 256
-_LARGEST_SEED = 2**63 - 1
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a real number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_sizes(sizes: Mapping[str, Any]) -> None:
-    """Raises ProblemError unless each is a size, and heads share key heads evenly."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ProblemError(f"{name}={value!r} must be a whole number of at least 1.")
-    if sizes["heads"] % sizes["kv_heads"]:
-        raise ProblemError(
-            f"kv_heads={sizes['kv_heads']} does not divide heads={sizes['heads']}: "
-            "each key head serves the same number of query heads."
-        )
-    for name in ("head_dim", "value_dim"):
-        if sizes.get(name, 0) > LARGEST_HEAD_DIM:
-            raise ProblemError(f"{name}={sizes[name]} must be 1–{LARGEST_HEAD_DIM}.")
-
-
-def check_seed(seed: object) -> None:
-    """Raises ProblemError unless it is a seed."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ProblemError(f"seed={seed!r} must be a whole number.")
-    if not 0 <= seed <= _LARGEST_SEED:
-        raise ProblemError(f"seed={seed} must be from 0 to 2**63 − 1.")
-
-
-def check_scale(scale: Any) -> None:
-    """Raises ProblemError unless it is 0, for the default, or a positive number of fp32."""
-    fmt = FORMATS["fp32"]
-    # One that fp32 rounds to 0 would come back from JSON as the default.
-    if not is_number(scale) or not (scale == 0 or fmt.subnormal_spacing <= scale <= fmt.max):
-        raise ProblemError(f"scale={scale!r} must be a positive number in the range of fp32.")
-
-
-def check_memory(*, sink: object, paging: object) -> None:
-    """Raises ProblemError for a sink or pages that are none."""
-    if not isinstance(sink, bool):
-        raise ProblemError(f"sink={sink!r} must be true or false.")
-    if paging is not None and not isinstance(paging, Paging):
-        raise ProblemError(f"paging={paging!r} must be a Paging or None.")
-
-
-def check_gradients(asked: Mapping[str, object], dtype: str, paging: Paging | None) -> None:
-    """Raises ProblemError for gradients that there are not.
-
-    Args:
-        asked: ``backward``, and what is asked of a backward alone, by name.
-        dtype: A name of ``formats.DTYPES``.
-        paging: How keys lie in memory.
-    """
-    for name, value in asked.items():
-        if not isinstance(value, bool):
-            raise ProblemError(f"{name}={value!r} must be true or false.")
-    for name, value in asked.items():
-        if value and not asked["backward"]:
-            raise ProblemError(f"{name}=True has no meaning without backward=True.")
-    if asked["backward"] and DTYPES[dtype].scaled:
-        raise ProblemError(
-            f"there are no gradients in {dtype}: nothing says which descales they have."
-        )
-    if asked["backward"] and paging is not None:
-        raise ProblemError("there are no gradients of keys in pages.")
-
-
-Parameters = Mapping[str, int | float]
-Allowed = Mapping[str, Sequence[int]]
-
-Promise = Literal["repeat", "batch", "layout", "hidden"]
-"""What a kernel may promise of its bits, beyond being right.
-
-``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
-of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.
-``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
-no bit of the row, and may be NaN or overflow.
-"""
-
-PROMISES: tuple[Promise, ...] = ("repeat", "batch", "layout", "hidden")
-
-
-def fits_all(problem: Problem) -> None:
-    """No reason against any Problem."""
-    del problem
-
-
-def no_parameters(problem: Problem) -> Allowed:
-    """Nothing to choose."""
-    del problem
-    return {}
-
-
-def check_parameters(question: str, parameters: Parameters, allowed: Allowed) -> None:
-    """Raises ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers.
-
-    Args:
-        question: Name of the relation or probe.
-        parameters: What is asked.
-        allowed: What may be asked of the Problem.
-    """
-    if set(parameters) != set(allowed):
-        wanted = ", ".join(allowed) or "none"
-        raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {wanted}.")
-    for name, value in parameters.items():
-        if value not in allowed[name]:
-            raise ProblemError(f"{question}.{name}={value} must be one of {list(allowed[name])}.")
-
-
 OPERATIONS = ("attention", "softmax")
 SOFTMAX_DTYPES = ("fp32", "fp16", "bf16", "fp64")
+LARGEST_HEAD_DIM = 256
+_LARGEST_SEED = 2**63 - 1
 _SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
-_GRADIENTS = ("backward", "dlse", "dcaptured")
 # What an attention call has and a softmax has not, with what stands in its place.
 _ATTENTION_ONLY: dict[str, Any] = {
     "head_dim": 0,
@@ -174,7 +49,7 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "dlse": False,
     "dcaptured": False,
 }
-# What came later: left out of JSON at its default.
+# Fields that older versions lack are left out of JSON at their defaults: ids stay what they were.
 _SINCE = {
     "operation": "attention",
     "sink": False,
@@ -249,7 +124,10 @@ class Problem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_names()
+        if self.operation not in OPERATIONS:
+            raise UnknownName("operation", self.operation, OPERATIONS)
+        dtype_named(self.dtype)
+        distribution_named(self.distribution)
         self._default("kv_heads", self.heads)
         self._default("kv", self.query)
         if self.operation == "softmax":
@@ -258,9 +136,8 @@ class Problem:
         self._default("head_dim", 64)
         self._default("value_dim", self.head_dim)
         self._check_sizes(_SIZES)
-        check_scale(self.scale)
-        check_memory(sink=self.sink, paging=self.paging)
-        check_gradients({n: getattr(self, n) for n in _GRADIENTS}, self.dtype, self.paging)
+        self._check_options()
+        self._check_gradients()
         self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
         library.check_mask(self.mask, self.dimensions)
         library.check_score(self.score, self.dimensions)
@@ -280,8 +157,8 @@ class Problem:
         for name, only in (_ATTENTION_ONLY | {"kv_heads": self.heads}).items():
             value = getattr(self, name)
             if value != only:
-                said = str(value) if isinstance(value, Spec) else repr(value)
-                raise ProblemError(f"{name}={said} has no meaning for softmax.")
+                text = str(value) if isinstance(value, Spec) else repr(value)
+                raise ProblemError(f"{name}={text} has no meaning for softmax.")
             self._set(name, only)  # 0.0 and False are 0 too, and would be another id
         self._check_sizes(tuple(name for name in _SIZES if name not in _ATTENTION_ONLY))
         if self.dtype not in SOFTMAX_DTYPES:
@@ -294,14 +171,50 @@ class Problem:
             )
 
     def _check_sizes(self, names: tuple[str, ...]) -> None:
-        check_sizes({name: getattr(self, name) for name in names})
-        check_seed(self.seed)
+        """Raise ProblemError unless all are sizes and a seed, and heads share key heads evenly."""
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ProblemError(f"{name}={value!r} must be a whole number of at least 1.")
+        if self.heads % self.kv_heads:
+            raise ProblemError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}: "
+                "each key head serves the same number of query heads."
+            )
+        for name in ("head_dim", "value_dim"):
+            if getattr(self, name) > LARGEST_HEAD_DIM:
+                raise ProblemError(f"{name}={getattr(self, name)} must be 1–{LARGEST_HEAD_DIM}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ProblemError(f"seed={self.seed!r} must be a whole number.")
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            raise ProblemError(f"seed={self.seed} must be from 0 to 2**63 − 1.")
 
-    def _check_names(self) -> None:
-        if self.operation not in OPERATIONS:
-            raise UnknownName("operation", self.operation, OPERATIONS)
-        dtype_named(self.dtype)
-        distribution_named(self.distribution)
+    def _check_options(self) -> None:
+        """Raise ProblemError for a scale, a sink or pages that are none."""
+        fmt, scale = FORMATS["fp32"], self.scale
+        # One that fp32 rounds to 0 would come back from JSON as the default.
+        if not _is_number(scale) or not (scale == 0 or fmt.subnormal_spacing <= scale <= fmt.max):
+            raise ProblemError(f"scale={scale!r} must be a positive number in the range of fp32.")
+        if not isinstance(self.sink, bool):
+            raise ProblemError(f"sink={self.sink!r} must be true or false.")
+        if self.paging is not None and not isinstance(self.paging, Paging):
+            raise ProblemError(f"paging={self.paging!r} must be a Paging or None.")
+
+    def _check_gradients(self) -> None:
+        """Raise ProblemError for gradients that there are not."""
+        gradients = {name: getattr(self, name) for name in ("backward", "dlse", "dcaptured")}
+        for name, value in gradients.items():
+            if not isinstance(value, bool):
+                raise ProblemError(f"{name}={value!r} must be true or false.")
+        for name, value in gradients.items():
+            if value and not self.backward:
+                raise ProblemError(f"{name}=True has no meaning without backward=True.")
+        if self.backward and self.formats.scaled:
+            raise ProblemError(
+                f"there are no gradients in {self.dtype}: nothing says which descales they have."
+            )
+        if self.backward and self.paging is not None:
+            raise ProblemError("there are no gradients of keys in pages.")
 
     @property
     def formats(self) -> Dtype:
@@ -327,14 +240,11 @@ class Problem:
         return library.build_score(self.score, self.dimensions, device)
 
     def replace(self, **changes: Any) -> Problem:
-        """This Problem with other fields; the new one is checked like any."""
+        """Return this Problem with other fields; the new one is checked like any."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; ``from_json`` gives the same Problem back.
-
-        What came later is named only where it is not at its default: ids stay what they were.
-        """
+        """Return a JSON object; ``from_json`` gives the same Problem back."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data |= {"mask": self.mask.to_json(), "score": self.score.to_json()}
         if self.paging is not None:
@@ -343,7 +253,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Problem:
-        """The Problem that ``to_json`` wrote; raises ProblemError on anything else."""
+        """Return the Problem that ``to_json`` wrote; raises ProblemError on anything else."""
         if not isinstance(data, Mapping):
             raise ProblemError(f"a problem is a JSON object, not {data!r}.")
         unknown = sorted(set(data) - {f.name for f in dataclasses.fields(cls)})
@@ -374,16 +284,23 @@ class Problem:
         return f"B{self.batch} H{heads} Q{self.query} K{self.kv} D{dims}"
 
     def __str__(self) -> str:
-        said = [self.dtype, str(self.mask) if self.operation == "attention" else self.operation]
-        said += [str(self.score)] if self.score != library.NONE else []
-        said += ["sink"] if self.sink else []
-        said += [str(self.paging)] if self.paging else []
-        said += ["backward"] if self.backward else []
-        said += ["dLSE"] if self.dlse else []
-        said += ["dcaptured"] if self.dcaptured else []
-        said += [self.shape, self.distribution, f"seed {self.seed}"]
-        usual = self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
-        return " ".join(said if usual else [*said, f"scale {self.scale:g}"])
+        softmax = self.operation == "softmax"
+        usual = softmax or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
+        parts = (
+            self.dtype,
+            self.operation if softmax else str(self.mask),
+            str(self.score) if self.score != library.NONE else "",
+            "sink" if self.sink else "",
+            str(self.paging) if self.paging else "",
+            "backward" if self.backward else "",
+            "dLSE" if self.dlse else "",
+            "dcaptured" if self.dcaptured else "",
+            self.shape,
+            self.distribution,
+            f"seed {self.seed}",
+            "" if usual else f"scale {self.scale:g}",
+        )
+        return " ".join(part for part in parts if part)
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001  (IPython's)
         printer.text(str(self))
@@ -391,7 +308,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is asked of a Problem: the whole reproducer.
+    """A Problem and a question about it: the whole reproducer.
 
     Attributes:
         problem: What to compute.
@@ -407,13 +324,13 @@ class Case:
     generator: int = draws.VERSION
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; ``from_json`` gives the same Case back."""
-        asked = {"question": self.question, "parameters": dict(self.parameters)}
-        return {"problem": self.problem.to_json(), **asked, "generator": self.generator}
+        """Return a JSON object; ``from_json`` gives the same Case back."""
+        question = {"question": self.question, "parameters": dict(self.parameters)}
+        return {"problem": self.problem.to_json(), **question, "generator": self.generator}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Case:
-        """The Case that ``to_json`` wrote.
+        """Return the Case that ``to_json`` wrote.
 
         Raises ProblemError on anything else, and on one of another generator, not drawable here.
         """
@@ -427,7 +344,7 @@ class Case:
         question, parameters = data.get("question", "compare"), data.get("parameters", {})
         if not isinstance(question, str):
             raise ProblemError(f"a case's question is a name, not {question!r}.")
-        if not isinstance(parameters, Mapping) or not all(map(is_number, parameters.values())):
+        if not isinstance(parameters, Mapping) or not all(map(_is_number, parameters.values())):
             raise ProblemError(f"a case's parameters are numbers by name, not {parameters!r}.")
         problem = Problem.from_json(data["problem"])
         return cls(problem=problem, question=question, parameters=dict(parameters))
@@ -448,3 +365,8 @@ def short_id(data: dict[str, Any]) -> str:
     """Base-32 digits of the SHA-256 of the canonical JSON; 50 bits are plenty for a report."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return base64.b32encode(hashlib.sha256(text.encode()).digest())[:10].decode().lower()
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a real number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ from 0, all contiguous:
 | ``i.mask`` | (batch, heads, query, kv), each axis possibly 1: the same for all | bool, or fp32, fp16 or bf16 that is added to the scores |
 
 ``i.mask`` is there for the mask kinds ``bool`` and ``additive`` alone.
-"""
+"""  # noqa: E501  # a table's row is a line
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.draws import Draws
-    from attncheck.inputs.distribution_tensors import Drawn, Sizes
+    from attncheck.inputs.distributions import Drawn, Sizes
     from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
 
 __all__ = [

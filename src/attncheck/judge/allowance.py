@@ -1,4 +1,4 @@
-"""Allowed errors of a kernel's outputs over a Problem, and the share of them that its errors take."""
+"""Allowed errors of a kernel's outputs over a Problem, and the shares that its errors take."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from attncheck.core.judgement import Place
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch import Tensor
+
     from attncheck.core.conditions import Rows
     from attncheck.core.outputs import TensorName
 
@@ -22,10 +24,10 @@ __all__ = [
     "Sample",
     "Share",
     "at_rows",
-    "largest",
-    "of_rows",
+    "largest_share",
     "place_of",
-    "share",
+    "share_in_problem",
+    "share_of",
     "shares",
 ]
 
@@ -41,16 +43,16 @@ class Sample:
         probable_lse: The same of LSE, ``(heads, rows)``.
         sd_out: Predicted root mean square of the error, as ``probable_out``.
         sd_lse: The same of LSE.
-        lost_out: What of the bound of out is for numbers below the normal range, which hardware
+        lost_out: The part of out's bound that is for numbers below the normal range, which hardware
             may take for 0, as ``probable_out``; None for nothing.
     """
 
     rows: Rows
-    probable_out: torch.Tensor
-    probable_lse: torch.Tensor
-    sd_out: torch.Tensor
-    sd_lse: torch.Tensor
-    lost_out: torch.Tensor | None = None
+    probable_out: Tensor
+    probable_lse: Tensor
+    sd_out: Tensor
+    sd_lse: Tensor
+    lost_out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -65,8 +67,8 @@ class Allowance:
         oracle_share: Largest proven error of the float64 oracle ÷ allowance, over what is finite.
     """
 
-    out: torch.Tensor
-    lse: torch.Tensor
+    out: Tensor
+    lse: Tensor
     samples: list[Sample] = field(default_factory=list)
     jumps: int = 0
     oracle_share: float = 0.0
@@ -74,7 +76,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The largest share over some elements of one tensor.
+    """The largest |error| ÷ allowance over some elements of one tensor; above 1 is beyond it.
 
     Attributes:
         tensor: Which one.
@@ -95,7 +97,7 @@ class Share:
     elements: int
 
 
-def shares(error: torch.Tensor, allowance: torch.Tensor) -> torch.Tensor:
+def shares(error: Tensor, allowance: Tensor) -> Tensor:
     """|error| ÷ allowance, elementwise, float64.
 
     No error is no share, even of no allowance. An error without an allowance is infinite, and so
@@ -106,18 +108,14 @@ def shares(error: torch.Tensor, allowance: torch.Tensor) -> torch.Tensor:
     return torch.where(ratio.isnan(), math.inf, ratio)
 
 
-def share(
-    tensor: TensorName,
-    got: torch.Tensor,
-    exact: torch.Tensor,
-    allowance: torch.Tensor,
-    counted: torch.Tensor,
+def share_of(
+    tensor: TensorName, got: Tensor, exact: Tensor, allowance: Tensor, counted: Tensor
 ) -> Share | None:
     """The largest share over the elements counted; None where none is.
 
     Args:
         tensor: Which one this is.
-        got: What the kernel gave, in the axes of ``judgement.AXES``.
+        got: What the kernel gave, in the axes of ``core.outputs.AXES``.
         exact: The exact result, float64, same shape.
         allowance: float64, same shape.
         counted: bool, same shape: what has a finite allowance.
@@ -140,33 +138,33 @@ def share(
     )
 
 
-def at_rows(rows: Rows, tensor: torch.Tensor) -> torch.Tensor:
+def largest_share(parts: Iterable[Share | None]) -> Share | None:
+    """The largest of the shares of several parts, counting the elements of all."""
+    some = [share for share in parts if share is not None]
+    if not some:
+        return None
+    return replace(
+        max(some, key=lambda share: share.size),
+        beyond=sum(share.beyond for share in some),
+        elements=sum(share.elements for share in some),
+    )
+
+
+def share_in_problem(share: Share, rows: Rows, heads: int) -> Share:
+    """``share`` among ``(1, heads, rows, …)`` of some rows, with its place in the whole problem."""
+    head = rows.heads[share.place.head]
+    query = int(rows.query[share.place.query])
+    where = Place(batch=head // heads, head=head % heads, query=query, dim=share.place.dim)
+    return replace(share, place=where)
+
+
+def at_rows(rows: Rows, tensor: Tensor) -> Tensor:
     """The ``(heads, rows, …)`` part of a ``(batch, heads, query, …)`` tensor."""
     heads = rows.heads
     some = tensor.flatten(0, 1)[heads.start : heads.stop : heads.step]
     return some.index_select(1, rows.query.to(some.device))
 
 
-def largest(found: Iterable[Share | None]) -> Share | None:
-    """The largest of the shares of several parts, counting the elements of all."""
-    some = [one for one in found if one is not None]
-    if not some:
-        return None
-    return replace(
-        max(some, key=lambda one: one.size),
-        beyond=sum(one.beyond for one in some),
-        elements=sum(one.elements for one in some),
-    )
-
-
-def of_rows(found: Share, rows: Rows, heads: int) -> Share:
-    """``found`` among ``(1, heads, rows, …)`` of some rows, with its place in the whole problem."""
-    head = rows.heads[found.place.head]
-    query = int(rows.query[found.place.query])
-    where = Place(batch=head // heads, head=head % heads, query=query, dim=found.place.dim)
-    return replace(found, place=where)
-
-
 def place_of(flat: int, shape: torch.Size) -> Place:
-    """The element numbered ``flat`` of a tensor of this shape."""
+    """The element numbered ``flat``, row-major, of a tensor of this shape."""
     return Place.of(tuple(int(i) for i in np.unravel_index(flat, shape)))

@@ -1,6 +1,19 @@
 """Blind spot of a problem: the smallest faults that its allowances would have exposed.
 
-With P the exact weights of a row, O = P·V, and A the allowance of O (element by element):
+A right kernel may be off by the allowance, and a fault that moves every result by less cannot be
+seen on these inputs. That is no fault of theirs: equal values never notice a key, and q = 0 never a
+scale. Everything here is computed from exact quantities and the allowances that were applied; no
+kernel takes part. The smallest fault is the one whose effect alone exceeds an allowance: a kernel's
+rounding, a small part of it as a rule, is left out.
+
+**Scale.** The softmax scale σ times 1 + ε changes the product x_j into (1 + ε) x_j, and the score
+by ε s_j with s_j = x_j · f′(x_j), f being the score mod. To first order, with weights P and out O,
+
+    dO/dε = Σ_j P_j s_j (v_j − O)        dLSE/dε = Σ_j P_j s_j
+
+and the smallest ε is the least of allowance ÷ |derivative| over elements and rows.
+
+**Single keys.** With A the allowance of O (element by element):
 
 * Key j's weight times 1 + η makes (O + η P_j v_j) ÷ (1 + η P_j), so that O moves by
   η P_j (v_j − O) ÷ (1 + η P_j) and LSE by log(1 + η P_j).
@@ -14,31 +27,17 @@ For the key of the largest weight 1 − P_j and v_j − O may be lost in float64
 without it, v_j − O = (1 − P_j)(v_j − O′), and dropping it moves O by P_j (v_j − O′); 1 − P_j is
 added up from the other weights, each of which is at most ½. LSE′ is of the other scores.
 
-The fault is played, not estimated: products are added up exactly in steps of 16, as a tensor core
-takes them, and after every step the sum is cut to t significant bits, toward zero. Once this is
-done to P·V, with exact weights and keys in their order, and once to q·k, with the exact softmax of
-what comes out. A cut sum is always too small, so that what is lost adds up over the steps: this is
-what tells a truncating accumulator from a rounding one.
-
-A right kernel may be off by the allowance, and a fault that moves every result by less is not to be
-seen on these inputs. That is no fault of theirs: equal values never notice a key, and q = 0 never a
-scale. Everything here is computed from exact quantities and the allowances that were applied; no
-kernel is asked. The smallest fault is the one whose effect alone exceeds an allowance: a kernel's
-rounding, a small part of it as a rule, is left out.
-
-Of single keys see ``key_weights``, of accumulators ``truncation``. The softmax scale σ times 1 + ε
-changes the product x_j into (1 + ε) x_j, and the score by ε s_j with s_j = x_j · f′(x_j), f being
-the score mod. To first order, with weights P and out O,
-
-    dO/dε = Σ_j P_j s_j (v_j − O)        dLSE/dε = Σ_j P_j s_j
-
-and the smallest ε is the least of allowance ÷ |derivative| over elements and rows.
+**Accumulators.** The fault is played, not estimated: products are added up exactly in steps of 16,
+as a tensor core takes them, and after every step the sum is cut to t significant bits, toward zero.
+Once this is done to P·V, with exact weights and keys in their order, and once to q·k, with the
+exact softmax of what comes out. A cut sum is always too small, so that what is lost adds up over
+the steps: this is what tells a truncating accumulator from a rounding one.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,92 +46,173 @@ from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import at_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
+
+    from torch import Tensor
 
     from attncheck.core.conditions import Conditions
-    from attncheck.judge.allowance import Allowance, Sample
+    from attncheck.judge.allowance import Allowance
 
-__all__ = ["Exposure", "KeyWeights", "accumulator_bits", "blind_spot", "cut", "key_weights"]
+__all__ = ["blind_spot", "cut"]
+
+EXAMINED = 2**23
+"""Elements (head, row, key, dim) at most for single keys and accumulators, which take a pass over
+each: rows spread evenly where there are more. About a quarter of a second on one core."""
+
+STEP = 16
+"""Products that are added in one step: of 16-bit operands on Hopper."""
+
+MOST_BITS = 24
+"""Significant bits of fp32: an accumulator of no fewer is no fault."""
+
+_UNIT = 2.0**-52  # twice float64's unit roundoff: a sum of n terms is off by n times half of it
+_LEAST = torch.finfo(torch.float64).tiny  # in place of no allowance at all: 0 ÷ 0 is no share
 
 
-UNIT = 2.0**-52
-"""Twice float64's unit roundoff: what a sum of n terms may be off by is n times half of it."""
+def blind_spot(
+    rows: Iterable[tuple[Conditions, Tensor | None]],
+    allowance: Allowance,
+    *,
+    generic: bool,
+    exposes_lse: bool,
+) -> BlindSpot | None:
+    """Find the smallest faults that the sampled rows of a problem would have exposed.
+
+    Args:
+        rows: Of each of the allowance's samples, in order, the exact quantities and the score mod's
+            derivative at the products, ``(heads, rows, kv)``. Where there is a mod and no
+            derivative, errors of scores are not examined; without a mod None will do.
+        allowance: What was allowed.
+        generic: Whether the inputs are drawn without structure, so that the probabilistic bound
+            was applied beside the deterministic one.
+        exposes_lse: Whether the kernel gives LSE.
+
+    None where no row sees a key and has a finite allowance.
+    """
+    exposed = _Exposed()
+    for (known, slope), sample in zip(rows, allowance.samples, strict=True):
+        out, lse = at_rows(sample.rows, allowance.out), at_rows(sample.rows, allowance.lse)
+        if generic:
+            out = torch.minimum(out, sample.probable_out)
+            lse = torch.minimum(lse, sample.probable_lse)
+        some = _AllowedRows.of(known, out, lse if exposes_lse else None, slope)
+        exposed.add(some, EXAMINED // len(allowance.samples))
+    return exposed.summary()
+
+
+@dataclass(slots=True)
+class _Exposed:
+    """What the blocks of rows seen so far would have exposed."""
+
+    smallest: float = math.inf
+    scale: float = math.inf
+    bits: int = 0
+    dropped: int = 0
+    pairs: int = 0
+    half: bool = False
+    zeros: bool = False
+    allowances: list[float] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
+    elements: int = 0
+    judges_lse: bool = False
+
+    def add(self, rows: _AllowedRows, examined: int) -> None:
+        judged = rows.out_allowance.isfinite()
+        out = rows.known.out[judged].abs()
+        allowed = rows.out_allowance[judged]
+        self.elements += int(judged.sum())
+        self.judges_lse = self.judges_lse or bool(rows.lse_allowance.isfinite().any())
+        self.allowances.append(float(allowed.sum()))
+        self.squares.append(float(out.square().sum()))
+        self.half = self.half or bool((out / 2 > allowed).any())
+        self.zeros = self.zeros or bool((out > allowed).any())
+        self.scale = min(self.scale, _smallest_scale(rows))
+
+        some = rows.evenly_spread(examined)
+        smallest, dropped, pairs = _key_weights(some)
+        self.smallest = min(self.smallest, smallest)
+        self.dropped += dropped
+        self.pairs += pairs
+        self.bits = _accumulator_bits(some, self.bits)
+
+    def summary(self) -> BlindSpot | None:
+        if not self.elements and not self.judges_lse:
+            return None
+        elements = max(1, self.elements)
+        root = math.sqrt(math.fsum(self.squares) / elements)
+        mean = math.fsum(self.allowances) / elements
+        return BlindSpot(
+            dropped_keys=self.dropped / self.pairs if self.pairs else None,
+            weight=self.smallest,
+            scale=self.scale,
+            accumulator_bits=self.bits,
+            half=self.half,
+            zeros=self.zeros,
+            mean_allowance=mean / root if root else math.inf,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Exposure:
+class _AllowedRows:
     """Rows, their exact softmax weights, and the allowances that were applied to them.
 
     Attributes:
         known: The exact quantities.
         weights: P, ``(heads, rows, kv)``; 0 where not seen.
-        out_allowance: ``(heads, rows, value_dim)``; infinite where nothing is asked.
-        lse_allowance: ``(heads, rows)``; infinite where nothing is asked, and where the kernel does
-            not expose LSE.
+        out_allowance: ``(heads, rows, value_dim)``; infinite where nothing is judged.
+        lse_allowance: ``(heads, rows)``; infinite where nothing is judged, and where the kernel
+            does not expose LSE.
         slope: Derivative of the score mod at the products, ``(heads, rows, kv)``; None where it is
             not known.
     """
 
     known: Conditions
-    weights: torch.Tensor
-    out_allowance: torch.Tensor
-    lse_allowance: torch.Tensor
-    slope: torch.Tensor | None
+    weights: Tensor
+    out_allowance: Tensor
+    lse_allowance: Tensor
+    slope: Tensor | None
 
     @classmethod
     def of(
-        cls,
-        known: Conditions,
-        out_allowance: torch.Tensor,
-        lse_allowance: torch.Tensor | None,
-        slope: torch.Tensor | None,
-    ) -> Exposure:
-        """The exposure of ``known`` with these allowances; without ``lse_allowance`` no LSE."""
+        cls, known: Conditions, out: Tensor, lse: Tensor | None, slope: Tensor | None
+    ) -> _AllowedRows:
+        """``known`` with these allowances; without ``lse`` none of LSE."""
         alive = known.seen.any(-1)
-        if lse_allowance is None:
-            lse_allowance = torch.full_like(known.lse, math.inf)
+        if lse is None:
+            lse = torch.full_like(known.lse, math.inf)
         if slope is None and not known.has_score_mod:
             slope = torch.ones_like(known.products)
+        # Another rule judges rows that see no key.
         return cls(
             known=known,
-            weights=softmax(known.scores, known.seen),
-            out_allowance=_asked(out_allowance, alive[..., None]),
-            lse_allowance=_asked(lse_allowance, alive),
+            weights=_softmax(known.scores, known.seen),
+            out_allowance=torch.where(alive[..., None] & ~out.isnan(), out, math.inf),
+            lse_allowance=torch.where(alive & ~lse.isnan(), lse, math.inf),
             slope=slope,
         )
 
-    def rows(self, chosen: torch.Tensor) -> Exposure:
-        """Those of the rows with these int64 indices into the axis ``rows``."""
-        known = self.known
-        part = {
-            name: getattr(known, name)[:, chosen]
-            for name in ("q", "products", "scores", "seen", "maximum", "total", "out", "lse")
-        }
-        kept = {
-            name: getattr(known, name)
-            for name in (
-                "rows",
-                "k",
-                "v",
-                "scale",
-                "given_scores",
-                "has_score_mod",
-                "has_sink",
-            )
-        }
-        return Exposure(
-            known=type(known)(**part, **kept),
+    def evenly_spread(self, examined: int) -> _AllowedRows:
+        """As many of the rows, first and last among them, as make no more elements than that."""
+        heads, count, keys = self.weights.shape
+        of_a_row = heads * keys * max(1, self.known.v.shape[-1])
+        number = max(1, min(count, examined // of_a_row))
+        device = self.weights.device
+        chosen = torch.linspace(0, count - 1, number, dtype=torch.float64, device=device)
+        chosen = chosen.round().long()
+        by_row = ("q", "products", "scores", "seen", "maximum", "total", "out", "lse")
+        return _AllowedRows(
+            known=replace(self.known, **{n: getattr(self.known, n)[:, chosen] for n in by_row}),
             weights=self.weights[:, chosen],
             out_allowance=self.out_allowance[:, chosen],
             lse_allowance=self.lse_allowance[:, chosen],
             slope=None if self.slope is None else self.slope[:, chosen],
         )
 
-    def through_values(self, weights: torch.Tensor) -> torch.Tensor:
+    def through_values(self, weights: Tensor) -> Tensor:
         """``weights`` times V, ``(heads, rows, value_dim)``; of a softmax V is the identity."""
         return weights if self.known.given_scores else weights @ self.known.v
 
-    def size(self, weights: torch.Tensor) -> torch.Tensor:
+    def size(self, weights: Tensor) -> Tensor:
         """The same of |weights| and |V|: what a sum's own rounding is in proportion to."""
         sizes = weights.abs()
         return sizes if self.known.given_scores else sizes @ self.known.v.abs()
@@ -140,16 +220,16 @@ class Exposure:
     @property
     def resolution(self) -> float:
         """Relative rounding error of a float64 sum over the keys, of two products and a factor."""
-        return (self.weights.shape[-1] + 4) * UNIT
+        return (self.weights.shape[-1] + 4) * _UNIT
 
-    def exposed(self, out: torch.Tensor, lse: torch.Tensor) -> bool:
+    def exposes(self, out: Tensor, lse: Tensor) -> bool:
         """Whether these results instead of the exact ones would be beyond an allowance."""
         known = self.known
         beyond = (out - known.out).abs() > self.out_allowance
         return bool(beyond.any() or ((lse - known.lse).abs() > self.lse_allowance).any())
 
 
-def softmax(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
     """exp(score − maximum) ÷ Σ over the seen keys, ``(…, kv)``; zeros where none is seen."""
     hidden = torch.where(seen, scores, -math.inf)
     largest = hidden.amax(-1, keepdim=True)
@@ -158,36 +238,39 @@ def softmax(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     return powers / torch.where(total > 0, total, 1.0)
 
 
-def _asked(allowance: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Infinite in rows that see no key, which another rule asks about, and where it is NaN."""
-    return torch.where(alive & ~allowance.isnan(), allowance, math.inf)
+def _smallest_scale(rows: _AllowedRows) -> float:
+    """Smallest relative error of the scale that some allowance of ``rows`` exposes, first order."""
+    if rows.slope is None:
+        return math.inf
+    moved = rows.weights * rows.known.products * rows.slope
+    of_lse = moved.sum(-1)
+    out = rows.known.out
+    of_out = rows.through_values(moved) - out * of_lse[..., None]
+    sizes = moved.abs().sum(-1)
+    blur = rows.resolution * (rows.size(moved) + out.abs() * sizes[..., None])
+    return min(
+        _least_ratio(rows.out_allowance, of_out.abs() - blur),
+        _least_ratio(rows.lse_allowance, of_lse.abs() - rows.resolution * sizes),
+    )
 
 
-_LEAST = torch.finfo(torch.float64).tiny  # in place of no allowance at all: 0 ÷ 0 is no share
+def _least_ratio(allowance: Tensor, derivative: Tensor) -> float:
+    """Least of allowance ÷ derivative; infinite where nothing moves."""
+    moves = derivative > 0
+    return float((allowance[moves] / derivative[moves]).min()) if bool(moves.any()) else math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyWeights:
-    """What would be exposed of single keys.
+def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
+    """What the allowances of ``rows`` expose of single keys.
 
-    Attributes:
-        smallest: Smallest relative error of one key's weight; infinite where none.
-        dropped: Visible (row, key) pairs of rows that see two keys or more of which one dropped
-            would be seen.
-        pairs: All such pairs.
+    Returns the smallest relative error of one key's weight (infinite where none), the visible (row,
+    key) pairs of rows that see two keys or more of which one dropped would be seen, and all such
+    pairs.
     """
-
-    smallest: float
-    dropped: int
-    pairs: int
-
-
-def key_weights(rows: Exposure) -> KeyWeights:
-    """What the allowances of ``rows`` expose of single keys, by the formulas above."""
     known, weights = rows.known, rows.weights
     top = weights.argmax(-1, keepdim=True)
     others = known.seen.scatter(-1, top, value=False)
-    without = softmax(known.scores, others)
+    without = _softmax(known.scores, others)
     alone = ~others.any(-1, keepdim=True)
     rest = torch.where(others, weights, 0.0).sum(-1, keepdim=True)  # 1 − P of the largest
 
@@ -205,22 +288,23 @@ def key_weights(rows: Exposure) -> KeyWeights:
     dropped = paired & ((moved > 1) | (lse_moved > rows.lse_allowance[..., None]))
     smallest = _smallest_change(weights, farthest, rows.lse_allowance[..., None])
     visible = smallest[known.seen & (weights > 0)]
-    return KeyWeights(
-        smallest=float(visible.min()) if visible.numel() else math.inf,
-        dropped=int(dropped.sum()),
-        pairs=int(paired.sum()),
-    )
+    least = float(visible.min()) if visible.numel() else math.inf
+    return least, int(dropped.sum()), int(paired.sum())
 
 
-def _farthest(rows: Exposure) -> torch.Tensor:
-    """M, ``(heads, rows, kv)``; huge where an element without an allowance moves.
-
-    One dim after the other, so that nothing of the size rows × kv × dim is ever held.
-    """
+def _farthest(rows: _AllowedRows) -> Tensor:
+    """M, ``(heads, rows, kv)``; huge where an element without an allowance moves."""
     if rows.known.given_scores:
-        return _farthest_of_softmax(rows)
+        # V is the identity: |1 − P_j| of key j itself, P_d of every other.
+        weights, allowance = rows.weights, rows.out_allowance
+        each = _times_allowed(weights, allowance)
+        top = each.argmax(-1, keepdim=True)
+        other = each.amax(-1, keepdim=True).expand_as(each)
+        other = other.scatter(-1, top, each.scatter(-1, top, 0.0).amax(-1, keepdim=True))
+        return torch.maximum(_times_allowed(1 - weights, allowance), other)
+    # One dim after the other, so that nothing of the size rows × kv × dim is ever held.
     values = rows.known.v.mT.contiguous()
-    out, blur, asked = (
+    out, blur, inverse = (
         part.mT[..., None].contiguous()
         for part in (
             rows.known.out,
@@ -228,14 +312,14 @@ def _farthest(rows: Exposure) -> torch.Tensor:
             1 / rows.out_allowance.clamp_min(_LEAST),
         )
     )
-    found = torch.zeros_like(rows.weights)
+    farthest = torch.zeros_like(rows.weights)
     for d in range(values.shape[1]):
-        apart = (values[:, d, None] - out[:, d]).abs_().sub_(blur[:, d]).mul_(asked[:, d])
-        torch.maximum(found, apart, out=found)
-    return found
+        apart = (values[:, d, None] - out[:, d]).abs_().sub_(blur[:, d]).mul_(inverse[:, d])
+        torch.maximum(farthest, apart, out=farthest)
+    return farthest
 
 
-def _farthest_of_top(rows: Exposure, top: torch.Tensor, without: torch.Tensor) -> torch.Tensor:
+def _farthest_of_top(rows: _AllowedRows, top: Tensor, without: Tensor) -> Tensor:
     """M ÷ (1 − P) of the key of the largest weight, ``(heads, rows, 1)``."""
     elsewhere = rows.through_values(without)
     blur = rows.resolution * rows.size(without)
@@ -245,27 +329,15 @@ def _farthest_of_top(rows: Exposure, top: torch.Tensor, without: torch.Tensor) -
         dim = rows.known.v.shape[-1]
         own = rows.known.v.gather(1, top.expand(-1, -1, dim))
     apart = (own - elsewhere).abs() - blur
-    return _share(apart, rows.out_allowance).amax(-1, keepdim=True)
+    return _times_allowed(apart, rows.out_allowance).amax(-1, keepdim=True)
 
 
-def _farthest_of_softmax(rows: Exposure) -> torch.Tensor:
-    """The same with V the identity: |1 − P_j| of key j itself, P_d of every other."""
-    weights, allowance = rows.weights, rows.out_allowance
-    each = _share(weights, allowance)
-    top = each.argmax(-1, keepdim=True)
-    other = each.amax(-1, keepdim=True).expand_as(each)
-    other = other.scatter(-1, top, each.scatter(-1, top, 0.0).amax(-1, keepdim=True))
-    return torch.maximum(_share(1 - weights, allowance), other)
-
-
-def _share(moved: torch.Tensor, allowance: torch.Tensor) -> torch.Tensor:
-    """How many times its allowance each moves; 0 of what does not move or nobody asks about."""
+def _times_allowed(moved: Tensor, allowance: Tensor) -> Tensor:
+    """How many times its allowance each moves; 0 of what does not move or is not judged."""
     return moved.clamp_min(0.0) / allowance.clamp_min(_LEAST)
 
 
-def _smallest_change(
-    weights: torch.Tensor, farthest: torch.Tensor, allowance: torch.Tensor
-) -> torch.Tensor:
+def _smallest_change(weights: Tensor, farthest: Tensor, allowance: Tensor) -> Tensor:
     """|η| of every pair, ``(heads, rows, kv)``, through out or LSE, whichever needs less."""
     too_small = torch.minimum(1 / (weights * (farthest + 1)), -torch.expm1(-allowance) / weights)
     through_out = torch.where(farthest > 1, 1 / (weights * (farthest - 1)), math.inf)
@@ -273,36 +345,29 @@ def _smallest_change(
     return torch.where(too_small < 1, too_small, too_large)
 
 
-STEP = 16
-"""Products that are added in one step: of 16-bit operands on Hopper."""
-
-MOST = 24
-"""Significant bits of fp32: an accumulator of no fewer is no fault."""
-
-
-def accumulator_bits(rows: Exposure, known: int = 0) -> int:
+def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     """Largest number of bits below fp32's at which a cut sum is beyond an allowance of ``rows``.
 
     Args:
         rows: Where to look.
-        known: A number of bits that is exposed already; nothing smaller is looked for.
+        exposed: A number of bits that is exposed already; nothing smaller is looked for.
 
-    0 where none is. Found by halving: fewer bits lose more.
+    0 where none is. By halving: fewer bits lose more.
     """
     if rows.known.given_scores:
-        return known  # nothing is multiplied
-    seen, unseen = known, MOST
-    bits = known + 1  # most often a later block shows nothing new
-    while seen < bits < unseen:
-        if _exposed(rows, bits):
-            seen = bits
+        return exposed  # nothing is multiplied
+    hidden = MOST_BITS
+    bits = exposed + 1  # most often a later block shows nothing new
+    while exposed < bits < hidden:
+        if _values_expose(rows, bits) or (rows.slope is not None and _scores_expose(rows, bits)):
+            exposed = bits
         else:
-            unseen = bits
-        bits = (seen + unseen) // 2
-    return seen
+            hidden = bits
+        bits = (exposed + hidden) // 2
+    return exposed
 
 
-def cut(values: torch.Tensor, bits: int) -> torch.Tensor:
+def cut(values: Tensor, bits: int) -> Tensor:
     """float64 ``values`` with the first ``bits`` significant bits alone: rounded toward zero.
 
     Normal numbers; the sign is apart from the significand, so that clearing bits lessens the size.
@@ -310,21 +375,17 @@ def cut(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values.contiguous().view(torch.int64) & -(1 << (53 - bits))).view(torch.float64)
 
 
-def _exposed(rows: Exposure, bits: int) -> bool:
-    return _values_exposed(rows, bits) or (rows.slope is not None and _scores_exposed(rows, bits))
-
-
-def _values_exposed(rows: Exposure, bits: int) -> bool:
+def _values_expose(rows: _AllowedRows, bits: int) -> bool:
     """Whether P·V added up in ``bits`` bits is beyond what out is allowed."""
     weights, values = rows.weights, rows.known.v
     total = torch.zeros_like(rows.known.out)
     for start in range(0, weights.shape[-1], STEP):
         keys = slice(start, start + STEP)
         total = cut(total + weights[..., keys] @ values[:, keys], bits)
-    return rows.exposed(total, rows.known.lse)
+    return rows.exposes(total, rows.known.lse)
 
 
-def _scores_exposed(rows: Exposure, bits: int) -> bool:
+def _scores_expose(rows: _AllowedRows, bits: int) -> bool:
     """Whether q·k added up in ``bits`` bits makes out or LSE beyond what they are allowed.
 
     Through a score mod to first order, with its slope at the exact products.
@@ -336,135 +397,6 @@ def _scores_exposed(rows: Exposure, bits: int) -> bool:
         dims = slice(start, start + STEP)
         total = cut(total + known.q[..., dims] @ known.k[..., dims].mT, bits)
     scores = known.scores + rows.slope * (known.scale * total - known.products)
-    weights = softmax(scores, known.seen)
+    weights = _softmax(scores, known.seen)
     hidden = torch.where(known.seen, scores, -torch.inf)
-    return rows.exposed(rows.through_values(weights), torch.logsumexp(hidden, -1))
-
-
-EXAMINED = 2**23
-"""Elements (head, row, key, dim) at most for single keys and accumulators, which take a pass over
-each: rows spread evenly where there are more. About a quarter of a second on one core."""
-
-
-def blind_spot(
-    conditions: Iterable[Conditions],
-    allowance: Allowance,
-    *,
-    generic: bool,
-    exposes_lse: bool,
-    slopes: Callable[[Conditions], torch.Tensor] | None = None,
-) -> BlindSpot | None:
-    """The smallest faults that the sampled rows of a problem would have exposed.
-
-    Args:
-        conditions: Of the sampled rows, in the order of the allowance's samples.
-        allowance: What was allowed.
-        generic: Whether the inputs are drawn without structure, so that the probabilistic bound
-            was applied beside the deterministic one.
-        exposes_lse: Whether the kernel gives LSE.
-        slopes: With a score mod: its derivative at the exact products, ``(heads, rows, kv)``.
-            Where there is a mod and this is None, errors of scores are not examined.
-
-    None where no row sees a key and has a finite allowance.
-    """
-    found = _Found()
-    parts = len(allowance.samples)
-    for known, sample in zip(conditions, allowance.samples, strict=True):
-        slope = slopes(known) if slopes is not None and known.has_score_mod else None
-        out, lse = _applied(allowance, sample, generic=generic)
-        rows = Exposure.of(known, out, lse if exposes_lse else None, slope)
-        found.add(rows, EXAMINED // parts)
-    return found.summary()
-
-
-def _applied(
-    allowance: Allowance, sample: Sample, *, generic: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What out and LSE of the sampled rows could be off by at most and pass."""
-    out, lse = at_rows(sample.rows, allowance.out), at_rows(sample.rows, allowance.lse)
-    if generic:
-        out, lse = torch.minimum(out, sample.probable_out), torch.minimum(lse, sample.probable_lse)
-    return out, lse
-
-
-@dataclass(slots=True)
-class _Found:
-    """What the blocks of rows seen so far would have exposed."""
-
-    smallest: float = math.inf
-    scale: float = math.inf
-    bits: int = 0
-    dropped: int = 0
-    pairs: int = 0
-    half: bool = False
-    zeros: bool = False
-    allowances: list[float] = field(default_factory=list)
-    squares: list[float] = field(default_factory=list)
-    elements: int = 0
-    lse_asked: bool = False
-
-    def add(self, rows: Exposure, examined: int) -> None:
-        asked = rows.out_allowance.isfinite()
-        out = rows.known.out[asked].abs()
-        allowed = rows.out_allowance[asked]
-        self.elements += int(asked.sum())
-        self.lse_asked = self.lse_asked or bool(rows.lse_allowance.isfinite().any())
-        self.allowances.append(float(allowed.sum()))
-        self.squares.append(float(out.square().sum()))
-        self.half = self.half or bool((out / 2 > allowed).any())
-        self.zeros = self.zeros or bool((out > allowed).any())
-        self.scale = min(self.scale, smallest_scale(rows))
-
-        some = rows.rows(_spread(rows, examined))
-        keys = key_weights(some)
-        self.smallest = min(self.smallest, keys.smallest)
-        self.dropped += keys.dropped
-        self.pairs += keys.pairs
-        self.bits = accumulator_bits(some, self.bits)
-
-    def summary(self) -> BlindSpot | None:
-        if not self.elements and not self.lse_asked:
-            return None
-        elements = max(1, self.elements)
-        root = math.sqrt(math.fsum(self.squares) / elements)
-        mean = math.fsum(self.allowances) / elements
-        return BlindSpot(
-            dropped_keys=self.dropped / self.pairs if self.pairs else None,
-            weight=self.smallest,
-            scale=self.scale,
-            accumulator_bits=self.bits,
-            half=self.half,
-            zeros=self.zeros,
-            mean_allowance=mean / root if root else math.inf,
-        )
-
-
-def smallest_scale(rows: Exposure) -> float:
-    """Smallest relative error of the scale that some allowance of ``rows`` exposes, first order."""
-    if rows.slope is None:
-        return math.inf
-    moved = rows.weights * rows.known.products * rows.slope
-    of_lse = moved.sum(-1)
-    out = rows.known.out
-    of_out = rows.through_values(moved) - out * of_lse[..., None]
-    sizes = moved.abs().sum(-1)
-    blur = rows.resolution * (rows.size(moved) + out.abs() * sizes[..., None])
-    return min(
-        _least(rows.out_allowance, of_out.abs() - blur),
-        _least(rows.lse_allowance, of_lse.abs() - rows.resolution * sizes),
-    )
-
-
-def _least(allowance: torch.Tensor, derivative: torch.Tensor) -> float:
-    """Least of allowance ÷ derivative; infinite where nothing moves."""
-    moves = derivative > 0
-    return float((allowance[moves] / derivative[moves]).min()) if bool(moves.any()) else math.inf
-
-
-def _spread(rows: Exposure, examined: int) -> torch.Tensor:
-    """Indices of as many rows, first and last among them, as make no more elements than that."""
-    heads, count, keys = rows.weights.shape
-    of_a_row = heads * keys * max(1, rows.known.v.shape[-1])
-    kept = max(1, min(count, examined // of_a_row))
-    device = rows.weights.device
-    return torch.linspace(0, count - 1, kept, dtype=torch.float64, device=device).round().long()
+    return rows.exposes(rows.through_values(weights), torch.logsumexp(hidden, -1))

@@ -1,8 +1,4 @@
-"""Measures of error: RMSE, ulps, cosine, and errors relative to those of ideal kernels.
-
-In causal attention the first rows see few keys, and their errors are the largest: the RMSE over all
-rows is theirs, and says little of the others. In units of its own each row counts the same.
-"""
+"""Measures of error: RMSE, ulps, cosine, and errors relative to those of ideal kernels."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from attncheck.core.formats import Format, round_to, spacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
 
 __all__ = [
     "RESOLUTION",
@@ -35,7 +33,6 @@ __all__ = [
     "ulp_percentiles",
     "units",
 ]
-
 
 # Where one key takes all the weight, the float64 truth is (w · v) / w: a product, a sum with what
 # is negligible, and a quotient, each rounded once. What is nearer to it than that may be exact.
@@ -64,10 +61,8 @@ class ErrorMeasures:
     nonfinite: int
 
 
-def measure_errors(
-    values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor
-) -> ErrorMeasures:
-    """Errors of ``values`` against the finite ``truth`` where ``counted``.
+def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasures:
+    """Measure the errors of ``values`` against the finite ``truth`` where ``counted``.
 
     Args:
         values: Any floating dtype, any shape; promoted to float64 without loss.
@@ -84,15 +79,14 @@ def measure_errors(
         return ErrorMeasures(
             rmse=0.0, max_error=0.0, max_at=None, bias=0.0, elements=0, nonfinite=0
         )
-    error = values.to(torch.float64) - truth
-    error = torch.where(counted & ~(error.abs() <= RESOLUTION * truth.abs()), error, 0.0)
+    error = _beyond_resolution(values.to(torch.float64) - truth, truth, counted)
     broken = ~torch.isfinite(error)
     nonfinite = int(broken.sum())
     if nonfinite:
         return ErrorMeasures(
             rmse=math.inf,
             max_error=math.inf,
-            max_at=_place(broken.to(torch.int8)),
+            max_at=_largest_at(broken.to(torch.int8)),
             bias=math.nan,
             elements=elements,
             nonfinite=nonfinite,
@@ -101,20 +95,25 @@ def measure_errors(
     return ErrorMeasures(
         rmse=_root_mean_square(error, elements),
         max_error=float(size.max()),
-        max_at=_place(size if bool(size.any()) else counted.to(torch.int8)),
+        max_at=_largest_at(size if bool(size.any()) else counted.to(torch.int8)),
         bias=float(error.sum()) / elements,
         elements=elements,
         nonfinite=0,
     )
 
 
-def _place(weights: torch.Tensor) -> tuple[int, ...]:
+def _beyond_resolution(error: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
+    """``error`` where it is counted and not within the truth's own resolution, else 0."""
+    return torch.where(counted & ~(error.abs() <= RESOLUTION * truth.abs()), error, 0.0)
+
+
+def _largest_at(weights: Tensor) -> tuple[int, ...]:
     """Index of the first largest element."""
     flat = int(weights.reshape(-1).argmax())
     return tuple(int(i) for i in np.unravel_index(flat, weights.shape))
 
 
-def _root_mean_square(error: torch.Tensor, elements: int) -> float:
+def _root_mean_square(error: Tensor, elements: int) -> float:
     """Scaled by the largest, so that squares of tiny or huge errors neither vanish nor overflow."""
     largest = float(error.abs().max())
     if largest == 0.0:
@@ -122,7 +121,7 @@ def _root_mean_square(error: torch.Tensor, elements: int) -> float:
     return largest * math.sqrt(float((error / largest).square().sum()) / elements)
 
 
-def head_rmse(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def head_rmse(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
     """RMSE of every head, ``(batch, heads)`` float64; 0 where no element of it is counted.
 
     Args:
@@ -130,12 +129,11 @@ def head_rmse(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) 
         truth: float64, same shape.
         counted: bool, broadcastable to that shape.
 
-    Infinite where an element is not finite, as in ``errors``; what is within the truth's own
-    ``RESOLUTION`` is no error.
+    Infinite where an element is not finite, as in ``measure_errors``; what is within the truth's
+    own ``RESOLUTION`` is no error.
     """
     counted = counted.expand_as(truth)
-    error = (values.to(torch.float64) - truth).abs()
-    error = torch.where(counted & ~(error <= RESOLUTION * truth.abs()), error, 0.0)
+    error = _beyond_resolution((values.to(torch.float64) - truth).abs(), truth, counted)
     error = torch.where(error.isfinite(), error, math.inf)
     largest = error.amax((-2, -1), keepdim=True)
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
@@ -144,7 +142,41 @@ def head_rmse(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) 
     return unit[..., 0, 0] * mean.sqrt()
 
 
-def frobenius(error: torch.Tensor, truth: torch.Tensor) -> float:
+def rounding_floor(truth: Tensor, counted: Tensor, output: Format) -> float:
+    """RMSE of the exact result correctly rounded to the output format.
+
+    Args:
+        truth: float64, any shape.
+        counted: bool, broadcastable to that shape.
+        output: Format of out.
+
+    No kernel with this output format has a smaller RMSE on these inputs: the nearest
+    representable number minimises every element's error.
+    """
+    return measure_errors(round_to(truth, output), truth, counted).rmse
+
+
+def rmse_over_ideal(rmse: Tensor, ideal: Iterable[Tensor], lost: Tensor | None = None) -> Tensor:
+    """RMSE of a kernel ÷ the largest of an ensemble of ideal kernels', head by head.
+
+    Args:
+        rmse: The kernel's, ``(batch, heads)``.
+        ideal: The same of ideal kernels that differ in tile sizes, in the order of their tiles and
+            in when they rescale: what their errors differ by is nobody's fault.
+        lost: What a kernel's errors may be where it takes numbers below the normal range for 0,
+            likewise; an ideal kernel may keep them.
+
+    0 where every ideal kernel is exact, since their errors measure nothing then; a NaN is infinite.
+    """
+    largest = torch.zeros_like(rmse)
+    for one in ideal:
+        largest = torch.maximum(largest, one)
+    usual = largest if lost is None else torch.maximum(largest, lost)
+    ratio = torch.where(largest > 0, rmse / usual, 0.0)
+    return torch.where(ratio.isnan(), math.inf, ratio)
+
+
+def frobenius(error: Tensor, truth: Tensor) -> float:
     """‖error‖ ÷ ‖truth‖ of float64 arrays; 0 of no error, infinite where only the truth is 0."""
     size = float(torch.linalg.vector_norm(error))
     if size == 0.0:
@@ -153,7 +185,7 @@ def frobenius(error: torch.Tensor, truth: torch.Tensor) -> float:
     return size / whole if whole and math.isfinite(size) else math.inf
 
 
-def cosine(values: torch.Tensor, truth: torch.Tensor) -> float:
+def cosine(values: Tensor, truth: Tensor) -> float:
     """Cosine of the angle between two float64 arrays; 1 of two zeros, 0 of one or of a NaN."""
     lengths = [float(torch.linalg.vector_norm(array)) for array in (values, truth)]
     if not all(map(math.isfinite, lengths)):
@@ -164,7 +196,7 @@ def cosine(values: torch.Tensor, truth: torch.Tensor) -> float:
     return max(-1.0, min(1.0, product))
 
 
-def slope(error: torch.Tensor, truth: torch.Tensor) -> float:
+def slope(error: Tensor, truth: Tensor) -> float:
     """Least-squares slope of float64 ``error`` on ``truth``: −0.5 of an output half as large.
 
     0 where the truth is 0; NaN where an error is not finite.
@@ -176,9 +208,7 @@ def slope(error: torch.Tensor, truth: torch.Tensor) -> float:
     return float((error / largest * scaled).sum() / scaled.square().sum())
 
 
-def ulp_percentiles(
-    error: torch.Tensor, truth: torch.Tensor, output: Format
-) -> tuple[float, float]:
+def ulp_percentiles(error: Tensor, truth: Tensor, output: Format) -> tuple[float, float]:
     """50th and 99th percentile of |error| in ulps of ``output``, where |truth| ≥ its rms.
 
     Where terms cancel an element is small beside what it was added up from, and an ulp of it says
@@ -195,6 +225,11 @@ def ulp_percentiles(
     return p50, p99
 
 
+# Errors in the unit of what ideal kernels err by. In causal attention the first rows see few keys,
+# and their errors are the largest: the RMSE over all rows is theirs, and says little of the others.
+# In units of its own each row counts the same.
+
+
 @dataclass(frozen=True, slots=True)
 class Relative:
     """Errors in units.
@@ -208,15 +243,14 @@ class Relative:
     freedom: float
 
 
-def row_squares(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def row_squares(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
     """Mean square error of every row with an element that counts, float64, one after the other.
 
     A row is all of the last axis; of a tensor with fewer than four axes each element is one. What
     is within the truth's own ``RESOLUTION`` is no error; not finite where a value is not.
     """
     counted = counted.expand_as(truth)
-    error = (values.to(torch.float64) - truth).abs()
-    error = torch.where(counted & ~(error <= RESOLUTION * truth.abs()), error, 0.0)
+    error = _beyond_resolution((values.to(torch.float64) - truth).abs(), truth, counted)
     if truth.ndim < 4:
         return error.square()[counted]
     elements = counted.sum(-1)
@@ -224,9 +258,15 @@ def row_squares(values: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor
     return rows[elements > 0]
 
 
-def units(
-    ensemble: Sequence[torch.Tensor], least: torch.Tensor | None, *, each: bool
-) -> torch.Tensor:
+def rounding_squares(truth: Tensor, counted: Tensor, output: Format) -> Tensor:
+    """Mean square of one rounding to ``output`` of every row that ``row_squares`` has."""
+    counted = counted.expand_as(truth)
+    variance = torch.where(counted, spacing(truth, output).square() / 12, 0.0)
+    elements = counted.sum(-1)
+    return (variance.sum(-1) / elements.clamp_min(1))[elements > 0]
+
+
+def units(ensemble: Sequence[Tensor], least: Tensor | None, *, each: bool) -> Tensor:
     """Square of the unit of every row: what ideal kernels err by there.
 
     Args:
@@ -243,67 +283,22 @@ def units(
     if not each and mean.numel():
         mean = mean.mean().expand_as(mean)
         least = None if least is None else least.mean().expand_as(mean)
-    found = mean if least is None else torch.maximum(mean, least)
-    return torch.where(found > 0, found, 1.0)
+    unit = mean if least is None else torch.maximum(mean, least)
+    return torch.where(unit > 0, unit, 1.0)
 
 
-def rounding_squares(truth: torch.Tensor, counted: torch.Tensor, output: Format) -> torch.Tensor:
-    """Mean square of one rounding to ``output`` of every row that ``row_squares`` has."""
-    counted = counted.expand_as(truth)
-    variance = torch.where(counted, spacing(truth, output).square() / 12, 0.0)
-    elements = counted.sum(-1)
-    return (variance.sum(-1) / elements.clamp_min(1))[elements > 0]
-
-
-def relative(rows: torch.Tensor, unit: torch.Tensor, elements: int) -> Relative:
-    """How large the errors of ``row_squares`` are in units, and how well that is known.
+def relative(rows: Tensor, unit: Tensor, elements: int) -> Relative:
+    """Return how large the errors of ``row_squares`` are in units, and how well that is known.
 
     The relative variance of a mean of R independent rows is that of one row ÷ R, and of a χ² with f
     degrees of freedom it is 2 ÷ f. That of one row is measured over rows, with one row more that
     counts as a single element: few rows are not taken to be alike because they happen to be. There
     are never more than ``elements``, the number of those that count.
     """
-    found = torch.where(rows > 0, rows / unit, 0.0)
-    count = found.numel()
-    mean = float(found.mean()) if count else 0.0
+    ratios = torch.where(rows > 0, rows / unit, 0.0)
+    count = ratios.numel()
+    mean = float(ratios.mean()) if count else 0.0
     if not mean > 0:  # exact, or not a number
         return Relative(mean**0.5 if mean == 0 else mean, 0.0)
-    variance = (float((found / mean - 1).square().sum()) + 2) / (count + 1)
+    variance = (float((ratios / mean - 1).square().sum()) + 2) / (count + 1)
     return Relative(mean**0.5, min(2 * count / variance, elements))
-
-
-def rounding_floor(truth: torch.Tensor, counted: torch.Tensor, output: Format) -> float:
-    """RMSE of the exact result correctly rounded to the output format.
-
-    Args:
-        truth: float64, any shape.
-        counted: bool, broadcastable to that shape.
-        output: Format of out.
-
-    No kernel with this output format has a smaller RMSE on these inputs: the nearest
-    representable number minimises every element's error.
-    """
-    return measure_errors(round_to(truth, output), truth, counted).rmse
-
-
-def rmse_over_ideal(
-    rmse: torch.Tensor, ideal: Iterable[torch.Tensor], lost: torch.Tensor | None = None
-) -> torch.Tensor:
-    """RMSE of a kernel ÷ the largest of an ensemble of ideal kernels', head by head.
-
-    Args:
-        rmse: The kernel's, ``(batch, heads)``.
-        ideal: The same of ideal kernels that differ in tile sizes, in the order of their tiles and
-            in when they rescale: what their errors differ by is nobody's fault.
-        lost: What a kernel's errors may be where it takes numbers below the normal range for 0,
-            likewise; an ideal kernel may keep them.
-
-    0 where every ideal kernel is exact, since their errors are no yardstick then; a NaN is
-    infinite.
-    """
-    largest = torch.zeros_like(rmse)
-    for one in ideal:
-        largest = torch.maximum(largest, one)
-    usual = largest if lost is None else torch.maximum(largest, lost)
-    ratio = torch.where(largest > 0, rmse / usual, 0.0)
-    return torch.where(ratio.isnan(), math.inf, ratio)

@@ -1,13 +1,12 @@
-"""Explanation of a kernel's error by the outputs of known faults, and their ranking.
+"""Explanation of a kernel's error by the results of known faults, and their ranking.
 
 Nothing here decides whether a kernel is right. Errors are measured in units of what rounding
 allows; a prediction explains a tensor by the share of the squared error that is gone once it is
-taken for the exact result, and all of it where what is left is within what rounding allows.
+taken for the exact result, and all of it where what remains is within what rounding allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,11 +16,13 @@ from attncheck.core.outputs import GRADIENTS
 from attncheck.judge.allowance import shares
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from attncheck.core.outputs import TensorName
+
+    Tensors = Mapping[TensorName, Tensor]
 
 __all__ = [
     "FaultExplanation",
@@ -33,23 +34,21 @@ __all__ = [
     "rank_explanations",
 ]
 
-
-Tensors = Mapping["TensorName", torch.Tensor]
-
 _STEPS = 6  # of Gauss and Newton, for a number that is fitted
 _NUDGE = 2.0**-10  # of that number, for its derivative
 _WILD = 2.0**10  # what is not finite is at least as many times off as is allowed
+_ROUNDING = 0.25  # root mean square of what remains ÷ allowed, that rounding leaves, and no less
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FaultPrediction:
-    """What a call gives with one fault.
+    """Results of a call with one fault.
 
     Attributes:
         name: Of the fault.
         tensors: Out, LSE, gradients: those that it says something of.
         parameters: Its form.
-        order: Of those that explain as much the smallest is told first.
+        order: Of those that explain as much the smallest is named first.
         family: (size of the fault) → the tensors; None of what has no size.
         start: The size from which it is fitted.
         parameter: The size's name.
@@ -64,19 +63,19 @@ class FaultPrediction:
     family: Callable[[float], Tensors] | None = None
     start: float = 0.0
     parameter: str = ""
-    free: torch.Tensor | None = None
+    free: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultExplanation:
-    """How well one fault explains what a kernel gave.
+    """Share of a kernel's error that one fault explains.
 
     Attributes:
         name: Of the fault.
         share: Of the squared error, 0–1; of several wrong tensors the smallest.
-        all: Whether what is left is within what rounding allows, in every tensor.
-        left: Root mean square of what is left ÷ what is allowed, of the worst tensor.
-        order: See Hypothesis.
+        all: Whether what remains is within what rounding allows, in every tensor.
+        left: Root mean square of what remains ÷ what is allowed, of the worst tensor.
+        order: See FaultPrediction.
         parameters: Its form, and the number that was fitted.
         loose: Whether it leaves rows free, of which it predicts nothing.
     """
@@ -91,7 +90,7 @@ class FaultExplanation:
 
 
 class ObservedError:
-    """What a kernel gave beside the exact result, tensor by tensor.
+    """A kernel's results beside the exact ones, tensor by tensor.
 
     Attributes:
         got: What the kernel gave.
@@ -103,7 +102,7 @@ class ObservedError:
         got: What the kernel gave.
         exact: The exact result, float64.
         allowed: What rounding may do to each element; infinite where nothing is known.
-        spacing: Distance from 1 to the next number of each tensor's format; 0 unless told.
+        spacing: Distance from 1 to the next number of each tensor's format; 0 by default.
     """
 
     def __init__(
@@ -113,16 +112,18 @@ class ObservedError:
         allowed: Tensors,
         spacing: Mapping[TensorName, float] | None = None,
     ) -> None:
-        names = [name for name in got if name in exact and name in allowed]
-        apart = spacing or {}
         self.got = got
-        self._of = {
-            n: _One(got[n].double(), exact[n].double(), allowed[n], apart.get(n, 0.0))
-            for n in names
+        apart = spacing or {}
+        self._errors = {
+            name: _TensorError(
+                tensor.double(), exact[name].double(), allowed[name], apart.get(name, 0.0)
+            )
+            for name, tensor in got.items()
+            if name in exact and name in allowed
         }
-        beyond = [name for name, one in self._of.items() if one.beyond]
+        beyond = [name for name, error in self._errors.items() if error.beyond]
         forward = [name for name in beyond if name not in GRADIENTS]
-        differ = [name for name, one in self._of.items() if one.total > 0]
+        differ = [name for name, error in self._errors.items() if error.total > 0]
         self.wrong: tuple[TensorName, ...] = tuple(forward or beyond or differ)
         self.proven = bool(beyond)
 
@@ -131,62 +132,65 @@ class ObservedError:
         """Whether out or LSE is wrong."""
         return any(name not in GRADIENTS for name in self.wrong)
 
-    def explained(self, hypothesis: FaultPrediction) -> FaultExplanation | None:
-        """How well ``hypothesis`` explains it; None where it says what is exact, or is refuted.
+    def explained(self, prediction: FaultPrediction) -> FaultExplanation | None:
+        """Explain the error by ``prediction``; None where it says what is exact, or is refuted.
 
         A fault with a size is fitted first, by Gauss and Newton's steps.
         """
-        tensors, parameters = hypothesis.tensors, dict(hypothesis.parameters)
-        if hypothesis.family is not None:
-            size = self._fitted(hypothesis.family, hypothesis.start)
-            tensors = hypothesis.family(size)
-            parameters[hypothesis.parameter] = size
+        errors, free = self._errors, prediction.free
+        tensors, parameters = prediction.tensors, dict(prediction.parameters)
+        if prediction.family is not None:
+            size = self._fitted_size(prediction.family, prediction.start)
+            tensors = prediction.family(size)
+            parameters[prediction.parameter] = size
         if any(name not in tensors for name in self.wrong):
             return None
-        if hypothesis.free is not None and not self._mostly_wrong(hypothesis.free):
+        if free is not None and not self._mostly_wrong(free):
             return None
         # What rounds more, as it is larger, may be off by more.
-        room = max(1.0, *(self._of[n].growth(tensors[n]) for n in self.wrong))
-        found = [self._of[name].rest(tensors[name], room, hypothesis.free) for name in self.wrong]
-        right = [name for name in tensors if name in self._of and name not in self.wrong]
+        room = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))
+        rests = [errors[name].rest(tensors[name], room, free) for name in self.wrong]
+        right = [name for name in tensors if name in errors and name not in self.wrong]
         if self.forward:
             right = [name for name in right if name not in GRADIENTS]
-        kept = [self._of[name].rest(tensors[name], room, hypothesis.free) for name in right]
-        if self.proven and any(not one.within for one in kept):
+        kept = [errors[name].rest(tensors[name], room, free) for name in right]
+        if self.proven and any(not rest.within for rest in kept):
             return None
-        share = min(one.share for one in found)
-        whole = self.proven and all(one.within for one in found)
+        share = min(rest.share for rest in rests)
+        whole = self.proven and all(rest.within for rest in rests)
         # To leave rows free explains nothing of them: all others have to be right.
-        if not share > 0.0 or (hypothesis.free is not None and not whole):
+        if not share > 0.0 or (free is not None and not whole):
             return None
         return FaultExplanation(
-            name=hypothesis.name,
+            name=prediction.name,
             share=share,
             all=whole,
-            left=max(one.left for one in found),
-            order=hypothesis.order,
+            left=max(rest.left for rest in rests),
+            order=prediction.order,
             parameters=parameters,
-            loose=hypothesis.free is not None,
+            loose=free is not None,
         )
 
-    def agrees(self, hypothesis: FaultPrediction) -> bool:
-        """Whether all that a kernel gave, right or wrong, is what ``hypothesis`` says."""
+    def agrees(self, prediction: FaultPrediction) -> bool:
+        """Whether all that a kernel gave, right or wrong, is what ``prediction`` says."""
         if self.wrong and self.proven:
-            found = self.explained(hypothesis)
-            return found is not None and found.all
-        both = [name for name in hypothesis.tensors if name in self._of]
-        rests = (self._of[n].rest(hypothesis.tensors[n], 1.0, hypothesis.free) for n in both)
-        return all(one.within for one in rests)
+            explanation = self.explained(prediction)
+            return explanation is not None and explanation.all
+        both = [name for name in prediction.tensors if name in self._errors]
+        return all(
+            self._errors[n].rest(prediction.tensors[n], 1.0, prediction.free).within for n in both
+        )
 
     def _mostly_wrong(self, rows: Tensor) -> bool:
         """Whether more than half of ``rows`` are beyond what is allowed, in any tensor of rows."""
-        of_rows = [one.error > 1 for name, one in self._of.items() if name in {"out", "lse"}]
         wrong = torch.zeros_like(rows)
-        for beyond in of_rows:
-            wrong |= beyond if beyond.dim() == rows.dim() else beyond.any(-1)
+        for name in ("out", "lse"):
+            if name in self._errors:
+                beyond = self._errors[name].error > 1
+                wrong |= beyond if beyond.dim() == rows.dim() else beyond.any(-1)
         return bool(wrong[rows].double().mean() > 0.5)
 
-    def _fitted(self, family: Callable[[float], Tensors], start: float) -> float:
+    def _fitted_size(self, family: Callable[[float], Tensors], start: float) -> float:
         size = start
         for _ in range(_STEPS):
             nudge = _NUDGE * max(abs(size), _NUDGE)
@@ -194,7 +198,7 @@ class ObservedError:
             up = down = 0.0
             for name in self.wrong:
                 if name in here:
-                    above, below = self._of[name].slope(here[name], there[name], nudge)
+                    above, below = self._errors[name].step(here[name], there[name], nudge)
                     up, down = up + above, down + below
             if not 0.0 < down < float("inf") or up != up:  # noqa: PLR0124  # NaN
                 return size
@@ -206,14 +210,14 @@ class ObservedError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rest:
-    """What is left of one tensor's error."""
+    """One tensor's error that a prediction leaves unexplained."""
 
     share: float
     within: bool
     left: float
 
 
-class _One:
+class _TensorError:
     """One tensor: its error in units of what is allowed."""
 
     def __init__(self, got: Tensor, exact: Tensor, allowed: Tensor, spacing: float) -> None:
@@ -233,12 +237,12 @@ class _One:
         self.cap = max(_WILD, float(finite.amax())) if finite.numel() else _WILD
         self.error = units.clamp(max=self.cap)
         self.total = float(self.error.square().sum())
-        off = torch.where(self.counts, _off(got, exact), 0.0)
+        off = torch.where(self.counts, _distance(got, exact), 0.0)
         self.beyond = bool((shares(off, allowed) > 1).any())
 
     def _units(self, expected: Tensor) -> Tensor:
         """|got − expected| in units of what is allowed; 0 where both are NaN, or one infinity."""
-        off = _off(self.got, expected)
+        off = _distance(self.got, expected)
         # Elsewhere a unit that grows with the prediction would make any large one look close.
         off = off / torch.where(self.nothing, self._allowed(expected), self.unit)
         return torch.where(self.counts, off.nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0)
@@ -257,21 +261,22 @@ class _One:
         return most / usual if usual > 0 else 1.0
 
     def rest(self, expected: Tensor, room: float, free: Tensor | None) -> _Rest:
-        """What is left with ``expected`` for the exact result."""
+        """The error that remains with ``expected`` for the exact result."""
         units = self._units(expected)
         most = torch.clamp(self._allowed(expected), min=room * self.most)
         if free is not None:
             units = torch.where(free[..., None] if units.dim() > free.dim() else free, 0.0, units)
         left = float(torch.where(units.isinf(), self.cap, units).square().sum())
         count = max(1, int(self.counts.sum()))
+        close = (units <= 1) | (_distance(self.got, expected) <= most) | ~self.counts
         return _Rest(
             share=1.0 - left / self.total if self.total else 0.0,
-            within=bool(((units <= 1) | (_off(self.got, expected) <= most) | ~self.counts).all()),
+            within=bool(close.all()),
             left=(left / count) ** 0.5,
         )
 
-    def slope(self, here: Tensor, there: Tensor, nudge: float) -> tuple[float, float]:
-        """(slope · what is left, slope²) for a step of Gauss and Newton."""
+    def step(self, here: Tensor, there: Tensor, nudge: float) -> tuple[float, float]:
+        """(slope · what remains, slope²) for a step of Gauss and Newton."""
         slope = (there - here) / nudge / self.unit
         rest = (self.got - here) / self.unit
         both = slope.isfinite() & rest.isfinite() & self.counts
@@ -279,55 +284,50 @@ class _One:
         return float((slope * rest).sum()), float(slope.square().sum())
 
 
-def _off(got: Tensor, expected: Tensor) -> Tensor:
+def _distance(got: Tensor, expected: Tensor) -> Tensor:
     """|got − expected|, 0 where both are NaN or the same infinity."""
     same = (got == expected) | (got.isnan() & expected.isnan())
     return torch.where(same, 0.0, (got - expected).abs())
 
 
-_ROUNDING = 0.25  # root mean square of what is left ÷ allowed, that rounding leaves, and no less
-
-
 def rank_explanations(
-    error: ObservedError, hypotheses: Iterable[FaultPrediction]
+    error: ObservedError, predictions: Iterable[FaultPrediction]
 ) -> list[FaultExplanation]:
-    """Those that explain anything, each name in its best form, the best first.
+    """Rank the predictions that explain anything, each name in its best form, the best first.
 
     First what explains all; among those the plainest of what leaves about as little as the least
     does, which rounding decides and not the fault. Else by the share that is explained.
     """
     best: dict[str, FaultExplanation] = {}
-    for one in _explained(error, hypotheses):
-        before = best.get(one.name)
-        if before is None or _better(one) < _better(before):
+    for prediction in predictions:
+        one = error.explained(prediction)
+        if one is not None and (one.name not in best or _fit(one) < _fit(best[one.name])):
             best[one.name] = one
     return _in_order(best.values())
+
+
+def _fit(one: FaultExplanation) -> tuple[bool, bool, float]:
+    return not one.all, one.loose, one.left if one.all else -one.share
 
 
 def combine_rankings(
     first: Sequence[FaultExplanation], *more: Sequence[FaultExplanation]
 ) -> list[FaultExplanation]:
-    """What explains several problems of one kernel: each name by the one that it explains least.
+    """Combine the rankings of several problems of one kernel into one.
 
-    By the one that it explains best, where it explains all of each. A name that says nothing of one
-    of them is left out, unless all are.
+    Each name counts by the problem that it explains least; by the one that it explains best, where
+    it explains all of each. A name that says nothing of one of them is left out, unless all are.
     """
     each = [{one.name: one for one in ranking} for ranking in (first, *more)]
     everywhere = [name for name in each[0] if all(name in one for one in each)]
-    found = []
+    combined = []
     for name in everywhere:
         worst = min((one[name] for one in each), key=lambda e: (e.all, e.share))
         if worst.all:  # of an error little beyond its bound rounding is a large share
             worst = max((one[name] for one in each), key=lambda e: e.share)
-        found.append(
-            replace(
-                worst,
-                parameters=each[0][name].parameters,
-                left=max(one[name].left for one in each),
-            )
-        )
-    ranking = _in_order(found)
-    return ranking or list(first)
+        parameters, left = each[0][name].parameters, max(one[name].left for one in each)
+        combined.append(replace(worst, parameters=parameters, left=left))
+    return _in_order(combined) or list(first)
 
 
 def keep_fitting(
@@ -338,25 +338,22 @@ def keep_fitting(
     As it is where none of them does.
     """
     tied = count_equals(ranking)
-    left = [one for one in ranking[:tied] if one.name in fits]
-    return [*(left or ranking[:tied]), *ranking[tied:]]
+    fitting = [one for one in ranking[:tied] if one.name in fits]
+    return [*(fitting or ranking[:tied]), *ranking[tied:]]
 
 
-def _explained(
-    error: ObservedError, hypotheses: Iterable[FaultPrediction]
-) -> Iterator[FaultExplanation]:
-    for hypothesis in hypotheses:
-        found = error.explained(hypothesis)
-        if found is not None:
-            yield found
+def count_equals(ranking: Sequence[FaultExplanation]) -> int:
+    """Count those of a ranking, from the first on, that explain all and leave only rounding.
+
+    0 where none explains all. What leaves rows free equals nothing that predicts them.
+    """
+    least = _least(ranking)
+    loose = bool(ranking) and ranking[0].loose
+    return sum(one.all and one.loose == loose and _as_close(one, least) for one in ranking)
 
 
-def _better(one: FaultExplanation) -> tuple[bool, bool, float]:
-    return not one.all, one.loose, one.left if one.all else -one.share
-
-
-def _in_order(found: Iterable[FaultExplanation]) -> list[FaultExplanation]:
-    some = list(found)
+def _in_order(explanations: Iterable[FaultExplanation]) -> list[FaultExplanation]:
+    some = list(explanations)
     least = _least(some)
 
     def rank(one: FaultExplanation) -> tuple[bool, bool, bool, int, float]:
@@ -369,21 +366,11 @@ def _in_order(found: Iterable[FaultExplanation]) -> list[FaultExplanation]:
     return sorted(some, key=rank)
 
 
-def count_equals(ranking: Sequence[FaultExplanation]) -> int:
-    """How many of a ranking, from the first on, explain all and leave as little as rounding does.
-
-    0 where none explains all. What leaves rows free equals nothing that predicts them.
-    """
-    least = _least(ranking)
-    loose = bool(ranking) and ranking[0].loose
-    return sum(one.all and one.loose == loose and _as_close(one, least) for one in ranking)
-
-
 def _least(some: Sequence[FaultExplanation]) -> float:
-    """What the best leaves."""
-    found = [one for one in some if one.all]
-    strict = [one for one in found if not one.loose]
-    return min((one.left for one in strict or found), default=0.0)
+    """Return what the best leaves unexplained."""
+    whole = [one for one in some if one.all]
+    strict = [one for one in whole if not one.loose]
+    return min((one.left for one in strict or whole), default=0.0)
 
 
 def _as_close(one: FaultExplanation, least: float) -> bool:

@@ -1,4 +1,4 @@
-"""Bounds of gradients: B36–B40."""
+"""Bounds of a backward's gradients: equations B36–B40."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.formats import FORMATS
-from attncheck.judge.declared_arithmetic import FP32, FP64, half_ulp, taken
+from attncheck.judge.declared_arithmetic import FP32, FP64
 from attncheck.judge.score_gradient_errors import kept, recomputed, score_gradients
+from attncheck.judge.sum_roundings import half_ulp, taken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from attncheck.core.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
     from attncheck.core.formats import Format
@@ -25,19 +28,12 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADS",
     "OUTPUT",
-    "PARTS",
     "KeyBounds",
     "KeyGradients",
     "RowGradients",
-    "Sums",
-    "captured_sums",
     "in_parts",
-    "query_operand",
-    "rounded",
     "row_gradients",
-    "settled",
 ]
-
 
 _MOST_GROWTH = 512.0  # e to it is a float64
 
@@ -65,19 +61,19 @@ class Sums:
         unknown: bool ``(heads, count)``: nothing is known of some term.
     """
 
-    moved: torch.Tensor
-    size: torch.Tensor
-    shift: torch.Tensor | None
-    exact: torch.Tensor | None
-    parts: dict[str, torch.Tensor]
-    taken: torch.Tensor
-    lost: torch.Tensor
-    unknown: torch.Tensor
+    moved: Tensor
+    size: Tensor
+    shift: Tensor | None
+    exact: Tensor | None
+    parts: dict[str, Tensor]
+    taken: Tensor
+    lost: Tensor
+    unknown: Tensor
 
-    def spread(self, to: torch.Tensor, count: int) -> Sums:
+    def spread(self, to: Tensor, count: int) -> Sums:
         """Those of ``count`` heads: each one's added to number ``to``."""
 
-        def of(x: torch.Tensor) -> torch.Tensor:
+        def of(x: Tensor) -> Tensor:
             whole = torch.zeros((count, *x.shape[1:]), dtype=torch.float64, device=x.device)
             return whole.index_add_(0, to, x.to(torch.float64))
 
@@ -114,8 +110,8 @@ class Sums:
         *,
         scale: float = 1.0,
         operand: float = 0.0,
-        steps: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
+        steps: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """B36: what the bound is made of before the sum is rounded, ``(heads, count, dim)``.
 
         Args:
@@ -143,18 +139,16 @@ class Sums:
         return {name: term * inflation for name, term in terms.items()}
 
 
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return None if one is None or other is None else one + other
 
 
-def rounded(exact: torch.Tensor, terms: dict[str, torch.Tensor], fmt: Format) -> torch.Tensor:
+def rounded(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
     """B4 of a sum that is off by ``terms``."""
     return half_ulp(exact.abs() + sum(terms.values()), fmt)
 
 
-def in_parts(
-    size: torch.Tensor, terms: dict[str, torch.Tensor], parts: int, fmt: Format
-) -> torch.Tensor:
+def in_parts(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
     """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
 
     Args:
@@ -172,84 +166,14 @@ def in_parts(
 
 
 def settled(
-    terms: dict[str, torch.Tensor], zero: torch.Tensor, unknown: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    terms: dict[str, Tensor], zero: Tensor, unknown: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The bound and its terms: 0 where nothing is summed, infinite where nothing is known."""
     terms = {
         name: torch.where(zero, 0.0, torch.where(unknown | torch.isnan(term), torch.inf, term))
         for name, term in terms.items()
     }
     return torch.stack(list(terms.values())).sum(0), terms
-
-
-def captured_sums(
-    known: GradientConditions,
-    arithmetic: Arithmetic,
-    weights: Recomputed,
-    saved: Saved,
-    reads: Sequence[ReadConditions],
-    numbers: int,
-) -> Sums:
-    """B40: these rows' part of the gradient of each number, ``(numbers, 1, 1)``.
-
-    Args:
-        known: Of the rows.
-        arithmetic: What the kernel declares.
-        weights: P as its backward has it.
-        saved: How far its own out and LSE are off.
-        reads: At least one.
-        numbers: How many there are to read.
-    """
-    parts = (
-        _of_read(known, arithmetic, weights, saved, read).spread(read.place.flatten(), numbers)
-        for read in reads
-    )
-    return functools.reduce(Sums.plus, parts)
-
-
-def _of_read(
-    known: GradientConditions,
-    arithmetic: Arithmetic,
-    weights: Recomputed,
-    saved: Saved,
-    read: ReadConditions,
-) -> Sums:
-    """Each score's gradient times the slope of what it reads, a sum of one term."""
-    # A sink, the last key, reads nothing: its slope is 0.
-    sink = (0, known.dx.shape[-1] - read.place.shape[-1])
-    slope = torch.nn.functional.pad(read.slope, sink)
-    of_slope = ("radius", "own", "jump")
-    padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
-    error = replace(read.error, **padded)
-    weights = weights.without(~(torch.isfinite(error.radius) & torch.isfinite(slope)))
-    known, saved = kept(replace(known, slope=slope), saved, weights.live.any(-1))
-    found = score_gradients(known, arithmetic, weights, saved, error)
-    return _terms(arithmetic, weights, found, read.place.shape[-1])
-
-
-def _terms(arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients, keys: int) -> Sums:
-    """Every score apart, ``(scores, 1, 1)``; as of a sink, dS is not rounded by what is fused."""
-
-    def each(x: torch.Tensor) -> torch.Tensor:
-        return x[..., :keys].reshape(-1, 1)
-
-    parts = {
-        name: each(part)
-        for name, part in found.parts.items()
-        if not (arithmetic.fused and part is found.rounded)
-    }
-    size, live = each(found.size), each(weights.live).to(torch.float64)
-    moved = sum(parts.values(), torch.zeros_like(size))
-    return Sums(
-        moved=moved[..., None],
-        size=size[..., None],
-        shift=each(found.shift)[..., None],
-        exact=None,
-        parts=parts,
-        taken=live,
-        lost=2.0**arithmetic.computes.min_exponent * (2 * live + moved + size),
-        unknown=each(weights.exposed & weights.unbounded[..., None]),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -271,8 +195,8 @@ class RowGradients:
 
     rows: Rows
     scale: float
-    dq: torch.Tensor
-    dq_terms: dict[str, torch.Tensor]
+    dq: Tensor
+    dq_terms: dict[str, Tensor]
     dk: Sums
     dv: Sums
     dsink: Sums | None
@@ -304,23 +228,49 @@ def row_gradients(
     Source: B30–B40 in ``docs/bounds.md``.
     """
     weights = recomputed(known, arithmetic, scores, saved, mod)
-    captured = captured_sums(known, arithmetic, weights, saved, reads, numbers) if reads else None
+    captured = None
+    if reads:  # B40: the gradient of each number is a sum over the scores that read it
+        parts = [
+            _of_read(known, arithmetic, weights, saved, read).spread(read.place.flatten(), numbers)
+            for read in reads
+        ]
+        captured = functools.reduce(Sums.plus, parts)
     if slope is not None:
         weights = weights.without(~torch.isfinite(slope.radius))
     known, saved = kept(known, saved, weights.live.any(-1))
-    found = score_gradients(known, arithmetic, weights, saved, slope)
-    dq, dq_terms = _of_query(known, arithmetic, weights, found)
-    forward = known.known
+    gradients = score_gradients(known, arithmetic, weights, saved, slope)
+    rows = _Rows(known, arithmetic, weights, gradients)
+    dq, dq_terms = rows.query_bound()
     return RowGradients(
-        rows=forward.rows,
-        scale=abs(forward.scale),
+        rows=known.known.rows,
+        scale=abs(known.known.scale),
         dq=dq,
         dq_terms=dq_terms,
-        dk=_of_keys(known, arithmetic, weights, found),
-        dv=_of_values(known, arithmetic, weights),
-        dsink=_of_sink(arithmetic, weights, found) if forward.has_sink else None,
+        dk=rows.key_sums(),
+        dv=rows.value_sums(),
+        dsink=rows.sink_sums() if known.known.has_sink else None,
         dcaptured=captured,
     )
+
+
+def _of_read(
+    known: GradientConditions,
+    arithmetic: Arithmetic,
+    weights: Recomputed,
+    saved: Saved,
+    read: ReadConditions,
+) -> Sums:
+    """B40: each score's gradient times the slope of what it reads, a sum of one term."""
+    # A sink, the last key, reads nothing: its slope is 0.
+    sink = (0, known.dx.shape[-1] - read.place.shape[-1])
+    slope = torch.nn.functional.pad(read.slope, sink)
+    of_slope = ("radius", "own", "jump")
+    padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
+    error = replace(read.error, **padded)
+    weights = weights.without(~(torch.isfinite(error.radius) & torch.isfinite(slope)))
+    known, saved = kept(replace(known, slope=slope), saved, weights.live.any(-1))
+    gradients = score_gradients(known, arithmetic, weights, saved, error)
+    return _Rows(known, arithmetic, weights, gradients).score_sums(read.place.shape[-1])
 
 
 def query_operand(arithmetic: Arithmetic) -> float:
@@ -329,129 +279,130 @@ def query_operand(arithmetic: Arithmetic) -> float:
     return arithmetic.operand_error + (0.0 if scaled is None else scaled.unit_roundoff)
 
 
-def _of_query(
-    known: GradientConditions, arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """B36: the bound of dq and its terms."""
-    forward, keys = known.known, known.known.k.abs()
-    count = weights.live.sum(-1).to(torch.float64)
-    error, size = found.error + found.rounded, found.size
-    sums = Sums(
-        moved=error @ keys,
-        size=size @ keys,
-        shift=found.shift @ forward.k,
-        exact=None,
-        parts={name: part.sum(-1) for name, part in found.parts.items()},
-        taken=count,
-        lost=_lost(arithmetic, count, (error + size).sum(-1), keys),
-        unknown=weights.unbounded,
-    )
-    accumulator, scale = arithmetic.values, abs(forward.scale)
-    terms = sums.terms(
-        arithmetic,
-        accumulator,
-        scale=scale,
-        operand=query_operand(arithmetic),
-        steps=_first(taken(forward, accumulator)),
-    )
-    if arithmetic.dq_parts > 1:
-        terms[PARTS] = in_parts(scale * sums.size, terms, arithmetic.dq_parts, arithmetic.output)
-    terms[OUTPUT] = rounded(known.dq, terms, arithmetic.output)
-    return settled(terms, ~forward.seen.any(-1, keepdim=True), weights.unbounded[..., None])
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Some rows: exact quantities, P and the scores' gradients as a backward has them."""
 
+    known: GradientConditions
+    arithmetic: Arithmetic
+    weights: Recomputed
+    gradients: ScoreGradients
 
-def _first(steps: torch.Tensor | None) -> torch.Tensor | None:
-    return None if steps is None else steps[..., 0]
+    def query_bound(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """B36: the bound of dq and its terms."""
+        known, arithmetic, gradients = self.known, self.arithmetic, self.gradients
+        forward, keys = known.known, known.known.k.abs()
+        count = self.weights.live.sum(-1).to(torch.float64)
+        error, size = gradients.error + gradients.rounded, gradients.size
+        sums = Sums(
+            moved=error @ keys,
+            size=size @ keys,
+            shift=gradients.shift @ forward.k,
+            exact=None,
+            parts={name: part.sum(-1) for name, part in gradients.parts.items()},
+            taken=count,
+            lost=self._lost(count, (error + size).sum(-1), keys),
+            unknown=self.weights.unbounded,
+        )
+        scale, steps = abs(forward.scale), taken(forward, arithmetic.values)
+        terms = sums.terms(
+            arithmetic,
+            arithmetic.values,
+            scale=scale,
+            operand=query_operand(arithmetic),
+            steps=None if steps is None else steps[..., 0],
+        )
+        if arithmetic.dq_parts > 1:
+            terms[PARTS] = in_parts(
+                scale * sums.size, terms, arithmetic.dq_parts, arithmetic.output
+            )
+        terms[OUTPUT] = rounded(known.dq, terms, arithmetic.output)
+        dead = ~forward.seen.any(-1, keepdim=True)
+        return settled(terms, dead, self.weights.unbounded[..., None])
 
+    def key_sums(self) -> Sums:
+        """B37: these rows' part of dk, before the scale."""
+        gradients = self.gradients
+        error, q = gradients.error + gradients.rounded, self.known.known.q
+        sums = self._over_rows(q, error, gradients.size, self.known.dx, gradients.parts)
+        return replace(sums, shift=self._of_keys(gradients.shift).mT @ q)
 
-def _lost(
-    arithmetic: Arithmetic, count: torch.Tensor, total: torch.Tensor, operand: torch.Tensor
-) -> torch.Tensor:
-    """B36: numbers below the normal range taken for 0, of every product, term and operand."""
-    largest = operand.amax((-1, -2))[..., None]
-    lost = 2.0**arithmetic.computes.min_exponent * (count * (2 + largest) + total)
-    if arithmetic.scaled_query is not None:
-        lost = lost + arithmetic.scaled_query.subnormal_spacing / 2 * total
-    return lost
+    def value_sums(self) -> Sums:
+        """B37: these rows' part of dv."""
+        weights = self.weights
+        whole = sum(weights.parts.values(), torch.zeros_like(weights.exact))
+        each = torch.where(whole > 0, weights.moved / whole, 0.0)
+        parts = {name: part * each for name, part in weights.parts.items() if bool(part.any())}
+        if self.arithmetic.weights_error:
+            parts["rounding of P"] = weights.rounded
+        error, exact = weights.moved + weights.rounded, weights.exact
+        return self._over_rows(self.known.dout, error, exact, exact, parts)
 
+    def sink_sums(self) -> Sums:
+        """B38: these rows' part of the sink's gradient: the sum of dX, in fp32."""
+        unknown = self.weights.unbounded.any(-1, keepdim=True)
+        return self._without_products(lambda x: x[..., -1:].sum(-2), unknown)
 
-def _of_keys(
-    known: GradientConditions, arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients
-) -> Sums:
-    """B37: these rows' part of dk, before the scale."""
-    kv, query = _keys(known), known.known.q.abs()
-    error, size = (x[..., kv].mT for x in (found.error + found.rounded, found.size))
-    count = _seen(known, weights)
-    exact = known.dx[..., kv].mT @ known.known.q if arithmetic.sums_rounded_heads else None
-    return Sums(
-        moved=error @ query,
-        size=size @ query,
-        shift=found.shift[..., kv].mT @ known.known.q,
-        exact=exact,
-        parts={name: part[..., kv].sum(-2) for name, part in found.parts.items()},
-        taken=count,
-        lost=_lost(arithmetic, count, (error + size).sum(-1), query),
-        unknown=_unknown(known, weights),
-    )
+    def score_sums(self, keys: int) -> Sums:
+        """B40: every score apart, ``(scores, 1, 1)``, of the first ``keys`` keys."""
 
+        def each(x: Tensor) -> Tensor:
+            return x[..., :keys].reshape(-1, 1)
 
-def _of_values(known: GradientConditions, arithmetic: Arithmetic, weights: Recomputed) -> Sums:
-    """B37: these rows' part of dv."""
-    kv, dout = _keys(known), known.dout.abs()
-    whole = sum(weights.parts.values(), torch.zeros_like(weights.exact))
-    each = torch.where(whole > 0, weights.moved / whole, 0.0)
-    parts = {name: part * each for name, part in weights.parts.items() if bool(part.any())}
-    if arithmetic.weights_error:
-        parts["rounding of P"] = weights.rounded
-    error, exact = ((x[..., kv]).mT for x in (weights.moved + weights.rounded, weights.exact))
-    count = _seen(known, weights)
-    return Sums(
-        moved=error @ dout,
-        size=exact @ dout,
-        shift=None,
-        exact=exact @ known.dout if arithmetic.sums_rounded_heads else None,
-        parts={name: part[..., kv].sum(-2) for name, part in parts.items()},
-        taken=count,
-        lost=_lost(arithmetic, count, (error + exact).sum(-1), dout),
-        unknown=_unknown(known, weights),
-    )
+        exposed = self.weights.exposed & self.weights.unbounded[..., None]
+        return self._without_products(each, each(exposed))
 
+    def _of_keys(self, x: Tensor) -> Tensor:
+        """``(heads, rows, kv)`` without a sink, the last key."""
+        return x[..., : self.known.dx.shape[-1] - self.known.known.has_sink]
 
-def _of_sink(arithmetic: Arithmetic, weights: Recomputed, found: ScoreGradients) -> Sums:
-    """B38: these rows' part of the sink's gradient: the sum of dX, in fp32."""
-    parts = {
-        name: part[..., -1:].sum(-2)
-        for name, part in found.parts.items()
-        if not (arithmetic.fused and part is found.rounded)
-    }
-    moved = sum(parts.values(), torch.zeros_like(found.size[:, 0, -1:]))
-    size = found.size[..., -1:].sum(-2)
-    count = weights.live[..., -1:].sum(-2).to(torch.float64)
-    return Sums(
-        moved=moved[..., None],
-        size=size[..., None],
-        shift=found.shift[..., -1:].sum(-2)[..., None],
-        exact=None,
-        parts=parts,
-        taken=count,
-        lost=2.0**arithmetic.computes.min_exponent * (2 * count + moved + size),
-        unknown=weights.unbounded.any(-1, keepdim=True),
-    )
+    def _over_rows(
+        self, operand: Tensor, error: Tensor, size: Tensor, exact: Tensor, parts: dict[str, Tensor]
+    ) -> Sums:
+        """Sums over the rows of a factor ``(heads, rows, kv)`` times ``operand``, for every key."""
+        error, size, largest = self._of_keys(error).mT, self._of_keys(size).mT, operand.abs()
+        count = self._of_keys(self.weights.live).sum(-2).to(torch.float64)
+        # Keys that a row of which nothing is known may see.
+        exposed = self.weights.exposed & self.weights.unbounded[..., None]
+        apart = self.arithmetic.sums_rounded_heads
+        return Sums(
+            moved=error @ largest,
+            size=size @ largest,
+            shift=None,
+            exact=self._of_keys(exact).mT @ operand if apart else None,
+            parts={name: self._of_keys(part).sum(-2) for name, part in parts.items()},
+            taken=count,
+            lost=self._lost(count, (error + size).sum(-1), largest),
+            unknown=self._of_keys(exposed).any(-2),
+        )
 
+    def _without_products(self, take: Callable[[Tensor], Tensor], unknown: Tensor) -> Sums:
+        """Sums of dX alone, which what is fused does not round to a product's format."""
+        gradients, fused = self.gradients, self.arithmetic.fused
+        parts = {
+            name: take(part)
+            for name, part in gradients.parts.items()
+            if not (fused and part is gradients.rounded)
+        }
+        size, count = take(gradients.size), take(self.weights.live).to(torch.float64)
+        moved = sum(parts.values(), torch.zeros_like(size))
+        return Sums(
+            moved=moved[..., None],
+            size=size[..., None],
+            shift=take(gradients.shift)[..., None],
+            exact=None,
+            parts=parts,
+            taken=count,
+            lost=2.0**self.arithmetic.computes.min_exponent * (2 * count + moved + size),
+            unknown=unknown,
+        )
 
-def _keys(known: GradientConditions) -> slice:
-    """All keys but a sink."""
-    return slice(0, known.dx.shape[-1] - known.known.has_sink)
-
-
-def _seen(known: GradientConditions, weights: Recomputed) -> torch.Tensor:
-    return weights.live[..., _keys(known)].sum(-2).to(torch.float64)
-
-
-def _unknown(known: GradientConditions, weights: Recomputed) -> torch.Tensor:
-    """Keys that a row of which nothing is known may see."""
-    exposed = weights.exposed & weights.unbounded[..., None]
-    return exposed[..., _keys(known)].any(-2)
+    def _lost(self, count: Tensor, total: Tensor, operand: Tensor) -> Tensor:
+        """B36: numbers below the normal range taken for 0, of every product, term and operand."""
+        largest = operand.amax((-1, -2))[..., None]
+        scaled = self.arithmetic.scaled_query
+        lost = 2.0**self.arithmetic.computes.min_exponent * (count * (2 + largest) + total)
+        return lost if scaled is None else lost + scaled.subnormal_spacing / 2 * total
 
 
 HEADS = "rounding of heads"
@@ -472,14 +423,14 @@ class KeyBounds:
         dcaptured_terms: What ``dcaptured`` is made of; empty without.
     """
 
-    dk: torch.Tensor
-    dv: torch.Tensor
-    dsink: torch.Tensor | None
-    dcaptured: torch.Tensor | None
-    dk_terms: dict[str, torch.Tensor]
-    dv_terms: dict[str, torch.Tensor]
-    dsink_terms: dict[str, torch.Tensor]
-    dcaptured_terms: dict[str, torch.Tensor]
+    dk: Tensor
+    dv: Tensor
+    dsink: Tensor | None
+    dcaptured: Tensor | None
+    dk_terms: dict[str, Tensor]
+    dv_terms: dict[str, Tensor]
+    dsink_terms: dict[str, Tensor]
+    dcaptured_terms: dict[str, Tensor]
 
 
 class KeyGradients:
@@ -516,11 +467,7 @@ class KeyGradients:
             self._sums["dcaptured"] = found if before is None else before.plus(found)
 
     def finished(
-        self,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        dsink: torch.Tensor | None = None,
-        dcaptured: torch.Tensor | None = None,
+        self, dk: Tensor, dv: Tensor, dsink: Tensor | None = None, dcaptured: Tensor | None = None
     ) -> KeyBounds:
         """The bounds, once every row has been added.
 
@@ -546,7 +493,7 @@ class KeyGradients:
             dcaptured_terms=captured_terms,
         )
 
-    def _add(self, name: str, part: Sums, to: torch.Tensor) -> None:
+    def _add(self, name: str, part: Sums, to: Tensor) -> None:
         of_sinks = name == "dsink"
         apart = self._arithmetic.sums_rounded_heads
         whole = self._heads * (1 if of_sinks else self._batch)
@@ -556,8 +503,8 @@ class KeyGradients:
         self._sums[name] = found if before is None else before.plus(found)
 
     def _of_keys(
-        self, name: str, exact: torch.Tensor, scale: float, operand: float
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, name: str, exact: Tensor, scale: float, operand: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """B37 and B39, in the shape of ``exact``."""
         sums, arithmetic = self._sums[name], self._arithmetic
         accumulator = arithmetic.values
@@ -575,9 +522,7 @@ class KeyGradients:
         bound, terms = settled(terms, ~(seen | unknown)[..., None], unknown[..., None])
         return bound.view(exact.shape), {n: term.view(exact.shape) for n, term in terms.items()}
 
-    def _of_heads(
-        self, exact: torch.Tensor, terms: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _of_heads(self, exact: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """B39: each head's sum rounded, and the sums of heads added in the output format."""
         output = self._arithmetic.output
         terms[HEADS] = rounded(exact, terms, output)
@@ -590,22 +535,20 @@ class KeyGradients:
         )
         return terms
 
-    def _of_parts(self, size: torch.Tensor, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _of_parts(self, size: Tensor, terms: dict[str, Tensor]) -> Tensor:
         """B39: added up part after part in the output format."""
         if self._arithmetic.sums_rounded_heads:
             size = _by_group(size, self._group).sum(1)
         return in_parts(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
 
-    def _steps(self, sums: Sums, accumulator: Accumulator) -> torch.Tensor | None:
+    def _steps(self, sums: Sums, accumulator: Accumulator) -> Tensor | None:
         """Steps of a truncating accumulator in which a key is seen: at most all of its tiles'."""
         if accumulator.block is None:
             return None
         heads = 1 if self._arithmetic.sums_rounded_heads else self._group
         return sums.taken.clamp(max=heads * math.ceil(self._query / accumulator.block))
 
-    def _in_fp32(
-        self, name: str, exact: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    def _in_fp32(self, name: str, exact: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
         """B38 and B40: summed in fp32 and given in fp32, whatever the products are."""
         if exact is None:
             return None, {}
@@ -620,6 +563,6 @@ class KeyGradients:
         return bound.flatten(), {name: term.flatten() for name, term in terms.items()}
 
 
-def _by_group(x: torch.Tensor, group: int) -> torch.Tensor:
+def _by_group(x: Tensor, group: int) -> Tensor:
     """``(heads, …)`` as ``(key heads, group, …)``."""
     return x.reshape(-1, group, *x.shape[1:])

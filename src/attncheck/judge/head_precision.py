@@ -1,6 +1,6 @@
-"""Accuracy of each head compared with prediction and with ideal kernels.
+"""Accuracy of each head, compared with the prediction and with ideal kernels, within every bound.
 
-Two yardsticks, and a kernel fails by both together alone, in one head:
+Two measures, and only both together in one head fail a kernel:
 
 * z: the root mean square of error ÷ predicted standard deviation. The prediction takes roundings
   for independent; where they are not, a right kernel may be above the gate.
@@ -8,15 +8,15 @@ Two yardsticks, and a kernel fails by both together alone, in one head:
   that rescale sooner or later. A right kernel may differ from all of them by more than the gate in
   a head by chance.
 
-Beside them stands the emulation: the ideal kernel at the kernel's own tiling makes nearly the same
-roundings, so that nearly the whole error cancels in their difference, and what is left shows what
-neither yardstick can.
+A third is reported beside them, the residual: the ideal kernel at the kernel's own tiling makes
+nearly the same roundings, so that nearly the whole error cancels in their difference, and what
+remains shows what neither measure can.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,9 @@ from attncheck.judge.error_measures import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
+
+    from torch import Tensor
 
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.declared_arithmetic import Arithmetic
@@ -46,7 +48,7 @@ __all__ = [
     "SPREAD",
     "HeadPrecision",
     "Z",
-    "head_z",
+    "can_fail_by_precision",
     "measure_heads",
     "measure_precision",
 ]
@@ -75,80 +77,42 @@ has been calibrated there. Other formats have none."""
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HeadPrecision:
-    """The two yardsticks of every head, ``(batch, heads)``; NaN where a head is not judged by it.
+    """Accuracy of every head, ``(batch, heads)``; NaN where a head has too few outputs to judge.
 
     Attributes:
-        z: Of heads with ``FEWEST`` sampled outputs or more.
+        z: Root mean square of error ÷ predicted standard deviation over the sampled elements.
+        rmse: RMSE of the kernel.
         single: RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
-        spread: RMSE ÷ the largest of the ensemble's; None where it was not asked for.
-        lost: Largest error by underflow of any: what is no larger tells nothing.
+        spread: RMSE ÷ the largest of the ensemble's; None without an ensemble.
+        lost: Largest error by underflow in each head: errors no larger than it show nothing.
+        enough: bool: heads with ``FEWEST`` outputs or more.
+        needs_ensemble: Whether some head is beyond a gate, so that the verdict rests on how ideal
+            kernels at several tilings do.
     """
 
-    z: torch.Tensor
-    single: torch.Tensor
-    spread: torch.Tensor | None
-    lost: float = 0.0
+    z: Tensor
+    rmse: Tensor
+    single: Tensor
+    lost: Tensor
+    enough: Tensor
+    needs_ensemble: bool
+    spread: Tensor | None = None
+
+    def with_ensemble(
+        self, outs: Iterable[Tensor], truth: Tensor, counted: Tensor
+    ) -> HeadPrecision:
+        """The same with ``spread`` over ideal kernels' ``outs``, each in the shape of ``truth``."""
+        rmse = (head_rmse(out, truth, counted) for out in outs)
+        ratio = rmse_over_ideal(self.rmse, rmse, self.lost)
+        return replace(self, spread=torch.where(self.enough, ratio, math.nan))
 
 
-def measure_heads(
-    *,
-    out: torch.Tensor,
-    truth: torch.Tensor,
-    counted: torch.Tensor,
-    allowance: Allowance,
-    arithmetic: Arithmetic,
-    ideal: torch.Tensor | None,
-    ensemble: Callable[[], Iterable[torch.Tensor]] | None,
-) -> HeadPrecision:
-    """How accurate every head is by the two yardsticks.
-
-    Args:
-        out: What the kernel gave, ``(batch, heads, query, dim)``.
-        truth: float64, same shape.
-        counted: bool, same shape.
-        allowance: With the predicted standard deviations of sampled rows.
-        arithmetic: fp32 and tf32 have no gate: legitimate orders of their sums differ 5×.
-        ideal: out of one ideal kernel.
-        ensemble: outs of several; asked for only where a head is beyond a gate without them.
-            Neither is a yardstick for every arithmetic (``comparable``).
-    """
-    if not comparable(arithmetic):
-        ideal = ensemble = None
-    rmse = head_rmse(out, truth, counted)
-    enough = counted.sum((-2, -1)) >= FEWEST
-    found, lost = head_z(out, truth, counted, allowance), _lost(counted, allowance)
-    single = torch.full_like(rmse, math.nan)
-    if ideal is not None:
-        one = head_rmse(ideal, truth, counted)
-        single = torch.where(enough, rmse_over_ideal(rmse, [one], lost), math.nan)
-    suspect = (found > Z) | (single > SPREAD)
-    ratio = None
-    if ensemble is not None and gated(arithmetic) and bool(suspect.any()):
-        others = (head_rmse(one, truth, counted) for one in ensemble())
-        ratio = torch.where(enough, rmse_over_ideal(rmse, others, lost), math.nan)
-    return HeadPrecision(z=found, single=single, spread=ratio, lost=float(lost.max()))
-
-
-def _lost(counted: torch.Tensor, allowance: Allowance) -> torch.Tensor:
-    """Largest error by underflow of sampled elements that count, ``(batch, heads)`` float64."""
-    lost = torch.zeros(counted.shape[:2], dtype=torch.float64, device=counted.device)
-    flat = lost.view(-1)
-    for sample in allowance.samples:
-        if sample.lost_out is not None:
-            heads = slice(sample.rows.heads.start, sample.rows.heads.stop)
-            # Infinite where nothing is known: those elements have no part in an RMSE either.
-            known = at_rows(sample.rows, counted) & sample.lost_out.isfinite()
-            found = torch.where(known, sample.lost_out, 0.0).amax((-2, -1))
-            flat[heads] = torch.maximum(flat[heads], found.to(flat))
-    return lost
-
-
-def gated(arithmetic: Arithmetic) -> bool:
-    """Whether a kernel of this arithmetic can fail by its precision: not in fp32 or tf32."""
+def can_fail_by_precision(arithmetic: Arithmetic) -> bool:
+    """Whether precision has a gate: not in fp32 or tf32, where orders of a sum differ 5×."""
     return arithmetic.products.torch_name != "float32"
 
 
-def comparable(arithmetic: Arithmetic) -> bool:
+def _has_ideal_kernels(arithmetic: Arithmetic) -> bool:
     """Whether ideal kernels err as much as a kernel of this arithmetic.
 
     Their sums are fp32's, and they round P before it is divided by the row sum.
@@ -157,9 +121,58 @@ def comparable(arithmetic: Arithmetic) -> bool:
     return not (coarse or arithmetic.normalised_weights)
 
 
-def head_z(
-    out: torch.Tensor, truth: torch.Tensor, counted: torch.Tensor, allowance: Allowance
-) -> torch.Tensor:
+def measure_heads(
+    out: Tensor,
+    truth: Tensor,
+    counted: Tensor,
+    allowance: Allowance,
+    arithmetic: Arithmetic,
+    ideal: Tensor | None,
+) -> HeadPrecision:
+    """Measure every head without the ensemble; ``with_ensemble`` adds it where it is needed.
+
+    Args:
+        out: What the kernel gave, ``(batch, heads, query, dim)``.
+        truth: float64, same shape.
+        counted: bool, same shape.
+        allowance: With the predicted standard deviations of sampled rows.
+        arithmetic: Of the kernel; of some arithmetics no ideal kernel errs as much.
+        ideal: out of one ideal kernel.
+    """
+    comparable = _has_ideal_kernels(arithmetic)
+    rmse = head_rmse(out, truth, counted)
+    enough = counted.sum((-2, -1)) >= FEWEST
+    z, lost = _z(out, truth, counted, allowance), _underflow(counted, allowance)
+    single = torch.full_like(rmse, math.nan)
+    if ideal is not None and comparable:
+        ratio = rmse_over_ideal(rmse, [head_rmse(ideal, truth, counted)], lost)
+        single = torch.where(enough, ratio, math.nan)
+    suspect = bool(((z > Z) | (single > SPREAD)).any())
+    return HeadPrecision(
+        z=z,
+        rmse=rmse,
+        single=single,
+        lost=lost,
+        enough=enough,
+        needs_ensemble=suspect and comparable and can_fail_by_precision(arithmetic),
+    )
+
+
+def _underflow(counted: Tensor, allowance: Allowance) -> Tensor:
+    """Largest error by underflow of sampled elements that count, ``(batch, heads)`` float64."""
+    lost = torch.zeros(counted.shape[:2], dtype=torch.float64, device=counted.device)
+    flat = lost.view(-1)
+    for sample in allowance.samples:
+        if sample.lost_out is not None:
+            heads = slice(sample.rows.heads.start, sample.rows.heads.stop)
+            # Infinite where nothing is known: those elements have no part in an RMSE either.
+            known = at_rows(sample.rows, counted) & sample.lost_out.isfinite()
+            largest = torch.where(known, sample.lost_out, 0.0).amax((-2, -1))
+            flat[heads] = torch.maximum(flat[heads], largest.to(flat))
+    return lost
+
+
+def _z(out: Tensor, truth: Tensor, counted: Tensor, allowance: Allowance) -> Tensor:
     """Root mean square of error ÷ predicted standard deviation, ``(batch, heads)``.
 
     Over the sampled elements that are counted and whose prediction is finite; NaN in heads with
@@ -169,41 +182,41 @@ def head_z(
     elements = torch.zeros_like(squares)
     for sample in allowance.samples:
         rows, deviation = sample.rows, sample.sd_out
-        asked = at_rows(rows, counted) & deviation.isfinite()
+        used = at_rows(rows, counted) & deviation.isfinite()
         error = at_rows(rows, out).to(torch.float64) - at_rows(rows, truth)
-        ratio = torch.where(asked & (error != 0), error / deviation, 0.0)
+        ratio = torch.where(used & (error != 0), error / deviation, 0.0)
         ratio = torch.where(ratio.isnan(), math.inf, ratio)
         numbers = torch.tensor(list(rows.heads), device=squares.device)
         squares.index_add_(0, numbers, ratio.square().sum((-2, -1)))
-        elements.index_add_(0, numbers, asked.sum((-2, -1)).to(torch.float64))
-    found = torch.where(elements >= FEWEST, (squares / elements).sqrt(), math.nan)
-    return found.view(truth.shape[:2])
+        elements.index_add_(0, numbers, used.sum((-2, -1)).to(torch.float64))
+    z = torch.where(elements >= FEWEST, (squares / elements).sqrt(), math.nan)
+    return z.view(truth.shape[:2])
 
 
 def measure_precision(
-    *,
-    out: torch.Tensor,
-    truth: torch.Tensor,
-    counted: torch.Tensor,
-    found: HeadPrecision,
-    emulation: torch.Tensor | None,
+    out: Tensor,
+    truth: Tensor,
+    counted: Tensor,
+    heads: HeadPrecision,
     arithmetic: Arithmetic,
+    emulation: Tensor | None,
 ) -> Precision:
-    """What is reported of a kernel's precision; arguments as those of ``heads``.
+    """Precision as it is reported; arguments as those of ``measure_heads``.
 
     ``emulation`` is out of the ideal kernel at the kernel's own tiling, where it declares one.
     """
-    if not comparable(arithmetic):
-        emulation = None
     exact = truth[counted]
     values = out[counted].to(torch.float64)
     error = values - exact
     whole = measure_errors(out, truth, counted)
     p50, p99 = ulp_percentiles(error, exact, arithmetic.output)
+    residual = None
+    if emulation is not None and _has_ideal_kernels(arithmetic):
+        residual = _residual(out, emulation, truth, counted, float(heads.lost.max()))
     return Precision(
-        z=_largest(found.z),
-        spread=None if found.spread is None else _largest(found.spread),
-        residual=None if emulation is None else _residual(out, emulation, truth, counted, found),
+        z=_largest(heads.z),
+        spread=None if heads.spread is None else _largest(heads.spread),
+        residual=residual,
         bias=whole.bias / whole.rmse if whole.rmse else 0.0,
         slope=slope(error, exact),
         ulp_p50=p50,
@@ -213,17 +226,13 @@ def measure_precision(
     )
 
 
-def _largest(of_heads: torch.Tensor) -> float | None:
+def _largest(of_heads: Tensor) -> float | None:
     judged = of_heads[~of_heads.isnan()]
     return float(judged.max()) if judged.numel() else None
 
 
 def _residual(
-    out: torch.Tensor,
-    emulation: torch.Tensor,
-    truth: torch.Tensor,
-    counted: torch.Tensor,
-    found: HeadPrecision,
+    out: Tensor, emulation: Tensor, truth: Tensor, counted: Tensor, lost: float
 ) -> float | None:
     """rms(out − emulation) ÷ rms(emulation − exact); None where the emulation is exact.
 
@@ -235,4 +244,4 @@ def _residual(
     apart = measure_errors(out, emulation.to(torch.float64), counted).rmse
     if not usual:
         return None
-    return math.inf if math.isnan(apart / usual) else max(0.0, apart - found.lost) / usual
+    return math.inf if math.isnan(apart / usual) else max(0.0, apart - lost) / usual

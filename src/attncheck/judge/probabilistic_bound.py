@@ -1,4 +1,4 @@
-"""Bound of out and LSE that holds with probability 1 − 1e-6: B21–B28."""
+"""Bound of out and LSE that holds with probability 1 − 1e-6: equations B21–B28."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.declared_arithmetic import (
+from attncheck.judge.deterministic_bound import (
+    DeterministicBound,
+    accumulation,
+    bound_of_weights,
+    finite_values,
+)
+from attncheck.judge.score_errors import exponents, factor_roundings, likely_radius, rounds_operands
+from attncheck.judge.sum_roundings import (
     additions,
     half_ulp,
     steps,
@@ -16,36 +23,156 @@ from attncheck.judge.declared_arithmetic import (
     sum_bias,
     taken,
 )
-from attncheck.judge.deterministic_bound import (
-    DeterministicBound,
-    accumulation,
-    deterministic_bound,
-    finite_values,
-)
-from attncheck.judge.score_errors import exponents, factor_roundings, likely_radius, rounds_operands
 from attncheck.judge.weight_errors import log_sum_base, weights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attncheck.core.conditions import Conditions, ScoreModError
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ScoreError
     from attncheck.judge.weight_errors import Weights
 
-__all__ = [
-    "MISSED",
-    "ProbabilisticBound",
-    "ScoreStatistics",
-    "out_statistics",
-    "probabilistic_bound",
-    "quadrature",
-    "score_statistics",
-    "sigmas_needed",
-    "softmax_statistics",
-]
+__all__ = ["MISSED", "ProbabilisticBound", "probabilistic_bound", "quadrature", "sigmas_needed"]
+
+# Weights that agree to this many units of fp32 may round alike.
+_ALIKE = 16
+
+# Numbers gathered at a time: 16 million float64 are 128 MiB.
+_AT_A_TIME = 2**24
+
+MISSED = 1e-6
+"""Probability that any element of a right kernel passes its probabilistic bound."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ScoreStatistics:
+class ProbabilisticBound:
+    """Bounds of |error| that hold with probability 1 − ``MISSED``, and what to expect; float64.
+
+    Attributes:
+        out: ``(heads, rows, value_dim)``; never beyond the deterministic bound.
+        lse: ``(heads, rows)``.
+        sd_out: Predicted root mean square of the error of out.
+        sd_lse: The same of LSE.
+        certain: The deterministic bound.
+    """
+
+    out: Tensor
+    lse: Tensor
+    sd_out: Tensor
+    sd_lse: Tensor
+    certain: DeterministicBound
+
+
+def sigmas_needed(elements: int) -> float:
+    """Standard deviations that none of ``elements`` errors passes, but for ``MISSED`` (B21)."""
+    return math.sqrt(2 * math.log(2 * max(1, elements) / MISSED))
+
+
+def probabilistic_bound(
+    conditions: Conditions,
+    arithmetic: Arithmetic,
+    scores: ScoreError,
+    mod: ScoreModError | None = None,
+    *,
+    elements: int,
+) -> ProbabilisticBound:
+    """Bounds that take rounding errors as independent, but for those that are equal.
+
+    Args:
+        conditions: Of the rows.
+        arithmetic: What the kernel declares.
+        scores: ``score_error`` of both.
+        mod: Where the Problem has a score mod.
+        elements: Of out in the whole Problem.
+
+    Source: B21–B28 in ``docs/bounds.md``.
+    """
+    sigmas = sigmas_needed(elements)
+    errors = exponents(conditions, arithmetic, scores, mod)
+    moved = weights(conditions, arithmetic, errors)
+    certain = bound_of_weights(conditions, arithmetic, errors, moved)
+    statistics = _score_statistics(conditions, arithmetic, scores, mod, sigmas)
+    of_out = _softmax_statistics if conditions.given_scores else _out_statistics
+    random, steady = of_out(conditions, arithmetic, statistics, moved)
+    known = torch.ones_like(conditions.lse, dtype=torch.bool)
+    if mod is not None:  # at a jump the errors of a row's weights are anything but independent
+        known = ~(mod.jump & conditions.seen).any(-1)
+    steady = steady + certain.out_terms["underflow"]
+    out = sigmas * random + steady
+    out = out + half_ulp(conditions.out.abs() + out, arithmetic.output)
+    lse_random, lse_steady = _lse_statistics(conditions, arithmetic, statistics, moved)
+    lse = sigmas * lse_random + lse_steady
+    # Rounded to nearest, an error is uniform over an ulp.
+    last = 2 * half_ulp(conditions.out.abs(), arithmetic.output) / math.sqrt(12)
+    sd_out = (random.square() + last.square() + (steady / 2).square()).sqrt()
+    sd_lse = (lse_random.square() + (lse_steady / 2).square()).sqrt()
+    return ProbabilisticBound(
+        out=_lesser(out, certain.out, known[..., None], certain.out),
+        lse=_lesser(lse, certain.lse, known, certain.lse),
+        sd_out=_lesser(sd_out, certain.out, known[..., None]),
+        sd_lse=_lesser(sd_lse, certain.lse, known),
+        certain=certain,
+    )
+
+
+def _lesser(
+    found: Tensor, certain: Tensor, known: Tensor, otherwise: Tensor | None = None
+) -> Tensor:
+    """``found`` where it is known and less than the proof: 0 in rows that see no key.
+
+    Infinite where there is no proof; where it is not known the proof, or infinite.
+    """
+    other = torch.full_like(certain, math.inf) if otherwise is None else otherwise
+    return torch.where(
+        torch.isfinite(certain), torch.where(known, torch.fmin(found, certain), other), certain
+    )
+
+
+def _lse_statistics(
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+) -> tuple[Tensor, Tensor]:
+    """B27: standard deviation of LSE's error, and what is systematic of it."""
+    exact = moved.exact
+    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))[..., 0]
+    variance = (exact * scores.deviation).square().sum(-1) + sd.square() + scores.common
+    steady = log_sum_base(conditions, arithmetic, torch.zeros_like(sd))
+    for direction in scores.steady:
+        steady = steady + (exact * direction).sum(-1).abs()
+    if not conditions.given_scores:
+        variance = variance + _rounded_operands(conditions, arithmetic, exact * scores.slope)
+    if arithmetic.truncates and not conditions.given_scores:
+        size = (exact * scores.slope * conditions.products).abs().nan_to_num(0.0).sum(-1)
+        steady = steady + arithmetic.operand_error * size
+    if arithmetic.sums_rounded_weights and arithmetic.weights_error:
+        variance = variance + moved.rounded.square().sum(-1) / 3
+        steady = steady + arithmetic.weights_error - torch.log1p(-moved.lost.sum(-1).clamp(max=1))
+    steady = steady - torch.log1p(-sum_bias(conditions, arithmetic)[..., 0])
+    return variance.sqrt(), steady
+
+
+def _rounded_operands(conditions: Conditions, arithmetic: Arithmetic, moves: Tensor) -> Tensor:
+    """B27: q rounded once more moves all scores of a row together, k those of equal keys.
+
+    Each score moves LSE by ``moves``: its weight times the slope of the score mod.
+    """
+    q, k, u, scaled = conditions.q, conditions.k, arithmetic.operand_error, arithmetic.scaled_query
+    variance = torch.zeros_like(conditions.lse)
+    if not rounds_operands(arithmetic):
+        return variance
+    mean = moves @ k
+    of_query = u**2 + (0.0 if scaled is None else scaled.unit_roundoff**2)
+    variance = variance + conditions.scale**2 * of_query * (q * mean).square().sum(-1)
+    if u:
+        keys = (moves.abs() * (q.square() @ k.square().mT).sqrt()).sum(-1).square()
+        variance = variance + (conditions.scale * u) ** 2 * keys
+    if scaled is not None:  # below its normal range
+        variance = variance + (scaled.subnormal_spacing / 2) ** 2 * mean.square().sum(-1)
+    return variance / 3
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _ScoreStatistics:
     """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen.
 
     Attributes:
@@ -59,27 +186,29 @@ class ScoreStatistics:
         sigmas: λ.
     """
 
-    deviation: torch.Tensor
-    steady: list[torch.Tensor]
-    slope: torch.Tensor
-    common: torch.Tensor
+    deviation: Tensor
+    steady: list[Tensor]
+    slope: Tensor
+    common: Tensor
     sigmas: float
 
 
-def score_statistics(
+def _score_statistics(
     conditions: Conditions,
     arithmetic: Arithmetic,
     scores: ScoreError,
     mod: ScoreModError | None,
     sigmas: float,
-) -> ScoreStatistics:
+) -> _ScoreStatistics:
     """Statistics of these rows; ``sigmas`` is the λ of the bound they are for."""
     seen, unit = conditions.seen, arithmetic.unit
     slope, own = _slope(scores, mod, sigmas)
     maximum = conditions.maximum[..., None]
     below = torch.where(seen, conditions.scores - maximum, 0.0)
     each = 2 * arithmetic.exp2_ulps + 1
-    records = _records(steps(conditions, arithmetic))
+    # The running maximum moves: of a random order 2 ln T times at most, and some (B22).
+    tiles = steps(conditions, arithmetic)
+    records = torch.minimum(tiles - 1, 3 + 2 * torch.log(tiles))
     exponent = (
         conditions.scores.square()
         + maximum.square()
@@ -94,7 +223,7 @@ def score_statistics(
     steady = [factor_roundings(arithmetic) * unit * below]
     if scores.bias is not None:
         steady.append(slope * scores.bias)
-    return ScoreStatistics(
+    return _ScoreStatistics(
         deviation=torch.where(seen, deviation, 0.0),
         steady=steady,
         slope=slope,
@@ -103,9 +232,7 @@ def score_statistics(
     )
 
 
-def _slope(
-    scores: ScoreError, mod: ScoreModError | None, sigmas: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tuple[Tensor, Tensor]:
     """What the score mod makes of an error, and adds of its own."""
     if mod is None:
         return torch.ones_like(scores.radius), torch.zeros_like(scores.radius)
@@ -117,22 +244,74 @@ def _slope(
     return torch.where(reach > 0, carried / reach, 0.0), mod.own
 
 
-def _records(tiles: torch.Tensor) -> torch.Tensor:
-    """How often the running maximum moves: of a random order 2 ln T at most, and some (B22)."""
-    return torch.minimum(tiles - 1, 3 + 2 * torch.log(tiles))
+def _out_statistics(
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+) -> tuple[Tensor, Tensor]:
+    """Standard deviation of out's error before it is rounded, and what is systematic of it."""
+    exact, out, alike = moved.exact, conditions.out, _ALIKE * arithmetic.unit
+    values, _ = finite_values(conditions)
+    # B22: of the exponents.
+    of_scores = quadrature(exact * scores.deviation, conditions.scores, values, out, alike)
+    # B23: of P rounded to its format, where nearly equal weights round alike, and of V to tf32.
+    of_rounding = torch.zeros_like(out)
+    steady = torch.zeros_like(out)
+    if arithmetic.operand_error:
+        of_values = exact.square() @ values.square()
+        of_rounding = of_rounding + arithmetic.operand_error**2 / 3 * of_values
+    if arithmetic.weights_error:
+        center = out if arithmetic.sums_rounded_weights else None
+        log = conditions.scores - conditions.maximum[..., None]
+        widths = (arithmetic.weights_error / 2, alike)
+        rounded = [quadrature(moved.rounded, log, values, center, width) for width in widths]
+        of_rounding = of_rounding + torch.maximum(*rounded) / 3
+        # B25: weights below half the smallest number of P's format are lost, all of them. Where
+        # they are missing in the row sum too, out is a mean of the others.
+        steady = _linear(moved.lost, values, torch.zeros_like(out) if center is None else center)
+    # B24: of adding up, rescaling and dividing.
+    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
+    of_sums = (sd * (exact @ values.abs())).square()
+    of_sums = of_sums + (sd.square() + 12 * arithmetic.unit**2) * out.square()
+    for direction in scores.steady:
+        steady = steady + _linear(exact * direction, values, out)
+    if arithmetic.operand_error and arithmetic.truncates:
+        steady = steady + 2 * arithmetic.operand_error * (exact @ values.abs())
+    if arithmetic.values.block is not None:
+        # B26: truncation takes a share of the running sum, whose size a random walk bounds.
+        walk = scores.sigmas * (exact.square() @ values.square()).sqrt()
+        count = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
+        share = arithmetic.values.bias(count, taken(conditions, arithmetic.values))
+        most = accumulation(conditions, arithmetic, moved, values)
+        of_values = torch.minimum(share * (out.abs() + walk), most)
+        # A row sum that is too small makes out larger: one of the two may be without the other.
+        of_sum = sum_bias(conditions, arithmetic) * out.abs()
+        steady = steady + torch.maximum(of_sum, of_values)
+    return (of_scores + of_rounding + of_sums).sqrt(), steady
 
 
-# Numbers gathered at a time: 16 million float64 are 128 MiB.
-_AT_A_TIME = 2**24
+def _linear(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
+    """|Σ weight_j (v_j − center)|: what a steady error of the exponents makes of out."""
+    return (weight @ values - center * weight.sum(-1, keepdim=True)).abs()
+
+
+def _softmax_statistics(
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+) -> tuple[Tensor, Tensor]:
+    """B28: of the operation softmax, whose out is P: of each weight, and of the row sum."""
+    exact = moved.exact
+    share = (exact * scores.deviation).square()
+    others = (share.sum(-1, keepdim=True) - share).clamp_min(0)
+    own = (exact * scores.deviation * (1 - exact)).square()
+    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
+    of_sum = (sd.square() + 12 * arithmetic.unit**2) * exact.square()
+    variance = own + exact.square() * others + of_sum
+    direction = scores.steady[0]
+    mean = (exact * direction).sum(-1, keepdim=True)
+    return variance.sqrt(), (exact * (direction - mean)).abs()
 
 
 def quadrature(
-    weight: torch.Tensor,
-    log: torch.Tensor,
-    values: torch.Tensor,
-    center: torch.Tensor | None,
-    width: float,
-) -> torch.Tensor:
+    weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
+) -> Tensor:
     """Σ over groups of (Σ in a group of weight_j · (v_j − center))², ``(heads, rows, value_dim)``.
 
     Or the same with every key a group of its own, whichever is more: errors of one group may be
@@ -162,302 +341,32 @@ def quadrature(
     return total.clamp_min(0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Members:
-    """Keys that share a group with another, in order of row and group; one number each."""
-
-    head: torch.Tensor
-    row: torch.Tensor
-    key: torch.Tensor
-    group: torch.Tensor
-
-
 def _excess(
-    weight: torch.Tensor,
-    log: torch.Tensor,
-    values: torch.Tensor,
-    center: torch.Tensor | None,
-    width: float,
-) -> torch.Tensor:
+    weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
+) -> Tensor:
     """What groups of several keys add to Σ (weight · (v − center))²."""
     heads, rows, _ = weight.shape
     dim = values.shape[-1]
-    found = _members(weight, log, width)
-    sums = values.new_zeros((heads * rows, dim))
-    if not found.key.numel():
-        return sums.view(heads, rows, dim)
-    term = values[found.head, found.key]
-    if center is not None:
-        term -= center[found.head, found.row]
-    term *= weight[found.head, found.row, found.key][:, None]
-    groups = int(found.group[-1]) + 1
-    together = values.new_zeros((groups, dim)).index_add_(0, found.group, term)
-    place = found.head * rows + found.row
-    of_group = place.new_zeros(groups).index_put_((found.group,), place)
-    sums.index_add_(0, of_group, together.square())
-    sums.index_add_(0, place, term.square_(), alpha=-1)
-    return sums.view(heads, rows, dim)
-
-
-def _members(weight: torch.Tensor, log: torch.Tensor, width: float) -> _Members:
+    # Keys that share a group with another, in order of row and group; one number each.
     interval = torch.where(weight > 0, (log / width).floor(), -torch.inf)
-    ordered, key = interval.sort(-1)
+    ordered, by_interval = interval.sort(-1)
     same = (ordered[..., 1:] == ordered[..., :-1]) & torch.isfinite(ordered[..., 1:])
     none = torch.zeros_like(same[..., :1])
     with_previous = torch.cat([none, same], -1)
     several = with_previous | torch.cat([same, none], -1)
     head, row, place = several.nonzero(as_tuple=True)
-    begins = ~with_previous[head, row, place]
-    return _Members(head, row, key[head, row, place], begins.cumsum(0) - 1)
-
-
-# Weights that agree to this many units of fp32 may round alike.
-_ALIKE = 16
-
-
-def out_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: ScoreStatistics, moved: Weights
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Standard deviation of out's error before it is rounded, and what is systematic of it."""
-    values, _ = finite_values(conditions)
-    variance = (
-        _of_scores(conditions, arithmetic, scores, moved, values)
-        + _of_rounding(conditions, arithmetic, moved, values)
-        + _of_sums(conditions, arithmetic, moved, values)
-    )
-    steady = _lost(conditions, arithmetic, moved, values)
-    for direction in scores.steady:
-        steady = steady + linear(moved.exact * direction, values, conditions.out)
-    if arithmetic.operand_error and arithmetic.truncates:
-        steady = steady + 2 * arithmetic.operand_error * (moved.exact @ values.abs())
-    if arithmetic.values.block is not None:
-        # A row sum that is too small makes out larger: one of the two may be without the other.
-        of_sum = sum_bias(conditions, arithmetic) * conditions.out.abs()
-        of_values = _running_bias(conditions, arithmetic, scores, moved, values)
-        steady = steady + torch.maximum(of_sum, of_values)
-    return variance.sqrt(), steady
-
-
-def linear(weight: torch.Tensor, values: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
-    """|Σ weight_j (v_j − center)|: what a steady error of the exponents makes of out."""
-    return (weight @ values - center * weight.sum(-1, keepdim=True)).abs()
-
-
-def _of_scores(
-    conditions: Conditions,
-    arithmetic: Arithmetic,
-    scores: ScoreStatistics,
-    moved: Weights,
-    values: torch.Tensor,
-) -> torch.Tensor:
-    """B22: of the exponents."""
-    weight = moved.exact * scores.deviation
-    alike = _ALIKE * arithmetic.unit
-    return quadrature(weight, conditions.scores, values, conditions.out, alike)
-
-
-def _of_rounding(
-    conditions: Conditions, arithmetic: Arithmetic, moved: Weights, values: torch.Tensor
-) -> torch.Tensor:
-    """B23: of P rounded to its format, where nearly equal weights round alike, and of V to tf32."""
-    variance = torch.zeros_like(conditions.out)
-    if arithmetic.operand_error:
-        of_values = moved.exact.square() @ values.square()
-        variance = variance + arithmetic.operand_error**2 / 3 * of_values
-    if not arithmetic.weights_error:
-        return variance
-    center = conditions.out if arithmetic.sums_rounded_weights else None
-    log = conditions.scores - conditions.maximum[..., None]
-    found = [
-        quadrature(moved.rounded, log, values, center, width)
-        for width in (arithmetic.weights_error / 2, _ALIKE * arithmetic.unit)
-    ]
-    return variance + torch.maximum(*found) / 3
-
-
-def _of_sums(
-    conditions: Conditions, arithmetic: Arithmetic, moved: Weights, values: torch.Tensor
-) -> torch.Tensor:
-    """B24: of adding up, rescaling and dividing."""
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
-    of_values = (sd * (moved.exact @ values.abs())).square()
-    return of_values + (sd.square() + 12 * arithmetic.unit**2) * conditions.out.square()
-
-
-def _lost(
-    conditions: Conditions, arithmetic: Arithmetic, moved: Weights, values: torch.Tensor
-) -> torch.Tensor:
-    """B25: weights below half the smallest number of P's format are lost, all of them."""
-    if not arithmetic.weights_error:
-        return torch.zeros_like(conditions.out)
-    # Where they are missing in the row sum too, out is a mean of the others.
-    center = conditions.out if arithmetic.sums_rounded_weights else torch.zeros_like(conditions.out)
-    return linear(moved.lost, values, center)
-
-
-def _running_bias(
-    conditions: Conditions,
-    arithmetic: Arithmetic,
-    scores: ScoreStatistics,
-    moved: Weights,
-    values: torch.Tensor,
-) -> torch.Tensor:
-    """B26: truncation takes a share of the running sum, whose size a random walk bounds."""
-    walk = scores.sigmas * (moved.exact.square() @ values.square()).sqrt()
-    count = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
-    share = arithmetic.values.bias(count, taken(conditions, arithmetic.values))
-    bias = share * (conditions.out.abs() + walk)
-    return torch.minimum(bias, accumulation(conditions, arithmetic, moved, values))
-
-
-def softmax_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: ScoreStatistics, moved: Weights
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """B28: of the operation softmax, whose out is P: of each weight, and of the row sum."""
-    exact = moved.exact
-    share = (exact * scores.deviation).square()
-    others = (share.sum(-1, keepdim=True) - share).clamp_min(0)
-    own = (exact * scores.deviation * (1 - exact)).square()
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
-    of_sum = (sd.square() + 12 * arithmetic.unit**2) * exact.square()
-    variance = own + exact.square() * others + of_sum
-    direction = scores.steady[0]
-    mean = (exact * direction).sum(-1, keepdim=True)
-    return variance.sqrt(), (exact * (direction - mean)).abs()
-
-
-MISSED = 1e-6
-"""Probability that any element of a right kernel passes its probabilistic bound."""
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ProbabilisticBound:
-    """Bounds of |error| that hold with probability 1 − ``MISSED``, and what to expect; float64.
-
-    Attributes:
-        out: ``(heads, rows, value_dim)``; never beyond the deterministic bound.
-        lse: ``(heads, rows)``.
-        sd_out: Predicted root mean square of the error of out.
-        sd_lse: The same of LSE.
-        certain: The deterministic bound.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    sd_out: torch.Tensor
-    sd_lse: torch.Tensor
-    certain: DeterministicBound
-
-
-def sigmas_needed(elements: int) -> float:
-    """Standard deviations that none of ``elements`` errors passes, but for ``MISSED`` (B21)."""
-    return math.sqrt(2 * math.log(2 * max(1, elements) / MISSED))
-
-
-def probabilistic_bound(
-    conditions: Conditions,
-    arithmetic: Arithmetic,
-    scores: ScoreError,
-    mod: ScoreModError | None = None,
-    *,
-    elements: int,
-) -> ProbabilisticBound:
-    """Bounds that take rounding errors as independent, but for those that are equal.
-
-    Args:
-        conditions: Of the rows.
-        arithmetic: What the kernel declares.
-        scores: ``score_error`` of both.
-        mod: Where the Problem has a score mod.
-        elements: Of out in the whole Problem.
-
-    Source: B21–B28 in ``docs/bounds.md``.
-    """
-    certain = deterministic_bound(conditions, arithmetic, scores, mod)
-    errors = exponents(conditions, arithmetic, scores, mod)
-    moved = weights(conditions, arithmetic, errors)
-    statistics = score_statistics(conditions, arithmetic, scores, mod, sigmas_needed(elements))
-    of_out = softmax_statistics if conditions.given_scores else out_statistics
-    random, steady = of_out(conditions, arithmetic, statistics, moved)
-    known = torch.ones_like(conditions.lse, dtype=torch.bool)
-    if mod is not None:  # at a jump the errors of a row's weights are anything but independent
-        known = ~(mod.jump & conditions.seen).any(-1)
-    steady = steady + certain.out_terms["underflow"]
-    out = sigmas_needed(elements) * random + steady
-    out = out + half_ulp(conditions.out.abs() + out, arithmetic.output)
-    lse_random, lse_steady = _lse(conditions, arithmetic, statistics, moved)
-    lse = sigmas_needed(elements) * lse_random + lse_steady
-    # Rounded to nearest, an error is uniform over an ulp.
-    last = 2 * half_ulp(conditions.out.abs(), arithmetic.output) / math.sqrt(12)
-    sd_out = (random.square() + last.square() + (steady / 2).square()).sqrt()
-    sd_lse = (lse_random.square() + (lse_steady / 2).square()).sqrt()
-    return ProbabilisticBound(
-        out=_lesser(out, certain.out, known[..., None], certain.out),
-        lse=_lesser(lse, certain.lse, known, certain.lse),
-        sd_out=_lesser(sd_out, certain.out, known[..., None]),
-        sd_lse=_lesser(sd_lse, certain.lse, known),
-        certain=certain,
-    )
-
-
-def _lesser(
-    found: torch.Tensor,
-    certain: torch.Tensor,
-    known: torch.Tensor,
-    otherwise: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``found`` where it is known and less than the proof: 0 in rows that see no key.
-
-    Infinite where there is no proof; where it is not known the proof, or infinite.
-    """
-    other = torch.full_like(certain, math.inf) if otherwise is None else otherwise
-    return torch.where(
-        torch.isfinite(certain), torch.where(known, torch.fmin(found, certain), other), certain
-    )
-
-
-def _lse(
-    conditions: Conditions,
-    arithmetic: Arithmetic,
-    scores: ScoreStatistics,
-    moved: Weights,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """B27: standard deviation of LSE's error, and what is systematic of it."""
-    exact = moved.exact
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))[..., 0]
-    variance = (exact * scores.deviation).square().sum(-1) + sd.square() + scores.common
-    steady = log_sum_base(conditions, arithmetic, torch.zeros_like(sd))
-    for direction in scores.steady:
-        steady = steady + (exact * direction).sum(-1).abs()
-    if not conditions.given_scores:
-        variance = variance + _rounded_operands(conditions, arithmetic, exact * scores.slope)
-    if arithmetic.truncates and not conditions.given_scores:
-        size = (exact * scores.slope * conditions.products).abs().nan_to_num(0.0).sum(-1)
-        steady = steady + arithmetic.operand_error * size
-    if arithmetic.sums_rounded_weights and arithmetic.weights_error:
-        variance = variance + moved.rounded.square().sum(-1) / 3
-        steady = steady + arithmetic.weights_error - torch.log1p(-moved.lost.sum(-1).clamp(max=1))
-    steady = steady - torch.log1p(-sum_bias(conditions, arithmetic)[..., 0])
-    return variance.sqrt(), steady
-
-
-def _rounded_operands(
-    conditions: Conditions, arithmetic: Arithmetic, moves: torch.Tensor
-) -> torch.Tensor:
-    """B27: q rounded once more moves all scores of a row together, k those of equal keys.
-
-    Each score moves LSE by ``moves``: its weight times the slope of the score mod.
-    """
-    q, k, u, scaled = conditions.q, conditions.k, arithmetic.operand_error, arithmetic.scaled_query
-    variance = torch.zeros_like(conditions.lse)
-    if not rounds_operands(arithmetic):
-        return variance
-    mean = moves @ k
-    of_query = u**2 + (0.0 if scaled is None else scaled.unit_roundoff**2)
-    variance = variance + conditions.scale**2 * of_query * (q * mean).square().sum(-1)
-    if u:
-        keys = (moves.abs() * (q.square() @ k.square().mT).sqrt()).sum(-1).square()
-        variance = variance + (conditions.scale * u) ** 2 * keys
-    if scaled is not None:  # below its normal range
-        variance = variance + (scaled.subnormal_spacing / 2) ** 2 * mean.square().sum(-1)
-    return variance / 3
+    key, group = by_interval[head, row, place], (~with_previous[head, row, place]).cumsum(0) - 1
+    sums = values.new_zeros((heads * rows, dim))
+    if not key.numel():
+        return sums.view(heads, rows, dim)
+    term = values[head, key]
+    if center is not None:
+        term -= center[head, row]
+    term *= weight[head, row, key][:, None]
+    groups = int(group[-1]) + 1
+    together = values.new_zeros((groups, dim)).index_add_(0, group, term)
+    at_row = head * rows + row
+    of_group = at_row.new_zeros(groups).index_put_((group,), at_row)
+    sums.index_add_(0, of_group, together.square())
+    sums.index_add_(0, at_row, term.square_(), alpha=-1)
+    return sums.view(heads, rows, dim)

@@ -1,4 +1,4 @@
-"""Errors of scores and of softmax exponents: B5–B9 and B29."""
+"""Errors of scores and of the exponents of softmax weights: equations B5–B9 and B29."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.declared_arithmetic import steps
+from attncheck.judge.sum_roundings import steps
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attncheck.core.conditions import Conditions, ScoreModError
-    from attncheck.core.formats import Format
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
 
 __all__ = [
@@ -28,97 +29,6 @@ __all__ = [
     "score_error",
     "truncation_error",
 ]
-
-
-def truncation_error(
-    q: torch.Tensor, k: torch.Tensor, accumulator: Accumulator, significand: int
-) -> torch.Tensor:
-    """Largest error of every q·k that a truncating accumulator makes, ``(heads, rows, kv)``.
-
-    Args:
-        q: ``(heads, rows, head_dim)``, float64.
-        k: ``(heads, kv, head_dim)``, float64.
-        accumulator: One with a block.
-        significand: Significant bits of the operands: a product has twice as many, and what is
-            near the largest of its step keeps them all.
-
-    The steps may be added up in either direction, and their sums be handed to an accumulator of
-    fp32 after any number of them.
-    """
-    assert accumulator.block is not None
-    steps = [slice(i, i + accumulator.block) for i in range(0, q.shape[-1], accumulator.block)]
-    largest = [_largest_product(q[..., s], k[..., s]) for s in steps]
-    size = q.abs() @ k.abs().mT
-    exact, together = _range_of_sums(q, k, steps), sum(largest, torch.zeros_like(size))
-    count = torch.full_like(size[..., :1, :1], len(steps))
-    running = torch.minimum(running_size(exact, together, accumulator, count), size)
-    unit = 2.0**-accumulator.alignment
-    error = len(steps) * 2.0 ** (1 - accumulator.result) * running
-    for step, terms in zip(steps, largest, strict=True):
-        above = unit * torch.maximum(terms, running)
-        error += _lost(q[..., step], k[..., step], above, significand)
-        # The running sum is cut to its own bits already: only larger terms take more of it.
-        error += unit * terms if len(steps) > 1 else 0.0
-    # Sums of steps added up in fp32.
-    return error + len(steps) * accumulator.unit * size
-
-
-def running_size(
-    exact: torch.Tensor, largest: torch.Tensor, accumulator: Accumulator, steps: torch.Tensor
-) -> torch.Tensor:
-    """Largest magnitude that a running sum reaches when its own errors are counted.
-
-    Args:
-        exact: Largest magnitude of any sum of consecutive steps, exactly.
-        largest: Σ over the steps of a step's largest |term|, same shape.
-        accumulator: One with a block.
-        steps: How many, broadcastable to that shape.
-
-    Infinite where the errors could feed on themselves.
-    """
-    aligned, truncated = accumulator.step_loss()
-    growth = steps * (aligned + truncated)
-    return torch.where(growth < 1, (exact + aligned * largest) / (1 - growth), torch.inf)
-
-
-def _largest_product(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    largest = torch.zeros((*q.shape[:-1], k.shape[-2]), dtype=q.dtype, device=q.device)
-    for d in range(q.shape[-1]):
-        torch.maximum(largest, _products(q, k, d), out=largest)
-    return largest
-
-
-def _products(q: torch.Tensor, k: torch.Tensor, d: int) -> torch.Tensor:
-    return q[..., d, None].abs() * k[..., None, :, d].abs()
-
-
-def _range_of_sums(q: torch.Tensor, k: torch.Tensor, steps: list[slice]) -> torch.Tensor:
-    """Largest |sum of consecutive steps|: largest prefix sum less the smallest."""
-    total = torch.zeros((*q.shape[:-1], k.shape[-2]), dtype=q.dtype, device=q.device)
-    low, high = total.clone(), total.clone()
-    for step in steps:
-        total = total + q[..., step] @ k[..., step].mT
-        low, high = torch.minimum(low, total), torch.maximum(high, total)
-    return high - low
-
-
-def _lost(q: torch.Tensor, k: torch.Tensor, unit: torch.Tensor, significand: int) -> torch.Tensor:
-    """What alignment cuts off the products of one step, ``unit`` at most of each.
-
-    Args:
-        q: ``(heads, rows, dims of the step)``.
-        k: ``(heads, kv, dims of the step)``.
-        unit: ``(heads, rows, kv)``, what an aligned product's last bit is worth at most.
-        significand: Significant bits of the operands.
-    """
-    # The last bit of a product of 2p significant bits lies 2p − 1 below its first.
-    whole = 2.0 ** (2 * significand - 1) * unit
-    lost = torch.zeros_like(unit)
-    for d in range(q.shape[-1]):
-        term = _products(q, k, d)
-        lost += torch.where(term < whole, torch.minimum(term, unit), 0.0)
-    return lost
-
 
 # q·√scale and k·√scale, where a kernel of wide products scales them first: two factors, each
 # rounded itself and multiplied with one rounding.
@@ -141,9 +51,9 @@ class ScoreError:
             (truncation); None where nothing truncates.
     """
 
-    radius: torch.Tensor
-    variance: torch.Tensor
-    bias: torch.Tensor | None = None
+    radius: Tensor
+    variance: Tensor
+    bias: Tensor | None = None
 
 
 def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
@@ -156,23 +66,37 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
         nothing = torch.zeros_like(conditions.products)
         return ScoreError(radius=_or_infinite(conditions, arithmetic, nothing), variance=nothing)
     size = conditions.q.abs() @ conditions.k.abs().mT
-    scale = abs(conditions.scale)
-    cut = _cut_off(conditions, arithmetic, size)
-    operands = _operand_error(arithmetic)
-    contracted = scale * (arithmetic.scores.det(_roundings(conditions, arithmetic)) * size)
-    if cut is not None:
+    scale, terms = abs(conditions.scale), _roundings(conditions, arithmetic)
+    added = arithmetic.scores.det(terms) * size
+    contracted, cut = scale * added, None
+    if arithmetic.scores.coarse:  # B7
+        bits = arithmetic.products.significand
+        lost = truncation_error(conditions.q, conditions.k, arithmetic.scores, bits)
+        cut = torch.minimum(lost, added)
         contracted = torch.minimum(contracted, scale * cut)
+    # B6: of operands that are rounded once more, to tf32 or as scaled q.
+    u, scaled = arithmetic.operand_error, arithmetic.scaled_query
+    operands = 2 * u + u * u
+    if scaled is not None:
+        operands = (1 + operands) * (1 + scaled.unit_roundoff) - 1
     contracted = contracted * (1 + operands) + operands * scale * size
     radius = _scaled(conditions, arithmetic, contracted, size)
-    variance = _variance(conditions, arithmetic, size, cut)
+    variance = _variance(conditions, arithmetic, terms, size, cut)
     if conditions.has_sink:
         radius[..., -1], variance[..., -1] = _of_sink(conditions, arithmetic)
-    return ScoreError(
-        radius=radius, variance=variance, bias=_bias(conditions, arithmetic, size, cut)
-    )
+    # B8: what truncation of operands or sums takes from every score, by its own sign.
+    bias = None
+    if arithmetic.truncates and u:
+        bias = 2 * u * conditions.products
+    if arithmetic.scores.block is not None:
+        share = torch.full_like(size, arithmetic.scores.bias(terms))
+        if cut is not None:
+            share = torch.where(size > 0, cut / size, 0.0)
+        bias = share * conditions.products + (0.0 if bias is None else bias)
+    return ScoreError(radius=radius, variance=variance, bias=bias)
 
 
-def likely_radius(scores: ScoreError, sigmas: float) -> torch.Tensor:
+def likely_radius(scores: ScoreError, sigmas: float) -> Tensor:
     """What the random part of the error does not pass by ``sigmas`` standard deviations (B22)."""
     return torch.minimum(scores.radius, sigmas * scores.variance.sqrt())
 
@@ -187,7 +111,7 @@ def rounds_operands(arithmetic: Arithmetic) -> bool:
     return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
 
 
-def maximum_of_keys(conditions: Conditions) -> torch.Tensor:
+def maximum_of_keys(conditions: Conditions) -> Tensor:
     """Largest score of a row but for its sink, ``(heads, rows)``; the sink's where it sees no key.
 
     A kernel that adds the sink last subtracts it.
@@ -201,7 +125,7 @@ def maximum_of_keys(conditions: Conditions) -> torch.Tensor:
     return torch.where(seen.any(-1), largest, conditions.maximum)
 
 
-def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """B29: radius and variance of a sink's error, ``(heads, rows)``."""
     sink = conditions.scores[..., -1].abs()
     count, fmt = 2 * factor_roundings(arithmetic) + _DIVIDED_SINK, arithmetic.computes
@@ -222,29 +146,9 @@ def _roundings(conditions: Conditions, arithmetic: Arithmetic) -> float:
     return terms + _PRESCALED if arithmetic.products.name == "tf32" else terms
 
 
-def _operand_error(arithmetic: Arithmetic) -> float:
-    """Relative error of a term by operands that are rounded once more: tf32, scaled q (B6)."""
-    u = arithmetic.operand_error
-    both = 2 * u + u * u
-    if arithmetic.scaled_query is None:
-        return both
-    return (1 + both) * (1 + arithmetic.scaled_query.unit_roundoff) - 1
-
-
-def _cut_off(
-    conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor
-) -> torch.Tensor | None:
-    """B7: what a coarse accumulator loses of q·k; None of any other."""
-    if not arithmetic.scores.coarse:
-        return None
-    bits = arithmetic.products.significand
-    lost = truncation_error(conditions.q, conditions.k, arithmetic.scores, bits)
-    return torch.minimum(lost, arithmetic.scores.det(_roundings(conditions, arithmetic)) * size)
-
-
 def _scaled(
-    conditions: Conditions, arithmetic: Arithmetic, contracted: torch.Tensor, size: torch.Tensor
-) -> torch.Tensor:
+    conditions: Conditions, arithmetic: Arithmetic, contracted: Tensor, size: Tensor
+) -> Tensor:
     """B5: the error after the factor is multiplied by; infinite where fp32 may overflow."""
     exact, fmt = conditions.products.abs(), arithmetic.computes
     roundings = factor_roundings(arithmetic) * arithmetic.unit
@@ -255,32 +159,26 @@ def _scaled(
     radius = radius + smallest * (2 + size + dim * (abs(conditions.scale) + stored + 2))
     if not arithmetic.products.saturates:
         radius = torch.where(size > fmt.max / 2, torch.inf, radius)
-    if arithmetic.scaled_query is not None:
-        radius = radius + _below_normal(conditions, arithmetic.scaled_query)
+    narrow = arithmetic.scaled_query
+    if narrow is not None:
+        # B6: what rounding scale · q (· log2 e) takes below the normal range; infinite where it may
+        # be beyond the largest number.
+        below = narrow.subnormal_spacing / 2 * conditions.k.abs().sum(-1)[..., None, :]
+        scaled = abs(conditions.scale) * math.log2(math.e) * conditions.q.abs()
+        beyond = (scaled > narrow.max).any(-1, keepdim=True)
+        radius = radius + torch.where(beyond, torch.inf, below)
     lost = overflows(conditions.q, arithmetic).any(-1)[..., :, None]
     lost = lost | overflows(conditions.k, arithmetic).any(-1)[..., None, :]
     return _or_infinite(conditions, arithmetic, torch.where(lost, torch.inf, radius))
 
 
-def _or_infinite(
-    conditions: Conditions, arithmetic: Arithmetic, radius: torch.Tensor
-) -> torch.Tensor:
+def _or_infinite(conditions: Conditions, arithmetic: Arithmetic, radius: Tensor) -> Tensor:
     """B5: an exponent is a score times log2 e, which may be beyond the largest number."""
     beyond = conditions.products.abs() + radius > arithmetic.computes.max / 2
     return torch.where(beyond, torch.inf, radius)
 
 
-def _below_normal(conditions: Conditions, fmt: Format) -> torch.Tensor:
-    """B6: what rounding scale · q (· log2 e) takes below the normal range of ``fmt``.
-
-    Infinite where it may be beyond the largest number.
-    """
-    lost = fmt.subnormal_spacing / 2 * conditions.k.abs().sum(-1)[..., None, :]
-    scaled = abs(conditions.scale) * math.log2(math.e) * conditions.q.abs()
-    return torch.where((scaled > fmt.max).any(-1, keepdim=True), torch.inf, lost)
-
-
-def overflows(operand: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+def overflows(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
     """Which finite numbers a product may read as infinite: rounded to tf32 those near the end."""
     if not arithmetic.operand_error or arithmetic.truncates:
         return torch.zeros_like(operand, dtype=torch.bool)
@@ -288,11 +186,11 @@ def overflows(operand: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
 
 
 def _variance(
-    conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor, cut: torch.Tensor | None
-) -> torch.Tensor:
+    conditions: Conditions, arithmetic: Arithmetic, terms: float, size: Tensor, cut: Tensor | None
+) -> Tensor:
     """B8: variance of the error, roundings taken as independent."""
     scale = abs(conditions.scale)
-    sd = arithmetic.scores.sd(_roundings(conditions, arithmetic))
+    sd = arithmetic.scores.sd(terms)
     constant = factor_roundings(arithmetic) * arithmetic.unit
     variance = (scale * sd * size).square() + (constant * conditions.products).square() / 3
     rounded = [2 * arithmetic.operand_error**2]
@@ -308,20 +206,75 @@ def _variance(
     return variance
 
 
-def _bias(
-    conditions: Conditions, arithmetic: Arithmetic, size: torch.Tensor, cut: torch.Tensor | None
-) -> torch.Tensor | None:
-    """B8: what truncation of operands or sums takes from every score, by its own sign."""
-    bias = None
-    if arithmetic.truncates and arithmetic.operand_error:
-        bias = 2 * arithmetic.operand_error * conditions.products
-    if arithmetic.scores.block is not None and cut is None:
-        lost = arithmetic.scores.bias(_roundings(conditions, arithmetic))
-        bias = lost * conditions.products + (0.0 if bias is None else bias)
-    if cut is not None:
-        share = torch.where(size > 0, cut / size, 0.0)
-        bias = share * conditions.products + (0.0 if bias is None else bias)
-    return bias
+def truncation_error(q: Tensor, k: Tensor, accumulator: Accumulator, significand: int) -> Tensor:
+    """Largest error of every q·k that a truncating accumulator makes, ``(heads, rows, kv)``.
+
+    Args:
+        q: ``(heads, rows, head_dim)``, float64.
+        k: ``(heads, kv, head_dim)``, float64.
+        accumulator: One with a block.
+        significand: Significant bits of the operands: a product has twice as many, and what is
+            near the largest of its step keeps them all.
+
+    The steps may be added up in either direction, and their sums be handed to an accumulator of
+    fp32 after any number of them.
+    """
+    assert accumulator.block is not None
+    steps = [slice(i, i + accumulator.block) for i in range(0, q.shape[-1], accumulator.block)]
+    size = q.abs() @ k.abs().mT
+    # The largest |sum of consecutive steps| is the largest prefix sum less the smallest.
+    total, low, high = (torch.zeros_like(size) for _ in range(3))
+    largest = []
+    for step in steps:
+        total = total + q[..., step] @ k[..., step].mT
+        low, high = torch.minimum(low, total), torch.maximum(high, total)
+        most = torch.zeros_like(size)
+        for d in range(q.shape[-1])[step]:
+            torch.maximum(most, _products(q, k, d), out=most)
+        largest.append(most)
+    together = sum(largest, torch.zeros_like(size))
+    count = torch.full_like(size[..., :1, :1], len(steps))
+    running = torch.minimum(running_size(high - low, together, accumulator, count), size)
+    unit = 2.0**-accumulator.alignment
+    error = len(steps) * 2.0 ** (1 - accumulator.result) * running
+    for step, terms in zip(steps, largest, strict=True):
+        above = unit * torch.maximum(terms, running)
+        error += _lost(q[..., step], k[..., step], above, significand)
+        # The running sum is cut to its own bits already: only larger terms take more of it.
+        error += unit * terms if len(steps) > 1 else 0.0
+    # Sums of steps added up in fp32.
+    return error + len(steps) * accumulator.unit * size
+
+
+def running_size(exact: Tensor, largest: Tensor, accumulator: Accumulator, steps: Tensor) -> Tensor:
+    """Largest magnitude that a running sum reaches when its own errors are counted.
+
+    Args:
+        exact: Largest magnitude of any sum of consecutive steps, exactly.
+        largest: Σ over the steps of a step's largest |term|, same shape.
+        accumulator: One with a block.
+        steps: How many, broadcastable to that shape.
+
+    Infinite where the errors could feed on themselves.
+    """
+    aligned, truncated = accumulator.step_loss()
+    growth = steps * (aligned + truncated)
+    return torch.where(growth < 1, (exact + aligned * largest) / (1 - growth), torch.inf)
+
+
+def _products(q: Tensor, k: Tensor, d: int) -> Tensor:
+    return q[..., d, None].abs() * k[..., None, :, d].abs()
+
+
+def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
+    """What alignment cuts off the products of one step: ``unit``, a last bit, at most of each."""
+    # The last bit of a product of 2p significant bits lies 2p − 1 below its first.
+    whole = 2.0 ** (2 * significand - 1) * unit
+    lost = torch.zeros_like(unit)
+    for d in range(q.shape[-1]):
+        term = _products(q, k, d)
+        lost += torch.where(term < whole, torch.minimum(term, unit), 0.0)
+    return lost
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -337,24 +290,21 @@ class Exponents:
         unbounded: bool ``(heads, rows)``: nothing is known of a score, or it may overflow.
     """
 
-    product: torch.Tensor
-    own: torch.Tensor
-    exponent: torch.Tensor
-    arrival: torch.Tensor
-    highest: torch.Tensor
-    unbounded: torch.Tensor
+    product: Tensor
+    own: Tensor
+    exponent: Tensor
+    arrival: Tensor
+    highest: Tensor
+    unbounded: Tensor
 
     @property
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         """Largest |error| of a weight's logarithm (B9)."""
         return self.product + self.own + self.exponent
 
 
 def exponents(
-    conditions: Conditions,
-    arithmetic: Arithmetic,
-    scores: ScoreError,
-    mod: ScoreModError | None,
+    conditions: Conditions, arithmetic: Arithmetic, scores: ScoreError, mod: ScoreModError | None
 ) -> Exponents:
     """B9: errors of every exponent of these rows."""
     seen = conditions.seen
@@ -387,10 +337,10 @@ def exponents(
 def _exponent_error(
     conditions: Conditions,
     arithmetic: Arithmetic,
-    shift: torch.Tensor,
-    below: torch.Tensor,
-    score: torch.Tensor | None = None,
-) -> torch.Tensor:
+    shift: Tensor,
+    below: Tensor,
+    score: Tensor | None = None,
+) -> Tensor:
     """B9's last part: of scores ``below`` the maximum, both known within ``shift``."""
     score = conditions.scores if score is None else score
     own = maximum_of_keys(conditions)

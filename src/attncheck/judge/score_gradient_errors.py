@@ -1,4 +1,4 @@
-"""Errors of a backward's weights and score gradients: B30–B35."""
+"""Errors of a backward's softmax weights and score gradients: equations B30–B35."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from attncheck.judge.declared_arithmetic import half_ulp
 from attncheck.judge.score_errors import exponents, factor_roundings, overflows
+from attncheck.judge.sum_roundings import half_ulp
 from attncheck.judge.weight_errors import log_sum_base
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attncheck.core.conditions import GradientConditions, ScoreModError
     from attncheck.judge.declared_arithmetic import Arithmetic
-    from attncheck.judge.score_errors import Exponents, ScoreError
+    from attncheck.judge.score_errors import ScoreError
 
-    Count = TypeVar("Count", float, torch.Tensor)
+    Count = TypeVar("Count", float, Tensor)
 
-__all__ = [
-    "Recomputed",
-    "Saved",
-    "ScoreGradients",
-    "kept",
-    "recomputed",
-    "roundings",
-    "score_gradients",
-]
+__all__ = ["Recomputed", "Saved", "ScoreGradients", "kept", "recomputed", "score_gradients"]
+
+
+# p ÷ l where P is had from a row sum and not from LSE: as in B14.
+_DIVISION = 6
+
+_PRODUCTS = 4  # P times w, its slope and the scale; or P · dLSE added apart
+# The gradient of an LSE in log2 units, and the change of its base: on the way into w.
+_OF_LSE = 4
+_DIFFERENCES = 3  # dP − δ + dLSE, in any order
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -41,29 +44,27 @@ class Saved:
         measured: Whether ``out_error`` is the error itself.
     """
 
-    out_error: torch.Tensor
-    lse_error: torch.Tensor
+    out_error: Tensor
+    lse_error: Tensor
     measured: bool = True
 
-    def delta_shift(self, known: GradientConditions) -> torch.Tensor:
+    def delta_shift(self, known: GradientConditions) -> Tensor:
         """What the error of out makes of delta, ``(heads, rows, 1)``; 0 where not measured."""
         if not self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).sum(-1, keepdim=True)
 
-    def delta_error(self, known: GradientConditions) -> torch.Tensor:
+    def delta_error(self, known: GradientConditions) -> Tensor:
         """What it makes of delta at most where it is not measured, ``(heads, rows, 1)``; else 0."""
         if self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).abs().sum(-1, keepdim=True)
 
 
-def kept(
-    known: GradientConditions, saved: Saved, rows: torch.Tensor
-) -> tuple[GradientConditions, Saved]:
+def kept(known: GradientConditions, saved: Saved, rows: Tensor) -> tuple[GradientConditions, Saved]:
     """Both with 0 in all but ``rows``: nothing is NaN where no key is seen or nothing is known."""
 
-    def of(x: torch.Tensor) -> torch.Tensor:
+    def of(x: Tensor) -> Tensor:
         return torch.where(rows[..., None] if x.dim() > rows.dim() else rows, x, 0.0)
 
     names = ("dout", "dlse", "delta", "value_products", "slope", "dx")
@@ -73,10 +74,6 @@ def kept(
         **{name: of(getattr(known, name)) for name in names},
     )
     return known, replace(saved, out_error=of(saved.out_error), lse_error=of(saved.lse_error))
-
-
-# p ÷ l where P is had from a row sum and not from LSE: as in B14.
-_DIVISION = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -93,15 +90,15 @@ class Recomputed:
         exposed: bool: the keys that are then not known: seen, or perhaps seen after rounding.
     """
 
-    exact: torch.Tensor
-    moved: torch.Tensor
-    rounded: torch.Tensor
-    parts: dict[str, torch.Tensor]
-    live: torch.Tensor
-    unbounded: torch.Tensor
-    exposed: torch.Tensor
+    exact: Tensor
+    moved: Tensor
+    rounded: Tensor
+    parts: dict[str, Tensor]
+    live: Tensor
+    unbounded: Tensor
+    exposed: Tensor
 
-    def without(self, keys: torch.Tensor) -> Recomputed:
+    def without(self, keys: Tensor) -> Recomputed:
         """The same with rows of which one of ``keys``, bool ``(heads, rows, kv)``, is unbounded."""
         unbounded = self.unbounded | (keys & self.exposed).any(-1)
         live = self.live & ~unbounded[..., None]
@@ -119,7 +116,7 @@ class Recomputed:
         )
 
 
-def roundings(count: Count, arithmetic: Arithmetic) -> Count:
+def _roundings(count: Count, arithmetic: Arithmetic) -> Count:
     """B1 in the arithmetic of everything that is no product of matrices."""
     error: Count = count * arithmetic.unit / (1 - count * arithmetic.unit)
     return error
@@ -136,23 +133,44 @@ def recomputed(
     forward = known.known
     errors = exponents(forward, arithmetic, scores, mod)
     alive = forward.seen.any(-1)
-    lse_error = torch.where(alive, saved.lse_error.abs(), 0.0)
-    unbounded = errors.unbounded | (alive & _unknown(known, saved))
+    # Rows whose exact or saved results, or whose loss or slopes, are not finite.
+    wide = (forward.out, known.dout, known.dx, saved.out_error)
+    finite = torch.stack([torch.isfinite(x).all(-1) for x in wide]).all(0)
+    narrow = (forward.lse, known.dlse, saved.lse_error)
+    finite = finite & torch.stack([torch.isfinite(x) for x in narrow]).all(0)
+    unbounded = errors.unbounded | (alive & ~finite)
     live = forward.seen & ~unbounded[..., None]
+    lse_error = torch.where(alive, saved.lse_error.abs(), 0.0)
     lse_error = torch.where(unbounded, 0.0, lse_error)[..., None]
+
+    # The exponent of exp2(z·c − LSE·c), or B9's of exp2(z·c − m·c) ÷ l and what LSE was rounded to.
+    lse = torch.where(alive[..., None], forward.lse[..., None], 0.0)
+    each, differences = 2 * arithmetic.exp2_ulps + 1, factor_roundings(arithmetic) + 2
+    size, distance = forward.scores.abs() + lse.abs(), (forward.scores - lse).abs()
+    off = errors.product + errors.own + lse_error
+    count = 2 * size + differences * (distance + off) + 4 * off + each
+    from_lse = count * (arithmetic.unit / (1 - each * arithmetic.unit))
+    stored = log_sum_base(forward, arithmetic, lse_error[..., 0])[..., None]
+    from_sum = errors.exponent + stored + _roundings(_DIVISION, arithmetic)
     parts = {
         "scores": errors.product,
         "score mod": errors.own,
         "LSE": lse_error.expand_as(errors.product),
-        "exponent": _exponent_error(known, arithmetic, errors, lse_error),
+        "exponent": torch.maximum(from_lse, from_sum),
     }
     parts = {name: torch.where(live, part, 0.0) for name, part in parts.items()}
-    exact, moved = _moved(known, arithmetic, live, sum(parts.values(), torch.zeros_like(known.dx)))
+
+    # P, and P (e^ρ − 1) with what is taken for 0 below the normal range.
+    rho = sum(parts.values(), torch.zeros_like(known.dx))
+    log = torch.where(live, forward.scores - forward.lse[..., None], -torch.inf)
+    exact = torch.exp(log)
+    growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
+    moved = torch.where(live, growth + 2.0**arithmetic.computes.min_exponent, 0.0)
     radius = scores.radius if mod is None else mod.radius
     return Recomputed(
         exact=exact,
         moved=moved,
-        rounded=_rounded(arithmetic, exact + moved),
+        rounded=_rounded_weights(arithmetic, exact + moved),
         parts=parts,
         live=live,
         unbounded=unbounded,
@@ -160,43 +178,7 @@ def recomputed(
     )
 
 
-def _unknown(known: GradientConditions, saved: Saved) -> torch.Tensor:
-    """Rows whose exact or saved results, or whose loss or slopes, are not finite."""
-    rows = (known.known.out, known.dout, known.dx, saved.out_error)
-    finite = torch.stack([torch.isfinite(x).all(-1) for x in rows]).all(0)
-    each = (known.known.lse, known.dlse, saved.lse_error)
-    return ~(finite & torch.stack([torch.isfinite(x) for x in each]).all(0))
-
-
-def _exponent_error(
-    known: GradientConditions, arithmetic: Arithmetic, errors: Exponents, lse_error: torch.Tensor
-) -> torch.Tensor:
-    """B31: of exp2(z·c − LSE·c), or B9's of exp2(z·c − m·c) ÷ l and what LSE was rounded to."""
-    forward = known.known
-    alive = forward.seen.any(-1, keepdim=True)
-    lse = torch.where(alive, forward.lse[..., None], 0.0)
-    each, differences = 2 * arithmetic.exp2_ulps + 1, factor_roundings(arithmetic) + 2
-    size, distance = forward.scores.abs() + lse.abs(), (forward.scores - lse).abs()
-    off = errors.product + errors.own + lse_error
-    count = 2 * size + differences * (distance + off) + 4 * off + each
-    from_lse = count * (arithmetic.unit / (1 - each * arithmetic.unit))
-    stored = log_sum_base(forward, arithmetic, lse_error[..., 0])[..., None]
-    from_sum = errors.exponent + stored + roundings(_DIVISION, arithmetic)
-    return torch.maximum(from_lse, from_sum)
-
-
-def _moved(
-    known: GradientConditions, arithmetic: Arithmetic, live: torch.Tensor, rho: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """P, and P (e^ρ − 1) with what is taken for 0 below the normal range."""
-    forward = known.known
-    log = torch.where(live, forward.scores - forward.lse[..., None], -torch.inf)
-    exact = torch.exp(log)
-    growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
-    return exact, torch.where(live, growth + 2.0**arithmetic.computes.min_exponent, 0.0)
-
-
-def _rounded(arithmetic: Arithmetic, upper: torch.Tensor) -> torch.Tensor:
+def _rounded_weights(arithmetic: Arithmetic, upper: Tensor) -> Tensor:
     """B13 of a P that is divided already."""
     if not arithmetic.weights_error:
         return torch.zeros_like(upper)
@@ -204,12 +186,6 @@ def _rounded(arithmetic: Arithmetic, upper: torch.Tensor) -> torch.Tensor:
     floor = fmt.subnormal_spacing / 2 / scale
     rounded = torch.maximum(arithmetic.weights_error * upper, upper.clamp_max(floor))
     return torch.where(scale * upper > fmt.max, torch.inf, rounded)
-
-
-_PRODUCTS = 4  # P times w, its slope and the scale; or P · dLSE added apart
-# The gradient of an LSE in log2 units, and the change of its base: on the way into w.
-_OF_LSE = 4
-_DIFFERENCES = 3  # dP − δ + dLSE, in any order
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -225,11 +201,11 @@ class ScoreGradients:
         parts: What ``error`` and ``rounded`` are made of, by name; they sum to them.
     """
 
-    shift: torch.Tensor
-    size: torch.Tensor
-    error: torch.Tensor
-    rounded: torch.Tensor
-    parts: dict[str, torch.Tensor]
+    shift: Tensor
+    size: Tensor
+    error: Tensor
+    rounded: Tensor
+    parts: dict[str, Tensor]
 
 
 def score_gradients(
@@ -264,15 +240,15 @@ def score_gradients(
         "dO·V": exact * product * (steep + off),
         "delta": exact * delta * (steep + off),
         "slope": exact * inner * off,
-        "products": roundings(_PRODUCTS, arithmetic) * most
+        "products": _roundings(_PRODUCTS, arithmetic) * most
         + torch.where(live, _underflow(arithmetic) * (2 + within + steep + off), 0.0),
     }
     error = sum(parts.values(), torch.zeros_like(exact))
     size = exact * inner * steep
     of_format = (
-        _rounded_of_score_gradients(known, arithmetic, size + error)
+        _rounded_gradients(known, arithmetic, size + error)
         if arithmetic.fused
-        else _rounded_of_score_gradients(known, arithmetic, most, before)
+        else _rounded_gradients(known, arithmetic, most, before)
     )
     parts["rounding of dS"] = of_format
     return ScoreGradients(
@@ -294,7 +270,7 @@ def _terms(known: GradientConditions, arithmetic: Arithmetic) -> int:
     return known.dout.shape[-1] + wide
 
 
-def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> torch.Tensor:
+def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> Tensor:
     """B32: largest error of dO·v; infinite where it may overflow."""
     dout, values = known.dout.abs(), known.known.v.abs()
     size = dout @ values.mT
@@ -312,43 +288,39 @@ def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> t
     return torch.where(beyond, torch.inf, error)
 
 
-def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: Saved) -> torch.Tensor:
+def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: Saved) -> Tensor:
     """B33: largest error of Σ dO · Ô beside its exact value, ``(heads, rows, 1)``."""
     dout = known.dout.abs()
     size = (dout * (known.known.out.abs() + saved.out_error.abs())).sum(-1, keepdim=True)
     dims = known.dout.shape[-1]
     lost = _underflow(arithmetic) * (dims + dout.sum(-1, keepdim=True))
-    return roundings(dims + 1.0, arithmetic) * size + lost
+    return _roundings(dims + 1.0, arithmetic) * size + lost
 
 
 def _from_weights(
-    known: GradientConditions,
-    arithmetic: Arithmetic,
-    exact: torch.Tensor,
-    used: torch.Tensor,
-    product: torch.Tensor,
-) -> torch.Tensor:
+    known: GradientConditions, arithmetic: Arithmetic, exact: Tensor, used: Tensor, product: Tensor
+) -> Tensor:
     """B33: largest error of Σ P dP beside δ, ``(heads, rows, 1)``."""
     values = torch.where(exact > 0, known.value_products.abs(), 0.0)
     moved = (used * values + (exact + used) * product).sum(-1, keepdim=True)
     summed = ((exact + used) * (values + product)).sum(-1, keepdim=True)
     count = known.known.seen.sum(-1, keepdim=True).to(torch.float64) + 2
-    return moved + roundings(count, arithmetic) * summed
+    return moved + _roundings(count, arithmetic) * summed
 
 
 def _difference_error(
-    known: GradientConditions, arithmetic: Arithmetic, delta: torch.Tensor, product: torch.Tensor
-) -> torch.Tensor:
+    known: GradientConditions, arithmetic: Arithmetic, delta: Tensor, product: Tensor
+) -> Tensor:
     """B34: of dP − δ + dLSE. δ may be what the sum of dO·v starts with."""
     of_row = (known.delta.abs() + known.dlse.abs())[..., None] + delta
     first = arithmetic.scores.det(_terms(known, arithmetic) + _DIFFERENCES + _OF_LSE) * of_row
-    each = roundings(_DIFFERENCES, arithmetic) * (known.value_products.abs() + product)
+    each = _roundings(_DIFFERENCES, arithmetic) * (known.value_products.abs() + product)
     return first + each
 
 
 def _of_weights(
-    arithmetic: Arithmetic, weights: Recomputed, used: torch.Tensor, times: torch.Tensor
-) -> dict[str, torch.Tensor]:
+    arithmetic: Arithmetic, weights: Recomputed, used: Tensor, times: Tensor
+) -> dict[str, Tensor]:
     """B34: what the errors of P make of dX, by what they are made of."""
     whole = sum(weights.parts.values(), torch.zeros_like(used))
     each = torch.where(whole > 0, weights.moved / whole, 0.0) * times
@@ -358,12 +330,9 @@ def _of_weights(
     return parts
 
 
-def _rounded_of_score_gradients(
-    known: GradientConditions,
-    arithmetic: Arithmetic,
-    size: torch.Tensor,
-    before: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _rounded_gradients(
+    known: GradientConditions, arithmetic: Arithmetic, size: Tensor, before: Tensor | None = None
+) -> Tensor:
     """B35: relative above the subnormal range of the format, a constant below; infinite beyond it.
 
     What is not fused may round it before and after it is multiplied by the scale, and ``before`` it

@@ -1,7 +1,7 @@
-"""Rules of a verdict, one by one, and the sentence each says.
+"""Rules of a verdict, in the order in which they are asked, and the sentence that each says.
 
-In the order in which ``verdict`` asks them. None of them stops another: the first that fails gives
-the verdict its name, and what the others have to add stands beside it as warnings.
+No rule stops another: the first that fails gives the verdict its name, and what the others have to
+add stands beside it as warnings.
 """
 
 from __future__ import annotations
@@ -12,95 +12,60 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attncheck.judge.allowance import Share, at_rows, largest, of_rows, place_of, share, shares
-from attncheck.judge.head_precision import FAR, RESIDUAL, SPREAD, HeadPrecision, Z, gated
+from attncheck.judge.allowance import (
+    Share,
+    at_rows,
+    largest_share,
+    place_of,
+    share_in_problem,
+    share_of,
+    shares,
+)
+from attncheck.judge.head_precision import FAR, RESIDUAL, SPREAD, Z, can_fail_by_precision
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attncheck.core.judgement import Place, Precision, Rule
     from attncheck.core.outputs import TensorName
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.judge.head_precision import HeadPrecision
 
 __all__ = [
     "PROVEN",
     "Compared",
     "Finding",
-    "beyond",
-    "bound",
+    "beyond_bound",
+    "drop_implied",
     "element",
     "empty_rows",
-    "finite",
-    "imprecise",
+    "imprecise_heads",
     "improbable",
     "improbable_share",
+    "nonfinite",
     "number",
     "residual",
     "structure",
-    "telling",
     "tile",
-    "times",
-    "unbounded",
-    "unknown",
+    "unbounded_gradient",
+    "undecidable",
 ]
-
-
-_DIGITS = 17  # a float64 is told apart by no more
-
-
-def element(tensor: TensorName, place: Place) -> str:
-    """An element as it is indexed: ``out[0, 3, 17, 5]``, ``lse[0, 3, 17]``."""
-    return f"{tensor}{list(place.index(tensor))}"
-
-
-def number(value: float, within: float) -> str:
-    """``value`` with the digits that matter where ``within`` is allowed: two of it."""
-    if not math.isfinite(value) or value == 0:
-        return f"{value + 0.0:g}"  # −0 is 0
-    if not (math.isfinite(within) and within > 0):
-        return f"{value:.{_DIGITS}g}"
-    digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(within)) + 2
-    return f"{value:#.{max(2, min(digits, _DIGITS))}g}".rstrip(".")
-
-
-def times(size: float) -> str:
-    """A ratio for reading: ``4.6``, ``159``, ``1.2e+05``."""
-    return f"{size:.3g}" if size >= 100 else f"{size:.2g}"
-
-
-def beyond(found: Share, of: str, whose: str) -> str:
-    """What is beyond an allowance.
-
-    Args:
-        found: The largest share.
-        of: What the allowance is called: ``the bound``.
-        whose: What was compared: ``elements``.
-    """
-    allowed = found.allowance
-    are = "is" if found.beyond == 1 else "are"
-    said = f"({times(found.size)} × {of})" if math.isfinite(found.size) else "(no bound is met)"
-    return (
-        f"{element(found.tensor, found.place)} = {number(found.got, allowed)}, but should be "
-        f"{number(found.exact, allowed)} ± {number(allowed, allowed)} {said}; "
-        f"{found.beyond} of {found.elements} {whose} {are} beyond it"
-    )
-
-
-def tile(place: Place, tiles: tuple[int, int] | None, queries: int) -> str:
-    """The query tile that an element lies in: ``query tile 3, rows 192–255``; empty without."""
-    if tiles is None:
-        return ""
-    block = tiles[0]
-    first = place.query // block * block
-    return f"query tile {place.query // block}, rows {first}–{min(first + block, queries) - 1}"
-
 
 PROVEN = 0.01
 """Part of an allowance that the exact result's own error may be: the oracle is exact beside it."""
 
+_DIGITS = 17  # significant decimal digits that tell every two float64 apart
+_EMPTY_ELEMENTS: dict[TensorName, str] = {
+    "dk": "keys that no row sees",
+    "dv": "keys that no row sees",
+    "dcaptured": "numbers that no row reads for a key that it sees",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a rule found.
+    """Something that a rule found.
 
     Attributes:
         status: ``fail``, ``inconclusive`` or ``warn``.
@@ -119,7 +84,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Compared:
-    """One tensor beside the exact one, in the axes of ``judgement.AXES``.
+    """One tensor beside the exact one, in the axes of ``core.outputs.AXES``.
 
     Attributes:
         name: Which one.
@@ -131,21 +96,16 @@ class Compared:
     """
 
     name: TensorName
-    got: torch.Tensor
-    exact: torch.Tensor
-    allowance: torch.Tensor
-    alive: torch.Tensor
-    counted: torch.Tensor
+    got: Tensor
+    exact: Tensor
+    allowance: Tensor
+    alive: Tensor
+    counted: Tensor
     empty: float
 
     @classmethod
     def of(
-        cls,
-        name: TensorName,
-        got: torch.Tensor,
-        exact: torch.Tensor,
-        allowance: torch.Tensor,
-        alive: torch.Tensor,
+        cls, name: TensorName, got: Tensor, exact: Tensor, allowance: Tensor, alive: Tensor
     ) -> Compared:
         """``got`` beside ``exact``; ``alive`` may be without the last axis."""
         alive = alive[..., None].expand_as(exact) if alive.dim() < exact.dim() else alive
@@ -159,27 +119,32 @@ class Compared:
             empty=-math.inf if name == "lse" else 0.0,
         )
 
-    def share(self) -> Share | None:
+    def largest_share(self) -> Share | None:
         """The largest share of the deterministic bound."""
-        return share(self.name, self.got, self.exact, self.allowance, self.counted)
+        return share_of(self.name, self.got, self.exact, self.allowance, self.counted)
 
-    def count(self) -> tuple[int, int]:
-        """Elements that are not within their bound, and elements that were asked about."""
+    def count_wrong(self) -> tuple[int, int]:
+        """Count the elements that are not within their bound, and those that were compared."""
         error = self.got.to(torch.float64) - self.exact
         beyond = self.counted & ~(shares(error, self.allowance) <= 1)  # NaN is beyond
         wrong = beyond | (~self.alive & (self.got != self.empty))
         return int(wrong.sum()), int((self.counted | ~self.alive).sum())
 
+    def nothing_counted(self) -> bool:
+        """Whether rows see keys, and not one element of them has a finite allowance."""
+        return bool(self.alive.any()) and not bool(self.counted.any())
 
-def finite(compared: Compared) -> list[Finding]:
+
+def nonfinite(compared: Compared) -> list[Finding]:
     """NaN or infinite where the exact result is finite.
 
     In a row without a finite allowance that is odd, and no more: a right kernel may overflow there.
     """
     broken = compared.alive & compared.exact.isfinite() & ~compared.got.isfinite()
-    found = _first(compared, broken & compared.counted, "are NaN or infinite", "finite", "fail")
-    odd = _first(compared, broken & ~compared.counted, "are NaN or infinite", "finite", "warn")
-    return found + [one for one in odd if not found]
+    # One finding is enough: what breaks where it must not is news of the rest too.
+    return _first_of(
+        compared, broken & compared.counted, "are NaN or infinite", "finite", "fail"
+    ) or _first_of(compared, broken & ~compared.counted, "are NaN or infinite", "finite", "warn")
 
 
 def empty_rows(compared: Compared) -> list[Finding]:
@@ -189,25 +154,15 @@ def empty_rows(compared: Compared) -> list[Finding]:
     captured number that no row reads for a key that it sees.
     """
     wrong = ~compared.alive & (compared.got != compared.empty)
-    whose = _EMPTY.get(compared.name, "rows that see no key")
-    said = f"of {whose} are not exactly {compared.empty:g}"
-    return _first(compared, wrong, said, "empty rows", "fail")
+    whose = _EMPTY_ELEMENTS.get(compared.name, "rows that see no key")
+    text = f"of {whose} are not exactly {compared.empty:g}"
+    return _first_of(compared, wrong, text, "empty rows", "fail")
 
 
-_EMPTY: dict[TensorName, str] = {
-    **dict.fromkeys(("dk", "dv"), "keys that no row sees"),
-    "dcaptured": "numbers that no row reads for a key that it sees",
-}
-
-
-def _first(
-    compared: Compared,
-    wrong: torch.Tensor,
-    said: str,
-    rule: Rule,
-    status: Literal["fail", "warn"],
+def _first_of(
+    compared: Compared, wrong: Tensor, text: str, rule: Rule, status: Literal["fail", "warn"]
 ) -> list[Finding]:
-    """A finding about the first of the ``wrong`` elements, if there is one."""
+    """Make a finding about the first of the ``wrong`` elements, if there is one."""
     count = int(wrong.sum())
     if not count:
         return []
@@ -216,32 +171,32 @@ def _first(
     got, exact, allowed = (
         float(of.reshape(-1)[flat]) for of in (compared.got, compared.exact, compared.allowance)
     )
-    asked = compared.alive if rule == "finite" else ~compared.alive
-    should = number(exact if rule == "finite" else compared.empty, allowed)
-    text = (
-        f"{element(compared.name, where)} = {got:.6g}, but should be {should}; "
-        f"{count} of {int(asked.sum())} elements {said}"
+    elements = compared.alive if rule == "finite" else ~compared.alive
+    expected = number(exact if rule == "finite" else compared.empty, allowed)
+    line = (
+        f"{element(compared.name, where)} = {got:.6g}, but should be {expected}; "
+        f"{count} of {int(elements.sum())} elements {text}"
     )
-    return [Finding(status=status, rule=rule, text=text, tensor=compared.name, at=where)]
+    return [Finding(status=status, rule=rule, text=line, tensor=compared.name, at=where)]
 
 
-def structure(found: str) -> list[Finding]:
-    """What an exact probe found; nothing where that is empty."""
-    return [Finding(status="fail", rule="structure", text=found)] if found else []
+def structure(text: str) -> list[Finding]:
+    """An exact probe has another answer, as ``text`` says; nothing where that is empty."""
+    return [Finding(status="fail", rule="structure", text=text)] if text else []
 
 
-def bound(found: Share | None, oracle_share: float) -> list[Finding]:
+def beyond_bound(share: Share | None, oracle_share: float) -> list[Finding]:
     """Beyond the deterministic bound.
 
     What is beyond it by less than the exact result's own error may be is not proven.
     """
-    if found is None or found.size <= 1:
+    if share is None or share.size <= 1:
         return []
-    text = beyond(found, "the bound", _plural(found))
-    if found.size > 1 + oracle_share:
-        return [_of(found, "fail", "bound", text)]
-    less = f"{text}, by less than the exact result's own error may be"
-    return [_of(found, "inconclusive", "bound", less)]
+    text = _beyond(share, "the bound", _plural(share))
+    if share.size > 1 + oracle_share:
+        return [_about(share, "fail", "bound", text)]
+    text = f"{text}, by less than the exact result's own error may be"
+    return [_about(share, "inconclusive", "bound", text)]
 
 
 def improbable_share(compared: Compared, allowance: Allowance) -> Share | None:
@@ -252,81 +207,27 @@ def improbable_share(compared: Compared, allowance: Allowance) -> Share | None:
         allowed = sample.probable_out if compared.name == "out" else sample.probable_lse
         counted = at_rows(rows, compared.counted) & ~allowed.isinf()
         parts = (at_rows(rows, compared.got), at_rows(rows, compared.exact), allowed, counted)
-        one = share(compared.name, *(part[None] for part in parts))
-        if one is not None:
-            found.append(of_rows(one, rows, compared.exact.shape[1]))
-    return largest(found)
+        share = share_of(compared.name, *(part[None] for part in parts))
+        if share is not None:
+            found.append(share_in_problem(share, rows, compared.exact.shape[1]))
+    return largest_share(found)
 
 
-def improbable(found: Share | None, *, generic: bool, proven: bool) -> list[Finding]:
+def improbable(share: Share | None, *, generic: bool, proven: bool) -> list[Finding]:
     """Beyond the probabilistic bound: of independent roundings with a chance below 1e-6 a problem.
 
     Structured inputs can make roundings agree with each other: there it is a warning.
     """
-    if found is None or found.size <= 1:
+    if share is None or share.size <= 1:
         return []
-    text = beyond(found, "the probabilistic bound, p < 1e-6", f"sampled {_plural(found)}")
+    text = _beyond(share, "the probabilistic bound, p < 1e-6", f"sampled {_plural(share)}")
     if generic and proven:
-        return [_of(found, "fail", "improbable", text)]
+        return [_about(share, "fail", "improbable", text)]
     why = "inputs have structure" if not generic else "the exact result is not proven enough"
-    return [_of(found, "warn", "improbable", f"{text}; {why}")]
+    return [_about(share, "warn", "improbable", f"{text}; {why}")]
 
 
-def _of(
-    found: Share, status: Literal["fail", "inconclusive", "warn"], rule: Rule, text: str
-) -> Finding:
-    return Finding(status=status, rule=rule, text=text, tensor=found.tensor, at=found.place)
-
-
-def unknown(compared: Compared, allowance: Allowance) -> list[Finding]:
-    """Why it cannot be told whether the kernel is right, if it cannot."""
-    found = []
-    if not allowance.oracle_share <= PROVEN:
-        text = (
-            f"the exact result is proven to {allowance.oracle_share:.2g} of the least allowance, "
-            f"but should be to {PROVEN:g}"
-        )
-        found.append(Finding(status="inconclusive", rule="", text=text))
-    if bool(compared.alive.any()) and not bool(compared.counted.any()):
-        at_jumps = f" ({allowance.jumps} scores lie at a jump of their mod)"
-        text = (
-            f"no row has a finite allowance{at_jumps if allowance.jumps else ''}: "
-            "at these inputs a right kernel may give anything"
-        )
-        found.append(Finding(status="inconclusive", rule="", text=text))
-    return found
-
-
-def unbounded(compared: Compared) -> list[Finding]:
-    """A gradient of which nothing can be said, as where a score lies at a jump of its mod."""
-    if not bool(compared.alive.any()) or bool(compared.counted.any()):
-        return []
-    text = f"no element of {compared.name} has a finite allowance: a right kernel may give anything"
-    return [Finding(status="inconclusive", rule="", text=text, tensor=compared.name)]
-
-
-def telling(findings: list[Finding]) -> list[Finding]:
-    """Those that say what no earlier one implies.
-
-    An element that is NaN is beyond every bound, and what is beyond one bound is beyond a tighter
-    one: after a tensor has failed, only other rows and a probe's answer are news of it.
-    """
-    failed: set[str] = set()
-    told = []
-    for one in findings:
-        if one.tensor in failed and one.rule not in ("empty rows", "structure", ""):
-            continue
-        told.append(one)
-        if one.status == "fail" and one.rule not in ("empty rows", "structure"):
-            failed.add(one.tensor)
-    return told
-
-
-def _plural(found: Share) -> str:
-    return "rows" if found.tensor == "lse" else "elements"
-
-
-def imprecise(
+def imprecise_heads(
     heads: HeadPrecision, arithmetic: Arithmetic, *, generic: bool, proven: bool
 ) -> list[Finding]:
     """Less accurate than ideal kernels and than predicted, in one head; one of the two is odd.
@@ -334,7 +235,7 @@ def imprecise(
     Far less accurate than any ideal kernel is enough on generic inputs: the prediction takes errors
     that are equal for equal ones, and is large where they happen not to be.
     """
-    if not gated(arithmetic):
+    if not can_fail_by_precision(arithmetic):
         return []
     spread = torch.full_like(heads.z, math.nan) if heads.spread is None else heads.spread
     # Where an ideal kernel errs as much, a large z is the prediction's fault.
@@ -343,33 +244,33 @@ def imprecise(
     both = by_z & by_spread
     if generic:
         both = both | (spread > FAR)
-    found = []
-    for wrong, status in (
-        (both, "fail" if proven else "warn"),
-        ((by_z | by_spread) & ~both, "warn"),
-    ):
-        if bool(wrong.any()):
-            found.append(_of_head(heads.z, spread, wrong, status))
-    return found
+    findings = []
+    if bool(both.any()):
+        text = _imprecise_text(heads.z, spread, both)
+        findings.append(Finding(status="fail" if proven else "warn", rule="precision", text=text))
+    odd = (by_z | by_spread) & ~both
+    if bool(odd.any()):
+        text = _imprecise_text(heads.z, spread, odd)
+        findings.append(Finding(status="warn", rule="precision", text=text))
+    return findings
 
 
-def _of_head(z: torch.Tensor, spread: torch.Tensor, wrong: torch.Tensor, status: str) -> Finding:
-    """A finding about the worst of the ``wrong`` heads."""
+def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
+    """Say of the worst of the ``wrong`` heads by how much it is beyond either gate."""
     by = torch.where(wrong, torch.fmax(z / Z, spread / SPREAD), -1.0)
     batch, head = divmod(int(by.argmax()), by.shape[1])
     parts = []
     if z[batch, head] > Z:
         parts.append(
-            f"errors of head {[batch, head]} are {times(float(z[batch, head]))} × their "
+            f"errors of head {[batch, head]} are {_ratio(float(z[batch, head]))} × their "
             f"predicted size, but should be at most {Z:g} ×"
         )
     if spread[batch, head] > SPREAD:
         parts.append(
-            f"RMSE of head {[batch, head]} is {times(float(spread[batch, head]))} × the "
+            f"RMSE of head {[batch, head]} is {_ratio(float(spread[batch, head]))} × the "
             f"largest of ideal kernels', but should be at most {SPREAD:g} ×"
         )
-    text = f"{'; '.join(parts)} ({int(wrong.sum())} of {wrong.numel()} heads)"
-    return Finding(status="fail" if status == "fail" else "warn", rule="precision", text=text)
+    return f"{'; '.join(parts)} ({int(wrong.sum())} of {wrong.numel()} heads)"
 
 
 def residual(precision: Precision, arithmetic: Arithmetic, *, generic: bool) -> list[Finding]:
@@ -382,7 +283,100 @@ def residual(precision: Precision, arithmetic: Arithmetic, *, generic: bool) -> 
     if not generic or gate is None or precision.residual is None or precision.residual <= gate:
         return []
     text = (
-        f"out differs from the ideal kernel at the same tiling by {times(precision.residual)} × "
+        f"out differs from the ideal kernel at the same tiling by {_ratio(precision.residual)} × "
         f"that kernel's error, but should by at most {gate:g} ×: it rounds elsewhere than declared"
     )
     return [Finding(status="warn", rule="precision", text=text)]
+
+
+def undecidable(out: Compared, allowance: Allowance) -> list[Finding]:
+    """Reasons why nobody can tell whether the kernel is right."""
+    texts = []
+    if not allowance.oracle_share <= PROVEN:
+        texts.append(
+            f"the exact result is proven to {allowance.oracle_share:.2g} of the least allowance, "
+            f"but should be to {PROVEN:g}"
+        )
+    if out.nothing_counted():
+        jumps = f" ({allowance.jumps} scores lie at a jump of their mod)" if allowance.jumps else ""
+        texts.append(
+            f"no row has a finite allowance{jumps}: at these inputs a right kernel may give "
+            "anything"
+        )
+    return [Finding(status="inconclusive", rule="", text=text) for text in texts]
+
+
+def unbounded_gradient(compared: Compared) -> list[Finding]:
+    """A gradient of which nothing can be said, as where a score lies at a jump of its mod."""
+    if not compared.nothing_counted():
+        return []
+    text = f"no element of {compared.name} has a finite allowance: a right kernel may give anything"
+    return [Finding(status="inconclusive", rule="", text=text, tensor=compared.name)]
+
+
+def drop_implied(findings: list[Finding]) -> list[Finding]:
+    """Return the findings that say what no earlier one implies.
+
+    An element that is NaN is beyond every bound, and what is beyond one bound is beyond a tighter
+    one: after a tensor has failed, only other rows and a probe's answer are news of it.
+    """
+    failed: set[str] = set()
+    kept = []
+    for finding in findings:
+        if finding.tensor in failed and finding.rule not in ("empty rows", "structure", ""):
+            continue
+        kept.append(finding)
+        if finding.status == "fail" and finding.rule not in ("empty rows", "structure"):
+            failed.add(finding.tensor)
+    return kept
+
+
+def _about(
+    share: Share, status: Literal["fail", "inconclusive", "warn"], rule: Rule, text: str
+) -> Finding:
+    return Finding(status=status, rule=rule, text=text, tensor=share.tensor, at=share.place)
+
+
+def element(tensor: TensorName, place: Place) -> str:
+    """An element as it is indexed: ``out[0, 3, 17, 5]``, ``lse[0, 3, 17]``."""
+    return f"{tensor}{list(place.index(tensor))}"
+
+
+def number(value: float, within: float) -> str:
+    """``value`` with the digits that matter where ``within`` is allowed: two of it."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value + 0.0:g}"  # −0 is 0
+    if not (math.isfinite(within) and within > 0):
+        return f"{value:.{_DIGITS}g}"
+    digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(within)) + 2
+    return f"{value:#.{max(2, min(digits, _DIGITS))}g}".rstrip(".")
+
+
+def tile(place: Place, tiles: tuple[int, int] | None, queries: int) -> str:
+    """The query tile of an element: ``query tile 3, rows 192–255``; empty without ``tiles``."""
+    if tiles is None:
+        return ""
+    block = tiles[0]
+    first = place.query // block * block
+    return f"query tile {place.query // block}, rows {first}–{min(first + block, queries) - 1}"
+
+
+def _ratio(size: float) -> str:
+    """A ratio for reading: ``4.6``, ``159``, ``1.2e+05``."""
+    return f"{size:.3g}" if size >= 100 else f"{size:.2g}"
+
+
+def _beyond(share: Share, bound: str, elements: str) -> str:
+    """Say that a share is beyond ``bound``, and how many of the ``elements`` are."""
+    allowed = share.allowance
+    are = "is" if share.beyond == 1 else "are"
+    size = f"({_ratio(share.size)} × {bound})" if math.isfinite(share.size) else "(no bound is met)"
+    return (
+        f"{element(share.tensor, share.place)} = {number(share.got, allowed)}, but should be "
+        f"{number(share.exact, allowed)} ± {number(allowed, allowed)} {size}; "
+        f"{share.beyond} of {share.elements} {elements} {are} beyond it"
+    )
+
+
+def _plural(share: Share) -> str:
+    return "rows" if share.tensor == "lse" else "elements"

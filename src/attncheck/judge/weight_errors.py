@@ -1,4 +1,4 @@
-"""Errors of softmax weights and of their row sums: B10–B14 and B18."""
+"""Errors of softmax weights, of their row sums and of LSE: equations B10–B14 and B18."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.declared_arithmetic import below_one, division, sum_of_weights
 from attncheck.judge.score_errors import factor_roundings, maximum_of_keys
+from attncheck.judge.sum_roundings import below_one, division, sum_of_weights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attncheck.core.conditions import Conditions
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import Exponents
 
 __all__ = ["SumError", "Weights", "log_sum_base", "log_sum_terms", "shares", "sum_error", "weights"]
-
 
 # Errors of exponents up to which the plain forms are used alone: with larger ones the others may be
 # the better ones, and take five exponentials more. All of them are bounds.
@@ -38,16 +39,16 @@ class Weights:
         total_error: Largest |Δ log Σ exp|, ``(heads, rows, 1)``.
     """
 
-    exact: torch.Tensor
-    upper: torch.Tensor
-    relative: torch.Tensor
-    changed: torch.Tensor
-    rounded: torch.Tensor
-    floor: torch.Tensor
-    total_error: torch.Tensor
+    exact: Tensor
+    upper: Tensor
+    relative: Tensor
+    changed: Tensor
+    rounded: Tensor
+    floor: Tensor
+    total_error: Tensor
 
     @property
-    def lost(self) -> torch.Tensor:
+    def lost(self) -> Tensor:
         """Weights that are rounded to 0, all of them (B25); ``(heads, rows, kv)``."""
         return torch.where(self.exact < self.floor, self.exact, 0.0)
 
@@ -83,9 +84,7 @@ def weights(conditions: Conditions, arithmetic: Arithmetic, errors: Exponents) -
     )
 
 
-def _near(
-    exact: torch.Tensor, growth: torch.Tensor, least: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _near(exact: Tensor, growth: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     """B12's first form and B11's: largest |ΔP| and largest P; NaN where they overflow."""
     least = torch.where(least > 0, least, 1.0)
     # What float64 loses of the differences is added to them.
@@ -95,12 +94,12 @@ def _near(
     return changed, (exact + growth) / least
 
 
-def _far(log: torch.Tensor, rho: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _far(log: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     """B11: the largest and the least that every weight can become, whatever the errors."""
     return _share(log + rho, log - rho, shrink=True), _share(log - rho, log + rho, shrink=False)
 
 
-def _share(own: torch.Tensor, others: torch.Tensor, *, shrink: bool) -> torch.Tensor:
+def _share(own: Tensor, others: Tensor, *, shrink: bool) -> Tensor:
     """exp(own_j) ÷ (exp(own_j) + Σ_{k≠j} exp(others_k)), rounded up (``shrink``) or down."""
     top = others.amax(-1, keepdim=True)
     top = torch.where(torch.isneginf(top), 0.0, top)
@@ -115,8 +114,8 @@ def _share(own: torch.Tensor, others: torch.Tensor, *, shrink: bool) -> torch.Te
 
 
 def _rounded(
-    conditions: Conditions, arithmetic: Arithmetic, upper: torch.Tensor, floor: torch.Tensor
-) -> torch.Tensor:
+    conditions: Conditions, arithmetic: Arithmetic, upper: Tensor, floor: Tensor
+) -> Tensor:
     """B13: relative above the subnormal range of P's format, a constant below; never beyond P."""
     if not arithmetic.weights_error:
         return torch.zeros_like(upper)
@@ -126,8 +125,8 @@ def _rounded(
 
 
 def _floor(
-    conditions: Conditions, arithmetic: Arithmetic, errors: Exponents, least: torch.Tensor
-) -> torch.Tensor:
+    conditions: Conditions, arithmetic: Arithmetic, errors: Exponents, least: Tensor
+) -> Tensor:
     """B13: half the subnormal spacing of P's format ÷ the row sum; ``(heads, rows, 1)``."""
     half = arithmetic.weights.subnormal_spacing / 2 / arithmetic.weights_scale
     if arithmetic.normalised_weights:
@@ -147,9 +146,9 @@ class SumError:
         division: (1 + it) · O is what the last step makes of O at most (B14).
     """
 
-    added: torch.Tensor
-    rounded: torch.Tensor | None
-    division: torch.Tensor
+    added: Tensor
+    rounded: Tensor | None
+    division: Tensor
 
 
 def sum_error(conditions: Conditions, arithmetic: Arithmetic, moved: Weights) -> SumError:
@@ -170,7 +169,7 @@ def log_sum_terms(
     errors: Exponents,
     moved: Weights,
     sums: SumError,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """B18: what LSE's bound is made of, each ``(heads, rows)``."""
     terms = {
         name: moved.total_error[..., 0] * share[..., 0]
@@ -184,9 +183,7 @@ def log_sum_terms(
     return terms
 
 
-def log_sum_base(
-    conditions: Conditions, arithmetic: Arithmetic, before: torch.Tensor
-) -> torch.Tensor:
+def log_sum_base(conditions: Conditions, arithmetic: Arithmetic, before: Tensor) -> Tensor:
     """B18: of m · scale + log(sum), the product, the logarithm and the sum rounded."""
     alive = conditions.seen.any(-1)
     lse = torch.where(alive, conditions.lse.abs(), 0.0) + before
@@ -199,7 +196,7 @@ def log_sum_base(
     return count * (2 if arithmetic.splits > 1 else 1) * arithmetic.unit
 
 
-def shares(errors: Exponents, by: torch.Tensor) -> dict[str, torch.Tensor]:
+def shares(errors: Exponents, by: Tensor) -> dict[str, Tensor]:
     """What share each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
 
     Args:

@@ -1,6 +1,6 @@
 """Gradients of what a score mod reads of its captured float tensors, by autograd without a trace.
 
-``captured`` says the same in expressions; here is no trace, for the oracles never see one.
+``captured_reads`` says the same in expressions; here is no trace, for the oracles never see one.
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ class Leaf:
     value: Tensor
 
     def add(self, gradients: Tensor, to: Tensor) -> None:
-        """Adds ``gradients``, one a score, to those of the numbers read, ``to`` like tensor."""
+        """Add ``gradients``, one a score, to those of the numbers read; ``to`` is like tensor."""
         mine = gradients.sum_to_size(self.read.shape or (1,) * gradients.ndim)
         if self.places is None:
             to += mine.reshape(to.shape)
-        else:
-            places = self.places if isinstance(self.places, tuple) else (self.places,)
-            if not all(isinstance(place, Tensor) for place in places):  # slices, whole numbers
-                numbers = torch.arange(to.numel(), device=to.device).view(to.shape)
-                to, places = to.view(-1), (numbers[self.places].flatten(),)
-                mine = mine.flatten()
-            else:
-                mine = mine.reshape(self.read.shape)
-            to.index_put_(places, mine, accumulate=True)
+            return
+        places = self.places if isinstance(self.places, tuple) else (self.places,)
+        if all(isinstance(place, Tensor) for place in places):
+            to.index_put_(places, mine.reshape(self.read.shape), accumulate=True)
+        else:  # slices, whole numbers
+            numbers = torch.arange(to.numel(), device=to.device).view(to.shape)
+            flat = (numbers[self.places].flatten(),)
+            to.view(-1).index_put_(flat, mine.flatten(), accumulate=True)
 
 
 def leaf_gradients(score_mod: ScoreMod, score: Tensor, *indices: Tensor) -> list[tuple[Leaf, Any]]:
-    """Every read, and the derivative of each score after the mod with respect to what it reads.
+    """Return every read, and the derivative of each score after the mod by what it reads.
 
     None where no gradient passes through. Derivatives are torch's, in the score's dtype.
 
@@ -67,37 +66,33 @@ def leaf_gradients(score_mod: ScoreMod, score: Tensor, *indices: Tensor) -> list
         ProblemError: where the mod computes with a whole tensor that it captures, or with one index
             at a time alone.
     """
-    given = score.detach().clone()  # a score mod may write to what it is given
-    with torch.enable_grad(), _Reads((given, *indices)) as reads:
+    own = score.detach().clone()  # a score mod may write to it
+    with torch.enable_grad(), _Reads((own, *indices)) as reads:
         try:
-            after = score_mod(given, *indices)
+            after = score_mod(own, *indices)
         except ProblemError:
             raise
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            said = str(error).partition("\n")[0]
+            fact = str(error).partition("\n")[0]
             raise ProblemError(
                 "the score mod cannot be called with all indices at once for the gradients of what "
-                f"it reads, torch says: {said}"
+                f"it reads, torch says: {fact}"
             ) from None
-    leaves = reads.found
+    leaves = reads.leaves
     if not leaves or not after.requires_grad:
         return [(leaf, None) for leaf in leaves]
     values = [leaf.value for leaf in leaves]
-    ones = torch.ones_like(after)
-    found = torch.autograd.grad(after, values, ones, allow_unused=True)
-    return list(zip(leaves, found, strict=True))
+    slopes = torch.autograd.grad(after, values, torch.ones_like(after), allow_unused=True)
+    return list(zip(leaves, slopes, strict=True))
 
 
 def captured_tensors(score_mod: ScoreMod, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-    """The float tensors that a score mod reads and has a derivative to, in the order of reading."""
+    """Return the float tensors that a score mod has a derivative to, in the order of reading."""
     score = torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64, device=device)
     indices = [torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device) for _ in range(4)]
-    found = leaf_gradients(score_mod, score, *indices)
-    by_id = {id(leaf.tensor): leaf.tensor for leaf, slope in found if slope is not None}
+    reads = leaf_gradients(score_mod, score, *indices)
+    by_id = {id(leaf.tensor): leaf.tensor for leaf, slope in reads if slope is not None}
     return tuple(by_id.values())
-
-
-_CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class CapturedSums:
@@ -119,12 +114,15 @@ class CapturedSums:
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self._score_mod = score_mod
-        self._tensors = captured_tensors(score_mod, device)
-        count = sum(tensor.numel() for tensor in self._tensors)
-        self.sums = torch.zeros(count, dtype=dtype, device=device)
+        tensors = captured_tensors(score_mod, device)
+        sizes = [tensor.numel() for tensor in tensors]
+        self.sums = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        parts = zip(tensors, self.sums.split(sizes), strict=True)
+        self._sums_of = {id(tensor): part.view(tensor.shape) for tensor, part in parts}
+        self._tensors = tensors  # kept alive: no other tensor gets their ids
 
     def add(self, score: Tensor, at: tuple[Tensor, ...], factors: Tensor, where: Tensor) -> None:
-        """Adds ``factors`` times the mod's derivative, to the number that each score reads.
+        """Add ``factors`` times the mod's derivative to the number that each score reads.
 
         Args:
             score: Before the mod, of that dtype, ``(batch, heads, query, kv)``.
@@ -132,14 +130,12 @@ class CapturedSums:
             factors: Of that shape.
             where: Bool, likewise; what is not among these reaches nothing, NaN included.
         """
-        mine, start = {}, 0
-        for tensor in self._tensors:
-            part = self.sums[start : start + tensor.numel()]
-            mine[id(tensor)] = part.view(tensor.shape)
-            start += tensor.numel()
         for leaf, slope in leaf_gradients(self._score_mod, score, *at):
             if slope is not None:
-                leaf.add(torch.where(where, factors * slope, 0.0), mine[id(leaf.tensor)])
+                leaf.add(torch.where(where, factors * slope, 0.0), self._sums_of[id(leaf.tensor)])
+
+
+_CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 @dataclass(eq=False)
@@ -150,11 +146,11 @@ class _Reads(TorchFunctionMode):
 
     Attributes:
         arguments: The mod's own, the score first.
-        found: The reads so far.
+        leaves: The reads so far.
     """
 
     arguments: tuple[Tensor, ...]
-    found: list[Leaf] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -174,17 +170,17 @@ class _Reads(TorchFunctionMode):
     def _of_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call with captured tensors; those of one number are read by it, if it computes.
 
-        Never called twice where it computes: it may write to what it is given.
+        Never called twice where it computes: it may write to its arguments.
         """
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_captured(leaf)]
         whole = next((leaf for leaf in leaves if leaf.numel() > 1), None)
         if whole is None:
             held = tree_map_only(Tensor, self._number, (args, kwargs))
             result = func(*held[0], **held[1])
-            if _computed(result):
+            if _is_real(result):
                 return self._cast(func, held[0], result)
         result = func(*args, **kwargs)
-        if whole is not None and _computed(result):
+        if whole is not None and _is_real(result):
             raise ProblemError(
                 f"the score mod computes with a whole tensor of shape {tuple(whole.shape)}: "
                 "there are gradients of what it reads of one."
@@ -198,9 +194,7 @@ class _Reads(TorchFunctionMode):
         return result
 
     def _is_captured(self, value: object) -> bool:
-        return (
-            isinstance(value, Tensor) and value.is_floating_point() and id(value) not in self._made
-        )
+        return _is_real(value) and id(value) not in self._made
 
     def _number(self, tensor: Tensor) -> Tensor:
         return self._leaf(tensor, None, tensor) if self._is_captured(tensor) else tensor
@@ -213,9 +207,9 @@ class _Reads(TorchFunctionMode):
             )
         score = self.arguments[0]
         value = read.detach().to(score).expand(score.shape).requires_grad_()
-        self.found.append(Leaf(tensor, places, read.detach(), value))
+        self.leaves.append(Leaf(tensor, places, read.detach(), value))
         return value
 
 
-def _computed(result: object) -> bool:
+def _is_real(result: object) -> bool:
     return isinstance(result, Tensor) and result.is_floating_point()

@@ -1,7 +1,8 @@
 """Expressions of what a score mod reads of its captured float tensors, and its derivatives there.
 
 A loss has a gradient with respect to each of those numbers: what a read brings to the number at
-``place`` is the gradient of the score after the mod times ``slope``.
+``place`` is the gradient of the score after the mod times ``slope``. ``captured_gradients`` has the
+same without a trace, for the oracles.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from attncheck.core.errors import TraceError
 from attncheck.mods.captured_gradients import captured_tensors
+from attncheck.mods.expression import INDICES
 from attncheck.mods.torch_tracer import (
     VocabularyInterpreter,
+    aten_name,
     describe_mod,
+    example_arguments,
     record_gradient,
     record_operations,
 )
-from attncheck.mods.trace import trace_index, trace_score
+from attncheck.mods.trace import trace_derivative, trace_index, trace_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,9 +34,17 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression
     from attncheck.mods.spec import ScoreMod
 
-__all__ = ["CapturedRead", "EvaluatedReads", "count_read_numbers", "read_tensors", "trace_reads"]
+__all__ = [
+    "CapturedRead",
+    "EvaluatedReads",
+    "NumberSystem",
+    "count_read_numbers",
+    "read_tensors",
+    "trace_reads",
+]
 
-_ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
+_ARGUMENTS = ("score", *INDICES)
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,43 +66,43 @@ class CapturedRead:
 
 
 def trace_reads(score_mod: ScoreMod, device: str = "cpu") -> tuple[CapturedRead, ...]:
-    """Every read of a float tensor that the score mod's result has a derivative to.
+    """Return every read of a float tensor that the score mod's result has a derivative to.
 
-    A tensor that is only compared with, say, has none. Derivatives are torch's, as
-    ``derivative``'s, of the mod computed with real numbers: on the way from what is read, a cast
-    to another float dtype changes nothing. A tensor of one number may be read without an index.
+    A tensor that is only compared with, say, has none. Derivatives are torch's, as in
+    ``trace_derivative``, of the mod computed with real numbers: on the way from what is read, a
+    cast to another float dtype changes nothing. A tensor of one number may be read without an
+    index.
 
     Args:
         score_mod: Any FlexAttention callable of the vocabulary (``expression.OPERATIONS``).
         device: Where the tensors are that it captures.
 
     Raises:
-        TraceError: as ``derivative``, and where the mod computes with a whole tensor that it
+        TraceError: as ``trace_derivative``, and where the mod computes with a whole tensor that it
             captures before it reads it, or reads other tensors than its trace does.
     """
     trace_score(score_mod, device)  # what cannot be traced is refused in the same words
+    name = describe_mod("score mod", score_mod)
     try:
-        found = tuple(_reads(score_mod, device))
+        reads = tuple(_reads(score_mod, device))
     except TraceError as error:
         fact = str(error).rpartition(" cannot be traced: ")[2].removesuffix(".")
-        name = describe_mod("score mod", score_mod)
         raise TraceError(
             f"{name} has no derivative to what it captures that can be traced: {fact}."
         ) from None
     # The order of numbers is what kernels and oracles agree on, each from its own reading.
-    if list(map(id, read_tensors(found))) != list(map(id, captured_tensors(score_mod, device))):
-        name = describe_mod("score mod", score_mod)
+    if list(map(id, read_tensors(reads))) != list(map(id, captured_tensors(score_mod, device))):
         raise TraceError(f"{name} reads other tensors than its trace, or in another order.")
-    return found
+    return reads
 
 
-def read_tensors(found: Iterable[CapturedRead]) -> tuple[Tensor, ...]:
-    """Those that are read, each once, in the order of their numbers."""
-    return tuple({read.start: read.tensor for read in found}.values())
+def read_tensors(reads: Iterable[CapturedRead]) -> tuple[Tensor, ...]:
+    """Return the tensors that are read, each once, in the order of their numbers."""
+    return tuple({read.start: read.tensor for read in reads}.values())
 
 
 def count_read_numbers(score_mod: ScoreMod, device: str = "cpu") -> int:
-    """How many numbers the float tensors of ``reads`` hold together."""
+    """Return how many numbers the float tensors of ``trace_reads`` hold together."""
     return sum(tensor.numel() for tensor in read_tensors(trace_reads(score_mod, device)))
 
 
@@ -100,31 +111,31 @@ class EvaluatedReads:
 
     Args:
         score_mod: A FlexAttention callable.
-        evaluator: What makes a function of numpy arrays of an expression.
+        convert: Makes a function of numpy arrays of an expression.
         device: Where the tensors are that it captures.
 
     Attributes:
-        numbers: As ``numbers``.
+        numbers: As ``count_read_numbers``.
 
     Raises:
-        TraceError: as ``reads``, and where the score decides which number is read.
+        TraceError: as ``trace_reads``, and where the score decides which number is read.
     """
 
     def __init__(
         self,
         score_mod: ScoreMod,
-        evaluator: Callable[[Expression], Callable[..., NDArray[Any]]],
+        convert: Callable[[Expression], Callable[..., NDArray[Any]]],
         device: str = "cpu",
     ) -> None:
-        self._reads = [(read, evaluator(read.slope)) for read in trace_reads(score_mod, device)]
+        self._reads = [(read, convert(read.slope)) for read in trace_reads(score_mod, device)]
         self.numbers = sum(t.numel() for t in read_tensors(read for read, _ in self._reads))
         for read, _ in self._reads:
-            if any(node.name == "score" for node in read.place.structure.nodes):
+            if read.place.reads("score"):
                 name = describe_mod("score mod", score_mod)
                 raise TraceError(f"{name} reads a number that its score decides on: {read.place}.")
 
     def __call__(self, *arguments: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Of each read the place among all numbers, and the slope; of scores and indices."""
+        """Yield of each read the place among all numbers, and the slope; of scores and indices."""
         indices = [torch.from_numpy(axis) for axis in arguments[1:]]
         score = torch.zeros((), dtype=torch.float64)
         for read, slope in self._reads:
@@ -132,12 +143,46 @@ class EvaluatedReads:
             yield places.numpy(), slope(*arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class NumberSystem:
+    """Score mods in another number system than torch's: what an oracle on it is given to call.
+
+    The methods trace; they raise TraceError for a score mod that cannot be traced.
+
+    Attributes:
+        convert: (expression, context) → function of scores and indices; the context is that of
+            ``to_mpmath``, or the bits of ``to_ball``.
+    """
+
+    convert: Callable[[Expression, Any], Callable[..., NDArray[Any]]]
+
+    def score(
+        self, score_mod: ScoreMod, context: Any, device: str = "cpu"
+    ) -> Callable[..., NDArray[Any]]:
+        """Return the score mod as a function of arrays, its captured tensors on ``device``."""
+        return self.convert(trace_score(score_mod, device), context)
+
+    def slope(
+        self, score_mod: ScoreMod, context: Any, device: str = "cpu"
+    ) -> Callable[..., NDArray[Any]]:
+        """Return its derivative with respect to the score likewise."""
+        return self.convert(trace_derivative(score_mod, device), context)
+
+    def captures(self, score_mod: ScoreMod, context: Any, device: str = "cpu") -> EvaluatedReads:
+        """Return what it reads of the float tensors that it captures likewise."""
+        return EvaluatedReads(score_mod, lambda slope: self.convert(slope, context), device)
+
+
 def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
-    examples = [torch.full((1,), 0.5, dtype=torch.float64, device=device)]
-    examples += [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+    examples = example_arguments(_ARGUMENTS, device)
     recorded = record_operations(score_mod, _ARGUMENTS, examples)
     loads = list(_loads(recorded))
-    _detach(recorded)
+    # A gradient is to pass through the one number alone that it is asked of.
+    for name in {str(node.target) for node in recorded.graph.nodes if node.op == "get_attr"}:
+        constant: Tensor = getattr(recorded, name)
+        if constant.requires_grad:
+            delattr(recorded, name)
+            setattr(recorded, name, constant.detach())
     starts: dict[int, int] = {}
     end = 0
     for tensor, load in loads:
@@ -155,40 +200,10 @@ def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
 
 
 def _loads(recorded: fx.GraphModule) -> Iterator[tuple[Tensor, fx.Node]]:
-    """Each captured float tensor where the result needs it, and the node that is a number of it.
+    """Yield each captured float tensor where the result needs it, and the node that reads it.
 
     torch's tracer has a node of its own for each use of a captured tensor.
     """
-    needed = _needed(recorded)
-    for node in recorded.graph.nodes:
-        if node.op != "get_attr" or node not in needed:
-            continue
-        tensor: Tensor = getattr(recorded, str(node.target))
-        (user,) = node.users
-        if not tensor.is_floating_point() or _name(user).startswith("lift_fresh"):
-            continue  # torch.tensor(…) in the mod's text is nobody's number
-        if _name(user) == "index" and user.args[0] is node:
-            yield tensor, user
-        elif tensor.numel() == 1:
-            yield tensor, node
-        else:
-            raise TraceError(
-                f"it computes {_name(user)} of a whole tensor of shape {tuple(tensor.shape)}: "
-                "read the tensor itself"
-            )
-
-
-def _detach(recorded: fx.GraphModule) -> None:
-    """Has a gradient pass through the one number alone that it is asked of."""
-    for name in {str(node.target) for node in recorded.graph.nodes if node.op == "get_attr"}:
-        constant: Tensor = getattr(recorded, name)
-        if constant.requires_grad:
-            delattr(recorded, name)
-            setattr(recorded, name, constant.detach())
-
-
-def _needed(recorded: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that the result depends on."""
     needed: set[fx.Node] = set()
     waiting = list(recorded.graph.output_node().all_input_nodes)
     while waiting:
@@ -196,50 +211,60 @@ def _needed(recorded: fx.GraphModule) -> set[fx.Node]:
         if node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes
-    return needed
-
-
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
+    for node in recorded.graph.nodes:
+        if node.op != "get_attr" or node not in needed:
+            continue
+        tensor: Tensor = getattr(recorded, str(node.target))
+        (user,) = node.users
+        if not tensor.is_floating_point() or aten_name(user).startswith("lift_fresh"):
+            continue  # torch.tensor(…) in the mod's text is nobody's number
+        if aten_name(user) == "index" and user.args[0] is node:
+            yield tensor, user
+        elif tensor.numel() == 1:
+            yield tensor, node
+        else:
+            raise TraceError(
+                f"it computes {aten_name(user)} of a whole tensor of shape {tuple(tensor.shape)}: "
+                "read the tensor itself"
+            )
 
 
 def _slope(recorded: fx.GraphModule, load: fx.Node, examples: list[Tensor]) -> ScoreMod | None:
-    """The derivative of the result with respect to the value of ``load``; None where it is 0.
+    """Return the derivative of the result by the value of ``load``; None where it is 0.
 
     That is where no gradient passes through, not where it happens to be 0.
     """
     passes = False
 
-    def of_read(number: Tensor, *arguments: Tensor) -> Tensor:
+    def with_number(number: Tensor, *arguments: Tensor) -> Tensor:
         nonlocal passes
-        given: Tensor = _Given(recorded, load, number).run(*arguments)
-        passes = given.requires_grad
-        return given
+        result: Tensor = _WithNumber(recorded, load, number).run(*arguments)
+        passes = result.requires_grad
+        return result
 
     number = _value(recorded, load, examples).double().reshape(1).clone()
-    gradient = record_gradient(of_read, [number, *examples])
+    gradient = record_gradient(with_number, [number, *examples])
     if not passes:
         return None
 
     def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         arguments = (score, b, h, q_idx, kv_idx)
         read = _value(recorded, load, arguments).double().reshape(1)
-        found: Tensor = VocabularyInterpreter(gradient).run(read, *arguments)
-        return found
+        value: Tensor = VocabularyInterpreter(gradient).run(read, *arguments)
+        return value
 
     return slope
 
 
 def _value(recorded: fx.GraphModule, node: fx.Node, arguments: Iterable[Tensor]) -> Tensor:
-    """What ``node`` is, of these arguments of the mod."""
+    """Return what ``node`` is, of these arguments of the mod."""
     run = fx.Interpreter(recorded, garbage_collect_values=False)
     run.run(*arguments)
     value: Tensor = run.env[node]
     return value
 
 
-class _Given(fx.Interpreter):
+class _WithNumber(fx.Interpreter):
     """Runs a score mod with another number in the place of one that it reads.
 
     What is computed from that number is computed in float64: a gradient is cast as its number was.
@@ -255,17 +280,14 @@ class _Given(fx.Interpreter):
             return self._number
         if not self._follows.isdisjoint(n.all_input_nodes):
             self._follows.add(n)
-            if _name(n) == "_to_copy" and n.kwargs.get("dtype") in _REAL:
+            if aten_name(n) == "_to_copy" and n.kwargs.get("dtype") in _REAL:
                 (operand,) = n.all_input_nodes
                 return self.env[operand].double()
         return super().run_node(n)
 
 
-_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def _place(recorded: fx.GraphModule, load: fx.Node, tensor: Tensor) -> Callable[..., Tensor]:
-    """Where ``load`` reads: an index from the end is counted from the start."""
+    """Return where ``load`` reads: an index from the end is counted from the start."""
 
     def place(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         flat = torch.zeros_like(b)

@@ -1,66 +1,69 @@
 """Enclosures of a mod's values: which truth values, whole numbers or real numbers each may be.
 
-A pair is (low, high), two raw mpmath numbers (``mpmath.libmp``), far more precise than any format
-here. ``UNKNOWN`` is a pair of which nothing can be said, NaN included: 1/x where x may be 0, ∞ − ∞.
-
-All are numpy arrays that broadcast; ``Interval`` holds an ``intervals.Pair`` for each element.
+Truth values and whole numbers are the same for every number system. ``Enclosures`` is the algebra
+on all three; Arb's balls and intervals with rounding each say what real numbers are
+(``ball_algebra``, ``interval_algebra``). All values are numpy arrays that broadcast.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from mpmath import libmp
-from mpmath.libmp import libmpi
 
 from attncheck.core.errors import ProblemError
+from attncheck.mods.expression import Algebra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.core.formats import Format
-    from attncheck.mods.expression import Captured
+    from attncheck.mods.expression import Captured, Node
 
 __all__ = [
-    "INTERVAL_COMPARISONS",
-    "INTERVAL_OPERATIONS",
-    "LOGIC",
-    "UNKNOWN",
     "WHOLE_OPERATIONS",
-    "Enclosure",
-    "Interval",
-    "Pair",
-    "Rounding",
+    "Enclosures",
     "Truth",
     "Values",
     "Whole",
-    "apply_to_whole",
     "captured_array",
     "cast_whole",
-    "choose",
-    "compare_whole",
     "elementwise",
     "elementwise_pair",
-    "exact_pair",
-    "pair_hull",
-    "pair_toward_zero",
-    "possible_numbers",
-    "union",
 ]
-
 
 Values: TypeAlias = "np.ndarray[Any, Any]"
 """bool, int64, or objects that are real numbers."""
 
+Real = TypeVar("Real")
+
+
+def elementwise(function: Callable[..., Any], dtype: Any, *arrays: Values) -> Values:
+    """Return ``function`` of the elements of arrays that broadcast."""
+    results = np.frompyfunc(function, len(arrays), 1)(*arrays)
+    if isinstance(results, np.ndarray):
+        return results if dtype is object else results.astype(dtype)
+    alone = np.empty((), dtype)
+    alone[()] = results  # a tuple would be taken for an array elsewhere
+    return alone
+
+
+def elementwise_pair(
+    function: Callable[..., Any], dtype: Any, *arrays: Values
+) -> tuple[Values, Values]:
+    """Return both results of a ``function`` of elements, each in an array of its own."""
+    first, second = np.frompyfunc(function, len(arrays), 2)(*arrays)
+    return np.asarray(first, dtype), np.asarray(second, dtype)
+
+
+# --- whole numbers that are known exactly -----------------------------------------------------
+
 
 def captured_array(captured: Captured) -> Values:
-    """A captured number or tensor: bool, int64, or float64, which holds every real one exactly."""
+    """Return a captured value as bool, int64 or float64, which holds every real one exactly."""
     if not isinstance(captured, torch.Tensor):
         return np.asarray(captured)
     tensor = captured.detach().cpu()
@@ -70,7 +73,7 @@ def captured_array(captured: Captured) -> Values:
 
 
 def cast_whole(values: Values, dtype: str) -> Values:
-    """Truth values or whole numbers cast to bool or to a whole dtype, which may wrap around."""
+    """Return truth values or whole numbers as bool or as a whole dtype, which may wrap around."""
     if dtype == "bool":
         return np.not_equal(values, 0)
     return values.astype(np.dtype(dtype)).astype(np.int64)
@@ -82,331 +85,60 @@ def _nonzero(divisor: Values) -> Values:
     return divisor
 
 
-def _counted(values: Values) -> Values:
-    """Truth values count as 0 and 1 in arithmetic."""
-    return values.astype(np.int64) if values.dtype == bool else values
+def _counted(function: Callable[..., Values]) -> Callable[..., Values]:
+    """``function`` of whole numbers; truth values count as 0 and 1."""
 
+    def apply(*operands: Values) -> Values:
+        return function(*(o.astype(np.int64) if o.dtype == bool else o for o in operands))
 
-def _arithmetic(function: Callable[..., Values]) -> Callable[..., Values]:
-    return lambda *operands: function(*map(_counted, operands))
+    return apply
 
 
 def _bitwise(function: Callable[..., Values]) -> Callable[..., Values]:
+    """``function`` of truth values, or of whole numbers."""
+    of_numbers = _counted(function)
+
     def apply(*operands: Values) -> Values:
-        if all(operand.dtype == bool for operand in operands):
-            return function(*operands)
-        return function(*map(_counted, operands))
+        truth = all(operand.dtype == bool for operand in operands)
+        return function(*operands) if truth else of_numbers(*operands)
 
     return apply
 
 
 WHOLE_OPERATIONS: dict[str, Callable[..., Values]] = {
-    "ge": _arithmetic(np.greater_equal),
-    "gt": _arithmetic(np.greater),
-    "le": _arithmetic(np.less_equal),
-    "lt": _arithmetic(np.less),
-    "eq": _arithmetic(np.equal),
-    "ne": _arithmetic(np.not_equal),
+    "ge": _counted(np.greater_equal),
+    "gt": _counted(np.greater),
+    "le": _counted(np.less_equal),
+    "lt": _counted(np.less),
+    "eq": _counted(np.equal),
+    "ne": _counted(np.not_equal),
     "and": _bitwise(np.bitwise_and),
     "or": _bitwise(np.bitwise_or),
     "xor": _bitwise(np.bitwise_xor),
     "not": _bitwise(np.invert),
-    "add": _arithmetic(np.add),
-    "sub": _arithmetic(np.subtract),
-    "mul": _arithmetic(np.multiply),
-    "neg": _arithmetic(np.negative),
-    "abs": _arithmetic(np.absolute),
-    "sign": _arithmetic(np.sign),
-    "floor": _arithmetic(np.positive),
-    "ceil": _arithmetic(np.positive),
-    "minimum": _arithmetic(np.minimum),
-    "maximum": _arithmetic(np.maximum),
-    "floor_divide": _arithmetic(lambda a, b: np.floor_divide(a, _nonzero(b))),
-    "remainder": _arithmetic(lambda a, b: np.remainder(a, _nonzero(b))),
-    "left_shift": _arithmetic(np.left_shift),
-    "right_shift": _arithmetic(np.right_shift),
-    "where": np.where,
+    "add": _counted(np.add),
+    "sub": _counted(np.subtract),
+    "mul": _counted(np.multiply),
+    "neg": _counted(np.negative),
+    "abs": _counted(np.absolute),
+    "sign": _counted(np.sign),
+    "floor": _counted(np.positive),
+    "ceil": _counted(np.positive),
+    "minimum": _counted(np.minimum),
+    "maximum": _counted(np.maximum),
+    "floor_divide": _counted(lambda a, b: np.floor_divide(a, _nonzero(b))),
+    "remainder": _counted(lambda a, b: np.remainder(a, _nonzero(b))),
+    "left_shift": _counted(np.left_shift),
+    "right_shift": _counted(np.right_shift),
 }
-"""Each operation with torch's semantics: // and % floor, int64 wraps around."""
+"""Operations on truth values and whole numbers with torch's semantics: // and % floor, int64 wraps
+around."""
 
 
-Raw: TypeAlias = Any  # an untyped tuple of mpmath's own
-Pair: TypeAlias = tuple[Raw, Raw]
-
-UNKNOWN: Pair = (libmp.fnan, libmp.fnan)
-
-# Every product of two float64 numbers is exact, and so is almost every sum.
-_BITS = 160
-_DOWN, _UP = "f", "c"
-_INT64 = (-(2**63), 2**63 - 1)
-
-
-def exact_pair(value: float) -> Pair:
-    """One whole number or float."""
-    raw = libmp.from_int(value) if isinstance(value, int) else libmp.from_float(value)
-    return UNKNOWN if raw == libmp.fnan else (raw, raw)
-
-
-def pair_hull(a: Pair, b: Pair) -> Pair:
-    """The smallest interval with both in it."""
-    if libmp.fnan in (a[0], b[0]):
-        return UNKNOWN
-    return _smaller(a[0], b[0]), _larger(a[1], b[1])
-
-
-def pair_toward_zero(x: Pair) -> tuple[int, int]:
-    """The whole numbers that the numbers of ``x`` are cut to, in the range of int64."""
-    bounds = []
-    for end, unbounded in zip(x, _INT64, strict=True):
-        if end in (libmp.finf, libmp.fninf, libmp.fnan):
-            bounds.append(unbounded if end == libmp.fnan else _INT64[end == libmp.finf])
-        else:
-            bounds.append(min(max(libmp.to_int(end), _INT64[0]), _INT64[1]))
-    return bounds[0], bounds[1]
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """Rounding of a result to a format: at most ``ulps`` units in the last place off.
-
-    An ulp of x is at most 2u·|x|, u the unit roundoff. What is below the smallest normal number may
-    be flushed to 0; what is above the largest may become infinite. No rounding changes a sign. A
-    number that the format holds stays as it is if ``ulps`` is at most 1/2.
-
-    Attributes:
-        format: Of the result.
-        ulps: 0.5 for a correctly rounded operation.
-    """
-
-    format: Format
-    ulps: float
-
-    def __call__(self, x: Pair) -> Pair:
-        """Where the rounded result of an exact one in ``x`` lies."""
-        low, high = x
-        if low == libmp.fnan:
-            return UNKNOWN
-        if self.ulps <= 0.5 and low == high and self._holds(low):
-            return x
-        return libmp.mpf_neg(self._upper(libmp.mpf_neg(low))), self._upper(high)
-
-    def _holds(self, raw: Raw) -> bool:
-        _, man, exp, bits = raw
-        if not man:
-            return True  # 0 and ±∞
-        top = exp + bits - 1
-        normal = self.format.min_exponent <= top
-        return bits <= self.format.significand and normal and not self._above_max(raw)
-
-    def _above_max(self, raw: Raw) -> bool:
-        return bool(libmp.mpf_gt(libmp.mpf_abs(raw), self._max))
-
-    def _upper(self, raw: Raw) -> Raw:
-        """The largest number that one up to ``raw`` is rounded to."""
-        _, man, _, _ = raw
-        if not man:
-            return raw
-        if libmp.mpf_sign(raw) < 0:
-            shrunk = libmp.mpf_mul(raw, self._shrink, _BITS, _UP)
-            if libmp.mpf_gt(shrunk, self._minus_smallest):
-                return libmp.fzero
-            return _larger(shrunk, self._minus_max)
-        grown = libmp.mpf_mul(_larger(raw, self._smallest), self._grow, _BITS, _UP)
-        return libmp.finf if libmp.mpf_gt(grown, self._max) else grown
-
-    @cached_property
-    def _relative(self) -> Raw:
-        return libmp.from_float(2 * self.ulps * self.format.unit_roundoff)
-
-    @cached_property
-    def _grow(self) -> Raw:
-        return libmp.mpf_add(libmp.fone, self._relative)
-
-    @cached_property
-    def _shrink(self) -> Raw:
-        return libmp.mpf_sub(libmp.fone, self._relative)
-
-    @cached_property
-    def _max(self) -> Raw:
-        return libmp.from_float(self.format.max)
-
-    @cached_property
-    def _minus_max(self) -> Raw:
-        return libmp.mpf_neg(self._max)
-
-    @cached_property
-    def _smallest(self) -> Raw:
-        return libmp.from_float(2.0**self.format.min_exponent)
-
-    @cached_property
-    def _minus_smallest(self) -> Raw:
-        return libmp.mpf_neg(self._smallest)
-
-
-def _smaller(a: Raw, b: Raw) -> Raw:
-    return a if libmp.mpf_lt(a, b) else b
-
-
-def _larger(a: Raw, b: Raw) -> Raw:
-    return b if libmp.mpf_lt(a, b) else a
-
-
-def _known(function: Callable[..., Pair]) -> Callable[..., Pair]:
-    """``function`` of pairs that are not UNKNOWN; what it cannot say of ∞ is UNKNOWN."""
-
-    def apply(*operands: Pair) -> Pair:
-        if any(low == libmp.fnan for low, _ in operands):
-            return UNKNOWN
-        found = function(*operands)
-        return UNKNOWN if libmp.fnan in found else found
-
-    return apply
-
-
-def _rising(function: Callable[..., Raw]) -> Callable[[Pair], Pair]:
-    """A function of one number that never falls, from one that mpmath rounds either way."""
-    return lambda x: (function(x[0], _BITS, _DOWN), function(x[1], _BITS, _UP))
-
-
-def _finite(*operands: Pair) -> bool:
-    return not any(end in (libmp.finf, libmp.fninf) for x in operands for end in x)
-
-
-def _has_zero(x: Pair) -> bool:
-    return bool(libmp.mpf_sign(x[0]) <= 0 <= libmp.mpf_sign(x[1]))
-
-
-def _neg(x: Pair) -> Pair:
-    return libmp.mpf_neg(x[1]), libmp.mpf_neg(x[0])
-
-
-def _add(a: Pair, b: Pair) -> Pair:
-    return libmp.mpf_add(a[0], b[0], _BITS, _DOWN), libmp.mpf_add(a[1], b[1], _BITS, _UP)
-
-
-def _mul(a: Pair, b: Pair) -> Pair:
-    if (_has_zero(a) and not _finite(b)) or (_has_zero(b) and not _finite(a)):
-        return UNKNOWN
-    return libmpi.mpi_mul(a, b, _BITS)  # type: ignore[no-any-return]  # mpmath ships no types
-
-
-def _div(a: Pair, b: Pair) -> Pair:
-    if _has_zero(b) or not (_finite(a) or _finite(b)):
-        return UNKNOWN
-    return libmpi.mpi_div(a, b, _BITS)  # type: ignore[no-any-return]  # mpmath ships no types
-
-
-def _floors(a: Pair, b: Pair) -> Pair:
-    if not _finite(a, b):
-        return UNKNOWN
-    low, high = _div(a, b)
-    return libmp.mpf_floor(low), libmp.mpf_floor(high)
-
-
-def _remainder(a: Pair, b: Pair) -> Pair:
-    low, high = _floors(a, b)
-    if libmp.fnan in (low, high):
-        return UNKNOWN
-    positive = libmp.mpf_sign(b[0]) > 0
-    whole = (libmp.fzero, b[1]) if positive else (b[0], libmp.fzero)
-    if low != high:
-        return whole
-    left = _add(a, _neg(libmpi.mpi_mul((low, low), b, _BITS)))
-    return _larger(left[0], whole[0]), _smaller(left[1], whole[1])
-
-
-def _sigmoid(x: Raw, bits: int, rounding: str) -> Raw:
-    other = _UP if rounding == _DOWN else _DOWN
-    e = libmp.mpf_exp(libmp.mpf_neg(x), bits, other)
-    return libmp.mpf_div(libmp.fone, libmp.mpf_add(libmp.fone, e, bits, other), bits, rounding)
-
-
-def _exp2(x: Pair) -> Pair:
-    return libmpi.mpi_exp(libmpi.mpi_mul(x, _LN2, _BITS), _BITS)  # type: ignore[no-any-return]  # mpmath ships no types
-
-
-def _log(x: Pair) -> Pair:
-    if libmp.mpf_sign(x[0]) < 0:
-        return UNKNOWN
-    return _rising(libmp.mpf_log)(x)
-
-
-def _sqrt(x: Pair) -> Pair:
-    return UNKNOWN if libmp.mpf_sign(x[0]) < 0 else _rising(libmp.mpf_sqrt)(x)
-
-
-def _of_angle(function: Callable[..., Pair]) -> Callable[[Pair], Pair]:
-    return lambda x: function(x, _BITS) if _finite(x) else UNKNOWN
-
-
-def _sign(x: Pair) -> Pair:
-    return libmp.from_int(libmp.mpf_sign(x[0])), libmp.from_int(libmp.mpf_sign(x[1]))
-
-
-_ONE: Pair = (libmp.fone, libmp.fone)
-_LN2: Pair = (libmp.mpf_ln2(_BITS, _DOWN), libmp.mpf_ln2(_BITS, _UP))
-
-_PLAIN: dict[str, Callable[..., Pair]] = {
-    "add": _add,
-    "sub": lambda a, b: _add(a, _neg(b)),
-    "mul": _mul,
-    "div": _div,
-    "floor_divide": _floors,
-    "remainder": _remainder,
-    "neg": _neg,
-    "abs": lambda x: libmpi.mpi_abs(x, 0),
-    "minimum": lambda a, b: (_smaller(a[0], b[0]), _smaller(a[1], b[1])),
-    "maximum": lambda a, b: (_larger(a[0], b[0]), _larger(a[1], b[1])),
-    "floor": lambda x: (libmp.mpf_floor(x[0]), libmp.mpf_floor(x[1])),
-    "ceil": lambda x: (libmp.mpf_ceil(x[0]), libmp.mpf_ceil(x[1])),
-    "sign": _sign,
-    "tanh": _rising(libmp.mpf_tanh),
-    "sigmoid": _rising(_sigmoid),
-    "exp": _rising(libmp.mpf_exp),
-    "exp2": _exp2,
-    "log": _log,
-    "log2": lambda x: _known(_div)(_log(x), _LN2),
-    "sqrt": _sqrt,
-    "rsqrt": lambda x: _known(_div)(_ONE, _sqrt(x)),
-    "sin": _of_angle(libmpi.mpi_sin),
-    "cos": _of_angle(libmpi.mpi_cos),
-}
-
-INTERVAL_OPERATIONS: dict[str, Callable[..., Pair]] = {op: _known(f) for op, f in _PLAIN.items()}
-"""Where the exact result of an operation lies, for operands anywhere in their intervals."""
-
-
-def _compared(
-    may: Callable[[Raw, Raw, Raw, Raw], bool], may_not: Callable[[Raw, Raw, Raw, Raw], bool]
-) -> Callable[[Pair, Pair], tuple[bool, bool]]:
-    def compare(a: Pair, b: Pair) -> tuple[bool, bool]:
-        if libmp.fnan in (a[0], b[0]):
-            return True, True
-        return bool(may(*a, *b)), bool(may_not(*a, *b))
-
-    return compare
-
-
-_le, _lt = libmp.mpf_le, libmp.mpf_lt
-
-INTERVAL_COMPARISONS: dict[str, Callable[[Pair, Pair], tuple[bool, bool]]] = {
-    "lt": _compared(lambda a, _a, _b, b: _lt(a, b), lambda _a, a, b, _b: not _lt(a, b)),
-    "le": _compared(lambda a, _a, _b, b: _le(a, b), lambda _a, a, b, _b: not _le(a, b)),
-    "gt": _compared(lambda _a, a, b, _b: _lt(b, a), lambda a, _a, _b, b: not _lt(b, a)),
-    "ge": _compared(lambda _a, a, b, _b: _le(b, a), lambda a, _a, _b, b: not _le(b, a)),
-    "eq": _compared(
-        lambda a, aa, b, bb: _le(a, bb) and _le(b, aa),
-        lambda a, aa, b, bb: not a == aa == b == bb,
-    ),
-    "ne": _compared(
-        lambda a, aa, b, bb: not a == aa == b == bb,
-        lambda a, aa, b, bb: _le(a, bb) and _le(b, aa),
-    ),
-}
-"""Whether a comparison may be true, and whether it may be false."""
-
+# --- truth values and whole numbers as far as they are known ----------------------------------
 
 _MOST_NUMBERS = 64  # whole numbers that a value may be before it is given up
+_MONOTONE = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -421,17 +153,10 @@ class Truth:
     yes: Values
     no: Values
 
-    def truth(self) -> Truth:
-        """Itself."""
-        return self
-
-    def whole(self) -> Whole:
-        """0 for false, 1 for true."""
-        return Whole((~self.no).astype(np.int64), self.yes.astype(np.int64))
-
-    def real(self) -> Interval:
-        """0 for false, 1 for true."""
-        return self.whole().real()
+    @classmethod
+    def of(cls, values: Values) -> Truth:
+        """Return truth values that are known."""
+        return cls(values.astype(bool), ~values.astype(bool))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -446,94 +171,9 @@ class Whole:
         """Whether each is one number."""
         return self.low is self.high or np.array_equal(self.low, self.high)
 
-    def truth(self) -> Truth:
-        """Whether it is not 0."""
-        zero = np.asarray(0)
-        return compare_whole("ne", self, Whole(zero, zero))
 
-    def whole(self) -> Whole:
-        """Itself."""
-        return self
-
-    def real(self) -> Interval:
-        """The same as real numbers."""
-        if self.known:
-            return Interval.of(self.low)
-        low, high = Interval.of(self.low), Interval.of(self.high)
-        return Interval(elementwise(pair_hull, object, low.pairs, high.pairs))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Interval:
-    """Intervals of real numbers: an array of ``intervals.Pair``."""
-
-    pairs: Values
-
-    @classmethod
-    def of(cls, values: Values) -> Interval:
-        """Numbers that are known: whole ones or float64."""
-        return cls(elementwise(exact_pair, object, values))
-
-    def contains(self, values: Values) -> Values:
-        """Where the float64 ``values`` lie inside; nowhere where nothing is known."""
-        low, high = self.bounds()
-        return np.asarray((low <= values) & (values <= high))
-
-    def unknown(self) -> Values:
-        """Where nothing can be said: the exact value may be NaN."""
-        return elementwise(lambda x: x[0] == libmp.fnan, bool, self.pairs)
-
-    def bounds(self) -> tuple[Values, Values]:
-        """The smallest and the largest float64 number inside; NaN where nothing is known."""
-        low = elementwise(lambda x: _to_float(x[0], "c"), float, self.pairs)
-        return low, elementwise(lambda x: _to_float(x[1], "f"), float, self.pairs)
-
-    def through(self, function: Callable[[Pair], Pair]) -> Interval:
-        """Each interval mapped to another."""
-        return Interval(elementwise(function, object, self.pairs))
-
-    def truth(self) -> Truth:
-        """Whether it is not 0."""
-        zero = Interval.of(np.asarray(0))
-        return Truth(*elementwise_pair(INTERVAL_COMPARISONS["ne"], bool, self.pairs, zero.pairs))
-
-    def whole(self) -> Whole:
-        """Never asked: torch casts before it takes a real number for a whole one."""
-        raise NotImplementedError
-
-    def real(self) -> Interval:
-        """Itself."""
-        return self
-
-
-def _to_float(raw: Any, rounding: str) -> float:
-    # mpmath makes a NaN by ∞ − ∞, of which numpy warns.
-    return math.nan if raw == libmp.fnan else float(libmp.to_float(raw, rnd=rounding))
-
-
-Enclosure: TypeAlias = "Truth | Whole | Interval"
-
-
-def elementwise(function: Callable[..., Any], dtype: Any, *arrays: Values) -> Values:
-    """``function`` of the elements of arrays that broadcast."""
-    found = np.frompyfunc(function, len(arrays), 1)(*arrays)
-    if isinstance(found, np.ndarray):
-        return found if dtype is object else found.astype(dtype)
-    alone = np.empty((), dtype)
-    alone[()] = found  # a tuple would be taken for an array elsewhere
-    return alone
-
-
-def elementwise_pair(
-    function: Callable[..., Any], dtype: Any, *arrays: Values
-) -> tuple[Values, Values]:
-    """A ``function`` of elements that gives two values, each in an array of its own."""
-    first, second = np.frompyfunc(function, len(arrays), 2)(*arrays)
-    return np.asarray(first, dtype), np.asarray(second, dtype)
-
-
-def possible_numbers(operands: list[Whole]) -> Iterator[tuple[Values, ...]]:
-    """All the numbers that operands may be, together; raises ProblemError for too many."""
+def _possible_numbers(operands: list[Whole]) -> Iterator[tuple[Values, ...]]:
+    """Yield all the numbers that operands may be, together; raise ProblemError for too many."""
     widths = [0 if o.known else int((o.high - o.low).max()) for o in operands]
     if any(not 0 <= width < _MOST_NUMBERS for width in widths):
         raise ProblemError(
@@ -544,47 +184,30 @@ def possible_numbers(operands: list[Whole]) -> Iterator[tuple[Values, ...]]:
         yield tuple(np.minimum(o.low + n, o.high) for o, n in zip(operands, steps, strict=True))
 
 
-def apply_to_whole(op: str, operands: list[Whole]) -> Whole:
-    """An operation on whole numbers."""
+def _apply_to_whole(op: str, operands: list[Whole]) -> Whole:
     if op in _MONOTONE and not all(operand.known for operand in operands):
         ends = [(operand.low, operand.high) for operand in operands]
-        found = [WHOLE_OPERATIONS[op](*corner) for corner in itertools.product(*ends)]
+        results = [WHOLE_OPERATIONS[op](*corner) for corner in itertools.product(*ends)]
     else:
-        found = [WHOLE_OPERATIONS[op](*numbers) for numbers in possible_numbers(operands)]
-    low, high = found[0], found[0]
-    for other in found[1:]:
+        results = [WHOLE_OPERATIONS[op](*numbers) for numbers in _possible_numbers(operands)]
+    low, high = results[0], results[0]
+    for other in results[1:]:
         low, high = np.minimum(low, other), np.maximum(high, other)
     return Whole(low, high)
 
 
-_MONOTONE = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum"})
-
-
-def compare_whole(op: str, a: Whole, b: Whole) -> Truth:
-    """A comparison of whole numbers."""
+def _compare_whole(op: str, a: Whole, b: Whole) -> Truth:
+    if op in {"gt", "ge"}:
+        return _compare_whole("lt" if op == "gt" else "le", b, a)
+    if op == "lt":
+        return Truth(a.low < b.high, a.high >= b.low)
+    if op == "le":
+        return Truth(a.low <= b.high, a.high > b.low)
     same, apart = (a.low <= b.high) & (b.low <= a.high), ~((a.low == b.high) & (b.low == a.high))
-    found = {
-        "lt": lambda: Truth(a.low < b.high, a.high >= b.low),
-        "le": lambda: Truth(a.low <= b.high, a.high > b.low),
-        "gt": lambda: Truth(a.high > b.low, a.low <= b.high),
-        "ge": lambda: Truth(a.high >= b.low, a.low < b.high),
-        "eq": lambda: Truth(same, apart),
-        "ne": lambda: Truth(apart, same),
-    }
-    return found[op]()
+    return Truth(same, apart) if op == "eq" else Truth(apart, same)
 
 
-def choose(condition: Truth, first: Enclosure, second: Enclosure) -> Enclosure:
-    """``first`` where the condition holds, else ``second``; both where it may be either."""
-    if isinstance(first, Interval) and isinstance(second, Interval):
-        yes, no = condition.yes, condition.no
-        return Interval(elementwise(_one_or_both, object, yes, no, first.pairs, second.pairs))
-    if isinstance(first, Truth) and isinstance(second, Truth):
-        return Truth(
-            (condition.yes & first.yes) | (condition.no & second.yes),
-            (condition.yes & first.no) | (condition.no & second.no),
-        )
-    a, b = first.whole(), second.whole()
+def _choose_whole(condition: Truth, a: Whole, b: Whole) -> Whole:
     both = condition.yes & condition.no
     low = np.where(condition.yes, a.low, b.low)
     high = np.where(condition.yes, a.high, b.high)
@@ -596,42 +219,154 @@ def choose(condition: Truth, first: Enclosure, second: Enclosure) -> Enclosure:
     )
 
 
-def _one_or_both(
-    yes: bool,  # noqa: FBT001  (an element of an array)
-    no: bool,  # noqa: FBT001  (an element of an array)
-    first: Pair,
-    second: Pair,
-) -> Pair:
-    if yes and no:
-        return pair_hull(first, second)
-    return first if yes else second
-
-
-def union(found: list[Enclosure]) -> Enclosure:
-    """What may be any of several, all of one kind."""
-    both = np.asarray(True)  # noqa: FBT003  (numpy's own signature)
-    everything = found[0]
-    for other in found[1:]:
-        everything = choose(Truth(both, both), everything, other)
-    return everything
-
-
-def _and(a: Truth, b: Truth) -> Truth:
-    return Truth(a.yes & b.yes, a.no | b.no)
-
-
-def _or(a: Truth, b: Truth) -> Truth:
-    return Truth(a.yes | b.yes, a.no & b.no)
-
-
-def _xor(a: Truth, b: Truth) -> Truth:
-    return Truth((a.yes & b.no) | (a.no & b.yes), (a.yes & b.yes) | (a.no & b.no))
-
-
-LOGIC: dict[str, Callable[..., Truth]] = {
-    "and": _and,
-    "or": _or,
-    "xor": _xor,
+_LOGIC: dict[str, Callable[..., Truth]] = {
+    "and": lambda a, b: Truth(a.yes & b.yes, a.no | b.no),
+    "or": lambda a, b: Truth(a.yes | b.yes, a.no & b.no),
+    "xor": lambda a, b: Truth((a.yes & b.no) | (a.no & b.yes), (a.yes & b.yes) | (a.no & b.no)),
     "not": lambda a: Truth(a.no, a.yes),
 }
-"""Each on Truth."""
+
+
+# --- the algebra on all three -----------------------------------------------------------------
+
+
+class Enclosures(ABC, Generic[Real]):
+    """An algebra of enclosures, of one number system's real numbers.
+
+    A comparison that could go either way gives both truth values, ``where`` the union of its
+    branches, and what is cut to a whole number every one it may be cut to.
+    """
+
+    @abstractmethod
+    def exact(self, node: Node | None, values: Values) -> Real:
+        """Return real numbers that are known, whole ones or float64, as ``node`` holds them."""
+
+    @abstractmethod
+    def hull(self, a: Real, b: Real) -> Real:
+        """Return what holds both."""
+
+    @abstractmethod
+    def choose(self, condition: Truth, first: Real, second: Real) -> Real:
+        """Return the first where the condition holds, else the second; both where it is open."""
+
+    @abstractmethod
+    def compute(self, node: Node, operands: list[Real]) -> Real:
+        """Return the result of an operation on real numbers."""
+
+    @abstractmethod
+    def compare(self, op: str, a: Real, b: Real) -> Truth:
+        """Return a comparison of real numbers."""
+
+    @abstractmethod
+    def toward_zero(self, value: Real) -> Whole:
+        """Return the whole numbers that a real number may be cut to, in the range of int64."""
+
+    def convert(self, node: Node, values: list[Real]) -> list[Real]:  # noqa: ARG002
+        """Return operands as ``node`` takes them: as they are, unless rounding them matters."""
+        return values
+
+    def algebra(self) -> Algebra[Any]:
+        """Return the algebra on Truth, Whole and Real."""
+        special = {
+            "index": self._index,
+            "where": self._where,
+            "cast": self._cast,
+            **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), self._compare),
+        }
+        return Algebra.of(self._leaf, self._apply, special)
+
+    def _leaf(self, node: Node, value: Any) -> Any:
+        array = np.asarray(value) if node.op == "input" else captured_array(value)
+        # A table may hold anything; what an index reads of it is known.
+        return Whole(array, array) if node.op == "tensor" else self._known(node, array)
+
+    def _known(self, node: Node, array: Values) -> Any:
+        if node.kind == "bool":
+            return Truth.of(array)
+        return Whole(array, array) if node.kind == "int" else self.exact(node, array)
+
+    def _truth(self, value: Any) -> Truth:
+        """Whether it is not 0."""
+        if isinstance(value, Truth):
+            return value
+        zero = np.asarray(0)
+        if isinstance(value, Whole):
+            return _compare_whole("ne", value, Whole(zero, zero))
+        return self.compare("ne", value, self.exact(None, zero))
+
+    def _whole(self, value: Any) -> Whole:
+        """0 for false, 1 for true; torch casts before it takes a real number for a whole one."""
+        if isinstance(value, Truth):
+            return Whole((~value.no).astype(np.int64), value.yes.astype(np.int64))
+        assert isinstance(value, Whole)
+        return value
+
+    def _real(self, value: Any) -> Real:
+        if not isinstance(value, Truth | Whole):
+            return value  # type: ignore[no-any-return]  # it is one
+        whole = self._whole(value)
+        if whole.known:
+            return self.exact(None, whole.low)
+        return self.hull(self.exact(None, whole.low), self.exact(None, whole.high))
+
+    def _apply(self, node: Node, *operands: Any) -> Any:
+        if node.kind == "float":
+            return self.compute(node, self.convert(node, [self._real(o) for o in operands]))
+        if node.kind == "bool" and node.op in _LOGIC:
+            return _LOGIC[node.op](*map(self._truth, operands))
+        result = _apply_to_whole(node.op, [self._whole(operand) for operand in operands])
+        return result if node.kind == "int" else self._truth(result)
+
+    def _compare(self, node: Node, *operands: Any) -> Truth:
+        if all(isinstance(operand, Truth | Whole) for operand in operands):
+            a, b = map(self._whole, operands)
+            return _compare_whole(node.op, a, b)
+        return self.compare(node.op, *self.convert(node, [self._real(o) for o in operands]))
+
+    def _where(self, node: Node, condition: Any, *branches: Any) -> Any:
+        truth = self._truth(condition)
+        if node.kind == "float":
+            first, second = self.convert(node, [self._real(branch) for branch in branches])
+            return self.choose(truth, first, second)
+        return self._choose_known(truth, *branches)
+
+    def _choose_known(self, condition: Truth, first: Any, second: Any) -> Any:
+        if isinstance(first, Truth) and isinstance(second, Truth):
+            return Truth(
+                (condition.yes & first.yes) | (condition.no & second.yes),
+                (condition.yes & first.no) | (condition.no & second.no),
+            )
+        return _choose_whole(condition, self._whole(first), self._whole(second))
+
+    def _cast(self, node: Node, operand: Any) -> Any:
+        if node.kind == "float":
+            (value,) = self.convert(node, [self._real(operand)])
+            return value
+        if node.kind == "bool":
+            return self._truth(operand)
+        real = not isinstance(operand, Truth | Whole)
+        whole = self.toward_zero(operand) if real else self._whole(operand)
+        if not whole.known:
+            return whole
+        wrapped = cast_whole(whole.low, node.name)
+        return Whole(wrapped, wrapped)
+
+    def _index(self, node: Node, *operands: Any) -> Any:
+        """A table at every place that its indices may mean; there must be one where known."""
+        table, *places = map(self._whole, operands)
+        known, sizes = all(place.known for place in places), table.low.shape
+        result: Any = None
+        anything = Truth(np.asarray(True), np.asarray(True))  # noqa: FBT003  (numpy's signature)
+        for indices in _possible_numbers(places):
+            inside = indices
+            if not known:
+                pairs = zip(indices, sizes, strict=True)
+                inside = tuple(np.clip(index, -size, size - 1) for index, size in pairs)
+            value = self._known(node, np.asarray(table.low[tuple(inside)]))
+            if result is None:
+                result = value
+            elif node.kind == "float":
+                result = self.choose(anything, result, value)
+            else:
+                result = self._choose_known(anything, result, value)
+        return result

@@ -1,4 +1,11 @@
-"""A mask or score mod as data: a small graph over a closed vocabulary of operations."""
+"""A mask or score mod as data: a small graph over a closed vocabulary of operations.
+
+``OPERATIONS`` is the vocabulary. ``evaluate`` goes through an expression once, in any *algebra*: a
+table that says what each operation makes of values of some sort. The algebras are torch's tensors
+(here), mpmath's numbers (``mpmath_algebra``), Arb's balls (``ball_algebra``), intervals
+(``interval_algebra``), running error (``running_error``), ranges of whole numbers
+(``index_ranges``) and Triton's text (``to_triton``).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +16,8 @@ import json
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,51 +25,116 @@ import torch
 from attncheck.core.errors import ProblemError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
 __all__ = [
     "FORMAT",
-    "INFIX",
+    "INDICES",
     "LEAVES",
     "OPERATIONS",
+    "Algebra",
     "Captured",
     "Expression",
     "Kind",
     "Node",
+    "Operation",
     "Structure",
+    "evaluate",
+    "evaluate_nodes",
     "expression_digest",
     "expression_from_json",
     "expression_to_json",
+    "kind_of",
     "node_dtypes",
+    "torch_algebra",
 ]
-
 
 Kind = Literal["bool", "int", "float"]
 Captured: TypeAlias = "Tensor | int | float"
+Value = TypeVar("Value")
 
 LEAVES = frozenset({"input", "number", "tensor", "true", "false"})
 
-INFIX = {
-    "ge": ">=",
-    "gt": ">",
-    "le": "<=",
-    "lt": "<",
-    "eq": "==",
-    "ne": "!=",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "floor_divide": "//",
-    "remainder": "%",
-    "left_shift": "<<",
-    "right_shift": ">>",
+INDICES = ("b", "h", "q_idx", "kv_idx")
+"""What a mask is called with; a score mod has the score before them."""
+
+
+# --- the vocabulary ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of the vocabulary.
+
+    Its derivative is torch's own: ``trace.trace_derivative`` traces autograd.
+
+    Attributes:
+        arity: How many operands; −1 for ``index``: a tensor, and one index a dimension.
+        kind: Of the result; empty for the kind that the operands are promoted to.
+        torch: What torch computes, of tensors and numbers.
+        sign: How it is written between its two operands, if it is.
+    """
+
+    arity: int
+    kind: Kind | Literal[""]
+    torch: Callable[..., Any]
+    sign: str = ""
+
+
+OPERATIONS: dict[str, Operation] = {
+    "ge": Operation(2, "bool", operator.ge, ">="),
+    "gt": Operation(2, "bool", operator.gt, ">"),
+    "le": Operation(2, "bool", operator.le, "<="),
+    "lt": Operation(2, "bool", operator.lt, "<"),
+    "eq": Operation(2, "bool", operator.eq, "=="),
+    "ne": Operation(2, "bool", operator.ne, "!="),
+    "and": Operation(2, "", operator.and_, "&"),
+    "or": Operation(2, "", operator.or_, "|"),
+    "xor": Operation(2, "", operator.xor, "^"),
+    "not": Operation(1, "", operator.invert),
+    "add": Operation(2, "", operator.add, "+"),
+    "sub": Operation(2, "", operator.sub, "-"),
+    "mul": Operation(2, "", operator.mul, "*"),
+    "div": Operation(2, "float", operator.truediv, "/"),
+    "neg": Operation(1, "", operator.neg),
+    "abs": Operation(1, "", operator.abs),
+    "floor_divide": Operation(2, "", operator.floordiv, "//"),
+    "remainder": Operation(2, "", operator.mod, "%"),
+    # clamp takes a tensor and a number; torch.minimum would want two tensors.
+    "minimum": Operation(2, "", lambda a, b: torch.clamp(a, max=b)),
+    "maximum": Operation(2, "", lambda a, b: torch.clamp(a, min=b)),
+    "where": Operation(3, "", torch.where),
+    "sign": Operation(1, "", torch.sign),
+    "floor": Operation(1, "", torch.floor),
+    "ceil": Operation(1, "", torch.ceil),
+    "left_shift": Operation(2, "", operator.lshift, "<<"),
+    "right_shift": Operation(2, "", operator.rshift, ">>"),
+    "tanh": Operation(1, "float", torch.tanh),
+    "sigmoid": Operation(1, "float", torch.sigmoid),
+    "exp": Operation(1, "float", torch.exp),
+    "exp2": Operation(1, "float", torch.exp2),
+    "log": Operation(1, "float", torch.log),
+    "log2": Operation(1, "float", torch.log2),
+    "sqrt": Operation(1, "float", torch.sqrt),
+    "rsqrt": Operation(1, "float", torch.rsqrt),
+    "sin": Operation(1, "float", torch.sin),
+    "cos": Operation(1, "float", torch.cos),
+    "index": Operation(-1, "", lambda table, *indices: table[indices]),
+    "cast": Operation(1, "", lambda value, dtype: value.to(dtype)),
 }
+"""The closed vocabulary by name."""
+
+
+def kind_of(dtype: torch.dtype) -> Kind:
+    """Return the kind of values of ``dtype``: truth values, whole numbers or real numbers."""
+    if dtype is torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
+
+
+# --- expressions ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +143,7 @@ class Node:
 
     Attributes:
         op: A leaf (``input``, ``number``, ``tensor``, ``true``, ``false``) or a name of
-            ``OPERATIONS``. An ``index`` reads a tensor at one index a dimension.
+            ``OPERATIONS``.
         kind: What the value is.
         operands: Positions of the operands among the nodes, all earlier than this one.
         name: The input's name; the dtype of a tensor, of a cast, or of a number that was a tensor
@@ -114,60 +186,170 @@ class Expression:
     captured: tuple[Captured, ...]
 
     def evaluate(self, *inputs: Tensor) -> Tensor:
-        """The mod's value on tensors in the callable's order, with torch's own promotion.
+        """Return the mod's value on tensors in the callable's order, with torch's own promotion.
 
         Shapes: any that broadcast. Nothing of the trace is used but this graph, so that a wrong
         graph shows as a difference from the callable.
         """
-        named = dict(zip(self.structure.inputs, inputs, strict=True))
-        values: list[Any] = []
-        for node in self.structure.nodes:
-            if node.op in LEAVES:
-                values.append(self._leaf(node, named))
-            else:
-                operands = [values[i] for i in node.operands]
-                values.append(OPERATIONS[node.op](node, *operands))
-        result: Tensor = values[-1]
-        return result
+        value: Tensor = evaluate(self, torch_algebra(inputs[0].device), *inputs)
+        return value
 
-    def _leaf(self, node: Node, inputs: dict[str, Tensor]) -> Any:
+    def part(self, position: int) -> Expression:
+        """Return the expression of node ``position``: what it needs, slots in order of use."""
+        nodes = self.structure.nodes
+        needed: set[int] = set()
+        waiting = [position]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += nodes[node].operands
+        order = sorted(needed)
+        slots = sorted({nodes[i].slot for i in order} - {-1})
+        place = {old: new for new, old in enumerate(order)}
+        slot = {-1: -1} | {old: new for new, old in enumerate(slots)}
+        renumbered = tuple(
+            replace(
+                nodes[i],
+                operands=tuple(place[operand] for operand in nodes[i].operands),
+                slot=slot[nodes[i].slot],
+            )
+            for i in order
+        )
+        structure = Structure(self.structure.inputs, renumbered)
+        return Expression(structure, tuple(self.captured[i] for i in slots))
+
+    def reads(self, name: str) -> bool:
+        """Return whether any node is the input ``name``."""
+        return any(node.op == "input" and node.name == name for node in self.structure.nodes)
+
+    def __str__(self) -> str:
+        return _bare(evaluate(self, _FORMULA, *self.structure.inputs))
+
+
+# --- evaluation in any algebra ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Algebra(Generic[Value]):
+    """What an evaluation makes of the nodes of an expression.
+
+    Attributes:
+        leaf: (node, what it stands for) → value. A leaf stands for the input, the captured number
+            or tensor, or True or False.
+        operations: By name: (node, *values of its operands) → value.
+    """
+
+    leaf: Callable[[Node, Any], Value]
+    operations: Mapping[str, Callable[..., Value]]
+
+    @classmethod
+    def of(
+        cls,
+        leaf: Callable[[Node, Any], Value],
+        apply: Callable[..., Value],
+        special: Mapping[str, Callable[..., Value]],
+    ) -> Algebra[Value]:
+        """Return the algebra that has ``apply`` for every operation but the ``special`` ones."""
+        return cls(leaf, {op: special.get(op, apply) for op in OPERATIONS})
+
+
+def evaluate(expression: Expression, algebra: Algebra[Value], *inputs: Any) -> Value:
+    """Return the value of an expression in ``algebra``, of inputs in the callable's order."""
+    *_, result = evaluate_nodes(expression, algebra, inputs)
+    return result
+
+
+def evaluate_nodes(
+    expression: Expression, algebra: Algebra[Value], inputs: Sequence[Any]
+) -> Iterator[Value]:
+    """Yield the value of each node in order; a value is let go of after its last use."""
+    nodes, captured = expression.structure.nodes, expression.captured
+    named = dict(zip(expression.structure.inputs, inputs, strict=True))
+    last_use = {operand: i for i, node in enumerate(nodes) for operand in node.operands}
+    values: dict[int, Value] = {}
+    for i, node in enumerate(nodes):
         if node.op == "input":
-            return inputs[node.name]
-        device = next(iter(inputs.values())).device
+            value = algebra.leaf(node, named[node.name])
+        elif node.op in {"true", "false"}:
+            value = algebra.leaf(node, node.op == "true")
+        elif node.op in LEAVES:
+            value = algebra.leaf(node, captured[node.slot])
+        else:
+            value = algebra.operations[node.op](node, *(values[o] for o in node.operands))
+        values[i] = value
+        for operand in set(node.operands):
+            if last_use[operand] == i:  # they may be many gigabytes on a GPU
+                del values[operand]
+        yield value
+
+
+def torch_algebra(device: torch.device | str) -> Algebra[Any]:
+    """Return torch's own algebra: tensors on ``device``, and Python numbers for its promotion."""
+
+    def leaf(node: Node, value: Any) -> Any:
         if node.op in {"true", "false"}:
-            return torch.tensor(node.op == "true", device=device)
-        value = self.captured[node.slot]
+            return torch.tensor(value, device=device)
         if node.op == "number" and node.name:
             dtype = getattr(torch, node.name)
             return torch.tensor(value, dtype=dtype, device=device).reshape((1,) * node.rank)
-        return value
+        return value.to(device) if isinstance(value, torch.Tensor) else value
 
-    def __str__(self) -> str:
-        texts: list[str] = []
-        for node in self.structure.nodes:
-            operands = [texts[i] for i in node.operands]
-            texts.append(self._text(node, operands))
-        return _without_outer_parentheses(texts[-1])
-
-    def _text(self, node: Node, operands: list[str]) -> str:
-        if node.op == "input":
-            return node.name
-        if node.op == "number":
-            return str(self.captured[node.slot])
-        if node.op == "tensor":
-            return f"tensor{node.slot}"
-        if node.op == "index":
-            return (
-                f"{operands[0]}[{', '.join(_without_outer_parentheses(i) for i in operands[1:])}]"
-            )
-        if node.op in INFIX:
-            return f"({operands[0]} {INFIX[node.op]} {operands[1]})"
-        name = node.name if node.op == "cast" else node.op
-        inner = ", ".join(_without_outer_parentheses(text) for text in operands)
-        return f"{name}({inner})" if inner else name
+    return Algebra(leaf, _TORCH)
 
 
-def _without_outer_parentheses(text: str) -> str:
+def _ignoring_node(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _node, *operands: function(*operands)
+
+
+_TORCH = {name: _ignoring_node(operation.torch) for name, operation in OPERATIONS.items()} | {
+    "cast": lambda node, value: value.to(getattr(torch, node.name))
+}
+
+
+def node_dtypes(
+    expression: Expression, score: torch.dtype = torch.float64
+) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each node, in order; None for a Python number, which has none.
+
+    torch itself promotes, on its meta device, where nothing is computed. Indices are int64.
+
+    Args:
+        expression: A mask or score mod.
+        score: The dtype of the score that comes in.
+
+    Raises:
+        Whatever torch raises for operands that it does not take.
+    """
+    inputs = [
+        torch.empty((1,), dtype=score if name == "score" else torch.int64, device="meta")
+        for name in expression.structure.inputs
+    ]
+    values = evaluate_nodes(expression, torch_algebra("meta"), inputs)
+    return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def _formula_leaf(node: Node, value: Any) -> str:
+    if node.op == "input":
+        return node.name
+    if node.op == "number":
+        return str(value)
+    return f"tensor{node.slot}" if node.op == "tensor" else node.op
+
+
+def _formula(node: Node, *operands: str) -> str:
+    if node.op == "index":
+        return f"{operands[0]}[{', '.join(map(_bare, operands[1:]))}]"
+    if sign := OPERATIONS[node.op].sign:
+        return f"({operands[0]} {sign} {operands[1]})"
+    name = node.name if node.op == "cast" else node.op
+    return f"{name}({', '.join(map(_bare, operands))})"
+
+
+_FORMULA: Algebra[str] = Algebra.of(_formula_leaf, _formula, {})
+
+
+def _bare(text: str) -> str:
     """``(a + b)`` as ``a + b``, and ``(a) + (b)`` as it is."""
     if not text.startswith("("):
         return text
@@ -179,116 +361,13 @@ def _without_outer_parentheses(text: str) -> str:
     return text
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation that is told by its name alone."""
-    return lambda _node, *operands: function(*operands)
-
-
-def _read(_node: Node, table: Tensor, *indices: Tensor) -> Tensor:
-    return table[indices]
-
-
-def _cast(node: Node, value: Tensor) -> Tensor:
-    dtype: torch.dtype = getattr(torch, node.name)
-    return value.to(dtype)
-
-
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "ge": _plain(operator.ge),
-    "gt": _plain(operator.gt),
-    "le": _plain(operator.le),
-    "lt": _plain(operator.lt),
-    "eq": _plain(operator.eq),
-    "ne": _plain(operator.ne),
-    "and": _plain(operator.and_),
-    "or": _plain(operator.or_),
-    "xor": _plain(operator.xor),
-    "not": _plain(operator.invert),
-    "add": _plain(operator.add),
-    "sub": _plain(operator.sub),
-    "mul": _plain(operator.mul),
-    "div": _plain(operator.truediv),
-    "neg": _plain(operator.neg),
-    "abs": _plain(operator.abs),
-    "floor_divide": _plain(operator.floordiv),
-    "remainder": _plain(operator.mod),
-    "minimum": _plain(lambda a, b: torch.clamp(a, max=b)),
-    "maximum": _plain(lambda a, b: torch.clamp(a, min=b)),
-    "where": _plain(torch.where),
-    "sign": _plain(torch.sign),
-    "floor": _plain(torch.floor),
-    "ceil": _plain(torch.ceil),
-    "left_shift": _plain(operator.lshift),
-    "right_shift": _plain(operator.rshift),
-    "tanh": _plain(torch.tanh),
-    "sigmoid": _plain(torch.sigmoid),
-    "exp": _plain(torch.exp),
-    "exp2": _plain(torch.exp2),
-    "log": _plain(torch.log),
-    "log2": _plain(torch.log2),
-    "sqrt": _plain(torch.sqrt),
-    "rsqrt": _plain(torch.rsqrt),
-    "sin": _plain(torch.sin),
-    "cos": _plain(torch.cos),
-    "index": _read,
-    "cast": _cast,
-}
-"""The closed vocabulary, each operation as torch computes it: (node, *operand values) → value."""
-
-
-def node_dtypes(
-    expression: Expression, score: torch.dtype = torch.float64
-) -> tuple[torch.dtype | None, ...]:
-    """The dtype of each node, in order; None for a Python number, which has none of its own.
-
-    torch itself promotes, on its meta device, where tensors have a dtype and a shape only. Indices
-    are int64.
-
-    Args:
-        expression: A mask or score mod.
-        score: The dtype of the score that comes in.
-
-    Raises:
-        Whatever torch raises for operands that it does not take.
-    """
-    values: list[Any] = []
-    for node in expression.structure.nodes:
-        if node.op in LEAVES:
-            values.append(_leaf(node, expression.captured, score))
-        else:
-            values.append(OPERATIONS[node.op](node, *(values[i] for i in node.operands)))
-    return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
-
-
-def _leaf(node: Node, captured: tuple[Captured, ...], score: torch.dtype) -> Any:
-    if node.op == "input":
-        return _meta((1,), score if node.name == "score" else torch.int64)
-    if node.op in {"true", "false"}:
-        return _meta((), torch.bool)
-    if node.op == "number" and not node.name:
-        return captured[node.slot]
-    if node.op == "number":
-        return _meta((1,) * node.rank, getattr(torch, node.name))
-    tensor = captured[node.slot]
-    assert isinstance(tensor, torch.Tensor)
-    return _meta(tuple(tensor.shape), tensor.dtype)
-
-
-def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
+# --- as JSON ----------------------------------------------------------------------------------
 
 FORMAT = "attncheck expression 1"
 
-_INDICES = ("b", "h", "q_idx", "kv_idx")
-_KINDS = ("bool", "int", "float")
-_UNARY = frozenset(
-    {"not", "neg", "abs", "sign", "floor", "ceil", "tanh", "sigmoid", "exp", "exp2", "log"}
-    | {"log2", "sqrt", "rsqrt", "sin", "cos", "cast"}
-)
 _READABLE = 64  # elements of a tensor that are written as a list of numbers
 _NAMED = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_TENSORS: dict[str, torch.dtype] = {
+_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
         *("bool", "uint8", "int8", "int16", "int32", "int64"),
@@ -299,7 +378,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def expression_to_json(expression: Expression) -> dict[str, Any]:
-    """A JSON object; ``from_json`` gives an equal expression back, its tensors bit for bit.
+    """Return a JSON object; ``expression_from_json`` gives an equal expression, bit for bit.
 
     Up to 64 elements a tensor is a list of numbers, beyond that the base64 of its little-endian
     bytes. NaN and ±∞, for which JSON has no numbers, are the strings ``nan``, ``inf``, ``-inf``.
@@ -314,13 +393,13 @@ def expression_to_json(expression: Expression) -> dict[str, Any]:
 
 
 def expression_digest(expression: Expression) -> str:
-    """The SHA-256 of its canonical JSON, in hexadecimal digits; the same on every machine."""
+    """Return the SHA-256 of its canonical JSON in hexadecimal; the same on every machine."""
     text = json.dumps(expression_to_json(expression), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def expression_from_json(data: Any) -> Expression:
-    """The expression that ``to_json`` wrote, its tensors on the CPU.
+    """Return the expression that ``expression_to_json`` wrote, its tensors on the CPU.
 
     Raises:
         ProblemError: for anything else; in one line, with the node or the captured value.
@@ -331,9 +410,9 @@ def expression_from_json(data: Any) -> Expression:
         if not isinstance(data.get(key), list):
             raise ProblemError(f"an expression's {key} are a list, not {_short(data.get(key))}.")
     inputs = tuple(data["inputs"])
-    if inputs not in (_INDICES, ("score", *_INDICES)):
+    if inputs not in (INDICES, ("score", *INDICES)):
         raise ProblemError(
-            f"an expression's inputs are {', '.join(_INDICES)}, for a score mod after score; "
+            f"an expression's inputs are {', '.join(INDICES)}, for a score mod after score; "
             f"not {_short(data['inputs'])}."
         )
     captured = tuple(_captured(f"captured[{i}]", v) for i, v in enumerate(data["captured"]))
@@ -365,7 +444,7 @@ def _node(
     before: list[Node],
     captured: tuple[Captured, ...],
 ) -> Node:
-    """The node that ``data`` says, refused unless it can be evaluated after those ``before``."""
+    """Return the node that ``data`` says, which must be one that can be evaluated after others."""
     if not isinstance(data, Mapping):
         raise ProblemError(f"{where} is an object, not {_short(data)}.")
     operands = data.get("operands", [])
@@ -373,9 +452,14 @@ def _node(
         raise ProblemError(f"{where}.operands={_short(operands)} must be numbers of earlier nodes.")
     if not isinstance(data.get("name", ""), str) or not isinstance(data.get("rank", 0), int):
         raise ProblemError(f"{where} needs a name that is text and a rank that is a number.")
+    for key, allowed in (("op", (*sorted(LEAVES), *sorted(OPERATIONS))), ("kind", _KINDS)):
+        value = data.get(key)
+        if not isinstance(value, str) or value not in allowed:
+            able = ", ".join(allowed)
+            raise ProblemError(f"{where}.{key}={_short(value)} must be one of {able}.")
     node = Node(
-        _one_of(where, data, "op", (*sorted(LEAVES), *sorted(OPERATIONS))),
-        _one_of(where, data, "kind", _KINDS),  # type: ignore[arg-type]  # one of these three
+        data["op"],
+        data["kind"],
         tuple(operands),
         data.get("name", ""),
         data.get("slot", -1),
@@ -386,20 +470,23 @@ def _node(
         raise ProblemError(f"{where} is {node.op} of {len(operands)} operands: it takes {wanted}.")
     if node.op == "input" and node.name not in inputs:
         raise ProblemError(f"{where}.name={node.name!r} is no input.")
-    if node.op == "cast" and node.name not in _TENSORS:
+    if node.op == "cast" and node.name not in _DTYPES:
         raise ProblemError(f"{where}.name={node.name!r} is no dtype of a cast.")
     if node.op in {"number", "tensor"}:
         _check_slot(where, node, captured)
     return node
 
 
+_KINDS = ("bool", "int", "float")
+
+
 def _operands_wanted(node: Node, before: list[Node]) -> int:
-    if node.op == "index":
-        table = before[node.operands[0]] if node.operands else None
-        return 1 + table.rank if table is not None and table.op == "tensor" else -1
     if node.op in LEAVES:
         return 0
-    return 3 if node.op == "where" else 1 if node.op in _UNARY else 2
+    if node.op != "index":
+        return OPERATIONS[node.op].arity
+    table = before[node.operands[0]] if node.operands else None
+    return 1 + table.rank if table is not None and table.op == "tensor" else -1
 
 
 def _check_slot(where: str, node: Node, captured: tuple[Captured, ...]) -> None:
@@ -408,37 +495,32 @@ def _check_slot(where: str, node: Node, captured: tuple[Captured, ...]) -> None:
     value = captured[node.slot]
     if isinstance(value, torch.Tensor):
         fits = node.op == "tensor" and node.rank == value.ndim
-        fits = fits and _TENSORS.get(str(node.name)) == value.dtype
+        fits = fits and _DTYPES.get(node.name) == value.dtype
     else:
         fits = node.op == "number" and _is_whole(node.rank, 0, 64)
         fits = fits and node.kind == ("int" if isinstance(value, int) else "float")
-        fits = fits and (node.name == "" or node.name in _TENSORS)
+        fits = fits and (node.name == "" or node.name in _DTYPES)
     if not fits:
         raise ProblemError(f"{where} is not what captured[{node.slot}] is.")
 
 
 def _check_kinds(expression: Expression) -> None:
-    """Every kind is what torch's own promotion gives, and the result's is the mod's."""
+    """Raise ProblemError unless every kind is what torch's own promotion gives."""
     nodes = expression.structure.nodes
     if not nodes:
         raise ProblemError("an expression has at least one node.")
     try:
-        found = node_dtypes(expression)
+        dtypes = node_dtypes(expression)
     except Exception as error:  # noqa: BLE001  (torch refuses operands in many ways)
-        said = str(error).partition("\n")[0]
-        raise ProblemError(f"the expression cannot be evaluated: {said}") from None
-    for position, (node, dtype) in enumerate(zip(nodes, found, strict=True)):
-        if dtype is not None and node.kind != _kind(dtype):
-            raise ProblemError(f"nodes[{position}].kind={node.kind!r} should be {_kind(dtype)!r}.")
+        fact = str(error).partition("\n")[0]
+        raise ProblemError(f"the expression cannot be evaluated: {fact}") from None
+    for position, (node, dtype) in enumerate(zip(nodes, dtypes, strict=True)):
+        if dtype is not None and node.kind != kind_of(dtype):
+            kind = kind_of(dtype)
+            raise ProblemError(f"nodes[{position}].kind={node.kind!r} should be {kind!r}.")
     wanted = "float" if "score" in expression.structure.inputs else "bool"
     if nodes[-1].kind != wanted:
         raise ProblemError(f"the result's kind is {nodes[-1].kind!r}: it must be {wanted!r}.")
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype is torch.bool:
-        return "bool"
-    return "float" if dtype.is_floating_point else "int"
 
 
 def _captured_to_json(value: Captured) -> Any:
@@ -455,26 +537,24 @@ def _captured_to_json(value: Captured) -> Any:
 
 
 def _number_to_json(value: float) -> float | str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _captured(where: str, data: Any) -> Captured:
     if not isinstance(data, Mapping):
         return _number(where, data)
     name, shape = data.get("dtype"), data.get("shape")
-    if not isinstance(name, str) or name not in _TENSORS:
-        raise ProblemError(f"{where}.dtype={_short(name)} must be one of {', '.join(_TENSORS)}.")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ProblemError(f"{where}.dtype={_short(name)} must be one of {', '.join(_DTYPES)}.")
     if not isinstance(shape, list) or not all(_is_whole(size, 0, 2**63) for size in shape):
         raise ProblemError(f"{where}.shape={_short(shape)} must be a list of sizes.")
-    flat = _elements(where, data, _TENSORS[name])
+    flat = _elements(where, data, _DTYPES[name])
     if flat.numel() != math.prod(shape):
         raise ProblemError(f"{where} has {flat.numel()} values: shape {shape} needs another count.")
     return flat.reshape(shape)
 
 
-def _elements(where: str, data: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+def _elements(where: str, data: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
     if "base64" in data:
         try:
             raw = base64.b64decode(data["base64"], validate=True)
@@ -504,13 +584,6 @@ def _number(where: str, data: Any) -> int | float:
     if isinstance(data, bool) or not isinstance(data, int | float):
         raise ProblemError(f"{where}={_short(data)} must be a number or a tensor.")
     return data
-
-
-def _one_of(where: str, data: Mapping[str, Any], key: str, allowed: tuple[str, ...]) -> str:
-    value = data.get(key)
-    if not isinstance(value, str) or value not in allowed:
-        raise ProblemError(f"{where}.{key}={_short(value)} must be one of {', '.join(allowed)}.")
-    return value
 
 
 def _is_whole(value: object, low: int, end: int) -> bool:

@@ -1,98 +1,59 @@
 """Expressions evaluated on intervals that hold every right floating-point evaluation.
 
-Every operation is exact interval arithmetic, and then wider by what the arithmetic declares of that
-operation. Fewer roundings (a fused multiplication and addition) lie inside, and so do subnormal
-numbers flushed to 0. A comparison that could go either way gives both truth values, ``where`` the
-union of its branches, and what is cut to a whole number every one it may be cut to.
+Every operation is exact interval arithmetic, and then wider by what an ``Arithmetic`` declares of
+that operation: there is no tolerance in it. Fewer roundings (a fused multiplication and addition)
+lie inside, and so do subnormal numbers flushed to 0.
+
+A pair is (low, high), two raw mpmath numbers (``mpmath.libmp``), far more precise than any format
+here. ``UNKNOWN`` is a pair of which nothing can be said, NaN included: 1/x where x may be 0, ∞ − ∞.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from mpmath import libmp
+from mpmath.libmp import libmpi
 
-from attncheck.core.formats import FORMATS, Format
-from attncheck.mods import enclosures
-from attncheck.mods.enclosures import (
-    LOGIC,
-    Enclosure,
-    Interval,
-    Truth,
-    Values,
-    Whole,
-    apply_to_whole,
-    captured_array,
-    cast_whole,
-    choose,
-    compare_whole,
-    elementwise,
-    elementwise_pair,
-    possible_numbers,
-    union,
-)
-from attncheck.mods.expression import node_dtypes
-from attncheck.mods.operation_errors import TRITON_ULP
+from attncheck.core.formats import FORMATS
+from attncheck.mods.enclosures import Enclosures, Truth, Whole, elementwise, elementwise_pair
+from attncheck.mods.expression import evaluate, node_dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    import torch
-
+    from attncheck.core.formats import Format
+    from attncheck.mods.enclosures import Values
     from attncheck.mods.expression import Expression, Node
+    from attncheck.mods.operation_errors import Arithmetic
 
-__all__ = ["KERNEL_FP32", "TORCH_FP64", "Arithmetic", "to_interval"]
+__all__ = [
+    "INTERVAL_OPERATIONS",
+    "UNKNOWN",
+    "Interval",
+    "Pair",
+    "Rounding",
+    "exact_pair",
+    "to_interval",
+]
 
+Raw: TypeAlias = Any  # an untyped tuple of mpmath's own
+Pair: TypeAlias = tuple[Raw, Raw]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
-    """What an implementation may make of an operation.
+UNKNOWN: Pair = (libmp.fnan, libmp.fnan)
 
-    Attributes:
-        format: Of the score that comes in; what torch computes in a narrower one may be computed
-            there, nothing is computed in a wider one.
-        ulps: Largest error of each operation on exact operands, in units in the last place; what
-            is not there is exact.
-        argument_ulps: How far its operand may be rounded before, likewise.
-    """
-
-    format: Format
-    ulps: Mapping[str, float]
-    argument_ulps: Mapping[str, float] = field(default_factory=dict)
-
-
-_IEEE = dict.fromkeys(("add", "sub", "mul", "div", "sqrt", "cast"), 0.5)
-
-TORCH_FP64 = Arithmetic(
-    format=FORMATS["fp64"],
-    ulps={
-        **_IEEE,
-        # The vector functions of SLEEF (u10) and MKL (HA), which torch calls, state 1 ulp.
-        **dict.fromkeys(("tanh", "exp", "exp2", "log", "log2", "sin", "cos"), 1.0),
-        "rsqrt": 1.5,  # a root and a division, half an ulp or one u each, and their product
-        "sigmoid": 2.5,  # e^−x 2u, its sum with 1 and the division u each, and their products
-        "remainder": 0.5,  # fmod is exact; the divisor added once
-        "floor_divide": 2.5,  # as in TRITON_ULP: torch's own rule
-    },
-)
-"""torch on a CPU with float64 scores; what it computes in float32 is rounded to that."""
-
-_TORCH_ON_A_GPU = {"sqrt": 1.0, "rsqrt": 2.0}
-
-KERNEL_FP32 = Arithmetic(
-    format=FORMATS["fp32"],
-    # Where our kernels are better than what torch calls on a GPU (sqrt.approx, CUDA's rsqrtf),
-    # torch counts.
-    ulps=TRITON_ULP | {op: max(TRITON_ULP[op], n) for op, n in _TORCH_ON_A_GPU.items()},
-    # Its e^x is 2^(x·log2 e): a rounded product with a rounded constant.
-    argument_ulps={"exp": 1.0, "sigmoid": 1.0},
-)
-"""A kernel that computes scores in fp32: ours in Triton, or torch's flex_attention."""
+# Every product of two float64 numbers is exact, and so is almost every sum.
+_BITS = 160
+_DOWN, _UP = "f", "c"
+_INT64 = (-(2**63), 2**63 - 1)
 
 
 def to_interval(expression: Expression, arithmetic: Arithmetic) -> Callable[..., Truth | Interval]:
-    """The expression as a function of numpy arrays that gives Truth (masks) or Interval.
+    """Return the expression as a function of numpy arrays that gives Truth (masks) or Interval.
 
     The function takes ``(scores, b, h, q_idx, kv_idx)``, a mask's no scores: float64 numbers that
     ``arithmetic.format`` holds, and whole numbers, of shapes that broadcast.
@@ -100,134 +61,366 @@ def to_interval(expression: Expression, arithmetic: Arithmetic) -> Callable[...,
     Raises (the function):
         ProblemError: for a whole number that is known too badly to go on with.
     """
-    evaluation = _Evaluation(expression, arithmetic)
-    return evaluation.run
+    algebra = _Intervals(expression, arithmetic).algebra()
+    return lambda *inputs: evaluate(expression, algebra, *inputs)
 
 
-class _Evaluation:
+@dataclass(frozen=True, slots=True, eq=False)
+class Interval:
+    """Intervals of real numbers.
+
+    Attributes:
+        pairs: An array of ``Pair``.
+        format: What the numbers are held in; None of whole and of Python numbers.
+    """
+
+    pairs: Values
+    format: Format | None = None
+
+    @classmethod
+    def of(cls, values: Values) -> Interval:
+        """Return numbers that are known: whole ones or float64."""
+        return cls(elementwise(exact_pair, object, values))
+
+    def contains(self, values: Values) -> Values:
+        """Return where the float64 ``values`` lie inside; nowhere where nothing is known."""
+        low, high = self.bounds()
+        return np.asarray((low <= values) & (values <= high))
+
+    def unknown(self) -> Values:
+        """Return where nothing can be said: the exact value may be NaN."""
+        return elementwise(lambda x: x[0] == libmp.fnan, bool, self.pairs)
+
+    def bounds(self) -> tuple[Values, Values]:
+        """Return the smallest and the largest float64 number inside; NaN where nothing is known."""
+        low = elementwise(lambda x: _to_float(x[0], "c"), float, self.pairs)
+        return low, elementwise(lambda x: _to_float(x[1], "f"), float, self.pairs)
+
+    def through(self, function: Callable[[Pair], Pair]) -> Interval:
+        """Return each interval mapped to another."""
+        return replace(self, pairs=elementwise(function, object, self.pairs))
+
+
+def _to_float(raw: Raw, rounding: str) -> float:
+    # mpmath makes a NaN by ∞ − ∞, of which numpy warns.
+    return math.nan if raw == libmp.fnan else float(libmp.to_float(raw, rnd=rounding))
+
+
+class _Intervals(Enclosures[Interval]):
+    """Real numbers as intervals, rounded as an implementation may round them."""
+
     def __init__(self, expression: Expression, arithmetic: Arithmetic) -> None:
-        self._nodes = expression.structure.nodes
-        self._inputs = expression.structure.inputs
-        self._captured = expression.captured
-        self._widest = arithmetic.format
-        self._ulps, self._argument_ulps = arithmetic.ulps, arithmetic.argument_ulps
-        found = node_dtypes(expression, arithmetic.format.torch_dtype)
-        self._formats = [self._format(dtype) for dtype in found]
+        self._arithmetic, self._widest = arithmetic, arithmetic.format
+        dtypes = node_dtypes(expression, arithmetic.format.torch_dtype)
+        # Equal nodes are the same value, of one dtype.
+        self._formats = dict(
+            zip(expression.structure.nodes, map(arithmetic.format_of, dtypes), strict=True)
+        )
 
-    def run(self, *inputs: Values) -> Truth | Interval:
-        named = dict(zip(self._inputs, map(np.asarray, inputs), strict=True))
-        values: list[Enclosure] = []
-        for i, node in enumerate(self._nodes):
-            operands = [values[o] for o in node.operands]
-            values.append(self._value(i, node, operands) if operands else self._leaf(i, named))
-        result = values[-1]
-        assert not isinstance(result, Whole)
-        return result
+    def exact(self, node: Node | None, values: Values) -> Interval:
+        """Numbers as a kernel holds them: subnormal ones or 0."""
+        known, fmt = Interval.of(values), None if node is None else self._formats[node]
+        return known if fmt is None else self._held(known, fmt)
 
-    def _format(self, dtype: torch.dtype | None) -> Format | None:
-        """What values of ``dtype`` are computed in; None for whole and for Python numbers."""
-        if dtype is None or not dtype.is_floating_point:
-            return None
-        own = next(f for f in FORMATS.values() if f.torch_dtype == dtype)
-        return own if own.significand < self._widest.significand else self._widest
+    def hull(self, a: Interval, b: Interval) -> Interval:
+        return Interval(elementwise(_hull, object, a.pairs, b.pairs), a.format)
 
-    def _leaf(self, i: int, named: dict[str, Values]) -> Enclosure:
-        node = self._nodes[i]
-        if node.op == "input":
-            return self._given(i, named[node.name])
-        if node.op in {"true", "false"}:
-            return self._given(i, np.asarray(node.op == "true"))
-        value = captured_array(self._captured[node.slot])
-        # A table may hold anything; what an index reads of it is known.
-        return Whole(value, value) if node.op == "tensor" else self._given(i, value)
+    def choose(self, condition: Truth, first: Interval, second: Interval) -> Interval:
+        ends = (condition.yes, condition.no, first.pairs, second.pairs)
+        return replace(first, pairs=elementwise(_one_or_both, object, *ends))
 
-    def _given(self, i: int, values: Values) -> Enclosure:
-        """Values that are known exactly; real ones as a kernel holds them, subnormal ones or 0."""
-        kind, fmt = self._nodes[i].kind, self._formats[i]
-        if kind == "bool":
-            return Truth(values.astype(bool), ~values.astype(bool))
-        if kind == "int":
-            return Whole(values, values)
-        real = Interval.of(values)
-        return real if fmt is None else real.through(enclosures.Rounding(fmt, 0.5))
-
-    def _value(self, i: int, node: Node, operands: list[Enclosure]) -> Enclosure:
-        special = {"index": self._read, "where": self._where, "cast": self._cast}
-        if node.op in special:
-            return special[node.op](i, node, operands)
-        if node.op in enclosures.INTERVAL_COMPARISONS:
-            return self._compare(node, operands)
-        if node.kind == "float":
-            return self._real(i, node, operands)
-        if node.kind == "bool" and node.op in LOGIC:
-            return LOGIC[node.op](*operands)
-        found = apply_to_whole(node.op, [operand.whole() for operand in operands])
-        return found if node.kind == "int" else found.truth()
-
-    def _real(self, i: int, node: Node, operands: list[Enclosure]) -> Interval:
-        arrays = self._in_format(self._formats[i] or self._widest, node.operands, operands)
-        if node.op in self._argument_ulps:
-            before = enclosures.Rounding(self._widest, self._argument_ulps[node.op])
-            arrays = [elementwise(before, object, array) for array in arrays]
-        exactly, ulps = enclosures.INTERVAL_OPERATIONS[node.op], self._ulps.get(node.op, 0.0)
+    def compute(self, node: Node, operands: list[Interval]) -> Interval:
+        op, fmt = node.op, self._formats[node]
+        pairs = [operand.pairs for operand in operands]
+        if argument_ulps := self._arithmetic.argument_ulps.get(op):
+            before = Rounding(self._widest, argument_ulps)
+            pairs = [elementwise(before, object, array) for array in pairs]
+        exactly, ulps = INTERVAL_OPERATIONS[op], self._arithmetic.ulps.get(op, 0.0)
         if not ulps:
-            return Interval(elementwise(exactly, object, *arrays))
-        rounding = enclosures.Rounding(self._formats[i] or self._widest, ulps)
-        return Interval(elementwise(lambda *pairs: rounding(exactly(*pairs)), object, *arrays))
+            return Interval(elementwise(exactly, object, *pairs), fmt)
+        rounding = Rounding(fmt or self._widest, ulps)
+        return Interval(elementwise(lambda *x: rounding(exactly(*x)), object, *pairs), fmt)
 
-    def _in_format(
-        self, fmt: Format, positions: tuple[int, ...], operands: list[Enclosure]
-    ) -> list[Values]:
+    def compare(self, op: str, a: Interval, b: Interval) -> Truth:
+        return Truth(*elementwise_pair(_COMPARISONS[op], bool, a.pairs, b.pairs))
+
+    def toward_zero(self, value: Interval) -> Whole:
+        return Whole(*elementwise_pair(_toward_zero, np.int64, value.pairs))
+
+    def convert(self, node: Node, values: list[Interval]) -> list[Interval]:
         """Operands as real numbers of the format in which an operation is computed."""
-        arrays = []
-        for position, operand in zip(positions, operands, strict=True):
-            own, real = self._formats[position], operand.real()
-            if own is None or own.significand > fmt.significand:
-                real = real.through(enclosures.Rounding(fmt, 0.5))
-            arrays.append(real.pairs)
-        return arrays
-
-    def _compare(self, node: Node, operands: list[Enclosure]) -> Truth:
-        if not any(isinstance(operand, Interval) for operand in operands):
-            return compare_whole(node.op, *(operand.whole() for operand in operands))
-        formats = [f for o in node.operands if (f := self._formats[o]) is not None]
-        # A whole number and a Python number are compared in torch's default dtype.
-        fmt = max(formats, key=lambda f: f.significand, default=FORMATS["fp32"])
-        arrays = self._in_format(fmt, node.operands, operands)
-        return Truth(*elementwise_pair(enclosures.INTERVAL_COMPARISONS[node.op], bool, *arrays))
-
-    def _where(self, i: int, node: Node, operands: list[Enclosure]) -> Enclosure:
-        condition, *branches = operands
-        assert isinstance(condition, Truth)
-        if node.kind == "float":
-            fmt = self._formats[i] or self._widest
-            branches = [Interval(a) for a in self._in_format(fmt, node.operands[1:], branches)]
-        elif node.kind == "int":
-            branches = [branch.whole() for branch in branches]
-        return choose(condition, *branches)
-
-    def _cast(self, i: int, node: Node, operands: list[Enclosure]) -> Enclosure:
-        (operand,) = operands
-        if node.kind == "float":
-            fmt = self._formats[i] or self._widest
-            return Interval(*self._in_format(fmt, node.operands, [operand]))
+        fmt = self._formats[node] or self._widest
         if node.kind == "bool":
-            return operand.truth()
-        if isinstance(operand, Interval):
-            return Whole(*elementwise_pair(enclosures.pair_toward_zero, np.int64, operand.pairs))
-        whole = operand.whole()
-        if not whole.known:
-            return whole
-        wrapped = cast_whole(whole.low, node.name)
-        return Whole(wrapped, wrapped)
+            # A whole number and a Python number are compared in torch's default dtype.
+            formats = [value.format for value in values if value.format is not None]
+            fmt = max(formats, key=lambda f: f.significand, default=FORMATS["fp32"])
+        return [
+            self._held(value, fmt)
+            if value.format is None or value.format.significand > fmt.significand
+            else replace(value, format=fmt)
+            for value in values
+        ]
 
-    def _read(self, i: int, _node: Node, operands: list[Enclosure]) -> Enclosure:
-        table, *places = (operand.whole() for operand in operands)
-        found = []
-        for indices in possible_numbers(places):
-            inside = (
-                np.clip(index, -size, size - 1)
-                for index, size in zip(indices, table.low.shape, strict=True)
-            )
-            found.append(self._given(i, np.asarray(table.low[tuple(inside)])))
-        return union(found)
+    @staticmethod
+    def _held(value: Interval, fmt: Format) -> Interval:
+        return replace(value.through(Rounding(fmt, 0.5)), format=fmt)
+
+
+# --- rounding ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounding of a result to a format: at most ``ulps`` units in the last place off.
+
+    An ulp of x is at most 2u·|x|, u the unit roundoff. What is below the smallest normal number may
+    be flushed to 0; what is above the largest may become infinite. No rounding changes a sign. A
+    number that the format holds stays as it is if ``ulps`` is at most 1/2.
+
+    Attributes:
+        format: Of the result.
+        ulps: 0.5 for a correctly rounded operation.
+    """
+
+    format: Format
+    ulps: float
+
+    def __call__(self, x: Pair) -> Pair:
+        """Return where the rounded result of an exact one in ``x`` lies."""
+        low, high = x
+        if low == libmp.fnan:
+            return UNKNOWN
+        if self.ulps <= 0.5 and low == high and self._holds(low):
+            return x
+        return libmp.mpf_neg(self._upper(libmp.mpf_neg(low))), self._upper(high)
+
+    def _holds(self, raw: Raw) -> bool:
+        _, man, exp, bits = raw
+        if not man:
+            return True  # 0 and ±∞
+        normal = self.format.min_exponent <= exp + bits - 1
+        above = libmp.mpf_gt(libmp.mpf_abs(raw), self._max)
+        return bits <= self.format.significand and normal and not above
+
+    def _upper(self, raw: Raw) -> Raw:
+        """The largest number that one up to ``raw`` is rounded to."""
+        _, man, _, _ = raw
+        if not man:
+            return raw
+        if libmp.mpf_sign(raw) < 0:
+            shrunk = libmp.mpf_mul(raw, self._shrink, _BITS, _UP)
+            if libmp.mpf_gt(shrunk, libmp.mpf_neg(self._smallest)):
+                return libmp.fzero
+            return _larger(shrunk, libmp.mpf_neg(self._max))
+        grown = libmp.mpf_mul(_larger(raw, self._smallest), self._grow, _BITS, _UP)
+        return libmp.finf if libmp.mpf_gt(grown, self._max) else grown
+
+    @cached_property
+    def _grow(self) -> Raw:
+        return libmp.mpf_add(libmp.fone, self._relative)
+
+    @cached_property
+    def _shrink(self) -> Raw:
+        return libmp.mpf_sub(libmp.fone, self._relative)
+
+    @cached_property
+    def _relative(self) -> Raw:
+        return libmp.from_float(2 * self.ulps * self.format.unit_roundoff)
+
+    @cached_property
+    def _max(self) -> Raw:
+        return libmp.from_float(self.format.max)
+
+    @cached_property
+    def _smallest(self) -> Raw:
+        return libmp.from_float(2.0**self.format.min_exponent)
+
+
+# --- pairs ------------------------------------------------------------------------------------
+
+
+def exact_pair(value: float) -> Pair:
+    """Return one whole number or float."""
+    raw = libmp.from_int(value) if isinstance(value, int) else libmp.from_float(value)
+    return UNKNOWN if raw == libmp.fnan else (raw, raw)
+
+
+def _smaller(a: Raw, b: Raw) -> Raw:
+    return a if libmp.mpf_lt(a, b) else b
+
+
+def _larger(a: Raw, b: Raw) -> Raw:
+    return b if libmp.mpf_lt(a, b) else a
+
+
+def _hull(a: Pair, b: Pair) -> Pair:
+    if libmp.fnan in (a[0], b[0]):
+        return UNKNOWN
+    return _smaller(a[0], b[0]), _larger(a[1], b[1])
+
+
+def _one_or_both(
+    yes: bool,  # noqa: FBT001  (an element of an array)
+    no: bool,  # noqa: FBT001  (an element of an array)
+    first: Pair,
+    second: Pair,
+) -> Pair:
+    if yes and no:
+        return _hull(first, second)
+    return first if yes else second
+
+
+def _toward_zero(x: Pair) -> tuple[int, int]:
+    """Return the whole numbers that the numbers of ``x`` are cut to, in the range of int64."""
+    bounds = []
+    for end, unbounded in zip(x, _INT64, strict=True):
+        if end in (libmp.finf, libmp.fninf, libmp.fnan):
+            bounds.append(unbounded if end == libmp.fnan else _INT64[end == libmp.finf])
+        else:
+            bounds.append(min(max(libmp.to_int(end), _INT64[0]), _INT64[1]))
+    return bounds[0], bounds[1]
+
+
+def _known(function: Callable[..., Pair]) -> Callable[..., Pair]:
+    """``function`` of pairs that are not UNKNOWN; what it cannot say of ∞ is UNKNOWN."""
+
+    def apply(*operands: Pair) -> Pair:
+        if any(low == libmp.fnan for low, _ in operands):
+            return UNKNOWN
+        result = function(*operands)
+        return UNKNOWN if libmp.fnan in result else result
+
+    return apply
+
+
+def _rising(function: Callable[..., Raw]) -> Callable[[Pair], Pair]:
+    """A function of one number that never falls, from one that mpmath rounds either way."""
+    return lambda x: (function(x[0], _BITS, _DOWN), function(x[1], _BITS, _UP))
+
+
+def _of_both(function: Callable[..., Raw]) -> Callable[..., Pair]:
+    """An exact function that never falls in any operand."""
+    return lambda *x: tuple(map(function, *x))
+
+
+def _finite(*operands: Pair) -> bool:
+    return not any(end in (libmp.finf, libmp.fninf) for x in operands for end in x)
+
+
+def _has_zero(x: Pair) -> bool:
+    return bool(libmp.mpf_sign(x[0]) <= 0 <= libmp.mpf_sign(x[1]))
+
+
+def _neg(x: Pair) -> Pair:
+    return libmp.mpf_neg(x[1]), libmp.mpf_neg(x[0])
+
+
+def _add(a: Pair, b: Pair) -> Pair:
+    return libmp.mpf_add(a[0], b[0], _BITS, _DOWN), libmp.mpf_add(a[1], b[1], _BITS, _UP)
+
+
+def _mul(a: Pair, b: Pair) -> Pair:
+    if (_has_zero(a) and not _finite(b)) or (_has_zero(b) and not _finite(a)):
+        return UNKNOWN
+    return libmpi.mpi_mul(a, b, _BITS)  # type: ignore[no-any-return]  # mpmath ships no types
+
+
+def _div(a: Pair, b: Pair) -> Pair:
+    if _has_zero(b) or not (_finite(a) or _finite(b)):
+        return UNKNOWN
+    return libmpi.mpi_div(a, b, _BITS)  # type: ignore[no-any-return]  # mpmath ships no types
+
+
+def _floor_divide(a: Pair, b: Pair) -> Pair:
+    return _of_both(libmp.mpf_floor)(_div(a, b)) if _finite(a, b) else UNKNOWN
+
+
+def _remainder(a: Pair, b: Pair) -> Pair:
+    low, high = _floor_divide(a, b)
+    if libmp.fnan in (low, high):
+        return UNKNOWN
+    positive = libmp.mpf_sign(b[0]) > 0
+    whole = (libmp.fzero, b[1]) if positive else (b[0], libmp.fzero)
+    if low != high:
+        return whole
+    left = _add(a, _neg(libmpi.mpi_mul((low, low), b, _BITS)))
+    return _larger(left[0], whole[0]), _smaller(left[1], whole[1])
+
+
+def _sigmoid(x: Raw, bits: int, rounding: str) -> Raw:
+    other = _UP if rounding == _DOWN else _DOWN
+    e = libmp.mpf_exp(libmp.mpf_neg(x), bits, other)
+    return libmp.mpf_div(libmp.fone, libmp.mpf_add(libmp.fone, e, bits, other), bits, rounding)
+
+
+def _of_positive(function: Callable[..., Raw]) -> Callable[[Pair], Pair]:
+    return lambda x: UNKNOWN if libmp.mpf_sign(x[0]) < 0 else _rising(function)(x)
+
+
+def _of_angle(function: Callable[..., Pair]) -> Callable[[Pair], Pair]:
+    return lambda x: function(x, _BITS) if _finite(x) else UNKNOWN
+
+
+_ONE: Pair = (libmp.fone, libmp.fone)
+_LN2: Pair = (libmp.mpf_ln2(_BITS, _DOWN), libmp.mpf_ln2(_BITS, _UP))
+_log, _sqrt = _of_positive(libmp.mpf_log), _of_positive(libmp.mpf_sqrt)
+
+_REAL: dict[str, Callable[..., Pair]] = {
+    "add": _add,
+    "sub": lambda a, b: _add(a, _neg(b)),
+    "mul": _mul,
+    "div": _div,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "neg": _neg,
+    "abs": lambda x: libmpi.mpi_abs(x, 0),
+    "minimum": _of_both(_smaller),
+    "maximum": _of_both(_larger),
+    "floor": _of_both(libmp.mpf_floor),
+    "ceil": _of_both(libmp.mpf_ceil),
+    "sign": _of_both(lambda end: libmp.from_int(libmp.mpf_sign(end))),
+    "tanh": _rising(libmp.mpf_tanh),
+    "sigmoid": _rising(_sigmoid),
+    "exp": _rising(libmp.mpf_exp),
+    "exp2": lambda x: libmpi.mpi_exp(libmpi.mpi_mul(x, _LN2, _BITS), _BITS),
+    "log": _log,
+    "log2": lambda x: _known(_div)(_log(x), _LN2),
+    "sqrt": _sqrt,
+    "rsqrt": lambda x: _known(_div)(_ONE, _sqrt(x)),
+    "sin": _of_angle(libmpi.mpi_sin),
+    "cos": _of_angle(libmpi.mpi_cos),
+}
+
+INTERVAL_OPERATIONS: dict[str, Callable[..., Pair]] = {op: _known(f) for op, f in _REAL.items()}
+"""Where the exact result of an operation lies, for operands anywhere in their intervals."""
+
+
+def _less(a: Pair, b: Pair) -> tuple[bool, bool]:
+    return libmp.mpf_lt(a[0], b[1]), not libmp.mpf_lt(a[1], b[0])
+
+
+def _less_or_equal(a: Pair, b: Pair) -> tuple[bool, bool]:
+    return libmp.mpf_le(a[0], b[1]), not libmp.mpf_le(a[1], b[0])
+
+
+def _equal(a: Pair, b: Pair) -> tuple[bool, bool]:
+    same = libmp.mpf_le(a[0], b[1]) and libmp.mpf_le(b[0], a[1])
+    return same, not a[0] == a[1] == b[0] == b[1]
+
+
+def _open(
+    compare: Callable[[Pair, Pair], tuple[bool, bool]],
+) -> Callable[[Pair, Pair], tuple[bool, bool]]:
+    """``compare`` of known pairs; both answers of others."""
+    return lambda a, b: (True, True) if libmp.fnan in (a[0], b[0]) else compare(a, b)
+
+
+_COMPARISONS: dict[str, Callable[[Pair, Pair], tuple[bool, bool]]] = {
+    "lt": _open(_less),
+    "le": _open(_less_or_equal),
+    "gt": _open(lambda a, b: _less(b, a)),
+    "ge": _open(lambda a, b: _less_or_equal(b, a)),
+    "eq": _open(_equal),
+    "ne": _open(lambda a, b: _equal(a, b)[::-1]),
+}
+"""Whether a comparison may be true, and whether it may be false."""

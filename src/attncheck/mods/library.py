@@ -1,17 +1,26 @@
-"""The library of masks and score mods by name: checks a Spec and builds its callable."""
+"""The library of masks and score mods by name: checks a Spec and builds its callable.
+
+``masks`` and ``scores`` hold the two tables. Importing this imports no torch.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import cast
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
-from attncheck.mods import spec as check
-from attncheck.mods import spec as entries
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, alibi_slopes
-from attncheck.mods.spec import Dimensions, Entry, MaskMod, ScoreMod, Spec
+from attncheck.mods.spec import (
+    Dimensions,
+    Entry,
+    MaskMod,
+    ScoreMod,
+    Spec,
+    build_entry,
+    check_spec,
+    positive_number,
+)
 
 __all__ = [
     "BUILT_IN",
@@ -36,66 +45,65 @@ FULL = Spec.of("full")
 NONE = Spec.of("none")
 
 BUILT_IN = frozenset({*MASKS, *SCORES})
-"""Names that mean the same for good: others come and go, of files, recordings and given tensors."""
+"""Names that mean the same for good: those of files, recordings and tensors come and go."""
 
 
 def check_mask(spec: Spec, dimensions: Dimensions) -> None:
-    """Raises UnknownName or ProblemError unless ``spec`` is a mask for these dimensions."""
-    entries.check_spec("mask", "--mask", MASKS, spec, dimensions)
+    """Raise UnknownName or ProblemError unless ``spec`` is a mask for these dimensions."""
+    check_spec("mask", MASKS, spec, dimensions)
 
 
 def check_score(spec: Spec, dimensions: Dimensions) -> None:
-    """Raises UnknownName or ProblemError unless ``spec`` is a score mod for these dimensions."""
-    entries.check_spec("score mod", "--score", SCORES, spec, dimensions)
+    """Raise UnknownName or ProblemError unless ``spec`` is a score mod for these dimensions."""
+    check_spec("score mod", SCORES, spec, dimensions)
 
 
 def check_captures(spec: Spec, dimensions: Dimensions) -> None:
-    """Raises ProblemError unless a checked score mod reads a float tensor that it captures.
+    """Raise ProblemError unless a checked score mod reads a float tensor that it captures.
 
     One with a derivative to what it reads: there are no gradients with respect to others.
     """
     stays = all(part.name in BUILT_IN for part in spec.walk())
-    (_captures_once if stays else _captures)(spec, dimensions)
+    (_check_captures_once if stays else _check_captures)(spec, dimensions)
 
 
-def _captures(spec: Spec, dimensions: Dimensions) -> None:
+def _check_captures(spec: Spec, dimensions: Dimensions) -> None:
     from attncheck.mods.captured_gradients import captured_tensors
 
-    if not captured_tensors(entries.build_entry(SCORES, spec, dimensions, "cpu")):
+    if not captured_tensors(build_entry(SCORES, spec, dimensions, "cpu")):
         raise ProblemError(
             f"dcaptured=True has no meaning for score mod {str(spec)!r}: it reads no float tensor "
             "that it captures."
         )
 
 
-_captures_once = lru_cache(maxsize=64)(_captures)
+_check_captures_once = lru_cache(maxsize=64)(_check_captures)
 
 
 def in_fp32(spec: Spec) -> Spec:
-    """A checked score mod with its real numbers as a kernel receives them; 50 becomes 50.0."""
+    """Return a checked score mod with its real numbers as kernels receive them; 50 becomes 50.0."""
     if not spec.arguments and not spec.parts:
         return spec
-    real = {
-        name
-        for name, passes in SCORES[spec.name].arguments.items()
-        if passes is check.positive_number
+    checks = SCORES[spec.name].arguments
+    arguments = {
+        name: fp32(float(value)) if checks[name] is positive_number else value  # type: ignore[arg-type]  # a number
+        for name, value in spec.arguments
     }
-    arguments = {k: fp32(float(cast("float", v))) if k in real else v for k, v in spec.arguments}
     return Spec.of(spec.name, *map(in_fp32, spec.parts), **arguments)
 
 
 def build_mask(spec: Spec, dimensions: Dimensions, device: str = "cpu") -> MaskMod:
-    """The mask as a FlexAttention callable, tensors on ``device``; raises as check_mask."""
+    """Return the mask as a FlexAttention callable, tensors on ``device``; raise as check_mask."""
     check_mask(spec, dimensions)
-    return entries.build_entry(MASKS, spec, dimensions, device)
+    return build_entry(MASKS, spec, dimensions, device)
 
 
 def build_score(spec: Spec, dimensions: Dimensions, device: str = "cpu") -> ScoreMod:
-    """The score mod as a FlexAttention callable, tensors on ``device``; raises as check_score."""
+    """Return the score mod as a FlexAttention callable likewise; raise as check_score."""
     check_score(spec, dimensions)
-    return entries.build_entry(SCORES, spec, dimensions, device)
+    return build_entry(SCORES, spec, dimensions, device)
 
 
 def is_additive(spec: Spec) -> bool:
-    """Whether the score mod adds something that does not depend on the score."""
+    """Return whether the score mod adds something that does not depend on the score."""
     return all(SCORES[part.name].additive for part in spec.walk())

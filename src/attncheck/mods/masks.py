@@ -1,58 +1,52 @@
 """The library's masks: FlexAttention callables, and the table that builds each from a Spec.
 
 Indices are integer tensors: 0-d under ``vmap``, or any shapes that broadcast. True means that row
-``q_idx`` sees key ``kv_idx``. Numbers are closed over, tensors are captured.
-
-A row or key is a cell ``(row, column)`` of the canvas. A cell sees a window of exactly
-``kernel[0] · kernel[1]`` cells around it; at the canvas's edges the window is moved inside, not
-cut off (NATTEN: Hassani et al., "Neighborhood Attention Transformer", 2023, section 3.1;
-FlexAttention's examples). A window of even size has one cell more before its centre than after it,
-as in NATTEN. Rows and keys beyond the canvas see nothing and are not seen.
+``q_idx`` sees key ``kv_idx``. Numbers are closed over, tensors are captured. Importing this imports
+no torch.
 """
+
+# ruff: noqa: ARG001  (every mask has FlexAttention's whole signature, whatever it reads of it)
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
 from operator import and_, or_
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
+from attncheck.core.errors import ProblemError
 from attncheck.mods import formula
 from attncheck.mods import spec as check
-from attncheck.mods.spec import Entry, Values, text_value, whole_value
+from attncheck.mods.spec import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from attncheck.mods.spec import Argument, Dimensions, MaskMod, ScoreMod
+    from attncheck.mods.spec import Argument, Dimensions, MaskMod, Values
 
 __all__ = [
     "MASKS",
     "and_masks",
     "causal",
     "causal_bottom_right",
-    "chain_scores",
     "document",
     "documents",
     "full",
+    "later_rows",
     "morton_order",
     "neighborhood",
     "neighborhood_morton",
     "neighborhood_tiled",
     "not_mask",
     "offset_mask",
-    "offset_score",
     "or_masks",
     "padding",
     "prefix_lm",
     "shifted_dimensions",
     "sliding_window",
 ]
-
-
-# ruff: noqa: ARG001  (every mask has FlexAttention's whole signature, whatever it reads of it)
 
 
 def full(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -100,11 +94,7 @@ def document(document_of: Tensor) -> MaskMod:
     Args:
         document_of: Which document a position belongs to, integers (max(query, kv),).
     """
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return document_of[q_idx] == document_of[kv_idx]
-
-    return mask
+    return documents(document_of, document_of)
 
 
 def documents(query_of: Tensor, kv_of: Tensor) -> MaskMod:
@@ -134,8 +124,13 @@ def padding(lengths: Tensor) -> MaskMod:
     return mask
 
 
-# ruff: noqa: ARG001  (every mask has FlexAttention's whole signature, whatever it reads of it)
-
+# --- neighborhoods ----------------------------------------------------------------------------
+#
+# A row or key is a cell (row, column) of a canvas. A cell sees a window of exactly
+# kernel[0] · kernel[1] cells around it; at the canvas's edges the window is moved inside, not cut
+# off (NATTEN: Hassani et al., "Neighborhood Attention Transformer", 2023, section 3.1;
+# FlexAttention's examples). A window of even size has one cell more before its centre than after
+# it, as in NATTEN. Rows and keys beyond the canvas see nothing and are not seen.
 
 Pair: TypeAlias = tuple[int, int]
 """Rows and columns."""
@@ -185,7 +180,7 @@ def neighborhood_morton(canvas: Pair, kernel: Pair, cells: Tensor) -> MaskMod:
 
 
 def morton_order(canvas: Pair) -> Tensor:
-    """The canvas's cells along a Z curve, int32 ``(cells,)``: row · columns + column of each.
+    """Return a canvas's cells along a Z curve, int32 ``(cells,)``: row · columns + column.
 
     A cell's place is its rank by the bits of row and column, interleaved, the column's lowest
     first (G. M. Morton, 1966): on a canvas whose sides are no powers of two the curve leaves out
@@ -218,6 +213,9 @@ def _neighbors(
     return mask
 
 
+# --- compositions: each part is any callable of a mask's signature ----------------------------
+
+
 def and_masks(first: MaskMod, *rest: MaskMod) -> MaskMod:
     """A row sees the keys that every part lets it see."""
 
@@ -245,17 +243,6 @@ def not_mask(part: MaskMod) -> MaskMod:
     return mask
 
 
-def chain_scores(first: ScoreMod, *rest: ScoreMod) -> ScoreMod:
-    """Applies the parts from left to right: ``chain(f, g)`` is g(f(score))."""
-
-    def chained(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        for part in (first, *rest):
-            score = part(score, b, h, q_idx, kv_idx)
-        return score
-
-    return chained
-
-
 def offset_mask(part: MaskMod, *, rows: int) -> MaskMod:
     """Row i sees what row i + ``rows`` sees in ``part``: decoding behind ``rows`` earlier ones."""
 
@@ -265,29 +252,12 @@ def offset_mask(part: MaskMod, *, rows: int) -> MaskMod:
     return mask
 
 
-def offset_score(part: ScoreMod, *, rows: int) -> ScoreMod:
-    """Row i gets what row i + ``rows`` gets from ``part``."""
-
-    def scored(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return part(score, b, h, q_idx + rows, kv_idx)
-
-    return scored
+def shifted_dimensions(values: Values, dimensions: Dimensions) -> Dimensions:
+    """Return what an offset's part is called with: the long problem, whose last rows are these."""
+    return replace(dimensions, query=dimensions.query + values["rows"])
 
 
-def shifted_dimensions(values: Mapping[str, Argument], dimensions: Dimensions) -> Dimensions:
-    """What an offset's part is asked about: the long problem, whose last rows are these."""
-    return replace(dimensions, query=dimensions.query + cast("int", values["rows"]))
-
-
-_INT32_LARGEST = 2**31 - 1
-
-
-def _lengths(values: Values, name: str = "lengths") -> tuple[int, ...]:
-    return cast("tuple[int, ...]", values[name])
-
-
-def _pair(values: Values, name: str) -> tuple[int, int]:
-    return cast("tuple[int, int]", values[name])
+# --- the library ------------------------------------------------------------------------------
 
 
 def _document_of(lengths: tuple[int, ...], positions: int, device: str) -> Tensor:
@@ -295,32 +265,58 @@ def _document_of(lengths: tuple[int, ...], positions: int, device: str) -> Tenso
     import torch
 
     ends = torch.tensor(lengths).cumsum(0)
-    found = torch.searchsorted(ends, torch.arange(positions), right=True)
-    return found.to(device, torch.int32)
+    number = torch.searchsorted(ends, torch.arange(positions), right=True)
+    return number.to(device, torch.int32)
 
 
-def _document(values: Values, dims: Dimensions, device: str) -> MaskMod:
-    return document(_document_of(_lengths(values), max(dims.query, dims.kv), device))
+def _build_document(values: Values, dims: Dimensions, device: str) -> MaskMod:
+    return document(_document_of(values["lengths"], max(dims.query, dims.kv), device))
 
 
-def _documents(values: Values, dims: Dimensions, device: str) -> MaskMod:
+def _build_documents(values: Values, dims: Dimensions, device: str) -> MaskMod:
     return documents(
-        _document_of(_lengths(values, "query_lengths"), dims.query, device),
-        _document_of(_lengths(values, "kv_lengths"), dims.kv, device),
+        _document_of(values["query_lengths"], dims.query, device),
+        _document_of(values["kv_lengths"], dims.kv, device),
     )
 
 
-def _padding(values: Values, _dims: Dimensions, device: str) -> MaskMod:
+def _build_padding(values: Values, _dims: Dimensions, device: str) -> MaskMod:
     import torch
 
-    return padding(torch.tensor(_lengths(values), dtype=torch.int32, device=device))
+    return padding(torch.tensor(values["lengths"], dtype=torch.int32, device=device))
 
 
-def _morton(values: Values, _dims: Dimensions, device: str) -> MaskMod:
-    canvas = _pair(values, "canvas")
-    cells = morton_order(canvas).to(device)
-    return neighborhood_morton(canvas, _pair(values, "kernel"), cells)
+def _build_morton(values: Values, _dims: Dimensions, device: str) -> MaskMod:
+    cells = morton_order(values["canvas"]).to(device)
+    return neighborhood_morton(values["canvas"], values["kernel"], cells)
 
+
+def _check_as_many(name: str, values: Values, _dims: Dimensions) -> None:
+    """``query_lengths`` and ``kv_lengths`` are of the same documents."""
+    query, kv = len(values["query_lengths"]), len(values["kv_lengths"])
+    if query != kv:
+        raise ProblemError(
+            f"{name} has {query} query_lengths and {kv} kv_lengths: each document has one of each."
+        )
+
+
+def _check_within_canvas(name: str, values: Values, _dims: Dimensions) -> None:
+    """No other part of the canvas is larger than ``canvas``."""
+    canvas = values["canvas"]
+    for part, sides in values.items():
+        if any(side > length for side, length in zip(sides, canvas, strict=True)):
+            raise ProblemError(
+                f"{name}.{part}={list(sides)} is larger than the canvas {list(canvas)}."
+            )
+
+
+def later_rows(label: str, value: Argument, dimensions: Dimensions) -> None:
+    """Check how much later an offset's rows are: their indices fit in 32 bits."""
+    check.whole_number(0, check.INT32_LARGEST - dimensions.query)(label, value, dimensions)
+
+
+_ANY_LENGTH = check.whole_number(0, check.INT32_LARGEST)
+_CANVAS = {"canvas": check.rows_and_columns, "kernel": check.rows_and_columns}
 
 MASKS: dict[str, Entry[MaskMod]] = {
     "full": Entry(
@@ -337,18 +333,18 @@ MASKS: dict[str, Entry[MaskMod]] = {
     ),
     "sliding_window": Entry(
         summary="row i sees the last `window` keys up to its own",
-        arguments={"window": check.whole_number(0, _INT32_LARGEST)},
-        build=lambda values, _dims, _device: sliding_window(whole_value(values, "window")),
+        arguments={"window": _ANY_LENGTH},
+        build=lambda values, _dims, _device: sliding_window(values["window"]),
     ),
     "prefix_lm": Entry(
         summary="row i sees the first `prefix` keys and keys up to i",
-        arguments={"prefix": check.whole_number(0, _INT32_LARGEST)},
-        build=lambda values, _dims, _device: prefix_lm(whole_value(values, "prefix")),
+        arguments={"prefix": _ANY_LENGTH},
+        build=lambda values, _dims, _device: prefix_lm(values["prefix"]),
     ),
     "document": Entry(
         summary="row i sees the keys of its own document; `lengths` one after another",
         arguments={"lengths": check.document_lengths},
-        build=_document,
+        build=_build_document,
     ),
     "documents": Entry(
         summary="rows of document n see its keys; `query_lengths` and `kv_lengths` of each",
@@ -356,40 +352,36 @@ MASKS: dict[str, Entry[MaskMod]] = {
             "query_lengths": check.lengths_of("query"),
             "kv_lengths": check.lengths_of("kv"),
         },
-        together=check.as_many_lengths,
-        build=_documents,
+        together=_check_as_many,
+        build=_build_documents,
     ),
     "padding": Entry(
         summary="rows of sequence b see its first `lengths[b]` keys",
         arguments={"lengths": check.padding_lengths},
-        build=_padding,
+        build=_build_padding,
     ),
     "neighborhood": Entry(
         summary="cell i of `canvas` (rows, columns) sees the `kernel` of cells around it",
-        arguments={"canvas": check.canvas, "kernel": check.canvas_part},
-        together=check.within_the_canvas,
-        build=lambda values, _dims, _device: neighborhood(
-            _pair(values, "canvas"), _pair(values, "kernel")
-        ),
+        arguments=_CANVAS,
+        together=_check_within_canvas,
+        build=lambda values, _dims, _device: neighborhood(**values),
     ),
     "neighborhood_tiled": Entry(
         summary="the same, where cells are numbered `tile` by tile",
-        arguments={"canvas": check.canvas, "kernel": check.canvas_part, "tile": check.canvas_part},
-        together=check.within_the_canvas,
-        build=lambda values, _dims, _device: neighborhood_tiled(
-            _pair(values, "canvas"), _pair(values, "kernel"), _pair(values, "tile")
-        ),
+        arguments=_CANVAS | {"tile": check.rows_and_columns},
+        together=_check_within_canvas,
+        build=lambda values, _dims, _device: neighborhood_tiled(**values),
     ),
     "neighborhood_morton": Entry(
         summary="the same, where cells are numbered along a Z curve",
-        arguments={"canvas": check.canvas, "kernel": check.canvas_part},
-        together=check.within_the_canvas,
-        build=_morton,
+        arguments=_CANVAS,
+        together=_check_within_canvas,
+        build=_build_morton,
     ),
     "expression": Entry(
         summary="keys at which `text` is true, as q_idx % 3 <= kv_idx",
         arguments={"text": check.formula_text(formula.mask_formula_code)},
-        build=lambda values, dims, _device: formula.formula_mask(text_value(values), dims),
+        build=lambda values, dims, _device: formula.formula_mask(values["text"], dims),
     ),
     "and": Entry(summary="keys that every part shows", compose=and_masks),
     "or": Entry(summary="keys that any part shows", compose=or_masks),
@@ -397,7 +389,7 @@ MASKS: dict[str, Entry[MaskMod]] = {
     "offset": Entry(
         summary="row i sees what row i + `rows` sees in its part",
         compose=offset_mask,
-        arguments={"rows": check.later_rows},
+        arguments={"rows": later_rows},
         within=shifted_dimensions,
         most_parts=1,
     ),

@@ -1,6 +1,6 @@
 """Masks and score mods from files of the user's: found, traced, checked and added to the library.
 
-The file is imported once for each device, with that device as torch's default, so that the tensors
+A file is imported once for each device, with that device as torch's default, so that the tensors
 its mods capture are made there; and again once it has changed.
 """
 
@@ -18,10 +18,11 @@ import torch
 
 from attncheck.core.errors import ProblemError, TraceError, UsageError
 from attncheck.core.source_files import load_member
-from attncheck.mods import library
 from attncheck.mods.expression import expression_digest
 from attncheck.mods.index_ranges import check_index_ranges
-from attncheck.mods.spec import Spec
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
+from attncheck.mods.spec import Entry, Spec
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 
 if TYPE_CHECKING:
@@ -41,13 +42,17 @@ __all__ = [
     "mods_in",
 ]
 
-
 ModKind = Literal["mask", "score mod"]
+
 _KINDS: dict[int, ModKind] = {4: "mask", 5: "score mod"}
+_REFERENCE = re.compile(r".+\.py::[^:]+")
+
+
+# --- mods of a module, told by their signatures -----------------------------------------------
 
 
 def mods_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The mask and score mods of ``module`` by name, in the order in which they are bound.
+    """Return the mask and score mods of ``module`` by name, in the order in which they are bound.
 
     Those are its public callables that take exactly four or five positional arguments, whatever
     made them: a ``def``, a factory, ``functools.partial``. What was imported from elsewhere by its
@@ -58,19 +63,20 @@ def mods_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """
     public = vars(module).get("__all__")
     if public is not None and not isinstance(public, list | tuple):
+        file = Path(module.__file__).name if module.__file__ else module.__name__
         kind = type(public).__name__
-        raise UsageError(f"__all__ of {_file_of(module)} is {kind}: it must be a list of names.")
+        raise UsageError(f"__all__ of {file} is {kind}: it must be a list of names.")
     return {
         name: value
         for name, value in vars(module).items()
         if (name in public if public is not None else not name.startswith("_"))
         and kind_of_mod(value)
-        and not _imported(value, module)
+        and not _is_imported(value, module)
     }
 
 
 def kind_of_mod(value: object) -> ModKind | None:
-    """``mask`` for four positional arguments, ``score mod`` for five, None for anything else."""
+    """Return ``mask`` for four positional arguments, ``score mod`` for five, None otherwise."""
     try:
         if not callable(value) or inspect.isclass(value):
             return None
@@ -79,15 +85,15 @@ def kind_of_mod(value: object) -> ModKind | None:
         raise
     except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
         return None
-    given = [p for p in parameters if p.default is p.empty]
+    required = [p for p in parameters if p.default is p.empty]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if any(p.kind not in positional for p in given):
+    if any(p.kind not in positional for p in required):
         return None
-    return _KINDS.get(len(given))
+    return _KINDS.get(len(required))
 
 
 def definition_line(value: object) -> int | None:
-    """The line of its file where a mod is defined; None where nothing says so."""
+    """Return the line of its file where a mod is defined; None where nothing says so."""
     while isinstance(value, functools.partial):
         value = value.func
     if not inspect.isfunction(value):  # a method of its own, or of its class's
@@ -97,27 +103,23 @@ def definition_line(value: object) -> int | None:
     return line
 
 
-def _imported(value: object, module: ModuleType) -> bool:
+def _is_imported(value: object, module: ModuleType) -> bool:
     if not inspect.isfunction(value):
         return False
     # What a factory of another module makes is this module's own.
     return value.__module__ != module.__name__ and "<locals>" not in value.__qualname__
 
 
-def _file_of(module: ModuleType) -> str:
-    return Path(module.__file__).name if module.__file__ else module.__name__
-
-
-_REFERENCE = re.compile(r".+\.py::[^:]+")
+# --- a mod of a file, in the library ----------------------------------------------------------
 
 
 def is_mod_reference(text: str) -> bool:
-    """Whether ``text`` is ``file.py::name``, and no name of the library."""
+    """Return whether ``text`` is ``file.py::name``, and no name of the library."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def load_mask(reference: str) -> Spec:
-    """The mask ``file.py::name``, from now on in the library under its file's own name.
+    """Return the mask ``file.py::name``, from now on in the library under its file's own name.
 
     Its Spec carries a digest of what was traced, so that a Problem's id stands for the mask as it
     is now. A Problem is refused where the mask reads outside a tensor that it captures, computes
@@ -128,45 +130,16 @@ def load_mask(reference: str) -> Spec:
         TraceError: for a mask that cannot be traced, does not give what a mask gives, or is another
             one when it is traced again.
     """
-    return _own(reference, "mask", trace_mask, library.MASKS)
+    return _load(reference, "mask", trace_mask, MASKS)
 
 
 def load_score(reference: str) -> Spec:
-    """The score mod ``file.py::name``; as ``own_mask``."""
-    return _own(reference, "score mod", trace_score, library.SCORES)
-
-
-def _own(
-    reference: str,
-    what: str,
-    trace: Callable[..., Expression],
-    entries: dict[str, library.Entry[Any]],
-) -> Spec:
-    if not is_mod_reference(reference):
-        raise UsageError(f"{what} {reference!r} is not FILE.py::NAME.")
-    own = _Own(reference, what, _version(reference))
-    expression = trace(own.built("cpu"))
-    if expression_digest(trace(own.built("cpu"))) != expression_digest(expression):
-        raise TraceError(
-            f"{own} gives other values when it is called again: capture what it draws or counts."
-        )
-    number = int(expression_digest(expression)[:10], 16)
-    _paths[what, own.known, number] = _path(reference)
-    entries[own.known] = library.Entry(
-        summary=str(expression),
-        build=lambda _values, _dimensions, device: own.built(device),
-        arguments={"digest": _as_traced(own, expression, number)},
-        additive=_adds(expression),
-    )
-    return Spec.of(own.known, digest=number)
-
-
-_paths: dict[tuple[str, str, Argument], Path] = {}
-"""Where each mod so far came from, by what it is, its name and its digest."""
+    """Return the score mod ``file.py::name``; as ``load_mask``."""
+    return _load(reference, "score mod", trace_score, SCORES)
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _FileMod:
     """A mod of a file as it was at one time.
 
     Attributes:
@@ -176,20 +149,49 @@ class _Own:
     """
 
     reference: str
-    what: str
+    what: ModKind
     version: tuple[int, int]
 
     @property
-    def known(self) -> str:
+    def name(self) -> str:
         """Its name in the library."""
         return self.reference.rpartition("/")[2]
 
     def __str__(self) -> str:
-        return f"{self.what} {self.known!r}"
+        return f"{self.what} {self.name!r}"
 
-    def built(self, device: str) -> Any:
-        """The callable, its tensors on ``device``."""
-        return _mod(self, _path(self.reference), device)
+    def build(self, device: str) -> Any:
+        """Return the callable, its tensors on ``device``."""
+        return _import_mod(self, _path(self.reference), device)
+
+
+_paths: dict[tuple[str, str, Argument], Path] = {}
+"""Where each mod so far came from, by what it is, its name and its digest."""
+
+
+def _load(
+    reference: str,
+    what: ModKind,
+    trace: Callable[..., Expression],
+    entries: dict[str, Entry[Any]],
+) -> Spec:
+    if not is_mod_reference(reference):
+        raise UsageError(f"{what} {reference!r} is not FILE.py::NAME.")
+    mod = _FileMod(reference, what, _version(reference))
+    expression = trace(mod.build("cpu"))
+    if expression_digest(trace(mod.build("cpu"))) != expression_digest(expression):
+        raise TraceError(
+            f"{mod} gives other values when it is called again: capture what it draws or counts."
+        )
+    digest = int(expression_digest(expression)[:10], 16)
+    _paths[what, mod.name, digest] = _path(reference)
+    entries[mod.name] = Entry(
+        summary=str(expression),
+        build=lambda _values, _dimensions, device: mod.build(device),
+        arguments={"digest": _check_as_traced(mod, expression, digest)},
+        additive=_is_sum(expression),
+    )
+    return Spec.of(mod.name, digest=digest)
 
 
 def _path(reference: str) -> Path:
@@ -206,47 +208,48 @@ def _version(reference: str) -> tuple[int, int]:
 
 
 @cache
-def _mod(own: _Own, path: Path, device: str) -> Any:
+def _import_mod(mod: _FileMod, path: Path, device: str) -> Any:
     """``path`` is a part of the key: a relative reference may come to mean another file."""
     with torch.device(device):
-        mod = load_member(own.reference, f"{own.what} {own.reference!r}")
-    if _version(own.reference) != own.version:
-        raise UsageError(f"{own}: {path.name} has changed since the mod was traced.")
-    if not callable(mod):
-        kind = type(mod).__name__
-        raise UsageError(f"{own.what} {own.reference!r} is {kind}: it must be a callable.")
-    return mod
+        value = load_member(mod.reference, f"{mod.what} {mod.reference!r}")
+    if _version(mod.reference) != mod.version:
+        raise UsageError(f"{mod}: {path.name} has changed since the mod was traced.")
+    if not callable(value):
+        kind = type(value).__name__
+        raise UsageError(f"{mod.what} {mod.reference!r} is {kind}: it must be a callable.")
+    return value
 
 
-def _as_traced(own: _Own, expression: Expression, number: int) -> Check:
+def _check_as_traced(mod: _FileMod, expression: Expression, digest: int) -> Check:
     """The check of a Spec's digest; indices are looked at once for each set of dimensions."""
 
     @cache
-    def inside(dimensions: Dimensions) -> None:
-        check_index_ranges(expression, dimensions, str(own))
-        others = count_disagreements(expression, own.built("cpu"), dimensions)
+    def check_values(dimensions: Dimensions) -> None:
+        check_index_ranges(expression, dimensions, str(mod))
+        others = count_disagreements(expression, mod.build("cpu"), dimensions)
         if others:
             raise ProblemError(
-                f"{own} gives other values than its trace at {others} sampled indices: it must be "
+                f"{mod} gives other values than its trace at {others} sampled indices: it must be "
                 "the same at each call, and for each index by itself."
             )
 
     def check(_label: str, value: Argument, dimensions: Dimensions) -> None:
-        if value != number:
-            raise ProblemError(_not_this_one(own, value, number))
-        inside(dimensions)
+        if value != digest:
+            before, now = (_paths.get((mod.what, mod.name, n)) for n in (value, digest))
+            if before is not None and before != now:
+                raise ProblemError(
+                    f"{mod} is of another file of that name now: give the files names that differ."
+                )
+            raise ProblemError(
+                f"{mod} has changed: the problem was made with digest {value}, the file gives "
+                f"{digest}."
+            )
+        check_values(dimensions)
 
     return check
 
 
-def _not_this_one(own: _Own, value: Argument, number: int) -> str:
-    before, now = (_paths.get((own.what, own.known, n)) for n in (value, number))
-    if before is not None and before != now:
-        return f"{own} is of another file of that name now: give the files names that differ."
-    return f"{own} has changed: the problem was made with digest {value}, the file gives {number}."
-
-
-def _adds(expression: Expression) -> bool:
+def _is_sum(expression: Expression) -> bool:
     """Whether a score mod is the score plus or minus what does not depend on the score."""
     depends: list[bool] = []
     sums: list[bool] = []

@@ -1,8 +1,46 @@
-"""Declared errors of each operation of a mod, in units in the last place."""
+"""Declared errors of each operation of a mod, in units in the last place.
+
+An ulp is the distance of neighbouring numbers of the format at the exact result.
+"""
 
 from __future__ import annotations
 
-__all__ = ["TRITON_FLUSHED", "TRITON_ULP"]
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from attncheck.core.formats import FORMATS, Format
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["KERNEL_FP32", "TORCH_FP64", "TRITON_FLUSHED", "TRITON_ULP", "Arithmetic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """What an implementation may make of an operation.
+
+    Attributes:
+        format: Of the score that comes in; what torch computes in a narrower one may be computed
+            there, nothing is computed in a wider one.
+        ulps: Largest error of each operation on exact operands, in units in the last place; what
+            is not there is exact.
+        argument_ulps: How far its operand may be rounded before, likewise.
+    """
+
+    format: Format
+    ulps: Mapping[str, float]
+    argument_ulps: Mapping[str, float] = field(default_factory=dict)
+
+    def format_of(self, dtype: torch.dtype | None) -> Format | None:
+        """Return what values of ``dtype`` are computed in; None for whole and Python numbers."""
+        if dtype is None or not dtype.is_floating_point:
+            return None
+        own = next(f for f in FORMATS.values() if f.torch_dtype == dtype)
+        return own if own.significand < self.format.significand else self.format
+
 
 TRITON_ULP: dict[str, float] = {
     # One IEEE rounding; a fused multiplication and addition has one in place of two.
@@ -27,7 +65,7 @@ TRITON_ULP: dict[str, float] = {
     "exp": 3.0,
     # Of e: 4.7 units of 2^-24; of 1 + e: one; of div.rn half an ulp. Interpreted: 1.90.
     "sigmoid": 6.5,
-    # ``_tanh`` says how: 1.73, and 2.5 for ex2.approx and div.full. Interpreted: 1.73.
+    # ``triton_functions._tanh`` says: 1.73, and 2.5 for ex2.approx and div.full. Interpreted: 1.73.
     "tanh": 4.5,
     # libdevice: 1 (log, log2) and 2 (sin, cos) by the CUDA programming guide. Interpreted, NumPy's
     # vector forms, which promise 4: 3.83, 2.11, 1.46 and 1.49.
@@ -36,14 +74,42 @@ TRITON_ULP: dict[str, float] = {
     "sin": 4.0,
     "cos": 4.0,
 }
-"""Error of each operation on fp32 operands that are exact, compiled or interpreted, whichever is
-larger; an operation that is not here is exact.
+"""Error of each printed Triton operation (``to_triton``) on fp32 operands that are exact, compiled
+or interpreted, whichever is larger; an operation that is not here is exact.
 
-An ulp is the distance of neighbouring fp32 numbers at the exact result. Whole-number operands are
-cast first, which may add a rounding of the operand. Interpreted figures: the largest of 4·10^6
-arguments or of ``tests/mods/to_triton/test_triton_ulp.py``, on x86-64 with AVX-512, NumPy 2.
+Whole-number operands are cast first, which may add a rounding of the operand. Interpreted figures:
+the largest of 4·10^6 arguments or of ``tests/mods/to_triton/test_triton_ulp.py``, on x86-64 with
+AVX-512, NumPy 2.
 """
 
 TRITON_FLUSHED = 2.0**-126
 """A subnormal operand of log, log2, sin, cos, floor or ceil counts as 0 in parts of their code
 (``.ftz``): their error may be this much larger, or that of floor and ceil 1."""
+
+_IEEE = dict.fromkeys(("add", "sub", "mul", "div", "sqrt", "cast"), 0.5)
+
+TORCH_FP64 = Arithmetic(
+    format=FORMATS["fp64"],
+    ulps={
+        **_IEEE,
+        # The vector functions of SLEEF (u10) and MKL (HA), which torch calls, state 1 ulp.
+        **dict.fromkeys(("tanh", "exp", "exp2", "log", "log2", "sin", "cos"), 1.0),
+        "rsqrt": 1.5,  # a root and a division, half an ulp or one u each, and their product
+        "sigmoid": 2.5,  # e^−x 2u, its sum with 1 and the division u each, and their products
+        "remainder": 0.5,  # fmod is exact; the divisor added once
+        "floor_divide": 2.5,  # as in TRITON_ULP: torch's own rule
+    },
+)
+"""torch on a CPU with float64 scores; what it computes in float32 is rounded to that."""
+
+_TORCH_ON_A_GPU = {"sqrt": 1.0, "rsqrt": 2.0}
+
+KERNEL_FP32 = Arithmetic(
+    format=FORMATS["fp32"],
+    # Where our kernels are better than what torch calls on a GPU (sqrt.approx, CUDA's rsqrtf),
+    # torch counts.
+    ulps=TRITON_ULP | {op: max(TRITON_ULP[op], n) for op, n in _TORCH_ON_A_GPU.items()},
+    # Its e^x is 2^(x·log2 e): a rounded product with a rounded constant.
+    argument_ulps={"exp": 1.0, "sigmoid": 1.0},
+)
+"""A kernel that computes scores in fp32: ours in Triton, or torch's flex_attention."""

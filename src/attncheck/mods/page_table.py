@@ -35,7 +35,6 @@ __all__ = [
     "physical_score",
 ]
 
-_DRAWN_BELOW = 2**32 - 1
 _FREE_SHARE = 4  # one page in so many is free, and two more
 
 
@@ -65,7 +64,7 @@ class PageTable:
         return places < torch.tensor(counts, device=self.table.device)[:, None]
 
     def inverse(self) -> Tensor:
-        """Which page of sequence b page p of memory is, −1 if none: int32 ``(batch, pages)``."""
+        """Return which page of sequence b page p is, −1 if none: int32 ``(batch, pages)``."""
         batch, most = self.table.shape
         logical = torch.arange(most, dtype=torch.int32, device=self.table.device)
         # What is not a sequence's own marks one page behind the others, which is cut off.
@@ -74,7 +73,7 @@ class PageTable:
         return marks.scatter_(1, at, logical.expand(batch, most))[:, : self.pages].contiguous()
 
     def to(self, device: torch.device | str) -> PageTable:
-        """The same with its table on ``device``."""
+        """Return the same with its table on ``device``."""
         return replace(self, table=self.table.to(device))
 
 
@@ -86,7 +85,7 @@ def draw_page_table(
     *,
     shared: int | None = None,
 ) -> PageTable:
-    """The pages of ``batch`` sequences in an order that follows from ``paging.seed`` alone.
+    """Return the pages of ``batch`` sequences in an order that follows from ``paging.seed`` alone.
 
     Pages of all sequences are mixed, with free pages between them and one behind. The same bits on
     every machine.
@@ -140,14 +139,14 @@ def _order(seed: int, used: int) -> tuple[Tensor, Tensor]:
     """Numbers of ``used`` pages, at least one, and of the free ones; the largest is free."""
     used = max(used, 1)
     others = used // _FREE_SHARE + 1
-    drawn = Draws(seed).integers("pages", (used + others,), _DRAWN_BELOW)
+    drawn = Draws(seed).integers("pages", (used + others,), 2**32 - 1)
     order = torch.from_numpy(drawn).argsort(stable=True)
     last = torch.tensor([used + others])
     return order[:used], torch.cat((order[used:], last))
 
 
 def pack_pages(tensor: Tensor, table: PageTable) -> Tensor:
-    """Keys or values in their pages, contiguous; NaN in free pages and in slots that hold no key.
+    """Return keys or values in their pages, contiguous; NaN in free pages and slots without a key.
 
     A page of several sequences must hold the same numbers in all of them.
 
@@ -189,7 +188,7 @@ def _indexable(tensor: Tensor) -> Tensor:
 
 
 def physical_block_mask(mask: BlockMask, table: PageTable) -> BlockMask:
-    """The block mask of logical keys as one of physical keys: ``(batch, heads', …)``.
+    """Return the block mask of logical keys as one of physical keys: ``(batch, heads', …)``.
 
     Its keys are all of memory, free pages included, whose tiles are empty, as those of other
     sequences are. A full tile that a sequence's end cuts becomes a partial one.
@@ -202,15 +201,28 @@ def physical_block_mask(mask: BlockMask, table: PageTable) -> BlockMask:
         ProblemError: for blocks that are no pages, another number of sequences, or more keys than
             the table has entries for.
     """
-    kinds = _cut(mask, table)
-    batch, heads, query_blocks, blocks = kinds.shape
+    batch, most = table.table.shape
+    if mask.block_kv != table.size:
+        raise ProblemError(
+            f"block_kv={mask.block_kv} is not the size of a page, {table.size}: make the block "
+            "mask with blocks of a page."
+        )
+    sequences, heads, query_blocks, blocks = mask.kinds.shape
+    if sequences not in {1, batch} or blocks > most:
+        raise ProblemError(
+            f"a block mask of {sequences} sequences and {blocks} key blocks is none "
+            f"of {batch} sequences of {most} pages."
+        )
+    ends = (torch.arange(blocks, device=mask.kinds.device) + 1) * table.size
+    cut = ends > torch.tensor(table.lengths, device=ends.device)[:, None]
+    kinds = torch.where(cut[:, None, None] & (mask.kinds == FULL), PARTIAL, mask.kinds)
     at = torch.where(table.own, table.table.long(), table.pages)[:, None, None, :blocks]
     there = torch.full(
         (batch, heads, query_blocks, table.pages + 1), EMPTY, dtype=torch.uint8, device=at.device
     )
-    there.scatter_(3, at.expand(kinds.shape), kinds)
-    return BlockMask.from_kinds(
-        there[..., : table.pages],
+    there.scatter_(3, at.expand(kinds.shape), kinds.to(torch.uint8))
+    return BlockMask(
+        kinds=there[..., : table.pages],
         query=mask.query,
         kv=table.pages * table.size,
         block_query=mask.block_query,
@@ -218,27 +230,8 @@ def physical_block_mask(mask: BlockMask, table: PageTable) -> BlockMask:
     )
 
 
-def _cut(mask: BlockMask, table: PageTable) -> Tensor:
-    """Kinds of tiles of each sequence ``(batch, …)``; none is full that reaches beyond its end."""
-    batch, most = table.table.shape
-    kinds = mask.kinds()
-    if mask.block_kv != table.size:
-        raise ProblemError(
-            f"block_kv={mask.block_kv} is not the size of a page, {table.size}: make the block "
-            "mask with blocks of a page."
-        )
-    if kinds.shape[0] not in {1, batch} or kinds.shape[3] > most:
-        raise ProblemError(
-            f"a block mask of {kinds.shape[0]} sequences and {kinds.shape[3]} key blocks is none "
-            f"of {batch} sequences of {most} pages."
-        )
-    ends = (torch.arange(kinds.shape[3], device=kinds.device) + 1) * table.size
-    cut = ends > torch.tensor(table.lengths, device=kinds.device)[:, None]
-    return torch.where(cut[:, None, None] & (kinds == FULL), PARTIAL, kinds).to(torch.uint8)
-
-
 def physical_mask(mask_mod: MaskMod, table: PageTable) -> MaskMod:
-    """The mask with ``kv_idx`` physical: b sees its own pages, and there what ``mask_mod`` shows.
+    """Return the mask of physical keys: b sees its own pages, and there what ``mask_mod`` shows.
 
     Pages that are not a sequence's, and slots beyond its length, are hidden from it; ``mask_mod``
     is never called with a key that is not there, but with key 0 instead.
@@ -257,7 +250,7 @@ def physical_mask(mask_mod: MaskMod, table: PageTable) -> MaskMod:
 
 
 def physical_score(score_mod: ScoreMod, table: PageTable) -> ScoreMod:
-    """The score mod with ``kv_idx`` physical; −∞ where sequence b has no key.
+    """Return the score mod of physical keys; −∞ where sequence b has no key.
 
     Args:
         score_mod: Of logical keys.

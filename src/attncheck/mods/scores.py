@@ -2,8 +2,10 @@
 
 The result has the dtype of the incoming score: captured fp32 tensors are promoted to it before
 any arithmetic, so that the float64 oracle computes in float64 (a product of an fp32 tensor with
-an integer tensor would be rounded to fp32).
+an integer tensor would be rounded to fp32). Importing this imports no torch.
 """
+
+# ruff: noqa: ARG001  (every score mod has FlexAttention's whole signature, whatever it reads)
 
 from __future__ import annotations
 
@@ -16,44 +18,26 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
 from attncheck.mods import formula, masks
 from attncheck.mods import spec as check
-from attncheck.mods.spec import ANY_SEED, Entry, Values, real_value, text_value, whole_value
+from attncheck.mods.spec import ANY_SEED, Entry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod, Values
 
 __all__ = [
     "SCORES",
     "alibi",
     "alibi_slopes",
     "bias",
+    "chain_scores",
     "none",
+    "offset_score",
     "relative_bias",
     "softcap",
     "table_reader",
     "temperature",
 ]
-
-
-def table_reader(table: Tensor) -> MaskMod:
-    """A mod that gives what ``table``, ``(batch or 1, heads or 1, query or 1, kv or 1)``, holds.
-
-    Axes of size 1 are not looked at. A table of one number keeps its last axis: captured tensors
-    are read by an index.
-    """
-    axes = [axis for axis, size in enumerate(table.shape) if size > 1] or [3]
-    squeezed = table.reshape([table.shape[axis] for axis in axes])
-    one = math.prod(table.shape) == 1
-
-    def read(*indices: Tensor) -> Tensor:
-        used = tuple(indices[axis] for axis in axes)
-        return squeezed[(used[0] * 0,) if one else used]
-
-    return read
-
-
-# ruff: noqa: ARG001  (every score mod has FlexAttention's whole signature, whatever it reads)
 
 
 def none(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -121,12 +105,54 @@ def temperature(temperature: float) -> ScoreMod:
     return tempered
 
 
+def table_reader(table: Tensor) -> MaskMod:
+    """A mod that gives what ``table``, ``(batch or 1, heads or 1, query or 1, kv or 1)``, holds.
+
+    Axes of size 1 are not looked at. A table of one number keeps its last axis: captured tensors
+    are read by an index.
+    """
+    axes = [axis for axis, size in enumerate(table.shape) if size > 1] or [3]
+    squeezed = table.reshape([table.shape[axis] for axis in axes])
+    one = math.prod(table.shape) == 1
+
+    def read(*indices: Tensor) -> Tensor:
+        used = tuple(indices[axis] for axis in axes)
+        return squeezed[(used[0] * 0,) if one else used]
+
+    return read
+
+
+# --- compositions: each part is any callable of a score mod's signature ------------------------
+
+
+def chain_scores(first: ScoreMod, *rest: ScoreMod) -> ScoreMod:
+    """Applies the parts from left to right: ``chain_scores(f, g)`` is g(f(score))."""
+
+    def chained(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        for part in (first, *rest):
+            score = part(score, b, h, q_idx, kv_idx)
+        return score
+
+    return chained
+
+
+def offset_score(part: ScoreMod, *, rows: int) -> ScoreMod:
+    """Row i gets what row i + ``rows`` gets from ``part``."""
+
+    def scored(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return part(score, b, h, q_idx + rows, kv_idx)
+
+    return scored
+
+
+# --- the library ------------------------------------------------------------------------------
+
 _LARGEST_DISTANCE = 2**20
-_MOST_NUMBERS = 2**31 - 1  # kernels compute where to read in 32 bits
+_MOST_NUMBERS = check.INT32_LARGEST  # kernels compute where to read in 32 bits
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """2^(−8(h+1)/heads) for each head, as fp32 numbers (Press et al. 2022, for any head count).
+    """Return 2^(−8(h+1)/heads) for each head, as fp32 numbers (Press et al. 2022).
 
     Through ``decimal``, so that the bits are the same on every machine.
     """
@@ -148,8 +174,8 @@ def _relative_bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
 
     from attncheck.core.draws import Draws
 
-    shape = (dims.heads, 2 * whole_value(values, "distance") + 1)
-    table = Draws(whole_value(values, "seed")).normal("relative_bias", shape)
+    shape = (dims.heads, 2 * values["distance"] + 1)
+    table = Draws(values["seed"]).normal("relative_bias", shape)
     return relative_bias(torch.from_numpy(table.astype(np.float32)).to(device))
 
 
@@ -169,7 +195,8 @@ def _few_enough(name: str, values: Values, dims: Dimensions) -> None:
 def _bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
     shape = _bias_shape(values, dims)
     few = math.prod(shape) <= _KEPT
-    return bias((_kept_bias if few else _drawn_bias)(whole_value(values, "seed"), shape).to(device))
+    table = (_kept_bias if few else _drawn_bias)(values["seed"], shape)
+    return bias(table.to(device))
 
 
 def _drawn_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
@@ -204,7 +231,7 @@ SCORES: dict[str, Entry[ScoreMod]] = {
     "softcap": Entry(
         summary="cap · tanh(score / cap)",
         arguments={"cap": check.positive_number},
-        build=lambda values, _dims, _device: softcap(real_value(values, "cap")),
+        build=lambda values, _dims, _device: softcap(fp32(values["cap"])),
         additive=False,
     ),
     "relative_bias": Entry(
@@ -225,20 +252,20 @@ SCORES: dict[str, Entry[ScoreMod]] = {
     "temperature": Entry(
         summary="divides every score by `temperature`",
         arguments={"temperature": check.positive_number},
-        build=lambda values, _dims, _device: temperature(real_value(values, "temperature")),
+        build=lambda values, _dims, _device: temperature(fp32(values["temperature"])),
         additive=False,
     ),
     "expression": Entry(
         summary="what `text` gives, as where(q_idx % 2 == 0, score, score * 0.5)",
         arguments={"text": check.formula_text(formula.score_formula_code)},
-        build=lambda values, dims, _device: formula.formula_score(text_value(values), dims),
+        build=lambda values, dims, _device: formula.formula_score(values["text"], dims),
         additive=False,  # or is: only its text says so
     ),
-    "chain": Entry(summary="applies its parts from left to right", compose=masks.chain_scores),
+    "chain": Entry(summary="applies its parts from left to right", compose=chain_scores),
     "offset": Entry(
         summary="its part as row i + `rows` has it",
-        compose=masks.offset_score,
-        arguments={"rows": check.later_rows},
+        compose=offset_score,
+        arguments={"rows": masks.later_rows},
         within=masks.shifted_dimensions,
         most_parts=1,
     ),

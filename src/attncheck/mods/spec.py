@@ -1,4 +1,7 @@
-"""Masks and score mods by name: the Spec that a Problem stores, and the library entries that check and build it."""
+"""Masks and score mods by name: the Spec that a Problem stores, and what a library entry is.
+
+An entry says how a Spec is checked and built. Importing this imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
-from attncheck.core.formats import fp32
 
 if TYPE_CHECKING:
-    from typing import Literal
-
     from torch import Tensor
 
 __all__ = [
@@ -26,24 +26,16 @@ __all__ = [
     "ScoreMod",
     "Spec",
     "Values",
-    "as_many_lengths",
     "build_entry",
-    "canvas",
-    "canvas_part",
     "check_spec",
     "document_lengths",
     "formula_text",
-    "later_rows",
     "lengths_of",
     "padding_lengths",
     "positive_number",
-    "real_value",
-    "text_value",
+    "rows_and_columns",
     "whole_number",
-    "whole_value",
-    "within_the_canvas",
 ]
-
 
 MaskMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
 """``mask(b, h, q_idx, kv_idx)``: index tensors in, a bool tensor (True: the row sees it) out."""
@@ -51,13 +43,17 @@ MaskMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
 ScoreMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
 """``score(score, b, h, q_idx, kv_idx)``: the scaled q·k and its indices in, another score out."""
 
-
 Argument = int | float | str | tuple[int, ...]
+
+Values: TypeAlias = Mapping[str, Any]
+"""Arguments by name, each of the type that its check wants."""
+
+INT32_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """The index ranges a mod is asked about: b < batch, h < heads, q_idx < query, kv_idx < kv."""
+    """The index ranges a mod is called with: b < batch, h < heads, q_idx < query, kv_idx < kv."""
 
     batch: int
     heads: int
@@ -84,7 +80,7 @@ class Spec:
 
     @classmethod
     def of(cls, name: str, /, *parts: Spec, **arguments: Argument | list[int]) -> Spec:
-        """Spec ``name`` with keyword numbers or a text, or a composition of ``parts``."""
+        """Return Spec ``name`` with keyword numbers or a text, or a composition of ``parts``."""
         frozen = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
         return cls(name, tuple(sorted(frozen.items())), parts)
 
@@ -94,33 +90,33 @@ class Spec:
         return dict(self.arguments)
 
     def walk(self) -> Iterator[Spec]:
-        """This spec and everything it is composed of."""
+        """Yield this spec and everything it is composed of."""
         yield self
         for part in self.parts:
             yield from part.walk()
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; ``from_json`` gives the same Spec back."""
-        given = {k: list(v) if isinstance(v, tuple) else v for k, v in self.arguments}
+        """Return a JSON object; ``from_json`` gives the same Spec back."""
+        arguments = {k: list(v) if isinstance(v, tuple) else v for k, v in self.arguments}
         composed = {"of": [part.to_json() for part in self.parts]} if self.parts else {}
-        return {"name": self.name, **given, **composed}
+        return {"name": self.name, **arguments, **composed}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Spec:
-        """The Spec that ``to_json`` wrote; raises ProblemError on anything else."""
+        """Return the Spec that ``to_json`` wrote; raise ProblemError on anything else."""
         if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
             raise ProblemError(f"a mod is an object with a name, not {data!r}.")
         composed = data.get("of", [])
         if not isinstance(composed, list):
             raise ProblemError(f"{data['name']}.of must be a list of mods, not {composed!r}.")
         parts = tuple(cls.from_json(part) for part in composed)
-        given = {k: v for k, v in data.items() if k not in {"name", "of"}}
-        for key, value in given.items():
+        arguments = {k: v for k, v in data.items() if k not in {"name", "of"}}
+        for key, value in arguments.items():
             items = value if isinstance(value, list) else [value]
             numbers = all(isinstance(i, int | float) and not isinstance(i, bool) for i in items)
             if not (numbers or isinstance(value, str)):
                 raise ProblemError(f"{data['name']}.{key} must be numbers or a text: {value!r}.")
-        return cls.of(data["name"], *parts, **given)
+        return cls.of(data["name"], *parts, **arguments)
 
     def __str__(self) -> str:
         inner = [str(part) for part in self.parts]
@@ -130,12 +126,106 @@ class Spec:
         return f"{self.name}({', '.join(inner)})" if inner else self.name
 
 
+# --- library entries --------------------------------------------------------------------------
+
+Mod = TypeVar("Mod")
+
 Check: TypeAlias = "Callable[[str, Argument, Dimensions], None]"
-"""``check(label, value, dimensions)``; the label is ``mod.argument``."""
+"""``check(label, value, dimensions)`` raises ProblemError; the label is ``mod.argument``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry(Generic[Mod]):
+    """One mask or score mod of the library, or one way to compose them.
+
+    Attributes:
+        summary: What it does, in a line.
+        build: (arguments by name, dimensions, device) → callable; None for a composition.
+        compose: The callables of the parts, and its arguments as keywords → callable; None for
+            anything else.
+        arguments: Its numbers, or its text, by name, each with the check that it must pass.
+        together: (name, arguments by name, dimensions) → None: raises ProblemError where arguments
+            that are right one by one do not fit together.
+        within: Compositions only: (arguments by name, dimensions) → the dimensions that its parts
+            are called with.
+        most_parts: How many parts a composition takes at most (at least one).
+        additive: Scores only: what is added does not depend on the score. A composition is
+            additive when its parts are (``is_additive``).
+    """
+
+    summary: str
+    build: Callable[[Values, Dimensions, str], Mod] | None = None
+    compose: Callable[..., Mod] | None = None
+    arguments: Mapping[str, Check] = field(default_factory=dict)
+    together: Callable[[str, Values, Dimensions], None] = lambda _name, _values, _dims: None
+    within: Callable[[Values, Dimensions], Dimensions] = lambda _values, dims: dims
+    most_parts: float = math.inf
+    additive: bool = True
+
+
+def check_spec(
+    kind: Literal["mask", "score mod"],
+    entries: Mapping[str, Entry[Mod]],
+    spec: Spec,
+    dims: Dimensions,
+) -> None:
+    """Raise UnknownName or ProblemError unless ``spec`` is one of ``entries`` and fits.
+
+    Args:
+        kind: What an error calls it.
+        entries: By name.
+        spec: Its name, arguments and parts.
+        dims: The index ranges.
+    """
+    if spec.name not in entries:
+        refuse_recorded(kind, spec.name)
+        if "::" in spec.name:  # a Case from elsewhere
+            option = "--mask" if kind == "mask" else "--score"
+            raise ProblemError(f"{kind} {spec.name!r} is of a file: give that file with {option}.")
+        raise UnknownName(kind, spec.name, without_recorded(entries))
+    entry, values = entries[spec.name], spec.values
+    for name in values:
+        if name not in entry.arguments:
+            allowed = ", ".join(entry.arguments) or "none"
+            raise ProblemError(f"{spec.name} has no argument {name!r}: its arguments: {allowed}.")
+    for name, check in entry.arguments.items():
+        if name not in values:
+            raise ProblemError(f"{spec.name} needs its argument {name!r}.")
+        check(f"{spec.name}.{name}", values[name], dims)
+    entry.together(spec.name, values, dims)
+    if entry.compose is None and spec.parts:
+        raise ProblemError(f"{spec.name} takes no parts: only a composition does.")
+    if entry.compose is not None and not 1 <= len(spec.parts) <= entry.most_parts:
+        wanted = "exactly one part" if entry.most_parts == 1 else "at least one part"
+        raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {wanted}.")
+    for part in spec.parts:
+        check_spec(kind, entries, part, entry.within(values, dims))
+
+
+def build_entry(
+    entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions, device: str
+) -> Mod:
+    """Return the callable of a checked ``spec``, its tensors on ``device``."""
+    entry = entries[spec.name]
+    if entry.compose is not None:
+        inside = entry.within(spec.values, dims)
+        parts = (build_entry(entries, part, inside, device) for part in spec.parts)
+        return entry.compose(*parts, **spec.values)
+    assert entry.build is not None
+    return entry.build(spec.values, dims, device)
+
+
+# --- checks of arguments ----------------------------------------------------------------------
+
+_LONGEST = 200
+_LINE = re.compile(rf"(?=.{{1,{_LONGEST}}}\Z)[!-~]([ -~]*[!-~])?")
+_FP32_SMALLEST = 2.0**-149
+_FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
+_MOST_CELLS = 2**24  # of a canvas: more than any length that a kernel is asked for
 
 
 def whole_number(low: int, high: int) -> Check:
-    """The argument is a whole number from ``low`` to ``high``."""
+    """Return a check of a whole number from ``low`` to ``high``."""
 
     def check(label: str, value: Argument, _: Dimensions) -> None:
         if not _is_whole(value, low, high):
@@ -144,47 +234,40 @@ def whole_number(low: int, high: int) -> Check:
     return check
 
 
+ANY_SEED = whole_number(0, 2**63 - 1)
+
+
 def positive_number(label: str, value: Argument, _: Dimensions) -> None:
-    """The argument is a positive number that fp32 can hold."""
+    """Check a positive number that fp32 can hold."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not _FP32_SMALLEST <= cast("float", value) <= _FP32_LARGEST:
+    if not number or not _FP32_SMALLEST <= value <= _FP32_LARGEST:  # type: ignore[operator]  # it is one
         raise ProblemError(f"{label}={value!r} must be a positive number in the range of fp32.")
 
 
 def document_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:
-    """The argument has lengths that cover every position of the longer of query and kv."""
-    total = sum(_lengths(label, value))
-    needed = max(dimensions.query, dimensions.kv)
-    if total < needed:
-        raise ProblemError(
-            f"{label} cover {total} positions: they must cover max(query, kv)={needed}."
-        )
+    """Check lengths that cover every position of the longer of query and kv."""
+    longest = max(dimensions.query, dimensions.kv)
+    _check_total(label, value, longest, f"max(query, kv)={longest}")
 
 
 def lengths_of(which: Literal["query", "kv"]) -> Check:
-    """The argument has lengths that cover every position of query, or of kv."""
+    """Return a check of lengths that cover every position of query, or of kv."""
 
     def check(label: str, value: Argument, dimensions: Dimensions) -> None:
-        total, needed = sum(_lengths(label, value)), getattr(dimensions, which)
-        if total < needed:
-            raise ProblemError(
-                f"{label} cover {total} positions: they must cover {which}={needed}."
-            )
+        needed: int = getattr(dimensions, which)
+        _check_total(label, value, needed, f"{which}={needed}")
 
     return check
 
 
-def as_many_lengths(name: str, values: Mapping[str, Argument], _: Dimensions) -> None:
-    """``query_lengths`` and ``kv_lengths`` are of the same documents."""
-    query, kv = (len(cast("tuple[int, ...]", values[f"{of}_lengths"])) for of in ("query", "kv"))
-    if query != kv:
-        raise ProblemError(
-            f"{name} has {query} query_lengths and {kv} kv_lengths: each document has one of each."
-        )
+def _check_total(label: str, value: Argument, needed: int, what: str) -> None:
+    total = sum(_lengths(label, value))
+    if total < needed:
+        raise ProblemError(f"{label} cover {total} positions: they must cover {what}.")
 
 
 def padding_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:
-    """The argument has one length for each sequence of the batch, none longer than kv."""
+    """Check one length for each sequence of the batch, none longer than kv."""
     lengths = _lengths(label, value)
     batch, kv = dimensions.batch, dimensions.kv
     if len(lengths) != batch:
@@ -195,36 +278,20 @@ def padding_lengths(label: str, value: Argument, dimensions: Dimensions) -> None
         raise ProblemError(f"{label} has a length {max(lengths)}: none may exceed kv={kv}.")
 
 
-def canvas(label: str, value: Argument, _: Dimensions) -> None:
-    """The argument is the rows and columns of a canvas."""
-    rows, columns = _pair(label, value)
-    if rows * columns > _MOST_CELLS:
-        raise ProblemError(f"{label}={[rows, columns]} has more than {_MOST_CELLS} cells.")
-
-
-def canvas_part(label: str, value: Argument, _: Dimensions) -> None:
-    """The argument is the rows and columns of a part of a canvas."""
-    _pair(label, value)
-
-
-def within_the_canvas(name: str, values: Mapping[str, Argument], _: Dimensions) -> None:
-    """No other part of the canvas is larger than ``canvas``."""
-    whole_canvas = cast("tuple[int, int]", values["canvas"])
-    for part, value in values.items():
-        sides = cast("tuple[int, int]", value)
-        if any(side > length for side, length in zip(sides, whole_canvas, strict=True)):
-            raise ProblemError(
-                f"{name}.{part}={list(sides)} is larger than the canvas {list(whole_canvas)}."
-            )
-
-
-def later_rows(label: str, value: Argument, dimensions: Dimensions) -> None:
-    """The argument is how much later rows are: their indices fit in 32 bits."""
-    whole_number(0, _INT32_LARGEST - dimensions.query)(label, value, dimensions)
+def rows_and_columns(label: str, value: Argument, _: Dimensions) -> None:
+    """Check the rows and columns of a canvas or a part of one."""
+    pair = isinstance(value, tuple) and len(value) == 2
+    shown = list(value) if isinstance(value, tuple) else value
+    if not pair or not all(_is_whole(v, 1, _MOST_CELLS) for v in value):  # type: ignore[union-attr]  # it is a tuple
+        raise ProblemError(
+            f"{label}={shown!r} must be two whole numbers from 1 to {_MOST_CELLS}: rows, columns."
+        )
+    if math.prod(value) > _MOST_CELLS:  # type: ignore[arg-type]  # it is a tuple
+        raise ProblemError(f"{label}={shown} has more than {_MOST_CELLS} cells.")
 
 
 def formula_text(read: Callable[[str, Dimensions], object]) -> Check:
-    """The argument is a line that ``read`` reads; what it raises is said of the argument."""
+    """Return a check of a line that ``read`` reads; what it raises is said of the argument."""
 
     def check(label: str, value: Argument, dimensions: Dimensions) -> None:
         if not isinstance(value, str) or not _LINE.fullmatch(value):
@@ -242,148 +309,14 @@ def formula_text(read: Callable[[str, Dimensions], object]) -> Check:
     return check
 
 
-_LONGEST = 200
-_LINE = re.compile(rf"(?=.{{1,{_LONGEST}}}\Z)[!-~]([ -~]*[!-~])?")
-_FP32_SMALLEST = 2.0**-149
-_FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
-_INT32_LARGEST = 2**31 - 1
-_MOST_CELLS = 2**24  # more than any length that a kernel is asked for
-
-
 def _is_whole(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _lengths(label: str, value: Argument) -> tuple[int, ...]:
-    if isinstance(value, tuple) and value and all(_is_whole(v, 0, _INT32_LARGEST) for v in value):
+    if isinstance(value, tuple) and value and all(_is_whole(v, 0, INT32_LARGEST) for v in value):
         return value
     shown = list(value) if isinstance(value, tuple) else value
     raise ProblemError(
-        f"{label}={shown!r} must be a list of whole numbers from 0 to {_INT32_LARGEST}."
+        f"{label}={shown!r} must be a list of whole numbers from 0 to {INT32_LARGEST}."
     )
-
-
-def _pair(label: str, value: Argument) -> tuple[int, int]:
-    pair = isinstance(value, tuple) and len(value) == 2
-    if pair and all(_is_whole(v, 1, _MOST_CELLS) for v in cast("tuple[int, int]", value)):
-        return cast("tuple[int, int]", value)
-    shown = list(value) if isinstance(value, tuple) else value
-    raise ProblemError(
-        f"{label}={shown!r} must be two whole numbers from 1 to {_MOST_CELLS}: rows, columns."
-    )
-
-
-Mod = TypeVar("Mod")
-Values = Mapping[str, Argument]
-"""Arguments by name."""
-
-ANY_SEED = whole_number(0, 2**63 - 1)
-
-_ANY_NUMBER = 10**9
-
-
-def _any(_name: str, _values: Values, _dimensions: Dimensions) -> None:
-    """Arguments that are right are right together."""
-
-
-def _the_same(_values: Values, dimensions: Dimensions) -> Dimensions:
-    """Parts are asked at the composition's own indices."""
-    return dimensions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry(Generic[Mod]):
-    """One mask or score mod of the library, or one way to compose them.
-
-    Attributes:
-        summary: What it does, in a line.
-        build: (arguments by name, dimensions, device) → callable; None for a composition.
-        compose: The callables of the parts, and its arguments as keywords → callable; None for
-            anything else.
-        arguments: Its numbers, or its text, by name, each with the check that it must pass.
-        together: (name, arguments by name, dimensions) → None: raises ProblemError where arguments
-            that are right one by one do not fit together.
-        within: Compositions only: (arguments by name, dimensions) → the dimensions that its parts
-            are asked about.
-        most_parts: How many parts a composition takes at most (at least one).
-        additive: Scores only: what is added does not depend on the score. A composition is
-            additive when its parts are (``is_additive``).
-    """
-
-    summary: str
-    build: Callable[[Values, Dimensions, str], Mod] | None = None
-    compose: Callable[..., Mod] | None = None
-    arguments: Mapping[str, Check] = field(default_factory=dict)
-    together: Callable[[str, Values, Dimensions], None] = _any
-    within: Callable[[Values, Dimensions], Dimensions] = _the_same
-    most_parts: int = _ANY_NUMBER
-    additive: bool = True
-
-
-def check_spec(
-    kind: str, option: str, entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions
-) -> None:
-    """Raises UnknownName or ProblemError unless ``spec`` is one of ``entries`` and fits.
-
-    Args:
-        kind: What an error calls it: ``mask`` or ``score mod``.
-        option: Of the command line, that takes a file of such mods.
-        entries: By name.
-        spec: What is asked for.
-        dims: The index ranges.
-    """
-    if spec.name not in entries:
-        refuse_recorded(kind, spec.name)
-        if "::" in spec.name:  # a Case from elsewhere
-            raise ProblemError(f"{kind} {spec.name!r} is of a file: give that file with {option}.")
-        raise UnknownName(kind, spec.name, without_recorded(entries))
-    entry = entries[spec.name]
-    _check_arguments(spec, entry, dims)
-    if entry.compose is None and spec.parts:
-        raise ProblemError(f"{spec.name} takes no parts: only a composition does.")
-    if entry.compose is not None and not 1 <= len(spec.parts) <= entry.most_parts:
-        wanted = "exactly one part" if entry.most_parts == 1 else "at least one part"
-        raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {wanted}.")
-    for part in spec.parts:
-        check_spec(kind, option, entries, part, entry.within(spec.values, dims))
-
-
-def _check_arguments(spec: Spec, entry: Entry[Mod], dims: Dimensions) -> None:
-    checks, values = entry.arguments, spec.values
-    for name in values:
-        if name not in checks:
-            allowed = ", ".join(checks) or "none"
-            raise ProblemError(f"{spec.name} has no argument {name!r}: its arguments: {allowed}.")
-    for name, passes in checks.items():
-        if name not in values:
-            raise ProblemError(f"{spec.name} needs its argument {name!r}.")
-        passes(f"{spec.name}.{name}", values[name], dims)
-    entry.together(spec.name, values, dims)
-
-
-def build_entry(
-    entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions, device: str
-) -> Mod:
-    """The callable of a checked ``spec``, its tensors on ``device``."""
-    entry = entries[spec.name]
-    if entry.compose is not None:
-        inside = entry.within(spec.values, dims)
-        parts = (build_entry(entries, part, inside, device) for part in spec.parts)
-        return entry.compose(*parts, **spec.values)
-    assert entry.build is not None
-    return entry.build(spec.values, dims, device)
-
-
-def whole_value(values: Values, name: str) -> int:
-    """A whole number that was checked at the door."""
-    return cast("int", values[name])
-
-
-def real_value(values: Values, name: str) -> float:
-    """A real number as a kernel receives it."""
-    return fp32(float(cast("float", values[name])))
-
-
-def text_value(values: Values) -> str:
-    """The text of an expression."""
-    return cast("str", values["text"])

@@ -5,10 +5,11 @@ passed at run time in a tuple. Triton specialises whole numbers in a tuple (equa
 of 16, any other), also where the kernel says ``do_not_specialize``: at most three variants each.
 
 Arithmetic is fp32 and int32, whatever torch computes the callable in: a whole number beyond 32 bits
-wraps, and one beyond 2^24 is rounded where it meets a real one. ``triton_ulp`` states the error of
-each operation. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE (read from the
-PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a multiplication and an
-addition into one rounding. ``floor`` and ``ceil`` take subnormal numbers for 0 (``cvt.ftz``).
+wraps, and one beyond 2^24 is rounded where it meets a real one. ``operation_errors`` states the
+error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE (read
+from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a
+multiplication and an addition into one rounding. ``floor`` and ``ceil`` take subnormal numbers for
+0 (``cvt.ftz``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import linecache
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -25,14 +26,17 @@ import triton.language as tl
 
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import fp32
-from attncheck.mods.expression import INFIX, LEAVES
-from attncheck.mods.operation_errors import TRITON_FLUSHED, TRITON_ULP
+from attncheck.mods.expression import OPERATIONS, Algebra, Expression, Node, evaluate
 from attncheck.mods.triton_functions import FUNCTIONS
 
 if TYPE_CHECKING:
-    from attncheck.mods.expression import Captured, Expression, Node, Structure
+    from collections.abc import Callable
 
-__all__ = ["TRITON_FLUSHED", "TRITON_ULP", "TritonMod", "to_triton"]
+    from attncheck.mods.expression import Captured, Structure
+
+__all__ = ["TritonMod", "to_triton"]
+
+_INT32_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +59,7 @@ class TritonMod:
 
 
 def to_triton(expression: Expression, device: str | torch.device | None = None) -> TritonMod:
-    """The expression as a Triton function and its captured values.
+    """Return the expression as a Triton function, and its captured values.
 
     Args:
         expression: A traced mask or score mod.
@@ -67,19 +71,14 @@ def to_triton(expression: Expression, device: str | torch.device | None = None) 
     function, source = _function(expression.structure)
     captured: list[Captured] = []
     for value in expression.captured:
-        captured += _arguments(value, device)
+        if not isinstance(value, torch.Tensor):
+            captured.append(fp32(value) if isinstance(value, float) else value)
+            continue
+        if value.numel() > _INT32_LARGEST:
+            raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
+        flat = value.detach().to(device or value.device).reshape(-1).contiguous()
+        captured += [flat.to(_read_as(flat)), *value.shape]
     return TritonMod(function, tuple(captured), source)
-
-
-def _arguments(value: Captured, device: str | torch.device | None) -> list[Captured]:
-    if isinstance(value, int):
-        return [value]
-    if isinstance(value, float):
-        return [fp32(value)]
-    if value.numel() > _INT32_LARGEST:
-        raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
-    flat = value.detach().to(device or value.device).reshape(-1).contiguous()
-    return [flat.to(_read_as(flat)), *value.shape]
 
 
 def _read_as(flat: torch.Tensor) -> torch.dtype:
@@ -88,21 +87,16 @@ def _read_as(flat: torch.Tensor) -> torch.dtype:
         return torch.float32
     if flat.dtype is torch.bool:
         return torch.int8
-    wide = flat.dtype is torch.int64 and not _fits_int32(flat)
-    return torch.int64 if wide else torch.int32
-
-
-_INT32_LARGEST = 2**31 - 1
-
-
-def _fits_int32(values: torch.Tensor) -> bool:
-    low, high = (int(limit) for limit in torch.aminmax(values))
-    return max(-1 - low, high) <= _INT32_LARGEST
+    if flat.dtype is torch.int64:
+        low, high = (int(limit) for limit in torch.aminmax(flat))
+        if max(-1 - low, high) > _INT32_LARGEST:
+            return torch.int64
+    return torch.int32
 
 
 @cache
 def _function(structure: Structure) -> tuple[Any, str]:
-    source = _source(structure)
+    source = _Printer(structure).source()
     name = _name(structure)
     # Triton and inspect read a function's text through linecache; no file is needed.
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -121,51 +115,72 @@ def _name(structure: Structure) -> str:
     return "score_mod" if structure.inputs[0] == "score" else "mask_mod"
 
 
-def _source(structure: Structure) -> str:
-    first = _first_arguments(structure)
-    lines = [f"def {_name(structure)}({', '.join(structure.inputs)}, captured):"]
-    texts: list[str] = []
-    for position, node in enumerate(structure.nodes):
-        if node.op in LEAVES:
-            texts.append(_leaf(node, first))
-            continue
-        operands = [(structure.nodes[i], texts[i]) for i in node.operands]
-        if node.op == "cast" and node.kind == operands[0][0].kind:
-            texts.append(operands[0][1])  # one width a kind: nothing to do
-            continue
-        lines.append(f"    v{position} = {_text(node, operands, first)}")
-        texts.append(f"v{position}")
-    return "\n".join([*lines, f"    return {texts[-1]}", ""])
+class _Text(NamedTuple):
+    """A value of the printed function, and the node that it is."""
+
+    node: Node
+    text: str
 
 
-def _first_arguments(structure: Structure) -> dict[int, int]:
-    """Where each slot begins in the tuple: a tensor is followed by its sizes."""
-    ranks = {n.slot: n.rank if n.op == "tensor" else 0 for n in structure.nodes if n.slot >= 0}
-    first, position = {}, 0
-    for slot in sorted(ranks):
-        first[slot] = position
-        position += 1 + ranks[slot]
-    return first
+class _Printer:
+    """The algebra of Triton's text: each operation is a line, its value the line's variable."""
 
+    def __init__(self, structure: Structure) -> None:
+        self._structure, self._lines = structure, list[str]()
+        # Where each slot begins in the tuple: a tensor is followed by its sizes.
+        ranks = {n.slot: n.rank * (n.op == "tensor") for n in structure.nodes if n.slot >= 0}
+        self._first: dict[int, int] = {}
+        position = 0
+        for slot in sorted(ranks):
+            self._first[slot] = position
+            position += 1 + ranks[slot]
 
-def _leaf(node: Node, first: dict[int, int]) -> str:
-    if node.op == "input":
-        return node.name
-    if node.op in {"true", "false"}:
-        return f"tl.full((), {node.op == 'true'}, tl.int1)"
-    return f"captured[{first[node.slot]}]"
+    def source(self) -> str:
+        """Return the text of the function."""
+        inputs = self._structure.inputs
+        special: dict[str, Callable[..., _Text]] = {"index": self._load, "cast": self._cast}
+        algebra = Algebra.of(self._leaf, self._operation, special)
+        nothing = (0,) * (1 + max(self._first, default=-1))
+        result = evaluate(Expression(self._structure, nothing), algebra, *inputs)
+        head = f"def {_name(self._structure)}({', '.join(inputs)}, captured):"
+        return "\n".join([head, *self._lines, f"    return {result.text}", ""])
 
+    def _leaf(self, node: Node, _value: object) -> _Text:
+        if node.op == "input":
+            return _Text(node, node.name)
+        if node.op in {"true", "false"}:
+            return _Text(node, f"tl.full((), {node.op == 'true'}, tl.int1)")
+        return _Text(node, f"captured[{self._first[node.slot]}]")
 
-def _text(node: Node, operands: list[tuple[Node, str]], first: dict[int, int]) -> str:
-    if node.op == "index":
-        return _load(node, operands, first)
-    if node.op == "cast":
-        return _cast(node, operands[0][1])
-    texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
-    real = node.kind == "float"
-    template = _REAL_TEMPLATES.get(node.op, "") if real else ""
-    nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
-    return (template or _TEMPLATES[node.op]).format(*texts, nan=nan)
+    def _line(self, node: Node, text: str) -> _Text:
+        variable = f"v{len(self._lines)}"
+        self._lines.append(f"    {variable} = {text}")
+        return _Text(node, variable)
+
+    def _operation(self, node: Node, *operands: _Text) -> _Text:
+        texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
+        real = node.kind == "float"
+        template = _REAL_TEMPLATES.get(node.op, "") if real else ""
+        nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
+        return self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
+
+    def _cast(self, node: Node, operand: _Text) -> _Text:
+        if node.kind == operand.node.kind:
+            return _Text(node, operand.text)  # one width a kind: nothing to do
+        if node.kind == "bool":
+            return self._line(node, f"{operand.text} != 0")
+        dtype = "tl.float32" if node.kind == "float" else "tl.int32"
+        return self._line(node, f"{operand.text}.to({dtype})")
+
+    def _load(self, node: Node, table: _Text, *indices: _Text) -> _Text:
+        offset = ""
+        for axis, (index, text) in enumerate(indices):
+            size = f"captured[{self._first[table.node.slot] + 1 + axis}]"
+            # Only b, h, q_idx and kv_idx are known to be no negative (from the end) index.
+            place = f"{'_inside' if index.op == 'input' else '_wrapped'}({text}, {size})"
+            offset = f"({offset}) * {size} + {place}" if axis else place
+        loaded = f"tl.load({table.text} + {offset})"
+        return self._line(node, f"{loaded} != 0" if node.kind == "bool" else loaded)
 
 
 def _converted(node: Node, position: int, operand: Node, text: str) -> str:
@@ -184,7 +199,7 @@ _FUNCTIONS_OF_REALS = {
 }
 
 _TEMPLATES = {
-    **{op: f"{{0}} {sign} {{1}}" for op, sign in INFIX.items()},
+    **{op: f"{{0}} {known.sign} {{1}}" for op, known in OPERATIONS.items() if known.sign},
     **{op: f"_{op}({{0}}, {{1}})" for op in ("floor_divide", "remainder")},
     **{op: f"_{op}({{0}}, {{1}})" for op in ("left_shift", "right_shift")},
     **_FUNCTIONS_OF_REALS,
@@ -202,21 +217,3 @@ _REAL_TEMPLATES = {
     "remainder": "_remainder_real({0}, {1})",
     "sign": "_sign({0}).to(tl.float32)",
 }
-
-
-def _cast(node: Node, text: str) -> str:
-    if node.kind == "bool":
-        return f"{text} != 0"
-    return f"{text}.to({'tl.float32' if node.kind == 'float' else 'tl.int32'})"
-
-
-def _load(node: Node, operands: list[tuple[Node, str]], first: dict[int, int]) -> str:
-    (table, pointer), *indices = operands
-    offset = ""
-    for axis, (index, text) in enumerate(indices):
-        size = f"captured[{first[table.slot] + 1 + axis}]"
-        # Only b, h, q_idx and kv_idx are known to be no negative (from the end) index.
-        place = f"{'_inside' if index.op == 'input' else '_wrapped'}({text}, {size})"
-        offset = f"({offset}) * {size} + {place}" if axis else place
-    loaded = f"tl.load({pointer} + {offset})"
-    return f"{loaded} != 0" if node.kind == "bool" else loaded

@@ -15,7 +15,11 @@ from torch._decomp import core_aten_decompositions
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,32 +34,41 @@ if TYPE_CHECKING:
 __all__ = [
     "PLACE",
     "VocabularyInterpreter",
+    "aten_name",
     "current_mod_line",
     "describe_mod",
+    "example_arguments",
     "failing_mod_line",
     "record_gradient",
     "record_operations",
 ]
 
+PLACE = "attncheck_place"
+"""Key of a node's ``meta``: where in the mod it was recorded (`` at file:line `text```)."""
 
-# Frames of torch and of the modules that watch the mod are not the mod's.
-_HERE = Path(__file__).parent
-_WATCHING = ("agreement", "derivative", "expression", "places", "recording", "trace")
+
+# --- what messages say of a mod ---------------------------------------------------------------
+
+# Frames of torch and of the modules that watch a mod are not the mod's; three hold mods.
 _NOT_THE_MOD = (
     str(Path(torch.__file__).parent),
-    *(str(_HERE / f"{name}.py") for name in _WATCHING),
+    *(
+        str(file)
+        for file in Path(__file__).parent.glob("*.py")
+        if file.stem not in {"masks", "scores", "page_table"}
+    ),
 )
 
 
 def describe_mod(what: str, mod: Any) -> str:
-    """``mask 'name'``: a partial is called by its function, an object by its class."""
+    """Return ``mask 'name'``: a partial is called by its function, an object by its class."""
     while isinstance(mod, functools.partial):
         mod = mod.func
     return f"{what} {getattr(mod, '__name__', type(mod).__name__)!r}"
 
 
 def current_mod_line() -> str:
-    """The innermost line of the mod that is running: `` at file:line `text```, or nothing."""
+    """Return the innermost line of the mod that is running, `` at file:line `text```, or ""."""
     frame: FrameType | None = sys._getframe(1)
     place = ""
     while frame is not None and not place:
@@ -65,7 +78,7 @@ def current_mod_line() -> str:
 
 
 def failing_mod_line(error: BaseException) -> str:
-    """The innermost line of the mod that ``error`` passed."""
+    """Return the innermost line of the mod that ``error`` passed, likewise."""
     place = ""
     traceback = error.__traceback__
     while traceback is not None:
@@ -82,49 +95,69 @@ def _place(frame: FrameType, line: int) -> str:
     return f" at {Path(file).name}:{line}" + (f" `{text}`" if text else "")
 
 
-PLACE = "attncheck_place"
-"""Key of a node's ``meta``: where in the mod it was recorded (`` at file:line `text```)."""
+# --- recording --------------------------------------------------------------------------------
+
+
+def example_arguments(names: tuple[str, ...], device: str) -> list[Tensor]:
+    """Return one element for each argument of a mod, each a tensor of its own.
+
+    The tracer takes one object for one symbol. The score is float64, so that Python numbers stay
+    what they are.
+    """
+    return [
+        torch.full((1,), 0.5, dtype=torch.float64, device=device)
+        if name == "score"
+        else torch.zeros(1, dtype=torch.int64, device=device)
+        for name in names
+    ]
 
 
 def record_operations(
     mod: Callable[..., Tensor], arguments: tuple[str, ...], examples: list[Tensor]
 ) -> fx.GraphModule:
-    """The ATen operations that ``mod`` applies to ``examples``; their lines are in ``PLACE``.
+    """Return the ATen operations that ``mod`` applies to ``examples``; their lines are in PLACE.
 
     Raises:
         TraceError: if the mod cannot be called with ``arguments``, raises, writes in place, draws
             random numbers or asks for a tensor's value.
     """
-    _require_signature(mod, arguments)
+    if not callable(mod):
+        raise TraceError(f"it is no callable of ({', '.join(arguments)})")
+    try:
+        inspect.signature(mod).bind(*arguments)
+    except TypeError as error:
+        raise TraceError(f"it must take ({', '.join(arguments)}): {error}") from None
+    except ValueError:
+        pass  # a built-in function has no signature: it says so itself when it is called
 
     def watched(*tensors: Tensor) -> Tensor:
-        return _watched(mod, tensors)
+        return _call_watched(mod, tensors)
 
     with torch.no_grad():
-        return _made(watched, examples)
+        return _make_graph(watched, examples)
 
 
 def record_gradient(mod: Callable[..., Tensor], examples: list[Tensor]) -> fx.GraphModule:
-    """The ATen operations of torch's own derivative of ``mod`` with respect to its first argument.
+    """Return the ATen operations of torch's derivative of ``mod`` by its first argument.
 
     They are autograd's, its compound formulas written out (``core_aten_decompositions``); some
     write in place.
 
     Raises:
-        TraceError: as ``record``, or if torch has no derivative of an operation of the mod.
+        TraceError: as ``record_operations``, or if torch has no derivative of an operation.
     """
 
     def gradient(first: Tensor, *others: Tensor) -> Tensor:
         with torch.enable_grad():
             variable = first.detach().requires_grad_()
-            given = _watched(mod, (variable, *others))
-            if not given.requires_grad:  # it does not depend on its first argument
+            result = _call_watched(mod, (variable, *others))
+            if not result.requires_grad:  # it does not depend on its first argument
                 return torch.zeros_like(first)
-            ones = torch.ones_like(given)
-            (slope,) = torch.autograd.grad(given, variable, ones, allow_unused=True)
+            ones = torch.ones_like(result)
+            (slope,) = torch.autograd.grad(result, variable, ones, allow_unused=True)
         return torch.zeros_like(first) if slope is None else slope
 
-    return _made(gradient, examples, _decompositions())
+    return _make_graph(gradient, examples, _decompositions())
 
 
 @functools.cache
@@ -140,14 +173,7 @@ def _fakes() -> FakeTensorMode:
     return FakeTensorMode(allow_fallback_kernels=True)
 
 
-def _watched(mod: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
-    with _Watch(tensors) as watch, _NoEscape(watch):
-        given = mod(*tensors)
-        _refuse_a_coroutine(given)
-        return given
-
-
-def _made(
+def _make_graph(
     function: Callable[..., Tensor], examples: list[Tensor], decompositions: Any = None
 ) -> fx.GraphModule:
     try:
@@ -159,26 +185,15 @@ def _made(
         raise TraceError(f"it raised {error_line(error)}{failing_mod_line(error)}") from None
 
 
-def _refuse_a_coroutine(given: object) -> None:
-    """Or a generator; Python warns about a coroutine that is neither run nor closed."""
-    if inspect.iscoroutine(given):
-        given.close()
+def _call_watched(mod: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+    with _Watch(tensors) as watch, _NoEscape(watch):
+        result: Any = mod(*tensors)
+    if inspect.iscoroutine(result):
+        result.close()  # Python warns about one that is neither run nor closed
         raise TraceError("it gives a coroutine: use a plain def")
-    if inspect.isgenerator(given) or inspect.isasyncgen(given):
+    if inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TraceError("it gives a generator: use a plain def without yield")
-
-
-def _require_signature(mod: Callable[..., Tensor], arguments: tuple[str, ...]) -> None:
-    if not callable(mod):
-        raise TraceError(f"it is no callable of ({', '.join(arguments)})")
-    try:
-        signature = inspect.signature(mod)
-    except ValueError:
-        return  # a built-in function: it says so itself when it is called
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise TraceError(f"it must take ({', '.join(arguments)}): {error}") from None
+    return result  # type: ignore[no-any-return]  # whatever it is, the caller looks at it
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -193,18 +208,27 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         self._dependent = {id(argument): argument for argument in arguments}
 
     def depends(self, values: Any) -> bool:
-        """Whether a tensor among ``values`` was computed from the mod's arguments."""
+        """Return whether a tensor among ``values`` was computed from the mod's arguments."""
         return any(id(leaf) in self._dependent for leaf in tree_leaves(values))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         place = current_mod_line()
         depends = self.depends((args, kwargs))
-        _refuse(func, place, depends=depends)
-        if not _gives_tensors(func):
+        gives_tensors = all("Tensor" in str(value.type) for value in func._schema.returns)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError(f"it draws random numbers{place}: capture them instead")
+        if func._schema.is_mutable:
+            raise TraceError(
+                f"it writes in place with {func.overloadpacket}{place}: "
+                "give a new tensor (x = x + y, not x += y)"
+            )
+        if not gives_tensors:
+            if depends:
+                raise TraceError(f"it decides on a tensor's value{place}: {_VALUE_REMEDY}")
             with disable_proxy_modes_tracing():
                 return func(*args, **kwargs)
-        result = _marked(func, args, kwargs, place)
+        result = _call_marked(func, args, kwargs, place)
         if depends:
             self._dependent |= {id(leaf): leaf for leaf in tree_leaves(result)}
         return result
@@ -220,7 +244,8 @@ class _NoEscape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS_MEMORY and self._watch.depends((args, kwargs)):
-            raise TraceError(f"it decides on a tensor's value{current_mod_line()}: {_VALUE_REMEDY}")
+            place = current_mod_line()
+            raise TraceError(f"it decides on a tensor's value{place}: {_VALUE_REMEDY}")
         return func(*args, **kwargs)
 
 
@@ -228,24 +253,8 @@ _READS_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__
 _VALUE_REMEDY = "use torch.where for a choice, torch's functions in place of Python's"
 
 
-def _refuse(func: Any, place: str, *, depends: bool) -> None:
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        raise TraceError(f"it draws random numbers{place}: capture them instead")
-    if func._schema.is_mutable:
-        raise TraceError(
-            f"it writes in place with {func.overloadpacket}{place}: "
-            "give a new tensor (x = x + y, not x += y)"
-        )
-    if depends and not _gives_tensors(func):
-        raise TraceError(f"it decides on a tensor's value{place}: {_VALUE_REMEDY}")
-
-
-def _gives_tensors(func: Any) -> bool:
-    return all("Tensor" in str(value.type) for value in func._schema.returns)
-
-
-def _marked(func: Any, args: Any, kwargs: Any, place: str) -> Any:
-    """Calls ``func``; the nodes that the tracer records for it get ``place``."""
+def _call_marked(func: Any, args: Any, kwargs: Any, place: str) -> Any:
+    """Call ``func``; the nodes that the tracer records for it get ``place``."""
     mode = get_proxy_mode()
     nodes: Any = mode.tracer.graph.nodes if mode is not None else []
     last = next(iter(reversed(nodes)), None)
@@ -257,6 +266,15 @@ def _marked(func: Any, args: Any, kwargs: Any, place: str) -> Any:
     return result
 
 
+# --- running what was recorded ----------------------------------------------------------------
+
+
+def aten_name(node: fx.Node) -> str:
+    """Return a recorded operation's name without namespace and overload; "" of any other node."""
+    target: Any = node.target
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
+
+
 class VocabularyInterpreter(fx.Interpreter):
     """Runs what was recorded without what the vocabulary has no words for.
 
@@ -265,30 +283,28 @@ class VocabularyInterpreter(fx.Interpreter):
     """
 
     def run_node(self, n: fx.Node) -> Any:
-        """One operation, as torch's own interpreter calls it."""
+        """Run one operation, as torch's own interpreter calls it."""
         target: Any = n.target
         args: tuple[Any, ...] = n.args
-        name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
+        name = aten_name(n)
         neutral = {"mul": 1.0, "add": 0.0}.get(name)
         if neutral is not None and len(args) == 2 and not n.kwargs:
             for one, other in (args, args[::-1]):
-                if _filled(one) == neutral and _same_dtype(n, other):
+                if _constant(one) == neutral and _same_dtype(n, other):
                     return self.env[other]
         if name == "pow" and args[1] in _POWERS:
             return _POWERS[args[1]](self.env[args[0]])
         if name.endswith("_") and target._schema.is_mutable:
-            self.env[args[0]] = value = self._not_in_place(n)
+            # Whoever reads that tensor later reads the value that was to be written.
+            values, kwargs = self.fetch_args_kwargs_from_env(n)
+            if name == "copy_":
+                value = values[1].to(values[0].dtype)
+            else:
+                function = getattr(torch.ops.aten, name.removesuffix("_"))
+                value = getattr(function, target._overloadname)(*values, **kwargs)
+            self.env[args[0]] = value
             return value
         return super().run_node(n)
-
-    def _not_in_place(self, n: fx.Node) -> Any:
-        """What ``n`` writes: whoever reads that tensor later reads this value."""
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        target: Any = n.target
-        name = target.overloadpacket.__name__.removesuffix("_")
-        if name == "copy":
-            return args[1].to(args[0].dtype)
-        return getattr(getattr(torch.ops.aten, name), target._overloadname)(*args, **kwargs)
 
 
 _POWERS: dict[float, Callable[[Tensor], Tensor]] = {
@@ -299,8 +315,8 @@ _POWERS: dict[float, Callable[[Tensor], Tensor]] = {
 """Of x^n for an n of the vocabulary, x^(n − 1) where that is not of the vocabulary."""
 
 
-def _filled(value: Any) -> float | None:
-    """The number that a tensor was filled with; a number is itself."""
+def _constant(value: Any) -> float | None:
+    """Return the number that a tensor was filled with; a number is itself."""
     if isinstance(value, fx.Node):
         filled = value.target is torch.ops.aten.full_like.default
         value = value.args[1] if filled else None

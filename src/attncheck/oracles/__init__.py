@@ -21,8 +21,8 @@ from attncheck.oracles.forward_recurrences import (
     split_forward,
 )
 from attncheck.oracles.recurrence_steps import SOFTMAXES as _SOFTMAXES
-from attncheck.oracles.streaming_backward import streaming_backward
 from attncheck.oracles.streaming_forward import softmax_by_rows, streaming
+from attncheck.oracles.streaming_gradients import streaming_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,10 +118,7 @@ ORACLES: dict[str, Callable[[Inputs], Outputs]] = {
 }
 """Attention in float64, by name."""
 
-BACKWARD_RECURRENCES: dict[str, Backward] = {
-    "dense": dense_backward,
-    "flash2": _flash2_backward,
-}
+BACKWARD_RECURRENCES: dict[str, Backward] = {"dense": dense_backward, "flash2": _flash2_backward}
 """Gradients in any number system, by name."""
 
 BACKWARDS: dict[str, Callable[[Inputs], Outputs]] = {

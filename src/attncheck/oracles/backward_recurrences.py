@@ -1,4 +1,4 @@
-"""Gradients over a number system: dense and FlashAttention-2."""
+"""Gradients over a number system: by their definition, and by FlashAttention-2's backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from attncheck.oracles.forward_recurrences import flash2_forward
+from attncheck.oracles.forward_recurrences import attention_inputs, flash2_forward
 from attncheck.oracles.recurrence_steps import (
     Gradients,
     Result,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from attncheck.oracles.number_system import Array, Numbers
 
 __all__ = ["dense_backward", "dsink_of", "flash2_backward", "loss_of", "row_terms"]
-
 
 A = TypeVar("A", bound="Array")
 
@@ -89,11 +88,8 @@ def dense_backward(numbers: Numbers[A], inputs: Inputs) -> Gradients[A]:
     """
     problem = inputs.problem
     dout, dlse = loss_of(numbers, inputs)
-    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
-    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
-    every = range(problem.query), range(problem.kv)
-    scores = Scores.of(numbers, inputs)
-    tile = scores.with_slopes(q, k, *every)
+    q, k, v, scores = attention_inputs(numbers, inputs)
+    tile = scores.with_slopes(q, k, range(problem.query), range(problem.kv))
     attended = tile.attended
     sink = sink_of(numbers, inputs)
     weights, lse = safe(numbers, tile.scores, attended, sink)
@@ -139,9 +135,8 @@ def flash2_backward(
     dout, dlse = loss_of(numbers, inputs)
     result = flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
     blocks = _query_blocks(numbers, inputs, result, (dout, dlse), queries)
-    k, v = (numbers.exact(tensor) for tensor in inputs.promoted()[1:])
-    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
-    scores, of_keys = Scores.of(numbers, inputs), []
+    _, k, v, scores = attention_inputs(numbers, inputs)
+    of_keys = []
     for block in keys:
         mine = [numbers.rows(array, block.start, block.stop) for array in (k, v)]
         heads = (problem.batch, problem.heads, len(block))

@@ -1,10 +1,9 @@
-"""Arb's balls as a number system, and the error they prove of a float64 result.
+"""Arb's balls as a number system, and the error that they prove of a float64 result.
 
 Every array holds enclosures: the exact result of the recurrence on the exact inputs lies in the
-ball it comes to, whatever was rounded on the way. Needs python-flint, the extra ``exact``.
-
-Nothing of the float64 oracle is trusted: the exact result of a row is enclosed in balls, and the
-distance of the given numbers from the far end of the balls is rounded up. Needs python-flint.
+ball it comes to, whatever was rounded on the way. ``proven_error`` trusts nothing of the float64
+oracle: the exact result of a row is enclosed in balls, and the distance of the oracle's numbers
+from the far end of the balls is rounded up. On the CPU. Needs python-flint, the extra ``exact``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from attncheck.core.balls import balls_of, each_ball, error_bound, working_precision
 from attncheck.core.errors import UsageError
 from attncheck.oracles.forward_recurrences import one_head
-from attncheck.oracles.number_system import Captured, Evaluated
+from attncheck.oracles.number_system import ObjectScoreMods
 from attncheck.oracles.recurrence_steps import Result
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from attncheck.oracles.number_system import Captures, Evaluate
 
 __all__ = ["BITS", "Ball", "Balls", "ProvenError", "enclosed", "proven_error"]
-
 
 BITS = 128
 """Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
@@ -79,18 +77,18 @@ class Balls:
 
 
 class Ball:
-    """Arrays of balls ``(batch, heads, rows, columns)``; see ``protocol.Numbers`` for each word.
+    """Arrays of balls ``(batch, heads, rows, columns)``; see ``Numbers`` for each word.
 
     Exponents are unbounded: nothing overflows or underflows. −∞ is exact, and what follows from a
     score whose value is not known at all is not known either, and nothing else: a row with such a
-    score is enclosed by balls that say nothing (``arb.is_known``).
+    score is enclosed by balls that say nothing (``core.balls.is_known``).
 
     Args:
         bits: Of a midpoint; raises UsageError below 53, which hold a float64.
         evaluate: What evaluates a score mod that changes its score, as for ``Mp``; its context is
             ``bits``. What it gives must enclose the exact score for every score in a ball.
         slope: The same of a score mod's derivative, which a backward needs.
-        captures: The same of what it reads of float tensors, whose gradients may be asked for.
+        captures: The same of what it reads of float tensors, where those have gradients.
     """
 
     def __init__(
@@ -106,9 +104,7 @@ class Ball:
                 "a float64."
             )
         self.bits = bits
-        self._evaluated = Evaluated("Ball", evaluate, bits)
-        self._slope = Evaluated("Ball", slope, bits, "slope")
-        self._captured = Captured("Ball", captures, bits)
+        self._mods = ObjectScoreMods("Ball", bits, evaluate, slope, captures)
 
     def exact(self, values: Tensor) -> Balls:
         """Balls of radius 0, but NaN, of which nothing is known; ``values`` on the CPU."""
@@ -206,33 +202,23 @@ class Ball:
 
     def is_minus_infinity(self, array: Balls) -> Tensor:
         """Elementwise; False of a ball that says nothing, which then says nothing of its row."""
-        found = ~_FINITE(array.array).astype(bool)
-        found[found] = _IS_MINUS_INFINITY(array.array[found]).astype(bool)
-        return torch.from_numpy(found)
+        infinite = ~_FINITE(array.array).astype(bool)
+        infinite[infinite] = _IS_MINUS_INFINITY(array.array[infinite]).astype(bool)
+        return torch.from_numpy(infinite)
 
     def score(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
-        """Through ``evaluate``; the identity needs none.
-
-        Raises:
-            UsageError: for another score mod when there is no ``evaluate``.
-        """
-        function = self._evaluated.of(score_mod)
-        if function is None:
+        """Through ``evaluate``; raises UsageError where there is none and one is needed."""
+        after = self._mods.scores(score_mod, scores.array, indices)
+        if after is None:
             return scores
-        found = function(scores.array, *(axis.numpy() for axis in indices.axes))
-        return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
+        return Balls(np.broadcast_to(after, scores.array.shape), self.bits)
 
     def score_slope(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
-        """Through ``slope``; the identity needs none.
-
-        Raises:
-            UsageError: for another score mod when there is no ``slope``.
-        """
-        function = self._slope.of(score_mod)
-        if function is None:
+        """Through ``slope``; raises UsageError where there is none and one is needed."""
+        slopes = self._mods.slopes(score_mod, scores.array, indices)
+        if slopes is None:
             return self.full(scores.array.shape, 1.0)
-        found = function(scores.array, *(axis.numpy() for axis in indices.axes))
-        return Balls(np.broadcast_to(found, scores.array.shape), self.bits)
+        return Balls(np.broadcast_to(slopes, scores.array.shape), self.bits)
 
     def captured(
         self, score_mod: ScoreMod, scores: Balls, indices: Indices, factors: Balls, attended: Tensor
@@ -240,7 +226,7 @@ class Ball:
         """Through ``captures``; raises UsageError where there is none."""
         arrays = scores.array, indices, factors.array, attended
         with working_precision(self.bits):
-            found = self._captured.sums(score_mod, *arrays)
+            found = self._mods.captured_sums(score_mod, *arrays)
             # What no score reads is a bare 0.
             sums = found + np.full((), flint.arb(0), dtype=object)
         return Balls(sums.reshape(1, 1, 1, -1), self.bits)
@@ -274,11 +260,12 @@ _LARGER = each_ball(flint.arb.max, 2)
 _FINITE = each_ball(flint.arb.is_finite, 1)
 _NEAREST = each_ball(float, 1)
 _IS_MINUS_INFINITY = each_ball(_is_minus_infinity, 1)
+_ERROR = each_ball(error_bound, 2)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ProvenError:
-    """Upper bounds of |given − exact|, float64 on the CPU; ∞ where nothing is proven.
+    """Upper bounds of |result − exact|, float64 on the CPU; ∞ where nothing is proven.
 
     Attributes:
         rows: Which rows.
@@ -292,7 +279,7 @@ class ProvenError:
 
 
 def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenError:
-    """How far at most ``outputs`` are from the exact result.
+    """Bound how far ``outputs`` are from the exact result.
 
     Args:
         outputs: Of the whole Problem, float64, with LSE.
@@ -306,11 +293,12 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
     with working_precision(exact.out.bits):
         of_out = _ERROR(out.numpy(), exact.out.array[0])
         of_lse = _ERROR(lse.numpy(), exact.lse.array[0, ..., 0])
-    return ProvenError(rows=rows, out=_tensor(of_out), lse=_tensor(of_lse))
+    bounds = (torch.from_numpy(part.astype(np.float64)) for part in (of_out, of_lse))
+    return ProvenError(rows, *bounds)
 
 
 def enclosed(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
-    """Balls around the exact out and LSE of some rows, whatever the size of the Problem.
+    """Enclose the exact out and LSE of some rows in balls, whatever the size of the Problem.
 
     The work is that of ``rows`` alone, and memory does not grow with the keys.
 
@@ -324,13 +312,6 @@ def enclosed(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
         LSE ``(1, heads, rows, 1)``; exactly 0 and −∞ in rows that attend to no key.
     """
     inputs = inputs.to("cpu")
-    found = [one_head(numbers, inputs, head, rows.query.cpu()) for head in rows.heads]
-    out, lse = ([getattr(result, part).array for result in found] for part in ("out", "lse"))
+    results = [one_head(numbers, inputs, head, rows.query.cpu()) for head in rows.heads]
+    out, lse = ([getattr(result, part).array for result in results] for part in ("out", "lse"))
     return Result(*(Balls(np.concatenate(part, axis=1), numbers.bits) for part in (out, lse)))
-
-
-def _tensor(values: BallArray) -> Tensor:
-    return torch.from_numpy(values.astype(np.float64))
-
-
-_ERROR = each_ball(error_bound, 2)

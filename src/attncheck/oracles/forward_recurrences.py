@@ -1,4 +1,4 @@
-"""Forward attention over a number system: dense, FlashAttention-1 and -2, split."""
+"""Forward attention over a number system: dense, FlashAttention-1 and -2, split keys, one head."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attncheck.oracles.recurrence_steps import Softmax
 
 __all__ = [
+    "attention_inputs",
     "dense_attention",
     "dense_softmax",
     "flash1_forward",
@@ -41,8 +42,16 @@ __all__ = [
     "split_forward",
 ]
 
-
 A = TypeVar("A", bound="Array")
+
+_SCORES = 2**17  # of a block: balls take some hundred bytes each, in half a dozen arrays
+
+
+def attention_inputs(numbers: Numbers[A], inputs: Inputs) -> tuple[A, A, A, Scores[A]]:
+    """q, k and v as numbers of the system, k and v repeated for each query head, and the scores."""
+    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
+    k, v = (numbers.repeat_heads(array, inputs.problem.group) for array in (k, v))
+    return q, k, v, Scores.of(numbers, inputs)
 
 
 def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
@@ -60,9 +69,8 @@ def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe
         Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
     """
     problem = inputs.problem
-    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
-    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
-    scores, attended = Scores.of(numbers, inputs)(q, k, range(problem.query), range(problem.kv))
+    q, k, v, all_scores = attention_inputs(numbers, inputs)
+    scores, attended = all_scores(q, k, range(problem.query), range(problem.kv))
     weights, lse = softmax(numbers, scores, attended, sink_of(numbers, inputs))
     return Result(numbers.weigh(weights, v, attended), lse)
 
@@ -107,10 +115,8 @@ def flash1_forward(
     """
     problem = inputs.problem
     queries, all_keys = query_and_key_blocks(problem, block_query, block_kv)
-    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
-    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
-    scores = Scores.of(numbers, inputs)
-    written = [_SoFar.nothing(numbers, inputs, rows) for rows in queries]
+    q, k, v, scores = attention_inputs(numbers, inputs)
+    written = [_Block.nothing(numbers, inputs, rows) for rows in queries]
     for keys in all_keys:
         k_block, v_block = (numbers.rows(array, keys.start, keys.stop) for array in (k, v))
         for number, rows in enumerate(queries):
@@ -122,7 +128,7 @@ def flash1_forward(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _SoFar(Generic[A]):
+class _Block(Generic[A]):
     """What one query block has come to, after some key blocks.
 
     Attributes:
@@ -136,14 +142,14 @@ class _SoFar(Generic[A]):
     largest: A
 
     @classmethod
-    def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _SoFar[A]:
+    def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _Block[A]:
         """Line 2 of the algorithm: O = 0, l = 0, m = −∞; with a sink l = 1 and m = sink."""
         shape = (inputs.problem.batch, inputs.problem.heads, len(rows))
         largest, total = start(numbers, (*shape, 1), sink_of(numbers, inputs))
         out = numbers.full((*shape, inputs.problem.value_dim), 0.0)
         return cls(out=out, total=total, largest=largest)
 
-    def with_keys(self, numbers: Numbers[A], scores: A, values: A, attended: Tensor) -> _SoFar[A]:
+    def with_keys(self, numbers: Numbers[A], scores: A, values: A, attended: Tensor) -> _Block[A]:
         """Lines 10 to 13 of Algorithm 1: another block of keys and their scores."""
         of_block = numbers.rowmax(scores)
         relative = _reference(numbers, of_block)
@@ -158,7 +164,7 @@ class _SoFar(Generic[A]):
         # A row without keys has O = 0 and l = 0: 0/0 would be NaN.
         divisor = numbers.select(~numbers.is_minus_infinity(largest), total, 1.0)
         out = (self.total * rescale * self.out + rescale_block * weighed) / divisor
-        return _SoFar(out, total, largest)
+        return _Block(out, total, largest)
 
     def lse(self, numbers: Numbers[A]) -> A:
         """LSE = m + log l, and −∞ for rows that attended to no key."""
@@ -193,9 +199,7 @@ def flash2_forward(
     """
     problem = inputs.problem
     queries, keys = query_and_key_blocks(problem, block_query, block_kv)
-    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
-    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
-    scores = Scores.of(numbers, inputs)
+    q, k, v, scores = attention_inputs(numbers, inputs)
 
     def blocks(rows: range) -> Iterator[tuple[A, Tensor, A]]:
         mine = numbers.rows(q, rows.start, rows.stop)
@@ -203,13 +207,11 @@ def flash2_forward(
             k_block, v_block = (numbers.rows(array, block.start, block.stop) for array in (k, v))
             yield *scores(mine, k_block, rows, block), v_block
 
-    sink = sink_of(numbers, inputs)
-
-    def results_of(rows: range) -> tuple[A, A]:
-        shape = (problem.batch, problem.heads, len(rows), problem.value_dim)
-        return rows_of(numbers, blocks(rows), shape, sink)
-
-    results = [results_of(rows) for rows in queries]
+    sink, shape = sink_of(numbers, inputs), (problem.batch, problem.heads)
+    results = [
+        rows_of(numbers, blocks(rows), (*shape, len(rows), problem.value_dim), sink)
+        for rows in queries
+    ]
     out, lse = (numbers.join_rows(part) for part in zip(*results, strict=True))
     return Result(out, lse)
 
@@ -272,14 +274,14 @@ def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result
         UsageError: for fewer than one split.
     """
     problem = inputs.problem
-    q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
-    k, v = (numbers.repeat_heads(array, problem.group) for array in (k, v))
-    scores = Scores.of(numbers, inputs)
+    q, k, v, scores = attention_inputs(numbers, inputs)
     rows = range(problem.query)
+    shape = (problem.batch, problem.heads, problem.query)
+    no_keys = numbers.full((*shape, problem.value_dim), 0.0)
 
     def of(keys: range) -> Result[A]:
         if not keys:
-            return _nothing(numbers, inputs)
+            return Result(no_keys, numbers.full((*shape, 1), -math.inf))
         mine, values = (numbers.rows(array, keys.start, keys.stop) for array in (k, v))
         score, attended = scores(q, mine, rows, keys)
         weights, lse = safe(numbers, score, attended)
@@ -287,8 +289,8 @@ def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result
 
     results = [of(keys) for keys in parts(problem.kv, splits)]
     sink = sink_of(numbers, inputs)
-    if sink is not None:
-        results.append(_sink(numbers, inputs, sink))
+    if sink is not None:  # its value is 0, its score the LSE
+        results.append(Result(no_keys, numbers.full((*shape, 1), 0.0) + sink))
     return merged(numbers, results)
 
 
@@ -335,24 +337,6 @@ def merged(numbers: Numbers[A], results: Sequence[Result[A]]) -> Result[A]:
     return Result(out / numbers.select(alive, total, 1.0), lse)
 
 
-def _nothing(numbers: Numbers[A], inputs: Inputs) -> Result[A]:
-    """What no keys give to every row."""
-    problem = inputs.problem
-    rows = (problem.batch, problem.heads, problem.query)
-    out = numbers.full((*rows, problem.value_dim), 0.0)
-    return Result(out, numbers.full((*rows, 1), -math.inf))
-
-
-def _sink(numbers: Numbers[A], inputs: Inputs, sink: A) -> Result[A]:
-    """What the sink alone gives: its value is 0, its score the LSE."""
-    nothing = _nothing(numbers, inputs)
-    zeros = numbers.columns(nothing.out, 0, 1)
-    return Result(nothing.out, zeros + sink)
-
-
-_SCORES = 2**17  # of a block: balls take some hundred bytes each, in half a dozen arrays
-
-
 def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> Result[A]:
     """Rows ``query`` of one (batch, head) pair, by FlashAttention-2's recurrence in any numbers.
 
@@ -370,48 +354,31 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
         x = inputs.scores().flatten(0, 1)[None, head : head + 1, query]
         scores = numbers.exact(x)
         return Result(*safe(numbers, scores, ~numbers.is_minus_infinity(scores)))
-    blocks = _key_blocks(numbers, inputs, head, query)
-    shape = (1, 1, len(query), problem.value_dim)
-    return Result(*rows_of(numbers, blocks, shape, _sink_of_one_head(numbers, inputs, head)))
-
-
-def _sink_of_one_head(numbers: Numbers[A], inputs: Inputs, head: int) -> A | None:
-    """That of one head, ``(1, 1, 1, 1)``."""
-    if inputs.sink is None:
-        return None
-    return numbers.exact(inputs.sink[head % inputs.problem.heads].double().view(1, 1, 1, 1))
-
-
-def _key_blocks(
-    numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor
-) -> Iterator[tuple[A, Tensor, A]]:
-    """Scores, what is attended, and values, a block of keys at a time."""
-    problem, device = inputs.problem, inputs.device
     key_head = head // problem.group  # batch · kv_heads + kv head
-    promoted = _promoted(inputs, head, key_head)
-    q = numbers.exact(promoted[0][:, :, query])
-    scores = Scores.of(numbers, inputs)
-    step = max(1, _SCORES // len(query))
-    for first in range(0, problem.kv, step):
-        keys = range(first, min(first + step, problem.kv))
-        k, v = (numbers.exact(x[:, :, keys.start : keys.stop]) for x in promoted[1:])
-        indices = Indices(
-            b=torch.full((1, 1, 1, 1), head // problem.heads, device=device),
-            h=torch.full((1, 1, 1, 1), head % problem.heads, device=device),
-            q_idx=query.view(1, 1, -1, 1),
-            kv_idx=torch.arange(keys.start, keys.stop, device=device).view(1, 1, 1, -1),
-        )
-        yield *scores.at(q, k, indices), v
-
-
-def _promoted(inputs: Inputs, head: int, key_head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The float64 q, k and v that one head means, ``(1, 1, length, dim)``."""
+    sink, shape = None, (1, 1, len(query), problem.value_dim)
+    if inputs.sink is not None:
+        sink = numbers.exact(inputs.sink[head % problem.heads].double().view(1, 1, 1, 1))
     q, k, v = (
         tensor.flatten(0, 1)[None, at : at + 1].double()
         for tensor, at in ((inputs.q, head), (inputs.k, key_head), (inputs.v, key_head))
     )
-    if inputs.descale is None:
-        return q, k, v
-    scales = (inputs.descale.q, inputs.descale.k, inputs.descale.v)
-    of_q, of_k, of_v = (scale.flatten()[key_head].double() for scale in scales)
-    return q * of_q, k * of_k, v * of_v
+    if inputs.descale is not None:
+        scales = (inputs.descale.q, inputs.descale.k, inputs.descale.v)
+        of_q, of_k, of_v = (scale.flatten()[key_head].double() for scale in scales)
+        q, k, v = q * of_q, k * of_k, v * of_v
+
+    def key_blocks() -> Iterator[tuple[A, Tensor, A]]:
+        scores, rows, device = Scores.of(numbers, inputs), numbers.exact(q[:, :, query]), q.device
+        step = max(1, _SCORES // len(query))
+        for first in range(0, problem.kv, step):
+            last = min(first + step, problem.kv)
+            indices = Indices(
+                b=torch.full((1, 1, 1, 1), head // problem.heads, device=device),
+                h=torch.full((1, 1, 1, 1), head % problem.heads, device=device),
+                q_idx=query.view(1, 1, -1, 1),
+                kv_idx=torch.arange(first, last, device=device).view(1, 1, 1, -1),
+            )
+            keys, values = (numbers.exact(x[:, :, first:last]) for x in (k, v))
+            yield *scores.at(rows, keys, indices), values
+
+    return Result(*rows_of(numbers, key_blocks(), shape, sink))

@@ -1,4 +1,4 @@
-"""mpmath's numbers of many digits as a number system."""
+"""mpmath's numbers of many digits as a number system, on the CPU; for small problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.core.errors import UsageError
-from attncheck.oracles.number_system import Captured, Evaluated
+from attncheck.oracles.number_system import ObjectScoreMods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,19 +35,17 @@ _SMALLEST_NORMAL = 2.0**-1022
 
 
 class Mp:
-    """Object arrays ``(batch, heads, rows, columns)``; see ``protocol.Numbers`` for each word.
+    """Object arrays ``(batch, heads, rows, columns)``; see ``Numbers`` for each word.
 
     Exponents are unbounded: nothing overflows or underflows. Sums and products of matrices are
     rounded once for each element. The context is its own; mpmath's global precision is not used.
 
     Args:
         digits: Decimal digits; raises UsageError below 17, which hold a float64.
-        evaluate: What evaluates a score mod that changes its score. Injected, since a callable
-            written for tensors can only be evaluated on these numbers through its traced
-            expression, and an oracle never sees one: whoever joins the two rooms answers for it.
-            Masks decide by whole numbers and are called as they are.
+        evaluate: What evaluates a score mod that changes its score (``ObjectScoreMods``). Masks
+            decide by whole numbers and are called as they are.
         slope: The same of a score mod's derivative, which a backward needs.
-        captures: The same of what it reads of float tensors, whose gradients may be asked for.
+        captures: The same of what it reads of float tensors, where those have gradients.
 
     Attributes:
         context: The mpmath context.
@@ -68,9 +66,7 @@ class Mp:
         self.context: Any = mpmath.MPContext()
         self.context.dps = digits
         context = self.context
-        self._evaluated = Evaluated("Mp", evaluate, context)
-        self._slope = Evaluated("Mp", slope, context, "slope")
-        self._captured = Captured("Mp", captures, context)
+        self._mods = ObjectScoreMods("Mp", context, evaluate, slope, captures)
         self._convert = _elementwise(context.convert, 1)
         self._exp = _elementwise(context.exp, 1)
         self._log = _elementwise(context.log, 1)
@@ -173,28 +169,16 @@ class Mp:
         return torch.from_numpy(self._is_minus_infinity(array).astype(bool))
 
     def score(self, score_mod: ScoreMod, scores: ManyDigits, indices: Indices) -> ManyDigits:
-        """Through ``evaluate``; the identity needs none.
-
-        Raises:
-            UsageError: for another score mod when there is no ``evaluate``.
-        """
-        function = self._evaluated.of(score_mod)
-        if function is None:
-            return scores
-        result = function(scores, *(axis.numpy() for axis in indices.axes))
-        return np.broadcast_to(self._convert(result), scores.shape)
+        """Through ``evaluate``; raises UsageError where there is none and one is needed."""
+        after = self._mods.scores(score_mod, scores, indices)
+        return scores if after is None else np.broadcast_to(self._convert(after), scores.shape)
 
     def score_slope(self, score_mod: ScoreMod, scores: ManyDigits, indices: Indices) -> ManyDigits:
-        """Through ``slope``; the identity needs none.
-
-        Raises:
-            UsageError: for another score mod when there is no ``slope``.
-        """
-        function = self._slope.of(score_mod)
-        if function is None:
+        """Through ``slope``; raises UsageError where there is none and one is needed."""
+        slopes = self._mods.slopes(score_mod, scores, indices)
+        if slopes is None:
             return self.full(scores.shape, 1.0)
-        result = function(scores, *(axis.numpy() for axis in indices.axes))
-        return np.broadcast_to(self._convert(result), scores.shape)
+        return np.broadcast_to(self._convert(slopes), scores.shape)
 
     def captured(
         self,
@@ -205,8 +189,8 @@ class Mp:
         attended: Tensor,
     ) -> ManyDigits:
         """Through ``captures``; raises UsageError where there is none."""
-        found = self._captured.sums(score_mod, scores, indices, factors, attended)
-        return self._convert(found).reshape(1, 1, 1, -1)
+        sums = self._mods.captured_sums(score_mod, scores, indices, factors, attended)
+        return self._convert(sums).reshape(1, 1, 1, -1)
 
     def _sums(self, array: ManyDigits) -> ManyDigits:
         """Over the last axis, which is gone then."""
@@ -222,15 +206,15 @@ def _elementwise(function: Callable[..., Any], arguments: int) -> Callable[..., 
 
     def elementwise(*arrays: Any) -> ManyDigits:
         with np.errstate(all="ignore"):  # NumPy would warn of the NaN that Python compares
-            found = on_arrays(*arrays)
-        return np.asarray(found, dtype=object)  # bare where there are no axes
+            result = on_arrays(*arrays)
+        return np.asarray(result, dtype=object)  # bare where there are no axes
 
     return elementwise
 
 
 def _larger(left: Any, right: Any) -> Any:
     """The larger of two numbers, NaN where either is (NaN alone is not equal to itself)."""
-    if left != left:  # noqa: PLR0124  # this is how NaN is told
+    if left != left:  # noqa: PLR0124  # NaN alone is unequal to itself
         return left
     return left if left > right else right
 

@@ -1,4 +1,7 @@
-"""Number systems: the vocabulary of a recurrence, and score mods on numbers that torch lacks.
+"""Number systems: the vocabulary that a recurrence is written in, and score mods on their numbers.
+
+The recurrences are written once and run in any number system: ``float64_numbers``, ``mp_numbers``
+(mpmath, many digits) and ``ball_numbers`` (Arb, which needs python-flint, an optional extra).
 
 Arrays are ``(batch, heads, rows, columns)``. What only selects — masks, "has this row seen a key?"
 — is an exact truth value in every number system and therefore always a bool tensor.
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from attncheck.mods.spec import ScoreMod
     from attncheck.oracles.mod_calls import Indices
 
-__all__ = ["Array", "Captured", "Captures", "Evaluate", "Evaluated", "Numbers", "Reads"]
+__all__ = ["Array", "Captures", "Evaluate", "Numbers", "ObjectScoreMods", "Reads"]
 
 
 class Array(Protocol):
@@ -152,10 +155,10 @@ class Numbers(Protocol[A]):
 
 
 class Evaluate(Protocol):
-    """How a score mod, or its derivative, is evaluated in a number system."""
+    """A way to evaluate a score mod, or its derivative, in a number system."""
 
     def __call__(self, score_mod: ScoreMod, context: Any, /) -> Callable[..., NDArray[np.object_]]:
-        """A function ``(scores, b, h, q_idx, kv_idx) -> scores`` in a context's numbers.
+        """Return a function ``(scores, b, h, q_idx, kv_idx) -> scores`` in a context's numbers.
 
         Args:
             score_mod: The original callable.
@@ -169,7 +172,7 @@ class Evaluate(Protocol):
 
 
 class Reads(Protocol):
-    """What a score mod reads of the float tensors that it captures, in a number system.
+    """Reads of captured float tensors by a score mod, in a number system.
 
     Attributes:
         numbers: How many numbers they hold together.
@@ -178,7 +181,7 @@ class Reads(Protocol):
     numbers: int
 
     def __call__(self, *arguments: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Of each read which number it reads, and the score mod's derivative with respect to it.
+        """Yield of each read which number it reads, and the score mod's derivative by it.
 
         Args:
             *arguments: Scores and indices as what ``Evaluate`` gives takes them.
@@ -187,27 +190,57 @@ class Reads(Protocol):
 
 
 class Captures(Protocol):
-    """How those of a score mod are evaluated in a number system."""
+    """A way to evaluate the reads of a score mod in a number system."""
 
     def __call__(self, score_mod: ScoreMod, context: Any, /) -> Reads:
-        """Arguments as of ``Evaluate``."""
+        """Return the reads; arguments as of ``Evaluate``."""
         ...
 
 
-class Captured:
-    """Sums over what the last score mod that was asked for reads.
+class ObjectScoreMods:
+    """Score mods on arrays of Python objects, which torch knows nothing of.
+
+    A callable written for tensors can only be evaluated on these numbers through its traced
+    expression, and an oracle never sees one: the three ways to evaluate it are injected, and
+    whoever joins the two rooms answers for them. One call of a recurrence evaluates the same score
+    mod many times, so the last one of each kind is kept.
 
     Args:
-        system: The number system's name, for the error.
-        captures: What evaluates it, if anything does.
-        context: Handed to it.
+        system: The number system's name, for errors.
+        context: Of its numbers, handed to what evaluates.
+        evaluate: What evaluates a score mod that changes its score, if anything does.
+        slope: The same of its derivative.
+        captures: The same of what it reads of float tensors.
     """
 
-    def __init__(self, system: str, captures: Captures | None, context: Any) -> None:
-        self._system, self._captures, self._context = system, captures, context
-        self._last: tuple[ScoreMod, Reads] | None = None
+    def __init__(
+        self,
+        system: str,
+        context: Any,
+        evaluate: Evaluate | None,
+        slope: Evaluate | None,
+        captures: Captures | None,
+    ) -> None:
+        self._system, self._context = system, context
+        self._ways = {"evaluate": evaluate, "slope": slope, "captures": captures}
+        self._last: dict[str, tuple[ScoreMod, Any]] = {}
 
-    def sums(
+    def scores(
+        self, score_mod: ScoreMod, scores: NDArray[np.object_], indices: Indices
+    ) -> NDArray[np.object_] | None:
+        """The scores after the score mod; None of the identity, which leaves them as they are.
+
+        Raises UsageError for another score mod where nothing evaluates it, as ``slopes``.
+        """
+        return self._elementwise("evaluate", score_mod, scores, indices)
+
+    def slopes(
+        self, score_mod: ScoreMod, scores: NDArray[np.object_], indices: Indices
+    ) -> NDArray[np.object_] | None:
+        """The score mod's derivative at the scores before it; None of the identity: 1."""
+        return self._elementwise("slope", score_mod, scores, indices)
+
+    def captured_sums(
         self,
         score_mod: ScoreMod,
         scores: NDArray[np.object_],
@@ -219,7 +252,7 @@ class Captured:
 
         Raises UsageError where nothing evaluates what the score mod reads.
         """
-        reads = self._of(score_mod)
+        reads = self._way("captures", score_mod)
         sums = np.zeros(reads.numbers, dtype=object)
         kept = attended.expand(scores.shape).numpy()
         for places, slopes in reads(scores, *(axis.numpy() for axis in indices.axes)):
@@ -227,44 +260,28 @@ class Captured:
             np.add.at(sums, np.broadcast_to(places, scores.shape)[kept], terms[kept])
         return sums
 
-    def _of(self, score_mod: ScoreMod) -> Reads:
-        if self._last is None or self._last[0] is not score_mod:
-            if self._captures is None:
-                needed = f"{self._system}'s `captures`"
-                raise UsageError(f"gradients of what a score mod reads need {needed}.")
-            self._last = (score_mod, self._captures(score_mod, self._context))
-        return self._last[1]
+    def _elementwise(
+        self, word: str, score_mod: ScoreMod, scores: NDArray[np.object_], indices: Indices
+    ) -> NDArray[np.object_] | None:
+        function = self._way(word, score_mod)
+        if function is None:
+            return None
+        result: NDArray[np.object_] = function(scores, *(axis.numpy() for axis in indices.axes))
+        return result
 
-
-class Evaluated:
-    """The last score mod that was asked for, evaluated: one call of a recurrence asks many times.
-
-    Args:
-        system: The number system's name, for the error.
-        evaluate: What evaluates one that changes its score, if anything does.
-        context: Handed to it.
-        word: What ``evaluate`` is called there.
-    """
-
-    def __init__(
-        self, system: str, evaluate: Evaluate | None, context: Any, word: str = "evaluate"
-    ) -> None:
-        self._system, self._evaluate, self._context = system, evaluate, context
-        self._word = word
-        self._last: tuple[ScoreMod, Callable[..., NDArray[np.object_]] | None] | None = None
-
-    def of(self, score_mod: ScoreMod) -> Callable[..., NDArray[np.object_]] | None:
-        """The score mod in the system's numbers; None for the identity.
-
-        Raises:
-            UsageError: for another score mod when there is nothing to evaluate it.
-        """
-        if self._last is None or self._last[0] is not score_mod:
-            if is_identity(score_mod, "cpu"):
-                self._last = (score_mod, None)
-            elif self._evaluate is None:
-                needed = f"{self._system}'s `{self._word}`"
-                raise UsageError(f"a score mod needs {needed}: only the identity does not.")
+    def _way(self, word: str, score_mod: ScoreMod) -> Any:
+        """The way called ``word`` made for this score mod; None of the identity's scores."""
+        if word not in self._last or self._last[word][0] is not score_mod:
+            way, reads = self._ways[word], word == "captures"
+            if not reads and is_identity(score_mod, "cpu"):
+                self._last[word] = (score_mod, None)
+            elif way is None:
+                needed = f"{self._system}'s `{word}`"
+                raise UsageError(
+                    f"gradients of what a score mod reads need {needed}."
+                    if reads
+                    else f"a score mod needs {needed}: only the identity does not."
+                )
             else:
-                self._last = (score_mod, self._evaluate(score_mod, self._context))
-        return self._last[1]
+                self._last[word] = (score_mod, way(score_mod, self._context))
+        return self._last[word][1]

@@ -1,17 +1,4 @@
-"""Steps that all recurrences share: results, blocks, sinks, softmax and scores.
-
-Each softmax and recurrence starts with it in its own way: what they have in common is the number.
-A sink of −∞ weighs nothing, as if there were none.
-
-Each takes scores ``(batch, heads, query, kv)``, −∞ where a row does not attend to a key, and what
-is attended (bool, of the same shape). It gives weights that add up to 1 in each row, of that shape,
-and the natural-log LSE ``(batch, heads, query, 1)``. A row that attends to no key has weights 0 and
-an LSE of −∞.
-
-With a sink, a score of the head's own that every row has beside its keys, the weights of the keys
-and the sink's together add up to 1, and LSE is of all of them: that of a row that attends to no key
-is the sink.
-"""
+"""Steps that all recurrences share: results, blocks, a head's sink, three softmaxes, and scores."""
 
 from __future__ import annotations
 
@@ -50,7 +37,6 @@ __all__ = [
     "some",
     "start",
 ]
-
 
 A = TypeVar("A", bound="Array")
 

@@ -6,19 +6,10 @@ import itertools
 from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UnknownName
-from attncheck.inputs.problem import Case, Parameters
-from attncheck.probes.probe_table import (
-    DECODE,
-    ISOLATED,
-    MEAN,
-    NEGATIVE,
-    ONES,
-    POSITIVE,
-    RAMP,
-    TWO_LEVEL,
-    Probe,
-)
-from attncheck.probes.tied_keys import Finding, Seen
+from attncheck.inputs.problem import Case
+from attncheck.inputs.question_parameters import Parameters
+from attncheck.probes.probe_table import ALL_PROBES, Probe
+from attncheck.probes.tied_keys import Finding, VisibleKeys
 
 if TYPE_CHECKING:
     import torch
@@ -31,28 +22,25 @@ __all__ = [
     "Finding",
     "Parameters",
     "Probe",
-    "Seen",
+    "VisibleKeys",
     "case",
     "cases",
     "inputs",
     "probe_named",
 ]
 
-PROBES: dict[str, Probe] = {
-    probe.name: probe
-    for probe in (DECODE, ONES, RAMP, NEGATIVE, POSITIVE, TWO_LEVEL, ISOLATED, MEAN)
-}
+PROBES: dict[str, Probe] = {probe.name: probe for probe in ALL_PROBES}
 
 
 def probe_named(name: str) -> Probe:
-    """The probe called ``name``; raises UnknownName with the valid names."""
+    """Return the probe called ``name``; raise UnknownName with the valid names."""
     if name not in PROBES:
         raise UnknownName("probe", name, PROBES)
     return PROBES[name]
 
 
 def case(name: str, problem: Problem, parameters: Parameters | None = None) -> Case:
-    """The Case that asks the probe ``name`` on the layout, mask, dtype and scale of ``problem``.
+    """Return the Case of the probe ``name`` on ``problem``'s layout, mask, dtype and scale.
 
     Args:
         name: A name in ``PROBES``.
@@ -60,18 +48,18 @@ def case(name: str, problem: Problem, parameters: Parameters | None = None) -> C
         parameters: The probe's numbers; the first allowed ones by default.
 
     Raises:
-        UnknownName, ProblemError: for what cannot be asked.
+        UnknownName, ProblemError: for a probe or parameters that do not apply.
     """
     probe = probe_named(name)
-    asked = probe.problem(problem)
+    own = probe.problem(problem)
     if parameters is None:
-        parameters = {key: numbers[0] for key, numbers in probe.allowed(asked).items()}
-    probe.check(asked, parameters)
-    return Case(problem=asked, question=name, parameters=dict(parameters))
+        parameters = {key: numbers[0] for key, numbers in probe.allowed(own).items()}
+    probe.check(own, parameters)
+    return Case(problem=own, question=name, parameters=dict(parameters))
 
 
 def cases(name: str, problem: Problem) -> list[Case]:
-    """All Cases of the probe ``name`` on ``problem``; none where it cannot be asked."""
+    """Return all Cases of the probe ``name`` on ``problem``; none where it does not apply."""
     probe = probe_named(name)
     if probe.unfit(problem) is not None:
         return []
@@ -81,9 +69,9 @@ def cases(name: str, problem: Problem) -> list[Case]:
 
 
 def inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
-    """The Inputs of a Case whose question is a probe.
+    """Return the Inputs of a Case whose question is a probe.
 
     Raises:
-        UnknownName, ProblemError: for a question that is none, or that cannot be asked.
+        UnknownName, ProblemError: for a question that is none, or that does not apply.
     """
     return probe_named(case.question).inputs(case.problem, case.parameters).to(device)

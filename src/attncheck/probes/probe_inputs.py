@@ -36,32 +36,32 @@ __all__ = [
     "zero_query_and_keys",
 ]
 
+# ------------------------------------------------------------------ keys where kernels go wrong
 
 _TILES = (64, 128, 32, 16, 256)
 """Widths of tiles and pages, the commonest first."""
 
 
 def boundary_keys(problem: Problem) -> list[int]:
-    """All keys, those at boundaries first.
+    """Return all keys, those at boundaries first.
 
     In this order: the first and the last key; the key before and the key at each edge that the
     mask's name and numbers tell (end of the prefix, of a document, of padding, a window's width,
-    the diagonals of the first and the last row); those of tiles; the rest, spread evenly.
+    the diagonals of the first and the last row); those of tiles; the rest by halves: the middle,
+    the quarters, the eighths, and so on.
     """
     kv = problem.kv
-    edges = [0, kv, *_of_mask(problem.mask, problem)]
-    edges += [side for width in _TILES for side in _ends(width, kv)]
+    edges = [0, kv, *_mask_edges(problem.mask, problem)]
+    # The end of the first tile and the start of the last one, of each width.
+    edges += [side for width in _TILES for side in (width, (kv - 1) // width * width)]
     edges += [multiple for width in _TILES for multiple in range(width, kv, width)]
     near = [key for edge in edges for key in (edge - 1, edge) if 0 <= key < kv]
-    return list(dict.fromkeys(near + _spread(kv)))
+    bits = (kv - 1).bit_length()
+    by_halves = (int(f"{n:0{bits}b}"[::-1], 2) if bits else 0 for n in range(1 << bits))
+    return list(dict.fromkeys([*near, *(key for key in by_halves if key < kv)]))
 
 
-def _ends(width: int, kv: int) -> tuple[int, int]:
-    """The end of the first tile and the start of the last one."""
-    return width, (kv - 1) // width * width
-
-
-def _of_mask(mask: Spec, problem: Problem) -> Iterator[int]:
+def _mask_edges(mask: Spec, problem: Problem) -> Iterator[int]:
     for part in mask.walk():
         numbers = part.values
         if part.name in {"document", "padding"}:
@@ -79,45 +79,45 @@ def _of_mask(mask: Spec, problem: Problem) -> Iterator[int]:
             yield problem.kv - problem.query + 1
 
 
-def _spread(kv: int) -> list[int]:
-    """All keys, by halves: the middle, the quarters, the eighths, and so on."""
-    bits = (kv - 1).bit_length()
-    by_halves = (int(f"{n:0{bits}b}"[::-1], 2) if bits else 0 for n in range(1 << bits))
-    return [key for key in by_halves if key < kv]
-
+# ------------------------------------------------------------------ what tells heads apart
 
 _FACTOR = 4
 """Between the values of two key heads: a row that reads the other one's is off by 3/4 or more."""
 
-_KINDS = 5
+_AMPLITUDES = 5
 """Different factors: 1 to 4**4 = 256, which every format can store."""
 
 
-def _pairs(problem: Problem, per_batch: int) -> torch.Tensor:
+def _number_pairs(problem: Problem, per_batch: int) -> torch.Tensor:
+    """Numbers of batches and key heads, int64 ``(batch, kv_heads)``."""
     batch = torch.arange(problem.batch)[:, None]
     return batch * per_batch + torch.arange(problem.kv_heads)
 
 
 def amplitudes(problem: Problem) -> torch.Tensor:
-    """Powers of four, float64 ``(batch, kv_heads)``: what V is multiplied by.
+    """Return powers of four, float64 ``(batch, kv_heads)``: what V is multiplied by.
 
     A neighbour in heads, in batch or in both has another one.
     """
-    kinds = _pairs(problem, 2) % _KINDS
+    kinds = _number_pairs(problem, 2) % _AMPLITUDES
     return torch.pow(torch.tensor(float(_FACTOR), dtype=torch.float64), kinds)
 
 
 def column_shifts(problem: Problem) -> torch.Tensor:
-    """By how many columns the code of V is turned, int64 ``(batch, kv_heads)``."""
-    return _pairs(problem, problem.kv_heads)
+    """Return by how many columns the code of V is turned, int64 ``(batch, kv_heads)``."""
+    return _number_pairs(problem, problem.kv_heads)
+
+
+# ------------------------------------------------------------------ codes of the key index
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Code:
-    """Columns of V that hold a 1, for each key.
+    """Columns of V that hold a 1 for each key, so that sums count keys.
 
     Attributes:
-        name: ``direct`` (a column each), ``two digits``, ``digit 0``, ``digit 1`` or ``marked``.
+        name: ``direct`` (a column each), ``two digits``, ``digit 0``, ``digit 1``, ``marked`` or
+            ``columns``.
         base: Columns that a digit has.
         digits: int64 ``(digits, kv)``: the column of a key, counted from the digit's own first one;
             −1 where the key has none.
@@ -129,7 +129,7 @@ class Code:
 
 
 def count_rounds(problem: Problem) -> int:
-    """How many rounds it takes to tell every key: see ``code``."""
+    """Return how many rounds it takes to tell every key: see ``key_code``."""
     columns, kv = problem.value_dim, problem.kv
     if kv <= columns or _has_room(problem, columns // 2):
         return 1
@@ -137,7 +137,7 @@ def count_rounds(problem: Problem) -> int:
 
 
 def key_code(problem: Problem, number: int = 0) -> Code:
-    """Round ``number`` of the first of these codes that the Problem has room for.
+    """Return round ``number`` of the first of these codes that the Problem has room for.
 
     * kv ≤ value_dim: a column each.
     * Two digits of base B = ⌊value_dim / 2⌋, side by side: j mod B and (j + ⌊j/B⌋) mod B, for
@@ -145,57 +145,24 @@ def key_code(problem: Problem, number: int = 0) -> Code:
       than ⌈kv/B⌉ keys.
     * The same with B = value_dim, a round for each digit.
     * Marked keys: value_dim of them a round, all others 0. The first round has those at boundaries
-      (``boundaries``), the others one key after the other.
+      (``boundary_keys``), the others one key after the other.
 
-    A digit is taken only if rounding cannot blur counts up to ⌈kv/B⌉ (``margins.countable``).
+    A digit is taken only if rounding cannot blur counts up to ⌈kv/B⌉ (``margins.is_countable``).
     """
     columns, kv = problem.value_dim, problem.kv
+    key = torch.arange(kv)
     if kv <= columns:
-        return _code("direct", columns, [torch.arange(kv)])
+        return Code(name="direct", base=columns, digits=key[None])
     if _has_room(problem, columns // 2):
-        return _code("two digits", columns // 2, _digits(kv, columns // 2))
+        return Code(name="two digits", base=columns // 2, digits=_digits(key, columns // 2))
     if _has_room(problem, columns):
-        return _code(f"digit {number}", columns, [_digits(kv, columns)[number]])
+        digits = _digits(key, columns)[number][None]
+        return Code(name=f"digit {number}", base=columns, digits=digits)
     start = (number - 1) * columns
     keys = range(start, min(start + columns, kv)) if number else boundary_keys(problem)[:columns]
-    return _code("marked", columns, [_marked(problem, list(keys))])
-
-
-def code_by_column(problem: Problem) -> Code:
-    """One round for any number of keys: j mod value_dim."""
-    digit = torch.arange(problem.kv) % problem.value_dim
-    return _code("columns", problem.value_dim, [digit])
-
-
-def code_by_parity(problem: Problem) -> Code:
-    """As ``by_column``, with even and odd keys in columns of their own.
-
-    Where value_dim is 1, even keys have none.
-    """
-    base = problem.value_dim // 2 * 2
-    key = torch.arange(problem.kv)
-    if base:
-        return _code("columns", base, [key % base])
-    return _code("columns", 1, [key % 2 - 1])
-
-
-def code_values(problem: Problem, coded: Code) -> torch.Tensor:
-    """V, float64 ``(batch, kv_heads, kv, value_dim)``: 0, or the amplitude of batch and key head.
-
-    The columns of a digit are turned by batch and key head.
-    """
-    shape = (problem.batch, problem.kv_heads, problem.kv, problem.value_dim)
-    v = torch.zeros(shape, dtype=torch.float64)
-    turned = column_shifts(problem)[..., None]
-    for number, digit in enumerate(coded.digits):
-        column = (digit + turned) % coded.base + number * coded.base
-        one = (digit >= 0).to(v.dtype).expand(shape[:3])
-        v.scatter_add_(-1, column[..., None], one[..., None])
-    return v * amplitudes(problem)[..., None, None]
-
-
-def _code(name: str, base: int, digits: list[torch.Tensor]) -> Code:
-    return Code(name=name, base=base, digits=torch.stack(digits))
+    marked = torch.full((kv,), -1)
+    marked[torch.tensor(list(keys))] = torch.arange(len(keys))
+    return Code(name="marked", base=columns, digits=marked[None])
 
 
 def _has_room(problem: Problem, base: int) -> bool:
@@ -206,22 +173,48 @@ def _has_room(problem: Problem, base: int) -> bool:
     return bool(is_countable(problem, most, any_number, zero))
 
 
-def _digits(kv: int, base: int) -> list[torch.Tensor]:
-    key = torch.arange(kv)
-    return [key % base, (key + key // base) % base]
+def _digits(key: torch.Tensor, base: int) -> torch.Tensor:
+    return torch.stack([key % base, (key + key // base) % base])
 
 
-def _marked(problem: Problem, keys: list[int]) -> torch.Tensor:
-    digit = torch.full((problem.kv,), -1)
-    digit[torch.tensor(keys)] = torch.arange(len(keys))
-    return digit
+def code_by_column(problem: Problem) -> Code:
+    """Return one round for any number of keys: j mod value_dim."""
+    digit = torch.arange(problem.kv) % problem.value_dim
+    return Code(name="columns", base=problem.value_dim, digits=digit[None])
 
+
+def code_by_parity(problem: Problem) -> Code:
+    """Return the code by column, with even and odd keys in columns of their own.
+
+    Where value_dim is 1, even keys have none.
+    """
+    base, key = problem.value_dim // 2 * 2, torch.arange(problem.kv)
+    digit = key % base if base else key % 2 - 1
+    return Code(name="columns", base=base or 1, digits=digit[None])
+
+
+def code_values(problem: Problem, code: Code) -> torch.Tensor:
+    """Return V, float64 ``(batch, kv_heads, kv, value_dim)``: 0, or the head's amplitude.
+
+    The columns of a digit are turned by batch and key head.
+    """
+    shape = (problem.batch, problem.kv_heads, problem.kv, problem.value_dim)
+    v = torch.zeros(shape, dtype=torch.float64)
+    shift = column_shifts(problem)[..., None]
+    for number, digit in enumerate(code.digits):
+        column = (digit + shift) % code.base + number * code.base
+        one = (digit >= 0).to(v.dtype).expand(shape[:3])
+        v.scatter_add_(-1, column[..., None], one[..., None])
+    return v * amplitudes(problem)[..., None, None]
+
+
+# ------------------------------------------------------------------ logits
 
 _SIGNIFICANDS = (1.0, 1.25, 1.5, 1.75)  # three bits, as e5m2 has
 
 
 def logit_factors(problem: Problem, logit: float) -> tuple[float, float]:
-    """(x, y) whose product is the least with scale · x · y ≥ ``logit`` that has three bits.
+    """Return (x, y) whose product is the least of three bits with scale · x · y ≥ ``logit``.
 
     x is a power of two and y has the three bits; each takes half of the exponent.
     """
@@ -235,25 +228,20 @@ def logit_factors(problem: Problem, logit: float) -> tuple[float, float]:
 
 
 def logit_out_of_range(problem: Problem, logit: float, factor: float = 1.0) -> str | None:
-    """Why the storage format cannot hold what makes ``logit``, times ``factor``; None if it can."""
+    """Return why storage cannot hold what makes ``logit``, times ``factor``; None if it can."""
     fmt = problem.formats.storage
-    sizes = [x * factor for x in logit_factors(problem, logit)]
     # fp8 has descales; there the range is that of fp32.
     top, low = (2.0**60, 2.0**-60) if fmt.saturates else (fmt.max, 2.0**fmt.min_exponent)
-    if all(2 * low < size <= top / 2 for size in sizes):
+    if all(2 * low < x * factor <= top / 2 for x in logit_factors(problem, logit)):
         return None
     return f"scale={problem.scale:g} asks for q and k beyond {fmt.name}"
 
 
 def zero_query_and_keys(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros: q ``(batch, heads, query, head_dim)`` and k ``(batch, kv_heads, kv, head_dim)``."""
+    """Return zeros, float64: q ``(batch, heads, query, head_dim)``, and k likewise."""
     q = (problem.batch, problem.heads, problem.query, problem.head_dim)
     k = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim)
     return torch.zeros(q, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
-
-
-_KINDS_of_storing = 4
-"""Different descales: the largest number comes to fp8's largest power of two, or to 2^-3 of it."""
 
 
 def fill_orthogonal_columns(q: torch.Tensor, k: torch.Tensor, first: int) -> None:
@@ -266,16 +254,23 @@ def fill_orthogonal_columns(q: torch.Tensor, k: torch.Tensor, first: int) -> Non
     for parity, tensor in enumerate((q, k)):
         columns = torch.arange(tensor.shape[-1])
         here = (columns >= first) & (columns % 2 == (first + parity) % 2)
-        size = _power_of_two(tensor.abs().amax()) if bool(tensor.any()) else 1.0
+        largest = float(tensor.abs().amax()) or 1.0
+        size = 2.0 ** math.floor(math.log2(largest))
         rows = torch.arange(tensor.shape[2])[:, None] + columns
         pattern = torch.where(rows % 3 == 0, -1.0, 1.0) * torch.where(rows % 2 == 0, 1.0, 0.5)
         tensor.add_(torch.where(here, size * pattern.to(tensor.dtype), 0.0))
 
 
+# ------------------------------------------------------------------ storage
+
+_DESCALES = 4
+"""Different descales: the largest number comes to fp8's largest power of two, or to 2^-3 of it."""
+
+
 def store_inputs(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, exact: bool = True
 ) -> Inputs:
-    """Inputs that mean float64 ``q``, ``k`` and ``v``, on the CPU.
+    """Return Inputs that mean float64 ``q``, ``k`` and ``v``, on the CPU.
 
     In fp8 each batch and key head has descales of its own, powers of two.
 
@@ -284,27 +279,24 @@ def store_inputs(
         q: ``(batch, heads, query, head_dim)``.
         k: ``(batch, kv_heads, kv, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``.
-        exact: Whether they must be the format's numbers; otherwise they are rounded once.
+        exact: Reject what is no number of the format; otherwise it is rounded once.
 
     Raises:
-        ProblemError: where they must be and are not.
+        ProblemError: for values that are not the format's, if ``exact``.
     """
     fmt = problem.formats.storage
     tensors, scales = {}, {}
     for turn, (name, values) in enumerate((("q", q), ("k", k), ("v", v))):
-        held = values
+        stored = values
         if problem.formats.scaled:
             scales[name] = scale = _descale(problem, values, turn)
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
-            held = values / each[..., None, None]
-        tensors[name] = round_to(held, fmt)
-        if exact and not torch.equal(tensors[name], held):
+            stored = values / each[..., None, None]
+        rounded = round_to(stored, fmt)
+        if exact and not torch.equal(rounded, stored):
             raise ProblemError(f"{name} of this probe are not numbers of {fmt.name}: {problem}.")
-    return Inputs(
-        problem=problem,
-        **{name: values.to(fmt.torch_dtype) for name, values in tensors.items()},
-        descale=Descale(**scales) if scales else None,
-    )
+        tensors[name] = rounded.to(fmt.torch_dtype)
+    return Inputs(problem=problem, **tensors, descale=Descale(**scales) if scales else None)
 
 
 def _descale(problem: Problem, values: torch.Tensor, turn: int) -> torch.Tensor:
@@ -312,9 +304,5 @@ def _descale(problem: Problem, values: torch.Tensor, turn: int) -> torch.Tensor:
     top = math.floor(math.log2(problem.formats.storage.max))
     largest = values.reshape(problem.batch, problem.kv_heads, -1).abs().amax(-1)
     _, exponent = torch.frexp(torch.where(largest == 0, 1.0, largest))
-    pair = torch.arange(problem.batch)[:, None] + torch.arange(problem.kv_heads)
-    return torch.pow(2.0, (exponent - top + (pair + turn) % _KINDS_of_storing).float())
-
-
-def _power_of_two(value: torch.Tensor) -> float:
-    return 2.0 ** math.floor(math.log2(float(value)))
+    kind = (_number_pairs(problem, 1) + turn) % _DESCALES
+    return torch.pow(2.0, (exponent - top + kind).float())

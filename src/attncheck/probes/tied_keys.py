@@ -7,14 +7,14 @@ by a half.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.formats import FORMATS, spacing
 from attncheck.probes import margins
-from attncheck.probes.margins import HALF, USUAL_WEIGHT_ERRORS, WeightErrors
+from attncheck.probes.margins import HALF, QUARTER, USUAL_WEIGHT_ERRORS, WeightErrors
 from attncheck.probes.probe_inputs import amplitudes
 from attncheck.probes.wrong_rows import describe_wrong_row
 
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
-__all__ = ["Finding", "Seen", "TiedRows", "check_tied_keys", "iterate_tied_rows"]
+    Row = tuple[int, int, int]
 
+__all__ = ["Finding", "TiedRows", "VisibleKeys", "check_tied_keys", "iterate_tied_rows"]
 
-Seen = Callable[[range], torch.Tensor]
+VisibleKeys = Callable[[range], torch.Tensor]
 """Query rows → where they see a key: bool, broadcastable to ``(batch, heads, rows, kv)``."""
+
+_SCORES_AT_A_TIME = 1 << 22
+_SEVERAL = 8  # bf16 roundings: a smaller difference is described as one of rounding or of a factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Finding:
         expected: What it should be.
         what: What is wrong with the row, in words: ``key 7 is missing``.
         count: Wrong rows.
-        compared: Rows asked.
+        compared: Rows compared.
     """
 
     tensor: str
@@ -59,7 +62,7 @@ class Finding:
 
     @property
     def message(self) -> str:
-        """One line."""
+        """The finding in one line."""
         batch, head, query, _ = self.place
         where = f"{self.tensor}[{batch}, {head}, {query}"
         where += f", {self.dim}]" if self.tensor == "out" else "]"
@@ -74,7 +77,7 @@ class Finding:
         return self.message
 
 
-_SCORES_AT_A_TIME = 1 << 22
+# ------------------------------------------------------------------ what rows must give
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -88,7 +91,7 @@ class TiedRows:
         sums: Σ of their values.
         once: Largest |out − sums / keys| where out is rounded once; infinite where ``keys`` is no
             power of two, so that a kernel that divides P first would round P.
-        unit: What values are whole multiples of, ``(batch, heads, 1)``: ``kv_heads.amplitudes``.
+        unit: What values are whole multiples of, ``(batch, heads, 1)``: ``amplitudes``.
         lse: What LSE must be.
         counts_out, counts_lse: bool: rounding cannot move the count by a quarter there.
     """
@@ -105,31 +108,66 @@ class TiedRows:
 
 
 def iterate_tied_rows(
-    inputs: Inputs, seen: Seen, *, errors: WeightErrors = USUAL_WEIGHT_ERRORS
+    inputs: Inputs, visible: VisibleKeys, *, errors: WeightErrors = USUAL_WEIGHT_ERRORS
 ) -> Iterator[TiedRows]:
-    """All rows, some at a time.
+    """Yield all rows, some at a time.
 
     Args:
         inputs: Of a probe.
-        seen: What the mask shows.
+        visible: What the mask shows.
         errors: Of the kernel's weights.
     """
     problem = inputs.problem
     q, k, v = inputs.promoted()
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
+    unit = amplitudes(problem).repeat_interleave(problem.group, dim=1).to(q.device)
     step = max(1, _SCORES_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
     for start in range(0, problem.query, step):
         query = range(start, min(start + step, problem.query))
         rows = q[:, :, query.start : query.stop]
         scores = rows @ k.mT * problem.scale
-        largest = _Largest.of(scores, seen(query).expand_as(scores), v)
+        seen = visible(query).expand_as(scores)
+        largest = scores.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+        top = torch.where(largest.isinf(), 0.0, largest)
+        tied = seen & (scores == top)
+        others = seen & ~tied
+        below = (scores - top).masked_fill(~others, -torch.inf)
+        some = tied.any(-1)
         if problem.formats.products.significand < FORMATS["fp32"].significand:
-            alike = _alike(rows, k, largest.tied)
-            largest = replace(largest, apart=largest.apart & alike, alone=largest.alone & alike)
-        yield largest.rows(problem, query, errors)
+            some = some & _tie_when_rounded(rows, k, tied)
+        apart = some & (below.amax(-1) <= -margins.GAP)
+        alone = some & ~others.any(-1)
+
+        # With a last axis of 1 to broadcast against columns of V.
+        number = tied.sum(-1, keepdim=True).double()
+        sums, sizes = tied.double() @ v, tied.double() @ v.abs()
+        rest = below.exp().sum(-1, keepdim=True)  # weights relative to one of the tied keys
+        moved = 2 * rest * v.abs().flatten(2).amax(-1)[..., None, None]  # the derivation's 2ωM
+        units = unit[..., None, None]
+        counts = margins.is_countable(
+            problem, sizes / units, number, top, moved / units, errors
+        ).all(-1)
+        # Half a unit in the last place of out, and what comes before it.
+        divisor = number.clamp(min=1.0)
+        before = (sizes * margins.error_before_rounding(problem, top, errors) + moved) / divisor
+        half = spacing((sums / divisor).abs() + before, problem.formats.output) * HALF
+        power_of_two = apart[..., None] & (torch.frexp(number)[0] == HALF)
+        keys = number.squeeze(-1)
+        lse_off = keys * torch.expm1(margins.lse_error(keys, errors))
+        yield TiedRows(
+            query=query,
+            tied=tied,
+            keys=keys,
+            sums=sums,
+            once=torch.where(power_of_two, before + half, torch.inf),
+            unit=unit[..., None],
+            lse=(top + torch.log(number + rest)).squeeze(-1),
+            counts_out=apart & counts,
+            counts_lse=alone & (top == 0).squeeze(-1) & (lse_off < QUARTER),
+        )
 
 
-def _alike(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
+def _tie_when_rounded(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
     """Whether the scores of tied keys are sums of the same products, bool ``(batch, heads, rows)``.
 
     Else they tie no longer in a kernel that rounds scale · q, since three times a rounded number is
@@ -143,115 +181,65 @@ def _alike(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor
     return highest <= lowest
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Largest:
-    """The largest scores of rows, and their values; a last axis of 1 where there is no other.
-
-    Attributes:
-        tied: bool ``(batch, heads, rows, kv)``.
-        keys, top: How many they are, and their score; 0 where a row sees none.
-        sums, sizes: Σ v and Σ |v| of them.
-        rest: Σ of the others' weights relative to one of them.
-        apart: bool: the others lie far enough below.
-        alone: bool: there are no others.
-        most: The largest |v|.
-    """
-
-    tied: torch.Tensor
-    keys: torch.Tensor
-    top: torch.Tensor
-    sums: torch.Tensor
-    sizes: torch.Tensor
-    rest: torch.Tensor
-    apart: torch.Tensor
-    alone: torch.Tensor
-    most: torch.Tensor
-
-    @classmethod
-    def of(cls, scores: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> _Largest:
-        largest = scores.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
-        top = torch.where(largest.isinf(), 0.0, largest)
-        tied = seen & (scores == top)
-        others = seen & ~tied
-        below = (scores - top).masked_fill(~others, -torch.inf)
-        return cls(
-            tied=tied,
-            keys=tied.sum(-1, keepdim=True).double(),
-            top=top,
-            sums=tied.double() @ v,
-            sizes=tied.double() @ v.abs(),
-            rest=below.exp().sum(-1, keepdim=True),
-            apart=tied.any(-1) & (below.amax(-1) <= -margins.GAP),
-            alone=tied.any(-1) & ~others.any(-1),
-            most=v.abs().flatten(2).amax(-1)[..., None, None],
-        )
-
-    def rows(self, problem: Problem, query: range, errors: WeightErrors) -> TiedRows:
-        unit = amplitudes(problem).repeat_interleave(problem.group, dim=1).to(self.top.device)
-        moved = 2 * self.rest * self.most  # the derivation's 2ωM
-        of_unit = (x / unit[..., None, None] for x in (self.sizes, moved))
-        sizes, others = of_unit
-        counts = margins.is_countable(problem, sizes, self.keys, self.top, others, errors)
-        keys = self.keys.squeeze(-1)
-        off = keys * torch.expm1(margins.lse_error(keys, errors))
-        flat = self.alone & (self.top == 0).squeeze(-1)
-        return TiedRows(
-            query=query,
-            tied=self.tied,
-            keys=keys,
-            sums=self.sums,
-            once=self._once(problem, moved, errors),
-            unit=unit[..., None],
-            lse=(self.top + torch.log(self.keys + self.rest)).squeeze(-1),
-            counts_out=self.apart & counts.all(-1),
-            counts_lse=flat & (off < margins.QUARTER),
-        )
-
-    def _once(self, problem: Problem, moved: torch.Tensor, errors: WeightErrors) -> torch.Tensor:
-        """Half a unit in the last place of out, and what comes before it."""
-        asked = self.apart[..., None] & (torch.frexp(self.keys)[0] == HALF)
-        some = self.keys.clamp(min=1.0)
-        error = margins.error_before_rounding(problem, self.top, errors)
-        before = (self.sizes * error + moved) / some
-        half = spacing((self.sums / some).abs() + before, problem.formats.output) * HALF
-        return torch.where(asked, before + half, torch.inf)
-
-
-_SEVERAL = 8  # bf16 roundings: a smaller difference is told as one of rounding or of a factor
+# ------------------------------------------------------------------ what they give
 
 
 def check_tied_keys(
-    inputs: Inputs, outputs: Outputs, seen: Seen, *, errors: WeightErrors = USUAL_WEIGHT_ERRORS
+    inputs: Inputs,
+    outputs: Outputs,
+    visible: VisibleKeys,
+    *,
+    errors: WeightErrors = USUAL_WEIGHT_ERRORS,
 ) -> Finding | None:
-    """The first row, by batch, head and row, whose counts are wrong; None where none is.
-
-    Args:
-        inputs: Of a probe.
-        outputs: What a kernel gave, finite in every row that sees a key.
-        seen: What the mask shows.
-        errors: Of the kernel's weights.
+    """Return the first row, by batch, head and row, whose counts are wrong; None where none is.
 
     Out: |out · keys − Σ of the tied keys' values| must be below half a unit of V; and where their
     number is a power of two, out must be the mean of their values, rounded once. LSE, of rows
     whose scores are all 0: exp(LSE), the number of keys, must be off by less than a half. A row is
-    not asked where a right kernel's rounding could use more than a quarter.
+    left out where a right kernel's rounding could use more than a quarter.
+
+    Args:
+        inputs: Of a probe.
+        outputs: What a kernel gave, finite in every row that sees a key.
+        visible: What the mask shows.
+        errors: Of the kernel's weights.
     """
-    first: tuple[tuple[int, int, int], str, TiedRows] | None = None
+    first: tuple[Row, str, TiedRows] | None = None
     count = compared = 0
-    for rows in iterate_tied_rows(inputs, seen, errors=errors):
-        wrong, asked = _wrong(rows, outputs)
+    for rows in iterate_tied_rows(inputs, visible, errors=errors):
+        wrong, checked = _wrong_rows(rows, outputs)
         both = wrong["out"] | wrong["lse"]
-        count, compared = count + int(both.sum()), compared + int(asked.sum())
-        for place in both.nonzero().tolist()[:1] if first is None else []:
-            b, h, i = place
-            tensor = "out" if bool(wrong["out"][b, h, i]) else "lse"
-            first = ((b, h, i), tensor, rows)
+        count, compared = count + int(both.sum()), compared + int(checked.sum())
+        if first is None and bool(both.any()):
+            b, h, i = both.nonzero()[0].tolist()
+            first = ((b, h, i), "out" if bool(wrong["out"][b, h, i]) else "lse", rows)
     if first is None:
         return None
-    return _finding(inputs, outputs, *first, count=count, compared=compared)
+    at, tensor, rows = first
+    b, h, query = at[0], at[1], rows.query[at[2]]
+    out = outputs.out[b, h, query].double()
+    lse = None if outputs.lse is None else float(outputs.lse[b, h, query])
+    expected = rows.sums[at] / rows.keys[at]
+    used = 0.0 if lse is None else float(rows.keys[at] * torch.exp(lse - rows.lse[at]))
+    key, what = _rounded_twice(out, rows, at) or describe_wrong_row(
+        inputs, (b, h, query), out, used, rows.tied[at]
+    )
+    dim = int((out - expected).abs().argmax())
+    of_out = tensor == "out"
+    return Finding(
+        tensor=tensor,
+        place=(b, h, query, key),
+        dim=dim if of_out else -1,
+        value=float(out[dim]) if of_out else lse or 0.0,
+        expected=float(expected[dim]) if of_out else float(rows.lse[at]),
+        what=what,
+        count=count,
+        compared=compared,
+    )
 
 
-def _wrong(rows: TiedRows, outputs: Outputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _wrong_rows(rows: TiedRows, outputs: Outputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Rows wrong in out and in LSE, and the rows that are compared at all."""
     here = slice(rows.query.start, rows.query.stop)
     out = outputs.out[:, :, here].double()
     off = (out * rows.keys[..., None] - rows.sums).abs()
@@ -260,52 +248,16 @@ def _wrong(rows: TiedRows, outputs: Outputs) -> tuple[dict[str, torch.Tensor], t
     rounded = (rows.once.isinf() | ((out - mean).abs() <= rows.once)).all(-1)
     wrong = {"out": (rows.counts_out & ~counted) | ~rounded}
     wrong["lse"] = torch.zeros_like(wrong["out"])
-    asked = rows.counts_out | rows.once.isfinite().all(-1)
+    compared = rows.counts_out | rows.once.isfinite().all(-1)
     if outputs.lse is not None:
         lse = outputs.lse[:, :, here].double()
         used = rows.keys * torch.exp(lse - rows.lse)
         wrong["lse"] = rows.counts_lse & ~((used - rows.keys).abs() < HALF)
-        asked = asked | rows.counts_lse
-    return wrong, asked
+        compared = compared | rows.counts_lse
+    return wrong, compared
 
 
-def _finding(
-    inputs: Inputs,
-    outputs: Outputs,
-    place: tuple[int, int, int],
-    tensor: str,
-    rows: TiedRows,
-    *,
-    count: int,
-    compared: int,
-) -> Finding:
-    b, h, i = place
-    query = rows.query[i]
-    at = (b, h, i)
-    out = outputs.out[b, h, query].double()
-    lse = None if outputs.lse is None else float(outputs.lse[b, h, query])
-    expected = rows.sums[at] / rows.keys[at]
-    dim = int((out - expected).abs().argmax())
-    used = 0.0 if lse is None else float(rows.keys[at] * torch.exp(lse - rows.lse[at]))
-    key, what = _rounded_twice(out, rows, at) or describe_wrong_row(
-        inputs, (b, h, query), out, used, rows.tied[at]
-    )
-    got = (float(out[dim]), float(expected[dim])) if tensor == "out" else (lse, float(rows.lse[at]))
-    return Finding(
-        tensor=tensor,
-        place=(b, h, query, key),
-        dim=dim if tensor == "out" else -1,
-        value=float(got[0] or 0.0),
-        expected=got[1],
-        what=what,
-        count=count,
-        compared=compared,
-    )
-
-
-def _rounded_twice(
-    out: torch.Tensor, rows: TiedRows, at: tuple[int, int, int]
-) -> tuple[int, str] | None:
+def _rounded_twice(out: torch.Tensor, rows: TiedRows, at: Row) -> tuple[int, str] | None:
     """That out is nearly right: by several roundings, or by a factor near 1."""
     exact = rows.sums[at] / rows.keys[at]
     off = (out - exact).abs()

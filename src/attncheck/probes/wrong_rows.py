@@ -12,18 +12,21 @@ from attncheck.probes.margins import HALF, QUARTER
 from attncheck.probes.probe_inputs import amplitudes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
 
+    KeyAndWords = tuple[int, str]  # −1 where no key is told
+
 __all__ = ["describe_wrong_row", "explain_row"]
 
+# ------------------------------------------------------------------ by counting
 
 _NAMED = 3  # keys, or runs of them, of a longer list
 _RUN = 3  # keys in a row that are told as one
 _FEW = 4  # keys that the column with the fewest may hold, where it tells how many there are
-_GUESSES = (
-    9  # numbers of keys that are tried where LSE does not tell: four too few to four too many
-)
+_GUESSES = 9  # numbers of keys to try where LSE does not tell: four too few to four too many
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -35,6 +38,7 @@ class _WrongRow:
         values: V of its key head in the same units, whole numbers, ``(kv, value_dim)``.
         score: scale · q·k of every key, seen or not, ``(kv,)``.
         tied: bool ``(kv,)``: the keys that should share its weight.
+        keys: How many they are.
         used: How many keys share it by the kernel's LSE; 0 where it exposes none.
     """
 
@@ -42,18 +46,17 @@ class _WrongRow:
     values: torch.Tensor
     score: torch.Tensor
     tied: torch.Tensor
+    keys: int
     used: float
-
-    @property
-    def keys(self) -> int:
-        """How many keys should share its weight."""
-        return int(self.tied.sum())
 
 
 def describe_wrong_row(
     inputs: Inputs, place: tuple[int, int, int], out: torch.Tensor, used: float, tied: torch.Tensor
-) -> tuple[int, str]:
-    """The first wrong key and what is wrong, in words; −1 where no key is told.
+) -> KeyAndWords:
+    """Return the first wrong key and what is wrong, in words; −1 where no key is told.
+
+    Hypotheses in this order: another key head's or batch's values; keys missing or too many, by the
+    code of their values; another key alone; a factor.
 
     Args:
         inputs: Of a probe.
@@ -61,34 +64,34 @@ def describe_wrong_row(
         out: What the kernel gave, float64 ``(value_dim,)``.
         used: How many keys share its weight by the kernel's LSE; 0 where it exposes none.
         tied: bool ``(kv,)``: the keys that should share it.
-
-    Hypotheses in this order: another key head's or batch's values; keys missing or too many, by the
-    code of their values; another key alone; a factor.
     """
     q, k, v = inputs.promoted()
     own = (place[0], place[1] // inputs.problem.group)
     units = amplitudes(inputs.problem).to(out.device)
+    keys = int(tied.sum())
+    if not bool(out.any()):
+        key = int(tied.nonzero()) if keys == 1 else -1
+        return key, f"key {key} is missing: out is 0" if keys == 1 else "out is 0"
+    values = v / units[..., None, None]
     row = _WrongRow(
         out=out / units[own],
-        values=v[own] / units[own],
+        values=values[own],
         score=k[own] @ q[place] * inputs.problem.scale,
         tied=tied,
+        keys=keys,
         used=used,
     )
-    if not bool(out.any()):
-        key = int(tied.nonzero()) if row.keys == 1 else -1
-        return key, f"key {key} is missing: out is 0" if row.keys == 1 else "out is 0"
     return (
-        _another_head(row, v / units[..., None, None], own, units)
+        _another_head(row, values, own, units)
         or _by_code(row)
-        or _another_key(v / units[..., None, None], own, out / units[..., None], tied)
+        or _another_key(values, own, out / units[..., None], tied)
         or (-1, _factor_or_number(row))
     )
 
 
 def _another_head(
     row: _WrongRow, values: torch.Tensor, own: tuple[int, int], units: torch.Tensor
-) -> tuple[int, str] | None:
+) -> KeyAndWords | None:
     """A batch and key head of whose values, at the right keys, out is the mean."""
     counts = row.out * row.keys * (units[own] / units)[..., None]
     sums = row.tied.double() @ values
@@ -97,171 +100,14 @@ def _another_head(
     if bool(fits[own]) or not others:
         return None
     batch, head = others[0]
-    said = f"key head {head} of batch {batch}, not {own[1]} of {own[0]}"
-    return -1, f"its values are those of {said}"
-
-
-def _by_code(row: _WrongRow) -> tuple[int, str] | None:
-    """The keys that it used, where whole counts and their number agree."""
-    if bool((row.values < 0).any()) or not torch.equal(row.values, row.values.round()):
-        return None
-    for number in _numbers(row):
-        counts = row.out * number
-        if not bool(((counts - counts.round()).abs() < QUARTER).all()):
-            continue
-        left = counts.round() - row.tied.double() @ row.values
-        if not bool(left.any()):
-            named = _by_number(row, number)
-        elif abs(row.used - number) < HALF or not row.used:
-            named = _alike(row, left, number) or _larger(row, left, number)
-        else:  # LSE says that they are others
-            named = _larger(row, left, number) or _alike(row, left, number)
-        if named is not None:
-            return named
-    return None
-
-
-def _by_number(row: _WrongRow, number: int) -> tuple[int, str] | None:
-    """What is wrong where the values are right."""
-    if number < row.keys:
-        return None
-    divided = f"it shares its weight among {number} keys, some without values,"
-    told = f"exp(LSE) counts {row.used:.6g} keys"
-    return -1, f"{told if number == row.keys else divided} where it should have {row.keys}"
-
-
-def _numbers(row: _WrongRow) -> list[int]:
-    """How many keys the row may have used, the likeliest first."""
-    most = 2 * len(row.tied)
-    told = [round(row.used)] if HALF <= row.used <= most else []
-    near = sorted(range(1, most + 1), key=lambda n: abs(n - row.keys))[:_GUESSES]
-    far = [] if told else _numbers_by_column(row, most)
-    return list(dict.fromkeys([row.keys, *told, *near, *far]))
-
-
-def _numbers_by_column(row: _WrongRow, most: int) -> list[int]:
-    """How many keys there are if the smallest column holds 1, 2, …; first what leaves least."""
-    smallest = float(row.out.masked_fill(row.out <= 0, torch.inf).amin())
-    if not smallest * most >= HALF:  # less than one key of them all, or NaN
-        return []
-    tried = (round(few / smallest) + off for few in range(1, _FEW + 1) for off in (0, -1, 1))
-    near = [number for number in tried if 1 <= number <= most]
-
-    def left(number: int) -> float:
-        counts = row.out * number
-        return float((counts - counts.round()).abs().amax()) / number
-
-    return sorted(near, key=left)
-
-
-def _alike(row: _WrongRow, left: torch.Tensor, number: int) -> tuple[int, str] | None:
-    """Keys whose values make what is ``left``, and whose number makes ``number``.
-
-    Keys too many have the score of the others, or a larger one: then those have no weight.
-    """
-    whole = bool(row.values.any(-1).all())
-    alike = row.score == row.score[row.tied][0]
-    found = []
-    for order in (_from_last, _from_first, _from_edges):
-        rest = left.clone()
-        missing = _taken(row.values, rest, order(row.tied), -1)
-        extra = _taken(row.values, rest, order(alike & ~row.tied), 1)
-        twice = _taken(row.values, rest, order(row.tied), 1)
-        used = row.keys - len(missing) + len(extra) + len(twice)
-        if not bool(rest.any()) and (used == number or not whole):
-            found.append((_runs(row.tied, missing, extra), missing, extra, twice))
-    if not found:
-        return None
-    _, missing, extra, twice = min(found, key=lambda one: one[0])
-    said = [f"{_listed(missing)} missing"] if missing else []
-    said += [f"{_listed(extra)} too many"] if extra else []
-    said += [f"{_listed(twice)} there twice"] if twice else []
-    return min(missing or extra or twice), " and ".join(said)
-
-
-def _runs(tied: torch.Tensor, missing: list[int], extra: list[int]) -> int:
-    """How many runs of keys a row then saw: of several readings the simplest is taken."""
-    saw = tied.cpu().clone()
-    saw[missing] = False
-    saw[extra] = True
-    return int(saw[:1].sum() + (saw[1:] & ~saw[:-1]).sum())
-
-
-def _larger(row: _WrongRow, left: torch.Tensor, number: int) -> tuple[int, str] | None:
-    larger = row.score[row.score > row.score[row.tied][0]]
-    for score in sorted(set(larger.tolist()), reverse=True):
-        rest = left + row.tied.double() @ row.values
-        taken = _taken(row.values, rest, _from_first(row.score == score), 1)
-        if taken and len(taken) == number and not bool(rest.any()):
-            listed = _listed(taken).rpartition(" ")[0]
-            return taken[0], f"its weight is on {listed}, which it must not see"
-    return None
-
-
-def _taken(values: torch.Tensor, left: torch.Tensor, order: list[int], sign: int) -> list[int]:
-    """Keys that explain what is ``left`` of one sign, which is lessened by their values."""
-    able = (((left * sign >= values) | (values == 0)).all(-1) & values.any(-1)).tolist()
-    taken = []
-    for key in (key for key in order if able[key]):
-        value = values[key]
-        if bool(((left * sign >= value) | (value == 0)).all()):
-            left -= value * sign
-            taken.append(key)
-    return sorted(taken)
-
-
-def _from_edges(among: torch.Tensor) -> list[int]:
-    """Keys, those nearest to an edge of their run of ``among`` first."""
-    among = among.cpu()
-    end = torch.ones(1, dtype=torch.bool)
-    edge = torch.cat([end, among[1:] != among[:-1], end]).nonzero().flatten()
-    key = torch.arange(len(among))
-    after = torch.searchsorted(edge, key, right=True)
-    distance = torch.minimum(key - edge[after - 1], edge[after] - 1 - key).tolist()
-    return sorted(key[among].tolist(), key=lambda j: (distance[j], j))
-
-
-def _from_last(among: torch.Tensor) -> list[int]:
-    return _from_first(among)[::-1]
-
-
-def _from_first(among: torch.Tensor) -> list[int]:
-    keys: list[int] = among.nonzero().flatten().tolist()
-    return keys
-
-
-def _listed(keys: list[int]) -> str:
-    if len(keys) == 1:
-        return f"key {keys[0]} is"
-    parts = _parts(keys)
-    shown = ", ".join(map(_part, parts[:_NAMED]))
-    left = sum(map(len, parts[_NAMED:]))
-    more = f" and {left} more" if left else ""
-    return f"keys {shown}{more} are"
-
-
-def _parts(keys: list[int]) -> list[range]:
-    """Ascending ``keys`` as ranges; runs shorter than ``_RUN`` key by key."""
-    runs: list[range] = []
-    for key in keys:
-        if runs and runs[-1].stop == key:
-            runs[-1] = range(runs[-1].start, key + 1)
-        else:
-            runs.append(range(key, key + 1))
-    return [
-        part
-        for run in runs
-        for part in ([run] if len(run) >= _RUN else [range(key, key + 1) for key in run])
-    ]
-
-
-def _part(part: range) -> str:
-    return str(part.start) if len(part) == 1 else f"{part.start}–{part.stop - 1}"
+    return -1, (
+        f"its values are those of key head {head} of batch {batch}, not {own[1]} of {own[0]}"
+    )
 
 
 def _another_key(
     values: torch.Tensor, own: tuple[int, int], out: torch.Tensor, tied: torch.Tensor
-) -> tuple[int, str] | None:
+) -> KeyAndWords | None:
     """A key, of any head, whose value out is; ``out`` in units of each head."""
     same = ((values - out[:, :, None]).abs() < HALF).all(-1) & values.any(-1)
     if not bool(same.any()) or bool((same[own] & tied).any()):
@@ -271,8 +117,8 @@ def _another_key(
         key = int(same[own].nonzero()[0])
         return key, f"its weight is on key {key}, and should be on key {first}"
     batch, head, key = same.nonzero()[0].tolist()
-    said = f"out is the value of key {key} of key head {head} of batch {batch}"
-    return key, f"{said}, and should be that of key {first} of {own[1]} of {own[0]}"
+    other = f"out is the value of key {key} of key head {head} of batch {batch}"
+    return key, f"{other}, and should be that of key {first} of {own[1]} of {own[0]}"
 
 
 def _factor_or_number(row: _WrongRow) -> str:
@@ -286,11 +132,166 @@ def _factor_or_number(row: _WrongRow) -> str:
     return f"it is not the mean of the values of its {row.keys} key{'s' * (row.keys > 1)}"
 
 
+def _by_code(row: _WrongRow) -> KeyAndWords | None:
+    """The keys that it used, where whole counts and their number agree."""
+    if bool((row.values < 0).any()) or not torch.equal(row.values, row.values.round()):
+        return None
+    for number in _key_numbers(row):
+        counts = row.out * number
+        if not bool(((counts - counts.round()).abs() < QUARTER).all()):
+            continue
+        left = counts.round() - row.tied.double() @ row.values
+        by_lse = abs(row.used - number) < HALF or not row.used
+        if not bool(left.any()):  # the values are right
+            result = _wrong_number(row, number)
+        elif by_lse:
+            result = _equal_keys(row, left, number) or _larger_keys(row, left, number)
+        else:  # LSE says that they are others
+            result = _larger_keys(row, left, number) or _equal_keys(row, left, number)
+        if result is not None:
+            return result
+    return None
+
+
+def _wrong_number(row: _WrongRow, number: int) -> KeyAndWords | None:
+    if number < row.keys:
+        return None
+    if number == row.keys:
+        return -1, f"exp(LSE) counts {row.used:.6g} keys where it should have {row.keys}"
+    shared = f"it shares its weight among {number} keys, some without values,"
+    return -1, f"{shared} where it should have {row.keys}"
+
+
+def _key_numbers(row: _WrongRow) -> list[int]:
+    """How many keys the row may have used, the likeliest first."""
+    most = 2 * len(row.tied)
+    by_lse = [round(row.used)] if HALF <= row.used <= most else []
+    near = sorted(range(1, most + 1), key=lambda n: abs(n - row.keys))[:_GUESSES]
+    far = [] if by_lse else _numbers_by_column(row, most)
+    return list(dict.fromkeys([row.keys, *by_lse, *near, *far]))
+
+
+def _numbers_by_column(row: _WrongRow, most: int) -> list[int]:
+    """How many keys there are if the smallest column holds 1, 2, …; first what leaves least."""
+    smallest = float(row.out.masked_fill(row.out <= 0, torch.inf).amin())
+    if not smallest * most >= HALF:  # less than one key of them all, or NaN
+        return []
+    guesses = (round(few / smallest) + off for few in range(1, _FEW + 1) for off in (0, -1, 1))
+
+    def left(number: int) -> float:
+        counts = row.out * number
+        return float((counts - counts.round()).abs().amax()) / number
+
+    return sorted((number for number in guesses if 1 <= number <= most), key=left)
+
+
+def _equal_keys(row: _WrongRow, left: torch.Tensor, number: int) -> KeyAndWords | None:
+    """Keys whose values make what is ``left``, and whose number makes ``number``.
+
+    Keys too many have the score of the others, or a larger one: then those have no weight.
+    """
+    whole = bool(row.values.any(-1).all())
+    alike = row.score == row.score[row.tied][0]
+    readings = []
+    for order in (_from_last, _from_first, _from_edges):
+        rest = left.clone()
+        missing = _take(row.values, rest, order(row.tied), -1)
+        extra = _take(row.values, rest, order(alike & ~row.tied), 1)
+        twice = _take(row.values, rest, order(row.tied), 1)
+        used = row.keys - len(missing) + len(extra) + len(twice)
+        if not bool(rest.any()) and (used == number or not whole):
+            readings.append((_count_runs(row.tied, missing, extra), missing, extra, twice))
+    if not readings:
+        return None
+    _, missing, extra, twice = min(readings, key=lambda one: one[0])
+    kinds = ((missing, "missing"), (extra, "too many"), (twice, "there twice"))
+    words = " and ".join(f"{_list_keys(keys)} {fate}" for keys, fate in kinds if keys)
+    return min(missing or extra or twice), words
+
+
+def _count_runs(tied: torch.Tensor, missing: list[int], extra: list[int]) -> int:
+    """How many runs of keys a row then saw: of several readings the simplest is taken."""
+    saw = tied.cpu().clone()
+    saw[missing] = False
+    saw[extra] = True
+    return int(saw[:1].sum() + (saw[1:] & ~saw[:-1]).sum())
+
+
+def _larger_keys(row: _WrongRow, left: torch.Tensor, number: int) -> KeyAndWords | None:
+    larger = row.score[row.score > row.score[row.tied][0]]
+    for score in sorted(set(larger.tolist()), reverse=True):
+        rest = left + row.tied.double() @ row.values
+        keys = _take(row.values, rest, _from_first(row.score == score), 1)
+        if keys and len(keys) == number and not bool(rest.any()):
+            listed = _list_keys(keys).rpartition(" ")[0]
+            return keys[0], f"its weight is on {listed}, which it must not see"
+    return None
+
+
+def _take(values: torch.Tensor, left: torch.Tensor, order: list[int], sign: int) -> list[int]:
+    """Keys that explain what is ``left`` of one sign, which is lessened by their values."""
+    able = (((left * sign >= values) | (values == 0)).all(-1) & values.any(-1)).tolist()
+    keys = []
+    for key in (key for key in order if able[key]):
+        value = values[key]
+        if bool(((left * sign >= value) | (value == 0)).all()):
+            left -= value * sign
+            keys.append(key)
+    return sorted(keys)
+
+
+def _from_first(among: torch.Tensor) -> list[int]:
+    keys: list[int] = among.nonzero().flatten().tolist()
+    return keys
+
+
+def _from_last(among: torch.Tensor) -> list[int]:
+    return _from_first(among)[::-1]
+
+
+def _from_edges(among: torch.Tensor) -> list[int]:
+    """Keys, those nearest to an edge of their run of ``among`` first."""
+    among = among.cpu()
+    end = torch.ones(1, dtype=torch.bool)
+    edge = torch.cat([end, among[1:] != among[:-1], end]).nonzero().flatten()
+    key = torch.arange(len(among))
+    after = torch.searchsorted(edge, key, right=True)
+    distance = torch.minimum(key - edge[after - 1], edge[after] - 1 - key).tolist()
+    return sorted(key[among].tolist(), key=lambda j: (distance[j], j))
+
+
+def _list_keys(keys: list[int]) -> str:
+    """Ascending ``keys`` in words; those in a row as one, but short runs key by key."""
+    if len(keys) == 1:
+        return f"key {keys[0]} is"
+    parts = list(_ranges(keys))
+    shown = ", ".join(
+        str(part.start) if len(part) == 1 else f"{part.start}–{part.stop - 1}"
+        for part in parts[:_NAMED]
+    )
+    left = sum(map(len, parts[_NAMED:]))
+    more = f" and {left} more" if left else ""
+    return f"keys {shown}{more} are"
+
+
+def _ranges(keys: list[int]) -> Iterator[range]:
+    runs: list[range] = []
+    for key in keys:
+        if runs and runs[-1].stop == key:
+            runs[-1] = range(runs[-1].start, key + 1)
+        else:
+            runs.append(range(key, key + 1))
+    for run in runs:
+        yield from [run] if len(run) >= _RUN else [range(key, key + 1) for key in run]
+
+
+# ------------------------------------------------------------------ by the exact result
+
 _STEPS = 12  # each moves the scale by a factor of e at most
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _ExplainedRow:
+class _ExactRow:
     """One row, exactly: float64. ``value_dim + 1`` is out's columns and LSE.
 
     Attributes:
@@ -311,32 +312,15 @@ class _ExplainedRow:
     error: torch.Tensor
     unit: torch.Tensor
 
-    @property
-    def odds(self) -> torch.Tensor:
-        """Natural logarithm of the weights, ``(kv,)``."""
-        return self.score - self.lse
-
     def left(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """How much of the error is left after these changes of out and LSE.
 
         Of out, in parts of its size and no less than rounding leaves; or of LSE, if that is more.
         """
-        moved = torch.cat([out, lse[..., None]], dim=-1) * self.unit
-        rest = self.error - moved
-        sizes = (self.error[:-1].norm(), self.error[-1].abs())
-        least = (math.sqrt(len(self.error)), 1.0)
-        parts = (rest[..., :-1].norm(dim=-1), rest[..., -1].abs())
-        of_out, of_lse = (
-            part / size.clamp(min=low) for part, size, low in zip(parts, sizes, least, strict=True)
-        )
-        return torch.maximum(of_out, of_lse)
-
-    def fitted(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[float, float]:
-        """The multiple of these changes that leaves least, and how much that is."""
-        moved = torch.cat([out, lse[..., None]], dim=-1) * self.unit
-        square = float(moved.square().sum())
-        times = float((self.error * moved).sum()) / square if square else 0.0
-        return times, float(self.left(times * out, times * lse))
+        rest = self.error - torch.cat([out, lse[..., None]], dim=-1) * self.unit
+        size = self.error[:-1].norm().clamp(min=math.sqrt(len(self.error)))
+        of_lse = rest[..., -1].abs() / self.error[-1].abs().clamp(min=1.0)
+        return torch.maximum(rest[..., :-1].norm(dim=-1) / size, of_lse)
 
 
 def explain_row(
@@ -346,8 +330,11 @@ def explain_row(
     allowed: Outputs,
     seen: torch.Tensor,
     place: tuple[int, int, int],
-) -> tuple[int, str]:
-    """A key and what happened to it, in words; −1 and other words where no single key explains it.
+) -> KeyAndWords:
+    """Return a key and what happened to it, in words; −1 where no single key explains the row.
+
+    Each hypothesis moves the row's exact out and LSE in a way of its own. That after which least of
+    the error is left, in units of what rounding allows, explains it if less than half is left.
 
     Args:
         inputs: Of a probe.
@@ -356,33 +343,34 @@ def explain_row(
         allowed: What rounding allows, float64.
         seen: bool ``(kv,)``: what the row sees.
         place: (batch, head, row).
-
-    Each hypothesis moves the row's exact out and LSE in a way of its own. That after which least of
-    the error is left, in units of what rounding allows, explains it if less than half is left.
     """
-    row = _row(inputs, given, truth, allowed, seen, place)
+    row = _exact_row(inputs, given, truth, allowed, seen, place)
     if not bool(row.error.isfinite().all()):
         return -1, "explained by nothing that is finite"
     # What says all of LSE must say it better than what merely has the right size.
-    groups = (((_base,), QUARTER * QUARTER), ((_one_key,), HALF), ((_factor, _scale), QUARTER))
-    for tried, most in groups:
-        left, key, said = min((one(row) for one in tried), key=lambda one: one[0])
+    groups: tuple[tuple[tuple[Callable[[_ExactRow], tuple[float, int, str]], ...], float], ...] = (
+        ((_base_2,), QUARTER * QUARTER),
+        ((_one_key,), HALF),
+        ((_factor, _scale), QUARTER),
+    )
+    for hypotheses, most in groups:
+        left, key, words = min((one(row) for one in hypotheses), key=lambda one: one[0])
         if left < most:
-            return key, f"explained best by {said}"
+            return key, f"explained best by {words}"
     if bool((row.error[:-1].abs() <= 1.0).all()):
         off = float(row.error[-1] / row.unit[-1])
         return -1, f"right in out, and its LSE is {off:+.5g} off"
     return -1, "explained by no single key, factor or scale"
 
 
-def _row(
+def _exact_row(
     inputs: Inputs,
     given: Outputs,
     truth: Outputs,
     allowed: Outputs,
     seen: torch.Tensor,
     place: tuple[int, int, int],
-) -> _ExplainedRow:
+) -> _ExactRow:
     b, h, _ = place
     q, k, v = inputs.promoted()
     own = (b, h // inputs.problem.group)
@@ -395,7 +383,7 @@ def _row(
     # Where nothing at all is allowed, as little as anywhere in the row.
     least = size[size > 0].amin() if bool((size > 0).any()) else torch.ones_like(lse)
     unit = 1.0 / size.clamp(min=float(least))
-    return _ExplainedRow(
+    return _ExactRow(
         score=k[own] @ q[place] * inputs.problem.scale,
         seen=seen,
         v=v[own],
@@ -406,29 +394,39 @@ def _row(
     )
 
 
-def _one_key(row: _ExplainedRow) -> tuple[float, int, str]:
+def _base_2(row: _ExactRow) -> tuple[float, int, str]:
+    lse = row.lse * (math.log2(math.e) - 1.0)
+    return float(row.left(torch.zeros_like(row.out), lse)), -1, "an LSE to base 2"
+
+
+def _one_key(row: _ExactRow) -> tuple[float, int, str]:
     """Leaving out key j moves out by w(out − v)/(1 − w) and LSE by ln(1 − w).
 
     One more moves them by w(v − out)/(1 + w) and ln(1 + w).
     """
-    weight = row.odds.exp()
+    odds = row.score - row.lse  # natural logarithm of the weights
+    weight = odds.exp()
     alone = row.seen & (weight >= 1.0)
     kept = torch.where(row.seen & ~alone, weight, 0.0)
-    factor = torch.where(row.seen, -kept / (1 - kept), torch.sigmoid(row.odds))
-    lse = torch.where(row.seen, torch.log1p(-kept), torch.nn.functional.softplus(row.odds))
+    factor = torch.where(row.seen, -kept / (1 - kept), torch.sigmoid(odds))
+    lse = torch.where(row.seen, torch.log1p(-kept), torch.nn.functional.softplus(odds))
     left = row.left(factor[:, None] * (row.v - row.out), lse).masked_fill(alone, math.inf)
     key = int(left.argmin())
-    seen = bool(row.seen[key])
-    said = f"key {key} left out" if seen else f"key {key}, which the row must not see"
-    return float(left[key]), key, said
+    fate = " left out" if bool(row.seen[key]) else ", which the row must not see"
+    return float(left[key]), key, f"key {key}{fate}"
 
 
-def _factor(row: _ExplainedRow) -> tuple[float, int, str]:
-    times, left = row.fitted(row.out, torch.zeros_like(row.lse))
+def _factor(row: _ExactRow) -> tuple[float, int, str]:
+    """The multiple of out that leaves least."""
+    zero = torch.zeros_like(row.lse)
+    moved = torch.cat([row.out, zero[None]], dim=-1) * row.unit
+    square = float(moved.square().sum())
+    times = float((row.error * moved).sum()) / square if square else 0.0
+    left = float(row.left(times * row.out, times * zero))
     return left, -1, f"a factor of {1 + times:.6g} on out"
 
 
-def _scale(row: _ExplainedRow) -> tuple[float, int, str]:
+def _scale(row: _ExactRow) -> tuple[float, int, str]:
     """Gauss and Newton's steps to the scale that leaves least, then what that truly leaves.
 
     The derivatives by its logarithm: Σ w·score·(v − out), and Σ w·score of LSE.
@@ -448,8 +446,3 @@ def _scale(row: _ExplainedRow) -> tuple[float, int, str]:
         step = float(((row.error - moved * row.unit) * slope).sum()) / square
         factor *= math.exp(min(max(step, -1.0), 1.0))
     return left, -1, f"scores about {factor:.4g} times as large"
-
-
-def _base(row: _ExplainedRow) -> tuple[float, int, str]:
-    lse = row.lse * (math.log2(math.e) - 1.0)
-    return float(row.left(torch.zeros_like(row.out), lse)), -1, "an LSE to base 2"

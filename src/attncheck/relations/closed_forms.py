@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -12,13 +11,10 @@ import torch
 from attncheck.core.draws import Draws
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.outputs import Outputs
-from attncheck.inputs import input_tensors as inputs_room
-from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.input_tensors import Inputs, round_inputs
 from attncheck.mods import library
-from attncheck.relations import mask_visibility
+from attncheck.relations.mask_visibility import visible_blocks
 from attncheck.relations.relation import (
-    Errors,
-    Finding,
     Relation,
     compare_outputs,
     compare_values,
@@ -28,32 +24,46 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.inputs.problem import Allowed, Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.mods.spec import Spec
+    from attncheck.relations.relation import Finding, Results
 
 __all__ = ["FIRST_ROW", "ONE_HOT", "ZERO_QUERY", "ZERO_VALUES", "round_as_read"]
 
+# ------------------------------------------------------------------ one key's value
 
 _PAIR = 2 * FORMATS["tf32"].significand  # bits
 _DROPPED = FORMATS["fp32"].significand - _PAIR
 
 
 def round_as_read(v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """V ``(batch, kv_heads, kv, value_dim)`` as P·V reads it, in its storage dtype.
+    """Return V ``(batch, kv_heads, kv, value_dim)`` as P·V reads it, in its storage dtype.
 
-    Rounded to the products' format (tf32). In fp32 to 22 bits, toward zero: kernels multiply fp32
-    numbers as sums of two tf32 numbers, which hold no more (CUTLASS's 3×TF32, and with it torch's
-    memory-efficient attention), and that is accurate enough to be right.
+    Its values, weighted by exactly 1, are exactly the result. Rounded to the products' format
+    (tf32). In fp32 to 22 bits, toward zero: kernels multiply fp32 numbers as sums of two tf32
+    numbers, which hold no more (CUTLASS's 3×TF32, and with it torch's memory-efficient attention),
+    and that is accurate enough to be right.
     """
     if problem.formats.products.name == "fp32":
         return (v.contiguous().view(torch.int32) & -(1 << _DROPPED)).view(torch.float32)
     return round_to(v.double(), problem.formats.products).to(v.dtype)
 
 
+def _with_readable_values(inputs: Inputs, drawn: torch.Tensor) -> Inputs:
+    """Inputs whose V is ``drawn``, as the product reads it.
+
+    In fp8 its descale becomes 1, for the product with another would be rounded twice: to fp32, and
+    to out.
+    """
+    descale = inputs.descale
+    if descale is not None:
+        descale = replace(descale, v=torch.ones_like(descale.v))
+    return inputs.replace(v=round_as_read(drawn, inputs.problem), descale=descale)
+
+
 # Score mods that leave a score of 0 at (row 0, key 0) at 0.
-_KEEP_ZERO = {"none", "alibi", "softcap", "temperature", "chain"}
+_KEEP_FIRST_ZERO = {"none", "alibi", "softcap", "temperature", "chain"}
 
 
 def _sees_key_0_alone(mask: Spec, problem: Problem) -> bool:
@@ -69,54 +79,46 @@ def _sees_key_0_alone(mask: Spec, problem: Problem) -> bool:
     return False
 
 
-def _unfit(problem: Problem) -> str | None:
+def _unless_first_row_sees_one(problem: Problem) -> str | None:
     if not _sees_key_0_alone(problem.mask, problem):
         return "its mask does not show row 0 key 0 alone, as far as its name tells"
-    if any(part.name not in _KEEP_ZERO for part in problem.score.walk()):
+    if any(part.name not in _KEEP_FIRST_ZERO for part in problem.score.walk()):
         return "its score mod moves a score of 0, so that the weight may not be exactly 1"
     return None
 
 
-def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
+def _zero_first_query(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     """V as the product reads it, and a first score of 0, whose exponential is 1 at once.
 
     Of another score it may not be: a kernel that fuses exp2(s·c − m·c) gets exp2 of m·c's rounding
     error, up to |m·c|·2^-24, which shows in fp16 from scores of 4,096 on and in fp32 always.
-
-    In fp8 V's descale becomes 1, for the product with another would be rounded twice: to fp32, and
-    to out.
     """
-    descale = inputs.descale
-    if descale is not None:
-        descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))
-    v = round_as_read(inputs.v, inputs.problem)
     first = torch.zeros(1, 1, inputs.problem.query, 1, dtype=torch.bool, device=inputs.device)
     first[:, :, 0] = True
     q = replace_where(inputs.q, torch.zeros_like(inputs.q), first)
-    return (inputs.replace(q=q, v=v, descale=descale),)
+    return (_with_readable_values(inputs, inputs.v).replace(q=q),)
 
 
-def _holds(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, ___: Errors
-) -> Finding | None:
-    (inputs,), (given,) = runs, outputs
+def _compare_first_row(results: Results) -> Finding | None:
+    (inputs,), (outputs,) = results.inputs, results.outputs
     values = inputs.v[:, :, :1].repeat_interleave(inputs.problem.group, dim=1)
-    return compare_values("out", given.out[:, :, :1], values.to(given.out.dtype))
+    return compare_values("out", outputs.out[:, :, :1], values.to(outputs.out.dtype))
 
 
 FIRST_ROW = Relation(
     name="first_row",
     summary="row 0, which sees key 0 alone, returns V's row 0 of its kv head, h // group",
-    runs=_runs,
-    holds=_holds,
-    unfit=of_attention(without_sink, _unfit),
+    runs=_zero_first_query,
+    rule=_compare_first_row,
+    unfit=of_attention(without_sink, _unless_first_row_sees_one),
 )
 """Holds for every right kernel: the weight is 1, in P's format exactly, and 1 · v = v.
 
-q's row 0 is 0, and V is rounded to what P·V reads of it (``single_weights``). The sign of a zero is
+q's row 0 is 0, and V is rounded to what P·V reads of it (``round_as_read``). The sign of a zero is
 left open.
 """
 
+# ------------------------------------------------------------------ every key in its turn
 
 _APART = 128.0
 """Nats or more: exp(−128) is below 2^-184, and half of fp32's smallest number is 2^-150."""
@@ -134,7 +136,7 @@ def _factor(problem: Problem) -> float:
     return 2.0 ** math.ceil(math.log2(_APART / problem.scale))
 
 
-def _unfit_of_one_hot(problem: Problem) -> str | None:
+def _unless_bits_fit(problem: Problem) -> str | None:
     if problem.score != library.NONE:
         return "its score mod may make something else of a score"
     if problem.head_dim < 2 * _bits(problem):
@@ -146,17 +148,13 @@ def _unfit_of_one_hot(problem: Problem) -> str | None:
     return None
 
 
-def _allowed(problem: Problem) -> Allowed:
-    return {"turn": range(problem.kv)}
-
-
-def _chosen(problem: Problem, turn: int, device: torch.device) -> torch.Tensor:
+def _chosen_keys(problem: Problem, turn: int, device: torch.device) -> torch.Tensor:
     """int64 ``(batch, heads, query)``: of the n keys that row i sees number (i + turn) mod n.
 
     −1 where it sees none.
     """
     keys = []
-    for rows, visible in mask_visibility.visible_blocks(problem, device):
+    for rows, visible in visible_blocks(problem, device):
         count = visible.sum(-1, keepdim=True)
         number = torch.arange(rows.start, rows.stop, device=device)[:, None] + turn
         nth = visible & (visible.cumsum(-1) == number % count.clamp(min=1) + 1)
@@ -165,21 +163,22 @@ def _chosen(problem: Problem, turn: int, device: torch.device) -> torch.Tensor:
     return torch.cat(keys, dim=2)
 
 
-def _runs_of_one_hot(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+def _single_out_keys(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     problem, device, bits = inputs.problem, inputs.device, _bits(inputs.problem)
-    chosen = _chosen(problem, int(parameters["turn"]), device)
+    chosen = _chosen_keys(problem, int(parameters["turn"]), device)
     row, key = (_digits(x, bits) for x in (chosen, torch.arange(problem.kv, device=device)))
-    spare = _spare(problem).to(device)
-    k = torch.cat([torch.cat([key, 1 - key], -1).expand(*spare.shape[:3], -1), spare], -1)
+    # ±1 in the columns of K that no bit needs, where q is 0.
+    shape = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim - 2 * bits)
+    spare = torch.from_numpy(Draws(problem.seed).integers("one_hot spare", shape, 2)) * 2.0 - 1.0
+    k = torch.cat([key, 1 - key], -1).expand(*shape[:3], -1)
     q = torch.cat([1 - row, row], -1) * -_factor(problem)
-    q = torch.nn.functional.pad(q, (0, spare.shape[-1]))
     exact = Inputs(
         problem=problem.replace(dtype="fp64"),
-        q=_turned(q, problem.group),
-        k=_turned(k, 1),
+        q=_turn_columns(torch.nn.functional.pad(q, (0, shape[-1])), problem.group),
+        k=_turn_columns(torch.cat([k, spare.to(device)], -1), 1),
         v=inputs.v.double(),
     )
-    return (_with_own_values(inputs_room.round_inputs(exact, problem), inputs),)
+    return (_with_readable_values(round_inputs(exact, problem), inputs.v),)
 
 
 def _digits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -187,13 +186,7 @@ def _digits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return (numbers[..., None] >> torch.arange(bits, device=numbers.device) & 1).double()
 
 
-def _spare(problem: Problem) -> torch.Tensor:
-    """±1 for the columns of K that no bit needs, where q is 0."""
-    shape = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim - 2 * _bits(problem))
-    return torch.from_numpy(Draws(problem.seed).integers("one_hot spare", shape, 2)) * 2.0 - 1.0
-
-
-def _turned(x: torch.Tensor, group: int) -> torch.Tensor:
+def _turn_columns(x: torch.Tensor, group: int) -> torch.Tensor:
     """Columns moved round by sequence and key head: no other head's q has its 0 in the place."""
     batch, heads, _, dim = x.shape
     by = torch.arange(batch)[:, None] + torch.arange(heads) // group
@@ -201,113 +194,80 @@ def _turned(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.gather(-1, column[:, :, None].to(x.device).expand(x.shape))
 
 
-def _with_own_values(made: Inputs, drawn: Inputs) -> Inputs:
-    """V as the product reads it; in fp8 with the descale 1, for out is rounded once then."""
-    problem, descale = made.problem, made.descale
-    if descale is not None:
-        descale = replace(descale, v=torch.ones_like(descale.v))
-    return made.replace(v=round_as_read(drawn.v, problem), descale=descale)
-
-
-def _holds_of_one_hot(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, _: Errors
-) -> Finding | None:
-    (inputs,), (given,) = runs, outputs
-    chosen = _chosen(inputs.problem, int(parameters["turn"]), inputs.device)
-    v = inputs.v.to(given.out.dtype).repeat_interleave(inputs.problem.group, dim=1)
-    value = v.gather(2, chosen.clamp(min=0)[..., None].expand(given.out.shape))
-    found = compare_values("out", given.out, value.masked_fill(chosen[..., None] < 0, 0.0))
-    if found or given.lse is None:
-        return found
-    zeros = torch.zeros_like(given.lse)
-    return compare_values("lse", given.lse, zeros.masked_fill(chosen < 0, -torch.inf))
+def _compare_chosen(results: Results) -> Finding | None:
+    (inputs,), (outputs,) = results.inputs, results.outputs
+    chosen = _chosen_keys(inputs.problem, results.number("turn"), inputs.device)
+    v = inputs.v.to(outputs.out.dtype).repeat_interleave(inputs.problem.group, dim=1)
+    value = v.gather(2, chosen.clamp(min=0)[..., None].expand(outputs.out.shape))
+    finding = compare_values("out", outputs.out, value.masked_fill(chosen[..., None] < 0, 0.0))
+    if finding or outputs.lse is None:
+        return finding
+    zeros = torch.zeros_like(outputs.lse)
+    return compare_values("lse", outputs.lse, zeros.masked_fill(chosen < 0, -torch.inf))
 
 
 ONE_HOT = Relation(
     name="one_hot",
     summary="a row whose other keys weigh nothing returns the value of the one key left, bit for "
     "bit, and LSE is 0",
-    runs=_runs_of_one_hot,
-    holds=_holds_of_one_hot,
-    unfit=of_attention(without_sink, _unfit_of_one_hot),
-    allowed=_allowed,
+    runs=_single_out_keys,
+    rule=_compare_chosen,
+    unfit=of_attention(without_sink, _unless_bits_fit),
+    allowed=lambda problem: {"turn": range(problem.kv)},
 )
 """Holds of every right kernel. A key's columns are the bits of its number and their complements; a
 row's are −c where the key that it singles out has a 0. So q · k = −c · (bits that differ): the
 score is exactly 0 for that key and at most −128 for every other one. In whatever order, scale and
 base, its weight is exp(0) = 1 and theirs are below half of fp32's smallest number: 0 when the two
 meet, however far the maximum lags before. Out = 1 · v / 1 and LSE = 0 + log 1, without rounding.
-V is first rounded to what P · V reads of it (``single_weights``).
+V is first rounded to what P · V reads of it (``round_as_read``).
 
 Unlike the probe ``isolated``, whose best score is large and whose values are counted within an
 error, it compares every bit, in fp32 too, and singles out every visible key in its turn. The sign
 of a zero is left open.
 """
 
+# ------------------------------------------------------------------ means and zeros
 
-# Score mods that leave a score of 0 at 0.
-_KEEP_ZERO_of_zero_query = {"none", "softcap", "temperature", "chain"}
+_KEEP_ZERO = {"none", "softcap", "temperature", "chain"}  # score mods
 
 
-def _unfit_of_zero_query(problem: Problem) -> str | None:
-    if all(part.name in _KEEP_ZERO_of_zero_query for part in problem.score.walk()):
+def _unless_zero_stays(problem: Problem) -> str | None:
+    if all(part.name in _KEEP_ZERO for part in problem.score.walk()):
         return None
     return "its score mod may move a score of 0"
 
 
-def _runs_of_zero_query(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    return (inputs.replace(q=torch.zeros_like(inputs.q)),)
-
-
-def _holds_of_zero_query(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters, errors: Errors
-) -> Finding | None:
-    (given,) = outputs
-    return compare_outputs(given, _counted(runs[0]), errors)
-
-
-def _counted(inputs: Inputs) -> Outputs:
+def _compare_means(results: Results) -> Finding | None:
     """Means and logarithms, float64; 0 and −∞ in rows that see no key."""
+    (inputs,), (outputs,) = results.inputs, results.outputs
     problem = inputs.problem
     v = inputs.promoted()[2].repeat_interleave(problem.group, dim=1)
     out, lse = [], []
-    for _, visible in mask_visibility.visible_blocks(problem, inputs.device):
+    for _, visible in visible_blocks(problem, inputs.device):
         count = visible.sum(-1).expand(problem.batch, problem.heads, -1)
-        sums = visible.double() @ v
-        out.append(sums / count.clamp(min=1)[..., None])
+        out.append(visible.double() @ v / count.clamp(min=1)[..., None])
         lse.append(count.double().log())
-    return Outputs(torch.cat(out, dim=2), torch.cat(lse, dim=2))
+    return compare_outputs(outputs, Outputs(torch.cat(out, 2), torch.cat(lse, 2)), results.errors)
 
 
 ZERO_QUERY = Relation(
     name="zero_query",
     summary="q = 0: LSE is the logarithm of the number of keys that a row sees, out the mean of "
     "their values",
-    runs=_runs_of_zero_query,
-    holds=_holds_of_zero_query,
+    runs=lambda inputs, _: (inputs.replace(q=torch.zeros_like(inputs.q)),),
+    rule=_compare_means,
     promise="bounds",
-    unfit=of_attention(without_sink, _unfit_of_zero_query),
+    unfit=of_attention(without_sink, _unless_zero_stays),
 )
 """Holds of the exact result: n equal scores of 0 weigh 1/n each. The kernel's is within its bound
 of that. Keys are counted by the mask's callable."""
 
-
-def _runs_of_zero_values(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    return (inputs.replace(v=torch.zeros_like(inputs.v)),)
-
-
-def _holds_of_zero_values(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, ___: Errors
-) -> Finding | None:
-    (given,) = outputs
-    return compare_values("out", given.out, torch.zeros_like(given.out))
-
-
 ZERO_VALUES = Relation(
     name="zero_values",
     summary="V = 0 gives exactly 0 in every row, seen keys or not",
-    runs=_runs_of_zero_values,
-    holds=_holds_of_zero_values,
+    runs=lambda inputs, _: (inputs.replace(v=torch.zeros_like(inputs.v)),),
+    rule=lambda results: compare_values("out", results.outputs[0].out, 0.0),
     unfit=of_attention(),
 )
 """Holds for every right kernel: weights and row sums are finite, and 0 is also what a row that sees

@@ -10,77 +10,32 @@ import torch
 from attncheck.core.outputs import Outputs
 from attncheck.mods.library import NONE
 from attncheck.mods.spec import Spec
-from attncheck.relations.relation import Errors, Relation, compare_outputs, of_attention
+from attncheck.relations.relation import Relation, compare_outputs, of_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Allowed, Parameters, Problem
-    from attncheck.relations.relation import Finding
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Parameters
+    from attncheck.relations.relation import Finding, Results
 
-__all__ = ["PREFIX_FULL", "PREFIX_ZERO", "SOFTCAP_INFINITE", "WINDOW_BEYOND", "equal_masks"]
+__all__ = ["PREFIX_FULL", "PREFIX_ZERO", "SOFTCAP_INFINITE", "WINDOW_BEYOND"]
 
-
-def equal_masks(
-    *,
-    name: str,
-    summary: str,
-    plain: str,
-    argument: tuple[str, str],
-    numbers: Callable[[Problem], Sequence[int]],
-) -> Relation:
-    """A mask without arguments, and another that some number makes the same, in its place.
-
-    Asked of Problems whose mask is one of the two or is composed of one (``and``, ``or``, ``not``);
-    all of them there are exchanged. Holds for every right kernel within bounds: the two are the
-    same function of the indices, but the kernel may visit other tiles.
-
-    Args:
-        name: Of the relation.
-        summary: Of the relation.
-        plain: Name of the mask that has no arguments.
-        argument: Name of the other, and of its argument.
-        numbers: Those that make it the same, by Problem, smallest first.
-    """
-    other, parameter = argument
-    names = {plain, other}
-
-    def unfit(problem: Problem) -> str | None:
-        if any(part.name in names for part in _unshifted(problem.mask)):
-            return None
-        return f"its mask is neither {plain} nor {other}, nor composed of one"
-
-    def allowed(problem: Problem) -> Allowed:
-        return {parameter: numbers(problem)}
-
-    def runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-        given = Spec.of(other, **{parameter: int(parameters[parameter])})
-        exchanged = partial(_exchanged, inputs, names)
-        return exchanged(Spec.of(plain)), exchanged(given)
-
-    return Relation(
-        name=name,
-        summary=summary,
-        runs=runs,
-        holds=_holds,
-        promise="bounds",
-        unfit=of_attention(unfit, gradients=True),
-        allowed=allowed,
-    )
-
-
+_INT32_LARGEST = 2**31 - 1
 _COMPOSED = {"and", "or", "not"}  # in an offset, rows are others: a number there means another mask
 
 
-def _unshifted(mask: Spec) -> Iterator[Spec]:
+def _parts(mask: Spec) -> Iterator[Spec]:
     yield mask
     if mask.name in _COMPOSED:
         for part in mask.parts:
-            yield from _unshifted(part)
+            yield from _parts(part)
 
 
-def _exchanged(inputs: Inputs, names: set[str], new: Spec) -> Inputs:
+def _exchange(inputs: Inputs, names: set[str], new: Spec) -> Inputs:
+    """Inputs with ``new`` in the place of all masks called one of ``names``."""
+
     def within(mask: Spec) -> Spec:
         if mask.name in names:
             return new
@@ -89,92 +44,101 @@ def _exchanged(inputs: Inputs, names: set[str], new: Spec) -> Inputs:
     return inputs.replace(problem=inputs.problem.replace(mask=within(inputs.problem.mask)))
 
 
-def _holds(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
-) -> Finding | None:
-    plain, given = outputs
-    return compare_outputs(given, plain, errors)
+def _equal_masks(
+    name: str, summary: str, plain: str, other: str, numbers: Callable[[Problem], Sequence[int]]
+) -> Relation:
+    """A mask without arguments, and another that some numbers make the same, in its place.
+
+    Applies to Problems whose mask is one of the two or is composed of one (``and``, ``or``,
+    ``not``); all of them there are exchanged. Holds for every right kernel within bounds: the two
+    are the same function of the indices, but the kernel may visit other tiles.
+
+    Args:
+        name: Of the relation.
+        summary: Of the relation.
+        plain: The mask that has no arguments.
+        other: The other, which has one: ``window`` or ``prefix``.
+        numbers: Those that make it the same, by Problem, smallest first.
+    """
+    names, parameter = {plain, other}, "window" if other == "sliding_window" else "prefix"
+
+    def unfit(problem: Problem) -> str | None:
+        if any(part.name in names for part in _parts(problem.mask)):
+            return None
+        return f"its mask is neither {plain} nor {other}, nor composed of one"
+
+    def runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+        exchange = partial(_exchange, inputs, names)
+        same = Spec.of(other, **{parameter: int(parameters[parameter])})
+        return exchange(Spec.of(plain)), exchange(same)
+
+    return Relation(
+        name=name,
+        summary=summary,
+        runs=runs,
+        promise="bounds",
+        unfit=of_attention(unfit, gradients=True),
+        allowed=lambda problem: {parameter: numbers(problem)},
+    )
 
 
-_INT32_LARGEST = 2**31 - 1
-
-
-def _windows(problem: Problem) -> tuple[int, ...]:
-    """The last row is query − 1 from the first key, which a window of query just reaches."""
-    return (problem.query, problem.query + 1, _INT32_LARGEST)
-
-
-WINDOW_BEYOND = equal_masks(
-    name="window_beyond",
-    summary="sliding_window with a `window` of the length or more is causal",
-    plain="causal",
-    argument=("sliding_window", "window"),
-    numbers=_windows,
+WINDOW_BEYOND = _equal_masks(
+    "window_beyond",
+    "sliding_window with a `window` of the length or more is causal",
+    "causal",
+    "sliding_window",
+    # The last row is query − 1 from the first key, which a window of query just reaches.
+    lambda problem: (problem.query, problem.query + 1, _INT32_LARGEST),
 )
 """Finds windows off by one, and a largest window that overflows where an index is added."""
 
-
-def _nothing(problem: Problem) -> tuple[int, ...]:
-    """Key 0 is seen by every row anyway: a prefix of 1 hides and shows what 0 does."""
-    del problem
-    return (0, 1)
-
-
-def _everything(problem: Problem) -> tuple[int, ...]:
-    return (problem.kv, problem.kv + 1, _INT32_LARGEST)
-
-
-PREFIX_ZERO = equal_masks(
-    name="prefix_zero",
-    summary="prefix_lm with a `prefix` of 0 or 1 is causal",
-    plain="causal",
-    argument=("prefix_lm", "prefix"),
-    numbers=_nothing,
+PREFIX_ZERO = _equal_masks(
+    "prefix_zero",
+    "prefix_lm with a `prefix` of 0 or 1 is causal",
+    "causal",
+    "prefix_lm",
+    # Key 0 is seen by every row anyway: a prefix of 1 hides and shows what 0 does.
+    lambda _: (0, 1),
 )
 """The plain causal mask may take a path of its own, which knows where its tiles end."""
 
-PREFIX_FULL = equal_masks(
-    name="prefix_full",
-    summary="prefix_lm with a `prefix` of all keys or more is full",
-    plain="full",
-    argument=("prefix_lm", "prefix"),
-    numbers=_everything,
+PREFIX_FULL = _equal_masks(
+    "prefix_full",
+    "prefix_lm with a `prefix` of all keys or more is full",
+    "full",
+    "prefix_lm",
+    lambda problem: (problem.kv, problem.kv + 1, _INT32_LARGEST),
 )
 """No key after the last is a key, however long the prefix."""
 
+# ------------------------------------------------------------------ score mods
 
 # Powers of two: score / cap and cap · tanh are exact. 2^24 is as far above a score of 1 as fp32
 # resolves; below 2^-62 a score would be a subnormal number when divided by 2^64.
 _EXPONENTS = (24, 40, 64)
 
 
-def _exponents(problem: Problem) -> Mapping[str, Sequence[int]]:
-    del problem
-    return {"exponent": _EXPONENTS}
-
-
-def _unfit(problem: Problem) -> str | None:
+def _unless_capped_or_plain(problem: Problem) -> str | None:
     if problem.score.name not in {"none", "softcap"}:
         return "its score mod is neither none nor softcap"
     return None
 
 
-def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+def _cap_scores(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     softcap = Spec.of("softcap", cap=2.0 ** parameters["exponent"])
     plain, capped = (inputs.problem.replace(score=score) for score in (NONE, softcap))
     return inputs.replace(problem=plain), inputs.replace(problem=capped)
 
 
-def _holds_of_softcap_infinite(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
-) -> Finding | None:
-    assert errors is not None, "tanh rounds"
-    plain, capped = outputs
-    between = _difference(runs[0], 2.0 ** parameters["exponent"], errors[0])
-    return compare_outputs(capped, plain, [*errors, between])
+def _compare_capped(results: Results) -> Finding | None:
+    plain, capped = results.outputs
+    errors = results.bounds()
+    cap = 2.0 ** results.parameters["exponent"]
+    difference = _exact_difference(results.inputs[0], cap, errors[0])
+    return compare_outputs(capped, plain, [*errors, difference])
 
 
-def _difference(inputs: Inputs, cap: float, like: Outputs) -> Outputs:
+def _exact_difference(inputs: Inputs, cap: float, like: Outputs) -> Outputs:
     """How far the two exact results may be apart, as far as ``like`` has out and LSE.
 
     |x − tanh x| ≤ |x|³ / 3, so that a score of at most S moves by at most δ = S³ / (3·cap²), LSE by
@@ -196,12 +160,12 @@ def _difference(inputs: Inputs, cap: float, like: Outputs) -> Outputs:
 SOFTCAP_INFINITE = Relation(
     name="softcap_infinite",
     summary="softcap with a cap of 2^`exponent`, far above every score, is no score mod",
-    runs=_runs,
-    holds=_holds_of_softcap_infinite,
+    runs=_cap_scores,
+    rule=_compare_capped,
     promise="bounds",
-    unfit=of_attention(_unfit),
-    allowed=_exponents,
+    unfit=of_attention(_unless_capped_or_plain),
+    allowed=lambda _: {"exponent": _EXPONENTS},
 )
 """Holds for every right kernel: what tanh of a small number leaves out is allowed for, see
-``_difference``, and the judge's bounds know the kernel's tanh. Finds a tanh that is made of
+``_exact_difference``, and the judge's bounds know the kernel's tanh. Finds a tanh that is made of
 exponentials and loses small numbers, and a cap that is fixed somewhere."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.inputs.input_tensors import Descale
 from attncheck.relations.relation import (
-    Errors,
-    Finding,
     Relation,
+    change_tensors,
     compare_outputs,
     compare_values,
     compare_within,
@@ -21,45 +21,39 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import TensorName
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Parameters
+    from attncheck.relations.relation import Finding, Results
 
 __all__ = ["EULER", "GQA_REPEAT", "GROUP_SUMS", "LSE_LOSS", "ZERO_LOSS"]
 
-
-def _nothing(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    dout, dlse = (None if one is None else torch.zeros_like(one) for one in _loss(inputs))
-    return (inputs.replace(dout=dout, dlse=dlse),)
+# ------------------------------------------------------------------ losses that depend on less
 
 
-def _loss(inputs: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return inputs.dout, inputs.dlse
+def _zero_loss(*names: str, inputs: Inputs) -> tuple[Inputs, ...]:
+    return (inputs.replace(**change_tensors(inputs, torch.zeros_like, *names)),)
 
 
-def _all_zero(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
-) -> Finding | None:
-    (given,) = outputs
-    return next(filter(None, (_zero(name, given, errors) for name in given.gradients())), None)
-
-
-def _zero(name: TensorName, given: Outputs, errors: Errors) -> Finding | None:
+def _compare_zero(results: Results, *names: TensorName) -> Finding | None:
     """What is not 0, where the bounds know anything: what overflows may be NaN."""
-    assert errors is not None, "asked within bounds"
-    tensor, known = given.tensors()[name], errors[0].tensors()[name].isfinite()
-    nothing = torch.zeros_like(tensor)
-    found = compare_values(name, torch.where(known, tensor, nothing), nothing)
-    return found and replace(found, compared=int(known.sum()))
+    ((outputs,), (errors,)) = results.outputs, results.bounds()
+    gradients = outputs.gradients()
+    for name in names or gradients:
+        if name in gradients:
+            known = errors.tensors()[name].isfinite()
+            finding = compare_values(name, gradients[name], 0.0, known)
+            if finding:
+                return finding
+    return None
 
 
 ZERO_LOSS = Relation(
     name="zero_loss",
     summary="a loss that depends on neither out nor LSE has gradients of exactly 0",
-    runs=_nothing,
-    holds=_all_zero,
+    runs=lambda inputs, _: _zero_loss("dout", "dlse", inputs=inputs),
+    rule=_compare_zero,
     promise="bounds",
     unfit=of_gradients(),
 )
@@ -67,60 +61,37 @@ ZERO_LOSS = Relation(
 where those have a finite bound: what overflows, or a slope that is infinite, times 0 is NaN. What
 is left in it is a buffer's that was not cleared, or of another call. The sign of a zero is open."""
 
-
-def _of_lse(inputs: Inputs, __: Parameters) -> tuple[Inputs, ...]:
-    dout, _ = _loss(inputs)
-    return (inputs.replace(dout=None if dout is None else torch.zeros_like(dout)),)
-
-
-def _no_values(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
-) -> Finding | None:
-    (given,) = outputs
-    return None if given.dv is None else _zero("dv", given, errors)
-
-
-def _without_lse(problem: Problem) -> str | None:
-    return None if problem.dlse else "its loss does not depend on LSE"
-
-
 LSE_LOSS = Relation(
     name="lse_loss",
     summary="a loss that depends on LSE alone has a gradient of exactly 0 in v",
-    runs=_of_lse,
-    holds=_no_values,
+    runs=lambda inputs, _: _zero_loss("dout", inputs=inputs),
+    rule=lambda results: _compare_zero(results, "dv"),
     promise="bounds",
-    unfit=of_gradients(_without_lse),
+    unfit=of_gradients(lambda p: None if p.dlse else "its loss does not depend on LSE"),
 )
 """Holds for every right kernel: LSE is a function of q and k, and dV = Pᵀ · dOut is a sum of zeros.
 Asked as ``ZERO_LOSS`` is."""
 
-
-def _runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    return (inputs,)
+# ------------------------------------------------------------------ scores as products
 
 
-def _holds(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters, errors: Errors
-) -> Finding | None:
-    (inputs,), (given,) = runs, outputs
-    assert errors is not None, "asked within bounds"
-    (allowed,) = errors
-    if given.dq is None or given.dk is None or allowed.dq is None or allowed.dk is None:
+def _compare_products(results: Results) -> Finding | None:
+    (inputs,), (outputs,), (allowed,) = results.inputs, results.outputs, results.bounds()
+    if outputs.dq is None or outputs.dk is None or allowed.dq is None or allowed.dk is None:
         return None
-    q, k, _v = inputs.promoted()
-    group = inputs.problem.group
-    of_rows, of_keys = _sums(q * given.dq.double(), group), _sums(k * given.dk.double(), 1)
-    may = _sums(q.abs() * allowed.dq, group) + _sums(k.abs() * allowed.dk, 1)
+    q, k, _ = inputs.promoted()
+    dq, dk, group = outputs.dq.double(), outputs.dk.double(), inputs.problem.group
+    of_rows, of_keys = partial(_sum_heads, group=group), partial(_sum_heads, group=1)
+    may = of_rows(q.abs() * allowed.dq) + of_keys(k.abs() * allowed.dk)
     # What adding up in float64 may lose of either sum.
     terms = max(q[0, 0].numel() * group, k[0, 0].numel())
-    lost = _sums((q * given.dq.double()).abs(), group) + _sums((k * given.dk.double()).abs(), 1)
+    lost = of_rows((q * dq).abs()) + of_keys((k * dk).abs())
     # 0 · ∞: of what nothing is known, any sum may be right.
     may = (may + terms * 2.0**-52 * lost).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return compare_within("dk", of_keys, of_rows, may)
+    return compare_within("dk", of_keys(k * dk), of_rows(q * dq), may)
 
 
-def _sums(products: torch.Tensor, group: int) -> torch.Tensor:
+def _sum_heads(products: torch.Tensor, group: int) -> torch.Tensor:
     """``(batch, kv_heads, 1, 1)``: over all that belongs to a key head."""
     batch, heads = products.shape[:2]
     return products.reshape(batch, heads // group, -1).sum(-1)[..., None, None]
@@ -129,8 +100,8 @@ def _sums(products: torch.Tensor, group: int) -> torch.Tensor:
 EULER = Relation(
     name="euler",
     summary="the sum of q · dq over all rows that read a key head is that of k · dk over its keys",
-    runs=_runs,
-    holds=_holds,
+    runs=lambda inputs, _: (inputs,),
+    rule=_compare_products,
     promise="bounds",
     unfit=of_gradients(),
 )
@@ -140,78 +111,69 @@ scale, shows without any oracle. Each product may be off by its own bound: the s
 those, which in 16 bits is much: it tells most in fp32. The element that a finding names is the key
 head's first; its value is the whole sum."""
 
+# ------------------------------------------------------------------ shared key heads
 
-def _unfit(problem: Problem) -> str | None:
+
+def _unless_grouped(problem: Problem) -> str | None:
     return None if problem.group > 1 else "each of its query heads has a key head of its own"
 
 
-def _runs_of_gqa_repeat(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
+def _copy_key_heads(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     problem, scales = inputs.problem, inputs.descale
 
-    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+    def repeat(tensor: torch.Tensor) -> torch.Tensor:
         """Head h // group for each h; by a view, since fp8 tensors know few operations."""
         batch, kv_heads, *rest = tensor.shape
         shape = (batch, kv_heads, problem.group, *rest)
         return tensor.unsqueeze(2).expand(shape).reshape(batch, problem.heads, *rest)
 
-    each = scales and Descale(q=repeated(scales.q), k=repeated(scales.k), v=repeated(scales.v))
     copies = inputs.replace(
         problem=problem.replace(kv_heads=problem.heads),
-        k=repeated(inputs.k),
-        v=repeated(inputs.v),
-        descale=each,
+        **change_tensors(inputs, repeat, "k", "v"),
+        descale=scales and Descale(q=repeat(scales.q), k=repeat(scales.k), v=repeat(scales.v)),
     )
     return copies, inputs
 
 
-def _holds_of_gqa_repeat(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
-) -> Finding | None:
-    # What copies of a key head have for gradients is for ``GROUP_SUMS`` to add up.
-    copies, grouped = (replace(each, dk=None, dv=None) for each in outputs)
-    return compare_outputs(grouped, copies, errors)
+def _compare_copies(results: Results) -> Finding | None:
+    # What copies of a key head have for gradients is for GROUP_SUMS to add up.
+    copies, grouped = (replace(each, dk=None, dv=None) for each in results.outputs)
+    return compare_outputs(grouped, copies, results.errors)
 
 
-def _sums_hold(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters, errors: Errors
-) -> Finding | None:
-    problem = runs[1].problem
-    assert errors is not None, "asked within bounds"
+def _compare_sums(results: Results) -> Finding | None:
+    problem = results.inputs[1].problem
 
-    def summed(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+    def add_up(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
         if name not in ("dk", "dv"):
             return tensor
         batch, _heads, *rest = tensor.shape
-        each = tensor.double().view(batch, problem.kv_heads, problem.group, *rest)
-        return each.sum(2)
+        return tensor.double().view(batch, problem.kv_heads, problem.group, *rest).sum(2)
 
-    def like_groups(one: Outputs) -> Outputs:
-        return map_outputs(one, lambda tensor: tensor, summed)
-
-    copies, grouped = outputs
-    return compare_outputs(grouped, like_groups(copies), [like_groups(errors[0]), errors[1]])
+    of_groups = partial(map_outputs, change=lambda tensor: tensor, gradients=add_up)
+    (copies, grouped), errors = results.outputs, results.bounds()
+    return compare_outputs(grouped, of_groups(copies), [of_groups(errors[0]), errors[1]])
 
 
 GQA_REPEAT = Relation(
     name="gqa_repeat",
     summary="grouped query heads give what they give with their key head repeated for each",
-    runs=_runs_of_gqa_repeat,
-    holds=_holds_of_gqa_repeat,
+    runs=_copy_key_heads,
+    rule=_compare_copies,
     promise="batch",
-    unfit=of_attention(_unfit, gradients=True),
+    unfit=of_attention(_unless_grouped, gradients=True),
 )
 """Holds for every right kernel within bounds: head h reads key head h // group. To the last bit
 where a head's bits depend on its own q, k and v alone; a kernel that packs a group's heads into the
 rows of one tile, or splits keys by the number of key heads, does not promise it."""
 
-
 GROUP_SUMS = Relation(
     name="group_sums",
     summary="the gradients of a shared key head are the sums of those of its copies",
-    runs=_runs_of_gqa_repeat,
-    holds=_sums_hold,
+    runs=_copy_key_heads,
+    rule=_compare_sums,
     promise="bounds",
-    unfit=of_gradients(_unfit),
+    unfit=of_gradients(_unless_grouped),
 )
 """Holds of the exact gradients: a loss that reads one key through several copies changes with it by
 the sum of what it changes by with each. Each run is within its own bound, and a sum of gradients

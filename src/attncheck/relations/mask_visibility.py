@@ -21,13 +21,13 @@ __all__ = [
 ]
 
 _PAIRS_AT_A_TIME = 1 << 22
-_PROBLEMS = 64  # whose rows are remembered: fitness is asked of one Problem several times
+_PROBLEMS = 64  # whose rows are remembered: whether a relation applies is decided several times
 
 
 def visible_keys(
     problem: Problem, rows: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Which keys ``rows`` see: bool, broadcasts to ``(batch, heads, len(rows), kv)``.
+    """Return which keys ``rows`` see: bool, broadcasts to ``(batch, heads, len(rows), kv)``.
 
     The first two axes are 1 where the mask reads no b or no h.
     """
@@ -44,7 +44,7 @@ def visible_keys(
 def visible_blocks(
     problem: Problem, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[range, torch.Tensor]]:
-    """All rows, some at a time, and what they see: see ``seen``."""
+    """Yield all rows, some at a time, with what they see: see ``visible_keys``."""
     step = max(1, _PAIRS_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
     for start in range(0, problem.query, step):
         rows = range(start, min(start + step, problem.query))
@@ -54,31 +54,30 @@ def visible_blocks(
 def keys_hidden_from(
     problem: Problem, row: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Keys that ``row`` sees in no head that reads them: bool ``(batch, kv_heads, kv)``."""
-    missed = _missed(problem, visible_keys(problem, [row], device))[:, :, 0]
-    return missed.expand(problem.batch, problem.kv_heads, -1)
+    """Return the keys that ``row`` sees in no head that reads them: ``(batch, kv_heads, kv)``."""
+    hidden = _hidden_in_group(problem, visible_keys(problem, [row], device))[:, :, 0]
+    return hidden.expand(problem.batch, problem.kv_heads, -1)
 
 
 @lru_cache(_PROBLEMS)
 def rows_with_hidden_keys(problem: Problem) -> tuple[int, ...]:
-    """Rows for which ``hidden_from`` has a key, in any sequence and key head."""
+    """Return the rows for which ``keys_hidden_from`` has a key, in any sequence and key head."""
     rows: list[int] = []
     for block, visible in visible_blocks(problem):
-        some = _missed(problem, visible).any(-1).flatten(0, 1).any(0)
+        some = _hidden_in_group(problem, visible).any(-1).flatten(0, 1).any(0)
         rows += [block.start + row for row in some.nonzero().flatten().tolist()]
     return tuple(rows)
 
 
 @lru_cache(_PROBLEMS)
 def rows_without_keys(problem: Problem) -> torch.Tensor:
-    """Rows that see no key: bool ``(batch, heads, query)``, on the CPU."""
+    """Return which rows see no key: bool ``(batch, heads, query)``, on the CPU."""
     shape = (problem.batch, problem.heads, -1)
-    return torch.cat(
-        [~visible.any(-1).expand(shape) for _, visible in visible_blocks(problem)], dim=2
-    )
+    blocks = visible_blocks(problem)
+    return torch.cat([~visible.any(-1).expand(shape) for _, visible in blocks], dim=2)
 
 
-def _missed(problem: Problem, visible: torch.Tensor) -> torch.Tensor:
+def _hidden_in_group(problem: Problem, visible: torch.Tensor) -> torch.Tensor:
     """Bool ``(batch or 1, kv_heads or 1, rows, kv)``: seen in no head of the group."""
     if visible.shape[1] == 1:
         return ~visible

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -14,7 +14,6 @@ from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
-    Errors,
     Relation,
     compare_outputs,
     indices_read,
@@ -23,11 +22,12 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Parameters, Problem
-    from attncheck.relations.relation import Finding
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Allowed, Parameters
+    from attncheck.relations.relation import Finding, Results
 
 __all__ = [
     "ALONE_IN_BATCH",
@@ -39,6 +39,7 @@ __all__ = [
     "merge_parts",
 ]
 
+# ------------------------------------------------------------------ keys in two parts
 
 # The merge itself, in float64: a difference, two sigmoids of a few ulps each, two products and a
 # sum, and for LSE an exponential, a logarithm and a sum. 16 roundings are more than these.
@@ -46,20 +47,19 @@ _ROUNDINGS = 16 * 2.0**-53
 
 
 def merge_parts(one: Outputs, other: Outputs) -> Outputs:
-    """Out and LSE over the keys of both, in float64.
+    """Return out and LSE over the keys of both, in float64.
 
     A part of which a row sees nothing (LSE −∞) counts for nothing, whatever its out holds; where
     both are such, out is 0 and LSE −∞.
     """
     lse, other_lse = _lse(one), _lse(other)
-    weights = _weights(lse, other_lse)
-    outs = (one.out.double(), other.out.double())
-    parts = (_times(w, out) for w, out in zip(weights, outs, strict=True))
-    return Outputs(sum(parts, torch.zeros_like(outs[0])), torch.logaddexp(lse, other_lse))
+    weight, other_weight = _weights(lse, other_lse)
+    out = _times(weight, one.out.double()) + _times(other_weight, other.out.double())
+    return Outputs(out, torch.logaddexp(lse, other_lse))
 
 
 def merge_error(parts: Sequence[Outputs], errors: Sequence[Outputs]) -> Outputs:
-    """How far ``merged`` may be from exact attention over all keys.
+    """Return how far ``merge_parts`` may be from exact attention over all keys.
 
     With exact parts O₁, l₁, O₂, l₂ and the first one's weight w = σ(l₁ − l₂), O = w·O₁ +
     (1 − w)·O₂. Computed parts o₁ … are off by at most E₁, D₁, E₂, D₂. With x = l̂₁ − l̂₂, ŵ = σ(x)
@@ -84,15 +84,19 @@ def merge_error(parts: Sequence[Outputs], errors: Sequence[Outputs]) -> Outputs:
     """
     (o1, o2), (l1, l2) = (part.out.double() for part in parts), (_lse(part) for part in parts)
     e1, e2 = (error.out.double() for error in errors)
+    unseen = torch.isneginf(l1), torch.isneginf(l2)
     d1, d2 = (
-        torch.where(torch.isneginf(lse), 0.0, _lse(error))
-        for lse, error in zip((l1, l2), errors, strict=True)
+        torch.where(none, 0.0, _lse(error)) for none, error in zip(unseen, errors, strict=True)
     )
     w1, w2 = _weights(l1, l2)
-    spread = (o1 - o2).abs() + e1 + e2
-    moved = _times(_weight_error(l1, l2, d1 + d2), spread)
+    x, d = l1 - l2, d1 + d2
+    off = torch.maximum(
+        torch.sigmoid(x + d) - torch.sigmoid(x), torch.sigmoid(x) - torch.sigmoid(x - d)
+    )
+    moved = _times(torch.where(unseen[0] | unseen[1], 0.0, off), (o1 - o2).abs() + e1 + e2)
     # Of a part that is seen: what is not has weight 0 exactly.
-    own = _times(_seen(l1), o1.abs() + e1) + _times(_seen(l2), o2.abs() + e2)
+    seen = [1.0 - none.double() for none in unseen]
+    own = _times(seen[0], o1.abs() + e1) + _times(seen[1], o2.abs() + e2)
     of_lse = sum(torch.where(lse.isfinite(), lse.abs(), 0.0) for lse in (l1, l2))
     return Outputs(
         _times(w1, e1) + _times(w2, e2) + moved + own * _ROUNDINGS,
@@ -100,20 +104,8 @@ def merge_error(parts: Sequence[Outputs], errors: Sequence[Outputs]) -> Outputs:
     )
 
 
-def _seen(lse: torch.Tensor) -> torch.Tensor:
-    return 1.0 - torch.isneginf(lse).double()
-
-
-def _weight_error(one: torch.Tensor, other: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """How far a share may be off where ``one − other`` is by ``error``; 0 beside an unseen part."""
-    x = one - other
-    up, down = torch.sigmoid(x + error), torch.sigmoid(x - error)
-    off = torch.maximum(up - torch.sigmoid(x), torch.sigmoid(x) - down)
-    return torch.where(torch.isneginf(one) | torch.isneginf(other), 0.0, off)
-
-
 def _lse(outputs: Outputs) -> torch.Tensor:
-    assert outputs.lse is not None, "asked of kernels that give LSE"
+    assert outputs.lse is not None, "only kernels that give LSE are compared"
     return outputs.lse.double()
 
 
@@ -130,58 +122,51 @@ def _times(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(weight == 0, 0.0, weight * values)
 
 
-def _parts(problem: Problem, cut: int) -> tuple[Excerpt, Excerpt]:
+def _halves(problem: Problem, cut: int) -> tuple[Excerpt, Excerpt]:
     return (
         Excerpt.of(problem, keys=range(cut)),
         Excerpt.of(problem, keys=range(cut, problem.kv)),
     )
 
 
-def _cuts(problem: Problem) -> Mapping[str, Sequence[int]]:
-    return {"cut": range(1, problem.kv)}
-
-
-def _unfit(problem: Problem) -> str | None:
+def _unless_cut(problem: Problem) -> str | None:
     if problem.kv == 1:
         return "one key cannot be cut"
     # The furthest cut has the longest text, where a mask or score mod is written.
-    ends = (_parts(problem, 1)[0], _parts(problem, problem.kv - 1)[1])
+    ends = (_halves(problem, 1)[0], _halves(problem, problem.kv - 1)[1])
     if not all(can_excerpt(problem, part) for part in ends):
         return "its mask or score mod cannot be said of the earlier or the later keys alone"
     return None
 
 
-def _runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    one, other = _parts(inputs.problem, int(parameters["cut"]))
-    return one.inputs(inputs), _without_sink(other.inputs(inputs)), inputs
+def _split_keys(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+    one, other = _halves(inputs.problem, int(parameters["cut"]))
+    later = other.inputs(inputs)
+    # A sink is one key, of the first part alone; Inputs.replace would keep it.
+    later = replace(later, problem=later.problem.replace(sink=False), sink=None)
+    return one.inputs(inputs), later, inputs
 
 
-def _without_sink(inputs: Inputs) -> Inputs:
-    return replace(inputs, problem=inputs.problem.replace(sink=False), sink=None)
-
-
-def _holds(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], __: Parameters, errors: Errors
-) -> Finding | None:
-    assert errors is not None, "a merge has rounding errors"
-    *parts, whole = outputs
+def _compare_merged(results: Results) -> Finding | None:
+    *parts, whole = results.outputs
+    errors = results.bounds()
     return compare_outputs(whole, merge_parts(*parts), [merge_error(parts, errors[:2]), errors[2]])
 
 
 SPLIT_MERGE = Relation(
     name="split_merge",
     summary="keys before and from `cut` on, each alone and merged through LSE, give the whole",
-    runs=_runs,
-    holds=_holds,
+    runs=_split_keys,
+    rule=_compare_merged,
     promise="bounds",
     needs_lse=True,
-    unfit=of_attention(_unfit),
-    allowed=_cuts,
+    unfit=of_attention(_unless_cut),
+    allowed=lambda problem: {"cut": range(1, problem.kv)},
 )
 """Holds for every right kernel that gives LSE, in natural units: it is what split-KV decoding and
-ring attention do. Rows may see nothing of a part. A sink is one key, of the first part alone. For
-the allowance see ``merge_error``."""
+ring attention do. Rows may see nothing of a part. For the allowance see ``merge_error``."""
 
+# ------------------------------------------------------------------ documents
 
 # Masks that name documents, and where they say the rows and the keys of each.
 _SIDES = {"document": ("lengths", "lengths"), "documents": ("query_lengths", "kv_lengths")}
@@ -193,67 +178,59 @@ def _document(mask: Spec) -> Spec | None:
     return next((part for part in parts if part.name in _SIDES), None)
 
 
-def _rest(mask: Spec) -> Spec:
-    """What hides keys within a document."""
-    left = list(mask.parts)
+def _within_documents(problem: Problem) -> Problem:
+    """The Problem under what hides keys within a document."""
+    left = list(problem.mask.parts)
     if left:
-        left.remove(cast("Spec", _document(mask)))
-    return Spec.of("and", *left) if len(left) > 1 else left[0] if left else FULL
+        left.remove(cast("Spec", _document(problem.mask)))
+    mask = Spec.of("and", *left) if len(left) > 1 else left[0] if left else FULL
+    return problem.replace(mask=mask)
 
 
-def _excerpts(problem: Problem) -> list[Excerpt]:
+def _documents(problem: Problem) -> list[Excerpt]:
     """Each document that has rows and keys; rows of the others see nothing."""
     document = cast("Spec", _document(problem.mask))
     rows, keys = (
-        _places(cast("tuple[int, ...]", document.values[name]), length)
+        _ranges(cast("tuple[int, ...]", document.values[name]), length)
         for name, length in zip(_SIDES[document.name], (problem.query, problem.kv), strict=True)
     )
-    return [
-        Excerpt.of(problem, rows=of_rows, keys=of_keys)
-        for of_rows, of_keys in zip(rows, keys, strict=True)
-        if of_rows and of_keys
-    ]
+    return [Excerpt.of(problem, rows=r, keys=k) for r, k in zip(rows, keys, strict=True) if r and k]
 
 
-def _places(lengths: Sequence[int], end: int) -> list[range]:
+def _ranges(lengths: Sequence[int], end: int) -> list[range]:
     """One after another, cut where the Problem ends; the lengths may go beyond."""
     ends = list(accumulate(lengths))
     return [range(min(at - n, end), min(at, end)) for n, at in zip(lengths, ends, strict=True)]
 
 
-def _unfit_of_documents(problem: Problem) -> str | None:
+def _unless_documents(problem: Problem) -> str | None:
     if _document(problem.mask) is None:
         return "its mask is neither document nor documents, nor an and with such a part"
-    inside = problem.replace(mask=_rest(problem.mask))
-    if not all(can_excerpt(inside, each) for each in _excerpts(problem)):
+    inside = _within_documents(problem)
+    if not all(can_excerpt(inside, each) for each in _documents(problem)):
         return "the rest of its mask, or its score mod, cannot be said of one document alone"
     return None
 
 
-def _runs_of_documents(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    problem = inputs.problem
-    inside = inputs.replace(problem=problem.replace(mask=_rest(problem.mask)))
-    return (*(each.inputs(inside) for each in _excerpts(problem)), inputs)
+def _unpack(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
+    inside = inputs.replace(problem=_within_documents(inputs.problem))
+    return (*(each.inputs(inside) for each in _documents(inputs.problem)), inputs)
 
 
-def _holds_of_documents(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], _: Parameters, errors: Errors
-) -> Finding | None:
-    *alone, whole = outputs
-    rows = [each.rows for each in _excerpts(runs[-1].problem)]
-    expected = _joined(whole, alone, rows, _of_nothing(runs[-1]))
-    if errors is None:
-        return compare_outputs(whole, expected, None)
-    *theirs, own = errors
-    return compare_outputs(whole, expected, [_joined(own, theirs, rows, torch.zeros(1)), own])
+def _compare_packed(results: Results) -> Finding | None:
+    *alone, whole = results.outputs
+    last = results.inputs[-1]
+    rows = [each.rows for each in _documents(last.problem)]
+    # LSE of rows that see no key; it broadcasts to (batch, heads, query).
+    nothing = torch.tensor([-torch.inf]) if last.sink is None else last.sink[:, None]
+    errors = results.errors
+    if errors is not None:
+        *theirs, own = errors
+        errors = [_join(own, theirs, rows, torch.zeros(1)), own]
+    return compare_outputs(whole, _join(whole, alone, rows, nothing), errors)
 
 
-def _of_nothing(inputs: Inputs) -> torch.Tensor:
-    """LSE of rows that see no key; it broadcasts to ``(batch, heads, query)``."""
-    return torch.tensor([-torch.inf]) if inputs.sink is None else inputs.sink[:, None]
-
-
-def _joined(
+def _join(
     like: Outputs, parts: Sequence[Outputs], rows: Sequence[range], nothing: torch.Tensor
 ) -> Outputs:
     """The documents' rows in their places; elsewhere out is 0 and LSE ``nothing``."""
@@ -269,22 +246,36 @@ def _joined(
 DOCUMENTS = Relation(
     name="documents",
     summary="packed documents give what each gives in a call of its own, and 0 where one is empty",
-    runs=_runs_of_documents,
-    holds=_holds_of_documents,
+    runs=_unpack,
+    rule=_compare_packed,
     promise="bounds",
-    unfit=of_attention(_unfit_of_documents),
+    unfit=of_attention(_unless_documents),
 )
 """Holds for every right kernel: a row sees keys of its own document alone. Rows of a document that
 has no keys give 0 and −∞, and a sink its logit. Where the mask is also causal (``and``), each
 document is. Within bounds: tiles begin elsewhere."""
 
+# ------------------------------------------------------------------ rows
 
-def _taken(problem: Problem, parameters: Parameters) -> range:
+
+def _rows(outputs: Outputs, rows: slice) -> Outputs:
+    return map_outputs(outputs, lambda tensor: tensor[:, :, rows])
+
+
+def _compare_rows(results: Results, rows: slice) -> Finding | None:
+    """The second run's rows with those of the first, the whole."""
+    whole, part = results.outputs
+    errors = results.errors
+    return compare_outputs(part, _rows(whole, rows), errors and [_rows(errors[0], rows), errors[1]])
+
+
+def _excerpted_rows(problem: Problem, parameters: Parameters) -> range:
     rows = int(parameters["rows"])
     return range(problem.query - rows, problem.query) if parameters["last"] else range(rows)
 
 
-def _sayable(problem: Problem) -> list[int]:
+def _first_and_last(problem: Problem) -> list[int]:
+    """0 where the first rows alone can be a Problem, 1 where the last can."""
     # The last row alone has the longest text, where a mask or score mod is written.
     ends = (range(1), range(problem.query - 1, problem.query))
     return [
@@ -294,44 +285,36 @@ def _sayable(problem: Problem) -> list[int]:
     ]
 
 
-def _allowed(problem: Problem) -> Mapping[str, Sequence[int]]:
-    return {"rows": range(1, problem.query), "last": _sayable(problem)}
-
-
-def _unfit_of_rectangular(problem: Problem) -> str | None:
+def _unless_rows_alone(problem: Problem) -> str | None:
     if problem.query == 1:
         return "one row has no part"
-    return None if _sayable(problem) else "its mask or score mod cannot be said of some rows alone"
+    if not _first_and_last(problem):
+        return "its mask or score mod cannot be said of some rows alone"
+    return None
 
 
-def _runs_of_rectangular(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    rows = _taken(inputs.problem, parameters)
+def _excerpt_rows(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+    rows = _excerpted_rows(inputs.problem, parameters)
     return inputs, Excerpt.of(inputs.problem, rows=rows).inputs(inputs)
 
 
-def _holds_of_rectangular(
-    runs: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
-) -> Finding | None:
-    rows = _taken(runs[0].problem, parameters)
+def _compare_excerpt(results: Results) -> Finding | None:
+    rows = _excerpted_rows(results.inputs[0].problem, results.parameters)
+    return _compare_rows(results, slice(rows.start, rows.stop))
 
-    def part(of: Outputs) -> Outputs:
-        def taken(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:, :, rows.start : rows.stop]
 
-        return map_outputs(of, taken)
-
-    expected = part(outputs[0])
-    return compare_outputs(outputs[1], expected, errors and [part(errors[0]), errors[1]])
+def _rows_and_ends(problem: Problem) -> Allowed:
+    return {"rows": range(1, problem.query), "last": _first_and_last(problem)}
 
 
 RECTANGULAR = Relation(
     name="rectangular",
     summary="the first `rows` rows, or with `last` the last, asked alone are those of the whole",
-    runs=_runs_of_rectangular,
-    holds=_holds_of_rectangular,
+    runs=_excerpt_rows,
+    rule=_compare_excerpt,
     promise="bounds",
-    unfit=of_attention(_unfit_of_rectangular),
-    allowed=_allowed,
+    unfit=of_attention(_unless_rows_alone),
+    allowed=_rows_and_ends,
 )
 """Holds for every right kernel: a row's result is of that row, and of the keys that it sees. The
 last rows of a square causal Problem are those of a ``causal_bottom_right`` one with fewer rows than
@@ -339,102 +322,72 @@ keys, as in decoding with a cache; its first rows are those of ``causal``, align
 kernel may take another path for fewer rows (other tiles, split keys): within bounds."""
 
 
-def _allowed_of_prefill_rows(problem: Problem) -> Mapping[str, Sequence[int]]:
-    return {"rows": range(1, problem.query)}
-
-
-def _unfit_of_prefill_rows(problem: Problem) -> str | None:
-    return "one row has no rows before it" if problem.query == 1 else None
-
-
-def _later(mod: Spec, rows: int) -> Spec:
-    """``mod`` of rows that are ``rows`` later; itself where it is the same for every row."""
-    return Spec.of("offset", mod, rows=rows) if "q_idx" in indices_read(mod) else mod
-
-
-def _runs_of_prefill_rows(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+def _decode_last_rows(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     problem, rows = inputs.problem, int(parameters["rows"])
     before = problem.query - rows
+
+    def later(mod: Spec) -> Spec:
+        """``mod`` of rows that are ``before`` later; itself where it reads no row."""
+        return Spec.of("offset", mod, rows=before) if "q_idx" in indices_read(mod) else mod
+
     last = inputs.replace(
-        problem=problem.replace(
-            query=rows,
-            mask=_later(problem.mask, before),
-            score=_later(problem.score, before),
-        ),
+        problem=problem.replace(query=rows, mask=later(problem.mask), score=later(problem.score)),
         q=inputs.q[:, :, before:].clone(memory_format=torch.contiguous_format),
     )
     return inputs, last
 
 
-def _holds_of_prefill_rows(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
-) -> Finding | None:
-    rows = int(parameters["rows"])
-
-    def last(of: Outputs) -> Outputs:
-        return map_outputs(of, lambda tensor: tensor[:, :, -rows:])
-
-    prefill, decoded = outputs
-    return compare_outputs(decoded, last(prefill), errors and [last(errors[0]), errors[1]])
-
-
 PREFILL_ROWS = Relation(
     name="prefill_rows",
     summary="the last `rows` rows, decoded behind the others, are those of prefill",
-    runs=_runs_of_prefill_rows,
-    holds=_holds_of_prefill_rows,
+    runs=_decode_last_rows,
+    rule=lambda results: _compare_rows(results, slice(-results.number("rows"), None)),
     promise="bounds",
-    unfit=of_attention(_unfit_of_prefill_rows),
-    allowed=_allowed_of_prefill_rows,
+    unfit=of_attention(lambda p: "one row has no rows before it" if p.query == 1 else None),
+    allowed=lambda problem: {"rows": range(1, problem.query)},
 )
 """Holds for every right kernel, under any mask and score mod: they are asked of row i what they
 were asked of row i + query − `rows` (the composition ``offset``), and a row's result is of that row
 and of the keys that it sees. What decoding with a cache relies on. Within bounds: fewer rows may be
 computed by other tiles, and with their keys in splits."""
 
+# ------------------------------------------------------------------ sequences
 
-def _excerpt(problem: Problem, sequence: int) -> Excerpt:
+
+def _one_sequence(problem: Problem, sequence: int) -> Excerpt:
     return Excerpt.of(problem, sequences=range(sequence, sequence + 1))
 
 
-def _allowed_of_alone_in_batch(problem: Problem) -> Mapping[str, Sequence[int]]:
-    return {"sequence": range(problem.batch)}
-
-
-def _unfit_of_alone_in_batch(problem: Problem) -> str | None:
+def _unless_sequence_alone(problem: Problem) -> str | None:
     if problem.batch == 1:
         return "its only sequence is alone"
     # The last sequence has the longest text, where a mask or score mod is written.
-    if not all(can_excerpt(problem, _excerpt(problem, b)) for b in (0, problem.batch - 1)):
+    if not all(can_excerpt(problem, _one_sequence(problem, b)) for b in (0, problem.batch - 1)):
         return "its mask or score mod cannot be said of one sequence alone"
     return None
 
 
-def _runs_of_alone_in_batch(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    return _excerpt(inputs.problem, int(parameters["sequence"])).inputs(inputs), inputs
+def _excerpt_sequence(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+    return _one_sequence(inputs.problem, int(parameters["sequence"])).inputs(inputs), inputs
 
 
-def _holds_of_alone_in_batch(
-    _: Sequence[Inputs], outputs: Sequence[Outputs], parameters: Parameters, errors: Errors
-) -> Finding | None:
-    b = int(parameters["sequence"])
-
-    def sequence(of: Outputs) -> Outputs:
-        return map_outputs(of, lambda tensor: tensor[b : b + 1])
-
-    alone, batch = outputs
-    found = compare_outputs(sequence(batch), alone, errors and [errors[0], sequence(errors[1])])
-    return found and dataclasses.replace(found, place=(b, *found.place[1:]))
+def _compare_sequence(results: Results) -> Finding | None:
+    b = results.number("sequence")
+    sequence = partial(map_outputs, change=lambda tensor: tensor[b : b + 1])
+    alone, batch = results.outputs
+    errors = results.errors
+    finding = compare_outputs(sequence(batch), alone, errors and [errors[0], sequence(errors[1])])
+    return finding and replace(finding, place=(b, *finding.place[1:]))
 
 
 ALONE_IN_BATCH = Relation(
     name="alone_in_batch",
     summary="sequence `sequence` gives in its batch what it gives alone",
-    runs=_runs_of_alone_in_batch,
-    holds=_holds_of_alone_in_batch,
+    runs=_excerpt_sequence,
+    rule=_compare_sequence,
     promise="batch",
-    unfit=of_attention(_unfit_of_alone_in_batch),
-    allowed=_allowed_of_alone_in_batch,
+    unfit=of_attention(_unless_sequence_alone),
+    allowed=lambda problem: {"sequence": range(problem.batch)},
 )
 """Holds for every right kernel within bounds: no sequence reads another. To the last bit where a
 row's tiles and order do not depend on how many sequences there are; a kernel that fills a GPU by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UnknownName, UsageError
-from attncheck.verify.new_record import arrangement
+from attncheck.verify.run_case import head_arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ def chosen(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple[Cell
 def _parts(asked: _Asked) -> tuple[str, ...]:
     cell, subject = asked
     problem = cell.problem
-    parts = (subject.name, cell.variant, arrangement(problem), problem.dtype)
+    parts = (subject.name, cell.variant, head_arrangement(problem), problem.dtype)
     return tuple(part for part in parts if part)
 
 

@@ -15,12 +15,14 @@ from attncheck.capabilities.subject import Subject
 from attncheck.conventions.convention import ConventionOptions
 from attncheck.core.errors import UsageError
 from attncheck.inputs import input_tensors as inputs_room
-from attncheck.inputs.problem import PROMISES, Case, Problem
+from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.relations import RELATIONS
 from attncheck.runner import probe_questions
 from attncheck.runner.probe_answers import Tried, as_tried, of_failure, verdict_of
 from attncheck.verify.executor import Failure, InProcess
-from attncheck.verify.run_case import adapted_problems, run_case
+from attncheck.verify.question_fit import adapted_problems
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -135,7 +137,9 @@ class _Probe:
         """The first Problem that gets an answer; else what was said to the first of all."""
         first: Tried | None = None
         assert self._subject is not None, "a convention comes first"
-        asked = [adapted_problems(self._subject, each) for each in probe_questions.bases()]
+        asked = [
+            adapted_problems(self._subject, each, InProcess()) for each in probe_questions.bases()
+        ]
         for problem in itertools.chain.from_iterable(asked):
             answer = self._refusal(convention, problem) or self._begun(convention, problem)
             if answer.verdict in {"takes", "wrong"}:

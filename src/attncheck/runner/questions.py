@@ -55,14 +55,14 @@ def _spec(
 def recorded(path: str, dtypes: Sequence[str]) -> list[Cell]:
     """The recorded calls of a safetensors file, in their own dtype or in each of ``dtypes``.
 
-    Raises UsageError for a file that is not a recording (``recordings.load``), and for numbers
+    Raises UsageError for a file that is not a recording (``recording_file.load``), and for numbers
     that a dtype does not hold.
     """
-    from attncheck import recordings
+    from attncheck.inputs import recording_file
 
     for name in dtypes:
         check_measured(name)
-    calls = recordings.load(path)
+    calls = recording_file.load(path)
     cells = []
     for dtype in dict.fromkeys(dtypes) or (None,):
         for recording in calls:

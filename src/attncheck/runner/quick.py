@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from msgspec.structs import replace
 
 from attncheck import probes
 from attncheck.core.errors import ProblemError
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.records.record import Report
 from attncheck.runner.plan import check_measured
-from attncheck.verify.environment import environment, fingerprint, prepare
-from attncheck.verify.run_case import adapted_problems, run_case
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.capabilities.subject import Subject
 
-__all__ = ["Question", "ask", "opened", "questions"]
+__all__ = ["Question", "questions"]
 
 _CAUSAL = Spec.of("causal")
 
@@ -166,34 +159,3 @@ def _probes(problems: dict[str, tuple[str, Problem]]) -> list[Question]:
                 known = f"{name}-{layout}{again}"
                 asked.append(Question(name=known, summary=each.summary, case=case))
     return asked
-
-
-def opened(subject: Subject, *, device: str, command: str) -> Report:
-    """A Report without Records: what is known of the run before the first question.
-
-    Args:
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
-        command: The command line, for the Report.
-    """
-    prepare(device)
-    env = environment(device)
-    return Report(
-        command=command,
-        environments={fingerprint(env): env},
-        kernels={subject.name: subject.summary},
-        absent={},
-        records=(),
-    )
-
-
-def ask(report: Report, subject: Subject, question: Question) -> Report:
-    """``report`` with the Record of one question more: its ``variant`` is the question's name."""
-    ((key, env),) = report.environments.items()
-    device = "cpu" if env.device == "cpu" else "cuda"
-    for problem in adapted_problems(subject, question.case.problem):
-        case = dataclasses.replace(question.case, problem=problem)
-        record = run_case(subject, case, device=device, variant=question.name, environment=key)
-        if record.status != "unsupported":
-            break
-    return replace(report, records=(*report.records, record))

@@ -59,7 +59,7 @@ _INTERPRETED = """\
 _OURS = """\
 def the_kernel():
     from attncheck.examine.environment import prepare
-    from attncheck.subjects.load import load
+    from attncheck.subjects.load import load_subject as load
 
     prepare({device!r})
     return load({spec}, {convention!r})
@@ -166,7 +166,7 @@ def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> Calling:
 
 
 def _source(subject: FunctionSubject, problem: Problem) -> str:
-    source = subject.script(problem)
+    source = subject.render(problem)
     if source is None:
         raise UsageError(
             f"no script can be written of {problem}: its mask, score mod or dtype has no words in "

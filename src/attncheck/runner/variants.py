@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs.distribution_tensors import Sizes
-from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import SOFTMAX_DTYPES
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from attncheck.core.paged_layout import Paging
-    from attncheck.inputs.distribution_tensors import Sizes
+    from attncheck.inputs.distributions import Sizes
     from attncheck.mods.spec import Spec
 
 __all__ = ["AMPLITUDES", "problems"]

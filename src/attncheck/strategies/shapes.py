@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from attncheck.core.errors import UsageError
-from attncheck.inputs.distribution_tensors import Sizes
+from attncheck.inputs.distributions import Sizes
 from attncheck.inputs.problem import LARGEST_HEAD_DIM
 from attncheck.strategies.lengths import lengths
 

@@ -13,7 +13,8 @@ from attncheck.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.conventions.torch_arithmetic import fp32_products
 from attncheck.core.formats import FORMATS, Format, fp32
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import OPERATIONS, PROMISES
+from attncheck.inputs.problem import OPERATIONS
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import CapturedSums
 

@@ -7,22 +7,23 @@ the project's configuration; or of the entry-point group ``attncheck.kernels``.
 from __future__ import annotations
 
 import inspect
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities import configuration, named_kernels
-from attncheck.capabilities.named_kernels import (
-    anchor_entry,
-    import_backward,
-    import_entry,
-    import_reference,
-    is_reference,
+from attncheck.capabilities.capability_table import AUTOGRAD
+from attncheck.capabilities.configuration import (
+    entry_points,
+    nearest_tables,
+    published_kernel,
+    read_configuration,
 )
+from attncheck.capabilities.named_kernels import BUILTIN, subject_named
 from attncheck.capabilities.subject import Subject
 from attncheck.core.errors import UnknownName, UsageError
-from attncheck.core.source_files import error_line, load_module_member
+from attncheck.core.source_files import error_line, load_member, load_module_member
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +39,8 @@ class Candidate:
     """An object that is to become a Subject.
 
     Attributes:
-        kernel: What it was asked for by; errors quote it.
-        found: The object.
+        kernel: What the user called it; errors quote it.
+        target: The object.
         name: What reports are to call it.
         entry: How a table names the object; a file is relative to the working directory.
         capabilities: Its table; None where nobody has written one.
@@ -47,7 +48,7 @@ class Candidate:
     """
 
     kernel: str
-    found: object
+    target: object
     name: str
     entry: str
     capabilities: Capabilities | None = None
@@ -56,7 +57,7 @@ class Candidate:
     def adopted(
         self, convention: str | None = None, options: ConventionOptions | None = None
     ) -> Subject:
-        """The Subject, without its table.
+        """Return the Subject, without its table.
 
         Args:
             convention: A name in ``conventions.CONVENTIONS``; None for the table's, or the one
@@ -66,41 +67,49 @@ class Candidate:
         Raises:
             UsageError: where it is none of the convention.
         """
-        from attncheck.conventions import declarations
+        from attncheck.conventions.declarations import adopted
 
         convention = convention or (self.capabilities.convention if self.capabilities else None)
-        found = self._made(convention)
+        target = self._instance(convention)
         if options is None:
-            options = self._options(native=isinstance(found, Subject))
-        subject = declarations.adopted(found, self.name, convention, options)
+            options = self._options(native=isinstance(target, Subject))
+        subject = adopted(target, self.name, convention, options)
         if isinstance(subject, str):
-            kind = type(found).__name__
+            kind = type(target).__name__
             raise UsageError(f"kernel {self.kernel!r} is {kind}: it must {subject}.")
         return subject
 
     def conventions(self) -> tuple[str, ...]:
-        """Those that it may follow, the likeliest first; none where it is no kernel."""
+        """Return those that it may follow, the likeliest first; none where it is no kernel."""
         from attncheck.conventions.declarations import CONVENTIONS
 
         table = self.capabilities
         if table is not None and table.convention is not None:
             return (table.convention,)
-        found = self._made(None)
+        target = self._instance(None)
         # Not what only may be: what shows that it is of one convention stands before.
-        able = [each for each in CONVENTIONS.values() if each.unfit(found) is None]
-        return tuple(each.name for each in sorted(able, key=lambda each: not each.claims(found)))
+        able = [each for each in CONVENTIONS.values() if each.unfit(target) is None]
+        return tuple(each.name for each in sorted(able, key=lambda each: not each.claims(target)))
 
     def options(self) -> ConventionOptions:
-        """What its table says of its convention."""
-        return self._options(native=isinstance(self._made(None), Subject))
+        """Return what its table says of its convention."""
+        return self._options(native=isinstance(self._instance(None), Subject))
 
-    def _made(self, convention: str | None) -> object:
+    def _instance(self, convention: str | None) -> object:
         """The object, or the Subject that it makes."""
-        makes = convention in {None, "native"} and _makes_one(self.found)
-        return _made(self.found, self.kernel) if makes else self.found
+        if convention not in {None, "native"} or not _is_factory(self.target):
+            return self.target
+        assert callable(self.target)
+        try:
+            return self.target()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # somebody's constructor
+            reason = error_line(error)
+            raise UsageError(f"kernel {self.kernel!r}: making it raised {reason}.") from error
 
     def _options(self, *, native: bool) -> ConventionOptions:
-        """Of a Subject only what differs from every Subject's."""
+        """Options of a function; of a Subject only what differs from every Subject's."""
         from attncheck.conventions.convention import ConventionOptions
 
         table = self.capabilities
@@ -128,41 +137,37 @@ class Candidate:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Every name that ``load`` knows; raises UsageError for a configuration that cannot be."""
-    return (
-        *named_kernels.BUILTIN,
-        *configuration.read_configuration().kernels,
-        *configuration.entry_points(),
-    )
+    """Every name that ``load_subject`` knows; raises UsageError for a wrong configuration."""
+    return (*BUILTIN, *read_configuration().kernels, *entry_points())
 
 
 def load_subject(kernel: str, convention: str | None = None) -> Subject:
-    """The subject called ``kernel``.
+    """Return the subject called ``kernel``.
 
     Args:
-        kernel: A name in ``builtin.SUBJECTS``; ``file.py::name`` or ``package.module:name``, where
-            ``name`` is a Subject, a subclass that needs no arguments, a function that returns one,
-            or a function in the calling convention; a name of the nearest configuration
-            (``configured.configuration``) or of an entry point, with its table (``Declared``).
+        kernel: A name in ``named_kernels.BUILTIN``; ``file.py::name`` or ``package.module:name``,
+            where ``name`` is a Subject, a subclass that needs no arguments, a function that returns
+            one, or a function in the calling convention; a name of the nearest configuration
+            (``read_configuration``) or of an entry point, with its table (``Declared``).
             The file is imported; one that uses Triton decides then whether it is interpreted, so
-            call ``examine.environment.prepare`` first.
+            call the environment's ``prepare`` first.
         convention: A name in ``conventions.CONVENTIONS``; None for the first that fits.
 
     Raises:
         UsageError: when there is no such subject, in one line that says why.
     """
-    found = load_candidate(kernel, convention)
-    subject = found.adopted(convention)
-    if kernel in named_kernels.BUILTIN:
+    candidate = load_candidate(kernel, convention)
+    subject = candidate.adopted(convention)
+    if kernel in BUILTIN:
         return subject
-    if found.capabilities is not None:
+    if candidate.capabilities is not None:
         from attncheck.capabilities.declared import Declared
 
-        _check_said(subject, kernel, "summary", "one line on it")
-        return Declared(subject, found.capabilities, found.name)
-    _check_said(subject, kernel, "name", "what reports call it")
-    _check_said(subject, kernel, "summary", "one line on it")
-    if subject.name in named_kernels.BUILTIN:
+        _check_text(subject, kernel, "summary", "one line on it")
+        return Declared(subject, candidate.capabilities, candidate.name)
+    _check_text(subject, kernel, "name", "what reports call it")
+    _check_text(subject, kernel, "summary", "one line on it")
+    if subject.name in BUILTIN:
         raise UsageError(
             f"kernel {kernel!r} is called {subject.name!r}, as a kernel of attncheck's is: "
             "give it a name of its own."
@@ -171,75 +176,119 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
 
 
 def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
-    """What ``kernel`` names, imported; raises as ``load``, the convention's name checked first."""
-    if kernel in named_kernels.BUILTIN:
+    """Import what ``kernel`` names; raises as ``load_subject``, for the convention's name first."""
+    if kernel in BUILTIN:
         _check_builtin(kernel, convention)
-        subject = named_kernels.subject_named(kernel)
-        return Candidate(kernel=kernel, found=subject, name=kernel, entry=kernel)
+        return Candidate(kernel=kernel, target=subject_named(kernel), name=kernel, entry=kernel)
     if convention is not None and (is_reference(kernel) or kernel in kernel_names()):
         from attncheck.conventions.declarations import convention_named
 
         convention_named(convention)  # before somebody's file is imported
     if is_reference(kernel):
-        found = import_reference(kernel, f"kernel {kernel!r}")
-        return Candidate(kernel=kernel, found=found, name=kernel, entry=kernel)
-    return _named(kernel)
-
-
-def _named(kernel: str) -> Candidate:
-    """Of the configuration or an entry point."""
-    project, points = (
-        configuration.read_configuration(),
-        configuration.entry_points().get(kernel, ()),
-    )
-    table, what = project.kernels.get(kernel), f"kernel {kernel!r}"
+        target = _import_reference(kernel, f"kernel {kernel!r}")
+        return Candidate(kernel=kernel, target=target, name=kernel, entry=kernel)
+    project, points = read_configuration(), entry_points().get(kernel, ())
+    table, what, folder = project.kernels.get(kernel), f"kernel {kernel!r}", project.folder
     if table is not None:
-        entry = anchor_entry(table.entry, project.folder)
-        found = import_entry(entry, project.folder, what)
-        backward = import_backward(table, project.folder, what)
-        return Candidate(
-            kernel=kernel,
-            found=found,
-            name=kernel,
-            entry=entry,
-            capabilities=table,
-            backward=backward,
-        )
-    if len(points) > 1:
+        entry = _from_folder(table.entry, folder)
+        target = _import_entry(entry, folder, what)
+    elif len(points) > 1:
         values = " and ".join(sorted(point.value for point in points))
         raise UsageError(f"{what} is several entry points: {values}; uninstall all but one.")
-    if points:
-        return _published(kernel, points[0].value)
-    _check_meant(kernel)
-    raise UnknownName("kernel", kernel, kernel_names())
-
-
-def _published(kernel: str, value: str) -> Candidate:
-    """Of the entry point ``value``: ``package.module:name``, perhaps with extras after it."""
-    what = f"kernel {kernel!r} (entry point {value})"
-    entry = value.partition("[")[0].strip()
-    found, table = configuration.published_kernel(kernel, load_module_member(entry, what), value)
-    if found is None and table is not None:
-        entry = table.entry
-        found = import_entry(entry, Path.cwd(), what)
-    backward = None if table is None else import_backward(table, Path.cwd(), what)
+    elif points:
+        value, folder = points[0].value, Path.cwd()
+        what = f"{what} (entry point {value})"
+        entry = value.partition("[")[0].strip()  # extras may stand behind it
+        target, table = published_kernel(kernel, load_module_member(entry, what), value)
+        if target is None and table is not None:
+            entry = table.entry
+            target = _import_entry(entry, folder, what)
+    else:
+        _check_spelling(kernel)
+        raise UnknownName("kernel", kernel, kernel_names())
     return Candidate(
         kernel=kernel,
-        found=found,
+        target=target,
         name=kernel,
         entry=entry,
         capabilities=table,
-        backward=backward,
+        backward=None if table is None else _import_backward(table, folder, what),
     )
 
 
+# ------------------------------------------------------------------ what an entry names
+
+
+def is_reference(kernel: str) -> bool:
+    """Whether ``kernel`` is of a file or module, and no name."""
+    return ":" in kernel
+
+
+def _from_folder(entry: str, folder: Path) -> str:
+    """An entry that is relative to ``folder``."""
+    file, colons, name = entry.partition("::")
+    return f"{folder / file}{colons}{name}" if colons else entry
+
+
+def _import_reference(kernel: str, what: str) -> Any:
+    """The object of ``file.py::name`` or ``package.module:name``."""
+    file, _, name = kernel.partition(":")
+    if file.endswith(".py") and not name.startswith(":"):
+        raise UsageError(f"{what}: a file takes two colons: {file}::{name or 'NAME'}.")
+    return (load_member if "::" in kernel else load_module_member)(kernel, what)
+
+
+def _import_entry(entry: str, folder: Path, what: str) -> Any:
+    """The object that a table's entry names; modules are looked for in ``folder`` too."""
+    if entry in BUILTIN:
+        return subject_named(entry)
+    if not is_reference(entry):
+        raise UsageError(
+            f"{what}: its entry {entry!r} is neither FILE.py::NAME nor package.module:NAME."
+        )
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return _import_reference(entry, what)
+
+
+def _import_backward(table: Capabilities, folder: Path, what: str) -> Callable[..., object] | None:
+    """The function that a table's ``backward`` names; None where it names none."""
+    name = table.backward
+    if not isinstance(name, str) or name == AUTOGRAD:
+        return None
+    target = _import_entry(_from_folder(name, folder), folder, f"{what}: its backward")
+    if not callable(target) or inspect.isclass(target):
+        kind = type(target).__name__
+        raise UsageError(f"{what}: its backward {name!r} is {kind}: it must be a function.")
+    function: Callable[..., object] = target
+    return function
+
+
+def _is_factory(target: object) -> bool:
+    """Whether it is to be called for a Subject: a class, or a function without arguments."""
+    if isinstance(target, Subject) or not callable(target):
+        return False
+    if inspect.isclass(target):
+        return True
+    try:
+        signature = inspect.signature(target)
+        signature.bind()
+    except (TypeError, ValueError):  # it takes arguments, or nothing says what it takes
+        return False
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    return inspect.Parameter.VAR_POSITIONAL not in kinds  # ``*args`` are a kernel's tensors
+
+
+# ------------------------------------------------------------------ mistakes
+
+
 def _check_builtin(kernel: str, convention: str | None) -> None:
-    """Raises UsageError for a convention, and for a name that somebody means otherwise."""
+    """Raise UsageError for a convention, and for a name that somebody means otherwise."""
     if convention not in {None, "native"}:
         raise UsageError(f"kernel {kernel!r} is attncheck's own: leave its convention out.")
     others: tuple[str, ...] = ()
     with suppress(UsageError):  # a file that is wrong elsewhere is no reason to refuse ours
-        others = (*configuration.entry_points(), *configuration.nearest_tables()[1])
+        others = (*entry_points(), *nearest_tables()[1])
     if kernel in others:
         raise UsageError(
             f"kernel {kernel!r} is attncheck's own, and one of yours is called so too: "
@@ -247,53 +296,25 @@ def _check_builtin(kernel: str, convention: str | None) -> None:
         )
 
 
-def _check_meant(kernel: str) -> None:
-    """Raises UsageError for what was meant to be a file or module."""
+def _check_spelling(kernel: str) -> None:
+    """Raise UsageError for what was meant to be a file or module."""
     if "/" not in kernel and "." not in kernel:
         return
-    written = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
+    wanted = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
     module, dot, name = kernel.rpartition(".")
     if dot and "/" not in kernel and not kernel.endswith(".py"):
-        written = f"{module}:{name}"
+        wanted = f"{module}:{name}"
     raise UsageError(
         f"kernel {kernel!r} is no kernel of attncheck's, and names no function of a file or "
-        f"module: write {written}."
+        f"module: write {wanted}."
     )
 
 
-def _makes_one(found: object) -> bool:
-    """Whether it is to be called for a Subject: a class, or a function without arguments."""
-    if isinstance(found, Subject) or not callable(found):
-        return False
-    if inspect.isclass(found):
-        return True
-    try:
-        inspect.signature(found).bind()
-    except (TypeError, ValueError):  # it takes arguments, or nothing says what it takes
-        return False
-    return not _takes_anything(found)
-
-
-def _takes_anything(found: Callable[..., object]) -> bool:
-    kinds = {parameter.kind for parameter in inspect.signature(found).parameters.values()}
-    return inspect.Parameter.VAR_POSITIONAL in kinds
-
-
-def _check_said(subject: Subject, kernel: str, attribute: str, what: str) -> None:
-    """Raises UsageError for a Subject without what reports need of it."""
+def _check_text(subject: Subject, kernel: str, attribute: str, what: str) -> None:
+    """Raise UsageError for a Subject without what reports need of it."""
     text = getattr(subject, attribute, None)
     if not isinstance(text, str) or not text.strip():
         kind = type(subject).__name__
         raise UsageError(
             f'kernel {kernel!r} has no {attribute}: add {attribute} = "…" ({what}) to {kind}.'
         )
-
-
-def _made(make: object, kernel: str) -> object:
-    assert callable(make)
-    try:
-        return make()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # somebody's constructor
-        raise UsageError(f"kernel {kernel!r}: making it raised {error_line(error)}.") from error

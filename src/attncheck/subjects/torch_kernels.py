@@ -9,7 +9,6 @@ import types
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,6 +35,11 @@ from attncheck.conventions.torch_arithmetic import (
     with_split_keys,
     with_three_products,
 )
+from attncheck.conventions.torch_conventions import (
+    flex_block_mask,
+    flex_score_mod,
+    uncompiled_flex,
+)
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
@@ -44,7 +48,6 @@ from attncheck.mods.captured_gradients import captured_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -53,16 +56,7 @@ if TYPE_CHECKING:
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.mods.spec import ScoreMod
 
-__all__ = [
-    "Flex",
-    "Sdpa",
-    "attention_bias",
-    "attention_mask",
-    "block_mask",
-    "is_causal",
-    "score_mod",
-    "uncompiled",
-]
+__all__ = ["Flex", "Sdpa"]
 
 
 _BACKENDS = {
@@ -352,11 +346,11 @@ class Flex(Subject):
     def prepare(self, inputs: Inputs) -> Call:
         """Make the block mask, and compile on CUDA, which takes seconds."""
         problem, device = inputs.problem, inputs.q.device
-        score = None if problem.score == library.NONE else score_mod(problem, str(device))
+        score = None if problem.score == library.NONE else flex_score_mod(problem, str(device))
         read = captured_tensors(score, device) if score and problem.dcaptured else ()
         if any(tensor.itemsize < _FP32_BYTES for tensor in read):
             raise Refused("torch rounds the gradient of a 16-bit tensor to 16 bits")
-        blocks = None if problem.mask == library.FULL else block_mask(problem, str(device))
+        blocks = None if problem.mask == library.FULL else flex_block_mask(problem, str(device))
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
@@ -413,29 +407,6 @@ def _in_a_row(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([one.float().flatten() for one in gradients])
 
 
-def score_mod(problem: Problem, device: str) -> ScoreMod:
-    """The Problem's, with scores of the dtype that it gets: flex would keep a float64 table's."""
-    mod = problem.score_mod(device)
-
-    def of_its_dtype(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
-    ) -> torch.Tensor:
-        return mod(score, b, h, q, kv).to(score.dtype)
-
-    return of_its_dtype
-
-
-def block_mask(problem: Problem, device: str) -> BlockMask:
-    """The Problem's mask as a BlockMask, for one sequence or head where all see the same keys."""
-    mask = problem.mask_mod(device)
-    b = torch.arange(problem.batch, device=device).view(-1, 1)
-    h = torch.arange(problem.heads, device=device).view(1, -1)
-    first = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    # Broadcasting tells whether the mask reads b or h: only then does that length come out.
-    sequences, heads = (mask(b, h, first, first) & torch.ones_like(first, dtype=torch.bool)).shape
-    return flex.create_block_mask(mask, sequences, heads, problem.query, problem.kv, device=device)
-
-
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -459,13 +430,8 @@ def _attention(
 
 def _eager(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """flex_attention's own dense formula."""
-    with uncompiled():
+    with uncompiled_flex():
         return _attention(*arguments)
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Within, flex_attention that is not compiled does no tracing, and does not warn of it."""
-    return mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True)
 
 
 @functools.lru_cache(maxsize=_COMPILED_AT_A_TIME)

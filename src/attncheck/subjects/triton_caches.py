@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.conventions.call_tensors import paged_inputs
-from attncheck.conventions.function_gradients import make_leaf
-from attncheck.conventions.layouts import band_window, mask_band, pack, packed_layout
+from attncheck.conventions.function_gradients import Leaf
+from attncheck.conventions.layouts import pack, packed_layout
+from attncheck.conventions.window_masks import band_window, mask_band
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
 from attncheck.mods import library
+from attncheck.subjects.kernel_mods import mask_expression, score_expression, slope_expression
 from attncheck.subjects.triton_flash import BY_KEYS, BY_ROWS, Flash, Flash2, launch_flash
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from attncheck.mods.to_triton import TritonMod
 
     Tensors = tuple[torch.Tensor, ...]
-
     Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 __all__ = ["MOST_ROWS", "Decode", "Paged", "Varlen", "splits_of"]
@@ -143,8 +143,8 @@ class Varlen(Flash):
             slope=_slope(problem, device),
             **given,
         )
-        of_q = make_leaf("dq", inputs.q, layout.queries)
-        of_k, of_v = (make_leaf(f"d{n}", getattr(inputs, n), layout.keys) for n in "kv")
+        of_q = Leaf.of("dq", inputs.q, layout.queries)
+        of_k, of_v = (Leaf.of(f"d{n}", getattr(inputs, n), layout.keys) for n in "kv")
         dout, dlse = layout.queries(inputs.dout), _packed_rows(inputs.dlse)
 
         def call(found: Outputs, out: torch.Tensor, lse: torch.Tensor) -> Outputs:
@@ -210,7 +210,6 @@ def _packed_rows(dlse: torch.Tensor | None) -> torch.Tensor | None:
 def _mods(problem: Problem, device: str) -> dict[str, Any]:
     """What hides keys within documents, by flag or by mask, and the score mod."""
     from attncheck.mods.to_triton import to_triton
-    from attncheck.subjects.kernel_mods import mask_expression, score_expression
 
     found = _packed(problem)
     causal = _causal(problem, found)
@@ -225,7 +224,6 @@ def _mods(problem: Problem, device: str) -> dict[str, Any]:
 def _slope(problem: Problem, device: str) -> TritonMod | None:
     """The score mod's derivative; None without one."""
     from attncheck.mods.to_triton import to_triton
-    from attncheck.subjects.kernel_mods import slope_expression
 
     return None if problem.score == library.NONE else to_triton(slope_expression(problem, device))
 
@@ -316,7 +314,7 @@ class Decode(Flash):
             block = min(block, chosen.block_query)
         narrow = block <= _SMALL_BLOCK and problem.dtype != "fp32"
         narrow = narrow and max(problem.head_dim, problem.value_dim) <= _SMALL_DIM
-        return dataclasses.replace(
+        return replace(
             chosen,
             block_query=block,
             warps=min(chosen.warps, _SMALL_WARPS) if narrow else chosen.warps,
@@ -343,7 +341,7 @@ class Decode(Flash):
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
         """That of the other forwards, and its splits; a sink is merged as one more."""
         assumed = super().arithmetic(problem, device)
-        return dataclasses.replace(assumed, splits=self._parts(problem, device))
+        return replace(assumed, splits=self._parts(problem, device))
 
     def _parts(self, problem: Problem, device: str) -> int:
         return self.launch(problem, device).splits + problem.sink

@@ -5,7 +5,6 @@ And two ways to run its forward in fp8, and one to add up its dQ.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
@@ -16,9 +15,16 @@ import torch
 
 from attncheck.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import PROMISES
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.judge.declared_arithmetic import FP32
 from attncheck.mods import library
+from attncheck.subjects.kernel_mods import (
+    captured_reads,
+    mask_expression,
+    score_expression,
+    slope_expression,
+    visited_tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -124,19 +130,19 @@ class Flash(Subject):
 
         The interpreter truncates too, and adds up in fp32. Its tanh is as ``triton_ulp`` says.
         """
-        assumed = dataclasses.replace(
+        assumed = replace(
             with_full_tanh(super().arithmetic(problem, device), problem),
             truncates=problem.dtype == "tf32",
             weights_scale=problem.formats.weights_scale,
         )
         if problem.formats.scaled and self.max_num_imprecise_acc == 0:
-            return dataclasses.replace(assumed, scores=FP32, values=FP32)
+            return replace(assumed, scores=FP32, values=FP32)
         return assumed
 
     def launch(self, problem: Problem, device: str) -> Launch:
         """How it is launched."""
         chosen = launch_flash(problem, device, self.hopper)
-        return dataclasses.replace(chosen, max_num_imprecise_acc=self.max_num_imprecise_acc)
+        return replace(chosen, max_num_imprecise_acc=self.max_num_imprecise_acc)
 
     @abstractmethod
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -162,7 +168,6 @@ class Flash(Subject):
 
         prepare_triton(device)
         from attncheck.mods.to_triton import to_triton
-        from attncheck.subjects.kernel_mods import mask_expression, score_expression
 
         forward = self.forward()
         mask = to_triton(mask_expression(problem, device))
@@ -326,8 +331,6 @@ class Flash2(Flash):
         """The tiles of the block mask; all of them where nothing is hidden."""
         if self._dense or problem.mask == library.FULL:
             return {}
-        from attncheck.subjects.kernel_mods import visited_tiles
-
         chosen = self.launch(problem, device.type)
         return {"tiles": visited_tiles(problem, chosen.block_query, chosen.block_kv, str(device))}
 
@@ -352,12 +355,12 @@ class Flash2(Flash):
         """The tiles of dQ and of dK and dV, as ``visited``."""
         if self._dense or problem.mask == library.FULL:
             return {}
-        from attncheck.subjects.kernel_mods import visited_tiles, visited_tiles_by_keys
-
         rows, keys = self.gradient_launches(problem, device.type)
         return {
-            "tiles": visited_tiles(problem, rows.block_query, rows.block_kv, str(device)),
-            "by_keys": visited_tiles_by_keys(problem, keys.block_query, keys.block_kv, str(device)),
+            name: visited_tiles(
+                problem, of.block_query, of.block_kv, str(device), by_keys=name == "by_keys"
+            )
+            for name, of in (("tiles", rows), ("by_keys", keys))
         }
 
     def prepare(self, inputs: Inputs) -> Call:
@@ -368,29 +371,22 @@ class Flash2(Flash):
         backward = self._prepared_backward(inputs)
 
         def call() -> Outputs:
-            found = forward()
-            dq, dk, dv, dsink, dcaptured = backward(found)
-            return replace(found, dq=dq, dk=dk, dv=dv, dsink=dsink, dcaptured=dcaptured)
+            outputs = forward()
+            dq, dk, dv, dsink, dcaptured = backward(outputs)
+            return replace(outputs, dq=dq, dk=dk, dv=dv, dsink=dsink, dcaptured=dcaptured)
 
         return call
 
     def _prepared_backward(self, inputs: Inputs) -> Callable[[Outputs], Gradients]:
         """What takes the forward's results and gives the gradients, in the order of Outputs."""
         from attncheck.mods.to_triton import to_triton
-        from attncheck.subjects.kernel_mods import (
-            captured_reads,
-            mask_expression,
-            score_expression,
-            slope_expression,
-        )
 
-        problem, device = inputs.problem, inputs.device.type
+        device, problem = inputs.device.type, inputs.problem
         identity = problem.score == library.NONE
         rows, keys = self.gradient_launches(problem, device)
         # fmt: off
-        given = partial(
-            self.backward_launcher(),
-            scale=problem.scale,
+        launched = partial(
+            self.backward_launcher(), scale=problem.scale,
             mask=to_triton(mask_expression(problem, device)),
             score=None if identity else to_triton(score_expression(problem, device)),
             slope=None if identity else to_triton(slope_expression(problem, device)),
@@ -401,8 +397,8 @@ class Flash2(Flash):
         # fmt: on
         tensors = inputs.q, inputs.k, inputs.v
 
-        def backward(found: Outputs) -> Gradients:
-            return given(*tensors, found.out, found.lse, inputs.dout, inputs.dlse)
+        def backward(forward: Outputs) -> Gradients:
+            return launched(*tensors, forward.out, forward.lse, inputs.dout, inputs.dlse)
 
         return backward
 

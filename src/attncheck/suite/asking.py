@@ -19,7 +19,7 @@ from attncheck.suite.kinds import Kind
 from attncheck.suite.marks import MARK, SOFTMAX
 from attncheck.suite.search import search
 from attncheck.suite.variations import variations
-from attncheck.verify import run_case as of_kernels
+from attncheck.verify import question_fit as of_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

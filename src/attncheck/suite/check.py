@@ -18,7 +18,8 @@ from attncheck.runner.quick import questions
 from attncheck.subjects.load import load_subject
 from attncheck.suite.diagnosed import DoesNotHold, DoNotHold
 from attncheck.verify.environment import default_device, prepare, require_device
-from attncheck.verify.run_case import COMPARE, run_case
+from attncheck.verify.question_fit import COMPARE
+from attncheck.verify.verify import iter_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -62,7 +63,7 @@ def check(
     device = _ready(device)
     subject = _subject(kernel, convention)
     cases = _cases(problem, question, dtypes)
-    records = tuple(run_case(subject, case, device=device) for case in cases)
+    records = tuple(iter_records([subject], cases, device=device))
     _guide(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
     wrong = [

@@ -8,7 +8,7 @@ from attncheck.diagnose.reproduce import new_failure
 from attncheck.inputs.problem import Case
 from attncheck.records.failures import keep_failure
 from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text
-from attncheck.verify.run_case import question_summary
+from attncheck.verify.question_fit import question_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

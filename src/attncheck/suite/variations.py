@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attncheck.core.errors import ProblemError, without_recorded
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.verify import run_case
+from attncheck.verify import question_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +76,7 @@ def _first(
 ) -> Problem | None:
     for each in changes:
         try:
-            problem = run_case.question_problem(case.question, case.problem.replace(**each))
+            problem = question_fit.question_problem(case.question, case.problem.replace(**each))
         except ProblemError:  # documents that must cover a length, padding beyond it
             continue
         if fits(case.question, problem):
@@ -85,7 +85,7 @@ def _first(
 
 
 def _moved(case: Case, problem: Problem, turn: int) -> Case:
-    allowed = run_case.allowed_parameters(case.question, problem)
+    allowed = question_fit.allowed_parameters(case.question, problem)
     chosen = {
         name: values[(_index(values, case.parameters.get(name)) + turn) % len(values)]
         for name, values in allowed.items()

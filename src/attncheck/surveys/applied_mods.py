@@ -17,8 +17,8 @@ from attncheck.core.draws import Draws
 from attncheck.core.formats import FORMATS
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods import enclosures, library
-from attncheck.mods.interval_algebra import KERNEL_FP32
+from attncheck.mods import interval_algebra, library
+from attncheck.mods.operation_errors import KERNEL_FP32
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.verify.executor import Executor, Failure
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from attncheck.capabilities.subject import Subject
-    from attncheck.mods.enclosures import Interval
+    from attncheck.mods.interval_algebra import Interval
     from attncheck.mods.spec import MaskMod, ScoreMod
 
 __all__ = ["NotMeasurable", "Scores", "applied_mask", "applied_score", "lse_difference"]
@@ -167,9 +167,14 @@ def lse_difference(scores: Interval) -> Interval:
     2u each, and as much again where parts of the keys are put together; log2 near 1 is at most
     2^-22 = 4u off. These do not shrink with s. An LSE through e^x has fewer of each.
     """
-    absolute = (enclosures.exact_pair(-_LSE_ABSOLUTE)[0], enclosures.exact_pair(_LSE_ABSOLUTE)[0])
-    relative = enclosures.Rounding(FORMATS["fp32"], _LSE_ULPS)
-    return scores.through(lambda s: enclosures.INTERVAL_OPERATIONS["add"](relative(s), absolute))
+    absolute = (
+        interval_algebra.exact_pair(-_LSE_ABSOLUTE)[0],
+        interval_algebra.exact_pair(_LSE_ABSOLUTE)[0],
+    )
+    relative = interval_algebra.Rounding(FORMATS["fp32"], _LSE_ULPS)
+    return scores.through(
+        lambda s: interval_algebra.INTERVAL_OPERATIONS["add"](relative(s), absolute)
+    )
 
 
 def _problem(

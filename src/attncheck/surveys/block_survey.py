@@ -118,7 +118,7 @@ def survey_blocks(
 def _record(
     mod: MaskMod, dimensions: Dimensions, size: tuple[int, int], *, mapped: bool
 ) -> BlockRecord:
-    kinds = block_mask(mod, dimensions, block_query=size[0], block_kv=size[1]).kinds()
+    kinds = block_mask(mod, dimensions, block_query=size[0], block_kv=size[1]).kinds
     # One table stands for all sequences, or heads, where the mask does not tell them apart.
     alike = dimensions.batch // kinds.shape[0] * (dimensions.heads // kinds.shape[1])
     empty, partial, full = (int((kinds == kind).sum()) * alike for kind in (EMPTY, PARTIAL, FULL))

@@ -19,7 +19,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.verify.call_checks import Unanswered
 from attncheck.verify.executor import Failure
-from attncheck.verify.run_case import adapted_problems
+from attncheck.verify.question_fit import adapted_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

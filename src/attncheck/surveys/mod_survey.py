@@ -16,11 +16,12 @@ from attncheck.core.errors import AttncheckError, ProblemError, UsageError
 from attncheck.core.source_files import error_line, import_file, load_attribute
 from attncheck.inputs.problem import Problem
 from attncheck.mods import mod_files
-from attncheck.mods.enclosures import Interval, Truth
+from attncheck.mods.enclosures import Truth
 from attncheck.mods.index_ranges import check_index_ranges
-from attncheck.mods.interval_algebra import KERNEL_FP32, TORCH_FP64, to_interval
+from attncheck.mods.interval_algebra import Interval, to_interval
 from attncheck.mods.mod_files import definition_line, kind_of_mod, mods_in
 from attncheck.mods.mpmath_algebra import to_mpmath
+from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.oracles.mod_calls import Indices, scored, visible

@@ -26,9 +26,9 @@ from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case
 from attncheck.judge.declared_arithmetic import FP64_ORACLE, default
 from attncheck.judge.verdict_rules import PROVEN
-from attncheck.mods.ball_algebra import evaluator as evaluator_of_ball_algebra
+from attncheck.mods.ball_algebra import BALLS
 from attncheck.mods.library import FULL
-from attncheck.mods.mpmath_algebra import evaluator
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import BITS, Ball, enclosed, proven_error
 from attncheck.oracles.mp_numbers import Mp
@@ -380,7 +380,7 @@ def _examined(variant: str, problem: Problem, digits: int) -> tuple[list[OracleR
 
 
 def _result(recurrence: Recurrence, inputs: Inputs, digits: int) -> Result[ManyDigits]:
-    return recurrence(Mp(digits, evaluator), inputs)
+    return recurrence(Mp(digits, MPMATH.score), inputs)
 
 
 def _check_size(problem: Problem) -> None:
@@ -495,7 +495,7 @@ def _examine(
 ) -> None:
     """Add what is proven of some rows to what is ``found`` of out and LSE of each oracle."""
     problem = evidence.case.problem
-    exact = enclosed(Ball(evaluate=evaluator_of_ball_algebra), evidence.inputs, rows)
+    exact = enclosed(Ball(evaluate=BALLS.score), evidence.inputs, rows)
     allowed = row_bounds(evidence, default(problem.formats), rows)
     assumed = row_bounds(evidence, FP64_ORACLE, rows)
     for name, outputs in given.items():

@@ -17,23 +17,22 @@ from attncheck.judge.error_measures import (
 )
 from attncheck.records.record import FAILED_STATUSES, Accuracy
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.evidence import Evidence, ensemble_tilings
-from attncheck.verify.executor import Execution, InProcess
-from attncheck.verify.run_case import compare
+from attncheck.verify.executor import InProcess
+from attncheck.verify.question_fit import not_applicable_reason
+from attncheck.verify.run_case import new_record, run_on_evidence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import torch
 
     from attncheck.capabilities.subject import Subject
     from attncheck.core.outputs import Outputs, TensorName
-    from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.error_measures import ErrorMeasures
     from attncheck.records.record import Record
-    from attncheck.verify.executor import Executor, Failure, Origin
+    from attncheck.verify.executor import Execution, Executor
 
 __all__ = ["RUNS", "accuracies", "accuracy_tilings", "measure_accuracy", "promises_same_bits"]
 
@@ -54,7 +53,7 @@ def measure_accuracy(
     executor: Executor | None = None,
     runs: int = RUNS,
 ) -> Record:
-    """Compare ``subject`` on ``case`` as ``check.compare`` does, and say how much was chance.
+    """Compare ``subject`` on ``case`` as ``run_case`` does, and say how much was chance.
 
     The Record has a ``digest`` and an ``accuracy``. A kernel that promises the same bits each time
     is run once. Any other is run ``runs`` times: the Record is that of the worst, the accuracy of
@@ -69,22 +68,18 @@ def measure_accuracy(
         executor: How to call the kernel; in this process by default.
         runs: Of a kernel that may give other bits each time.
 
-    Never raises for what the kernel does; see ``check.compare``.
+    Never raises for what the kernel does; see ``run_case``.
     """
-    evidence, hearing = Evidence(case, device), _Hearing(executor or InProcess())
+    evidence, executor = Evidence(case, device), executor or InProcess()
     worst: Record | None = None
     for _ in range(1 if promises_same_bits(subject, case.problem) else runs):
-        hearing.heard = None
-        record = compare(
-            subject,
-            evidence,
-            variant=variant,
-            environment=environment,
-            executor=hearing,
-            timed=False,
-        )
-        if hearing.heard is not None and record.judgement is not None:
-            record = replace(record, accuracy=accuracies(hearing.heard, evidence))
+        blank = new_record(subject, case, device=device, variant=variant, environment=environment)
+        if not executor.concerns(subject, case.problem):
+            reason = not_applicable_reason(subject, case.problem, executor)
+            return replace(blank, status="unsupported", reason=reason)
+        record, execution = run_on_evidence(blank, subject, evidence, executor)
+        if execution is not None and record.judgement is not None:
+            record = replace(record, accuracy=accuracies(execution, evidence))
         worst = record if worst is None else _worse(worst, record)
         if record.status in FAILED_STATUSES or record.status == "unsupported":
             break
@@ -101,41 +96,6 @@ def accuracy_tilings(problem: Problem) -> tuple[Tiling, ...]:
     """Those of the ideal kernels that an error is compared with."""
     known = ensemble_tilings(problem)
     return known if problem.operation == "softmax" else (*known, _LONG)
-
-
-class _Hearing:
-    """An executor that keeps what the kernel gave, for who is told its Record alone."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.heard: Execution | None = None
-
-    def absence(self, subject: Subject, device: str) -> str | None:
-        return self._executor.absence(subject, device)
-
-    def concerns(self, subject: Subject, problem: Problem) -> bool:
-        return self._executor.concerns(subject, problem)
-
-    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        return self._executor.refusal(subject, problem, device)
-
-    def launches(
-        self, subject: Subject, problem: Problem, device: str
-    ) -> Mapping[str, Subject] | Failure:
-        return self._executor.launches(subject, problem, device)
-
-    def run(
-        self,
-        subject: Subject,
-        inputs: Inputs,
-        *,
-        origin: Origin | None = None,
-        timed: bool = False,
-        under: CallConditions = PLAIN_CALL,
-    ) -> Execution | Failure:
-        result = self._executor.run(subject, inputs, origin=origin, timed=timed, under=under)
-        self.heard = result if isinstance(result, Execution) else None
-        return result
 
 
 def accuracies(result: Execution, evidence: Evidence) -> dict[TensorName, Accuracy]:

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from msgspec.structs import replace as replace_of_structs
 
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.judgement import Judgement
 from attncheck.inputs import input_tensors as inputs_room
-from attncheck.inputs.problem import Allowed, Case, check_parameters, fits_all, no_parameters
+from attncheck.inputs.problem import Case
+from attncheck.inputs.question_parameters import Allowed, check_parameters, fits_all, no_parameters
 from attncheck.relations import RELATIONS
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.executor import Failure, InProcess, Origin, out_of_memory
+from attncheck.verify.executor import Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.memory_patterns import junk
-from attncheck.verify.new_record import asked, without_outputs
 from attncheck.verify.relation_runs import check_relation
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs, TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.records.record import Record
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.records.run_reports import Stage
     from attncheck.verify.call_conditions import CallNotes
     from attncheck.verify.executor import Execution, Executor
@@ -51,7 +50,7 @@ __all__ = [
     "Check",
     "Unanswered",
     "check_named",
-    "record_check",
+    "judge_call",
     "remarks",
 ]
 
@@ -119,12 +118,12 @@ class Check:
     unfit: Callable[[Problem], str | None] = fits_all
     allowed: Callable[[Problem], Allowed] = no_parameters
 
-    def check(self, case: Case) -> None:
-        """Raises ProblemError unless the check can be asked of the Case's Problem and numbers."""
-        reason = self.unfit(case.problem)
+    def check(self, problem: Problem, parameters: Parameters) -> None:
+        """Raise ProblemError unless the check can be asked of ``problem`` with these numbers."""
+        reason = self.unfit(problem)
         if reason:
-            raise ProblemError(f"{self.name} says nothing of {case.problem}: {reason}.")
-        check_parameters(self.name, case.parameters, self.allowed(case.problem))
+            raise ProblemError(f"{self.name} says nothing of {problem}: {reason}.")
+        check_parameters(self.name, parameters, self.allowed(problem))
 
 
 def remarks(*found: str) -> tuple[str, ...]:
@@ -474,51 +473,40 @@ def check_named(name: str) -> Check:
     return CHECKS[name]
 
 
-def record_check(
-    subject: Subject,
-    case: Case,
-    *,
-    device: str,
-    variant: str = "",
-    environment: str = "",
-    executor: Executor | None = None,
-) -> Record:
-    """Ask ``subject`` a check of memory or determinism; no oracle is asked.
+def judge_call(
+    subject: Subject, case: Case, executor: Executor, *, device: str
+) -> Judgement | Failure:
+    """Judge a call of ``subject`` by the check that ``case`` names; no oracle is needed.
 
-    A pass says in its judgement's ``warnings`` what could not be looked at; of determinism its
-    ``reason`` says how often was asked. A check that could look at nothing is ``inconclusive``; one
-    that this device cannot be asked, or a kernel that does not promise it, ``unsupported``.
+    A pass says in its ``warnings`` what could not be looked at; of determinism its ``reason`` says
+    how many calls were compared. A check that could look at nothing is ``inconclusive``.
 
     Args:
         subject: The kernel.
         case: A Case whose question is a name in ``CHECKS``.
+        executor: How to call the kernel.
         device: ``cpu`` or ``cuda``.
-        variant: A name for the question in a report.
-        environment: Fingerprint of this process.
-        executor: How to call the kernel; in this process by default.
 
-    Never raises for what the kernel does; see ``recorded.without_outputs``.
+    Returns:
+        A Failure where there are no outputs to look at; ``refused`` for a check of streams on a
+        CPU, and for a kernel that does not promise what is checked.
 
     Raises:
         UsageError: for a question that is no check, or that cannot be asked of the Problem.
     """
     check = check_named(case.question)
-    check.check(case)
-    executor = executor or InProcess()
-    record = asked(subject, case, device, variant, environment)
+    check.check(case.problem, case.parameters)
     if check.gpu and device == "cpu":
-        return replace_of_structs(record, status="unsupported", reason="a CPU has no streams")
+        return Failure(kind="refused", message="a CPU has no streams")
     refusal = executor.refusal(subject, case.problem, device)
     if refusal is not None:
-        failure = Failure(kind="refused", message=refusal) if isinstance(refusal, str) else refusal
-        return without_outputs(record, failure)
+        return Failure(kind="refused", message=refusal) if isinstance(refusal, str) else refusal
     asking = Asking(subject=subject, case=case, device=device, executor=executor)
     try:
-        judgement = check.look(asking)
+        return check.look(asking)
     except Unanswered as error:
-        return without_outputs(record, error.failure)
+        return error.failure
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        return replace_of_structs(record, status="error", reason="out of memory for the check")
-    return replace_of_structs(record, status=judgement.status, judgement=judgement)
+        return Failure(kind="error", message="out of memory for the check")

@@ -204,7 +204,6 @@ class Evidence:
 
     def allowance(self, arithmetic: Arithmetic) -> Allowance:
         """What ``examine.allowances`` allows a kernel of this arithmetic."""
-
         if arithmetic not in self._allowances:
             self._allowances[arithmetic] = allowance(self, arithmetic)
         return self._allowances[arithmetic]
@@ -214,16 +213,16 @@ class Evidence:
         from attncheck.judge.blind_spot import blind_spot
         from attncheck.oracles.row_conditions import score_slopes
 
-        asked = arithmetic, exposes_lse
-        if asked not in self._blind_spots:
-            self._blind_spots[asked] = blind_spot(
-                self.sampled_conditions(),
-                self.allowance(arithmetic),
-                generic=self.generic,
-                exposes_lse=exposes_lse,
-                slopes=lambda known: score_slopes(self.inputs, known),
+        key = arithmetic, exposes_lse
+        if key not in self._blind_spots:
+            rows = (
+                (known, score_slopes(self.inputs, known) if known.has_score_mod else None)
+                for known in self.sampled_conditions()
             )
-        return self._blind_spots[asked]
+            self._blind_spots[key] = blind_spot(
+                rows, self.allowance(arithmetic), generic=self.generic, exposes_lse=exposes_lse
+            )
+        return self._blind_spots[key]
 
     @property
     def generic(self) -> bool:
@@ -255,7 +254,6 @@ class Evidence:
     @cached_property
     def reads(self) -> CapturedReads:
         """What the score mod reads of captured tensors."""
-
         return CapturedReads(self)
 
     @cached_property
@@ -316,7 +314,7 @@ class Evidence:
 
 def score_analysis(expression: Expression, arithmetic: Arithmetic) -> RunningError:
     """The analysis of what a kernel of this arithmetic evaluates of scores."""
-    from attncheck.mods.interval_algebra import KERNEL_FP32, TORCH_FP64
+    from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
     from attncheck.mods.running_error import RunningError
 
     fp64 = arithmetic.computes.name == "fp64"

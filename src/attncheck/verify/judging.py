@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace as replace_of_structs
 
 from attncheck.judge.allowance import shares
 from attncheck.judge.declared_arithmetic import FP32
-from attncheck.judge.verdict import decide
+from attncheck.judge.verdict import (
+    KernelResult,
+    decide,
+    first_tighter_profile,
+    heads_with_ensemble,
+    judge_heads,
+)
 from attncheck.records.record import ErrorMap
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import budget, gradient_allowance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from attncheck.capabilities.subject import Tiling
-    from attncheck.core.judgement import BlindSpot, Judgement, Place
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.judgement import Judgement
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.records.record import Record
     from attncheck.verify.evidence import Evidence
@@ -49,80 +51,66 @@ def judge_outputs(
         brief: Whether nobody asks what a pass rests on: then only a failure says what its allowance
             is made of, and nothing what the Case could not have shown.
     """
-    facts = functools.partial(_decided, result, evidence, structure=structure, ideal=ideal)
-    if not brief:
-        blind_spot = evidence.blind_spot(
-            result.arithmetic, exposes_lse=result.outputs.lse is not None
-        )
-        return facts(budgeted=True, blind_spot=blind_spot)
-    found = facts(budgeted=False, blind_spot=None)
-    return facts(budgeted=True, blind_spot=None) if found.status == "fail" else found
-
-
-def _decided(
-    result: Execution,
-    evidence: Evidence,
-    *,
-    structure: str,
-    ideal: bool,
-    budgeted: bool,
-    blind_spot: BlindSpot | None,
-) -> Judgement:
-    outputs, arithmetic, tiling = result.outputs, result.arithmetic, result.tiling
-
+    arithmetic, outputs, tiling = result.arithmetic, result.outputs, result.tiling
+    allowance = evidence.allowance(arithmetic)
     gradients = (
         gradient_allowance(evidence, arithmetic, outputs)
         if evidence.case.problem.backward
         else None
     )
-
-    def parts(tensor: TensorName, place: Place) -> dict[str, float]:
-        if gradients is not None and tensor in gradients.bounds:
-            return gradients.budget(tensor, place)
-        return budget(evidence, arithmetic, place)  # dim −1 says which
-
-    return decide(
+    at = _ideal_tiling(evidence, arithmetic, tiling) if ideal else None
+    truncates = arithmetic.truncates
+    kernel = KernelResult(
         out=outputs.out,
         lse=outputs.lse,
-        truth=evidence.truth,
+        exact_out=evidence.truth.out,
+        exact_lse=evidence.truth.lse,
         alive=evidence.alive,
-        allowance=evidence.allowance(arithmetic),
+        allowance=allowance,
         arithmetic=arithmetic,
         generic=evidence.generic,
-        blind_spot=blind_spot,
         tiles=(tiling.block_query, tiling.block_kv) if tiling else None,
         structure=structure,
-        budget=parts if budgeted else None,
-        other_lse=(lambda: _tighter(evidence, arithmetic)) if budgeted else None,
-        gradients=() if gradients is None else gradients.compared(outputs, evidence),
-        **(_ideals(evidence, arithmetic, tiling) if ideal else {}),
+        ideal=None if at is None else evidence.ideal_outputs(at, truncates=truncates).out,
+        gradients=() if gradients is None else tuple(gradients.compared(outputs, evidence)),
+    )
+    heads = judge_heads(kernel)
+    if at is not None and heads.needs_ensemble:
+        outs = (one.out for one in evidence.ensemble(truncates=truncates))
+        heads = heads_with_ensemble(kernel, heads, outs)
+    blind_spot = None
+    if not brief:
+        blind_spot = evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None)
+    judgement = decide(kernel, heads, blind_spot)
+    if brief and judgement.status != "fail":
+        return judgement
+    worst = judgement.worst
+    if worst is not None and math.isfinite(worst.allowance) and worst.allowance > 0:
+        if gradients is not None and worst.tensor in gradients.bounds:
+            terms = gradients.budget(worst.tensor, worst.at)
+        else:
+            terms = budget(evidence, arithmetic, worst.at)  # dim −1 says which
+        worst = replace_of_structs(worst, budget=terms)
+    # LSE tells fp32 sums from the shorter ones that may be assumed.
+    other = replace(arithmetic, scores=FP32, values=FP32)
+    tighter = {}
+    if other != arithmetic and outputs.lse is not None:
+        tighter[str(other)] = evidence.allowance(other).lse
+    return replace_of_structs(
+        judgement, worst=worst, lse_also_within=first_tighter_profile(kernel, tighter)
     )
 
 
-class _Ideals(TypedDict, total=False):
-    ideal: torch.Tensor
-    ensemble: Callable[[], Iterator[torch.Tensor]]
-
-
-def _ideals(evidence: Evidence, arithmetic: Arithmetic, tiling: Tiling | None) -> _Ideals:
-    """Ideal kernels of this arithmetic; none where it rounds something that they do not."""
-    problem, truncates = evidence.case.problem, arithmetic.truncates
-    own = Ideal(tiling)
+def _ideal_tiling(
+    evidence: Evidence, arithmetic: Arithmetic, tiling: Tiling | None
+) -> Tiling | None:
+    """Tiling of the ideal kernel of this arithmetic; None where it rounds what they do not."""
+    problem, own = evidence.case.problem, Ideal(tiling)
     same = ("products", "weights", "weights_scale", "sums_rounded_weights", "scaled_query")
     theirs = own.arithmetic(problem, evidence.device)
     if any(getattr(arithmetic, name) != getattr(theirs, name) for name in same):
-        return {}
-    at = own.tiling(problem, evidence.device)
-    return {
-        "ideal": evidence.ideal_outputs(at, truncates=truncates).out,
-        "ensemble": lambda: (one.out for one in evidence.ensemble(truncates=truncates)),
-    }
-
-
-def _tighter(evidence: Evidence, arithmetic: Arithmetic) -> Mapping[str, torch.Tensor]:
-    """LSE's allowance with fp32 sums, where shorter ones are assumed: LSE tells them apart."""
-    other = replace(arithmetic, scores=FP32, values=FP32)
-    return {} if other == arithmetic else {str(other): evidence.allowance(other).lse}
+        return None
+    return own.tiling(problem, evidence.device)
 
 
 MOST_HEADS, MOST_ROWS = 32, 64

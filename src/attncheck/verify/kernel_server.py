@@ -19,7 +19,7 @@ from attncheck.verify.environment import prepare, require_device
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
 from attncheck.verify.isolated import described, from_fields, pack_outputs, to_fields
 from attncheck.verify.obligations import inputs_digest, requested_outputs
-from attncheck.verify.relation_runs import draw_inputs
+from attncheck.verify.relation_runs import draw_case_inputs
 from attncheck.workers.transport import LARGEST_WORDS, Frame
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Kernel:
     def _run(self, words: dict[str, Any]) -> Frame:
         asked = self._one(words["launch"])
         origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
-        inputs = draw_inputs(origin, self._device)
+        inputs = draw_case_inputs(origin, self._device)
         before, compiled = inputs_digest(inputs), self._compiling.seconds
         found = self._executor.run(
             asked,

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec.structs import replace
 
 from attncheck import probes
 from attncheck.core import strided_alloc
@@ -18,7 +17,6 @@ from attncheck.judge.verdict_rules import tile
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.verify.evidence import Evidence, deterministic_bounds, gradient_allowance
 from attncheck.verify.executor import Execution, Executor, Failure, InProcess, Origin, failure
-from attncheck.verify.new_record import asked, without_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,11 +24,10 @@ if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
     from attncheck.core.outputs import Outputs, TensorName
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.records.record import Record
     from attncheck.relations import Relation
     from attncheck.relations.relation import Finding
 
-__all__ = ["check_relation", "draw_inputs", "record_relation", "relation_inputs"]
+__all__ = ["check_relation", "draw_case_inputs", "judge_relation", "relation_inputs"]
 
 
 _UNBOUNDED = "no element of {} has a finite bound: nothing can be said of it"
@@ -48,47 +45,37 @@ def relation_inputs(case: Case, device: str) -> tuple[Inputs, ...]:
     return relation.runs(inputs_room.draw_inputs(case.problem, device), case.parameters)
 
 
-def record_relation(
-    subject: Subject,
-    case: Case,
-    *,
-    device: str,
-    variant: str = "",
-    environment: str = "",
-    executor: Executor | None = None,
-) -> Record:
-    """Run ``subject`` on the inputs that the Case's relation asks for, and compare what it gives.
+def judge_relation(
+    subject: Subject, case: Case, executor: Executor, *, device: str
+) -> Judgement | Failure:
+    """Judge whether the Case's relation holds between what ``subject`` gives on its runs.
 
-    ``pass`` where the relation holds and ``fail`` where it does not, by the rule ``relation``; a
-    kernel without outputs gives what ``recorded.without_outputs`` says; one that takes a run's
-    Problem not, does not promise what the relation asks, or has no other launches where it asks
-    about those, ``unsupported``. Bits are
-    compared where the kernel promises them; else the runs may be as far apart as the judge's bounds
-    of each allow.
+    ``pass`` where it holds, ``fail`` by the rule ``relation`` where it does not, ``inconclusive``
+    where any output would be within the bounds. Bits are compared where the kernel promises them;
+    else the runs may be as far apart as the judge's bounds of each allow.
 
     Args:
         subject: The kernel.
         case: A Case whose question is a name in ``relations.RELATIONS``.
+        executor: How to call the kernel.
         device: ``cpu`` or ``cuda``.
-        variant: A name for the question in a report.
-        environment: Fingerprint of this process.
-        executor: How to call the kernel; in this process by default.
+
+    Returns:
+        A Failure where there are no outputs; ``refused`` for a kernel that does not take the
+        Problem of a run, does not promise what the relation is about, or has no other launches
+        where it compares those.
 
     Raises:
-        UsageError: as ``runs``.
+        UsageError: as ``relation_inputs``.
     """
-    record = asked(subject, case, device, variant, environment)
-    executor = executor or InProcess()
     found = check_relation(subject, case, executor, device=device)
     if relation_named(case.question).spacious:
         strided_alloc.release_cached_memory(device)
     if isinstance(found, Failure) and found.kind == "unbounded":
-        judgement = Judgement(status="inconclusive", rule="relation", reason=found.message)
-        return replace(record, status="inconclusive", judgement=judgement)
+        return Judgement(status="inconclusive", rule="relation", reason=found.message)
     if isinstance(found, Failure):
-        return without_outputs(record, found)
-    judgement = _judgement(found, _last(subject, case, executor, device), case, device)
-    return replace(record, status=judgement.status, judgement=judgement)
+        return found
+    return _judgement(found, _last(subject, case, executor, device), case, device)
 
 
 def check_relation(
@@ -279,7 +266,7 @@ def _judgement(found: Finding | None, subject: Subject, case: Case, device: str)
     )
 
 
-def draw_inputs(origin: Origin, device: str) -> Inputs:
+def draw_case_inputs(origin: Origin, device: str) -> Inputs:
     """The same bits as those that ``origin`` was said of, in whatever process.
 
     Raises:

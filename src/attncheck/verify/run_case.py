@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.core.errors import UnknownName
-from attncheck.core.judgement import Place
+from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
-from attncheck.core.paged_layout import Paging
 from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, visible
 from attncheck.probes import PROBES, probe_named
@@ -19,386 +17,324 @@ from attncheck.probes.wrong_rows import explain_row
 from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record
 from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.call_checks import CHECKS, record_check
+from attncheck.verify.call_checks import CHECKS, judge_call
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.executor import InProcess
+from attncheck.verify.executor import Failure, InProcess, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
-from attncheck.verify.new_record import asked, recorded
-from attncheck.verify.relation_runs import record_relation
+from attncheck.verify.obligations import outputs_digest
+from attncheck.verify.question_fit import adapted_cases, check_question, not_applicable_reason
+from attncheck.verify.relation_runs import judge_relation
 from attncheck.verify.second_opinion import second_opinion
 
 if TYPE_CHECKING:
     import torch
 
     from attncheck.capabilities.subject import Subject, Tiling
-    from attncheck.core.judgement import Judgement
+    from attncheck.core.judgement import Rule
     from attncheck.core.outputs import TensorName
-    from attncheck.inputs.problem import Allowed, Case, Problem
-    from attncheck.probes.probe_table import Probe
-    from attncheck.probes.tied_keys import Seen
-    from attncheck.relations import Relation
-    from attncheck.verify.call_checks import Check
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.probes import VisibleKeys
+    from attncheck.records.record import Status
     from attncheck.verify.executor import Execution, Executor
 
 __all__ = [
-    "COMPARE",
-    "adapted_problems",
-    "allowed_parameters",
-    "check_question",
-    "compare",
+    "head_arrangement",
     "mask_rows",
-    "not_applicable_reason",
-    "question_problem",
-    "question_summary",
+    "new_record",
+    "record_comparison",
     "run_case",
-    "run_probe",
-    "unfit_reason",
+    "run_on_evidence",
+    "without_outputs",
 ]
 
+# What a kernel did in place of giving outputs, as the rule it broke or the status it has.
+_BROKEN_RULES: dict[str, Rule] = {"contract": "contract", "alias": "alias", "mutation": "mutation"}
+_STATUSES: dict[str, Status] = {
+    "refused": "unsupported",
+    "crash": "crash",
+    "timeout": "timeout",
+    "oom": "oom",
+}
 
-def compare(
+
+def run_case(  # noqa: PLR0913  # one case, and how it is run
     subject: Subject,
-    evidence: Evidence,
+    case: Case,
     *,
-    variant: str,
-    environment: str,
+    device: str,
     executor: Executor | None = None,
-    timed: bool = True,
+    variant: str = "",
+    environment: str = "",
+    timed: bool = False,
     brief: bool = False,
+    evidence: Evidence | None = None,
 ) -> Record:
-    """Run ``subject`` on the Case of ``evidence``, compare it with the exact result, and judge.
+    """Return the Record of ``case``, asked of ``subject`` as that may take it.
+
+    A kernel that takes keys in pages alone gets the same Problem in pages of a usual size; the
+    Record names the Case that it answered.
 
     Args:
         subject: The kernel.
-        evidence: The Case with its inputs, truth and yardsticks.
-        variant: The plan's name for the mask and score mod.
-        environment: Fingerprint of this process.
+        case: Its question is ``compare``, a relation, a probe or a check.
+        device: ``cpu`` or ``cuda``.
         executor: How to call the kernel; in this process by default.
-        timed: Whether it is called until its median time is known.
-        brief: Whether the verdict alone is asked for: without errors beside their yardsticks, and
-            as ``judging.judged`` says.
+        variant: A name for the Case in a report.
+        environment: Fingerprint of this process.
+        timed: Whether a comparison is called until its median time is known.
+        brief: Whether the verdict alone is needed, without errors beside their reference errors:
+            half the time.
+        evidence: Of this very Case, where several kernels share it.
 
-    Never raises for what the kernel does: a kernel without outputs becomes a Record as
-    ``recorded.without_outputs`` says, and a Case whose exact result does not fit into memory one
-    with status ``error``.
+    Never raises for what the kernel does: see ``without_outputs``.
+
+    Raises:
+        UsageError: for a question that there is not, or that cannot be asked of the Problem.
     """
-    return recorded(
-        subject,
-        evidence,
+    check_question(case.question)
+    executor = executor or InProcess()
+    for adapted in adapted_cases(subject, case, executor):
+        record = new_record(
+            subject, adapted, device=device, variant=variant, environment=environment
+        )
+        if not executor.concerns(subject, adapted.problem):
+            reason = not_applicable_reason(subject, adapted.problem, executor)
+            record = replace(record, status="unsupported", reason=reason)
+        elif adapted.question in RELATIONS:
+            record = _judged(record, judge_relation(subject, adapted, executor, device=device))
+        elif adapted.question in CHECKS:
+            record = _judged(record, judge_call(subject, adapted, executor, device=device))
+        else:
+            if evidence is None or evidence.case != adapted:
+                evidence = Evidence(adapted, device)
+            record, _ = run_on_evidence(
+                record, subject, evidence, executor, timed=timed, brief=brief
+            )
+        if record.status != "unsupported":
+            break
+    return record
+
+
+def _judged(record: Record, judgement: Judgement | Failure) -> Record:
+    if isinstance(judgement, Failure):
+        return without_outputs(record, judgement)
+    return replace(record, status=judgement.status, judgement=judgement)
+
+
+def run_on_evidence(
+    record: Record,
+    subject: Subject,
+    evidence: Evidence,
+    executor: Executor,
+    *,
+    timed: bool = False,
+    brief: bool = False,
+) -> tuple[Record, Execution | None]:
+    """Run ``subject`` on the inputs of ``evidence`` and judge it; a comparison or a probe.
+
+    Args:
+        record: What is known before the kernel runs, of ``new_record``.
+        subject: The kernel.
+        evidence: The Case.
+        executor: How to call the kernel.
+        timed: As of ``run_case``.
+        brief: As of ``run_case``.
+
+    Returns:
+        The Record, and what the kernel gave; None where it gave no outputs. An exact result that
+        does not fit into memory gives the status ``error``.
+    """
+    problem = evidence.case.problem
+    refusal = executor.refusal(subject, problem, evidence.device)
+    if isinstance(refusal, Failure):
+        return without_outputs(record, refusal), None
+    if refusal:
+        return replace(record, status="unsupported", reason=refusal), None
+    try:
+        # Before any kernel has run: nothing that it does can change the truth.
+        evidence.establish(yardsticks=not brief)
+        execution = executor.run(
+            subject, evidence.inputs, origin=Origin(case=evidence.case), timed=timed
+        )
+        if isinstance(execution, Failure):
+            return without_outputs(record, execution), None
+        record = replace(record, digest=outputs_digest(execution.outputs))
+        if evidence.case.question in PROBES:
+            record = _judged(record, _probe_judgement(execution, evidence, brief=brief))
+        elif brief:
+            record = _judged(record, judge_outputs(execution, evidence, brief=True))
+        else:
+            record = record_comparison(record, execution, evidence)
+        record = second_opinion(with_error_map(record, execution, evidence), evidence)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return replace(record, status="error", reason="out of memory for the exact result"), None
+    return record, execution
+
+
+def new_record(
+    subject: Subject, case: Case, *, device: str, variant: str, environment: str
+) -> Record:
+    """Return what is known of a Case before ``subject`` has run."""
+    return Record(
+        case_id=case.id,
+        case=case.to_json(),
+        kernel=subject.name,
         variant=variant,
+        heads=head_arrangement(case.problem),
+        status="error",  # until it has run
+        interpreted=subject.triton and device == "cpu",
         environment=environment,
-        executor=executor or InProcess(),
-        timed=timed,
-        answer=lambda record, result: second_opinion(
-            (_verdict if brief else _compared)(record, result, evidence), evidence
-        ),
-        brief=brief,
     )
 
 
-def _verdict(record: Record, result: Execution, evidence: Evidence) -> Record:
-    judgement = judge_outputs(result, evidence, brief=True)
-    record = replace(record, status=judgement.status, judgement=judgement)
-    return with_error_map(record, result, evidence)
+def without_outputs(record: Record, failure: Failure) -> Record:
+    """Return ``record`` of a kernel that gave nothing which could be judged.
+
+    What it raised is an ``error``, what it refused ``unsupported``; a broken contract, outputs in
+    the memory of its inputs and inputs written to ``fail`` by the rule of that name; the end of its
+    process is the status of that name.
+    """
+    if failure.kind in _BROKEN_RULES:
+        rule = _BROKEN_RULES[failure.kind]
+        judgement = Judgement(status="fail", rule=rule, reason=failure.message)
+        return replace(record, status="fail", judgement=judgement)
+    return replace(record, status=_STATUSES.get(failure.kind, "error"), reason=failure.message)
 
 
-def _compared(record: Record, result: Execution, evidence: Evidence) -> Record:
-    problem = evidence.case.problem
-    tiling = result.tiling or Ideal().tiling(problem, evidence.device)
-    judgement = judge_outputs(result, evidence)
-    gradients = _gradients(result.outputs, evidence, tiling)
-    record = replace(
+def head_arrangement(problem: Problem) -> str:
+    """Return ``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
+    if problem.operation == "softmax":
+        return ""
+    if problem.kv_heads == problem.heads:
+        return "MHA"
+    return "MQA" if problem.kv_heads == 1 else "GQA"
+
+
+def record_comparison(record: Record, execution: Execution, evidence: Evidence) -> Record:
+    """Return ``record`` with the verdict on a comparison, its errors and their reference errors."""
+    problem, outputs = evidence.case.problem, execution.outputs
+    tiling = execution.tiling or Ideal().tiling(problem, evidence.device)
+    judgement = judge_outputs(execution, evidence)
+    gradients = _gradient_errors(outputs, evidence, tiling)
+    return replace(
         record,
         status=judgement.status,
         judgement=judgement,
-        out=_out(result.outputs, evidence, tiling),
-        lse=_lse(result.outputs, evidence),
+        out=_out_errors(outputs, evidence, tiling),
+        lse=_lse_errors(outputs, evidence),
         gradients=gradients if problem.backward else msgspec.UNSET,
-        seconds=result.seconds,
+        seconds=execution.seconds,
         tiling=str(tiling) if problem.operation == "attention" else "",
     )
-    return with_error_map(record, result, evidence)
 
 
-def _out(outputs: Outputs, evidence: Evidence, tiling: Tiling) -> OutErrors:
+def _out_errors(outputs: Outputs, evidence: Evidence, tiling: Tiling) -> OutErrors:
     alive = evidence.alive
-    found = measure_errors(outputs.out, evidence.truth.out, alive[..., None])
+    errors = measure_errors(outputs.out, evidence.truth.out, alive[..., None])
     wrong = ~alive & (outputs.out != 0).any(-1)  # NaN != 0 holds: a NaN row is wrong too
     return OutErrors(
-        rmse=found.rmse,
+        rmse=errors.rmse,
         floor_rmse=evidence.floor_rmse,
         ideal_rmse=evidence.ideal_rmse(tiling),
         input_rmse=evidence.input_rmse,
-        max_error=found.max_error,
-        max_at=_place(found.max_at),
-        bias=found.bias,
-        elements=found.elements,
-        nonfinite=found.nonfinite,
+        max_error=errors.max_error,
+        max_at=_place(errors.max_at),
+        bias=errors.bias,
+        elements=errors.elements,
+        nonfinite=errors.nonfinite,
         dead_rows=int((~alive).sum()),
         dead_rows_wrong=int(wrong.sum()),
     )
 
 
-def _lse(outputs: Outputs, evidence: Evidence) -> LseErrors | None:
+def _lse_errors(outputs: Outputs, evidence: Evidence) -> LseErrors | None:
     truth = evidence.truth.lse
     if outputs.lse is None or truth is None:
         return None
-    found = measure_errors(outputs.lse, truth, evidence.alive)
+    errors = measure_errors(outputs.lse, truth, evidence.alive)
     wrong = ~evidence.alive & ~outputs.lse.isneginf()
     return LseErrors(
-        rmse=found.rmse,
-        max_error=found.max_error,
-        max_at=_place(found.max_at),
-        nonfinite=found.nonfinite,
+        rmse=errors.rmse,
+        max_error=errors.max_error,
+        max_at=_place(errors.max_at),
+        nonfinite=errors.nonfinite,
         dead_rows_wrong=int(wrong.sum()),
     )
 
 
-def _gradients(
+def _gradient_errors(
     outputs: Outputs, evidence: Evidence, tiling: Tiling
 ) -> dict[TensorName, GradientErrors]:
     exact = evidence.truth.gradients()
     if not exact:
         return {}
-    given = outputs.gradients()
+    gradients = outputs.gradients()
     floors, ideal = evidence.gradient_floors, evidence.ideal_gradients(tiling)
-    found = {
-        name: measure_errors(given[name], exact[name], evidence.touched(name)) for name in exact
-    }
-    return {
-        name: GradientErrors(
-            rmse=one.rmse,
+    by_name = {}
+    for name, truth in exact.items():
+        errors = measure_errors(gradients[name], truth, evidence.touched(name))
+        by_name[name] = GradientErrors(
+            rmse=errors.rmse,
             floor_rmse=floors[name],
             ideal_rmse=ideal[name],
-            max_error=one.max_error,
-            max_at=_place(one.max_at),
-            bias=one.bias,
-            elements=one.elements,
-            nonfinite=one.nonfinite,
+            max_error=errors.max_error,
+            max_at=_place(errors.max_at),
+            bias=errors.bias,
+            elements=errors.elements,
+            nonfinite=errors.nonfinite,
         )
-        for name, one in found.items()
-    }
+    return by_name
 
 
 def _place(index: tuple[int, ...] | None) -> Place | None:
     return None if index is None else Place.of(index)
 
 
-def run_probe(
-    subject: Subject,
-    evidence: Evidence,
-    *,
-    variant: str,
-    environment: str,
-    executor: Executor | None = None,
-    brief: bool = False,
-) -> Record:
-    """Run ``subject`` on the Case of ``evidence``, whose question is a probe, and judge.
-
-    The rules in their order: finite, empty rows, the probe's exact rule, the deterministic bound.
-    The last two are both ``structure`` in the Judgement: a probe's inputs leave rounding no room to
-    be the reason. What the judge finds odd beside them is not reported.
-
-    Args:
-        subject: The kernel.
-        evidence: The Case with its inputs, truth and bounds.
-        variant: The plan's name for the question.
-        environment: Fingerprint of this process.
-        executor: How to call the kernel; in this process by default.
-        brief: As of ``check.compare``.
-
-    Never raises for what the kernel does; see ``check.compare``.
-    """
-
-    def answer(record: Record, result: Execution) -> Record:
-        judgement = _judged(result, evidence, brief=brief)
-        record = replace(record, status=judgement.status, judgement=judgement)
-        return second_opinion(with_error_map(record, result, evidence), evidence)
-
-    return recorded(
-        subject,
-        evidence,
-        variant=variant,
-        environment=environment,
-        executor=executor or InProcess(),
-        timed=False,
-        answer=answer,
-        brief=brief,
-    )
-
-
-def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> Seen:
-    """What the mask of ``problem`` shows to some rows, by its original callable."""
+def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKeys:
+    """Return what the mask of ``problem`` shows to some rows, by its original callable."""
     mask = problem.mask_mod(str(device))
     batch, heads, kv = (range(n) for n in (problem.batch, problem.heads, problem.kv))
     return lambda rows: visible(mask, Indices.of(batch, heads, rows, kv, device))
 
 
-def _judged(result: Execution, evidence: Evidence, *, brief: bool) -> Judgement:
-    from attncheck.verify.judging import judge_outputs
+def _probe_judgement(execution: Execution, evidence: Evidence, *, brief: bool) -> Judgement:
+    """Judge an exact probe: finite, empty rows, the probe's exact rule, the deterministic bound.
 
-    case, inputs = evidence.case, evidence.inputs
+    The last two are both ``structure`` in the Judgement: a probe's inputs leave rounding no room to
+    be the reason. What the judge finds odd beside them is not reported.
+    """
+    case, inputs, arithmetic = evidence.case, evidence.inputs, execution.arithmetic
     seen = mask_rows(case.problem, inputs.device)
-    arithmetic = result.arithmetic
     errors = WeightErrors(
         exp2_ulps=arithmetic.exp2_ulps,
         cut=arithmetic.weights_error if arithmetic.truncates else 0.0,
     )
-    found = probe_named(case.question).read(inputs, result.outputs, seen, errors=errors)
-    judgement = judge_outputs(
-        result, evidence, structure=found.message if found else "", ideal=False, brief=brief
-    )
+    finding = probe_named(case.question).read(inputs, execution.outputs, seen, errors=errors)
+    structure = finding.message if finding else ""
+    judgement = judge_outputs(execution, evidence, structure=structure, ideal=False, brief=brief)
     if judgement.status == "warn":
         return replace(judgement, status="pass", rule="", reason="", warnings=())
     judgement = replace(judgement, warnings=())
     if judgement.status != "fail" or judgement.rule == "structure":
         return judgement
     if judgement.rule != "bound":
-        more = f"; {found.message}" if found else ""
+        more = f"; {structure}" if structure else ""
         return replace(judgement, reason=judgement.reason + more)
-    reason = f"{_explanation(result, evidence, seen)}; {judgement.reason}"
+    reason = f"{_row_explanation(execution, evidence, seen)}; {judgement.reason}"
     return replace(judgement, rule="structure", reason=reason)
 
 
-def _explanation(result: Execution, evidence: Evidence, seen: Seen) -> str:
+def _row_explanation(execution: Execution, evidence: Evidence, seen: VisibleKeys) -> str:
     """What best explains the first row, by batch, head and row, that is beyond its bound."""
-    given, truth = result.outputs, evidence.truth
-    allowance = evidence.allowance(result.arithmetic)
-    beyond = ((given.out.double() - truth.out).abs() > allowance.out).any(-1)
-    if given.lse is not None and truth.lse is not None:
-        beyond |= (given.lse.double() - truth.lse).abs() > allowance.lse
+    outputs, truth = execution.outputs, evidence.truth
+    allowance = evidence.allowance(execution.arithmetic)
+    beyond = ((outputs.out.double() - truth.out).abs() > allowance.out).any(-1)
+    if outputs.lse is not None and truth.lse is not None:
+        beyond |= (outputs.lse.double() - truth.lse).abs() > allowance.lse
     b, h, i = (beyond & evidence.alive).nonzero()[0].tolist()
-    rows = seen(range(i, i + 1)).expand(*given.out.shape[:2], 1, evidence.case.problem.kv)
+    rows = seen(range(i, i + 1)).expand(*outputs.out.shape[:2], 1, evidence.case.problem.kv)
     allowed = Outputs(allowance.out, allowance.lse)
-    _, said = explain_row(evidence.inputs, given, truth, allowed, rows[b, h, 0], (b, h, i))
-    return f"batch {b}, head {h}, row {i} is {said}"
-
-
-COMPARE = "compare"
-
-
-def check_question(name: str) -> None:
-    """Raises UnknownName for what is neither ``compare`` nor a relation, a probe or a check."""
-    if name != COMPARE and not any(name in known for known in (RELATIONS, PROBES, CHECKS)):
-        raise UnknownName("question", name, (COMPARE, *RELATIONS, *PROBES, *CHECKS))
-
-
-def question_summary(question: str) -> str:
-    """What a question asks, in one line; raises UnknownName."""
-    check_question(question)
-    if question == COMPARE:
-        return "every element is exact attention up to rounding"
-    return _named(question).summary
-
-
-def question_problem(question: str, problem: Problem) -> Problem:
-    """What is asked in place of ``problem``: a probe has no score mod, and its own inputs."""
-    return PROBES[question].problem(problem) if question in PROBES else problem
-
-
-def unfit_reason(question: str, problem: Problem) -> str | None:
-    """Why the question says nothing of ``problem``, in one line; None if it does."""
-    check_question(question)
-    if question == COMPARE:
-        return None
-    return _named(question).unfit(problem)
-
-
-def allowed_parameters(question: str, problem: Problem) -> Allowed:
-    """The numbers that the question may be asked with, by name."""
-    check_question(question)
-    if question == COMPARE:
-        return {}
-    return _named(question).allowed(problem)
-
-
-def _named(question: str) -> Relation | Probe | Check:
-    """What is asked by a name that was checked, and is not ``compare``."""
-    if question in RELATIONS:
-        return RELATIONS[question]
-    return CHECKS[question] if question in CHECKS else PROBES[question]
-
-
-_SIZES = (16, 64, 256)
-
-
-def adapted_problems(
-    subject: Subject, problem: Problem, executor: Executor | None = None
-) -> tuple[Problem, ...]:
-    """``problem``, or the same in pages for a kernel that takes keys in pages alone.
-
-    Then once for each of some usual sizes, of which a kernel may take one; nothing else differs,
-    and with several sequences they share their first page. There are no gradients of keys in pages:
-    a backward stays what it is.
-
-    Args:
-        subject: The kernel.
-        problem: What it is to be asked.
-        executor: How to ask it; in this process by default.
-    """
-    executor = executor or InProcess()
-    if problem.operation != "attention" or problem.backward or executor.concerns(subject, problem):
-        return (problem,)
-    shared = int(problem.batch > 1)
-    paged = tuple(problem.replace(paging=Paging(size=size, shared=shared)) for size in _SIZES)
-    return paged if executor.concerns(subject, paged[0]) else (problem,)
-
-
-def not_applicable_reason(subject: Subject, problem: Problem, executor: Executor) -> str:
-    """Why ``problem`` does not concern a kernel, in one line."""
-    if problem.backward:
-        forward = problem.replace(backward=False, dlse=False, dcaptured=False)
-        if executor.concerns(subject, forward) or adapted_problems(subject, forward, executor) != (
-            forward,
-        ):
-            return "it gives no gradients"
-    if problem.sink and executor.concerns(subject, problem.replace(sink=False)):
-        return "it is not about sinks"
-    if problem.paging is not None:
-        return "it is not about keys in pages"
-    if adapted_problems(subject, problem, executor) != (problem,):
-        return "it is about keys in pages, and these are in none"
-    return "it is not about sinks" if problem.sink else f"it is not about {problem.operation}"
-
-
-def run_case(
-    subject: Subject,
-    case: Case,
-    *,
-    device: str,
-    variant: str = "",
-    environment: str = "",
-    executor: Executor | None = None,
-    brief: bool = False,
-) -> Record:
-    """Ask ``case`` of ``subject``.
-
-    Args:
-        subject: The kernel.
-        case: Its question is ``compare``, a relation, a probe or a check.
-        device: ``cpu`` or ``cuda``.
-        variant: A name for the question in a report.
-        environment: Fingerprint of this process.
-        executor: How to call the kernel; in this process by default.
-        brief: Whether the verdict alone is asked for, as of ``check.compare``: half the time.
-
-    Never raises for what the kernel does; see ``check.compare``.
-
-    Raises:
-        UsageError: for a question that there is not, or that cannot be asked of the Problem.
-    """
-    check_question(case.question)
-    said = {"variant": variant, "environment": environment}
-    executor = executor or InProcess()
-    if not executor.concerns(subject, case.problem):
-        record = asked(subject, case, device, variant, environment)
-        reason = not_applicable_reason(subject, case.problem, executor)
-        return replace(record, status="unsupported", reason=reason)
-    if case.question in RELATIONS:
-        return record_relation(subject, case, device=device, executor=executor, **said)
-    if case.question in CHECKS:
-        return record_check(subject, case, device=device, executor=executor, **said)
-    evidence = Evidence(case, device)
-    if case.question in PROBES:
-        return run_probe(subject, evidence, executor=executor, brief=brief, **said)
-    return compare(subject, evidence, executor=executor, timed=False, brief=brief, **said)
+    _, explanation = explain_row(evidence.inputs, outputs, truth, allowed, rows[b, h, 0], (b, h, i))
+    return f"batch {b}, head {h}, row {i} is {explanation}"

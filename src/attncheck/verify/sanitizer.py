@@ -24,7 +24,7 @@ from attncheck.core.errors import UnknownName
 from attncheck.core.judgement import Judgement
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.record import Record
-from attncheck.verify.new_record import arrangement
+from attncheck.verify.run_case import head_arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -215,7 +215,7 @@ def _record(
         case=case.to_json(),
         kernel=kernel,
         variant="",
-        heads=arrangement(case.problem),
+        heads=head_arrangement(case.problem),
         status=status,
         reason=reason,
         judgement=judgement,

@@ -1,81 +1,156 @@
-"""The loop: each subject on each case gives a Record; all of them a Report."""
+"""The loop: each subject on each case gives a Record, and all of them a Report.
+
+Command line, gate, properties and Python API all come through ``run_case`` (one step) or
+``iter_records`` (the loop), so that the same case gives the same Record whoever asks.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.inputs.problem import Case
-from attncheck.records.record import Record, Report
+from attncheck.records.record import Report
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import InProcess
-from attncheck.verify.run_case import compare
+from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from attncheck.capabilities.subject import Subject
-    from attncheck.runner.plan import Cell
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.records.record import Record
+    from attncheck.verify.executor import Executor
 
-__all__ = ["absences", "concerned", "measure", "pairs"]
+    NamedCase = tuple[str, Case]
 
-
-def absences(subjects: Sequence[Subject], device: str) -> dict[str, str]:
-    """Subjects that can run nothing on ``device``, by name, each with the reason."""
-    executor = InProcess()
-    return {s.name: why for s in subjects if (why := executor.absence(s, device))}
-
-
-def concerned(cells: Sequence[Cell], subjects: Sequence[Subject]) -> list[Subject]:
-    """Those of ``subjects`` for which at least one cell is a question."""
-    executor = InProcess()
-    return [s for s in subjects if any(executor.concerns(s, c.problem) for c in cells)]
-
-
-def pairs(
-    cells: Sequence[Cell], subjects: Sequence[Subject], device: str
-) -> list[tuple[Cell, list[Subject]]]:
-    """Each cell with the subjects that it concerns, of those that can run something here."""
-    absent = absences(subjects, device)
-    present = [subject for subject in subjects if subject.name not in absent]
-    return [(cell, concerned([cell], present)) for cell in cells]
+__all__ = [
+    "absence_reasons",
+    "applicable_subjects",
+    "assemble_report",
+    "case_subjects",
+    "iter_records",
+    "verify",
+]
 
 
-def measure(
-    cells: Sequence[Cell],
-    subjects: Sequence[Subject],
+def verify(
+    subjects: Subject | Sequence[Subject],
+    cases: Iterable[Case | NamedCase],
     *,
     device: str,
-    command: str,
-    done: Callable[[Record], None] = lambda _: None,
+    executor: Executor | None = None,
+    command: str = "",
+    applicable_only: bool = False,
+    timed: bool = False,
+    brief: bool = False,
 ) -> Report:
-    """Compare every subject with the exact result on every cell that concerns it.
+    """Return the Report of every case, asked of every subject.
 
     Args:
-        cells: What to compute.
-        subjects: The kernels. Those that can run nothing on ``device`` are named once in the
-            Report, not in every cell; those that no cell concerns, not at all.
+        subjects: One kernel or several; those of a case share its inputs and exact results.
+        cases: What is asked, each alone or with the name that its Records have in a report.
         device: ``cpu`` or ``cuda``.
+        executor: How to call the kernels; in this process by default.
         command: The command line, for the Report.
-        done: Called with each Record as it is made.
+        applicable_only: Whether a pair is left out where the kernel is absent on this machine or
+            the case does not concern it; otherwise the case is adapted to the kernel, and each
+            pair has a Record.
+        timed: Whether comparisons are called until their median time is known.
+        brief: Whether verdicts alone are needed, without errors beside their reference errors.
+
+    Raises:
+        UsageError: for a question that there is not, or that cannot be asked of its Problem.
+    """
+    subjects = [*subjects] if isinstance(subjects, list | tuple) else [subjects]
+    cases = [*cases]
+    records = iter_records(
+        subjects,
+        cases,
+        device=device,
+        executor=executor,
+        applicable_only=applicable_only,
+        timed=timed,
+        brief=brief,
+    )
+    if applicable_only:
+        subjects = applicable_subjects([each.problem for _, each in _named(cases)], subjects)
+    return assemble_report(subjects, records, device=device, command=command)
+
+
+def iter_records(
+    subjects: Sequence[Subject],
+    cases: Iterable[Case | NamedCase],
+    *,
+    device: str,
+    executor: Executor | None = None,
+    applicable_only: bool = False,
+    timed: bool = False,
+    brief: bool = False,
+) -> Iterator[Record]:
+    """Yield the Records that ``verify`` reports, each as soon as it is made.
+
+    For who shows or keeps them as they come, and may stop between two. Arguments as of ``verify``.
     """
     prepare(device)
-    executor, subjects = InProcess(), concerned(cells, subjects)
-    env = environment(device)
-    key = fingerprint(env)
-    records = []
-    for cell, asked in pairs(cells, subjects, device):
-        evidence = Evidence(Case(problem=cell.problem), device)
+    key = fingerprint(environment(device))
+    executor = executor or InProcess()
+    if applicable_only:
+        absent = absence_reasons(subjects, device)
+        subjects = [subject for subject in subjects if subject.name not in absent]
+    for name, case in _named(cases):
+        asked = applicable_subjects([case.problem], subjects) if applicable_only else subjects
+        evidence = Evidence(case, device) if len(asked) > 1 else None
         for subject in asked:
-            record = compare(
-                subject, evidence, variant=cell.variant, environment=key, executor=executor
+            yield run_case(
+                subject,
+                case,
+                device=device,
+                executor=executor,
+                variant=name,
+                environment=key,
+                timed=timed,
+                brief=brief,
+                evidence=evidence,
             )
-            records.append(record)
-            done(record)
+
+
+def assemble_report(
+    subjects: Sequence[Subject], records: Iterable[Record], *, device: str, command: str
+) -> Report:
+    """Return a Report of Records made in this process on ``device``."""
+    env = environment(device)
     return Report(
         command=command,
-        environments={key: env},
-        kernels={s.name: s.summary for s in subjects},
-        absent=absences(subjects, device),
+        environments={fingerprint(env): env},
+        kernels={subject.name: subject.summary for subject in subjects},
+        absent=absence_reasons(subjects, device),
         records=tuple(records),
     )
+
+
+def absence_reasons(subjects: Sequence[Subject], device: str) -> dict[str, str]:
+    """Return why subjects can run nothing on ``device``, by name; those that can are left out."""
+    executor = InProcess()
+    reasons = {subject.name: executor.absence(subject, device) for subject in subjects}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def applicable_subjects(problems: Sequence[Problem], subjects: Sequence[Subject]) -> list[Subject]:
+    """Return the subjects that at least one of ``problems`` concerns."""
+    executor = InProcess()
+    return [s for s in subjects if any(executor.concerns(s, problem) for problem in problems)]
+
+
+def case_subjects(
+    problems: Sequence[Problem], subjects: Sequence[Subject], device: str
+) -> list[list[Subject]]:
+    """Return for each Problem the subjects that it concerns, of those that can run here."""
+    absent = absence_reasons(subjects, device)
+    present = [subject for subject in subjects if subject.name not in absent]
+    return [applicable_subjects([problem], present) for problem in problems]
+
+
+def _named(cases: Iterable[Case | NamedCase]) -> Iterator[NamedCase]:
+    for each in cases:
+        yield each if isinstance(each, tuple) else ("", each)

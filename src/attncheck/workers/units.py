@@ -1,4 +1,4 @@
-"""A piece of work that is done whole or again, what comes of it, and which part of a run does it."""
+"""A piece of work that is done whole or again, its result, and the part of a run that does it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import base64
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from attncheck.records.run_reports import Answer, Stage
+from attncheck.records.run_reports import Answer, Stage
 
 __all__ = ["MOST_SHARDS", "Done", "Shard", "Unit"]
 

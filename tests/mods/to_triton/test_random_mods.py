@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attncheck.core.formats import FORMATS
 from attncheck.mods.expression import Expression, Structure
-from attncheck.mods.interval_algebra import Arithmetic
+from attncheck.mods.operation_errors import Arithmetic
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score

@@ -198,9 +198,9 @@ def test_the_source_can_be_read_where_triton_looks() -> None:
     assert inspect.getsource(mod.function.fn) == mod.source
     assert mod.source == (
         "def mask_mod(b, h, q_idx, kv_idx, captured):\n"
-        "    v2 = q_idx - kv_idx\n"
-        "    v4 = v2 < captured[0]\n"
-        "    v5 = q_idx >= kv_idx\n"
-        "    v6 = v4 & v5\n"
-        "    return v6\n"
+        "    v0 = q_idx - kv_idx\n"
+        "    v1 = v0 < captured[0]\n"
+        "    v2 = q_idx >= kv_idx\n"
+        "    v3 = v1 & v2\n"
+        "    return v3\n"
     )

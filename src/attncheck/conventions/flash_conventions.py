@@ -1,0 +1,423 @@
+"""The conventions of flash-attn: ``flash_attn_func``, ``flash_attn_varlen_func``, and paged caches.
+
+Names and meanings are those of flash-attn 2.8 and of the interface of its Hopper kernels, for
+caches also those of vLLM's and FlashInfer's functions where these differ:
+https://github.com/Dao-AILab/flash-attention, https://github.com/vllm-project/vllm,
+https://docs.flashinfer.ai. Keys are in a cache already.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.conventions.call_tensors import (
+    inputs_page_table,
+    paged_inputs,
+    sequence_lengths,
+)
+from attncheck.conventions.convention import (
+    SINKS,
+    Arguments,
+    Convention,
+    MadeArgument,
+    Parameter,
+    Request,
+    input_argument,
+    needed,
+    number_tensor,
+    offered,
+    spare,
+)
+from attncheck.conventions.layouts import Layout, bshd, pack, packed_layout
+from attncheck.conventions.parse import CallArguments, ParsedCall, UnreadableCall
+from attncheck.conventions.window_masks import (
+    Band,
+    band_window,
+    diagonal_offset,
+    mask_band,
+    packed_window_mask,
+    softcap_and_slopes,
+    window_mask,
+)
+from attncheck.mods.library import FULL
+from attncheck.mods.page_table import draw_page_table
+from attncheck.mods.scores import alibi_slopes
+from attncheck.mods.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from attncheck.conventions.layouts import Lengths
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+
+__all__ = ["FLASH_ATTN", "PAGED", "VARLEN"]
+
+_PARAMETERS = (
+    Parameter("dropout", ("dropout_p",), of_result=True),
+    Parameter("scale", ("softmax_scale", "scale", "sm_scale")),
+    Parameter("causal", ("causal", "is_causal")),
+    Parameter("window_size", ("window_size",)),
+    Parameter("softcap", ("softcap",)),
+    Parameter("alibi_slopes", ("alibi_slopes",)),
+    Parameter("deterministic", ("deterministic",), bound=False, matters=False),
+    Parameter(
+        "return_lse",
+        ("return_lse", "return_softmax_lse", "return_attn_probs"),
+        by_name=True,
+        of_result=True,
+    ),
+    Parameter("q_descale", ("q_descale",), by_position=False),
+    Parameter("k_descale", ("k_descale",), by_position=False),
+    Parameter("v_descale", ("v_descale",), by_position=False),
+    Parameter("sinks", SINKS, by_name=True, by_position=False),
+    Parameter("num_splits", ("num_splits",), bound=False, matters=False, by_position=False),
+    Parameter("pack_gqa", ("pack_gqa",), bound=False, matters=False, by_position=False),
+    Parameter("sm_margin", ("sm_margin",), bound=False, matters=False, by_position=False),
+)
+
+_EMPTY_LSE = (-math.inf, math.inf)
+"""flash-attn gives +∞ where it does not split the keys (``normalize_softmax_lse``), else -∞."""
+
+_NO_WINDOW = (-1, -1)
+
+# Score mods in the order in which flash-attn applies them, softcap before slopes.
+_SCORES = {(), ("softcap",), ("alibi",), ("softcap", "alibi")}
+
+
+# ------------------------------------------------------------------ common to all three
+
+
+def _bind_band(
+    request: Request, band: Band | None, sequences: list[Lengths], leads: list[int] | None = None
+) -> Arguments | str:
+    """Arguments for a mask that is a band in each of ``sequences``, or why there are none.
+
+    ``leads`` are as ``band_window`` has them.
+    """
+    problem = request.problem
+    leads = leads or [0] * len(sequences)
+    bottom_right = request.bottom_right
+    edges = None
+    if band is not None:
+        edges = band_window(band, sequences, bottom_right=bottom_right, leads=leads)
+    if edges is None:
+        return f"no causal flag or window_size is the mask {problem.mask} at these lengths"
+    scores = {score.name: score for score in _steps(problem.score)}
+    if tuple(score.name for score in _steps(problem.score)) not in _SCORES:
+        return f"neither softcap nor alibi_slopes are the score mod {problem.score}"
+    offsets = {
+        diagonal_offset(lengths, bottom_right=bottom_right) + lead
+        for lengths, lead in zip(sequences, leads, strict=True)
+        if min(lengths)
+    }
+    # -slope·|i + offset - j| is alibi's slope·(j - i) for j up to i + offset, but for slope·offset:
+    # out is the same then, and LSE is not.
+    if "alibi" in scores and not (edges[1] == 0 and offsets <= {0}):
+        return "alibi_slopes are -slope·|i + kv - query - j|: not this bias without causal"
+    slopes, cap = number_tensor(alibi_slopes(problem.heads), torch.float32), scores.get("softcap")
+    return {
+        "dropout": offered(0.0),
+        "scale": request.scale(),
+        "softcap": needed(cap.values["cap"]) if cap else spare(0.0),
+        "alibi_slopes": needed(slopes) if "alibi" in scores else spare(None),
+        **_descales(problem),
+        **_edges(edges, request.able),
+        "sinks": request.sinks(),
+        "return_lse": request.lse_flag(),
+    }
+
+
+def _steps(score: Spec) -> Iterator[Spec]:
+    if score.name not in {"none", "chain"}:
+        yield score
+    for part in score.parts:
+        yield from _steps(part)
+
+
+def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments:
+    """fp32 ``(batch, kv_heads)`` each; ``(parts, kv_heads)``, each part's as its sequence's."""
+    if not problem.formats.scaled:
+        return {f"{name}_descale": spare(None) for name in "qkv"}
+
+    def made(name: str) -> MadeArgument:
+        of_parts = "" if sequences is None else f"[{sequences}]"
+
+        def make(inputs: Inputs) -> torch.Tensor:
+            descale: torch.Tensor = getattr(inputs.descale, name)
+            return descale if sequences is None else descale[sequences]
+
+        return input_argument(f"{name}_descale{of_parts}", make)
+
+    return {f"{name}_descale": needed(made(name)) for name in "qkv"}
+
+
+def _edges(edges: tuple[int, int], able: frozenset[str]) -> Arguments:
+    """The flag where the right edge is the diagonal and there is one; else the window."""
+    left, right = edges
+    causal = right == 0 and "causal" in able
+    if edges == _NO_WINDOW or (causal and left < 0):
+        return {"causal": offered(causal), "window_size": spare(_NO_WINDOW)}
+    if right == 0 and left < 0 and "window_size" not in able:
+        return {"causal": needed(value=True)}  # it takes neither
+    return {"causal": offered(causal), "window_size": needed(edges)}
+
+
+def _parsed_window(call: CallArguments) -> tuple[int, int]:
+    """``(left, right)``; -1 is no limit."""
+    left, right = call.value("window_size") or _NO_WINDOW
+    left, right = (-1 if side is None else side for side in (left, right))
+    return left, 0 if call.value("causal") else right
+
+
+def _parsed_score(
+    call: CallArguments, heads: int, offset: int, *, causal: bool
+) -> Spec | Callable[..., torch.Tensor] | None:
+    slopes, cap = call.value("alibi_slopes"), call.value("softcap") or 0.0
+    return softcap_and_slopes(cap, slopes, heads, offset, causal=causal)
+
+
+# ------------------------------------------------------------------ flash_attn_func
+
+
+def _bind_flash_attn(request: Request) -> Arguments | str:
+    """Arguments for a Problem whose mask is a band, or why there are none."""
+    problem = request.problem
+    band = mask_band(problem.mask, problem.dimensions)
+    return _bind_band(request, band, [(problem.query, problem.kv)])
+
+
+def _parse_flash_attn(call: CallArguments) -> ParsedCall:
+    """The Problem of a call."""
+    q, k, v = (call.tensor(name).transpose(1, 2) for name in "qkv")
+    query, kv = q.shape[2], k.shape[2]
+    left, right = _parsed_window(call)
+    return ParsedCall(
+        q=q,
+        k=k,
+        v=v,
+        mask=window_mask(left, right, query, kv),
+        score=_parsed_score(call, q.shape[1], kv - query, causal=right == 0),
+        scale=call.value("scale"),
+        sink=call.value("sinks"),
+        returned=call.results(lambda out: out.transpose(1, 2), lambda lse: lse),
+    )
+
+
+FLASH_ATTN = Convention(
+    name="flash_attn",
+    summary="a function of q, k, v (batch, length, heads, dim), called like flash_attn_func",
+    parameters=_PARAMETERS,
+    layout=bshd,
+    bind=_bind_flash_attn,
+    parse=_parse_flash_attn,
+    # Names that only functions in the style of flash-attn have.
+    claims_function=lambda names, dotted: (
+        bool(names & {"softmax_scale", "window_size", "alibi_slopes"}) or "flash_attn" in dotted
+    ),
+    most=4,
+    bottom_right=True,
+    empty_lse=_EMPTY_LSE,
+)
+
+
+# ------------------------------------------------------------------ flash_attn_varlen_func
+
+
+def _bind_varlen(request: Request) -> Arguments | str:
+    """Arguments for a Problem whose mask is a band in each part, or why there are none."""
+    problem = request.problem
+    packed = pack(problem)
+    band = mask_band(packed.rest, problem.dimensions) if packed else None
+    if packed is None or band is None:
+        return f"the mask {problem.mask} is no band in each of some sequences"
+    arguments = _bind_band(request, band, packed.lengths(), packed.leads())
+    if isinstance(arguments, str):
+        return arguments
+    places: Arguments = {}
+    for side, name in enumerate("qk"):
+        longest = max(lengths[side] for lengths in packed.lengths())
+        places[f"cu_seqlens_{name}"] = needed(number_tensor(packed.starts(side), torch.int32))
+        places[f"max_seqlen_{name}"] = offered(longest)
+    return places | arguments | _descales(problem, [b for b, _, _ in packed.places()])
+
+
+def _parse_varlen(call: CallArguments) -> ParsedCall:
+    """The Problem of a call; raises UnreadableCall for sequences that end elsewhere."""
+    q, k, v = (call.tensor(name) for name in "qkv")
+    starts = [call.tensor(f"cu_seqlens_{side}").tolist() for side in "qk"]
+    if [each[-1] for each in starts] != [len(q), len(k)]:
+        raise UnreadableCall("its sequences end elsewhere than its tensors")
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    left, right = _parsed_window(call)
+    if starts[0] != starts[1] and call.value("alibi_slopes") is not None:
+        raise UnreadableCall("it has slopes, and other numbers of rows than of keys")
+    return ParsedCall(
+        q=q,
+        k=k,
+        v=v,
+        mask=packed_window_mask(left, right, *starts, device=q.device),
+        score=_parsed_score(call, q.shape[1], 0, causal=right == 0),
+        scale=call.value("scale"),
+        sink=call.value("sinks"),
+        returned=call.results(lambda out: out[0].transpose(0, 1), lambda lse: lse[0]),
+    )
+
+
+VARLEN = Convention(
+    name="varlen",
+    summary="a function of q, k, v (total, heads, dim) and cu_seqlens_q, cu_seqlens_k, called "
+    "like flash_attn_varlen_func",
+    parameters=(
+        Parameter("cu_seqlens_q", ("cu_seqlens_q",), must=True),
+        Parameter("cu_seqlens_k", ("cu_seqlens_k",), must=True),
+        Parameter("max_seqlen_q", ("max_seqlen_q",), matters=False),
+        Parameter("max_seqlen_k", ("max_seqlen_k",), matters=False),
+        *_PARAMETERS,
+    ),
+    layout=packed_layout,
+    bind=_bind_varlen,
+    parse=_parse_varlen,
+    claims_function=lambda names, dotted: (
+        any(name.startswith("cu_seqlens") for name in names) or "varlen" in dotted
+    ),
+    most=4,
+    bottom_right=True,
+    empty_lse=_EMPTY_LSE,
+)
+
+
+# ------------------------------------------------------------------ caches in pages
+
+_LENGTHS = ("cache_seqlens", "seqlens_k", "seq_lens", "context_lens", "seqused_k", "kv_lens")
+_TABLES = ("block_table", "page_table", "block_tables", "page_tables")
+
+# What a function may require that no Problem says, each with why.
+_WRITES = "keys are in the cache already, and none are written in the same call"
+_BLOCK_SCALES = "fp8 has one descale a sequence and key head (k_descale), not one a block or token"
+_DECLINED = {
+    **dict.fromkeys(("k", "v", "k_new", "v_new", "new_k", "new_v", "knew", "vnew"), _WRITES),
+    **dict.fromkeys(("key", "value", "slot_mapping", "append_k", "append_v"), _WRITES),
+    **dict.fromkeys(("dropout", "dropout_rate", "p_drop"), "dropout is not checked"),
+    **dict.fromkeys(("k_scale", "v_scale", "k_scales", "v_scales"), _BLOCK_SCALES),
+    **dict.fromkeys(("k_scale_cache", "v_scale_cache", "kv_scales"), _BLOCK_SCALES),
+    **dict.fromkeys(("rotary_cos", "rotary_sin"), "queries and keys are rotated already"),
+}
+
+
+def _bind_paged(request: Request) -> Arguments | str:
+    """Arguments for a Problem with paging, or why there are none."""
+    problem = request.problem
+    paging, lengths = problem.paging, sequence_lengths(problem)
+    assert paging is not None, "the convention has refused what has no pages"
+    sequences = [(problem.query, length) for length in lengths]
+    band = mask_band(_without_padding(problem.mask), problem.dimensions)
+    aligned = band and band_window(band, sequences, bottom_right=request.bottom_right)
+    if band is not None and aligned is None and lengths != (problem.kv,) * problem.batch:
+        corner = "last" if request.bottom_right else "first"
+        return (
+            f"causal and window_size begin at each sequence's own {corner} key: no such thing is "
+            f"{problem.mask}, of lengths {list(lengths)}"
+        )
+    arguments = _bind_band(request, band, sequences)
+    if isinstance(arguments, str):
+        return arguments
+    table = MadeArgument(
+        make=lambda inputs: inputs_page_table(inputs).table,
+        text="table",
+        setup=_cache_setup(problem, lengths),
+    )
+    return arguments | {
+        "cache_seqlens": needed(number_tensor(lengths, torch.int32)),
+        "block_table": needed(table),
+        "max_seqlen_k": spare(max(lengths)),
+        "max_seqlen_q": spare(problem.query),
+        "page_size": offered(paging.size),
+        "block_size": spare(paging.size),
+    }
+
+
+def _without_padding(mask: Spec) -> Spec:
+    """The mask within each sequence's own keys."""
+    if mask.name == "padding":
+        return FULL
+    if mask.name != "and":
+        return mask
+    return Spec.of("and", *map(_without_padding, mask.parts))
+
+
+def _cache_setup(problem: Problem, lengths: tuple[int, ...]) -> str:
+    """Statements after which ``table`` is the table, and ``paged(x)`` a cache of keys or values."""
+    paging = problem.paging
+    assert paging is not None, "the convention has refused what has no pages"
+    # Nothing shared: what lies there once as well as twice is the same.
+    of = draw_page_table(paging, problem.batch, problem.kv, lengths, shared=0)
+    return "\n".join(
+        (
+            f"table = torch.tensor({of.table.tolist()}, dtype=torch.int32, device=q.device)",
+            "",
+            "def paged(x):",
+            f"    shape = ({of.pages}, {of.size}, x.shape[1], x.shape[3])",
+            '    cache = torch.full(shape, float("nan"), device=x.device).to(x.dtype)',
+            f"    for b, length in enumerate({list(lengths)}):",
+            f"        for j, page in enumerate(table[b, : -(-length // {of.size})].tolist()):",
+            f"            keys = x[b, :, j * {of.size} : (j + 1) * {of.size}].transpose(0, 1)",
+            "            cache[page, : len(keys)] = keys",
+            "    return cache",
+            "",
+        )
+    )
+
+
+def _paged_layout(problem: Problem) -> Layout:
+    """Of q and out ``(batch, query, heads, dim)``; keys are packed by ``_paged_tensors``."""
+    plain = bshd(problem)
+    return replace(plain, texts=dict(plain.texts) | {name: f"paged({name})" for name in "kv"})
+
+
+def _paged_tensors(
+    layout: Layout, inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, and keys and values ``(pages, page_size, kv_heads, dim)``, contiguous."""
+    paged = paged_inputs(inputs)
+    return layout.queries(inputs.q), paged.k.transpose(1, 2), paged.v.transpose(1, 2)
+
+
+def _claims_paged(names: frozenset[str], dotted: str) -> bool:
+    """A table and lengths; with ``cu_seqlens`` it is of varlen, where a table may stand too."""
+    del dotted
+    packed = any(name.startswith("cu_seqlens") for name in names)
+    return not packed and bool(names & set(_TABLES)) and bool(names & set(_LENGTHS))
+
+
+PAGED = Convention(
+    name="paged",
+    summary="a function of q (batch, query, heads, dim), caches (pages, page_size, kv_heads, "
+    "dim), cache_seqlens and block_table, called like flash_attn_with_kvcache",
+    parameters=(
+        Parameter("cache_seqlens", _LENGTHS, must=True),
+        Parameter("block_table", _TABLES, must=True),
+        Parameter(
+            "max_seqlen_k",
+            ("max_seqlen_k", "max_seq_len", "max_context_len", "max_kv_len"),
+            by_name=True,
+        ),
+        Parameter("max_seqlen_q", ("max_seqlen_q", "max_query_len"), by_name=True),
+        Parameter("page_size", ("page_size",), by_name=True),
+        Parameter("block_size", ("block_size",), by_name=True),  # or a tile's: then it is optional
+        *_PARAMETERS,
+    ),
+    layout=_paged_layout,
+    bind=_bind_paged,
+    claims_function=_claims_paged,
+    most=4,
+    bottom_right=True,
+    empty_lse=_EMPTY_LSE,
+    declined=_DECLINED,
+    tensors=_paged_tensors,
+    paged=True,
+)

@@ -1,0 +1,282 @@
+"""The conventions of torch's ``F.scaled_dot_product_attention`` and ``flex_attention``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from attncheck.conventions.call_tensors import attention_mask
+from attncheck.conventions.convention import (
+    SINKS,
+    Argument,
+    Arguments,
+    Convention,
+    MadeArgument,
+    Parameter,
+    Request,
+    needed,
+    offered,
+    spare,
+)
+from attncheck.conventions.layouts import bhsd
+from attncheck.conventions.parse import CallArguments, ParsedCall, UnreadableCall
+from attncheck.conventions.render import render_score_mod
+from attncheck.conventions.window_masks import band_window, mask_band
+from attncheck.mods import library
+from attncheck.mods.scores import bias
+from attncheck.mods.spec import Spec
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.mods.spec import ScoreMod
+
+__all__ = ["FLEX", "SDPA", "flex_block_mask", "flex_score_mod", "uncompiled_flex"]
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, *, grouped: bool) -> None:
+    if q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1] and not grouped:  # axes
+        raise UnreadableCall("q and k have other heads, without enable_gqa")
+
+
+# ------------------------------------------------------------------ scaled_dot_product_attention
+
+
+def _bind_sdpa(request: Request) -> Arguments | str:
+    """Arguments for a Problem, or why there are none.
+
+    * ``is_causal`` is passed for the causal mask, aligned top-left as in torch; every other mask is
+      a boolean ``attn_mask`` (True: seen) that broadcasts to the scores;
+    * ``scale`` is left out where it is 1/√head_dim, so that its default is examined too;
+    * ``enable_gqa`` is passed where there are fewer key than query heads.
+    """
+    problem = request.problem
+    if problem.score != library.NONE:
+        return "the sdpa convention has no score mod"
+    band, lengths = mask_band(problem.mask, problem.dimensions), [(problem.query, problem.kv)]
+    window = band and band_window(band, lengths, bottom_right=request.bottom_right)
+    causal = window == (-1, 0)
+    flagged = causal and "causal" in request.able
+    unmasked = flagged or problem.mask == library.FULL
+    arguments = {
+        "enable_gqa": needed(value=True) if problem.group > 1 else offered(value=False),
+        "scale": request.scale(),
+        "attn_mask": spare(None) if unmasked else needed(_written_mask(problem)),
+        "dropout": offered(0.0),
+        "causal": offered(flagged),
+        "return_lse": request.lse_flag(),
+        "sinks": request.sinks(),
+    }
+    lacks = [name for name, one in arguments.items() if one.when == "needed"]
+    lacks = [name for name in lacks if name not in request.able]
+    # What else it lacks is said first, by the function's own check.
+    if causal and lacks == ["attn_mask"]:
+        return "takes no attn_mask or is_causal"
+    return arguments
+
+
+def _written_mask(problem: Problem) -> MadeArgument:
+    return MadeArgument(
+        make=lambda inputs: attention_mask(problem, str(inputs.device)),
+        text="mask",
+        what="attn_mask",
+        size=problem.query * problem.kv,
+    )
+
+
+def _parse_sdpa(call: CallArguments) -> ParsedCall:
+    """The Problem of a call; raises UnreadableCall for a bias with a gradient."""
+    q, k, v = (call.tensor(name) for name in "qkv")
+    mask: Spec | torch.Tensor = Spec.of("causal") if call.value("causal") else library.FULL
+    score, table = None, call.value("attn_mask")
+    if table is not None:
+        if not isinstance(table, torch.Tensor) or mask != library.FULL:
+            raise UnreadableCall("its mask is no tensor, or is_causal is set beside it")
+        if table.requires_grad:
+            raise UnreadableCall("its mask has a gradient")
+        if table.dtype is torch.bool:
+            mask = table
+        else:
+            whole = (*q.shape[:3], k.shape[2])
+            score = bias(table.float().expand(whole) if table.dim() < len(whole) else table.float())
+    _check_heads(q, k, grouped=call.value("enable_gqa", usual=True))
+    return ParsedCall(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        score=score,
+        scale=call.value("scale"),
+        sink=call.value("sinks"),
+        returned=call.results(lambda out: out, lambda lse: lse),
+    )
+
+
+SDPA = Convention(
+    name="sdpa",
+    summary="a function of query, key, value, called like F.scaled_dot_product_attention",
+    # torch's own gives no LSE and has no sinks: those are passed only to who names them.
+    parameters=(
+        Parameter("attn_mask", ("attn_mask", "mask")),
+        Parameter("dropout", ("dropout_p",), of_result=True),
+        Parameter("causal", ("is_causal", "causal")),
+        Parameter("scale", ("scale", "sm_scale", "softmax_scale")),
+        Parameter("enable_gqa", ("enable_gqa",)),
+        Parameter(
+            "return_lse",
+            ("return_lse", "return_softmax_lse"),
+            by_name=True,
+            of_result=True,
+            by_position=False,
+        ),
+        Parameter("sinks", SINKS, by_name=True, by_position=False),
+    ),
+    layout=bhsd,
+    bind=_bind_sdpa,
+    parse=_parse_sdpa,
+    claims_function=lambda names, _dotted: bool(
+        names & {"attn_mask", "mask", "is_causal", "enable_gqa", "sm_scale"}
+    ),
+)
+
+
+# ------------------------------------------------------------------ flex_attention
+
+
+def flex_score_mod(problem: Problem, device: str) -> ScoreMod:
+    """The Problem's score mod, whose result has the score's dtype: flex would keep a float64."""
+    mod = problem.score_mod(device)
+
+    def of_its_dtype(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+    ) -> torch.Tensor:
+        return mod(score, b, h, q, kv).to(score.dtype)
+
+    return of_its_dtype
+
+
+def flex_block_mask(problem: Problem, device: str) -> BlockMask:
+    """The Problem's mask as a BlockMask, for one sequence or head where all see the same keys."""
+    mask = problem.mask_mod(device)
+    b = torch.arange(problem.batch, device=device).view(-1, 1)
+    h = torch.arange(problem.heads, device=device).view(1, -1)
+    first = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    # Broadcasting tells whether the mask reads b or h: only then does that length come out.
+    sequences, heads = (mask(b, h, first, first) & torch.ones_like(first, dtype=torch.bool)).shape
+    return flex.create_block_mask(mask, sequences, heads, problem.query, problem.kv, device=device)
+
+
+def uncompiled_flex() -> AbstractContextManager[object]:
+    """Within, flex_attention that is not compiled does no tracing, and does not warn of it."""
+    return mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True)
+
+
+_MASK_OF_TABLE = """\
+sees = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+def mask_mod(b, h, q_idx, kv_idx):
+    return sees[b, h, q_idx, kv_idx]"""
+
+
+def _bind_flex(request: Request) -> Arguments:
+    """Arguments for a Problem: every mask and every score mod can be passed.
+
+    A ``block_mask`` is made before the call; where there is none, ``mask_mod`` is the callable. LSE
+    is requested by ``return_aux``, since torch warns of ``return_lse``; by that one where it is
+    alone.
+    """
+    problem = request.problem
+    setup = render_score_mod(problem)
+    score = MadeArgument(
+        make=lambda inputs: flex_score_mod(problem, str(inputs.device)),
+        text="score_mod" if setup else "",
+        setup=setup,
+    )
+    by_aux = "return_aux" in request.able
+    aux = MadeArgument(
+        make=lambda _inputs: flex.AuxRequest(lse=True),
+        text="torch.nn.attention.flex_attention.AuxRequest(lse=True)",
+    )
+    no_lse = request.options.returns_lse is False
+    return {
+        "score_mod": spare(None) if problem.score == library.NONE else needed(score),
+        **_flex_mask(problem, request.able),
+        "scale": request.scale(),
+        "enable_gqa": needed(value=True) if problem.group > 1 else offered(value=False),
+        "return_aux": offered(aux) if by_aux and not no_lse else spare(None),
+        "return_lse": spare(value=False) if by_aux or no_lse else offered(value=True),
+    }
+
+
+def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
+    if problem.mask == library.FULL:
+        return {"block_mask": spare(None), "mask_mod": spare(None)}
+    if "mask_mod" in able and "block_mask" not in able:
+        mask = MadeArgument(
+            make=lambda inputs: problem.mask_mod(str(inputs.device)),
+            text="mask_mod",
+            setup=_MASK_OF_TABLE,
+        )
+        return {"mask_mod": needed(mask)}
+    blocks = MadeArgument(
+        make=lambda inputs: flex_block_mask(problem, str(inputs.device)),
+        text="torch.nn.attention.flex_attention.create_block_mask("
+        "mask_mod, *sees.shape, device=q.device)",
+        setup=_MASK_OF_TABLE,
+        what="mask, of which blocks are made,",
+        size=problem.batch * problem.heads * problem.query * problem.kv,
+    )
+    return {"block_mask": needed(blocks), "mask_mod": spare(None)}
+
+
+def _parse_flex(call: CallArguments) -> ParsedCall:
+    """The Problem of a call; raises UnreadableCall where it requests the largest scores."""
+    q, k, v = (call.tensor(name) for name in "qkv")
+    blocks, mask = call.value("block_mask"), call.value("mask_mod")
+    _check_heads(q, k, grouped=call.value("enable_gqa"))
+    aux, with_lse = call.value("return_aux"), call.value("return_lse")
+    if aux is not None and aux.max_scores:
+        raise UnreadableCall("it asks for the largest scores")
+
+    def returned(outputs: Outputs) -> Any:
+        if aux is not None:
+            return outputs.out, flex.AuxOutput(lse=outputs.lse if aux.lse else None)
+        return (outputs.out, outputs.lse) if with_lse else outputs.out
+
+    return ParsedCall(
+        q=q,
+        k=k,
+        v=v,
+        mask=blocks.mask_mod if blocks is not None else mask or library.FULL,
+        score=call.value("score_mod"),
+        scale=call.value("scale"),
+        returned=returned,
+    )
+
+
+FLEX = Convention(
+    name="flex",
+    summary="a function of query, key, value with score_mod and block_mask, called like "
+    "flex_attention",
+    parameters=(
+        Parameter("score_mod", ("score_mod",)),
+        Parameter("block_mask", ("block_mask",)),
+        Parameter("mask_mod", ("mask_mod",), by_position=False),
+        Parameter("scale", ("scale", "sm_scale", "softmax_scale")),
+        Parameter("enable_gqa", ("enable_gqa",)),
+        Parameter("return_aux", ("return_aux",), by_name=True, of_result=True, by_position=False),
+        Parameter("return_lse", ("return_lse",), by_name=True, of_result=True),
+        Parameter("kernel_options", ("kernel_options",), bound=False, matters=False),
+    ),
+    layout=bhsd,
+    bind=_bind_flex,
+    parse=_parse_flex,
+    claims_function=lambda names, _dotted: bool(names & {"score_mod", "block_mask", "mask_mod"}),
+    # On a CPU torch's own function gives its dense formula, without tracing or a warning.
+    within=lambda device: uncompiled_flex() if device == "cpu" else nullcontext(),
+)

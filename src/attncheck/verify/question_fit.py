@@ -1,0 +1,138 @@
+"""What can be asked of a kernel by name, of which Problems, and what a kernel of pages is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.paged_layout import Paging
+from attncheck.probes import PROBES
+from attncheck.relations import RELATIONS
+from attncheck.verify.call_checks import CHECKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.inputs.question_parameters import Allowed
+    from attncheck.probes import Probe
+    from attncheck.relations import Relation
+    from attncheck.verify.call_checks import Check
+    from attncheck.verify.executor import Executor
+
+__all__ = [
+    "CHECKS",
+    "COMPARE",
+    "adapted_cases",
+    "adapted_problems",
+    "allowed_parameters",
+    "check_question",
+    "not_applicable_reason",
+    "question_problem",
+    "question_summary",
+    "unfit_reason",
+]
+
+COMPARE = "compare"
+"""The question whether every element is exact attention up to rounding."""
+
+_PAGE_SIZES = (16, 64, 256)  # usual ones: a kernel may take one of them alone
+
+
+def check_question(name: str) -> None:
+    """Raise UnknownName for what is neither ``compare`` nor a relation, a probe or a check."""
+    if name != COMPARE and not any(name in known for known in (RELATIONS, PROBES, CHECKS)):
+        raise UnknownName("question", name, (COMPARE, *RELATIONS, *PROBES, *CHECKS))
+
+
+def question_summary(question: str) -> str:
+    """Return what a question asks, in one line; raises UnknownName."""
+    check_question(question)
+    if question == COMPARE:
+        return "every element is exact attention up to rounding"
+    return _definition(question).summary
+
+
+def question_problem(question: str, problem: Problem) -> Problem:
+    """Return the Problem asked in place of ``problem``: a probe has its own inputs, and no mod."""
+    return PROBES[question].problem(problem) if question in PROBES else problem
+
+
+def unfit_reason(question: str, problem: Problem) -> str | None:
+    """Return why the question says nothing of ``problem``, in one line; None if it does."""
+    check_question(question)
+    return None if question == COMPARE else _definition(question).unfit(problem)
+
+
+def allowed_parameters(question: str, problem: Problem) -> Allowed:
+    """Return the numbers that the question may be asked with, by name."""
+    check_question(question)
+    return {} if question == COMPARE else _definition(question).allowed(problem)
+
+
+def _definition(question: str) -> Relation | Probe | Check:
+    if question in RELATIONS:
+        return RELATIONS[question]
+    return CHECKS[question] if question in CHECKS else PROBES[question]
+
+
+def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> tuple[Problem, ...]:
+    """Return ``problem``, or the same in pages for a kernel that takes keys in pages alone.
+
+    In pages it is there once for each usual size, of which a kernel may take one; nothing else
+    differs, and with several sequences they share their first page. There are no gradients of
+    keys in pages: a backward stays what it is.
+
+    Args:
+        subject: The kernel.
+        problem: What it is to compute.
+        executor: How to ask what concerns it.
+    """
+    if problem.operation != "attention" or problem.backward or executor.concerns(subject, problem):
+        return (problem,)
+    shared = int(problem.batch > 1)
+    paged = tuple(problem.replace(paging=Paging(size=size, shared=shared)) for size in _PAGE_SIZES)
+    return paged if executor.concerns(subject, paged[0]) else (problem,)
+
+
+def adapted_cases(subject: Subject, case: Case, executor: Executor) -> Iterator[Case]:
+    """Yield ``case`` as ``subject`` may take it, the likeliest first.
+
+    That is the case itself unless the kernel takes keys in pages alone (``adapted_problems``) and
+    the question can be asked of them.
+    """
+    problems = adapted_problems(subject, case.problem, executor)
+    if problems == (case.problem,):
+        yield case
+        return
+    cases = [dataclasses.replace(case, problem=problem) for problem in problems]
+    able = [each for each in cases if _can_be_asked(each)]
+    yield from able or [case]
+
+
+def _can_be_asked(case: Case) -> bool:
+    try:
+        if case.question != COMPARE:
+            _definition(case.question).check(case.problem, case.parameters)
+    except UsageError:
+        return False
+    return True
+
+
+def not_applicable_reason(subject: Subject, problem: Problem, executor: Executor) -> str:
+    """Return why ``problem`` does not concern a kernel, in one line."""
+    if problem.backward:
+        forward = problem.replace(backward=False, dlse=False, dcaptured=False)
+        if executor.concerns(subject, forward) or adapted_problems(subject, forward, executor) != (
+            forward,
+        ):
+            return "it gives no gradients"
+    if problem.sink and executor.concerns(subject, problem.replace(sink=False)):
+        return "it takes no sinks"
+    if problem.paging is not None:
+        return "it takes no paged keys and values"
+    if adapted_problems(subject, problem, executor) != (problem,):
+        return "it takes paged keys and values alone"
+    return "it takes no sinks" if problem.sink else f"it does not compute {problem.operation}"

@@ -1,0 +1,34 @@
+"""Verdicts on arrays made by hand, with the ensemble given where a head needs one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attncheck.judge.verdict import KernelResult, heads_with_ensemble, judge_heads
+from attncheck.judge.verdict import decide as decide_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from attncheck.core.judgement import Judgement
+    from attncheck.core.outputs import Outputs
+
+__all__ = ["decide", "kernel_result"]
+
+
+def kernel_result(*, truth: Outputs, **fields: Any) -> KernelResult:
+    """A KernelResult with the exact out and LSE of ``truth``."""
+    return KernelResult(exact_out=truth.out, exact_lse=truth.lse, **fields)
+
+
+def decide(
+    *, ensemble: Callable[[], Iterable[torch.Tensor]] | None = None, **fields: Any
+) -> Judgement:
+    """The verdict on ``kernel_result(**fields)``; ``ensemble`` is called where it is needed."""
+    result = kernel_result(**fields)
+    heads = judge_heads(result)
+    if ensemble is not None and heads.needs_ensemble:
+        heads = heads_with_ensemble(result, heads, ensemble())
+    return decide_on(result, heads)

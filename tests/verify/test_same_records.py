@@ -1,0 +1,61 @@
+"""Command line, Python and gate make the same Records of the same cases, of every kernel."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import attncheck
+from attncheck.capabilities.named_kernels import builtin_names, subject_named
+from attncheck.cli.check import check
+from attncheck.core.json_numbers import to_plain_data
+from attncheck.gate.choices import Choices
+from attncheck.gate.work import Gate
+from attncheck.inputs.problem import Case, Problem
+from attncheck.runner.quick import questions
+from attncheck.verify.verify import verify
+from attncheck.workers.units import Unit
+
+SMALL = Problem(heads=2, kv_heads=1, query=3, kv=5, head_dim=16, dtype="bf16")
+TYPED = ("one-key", "decode-one-query")
+CASES = {each.name: each.case for each in questions("bf16") if each.name in TYPED} | {
+    "softmax": Case(problem=Problem(operation="softmax", query=3, kv=5)),
+    "backward": Case(problem=SMALL.replace(backward=True)),
+    "repeat": Case(problem=SMALL, question="repeat"),
+    "state": Case(problem=SMALL, question="state"),
+}
+OF_A_CLOCK = {"seconds", "environment", "variant"}
+
+
+def facts(record) -> dict:
+    """All that a Record says, but how long it took and what it was called."""
+    fields = record if isinstance(record, dict) else json.loads(json.dumps(to_plain_data(record)))
+    return {key: value for key, value in fields.items() if key not in OF_A_CLOCK}
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_the_same_case_gives_the_same_record_whoever_asks(name: str) -> None:
+    gate, subject = Gate(Choices.of({"tier": "smoke", "isolated": False})), subject_named(name)
+    by_name = {}
+    for named, case in CASES.items():
+        (loop,) = verify(subject, [case], device="cpu").records
+        (python,) = attncheck.check(name, case, device="cpu")
+        unit = Unit(kind="ask", stage="bounds", kernel=name, device="cpu", case=case.to_json())
+        (answer,) = gate.do(unit).answers
+        assert facts(python) == facts(loop) == facts(answer.record)
+        by_name[named] = facts(loop)
+    typed = [part for question in TYPED for part in ("--question", question)]
+    arguments = [name, *typed, "--device", "cpu", "--format", "json"]
+    result = CliRunner().invoke(check, [*arguments, "--quiet"], catch_exceptions=False)
+    records = json.loads(result.stdout)["records"]
+    assert {r["variant"] for r in records} == set(TYPED)
+    for record in records:
+        assert facts(record) == by_name[record["variant"]]
+
+
+def test_a_kernel_of_pages_alone_is_tested_from_python_too() -> None:
+    """It was told that nothing was tested, where the command line tested it."""
+    (record,) = attncheck.check("triton-paged", SMALL, device="cpu")
+    assert (record.status, record.case["problem"]["paging"]["size"]) == ("pass", 16)
