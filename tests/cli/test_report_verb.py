@@ -122,7 +122,7 @@ def test_the_manual_has_every_option():
 
 
 def test_a_journal_is_read(attncheck, folder):
-    from attncheck.gate.report import header
+    from attncheck.gate.gate_report import header
     from attncheck.verify.environment import fingerprint
     from attncheck.workers.journal import Journal
     from attncheck.workers.units import Done, Unit

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from pathlib import Path
 
-from attncheck.gate.known import Known
-from attncheck.gate.plan import describing, priority
-from attncheck.gate.work import Choices, Gate
+from attncheck.gate.choices import Choices
+from attncheck.gate.gate_worker import Gate
+from attncheck.gate.plan import Known, describing, priority
 from attncheck.records.record import FAILED_STATUSES
 
 PLANTED = Path(__file__).with_name("planted_kernels.py")

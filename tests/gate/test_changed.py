@@ -8,7 +8,7 @@ import pytest
 
 from attncheck.capabilities.capability_table import matches_pattern
 from attncheck.core.errors import UsageError
-from attncheck.gate.changed import changed
+from attncheck.gate.sources import changed
 
 TABLE = """
 [kernels.one]

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from attncheck.gate.axes import EXCLUSIONS, HEADS, MASKS, SHAPES, problem_of
-from attncheck.gate.covering import covering
+from attncheck.cases.covering import EXCLUSIONS, HEADS, MASKS, SHAPES, covering, problem_of
 
 AXES = {
     "mask": MASKS[:4],

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from attncheck.cases.tier import gate_tier_named
 from attncheck.core.errors import UsageError
-from attncheck.gate.against import Tree, tree
-from attncheck.gate.bounds import measurements
-from attncheck.gate.known import Known
-from attncheck.gate.plan import describing
-from attncheck.gate.report import report
-from attncheck.gate.tiers import tier_named
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_report import report
+from attncheck.gate.gate_worker import Gate
+from attncheck.gate.plan import Known, describing
+from attncheck.gate.sources import Tree, tree
+from attncheck.gate.stages import measurements
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.reporting.gate_verdict import Policy, gate_exit_code
@@ -132,11 +131,11 @@ def test_every_measured_case_is_asked_of_both(monkeypatch):
     """As the plan has it: one right after the other."""
     found = SimpleNamespace(commit="0" * 40)
     planning = SimpleNamespace(
-        choices=SimpleNamespace(tree=found, held=None, dtypes=(), tier=tier_named("smoke")),
+        choices=SimpleNamespace(tree=found, held=None, dtypes=(), tier=gate_tier_named("smoke")),
         refused=[],
     )
     unit = Unit(kind="ask", stage="bounds", kernel="mine", device="cpu", case=CASES[0].to_json())
-    monkeypatch.setattr("attncheck.gate.bounds.bounds", lambda _: iter([unit] * 3))
+    monkeypatch.setattr("attncheck.gate.stages.bounds", lambda _: iter([unit] * 3))
     sides = [each.commit for each in measurements(planning)]
     assert sides == ["", found.commit] * 3
 

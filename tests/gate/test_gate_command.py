@@ -14,8 +14,8 @@ from attncheck.cli.gate_asked import asked
 from attncheck.cli.gate_run import ran
 from attncheck.core.errors import UsageError
 from attncheck.diagnose.reproduce import new_failure
+from attncheck.gate.gate_worker import Gate
 from attncheck.gate.plan import REPLAYED
-from attncheck.gate.work import Gate
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure
 from attncheck.records.json_reports import load_report

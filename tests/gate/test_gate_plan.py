@@ -10,24 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, problem_of, values_of
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.outputs import Outputs
-from attncheck.gate.axes import DIMS, EXCLUSIONS, HEADS, SHAPES, problem_of
-from attncheck.gate.bounds import axes_of, bounds
-from attncheck.gate.choices import stages_named
-from attncheck.gate.held import Held
-from attncheck.gate.known import Known
-from attncheck.gate.lost_pairs import values_of
-from attncheck.gate.plan import describing, plan, priority
-from attncheck.gate.planning import Planning
-from attncheck.gate.remembering import Remembering
-from attncheck.gate.searched import asks, chosen
+from attncheck.gate.choices import Held, stages_named
+from attncheck.gate.plan import Known, asks, chosen, describing, plan, priority
+from attncheck.gate.planning import Planning, Remembering
+from attncheck.gate.stages import axes_of, bounds
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
 from attncheck.records.run_reports import STAGES
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
-from attncheck.suite.catalogue import properties
+from attncheck.suite.property_catalogue import properties
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import Failure, InProcess
 from attncheck.verify.run_case import new_record, run_case

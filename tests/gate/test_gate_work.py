@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from attncheck.diagnose.reproduce import new_failure
-from attncheck.gate.known import KNOWN, Known
-from attncheck.gate.replay import replays
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import Gate
+from attncheck.gate.plan import KNOWN, Known, replays
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure, load_failure
 from attncheck.records.record import FAILED_STATUSES, Record

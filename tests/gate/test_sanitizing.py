@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
 from attncheck.gate.planning import Planning
-from attncheck.gate.sanitizing import sanitized, sanitizing
+from attncheck.gate.stages import sanitized, sanitizing
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.gate_document import not_covered
 from attncheck.subjects.load import load_subject

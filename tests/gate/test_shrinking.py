@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncheck.gate.shrinking import smaller, smallest
+from attncheck.gate.failures import smaller, smallest
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject

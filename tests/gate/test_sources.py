@@ -11,9 +11,9 @@ import pytest
 
 from attncheck.cli.gate_run import _goes_on
 from attncheck.gate.choices import Choices
+from attncheck.gate.gate_worker import Gate
 from attncheck.gate.plan import describing
 from attncheck.gate.sources import differs, fingerprint, loaded
-from attncheck.gate.work import Gate
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Unit
 

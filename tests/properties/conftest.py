@@ -12,11 +12,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import NoSuchExample
 
+from attncheck.cases.tier import TIERS
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.suite.asking import Asked, cases
-from attncheck.suite.marks import MARK
-from attncheck.suite.tiers import TIERS
-from attncheck.suite.under_test import UnderTest
+from attncheck.suite.property_session import Asked, UnderTest, cases
+from attncheck.suite.pytest_options import MARK
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from attncheck.cases.variants import chosen, plan
 from attncheck.core.errors import UnknownName, UsageError
-from attncheck.runner.choose import chosen
-from attncheck.runner.plan import plan
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify.verify import pairs

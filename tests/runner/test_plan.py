@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.cases import variants as plan_room
+from attncheck.cases.variants import ALL, DEFAULT_SHAPES, FURTHER, VARIANTS, Shape, Variant, plan
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.runner import plan as plan_room
-from attncheck.runner.plan import plan
-from attncheck.runner.variants import ALL, DEFAULT_SHAPES, FURTHER, VARIANTS, Shape, Variant
 
 
 def cells(**changes):

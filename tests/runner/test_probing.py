@@ -9,11 +9,10 @@ import torch
 
 from attncheck.capabilities.capability_table import read_table, render_table
 from attncheck.conventions.convention import ConventionOptions
-from attncheck.runner import probe_questions, probing
-from attncheck.runner.probing import probed
-from attncheck.runner.proposal import proposed
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
+from attncheck.surveys import capability_detection
+from attncheck.surveys.capability_detection import probed, proposed
 
 
 def attention(q, k, v, diagonal=None, hidden=-math.inf):
@@ -90,9 +89,9 @@ def square_causal(q, k, v, is_causal=False):
 @pytest.fixture
 def ask(monkeypatch):
     """``ask(function, aspect, …)``: a probe of these aspects alone, and of two head_dims."""
-    monkeypatch.setattr(probe_questions, "HEAD_DIMS", (64, 80))
+    monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
     every, lengths, empty = (
-        getattr(probe_questions, name) for name in ("trials", "lengths", "empty_rows")
+        getattr(capability_detection, name) for name in ("trials", "lengths", "empty_rows")
     )
 
     def run(found, *aspects, conventions=("sdpa",), relations=()):
@@ -100,12 +99,12 @@ def ask(monkeypatch):
             return [one for one in trials if one.aspect in aspects]
 
         monkeypatch.setattr(
-            probe_questions, "trials", lambda base, device: some(every(base, device))
+            capability_detection, "all_trials", lambda base, device: some(every(base, device))
         )
-        monkeypatch.setattr(probe_questions, "lengths", lambda n: some(lengths(n)))
-        monkeypatch.setattr(probe_questions, "empty_rows", lambda base: some(empty(base)))
-        few = {name: probing.RELATIONS[name] for name in relations}
-        monkeypatch.setattr(probing, "RELATIONS", few)
+        monkeypatch.setattr(capability_detection, "lengths", lambda n: some(lengths(n)))
+        monkeypatch.setattr(capability_detection, "empty_rows", lambda base: some(empty(base)))
+        few = {name: capability_detection.RELATIONS[name] for name in relations}
+        monkeypatch.setattr(capability_detection, "RELATIONS", few)
         candidate = Candidate(kernel="mine", target=found, name="mine", entry="mine.py::kernel")
         return probed(
             candidate.adopted,
@@ -157,7 +156,9 @@ def test_an_lse_in_base_2_is_found_out(ask):
     assert proposed(found, "mine.py::kernel")[0].lse == "base2"
     # As a natural logarithm, which nobody has declared, it is wrong.
     candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
-    natural = probing._Probe(candidate.adopted, ConventionOptions(), "cpu", lambda what: None)
+    natural = capability_detection._Probe(
+        candidate.adopted, ConventionOptions(), "cpu", lambda what: None
+    )
     natural._called("sdpa", ConventionOptions(lse="natural"))
     assert natural.ask("lse", "natural", found.base) == "wrong"
 
@@ -258,8 +259,8 @@ def parsed(text):
 
 @pytest.mark.parametrize("aspect", ["masks", "scores", "dtypes", "head_dims", "gqa", "scale"])
 def test_every_trial_changes_one_thing_of_the_base(aspect):
-    base = next(iter(probe_questions.bases()))
-    trials = [one for one in probe_questions.trials(base, "cpu") if one.aspect == aspect]
+    base = next(iter(capability_detection.bases()))
+    trials = [one for one in capability_detection.all_trials(base, "cpu") if one.aspect == aspect]
     assert trials
     for one in trials:
         assert one.of(base).query == base.query

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 import attncheck
+from attncheck.cases import variants
+from attncheck.cases.variants import Shape, own_variant, plan, recorded
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.mods import library, mod_files
 from attncheck.mods.spec import Spec
-from attncheck.runner import questions
-from attncheck.runner.plan import plan
-from attncheck.runner.questions import own_variant, recorded
-from attncheck.runner.variants import Shape
 
 SHAPE = Shape.parse("1x2x5x4")
 FULL, NONE = Spec.of("full"), Spec.of("none")
@@ -215,6 +213,6 @@ def test_what_does_not_fit_into_memory_is_refused_beforehand(monkeypatch):
     def too_large(_):
         raise ProblemError("too large")
 
-    monkeypatch.setattr(questions, "check_memory", too_large)
+    monkeypatch.setattr(variants, "check_memory", too_large)
     with pytest.raises(ProblemError, match="too large"):
         recorded(str(RECORDING), ())

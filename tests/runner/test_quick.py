@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.cases.check_questions import questions
 from attncheck.conventions.declarations import adopted
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.inputs.input_tensors import draw_inputs
@@ -16,7 +17,6 @@ from attncheck.mods.library import FULL
 from attncheck.reporting.blind_spots import missed_faults
 from attncheck.reporting.check_document import check_document, check_outcome, worst_record
 from attncheck.reporting.rendering import render
-from attncheck.runner.quick import questions
 from attncheck.verify.verify import verify
 
 

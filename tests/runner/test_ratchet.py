@@ -21,12 +21,19 @@ from tests.runner.planted_losses import (
     lossy,
 )
 
+from attncheck.baseline.comparison import (
+    ALARM,
+    Pair,
+    beside,
+    compare_runs,
+    growth,
+    improbable,
+    ratio,
+)
 from attncheck.capabilities.subject import Tiling
 from attncheck.mods.spec import Spec
 from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
 from attncheck.records.record import Accuracy, Record
-from attncheck.runner.chance import Pair, growth, improbable, ratio
-from attncheck.runner.ratchet import ALARM, beside, changes
 
 if TYPE_CHECKING:
     from attncheck.records.baseline_entries import Baseline
@@ -240,32 +247,32 @@ def _baseline(answers: tuple[Answer, ...], **environment: str) -> Baseline:
 
 def test_other_versions_are_said_and_excuse_nothing() -> None:
     baseline = _baseline(run("fp32"), torch="2.10.0")
-    found = changes(baseline, run("fp32", products=11), ENVIRONMENTS)
+    found = compare_runs(baseline, run("fp32", products=11), ENVIRONMENTS)
     assert found[0].standing == "worse"
     assert "out's error" in found[0].reason
     assert "measured with other versions: torch 2.10.0 → 2.11.0" in found[0].reason
-    same = changes(baseline, run("fp32"), ENVIRONMENTS)
+    same = compare_runs(baseline, run("fp32"), ENVIRONMENTS)
     assert standings(same) == {"identical": len(SIZES)}
     assert "torch 2.10.0 → 2.11.0" in same[0].reason
 
 
 def test_another_architecture_is_new() -> None:
     baseline = _baseline(run("bf16"), capability="9.0")
-    found = changes(baseline, run("bf16"), ENVIRONMENTS)
+    found = compare_runs(baseline, run("bf16"), ENVIRONMENTS)
     assert standings(found) == {"new": len(SIZES)}  # and nothing of the GPU's is gone
 
 
 def test_what_is_not_asked_is_gone_only_where_all_was_asked() -> None:
     baseline = _baseline(run("bf16"))
-    found = changes(baseline, run("bf16")[1:], ENVIRONMENTS)
+    found = compare_runs(baseline, run("bf16")[1:], ENVIRONMENTS)
     assert standings(found) == {"identical": len(SIZES) - 1, "gone": 1}
-    part = changes(baseline, run("bf16")[1:], ENVIRONMENTS, complete=False)
+    part = compare_runs(baseline, run("bf16")[1:], ENVIRONMENTS, complete=False)
     assert standings(part) == {"identical": len(SIZES) - 1}
 
 
 def test_a_baseline_of_which_nothing_was_asked_fails() -> None:
     baseline = _baseline(run("bf16")[:1])
-    found = changes(baseline, run("bf16")[1:], ENVIRONMENTS)
+    found = compare_runs(baseline, run("bf16")[1:], ENVIRONMENTS)
     assert standings(found) == {"worse": 1, "new": len(SIZES) - 1}
     assert "nothing was asked" in found[0].reason
 
@@ -281,15 +288,15 @@ def test_only_measurements_count() -> None:
             _record(accuracy=_accuracy(9.0), case={**first.record.case, "question": "decode"})
         ),
     )
-    assert standings(changes(baseline, [first, *others], ENVIRONMENTS)) == {"identical": 1}
-    assert changes(baseline, others, ENVIRONMENTS) == ()
+    assert standings(compare_runs(baseline, [first, *others], ENVIRONMENTS)) == {"identical": 1}
+    assert compare_runs(baseline, others, ENVIRONMENTS) == ()
 
 
 def test_the_worse_of_two_answers_to_one_case_counts() -> None:
     first = run("bf16")[0]
     crashed = answered(_record(status="crash", accuracy={}, digest=""))
     for order in ((first, crashed), (crashed, first)):
-        (found,) = changes(_baseline((first,)), order, ENVIRONMENTS)
+        (found,) = compare_runs(_baseline((first,)), order, ENVIRONMENTS)
         assert found.standing == "worse"
         assert "crash now" in found.reason
 

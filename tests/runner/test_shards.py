@@ -9,7 +9,7 @@ from tests.runner.stub_work import unit
 
 from attncheck.cli.merge import merge as verb
 from attncheck.core.errors import UsageError
-from attncheck.gate.report import header
+from attncheck.gate.gate_report import header
 from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes, missing_shards

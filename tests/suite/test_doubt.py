@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attncheck import oracles
+from attncheck.cases.check_questions import questions
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.check_document import check_document, check_outcome
 from attncheck.reporting.rendering import render
-from attncheck.runner.quick import questions
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.diagnosed import DoesNotHold
-from attncheck.suite.under_test import UnderTest
+from attncheck.suite.property_session import UnderTest
+from attncheck.suite.wrong_answers import DoesNotHold
 from attncheck.verify.verify import verify
 
 

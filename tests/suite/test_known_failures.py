@@ -12,12 +12,9 @@ from attncheck.core.errors import UsageError
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.expected import known_failures
-from attncheck.suite.kernels import Kernel
-from attncheck.suite.known_failures import read
-from attncheck.suite.marks import MARK
-from attncheck.suite.options import Options
-from attncheck.suite.session import Param, Session
+from attncheck.suite.known_failures import known_failures, read
+from attncheck.suite.property_session import Kernel, Param, Session
+from attncheck.suite.pytest_options import MARK, Options
 
 if TYPE_CHECKING:
     from pathlib import Path

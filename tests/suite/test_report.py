@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.suite.report import command
+from attncheck.suite.outcomes import command
 
 pytest_plugins = ["pytester"]
 

@@ -10,20 +10,19 @@ import pytest
 from hypothesis import strategies as st
 
 from attncheck.capabilities.subject import Refused
+from attncheck.cases.tier import TIERS
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite import asks, cases, profiles
-from attncheck.suite.diagnosed import DoesNotHold
-from attncheck.suite.search import search
-from attncheck.suite.tiers import TIERS
-from attncheck.suite.under_test import UnderTest
+from attncheck.suite import pytest_options
+from attncheck.suite.property_session import UnderTest, asks, cases, search
+from attncheck.suite.wrong_answers import DoesNotHold
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
 
-profiles.register()
+pytest_options.register()
 MOST_NEAR = 90  # problems that are tried in place of a refused one
 CASES = st.integers(1, 40).map(
     lambda kv: Case(problem=Problem(query=2, kv=kv, head_dim=4, dtype="fp32"))

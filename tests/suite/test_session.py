@@ -6,20 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.strategies import pagings
-from attncheck.strategies.families import MASK_FAMILIES
+from attncheck.cases.mask_samples import NOT_CONCERNED, Kind, refusal, samples
+from attncheck.cases.strategies.families import MASK_FAMILIES
+from attncheck.cases.strategies.sizes import pagings
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite import asks
-from attncheck.suite.kernels import Kernel
-from attncheck.suite.kinds import Kind
-from attncheck.suite.marks import MARK, SOFTMAX
-from attncheck.suite.options import Options
-from attncheck.suite.samples import NOT_CONCERNED, refusal, samples
-from attncheck.suite.session import Session
+from attncheck.suite.property_session import Kernel, Session, asks
+from attncheck.suite.pytest_options import MARK, SOFTMAX, Options
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
-    from attncheck.suite.asking import Asked
+    from attncheck.suite.property_session import Asked
 
 
 class Narrow(Ideal):

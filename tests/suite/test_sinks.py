@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attncheck.cases.mask_samples import NOT_CONCERNED, Kind, refusal, samples
 from attncheck.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.kinds import Kind
-from attncheck.suite.marks import MARK
-from attncheck.suite.samples import NOT_CONCERNED, refusal, samples
+from attncheck.suite.pytest_options import MARK
 
 if TYPE_CHECKING:
-    from attncheck.suite.asking import Asked
+    from attncheck.suite.property_session import Asked
 
 PROPERTIES = Path(__file__).parents[2] / "properties" / "test_sink.py"
 

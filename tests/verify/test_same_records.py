@@ -9,12 +9,12 @@ from click.testing import CliRunner
 
 import attncheck
 from attncheck.capabilities.named_kernels import builtin_names, subject_named
+from attncheck.cases.check_questions import questions
 from attncheck.cli.check import check
 from attncheck.core.json_numbers import to_plain_data
 from attncheck.gate.choices import Choices
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import Gate
 from attncheck.inputs.problem import Case, Problem
-from attncheck.runner.quick import questions
 from attncheck.verify.verify import verify
 from attncheck.workers.units import Unit
 

@@ -17,8 +17,8 @@ from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
+    from attncheck.cases.check_questions import Question
     from attncheck.records.record import Record, Report
-    from attncheck.runner.quick import Question
 
 __all__ = ["check"]
 
@@ -124,8 +124,8 @@ def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[Question]:
     """What is asked, dtype by dtype; raises UnknownName for a question that there is not."""
+    from attncheck.cases.check_questions import questions
     from attncheck.core.errors import UnknownName
-    from attncheck.runner.quick import questions
 
     asked = [
         one for dtype in dict.fromkeys(dtypes or ("bf16",)) for one in questions(dtype, head_dims)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
+    from attncheck.cases.tier import Tier
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
-    from attncheck.suite.tiers import Tier
-    from attncheck.suite.under_test import UnderTest
+    from attncheck.suite.property_session import UnderTest
 
 __all__ = ["DTYPE", "Found", "at_edges", "drawn"]
 
@@ -77,11 +77,11 @@ def at_edges(subject: Subject, device: str) -> Found | None:
 
 
 def _searched(name: str, subject: Subject, device: str, most: int) -> Found | None:
-    from attncheck.suite import Asked, UnderTest, cases, profiles
-    from attncheck.suite.diagnosed import DoesNotHold
-    from attncheck.suite.search import search
+    from attncheck.suite import pytest_options
+    from attncheck.suite.property_session import Asked, UnderTest, cases, search
+    from attncheck.suite.wrong_answers import DoesNotHold
 
-    profiles.register()
+    pytest_options.register()
     kernel = UnderTest(name, subject, device, dtype=DTYPE, family="full", tier=_tier(most))
     asked = Asked(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
     first: list[tuple[Record, int]] = []
@@ -104,7 +104,7 @@ def _searched(name: str, subject: Subject, device: str, most: int) -> Found | No
 
 
 def _tier(most: int) -> Tier:
-    from attncheck.suite.tiers import Tier
+    from attncheck.cases.tier import Tier
 
     return Tier(
         name="demo",

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.capabilities.subject import Subject
+    from attncheck.cases.variants import Cell
     from attncheck.records.record import Report
-    from attncheck.runner.plan import Cell
 
 __all__ = ["explain"]
 
@@ -21,10 +21,10 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
 
     Raises UsageError where ``name`` names none of ``cells``, or several.
     """
+    from attncheck.cases.variants import chosen
     from attncheck.inputs.problem import Case
     from attncheck.reporting.check_document import explanation
     from attncheck.reporting.rendering import show
-    from attncheck.runner.choose import chosen
     from attncheck.verify.verify import case_subjects, verify
 
     concerned = case_subjects([cell.problem for cell in cells], subjects, device)

@@ -16,8 +16,8 @@ from attncheck.cli.gate_scripts import FAILURES
 from attncheck.core.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
-    from attncheck.gate.against import Tree
     from attncheck.gate.choices import Choices
+    from attncheck.gate.sources import Tree
     from attncheck.records.baseline_entries import Baseline
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.units import Unit
@@ -61,7 +61,7 @@ def changed_only(
     kernels = _kernels_of(names)
     if ref is None:
         return kernels, ()
-    from attncheck.gate.changed import changed
+    from attncheck.gate.sources import changed
 
     found = changed(kernels, ref)
     return found, tuple(kernel for kernel in kernels if kernel not in found)
@@ -92,14 +92,12 @@ def asked(  # noqa: PLR0913  # one parameter per option
     """
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
+    from attncheck.cases.tier import default_tier, gate_tier_named
     from attncheck.conventions.declarations import convention_named
-    from attncheck.gate.choices import Choices, stages_named
-    from attncheck.gate.held import Held
-    from attncheck.gate.plan import describing
-    from attncheck.gate.replay import replays
-    from attncheck.gate.report import header
+    from attncheck.gate.choices import Choices, Held, stages_named
+    from attncheck.gate.gate_report import header
+    from attncheck.gate.plan import describing, replays
     from attncheck.gate.sources import fingerprint
-    from attncheck.gate.tiers import default_tier, tier_named
     from attncheck.verify.environment import default_device, require_device
     from attncheck.workers.units import Shard
 
@@ -108,7 +106,7 @@ def asked(  # noqa: PLR0913  # one parameter per option
     part = str(Shard.parse(shard))
     device = device or default_device()
     require_device(device)
-    chosen = tier_named(tier or default_tier(device))
+    chosen = gate_tier_named(tier or default_tier(device))
     if part and chosen.draws_anew and seed is None:
         raise UsageError(
             f"--shard {part}: each run of tier {chosen.name} draws other numbers: "

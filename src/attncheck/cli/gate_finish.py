@@ -66,7 +66,7 @@ def finished(
 
 
 def _reported(content: JournalContent, baseline: tuple[str, Baseline] | None) -> GateReport:
-    from attncheck.gate.report import report
+    from attncheck.gate.gate_report import report
 
     return report(content, command=typed(content.head.get("kernels", ())), baseline=baseline)
 

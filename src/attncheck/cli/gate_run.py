@@ -16,7 +16,7 @@ from attncheck.core.sanitize_text import one_line
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate.against import Tree
+    from attncheck.gate.sources import Tree
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd
     from attncheck.workers.units import Done
@@ -38,7 +38,7 @@ def beside(
     if ref is None:
         yield None
         return
-    from attncheck.gate.against import tree
+    from attncheck.gate.sources import tree
 
     if cluster is not None:
         raise UsageError("--against has the files of the commit here alone: leave --cluster out.")
@@ -89,7 +89,7 @@ def ran(  # noqa: PLR0913  # one parameter per option
     with Journal.open(Path(directory) / JOURNAL, this.head, resume=resume) as journal:
         with gate_progress(quiet=quiet, verbose=verbose) as told:
             how: dict[str, Any] = {
-                "work": "attncheck.gate.work:work",
+                "work": "attncheck.gate.gate_worker:work",
                 "options": this.choices.options(),
                 "journal": journal,
                 "seconds": seconds,

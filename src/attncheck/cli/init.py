@@ -13,8 +13,8 @@ from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_p
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.runner.probing import Probed
     from attncheck.subjects.load import Candidate
+    from attncheck.surveys.capability_detection import Probed
 
 __all__ = ["init"]
 
@@ -84,7 +84,7 @@ def _table(kernel: Candidate, found: Probed, path: Path, name: str) -> str:
 
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import entry_from, table_header
-    from attncheck.runner.proposal import proposed
+    from attncheck.surveys.capability_detection import proposed
 
     proposal, comments = proposed(found, entry_from(kernel.entry, path))
     before = kernel.capabilities
@@ -95,7 +95,7 @@ def _table(kernel: Candidate, found: Probed, path: Path, name: str) -> str:
 
 
 def _next(path: Path, name: str, *, dry_run: bool, found: Probed) -> str:
-    from attncheck.runner.proposal import is_capability
+    from attncheck.surveys.capability_detection import is_capability
 
     lines = [f"{'would be written' if dry_run else 'written'} to {path}"]
     tried = filter(is_capability, found.tried)

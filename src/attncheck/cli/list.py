@@ -42,11 +42,11 @@ def _echo(catalogue: dict[str, Any]) -> None:
 
 def _catalogue(device: str) -> dict[str, Any]:
     from attncheck.capabilities import named_kernels
+    from attncheck.cases.variants import FURTHER, VARIANTS
     from attncheck.core.formats import DTYPES
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
-    from attncheck.runner.variants import FURTHER, VARIANTS
 
     subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
     dtypes = {
@@ -87,9 +87,8 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
 
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
+    from attncheck.cases.variants import ALL, DEFAULT_SHAPES, plan
     from attncheck.core.formats import DTYPES
-    from attncheck.runner.plan import plan
-    from attncheck.runner.variants import ALL, DEFAULT_SHAPES
 
     why = subject.absent(device)
     if why:

@@ -57,8 +57,8 @@ def measured(sources: Sequence[str]) -> Measured:
     Raises:
         UsageError: for what is no report of attncheck's, or has nothing for a baseline.
     """
+    from attncheck.baseline.comparison import comparable, measurements
     from attncheck.records.baseline_entries import environment_id
-    from attncheck.runner.comparable import comparable, measurements
 
     found = Measured()
     for source in sources:
@@ -100,7 +100,7 @@ def _of_a_gate(path: Path) -> bool:
 
 def _gate(path: Path) -> GateReport:
     if path.suffix == ".jsonl":
-        from attncheck.gate.report import report
+        from attncheck.gate.gate_report import report
         from attncheck.workers.journal_format import read_journal
 
         return report(read_journal(path))

@@ -17,8 +17,8 @@ from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.reporting.document import Document, Look
-    from attncheck.runner.probing import Probed
     from attncheck.subjects.load import Candidate
+    from attncheck.surveys.capability_detection import Probed
 
 __all__ = ["NOTHING_TAKEN", "convention_option", "name_of", "probe", "run_probe"]
 
@@ -62,7 +62,7 @@ def probe(
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.reporting.terminal import document_lines, print_lines, print_text
-    from attncheck.runner.proposal import proposed
+    from attncheck.surveys.capability_detection import proposed
 
     device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
     name, table = name_of(spec), ""
@@ -94,8 +94,8 @@ def run_probe(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from attncheck.cli.progress import progress
     from attncheck.core.errors import UsageError
-    from attncheck.runner.probing import probed
     from attncheck.subjects.load import load_candidate
+    from attncheck.surveys.capability_detection import probed
     from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()
@@ -151,7 +151,7 @@ _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable
 def _document(name: str, found: Probed, device: str) -> Document:
     """What was tried of the kernel called ``name``: a row an aspect and verdict."""
     from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
-    from attncheck.runner.proposal import grouped, is_capability
+    from attncheck.surveys.capability_detection import grouped, is_capability
 
     rows = []
     for aspect, several in groupby(found.tried, key=lambda one: one.aspect):

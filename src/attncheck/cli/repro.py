@@ -174,7 +174,7 @@ def _write(  # who is asked what
     from attncheck.core.files import write_texts
     from attncheck.core.sanitize_text import one_line
     from attncheck.records.problem_summary import problem_of
-    from attncheck.runner.standalone import script
+    from attncheck.standalone.standalone_script import script
     from attncheck.verify.question_fit import question_summary
 
     path = Path(file)

@@ -11,7 +11,7 @@ from attncheck.cli.subjects import named, unconcerned
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
-    from attncheck.runner.plan import Cell
+    from attncheck.cases.variants import Cell
 
 __all__ = [
     "cells_of",
@@ -37,9 +37,7 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
     backward: bool,
 ) -> list[Cell]:
     """What the options ask for: recorded inputs, own mods, or variants."""
-    from attncheck.runner.plan import plan
-    from attncheck.runner.questions import own_variant, recorded
-    from attncheck.runner.variants import DEFAULT_SHAPES
+    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan, recorded
     from attncheck.verify.environment import prepare
 
     if recording is not None:
@@ -63,7 +61,7 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
 
 def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
     """The recorded cells; raises ProblemError where gradients are asked for and cannot be."""
-    from attncheck.runner.plan import check_memory
+    from attncheck.cases.variants import check_memory
 
     if backward:
         cells = [cell.asking(backward=True) for cell in cells]

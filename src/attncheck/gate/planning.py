@@ -1,4 +1,4 @@
-"""One kernel as a plan sees it: what it takes, and the questions that come of it."""
+"""One kernel as a plan sees it: what it takes, and the questions that follow."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from attncheck.cases.mask_samples import NOT_CONCERNED, PLAIN, Kind, refusal
+from attncheck.cases.strategies.families import MASK_FAMILIES
+from attncheck.cases.strategies.problems import supported
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.run_reports import Answer
-from attncheck.strategies import nearest
-from attncheck.strategies.families import MASK_FAMILIES
-from attncheck.suite.kinds import PLAIN, Kind
-from attncheck.suite.marks import SOFTMAX
-from attncheck.suite.samples import NOT_CONCERNED, refusal
+from attncheck.suite.pytest_options import SOFTMAX
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+from attncheck.verify.executor import Failure
 from attncheck.verify.question_fit import (
     adapted_problems,
     allowed_parameters,
@@ -25,14 +26,16 @@ from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from attncheck.capabilities.subject import Subject
     from attncheck.gate.choices import Choices
+    from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.run_reports import Stage
-    from attncheck.verify.executor import Executor, Failure
+    from attncheck.verify.executor import Execution, Executor, Origin
 
-__all__ = ["Planning", "moved"]
+__all__ = ["Planning", "Remembering", "moved"]
+
 
 _DROPS = ("sink", "dlse")
 
@@ -89,7 +92,7 @@ class Planning:
 
     def nearest(self, problem: Problem) -> Problem | None:
         """``problem`` itself, the nearest that the kernel takes, or None."""
-        return nearest.supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
+        return supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
 
     def refusal(self, family: str, dtype: str, kind: Kind = PLAIN) -> str:
         """Why it takes nothing of a mask family in a dtype; empty if it does."""
@@ -167,3 +170,61 @@ def moved(case: Case, problem: Problem) -> Case:
         wanted = case.parameters.get(name, values[len(values) // 2])
         chosen[name] = min(values, key=lambda value: abs(value - wanted))
     return Case(problem=problem, question=case.question, parameters=chosen)
+
+
+_MOST = 20_000
+
+
+class Remembering:
+    """An executor of one kernel that remembers what it said of each Problem; not that it failed.
+
+    Args:
+        executor: That asks it.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._concerns: dict[Problem, bool] = {}
+        self._refusals: dict[tuple[Problem, str], str | None] = {}
+
+    def absence(self, subject: Subject, device: str) -> str | None:
+        """As the other one says."""
+        return self._executor.absence(subject, device)
+
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        """As the other one says, or said."""
+        if problem not in self._concerns:
+            if len(self._concerns) >= _MOST:
+                self._concerns.clear()
+            self._concerns[problem] = self._executor.concerns(subject, problem)
+        return self._concerns[problem]
+
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        """As the other one says, or said."""
+        key = (problem, device)
+        if key in self._refusals:
+            return self._refusals[key]
+        found = self._executor.refusal(subject, problem, device)
+        if not isinstance(found, Failure):
+            if len(self._refusals) >= _MOST:
+                self._refusals.clear()
+            self._refusals[key] = found
+        return found
+
+    def launches(
+        self, subject: Subject, problem: Problem, device: str
+    ) -> Mapping[str, Subject] | Failure:
+        """As the other one says."""
+        return self._executor.launches(subject, problem, device)
+
+    def run(
+        self,
+        subject: Subject,
+        inputs: Inputs,
+        *,
+        origin: Origin | None = None,
+        timed: bool = False,
+        under: CallConditions = PLAIN_CALL,
+    ) -> Execution | Failure:
+        """As the other one does."""
+        return self._executor.run(subject, inputs, origin=origin, timed=timed, under=under)
