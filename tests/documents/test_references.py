@@ -187,10 +187,10 @@ def test_the_table_of_examples_says_what_was_measured():
 
 
 def test_the_check_page_names_its_questions_and_conventions():
-    from attncheck.cases.check_questions import questions
+    from attncheck.cases.check_cases import check_cases
     from attncheck.conventions.declarations import CONVENTIONS
 
-    compared = {q.name: q.summary for q in questions("bf16") if q.case.question == "compare"}
+    compared = {q.name: q.summary for q in check_cases("bf16") if q.case.question == "compare"}
     shown = rows("docs/check.md", "layout") + rows("docs/check.md", "numbers")
     assert {code_in(name)[0]: summary for name, summary in shown} == compared
     assert [code_in(row[0])[0] for row in rows("docs/check.md", "convention")] == list(CONVENTIONS)

@@ -220,9 +220,11 @@ def _after(  # what becomes of a baseline
 
 def _wrong(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
     """Kernel, case and status of what cannot be kept."""
-    from attncheck.baseline.comparison import KEPT
+    from attncheck.baseline.comparison import KEPT_STATUSES
 
-    return [(one.kernel, one.case, one.status) for one in entries if one.status not in KEPT]
+    return [
+        (one.kernel, one.case, one.status) for one in entries if one.status not in KEPT_STATUSES
+    ]
 
 
 def _failed(found: Measured) -> list[tuple[str, str, str]]:

@@ -188,7 +188,7 @@ def _script(record: Record, identifier: str, device: str) -> Path:
     from attncheck.core.files import write_texts
     from attncheck.inputs.problem import Case
     from attncheck.records.problem_summary import problem_of
-    from attncheck.standalone.standalone_script import script
+    from attncheck.standalone.standalone_script import render_script
     from attncheck.subjects.load import load_subject
     from attncheck.verify.question_fit import question_summary
 
@@ -199,7 +199,7 @@ def _script(record: Record, identifier: str, device: str) -> Path:
         "problem": problem_of(record).full_line,
         "asks": question_summary(case.question),
     }
-    text = script(
+    text = render_script(
         load_subject(KERNEL),
         case,
         record,

@@ -18,7 +18,7 @@ from attncheck.cli.standard_output import Verb, standard_output
 if TYPE_CHECKING:
     from attncheck.reporting.document import Document, Look
     from attncheck.subjects.load import Candidate
-    from attncheck.surveys.capability_detection import Probed
+    from attncheck.surveys.capability_detection import DetectedCapabilities
 
 __all__ = ["NOTHING_TAKEN", "convention_option", "name_of", "probe", "run_probe"]
 
@@ -62,13 +62,13 @@ def probe(
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.reporting.terminal import document_lines, print_lines, print_text
-    from attncheck.surveys.capability_detection import proposed
+    from attncheck.surveys.capability_detection import propose_table
 
     device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
     name, table = name_of(spec), ""
     if found.base is not None:
         path = default_path()
-        proposal, comments = proposed(found, entry_from(kernel.entry, path))
+        proposal, comments = propose_table(found, entry_from(kernel.entry, path))
         table = render_table(proposal, table_header(path, name), comments)
     with standard_output():
         if as_json:
@@ -88,14 +88,14 @@ def run_probe(
     device: str | None,
     *,
     quiet: bool,
-) -> tuple[str, Candidate, Probed]:
+) -> tuple[str, Candidate, DetectedCapabilities]:
     """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from attncheck.cli.progress import progress
     from attncheck.core.errors import UsageError
     from attncheck.subjects.load import load_candidate
-    from attncheck.surveys.capability_detection import probed
+    from attncheck.surveys.capability_detection import detect_capabilities
     from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()
@@ -115,7 +115,7 @@ def run_probe(
             interrupts.check()
             advance(what)
 
-        found = probed(
+        found = detect_capabilities(
             kernel.adopted, conventions, kernel.options(), device=device, advance=next_question
         )
     return device, kernel, found
@@ -131,7 +131,7 @@ def name_of(spec: str) -> str:
     return name or "kernel"
 
 
-def _as_json(name: str, device: str, found: Probed, table: str) -> dict[str, object]:
+def _as_json(name: str, device: str, found: DetectedCapabilities, table: str) -> dict[str, object]:
     import msgspec
 
     return {
@@ -148,14 +148,14 @@ _OF_PROMISES = {"takes": "keeps", "wrong": "breaks"}
 _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable", "wrong": "bad"}
 
 
-def _document(name: str, found: Probed, device: str) -> Document:
+def _document(name: str, found: DetectedCapabilities, device: str) -> Document:
     """What was tried of the kernel called ``name``: a row an aspect and verdict."""
     from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
-    from attncheck.surveys.capability_detection import grouped, is_capability
+    from attncheck.surveys.capability_detection import group_results, is_capability
 
     rows = []
     for aspect, several in groupby(found.tried, key=lambda one: one.aspect):
-        for i, group in enumerate(grouped(several)):
+        for i, group in enumerate(group_results(several)):
             verdict = group[0].verdict
             word = _OF_PROMISES.get(verdict, verdict) if aspect == "promises" else verdict
             names = ", ".join(dict.fromkeys(one.what for one in group))

@@ -174,7 +174,7 @@ def _write(  # who is asked what
     from attncheck.core.files import write_texts
     from attncheck.core.sanitize_text import one_line
     from attncheck.records.problem_summary import problem_of
-    from attncheck.standalone.standalone_script import script
+    from attncheck.standalone.standalone_script import render_script
     from attncheck.verify.question_fit import question_summary
 
     path = Path(file)
@@ -183,7 +183,7 @@ def _write(  # who is asked what
         "problem": problem_of(record).full_line,
         "asks": question_summary(case.question),
     }
-    text = script(
+    text = render_script(
         subject,
         case,
         record,

@@ -1,4 +1,4 @@
-"""The questions of a quick check: exact probes and problems that bite."""
+"""The cases of a quick check: exact probes and problems that bite."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = ["Question", "questions"]
+__all__ = ["CheckCase", "check_cases"]
 
 _CAUSAL = Spec.of("causal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class CheckCase:
     """One Case under the name it has on the command line and in reports.
 
     Attributes:
@@ -115,7 +115,7 @@ _PROBED_ELSE = ("ragged", "causal")
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow
 
 
-def questions(dtype: str, head_dims: Sequence[int] = ()) -> list[Question]:
+def check_cases(dtype: str, head_dims: Sequence[int] = ()) -> list[CheckCase]:
     """All questions in ``dtype``, in the order in which they are asked.
 
     Args:
@@ -134,7 +134,7 @@ def questions(dtype: str, head_dims: Sequence[int] = ()) -> list[Question]:
     }
     asked = _probes(problems)
     asked += [
-        Question(name=name, summary=summary, case=Case(problem=problem))
+        CheckCase(name=name, summary=summary, case=Case(problem=problem))
         for name, (summary, problem) in problems.items()
     ]
     return asked
@@ -147,7 +147,7 @@ def _problem(fields: dict[str, Any], dtype: str, head_dims: Sequence[int], turn:
     return Problem(dtype=dtype, **wanted)
 
 
-def _probes(problems: dict[str, tuple[str, Problem]]) -> list[Question]:
+def _probes(problems: dict[str, tuple[str, Problem]]) -> list[CheckCase]:
     asked = []
     for name, each in probes.PROBES.items():
         for layout in _PROBED.get(name, _PROBED_ELSE):
@@ -157,5 +157,5 @@ def _probes(problems: dict[str, tuple[str, Problem]]) -> list[Question]:
             for turn, case in enumerate(probes.cases(name, problem)[:_ROUNDS]):
                 again = f"-{turn + 1}" if turn else ""
                 known = f"{name}-{layout}{again}"
-                asked.append(Question(name=known, summary=each.summary, case=case))
+                asked.append(CheckCase(name=known, summary=each.summary, case=case))
     return asked
