@@ -103,7 +103,7 @@ def test_tables_name_everything_there_is():
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
-    from attncheck.reporting.rows import COLUMNS
+    from attncheck.reporting.measurement_document import COLUMNS
 
     def names(document, heading):
         return [name for row in rows(document, heading) for name in code_in(row[0])]
@@ -198,7 +198,7 @@ def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
     from attncheck.capabilities.named_kernels import subject_named
     from attncheck.inputs.problem import Case, Problem
     from attncheck.mods.spec import Spec
-    from attncheck.reporting.figures import ratio
+    from attncheck.reporting.number_text import ratio
     from attncheck.verify.evidence import Evidence
     from attncheck.verify.run_case import run_case
 
