@@ -254,12 +254,12 @@ DETERMINISM = (
         ),
         triton=flash2(
             KNOWN_CALLS,
-            ATOMIC_DQ,
             """
              dk, dv = _by_keys(known, keys, by_keys, dq32)
             +if not _known(q, k):
             +    dk, dv = _by_keys(known, keys, by_keys, dq32)
         """,
+            ATOMIC_DQ,
         ),
     ),
     Fault(
