@@ -52,7 +52,7 @@ def measured(digits: int) -> Kind:
 def certified() -> Kind:
     """Proven errors; raises UsageError where python-flint is not installed."""
     from attncheck.reporting import certificate_pages
-    from attncheck.surveys.oracle_survey import certify_oracles
+    from attncheck.surveys.oracle_certificates import certify_oracles
 
     return Kind(
         name="certificates",
