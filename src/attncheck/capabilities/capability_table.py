@@ -15,7 +15,7 @@ import msgspec
 
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, FORMATS, Format, fp32
-from attncheck.inputs.problem import PROMISES
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.library import NONE
 from attncheck.mods.masks import MASKS

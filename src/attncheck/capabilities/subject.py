@@ -14,7 +14,8 @@ from attncheck.mods.library import NONE
 if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem, Promise
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Promise
     from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = [

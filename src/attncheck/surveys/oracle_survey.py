@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Variant, plan_cells
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
 from attncheck.inputs import input_tensors as inputs_room
@@ -34,8 +35,6 @@ from attncheck.records.survey_reports import (
     OracleReport,
     Rows,
 )
-from attncheck.runner.plan import plan
-from attncheck.runner.variants import VARIANTS, Variant
 from attncheck.verify.environment import environment
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from attncheck.cases.variants import Cell
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.problem import Problem
     from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Result
-    from attncheck.runner.plan import Cell
 
 __all__ = [
     "CERTIFIED_VARIANTS",
@@ -140,7 +139,7 @@ def oracle_plan(
         # By name it must exist: the Problem says why it does not.
         must = bool(variants) and (bool(distributions) or not existing)
         for distribution in every if must else existing:
-            cells += plan(
+            cells += plan_cells(
                 dtypes=(dtype,),
                 variants=() if name == SHARP.name else (name,),
                 own=SHARP if name == SHARP.name else None,

@@ -28,7 +28,7 @@ from attncheck.capabilities.subject import Subject, Tiling
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import AXES, Outputs
-from attncheck.inputs.problem import PROMISES
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.judge.declared_arithmetic import Arithmetic
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes

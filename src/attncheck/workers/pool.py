@@ -5,7 +5,7 @@ on several.
 
 ```python
 with Journal.open(path, header, resume=True) as journal:
-    ended = run(units, work="attncheck.gate.work:work", options={...}, journal=journal,
+    ended = run(units, work="attncheck.gate.gate_worker:work", options={...}, journal=journal,
                 lanes=[Lane(gpu="0"), Lane(gpu="1")])
 ```
 """
