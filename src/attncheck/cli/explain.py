@@ -23,7 +23,8 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
     """
     from attncheck.cases.variants import choose_cell
     from attncheck.inputs.problem import Case
-    from attncheck.reporting.explain import show_explanation
+    from attncheck.reporting.check_document import explanation
+    from attncheck.reporting.rendering import show
     from attncheck.verify.verify import case_subjects, verify
 
     concerned = case_subjects([cell.problem for cell in cells], subjects, device)
@@ -32,5 +33,5 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
     report = verify(subject, asked, device=device, applicable_only=True, timed=True)
     (record,) = report.records
     with standard_output():
-        show_explanation(record)
+        show(record, document=explanation)
     return report

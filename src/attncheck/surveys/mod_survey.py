@@ -375,7 +375,7 @@ def survey_mods(
         mpmath=metadata.version("mpmath"),
         file=file,
         shape=" ".join(f"{axis}{size}" for axis, size in zip("BHQK", sizes, strict=True)),
-        worlds={"mpmath": f"{_BITS} bits"} | {s.name: s.summary for s in subjects},
+        backends={"mpmath": f"{_BITS} bits"} | {s.name: s.summary for s in subjects},
         records=tuple(records),
     )
 
