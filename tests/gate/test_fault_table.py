@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.examine import planted_processes as of_processes
+from tests.verify import planted_processes as of_processes
 from tests.gate import planted_faults as of_calls
 
 from attncheck import oracles

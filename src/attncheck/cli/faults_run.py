@@ -88,7 +88,7 @@ def ran(  # one run, said once
                 work=work,
                 options=options,
                 journal=journal,
-                lanes=lanes,
+                workers=lanes,
                 seconds=seconds,
                 told=told,
                 priority=priority,

@@ -39,7 +39,7 @@ from attncheck.records.record import FAILED_STATUSES, Diagnosis
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.run_case import run_case
-from attncheck.workers.process import Deadlines
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.workers.units import Done
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.runner.stub_work import unit
+from tests.workers.stub_work import unit
 
 from attncheck.core.errors import UsageError
 from attncheck.workers import pool
@@ -21,7 +21,7 @@ from attncheck.workers.pool import run_units
 from attncheck.workers.units import Done, Shard
 from attncheck.workers.worker_pool import Limits, WorkerError, WorkerPlace
 
-STUB = "tests.runner.stub_work:work"
+STUB = "tests.workers.stub_work:work"
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,7 +45,7 @@ def ran(path, units, *, lanes=2, work=STUB, resume=True, options=None, disk=None
             work=work,
             options=options or {},
             journal=journal,
-            lanes=[WorkerPlace() for _ in range(lanes)],
+            workers=[WorkerPlace() for _ in range(lanes)],
             told=rest.pop("told", events.append),
             **rest,
         )
@@ -141,7 +141,7 @@ def test_each_lane_sees_its_gpu(path, tmp_path):
             work=STUB,
             options={},
             journal=journal,
-            lanes=[WorkerPlace(gpu="7"), WorkerPlace(gpu="5")],
+            workers=[WorkerPlace(gpu="7"), WorkerPlace(gpu="5")],
         )
     gpus = sorted(done.facts["gpu"] for done in read_journal(path).results.values())
     assert gpus == ["5", "7"]
@@ -278,11 +278,11 @@ def test_another_shard_is_left_to_others(path):
 
 def test_a_work_that_cannot_be_made_is_an_error_in_one_line(path):
     with pytest.raises(UsageError, match=r"^kernel 'x' is not there\.$"):
-        ran(path, [unit("a")], work="tests.runner.stub_work:refused")
+        ran(path, [unit("a")], work="tests.workers.stub_work:refused")
     with pytest.raises(UsageError, match=r"no work 'tests\.runner\.nothing:work': ModuleNotFound"):
-        ran(path, [unit("a")], work="tests.runner.nothing:work")
+        ran(path, [unit("a")], work="tests.workers.nothing:work")
     with pytest.raises(WorkerError, match="cannot be started: its process died: SIGKILL"):
-        ran(path, [unit("a")], work="tests.runner.stub_work:dead")
+        ran(path, [unit("a")], work="tests.workers.stub_work:dead")
     assert not read_journal(path).results
     assert not read_journal(path).lost
 
@@ -328,7 +328,7 @@ def test_what_told_raises_ends_the_run_and_its_lanes(path, tmp_path):
 
 
 def test_nothing_to_do_starts_no_lane(path):
-    ended, events = ran(path, [], work="tests.runner.stub_work:dead")
+    ended, events = ran(path, [], work="tests.workers.stub_work:dead")
     assert (ended.why, ended.finished, events) == ("", 0, [])
 
 
@@ -344,13 +344,13 @@ RUNS = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.runner.stub_work import unit
-from attncheck.runner.journal import Journal
-from attncheck.runner.pool import Lane, run
+from tests.workers.stub_work import unit
+from attncheck.workers.journal import Journal
+from attncheck.workers.pool import WorkerPlace, run_units
 units = {units}
 with Journal.open({path!r}, {{"command": "test"}}, resume=True) as journal:
-    ended = run(units, work="tests.runner.stub_work:work", options={{}}, journal=journal,
-                lanes=[Lane(), Lane()])
+    ended = run_units(units, work="tests.workers.stub_work:work", options={{}}, journal=journal,
+                workers=[WorkerPlace(), WorkerPlace()])
 print(ended.why, ended.at_once, ended.finished, ended.left)
 """
 
