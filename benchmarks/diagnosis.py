@@ -13,12 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from attncheck.faults.catalogue import FAULTS_of_catalogue, fault_named
+from attncheck.faults.catalogue import FAULTS, fault_named
 from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
-from attncheck.gate.known import Known
-from attncheck.gate.plan import describing, priority
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units, priority
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 
 LONGEST = 60.0
@@ -35,7 +34,7 @@ def main():
     parser.add_argument("--alone", action="store_true", help="make no failure smaller")
     typed = parser.parse_args()
     part, parts = map(int, typed.part.split("/"))
-    chosen = [fault_named(name) for name in typed.ids] or list(FAULTS_of_catalogue.values())
+    chosen = [fault_named(name) for name in typed.ids] or list(FAULTS.values())
     chosen = [
         f
         for f in chosen
@@ -59,7 +58,7 @@ def one(fault, host, folder, device, *, shrink):
     kernel = plant(fault, host, folder)
     dtype, start = fault.hosts[host].dtypes[0], time.perf_counter()
     choices = Choices.of({"tier": "smoke", "isolated": False, "dtypes": dtype})
-    gate, queue, seen = Gate(choices, Known(())), [], set()
+    gate, queue, seen = GateWorker(choices, KnownFailures(())), [], set()
 
     def add(units):
         for unit in units:
@@ -67,7 +66,7 @@ def one(fault, host, folder, device, *, shrink):
                 seen.add(unit.id)
                 heapq.heappush(queue, (priority(unit), len(seen), unit))
 
-    add(describing([kernel], device=device, tier="smoke", convention=""))
+    add(describe_units([kernel], device=device, tier="smoke", convention=""))
     while queue and time.perf_counter() < start + LONGEST:
         *_, unit = heapq.heappop(queue)
         done = gate.do(unit)

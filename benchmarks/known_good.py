@@ -25,11 +25,10 @@ from in_processes import finished, write_json
 from known_good_page import ALARMS, page, summary
 from msgspec.structs import replace
 
+from attncheck.cases.tier import GATE_TIERS
 from attncheck.core.errors import ProblemError
-from attncheck.gate.known import KNOWN
-from attncheck.gate.plan import describing
-from attncheck.gate.tiers import TIERS
-from attncheck.gate.work import work as gate_of
+from attncheck.gate.gate_worker import work as gate_of
+from attncheck.gate.plan import KNOWN, describe_units
 from attncheck.inputs.problem import Case
 from attncheck.records.run_reports import STAGES
 from attncheck.verify.environment import default_device, environment
@@ -37,7 +36,7 @@ from attncheck.verify.environment import default_device, environment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate.work import Gate
+    from attncheck.gate.gate_worker import GateWorker
     from attncheck.records.run_reports import Answer
     from attncheck.workers.units import Unit
 
@@ -90,10 +89,10 @@ def work(task: Task) -> dict[str, Any]:
     return found
 
 
-def _answers(gate: Gate, task: Task, found: dict[str, Any]) -> Iterator[tuple[Unit, Answer]]:
+def _answers(gate: GateWorker, task: Task, found: dict[str, Any]) -> Iterator[tuple[Unit, Answer]]:
     """Every question's answer, as it comes; what the plan leaves out is no question."""
     chance = random.Random(task.seed)  # noqa: S311  # an order
-    (unit,) = describing([task.kernel], device=task.device, tier=task.tier, convention="")
+    (unit,) = describe_units([task.kernel], device=task.device, tier=task.tier, convention="")
     queue, seen = [unit], {unit.id}
     while queue and time.time() < task.until:
         unit = queue.pop()
@@ -189,7 +188,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--seconds", type=float, default=60.0, help="ask nothing after this")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--tier", choices=tuple(TIERS), default="smoke")
+    parser.add_argument("--tier", choices=tuple(GATE_TIERS), default="smoke")
     parser.add_argument("--stages", nargs="*", choices=STAGES, help="default: all")
     parser.add_argument("--each", type=int, default=8, help="times that a question is asked")
     parser.add_argument("--kernels", nargs="*", help="default: all of the device")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.strategies import captured_scores, scores
-from attncheck.suite import asks
+from attncheck.cases.strategies.score_strategies import captured_scores, scores
+from attncheck.suite.property_session import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite import UnderTest
+    from attncheck.suite.property_session import UnderTest
 
 # The families whose tiles a backward visits in another order than its forward does.
 MASKS = ("full", "causal", "sliding_window", "prefix_lm", "document", "padding", "composition")

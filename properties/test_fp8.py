@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.strategies import pagings
-from attncheck.suite import asks
+from attncheck.cases.strategies.sizes import pagings
+from attncheck.suite.property_session import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite import UnderTest
+    from attncheck.suite.property_session import UnderTest
 
 FP8 = ("e4m3", "e5m2")
 SMALL_PAGES = (16, 32, 3)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attncheck.strategies import scores
-from attncheck.suite import asks
+from attncheck.cases.strategies.score_strategies import scores
+from attncheck.suite.property_session import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
-    from attncheck.suite import UnderTest
+    from attncheck.suite.property_session import UnderTest
 
 
 @asks(

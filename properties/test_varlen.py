@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.cases.strategies.score_strategies import scores
 from attncheck.conventions.layouts import pack
-from attncheck.strategies import scores
-from attncheck.suite import asks
+from attncheck.suite.property_session import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite import UnderTest
+    from attncheck.suite.property_session import UnderTest
 
 RAGGED = ("document", "documents", "padding")
 

@@ -6,11 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attncheck.cases.strategies.problems import problems
     from attncheck.inputs.capture import capture
-    from attncheck.strategies.problems import problems
-    from attncheck.suite.assertion import assert_attention_close
-    from attncheck.suite.check import check
-    from attncheck.suite.given import given
+    from attncheck.suite.python_api import assert_attention_close, check, given
 
 __all__ = [
     "__version__",
@@ -25,11 +23,11 @@ __version__ = "0.1.0"
 
 # Imported when they are asked for: they need torch or Hypothesis, ``--help`` does not.
 _ROOMS = {
-    "assert_attention_close": "attncheck.suite.assertion",
+    "assert_attention_close": "attncheck.suite.python_api",
     "capture": "attncheck.inputs.capture",
-    "check": "attncheck.suite.check",
-    "given": "attncheck.suite.given",
-    "problems": "attncheck.strategies.problems",
+    "check": "attncheck.suite.python_api",
+    "given": "attncheck.suite.python_api",
+    "problems": "attncheck.cases.strategies.problems",
 }
 
 

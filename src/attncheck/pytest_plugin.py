@@ -1,6 +1,6 @@
 """pytest plugin: which kernels the properties judge, on what, and how hard.
 
-``--kernel SPEC`` (repeatable) names a kernel: see ``attncheck.suite.options`` for this and the
+``--kernel SPEC`` (repeatable) names a kernel: see ``suite.pytest_options`` for this and the
 other options. A test that ``suite.asks`` made runs once for each kernel × dtype × mask family; any
 other test that asks for the fixture ``kernel`` once for each kernel, and one that asks for
 ``problem`` once for each of a dozen Problems. Nothing heavy is imported until a test asks for it:
@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from attncheck.suite import options as suite_options
-from attncheck.suite import profiles
-from attncheck.suite.marks import MARK
-from attncheck.suite.outcomes import WORKER_OUTPUT, Outcomes, attach
-from attncheck.suite.ownership import is_ours
+from attncheck.suite import pytest_options
+from attncheck.suite import pytest_options as suite_options
+from attncheck.suite.outcomes import WORKER_OUTPUT, Outcomes, attach_outcome
+from attncheck.suite.pytest_options import MARK, is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from attncheck.inputs.problem import Problem
     from attncheck.suite.known_failures import KnownFailure
-    from attncheck.suite.session import Session
-    from attncheck.suite.under_test import UnderTest
+    from attncheck.suite.property_session import Session, UnderTest
 
 __all__ = ["kernel", "problem"]
 
@@ -47,7 +45,7 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Gen
     result = yield
     args[:] = suite_options.spelled_out(parser, args)
     if suite_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
-        profiles.register()
+        pytest_options.register()
     return result
 
 
@@ -59,10 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OPTIONS] = options = suite_options.options_of(config)
     config.pluginmanager.register(Outcomes(), _OUTCOMES)
     if options.report and not hasattr(config, "workerinput"):
-        from attncheck.suite.report import Written
+        from attncheck.suite.outcomes import ReportWriter
 
         args = [str(arg) for arg in config.invocation_params.args]
-        config.pluginmanager.register(Written(options, args, _outcomes(config)))
+        config.pluginmanager.register(ReportWriter(options, args, _outcomes(config)))
     if options.kernels or options.device:
         _ = _session(config).kernels
 
@@ -73,13 +71,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ours = [name for name in ("kernel", "problem") if is_ours(metafunc, name)]
     if not ours:
         return
-    from attncheck.suite import parametrized
+    from attncheck.suite import property_session
 
     session = _session(metafunc.config)
     if "kernel" in ours:
-        parametrized.kernels(metafunc, session)
+        property_session.parametrize_kernels(metafunc, session)
     if "problem" in ours:
-        parametrized.problems(metafunc, session.options.dtypes)
+        property_session.parametrize_problems(metafunc, session.options.dtypes)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,11 +87,11 @@ def pytest_collection_modifyitems(
     """Takes out properties that concern none of the kernels, and looks for known failures."""
     if _SESSION not in config.stash:
         return
-    from attncheck.suite import expected
+    from attncheck.suite import known_failures
 
-    items[:] = expected.asked(items)
+    items[:] = known_failures.applicable_tests(items)
     try:
-        known = expected.known_failures(session, items, config.stash[_SESSION])
+        known = known_failures.known_failures(session, items, config.stash[_SESSION])
     except pytest.UsageError as error:
         if not hasattr(config, "workerinput"):
             raise
@@ -136,9 +134,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     under_test = _under_test(pyfuncitem)
     if under_test is None or _KNOWN not in pyfuncitem.stash:
         return None
-    from attncheck.suite import expected
+    from attncheck.suite import known_failures
 
-    return expected.ask_again(pyfuncitem.stash[_KNOWN], under_test) or None
+    return known_failures.rerun_known_failure(pyfuncitem.stash[_KNOWN], under_test) or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -147,9 +145,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     __tracebackhide__ = True
     under_test = _under_test(item)
     if under_test is not None:
-        from attncheck.suite import gpu
+        from attncheck.suite import property_session
 
-        gpu.skip_where_lost(item.config.stash[_SESSION])
+        property_session.skip_without_gpu(item.config.stash[_SESSION])
         under_test.begin()
     try:
         return (yield)
@@ -176,7 +174,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Says what became of a test of a kernel."""
     report = yield
     if _SESSION in item.config.stash:
-        attach(report, item, _under_test(item))
+        attach_outcome(report, item, _under_test(item))
     return report
 
 
@@ -195,7 +193,7 @@ def _under_test(item: pytest.Item) -> UnderTest | None:
     got = getattr(item, "funcargs", {}).get("kernel")
     if got is None or _SESSION not in item.config.stash:
         return None
-    from attncheck.suite.under_test import UnderTest
+    from attncheck.suite.property_session import UnderTest
 
     return got if isinstance(got, UnderTest) else None
 
@@ -207,8 +205,8 @@ def _outcomes(config: pytest.Config) -> Outcomes:
 
 def _session(config: pytest.Config) -> Session:
     if _SESSION not in config.stash:
-        from attncheck.suite.session import Session
+        from attncheck.suite.property_session import Session
 
-        profiles.register()
+        pytest_options.register()
         config.stash[_SESSION] = Session(options=config.stash[_OPTIONS])
     return config.stash[_SESSION]

@@ -35,10 +35,12 @@ def mine(tmp_path, monkeypatch):
 def attncheck(mine, monkeypatch, capsys):
     """``attncheck(word, …)`` in this process: exit code and standard output, of a short probe."""
     from attncheck.cli import attncheck as group
-    from attncheck.runner import probe_questions, probing
+    from attncheck.surveys import capability_detection
 
-    monkeypatch.setattr(probe_questions, "HEAD_DIMS", (64, 80))
-    monkeypatch.setattr(probing, "RELATIONS", {"repeat": probing.RELATIONS["repeat"]})
+    monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
+    monkeypatch.setattr(
+        capability_detection, "RELATIONS", {"repeat": capability_detection.RELATIONS["repeat"]}
+    )
 
     def run(*words):
         code = group.main(list(words), standalone_mode=False)

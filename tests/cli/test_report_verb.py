@@ -120,13 +120,15 @@ def test_the_manual_has_every_option():
 
 
 def test_a_journal_is_read(attncheck, folder):
-    from attncheck.gate.report import header
+    from attncheck.gate.gate_report import journal_header
     from attncheck.verify.environment import fingerprint
     from attncheck.workers.journal import Journal
     from attncheck.workers.units import Done, Unit
 
     plan = {"tier": "smoke", "stages": "bounds"}
-    head = header(("k",), device="cpu", convention="", started="2026-11-22T17:30:00Z", plan=plan)
+    head = journal_header(
+        ("k",), device="cpu", convention="", started="2026-11-22T17:30:00Z", plan=plan
+    )
     units = [
         Unit(kind=kind, stage="bounds", kernel="k", device="cpu") for kind in ("describe", "ask")
     ]

@@ -100,7 +100,7 @@ def test_options_of_a_verb_are_those_of_its_help(verb):
 
 def options_of_the_plugin():
     """Name without ``--attncheck-`` → what stands for its value."""
-    from attncheck.suite import options
+    from attncheck.suite import pytest_options
 
     class Group:
         def getgroup(self, *_):
@@ -110,7 +110,7 @@ def options_of_the_plugin():
             found[name.removeprefix("--attncheck-")] = metavar
 
     found = {}
-    options.add(Group())
+    pytest_options.add(Group())
     return found
 
 
@@ -123,8 +123,8 @@ def test_options_of_the_properties_are_those_of_the_plugin():
 
 
 def test_the_page_names_every_property_profile_and_length():
-    from attncheck.suite.profiles import PROFILES
-    from attncheck.suite.tiers import TIERS
+    from attncheck.cases.tier import TIERS
+    from attncheck.suite.pytest_options import PROFILES
 
     properties = [row[0] for row in rows("docs/properties.md", "property")]
     assert sorted(properties) == sorted(p.stem for p in ROOT.glob("properties/test_*.py"))
@@ -187,10 +187,10 @@ def test_the_table_of_examples_says_what_was_measured():
 
 
 def test_the_check_page_names_its_questions_and_conventions():
+    from attncheck.cases.check_cases import check_cases
     from attncheck.conventions.declarations import CONVENTIONS
-    from attncheck.runner.quick import questions
 
-    compared = {q.name: q.summary for q in questions("bf16") if q.case.question == "compare"}
+    compared = {q.name: q.summary for q in check_cases("bf16") if q.case.question == "compare"}
     shown = rows("docs/check.md", "layout") + rows("docs/check.md", "numbers")
     assert {code_in(name)[0]: summary for name, summary in shown} == compared
     assert [code_in(row[0])[0] for row in rows("docs/check.md", "convention")] == list(CONVENTIONS)

@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("flint", reason="python-flint is an optional extra")
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.runner.variants import VARIANTS, Shape
 from attncheck.surveys import oracle_survey
 from attncheck.surveys.oracle_survey import certify_oracles
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from attncheck import oracles
+from attncheck.cases import covering
 from attncheck.conventions.call_tensors import paged_inputs
 from attncheck.core.paged_layout import Paging
 from attncheck.faults.entries.judge_faults import JUDGE_FAULTS
-from attncheck.gate import axes, bounds, lost_pairs
+from attncheck.gate import stages
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
@@ -216,34 +217,34 @@ def absent_values():
         "distribution": lambda problem: problem.distribution,
     }
     values = {
-        "mask": set(axes.MASKS) - {"varlen"},  # of sequences: documents
-        "score": axes.SCORES,
-        "stored": axes.STORED,
-        "backward": axes.BACKWARD,
+        "mask": set(covering.MASKS) - {"varlen"},  # of sequences: documents
+        "score": covering.SCORES,
+        "stored": covering.STORED,
+        "backward": covering.BACKWARD,
         "dtype": ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"),
-        "distribution": axes.DISTRIBUTIONS,
+        "distribution": covering.DISTRIBUTIONS,
     }
     return {
         (axis, value)
         for axis, each in values.items()
         for value in each
-        if had[axis](bounds.problem_of(PLAIN | {axis: value}, "small", 0)) != value
+        if had[axis](stages.problem_of(PLAIN | {axis: value}, "small", 0)) != value
     }
 
 
 def test_a_parameter_silently_off(monkeypatch):
     assert absent_values() == set()
-    right = bounds.problem_of
+    right = stages.problem_of
 
     def without_softcap(row, shapes, seed):
         return right(row | ({"score": "none"} if row["score"] == "softcap" else {}), shapes, seed)
 
-    for room in (bounds, lost_pairs):
+    for room in (stages, covering):
         monkeypatch.setattr(room, "problem_of", without_softcap)
     assert absent_values() == {("score", "softcap")}
     row = PLAIN | {"score": "softcap"}
     # A plan does not count the pairs of what was dropped as asked.
-    had = lost_pairs.values_of(row, without_softcap(row, "small", 0), "small")
+    had = covering.row_values(row, without_softcap(row, "small", 0), "small")
     assert had == row | {"score": None}
 
 

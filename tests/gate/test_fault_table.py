@@ -19,7 +19,7 @@ from tests.verify import planted_processes as of_processes
 from tests.gate import planted_faults as of_calls
 
 from attncheck import oracles
-from attncheck.gate.work import work
+from attncheck.gate.gate_worker import work
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.records.run_reports import GateReport

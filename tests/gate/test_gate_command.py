@@ -14,8 +14,8 @@ from attncheck.cli.gate_asked import asked
 from attncheck.cli.gate_run import ran
 from attncheck.core.errors import UsageError
 from attncheck.diagnose.reproduce import new_failure
+from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import REPLAYED
-from attncheck.gate.work import Gate
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure
 from attncheck.records.record import Record
@@ -104,7 +104,7 @@ def this_run(shard="", seed=None, directory="reports/gate", stage="contract"):
 def part(shard, seed, folder):
     """The journal of a part of that run, whose kernel is right."""
     this, path = this_run(shard, seed), folder / f"{shard[0]}.jsonl"
-    gate = Gate(this.choices)
+    gate = GateWorker(this.choices)
     with Journal.open(path, this.head, resume=False) as journal:
         journal.queued(this.units)
         for unit in this.units:

@@ -13,12 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.capabilities.subject import Subject, Tiling
+from attncheck.cases.strategies.mask_strategies import masks
+from attncheck.cases.strategies.problems import problems
+from attncheck.cases.strategies.score_strategies import scores
+from attncheck.cases.strategies.sizes import shapes
 from attncheck.core.conditions import Rows
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.oracles.row_conditions import compute_conditions
-from attncheck.strategies import masks, problems, scores, shapes
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence, ensemble_tilings
 from attncheck.verify.run_case import run_case

@@ -4,7 +4,6 @@ sums allow, hidden keys have no part in them, and every planted fault is noticed
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from attncheck.kernels.flash2_forward import flash2_forward
 from attncheck.kernels.launch import Launch, VisitList
 from attncheck.mods.to_triton import to_triton
 
+PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
 REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
 given, Score = REFERENCE.given, REFERENCE.Score
 NAMES = ("dq", "dk", "dv", "dsink", "dcaptured")
@@ -257,53 +257,52 @@ def test_what_is_one_place_in_a_tile_is_one_addition_of_it(score, additions, mon
     assert sum(counted) == additions
 
 
-ROOMS = ("gradient_tile", "captured_terms", "gradients_by_rows", "flash2_backward")
 FAULTS = {
     "the slope is missing": (
-        "captured_terms",
+        "_function",
         "slope_{number}, False",
         "slope_{number}, True",
         "a cap over a bias",
     ),
     "another head's place": (
-        "captured_terms",
+        "_function",
         "place_{number}(x, b, h,",
         "place_{number}(x, b, h // 2,",
         "alibi",
     ),
     "one sequence counts": (
-        "captured_terms",
+        "_function",
         "  x, p,",
         "  x, p * (b == 0).to(tl.float32),",
         "alibi",
     ),
     "delta is missing": (
-        "captured_terms",
+        "_function",
         "  x, p, dp, delta,",
         "  x, p, dp, delta * 0.0,",
         "bias",
     ),
     "the mask is ignored": (
-        "gradient_tile",
+        "weights",
         "seen = MASK(b, h, rows, keys, mask_captured) & ",
         "seen = ",
         "bias",
     ),
     "stored, not added": (
-        "captured_terms",
+        "added",
         'tl.atomic_add(gradients + place, terms, mask=terms != 0.0, sem="relaxed")',
         "tl.store(gradients + place, terms, mask=terms != 0.0)",
         "bias",
     ),
     "all tensors begin at the first": (
-        "captured_terms",
+        "CapturedReads",
         "gradients[start:]",
         "gradients",
         "two tensors",
     ),
-    "one read of each": ("captured_terms", "enumerate(mods)", "enumerate(mods[:1])", "two tensors"),
+    "one read of each": ("_function", "enumerate(mods)", "enumerate(mods[:1])", "two tensors"),
     "what is done again counts twice": (
-        "flash2_backward",
+        "_by_rows",
         "run((), TERMS=None, CAREFUL=True",
         "run(terms, TERMS=captured.function(), CAREFUL=True",
         "alibi",
@@ -311,34 +310,22 @@ FAULTS = {
 }
 
 
-def with_a_fault(folder: Path, room: str, right: str, wrong: str):
+def with_a_fault(folder: Path, where: str, right: str, wrong: str):
     """The rooms' copies, one of which has a fault: of terms, and the backward itself."""
-    made = {}
-    for name in ROOMS:
-        source = Path(importlib.util.find_spec(f"attncheck.kernels.{name}").origin).read_text()
-        if name == room:
-            assert source.count(right) >= 1, right
-            source = source.replace(right, wrong)
-        for other in ROOMS:
-            source = source.replace(
-                f"attncheck.kernels.{other} ", f"attncheck_file_planted_{other} "
-            )
-        copy = folder / f"planted_{name}.py"
-        copy.write_text(source)
-        made[name] = import_file(copy, "a copy")
-    return made["captured_terms"], made["flash2_backward"].flash2_backward
+    copies = PATCHED.copy_kernels(folder, PATCHED.FLASH2, where, right, wrong)
+    return copies.gradient_terms, copies.flash2_backward.flash2_backward
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_noticed(fault, tmp_path):
-    room, right, wrong, score = FAULTS[fault]
+    where, right, wrong, score = FAULTS[fault]
     asked = given(masks.causal, shape=SHAPE, score=SCORES[score])
     k = asked.k.clone()
     k[:, :, 40:] = math.nan  # hidden: the blocks of rows are done again
-    out, lse, found = run(asked.but(k=k), rooms=with_a_fault(tmp_path, room, right, wrong))
+    out, lse, found = run(asked.but(k=k), rooms=with_a_fault(tmp_path, where, right, wrong))
     assert REFERENCE.worst(found, asked, out, lse)["dcaptured"] > 1
 
 
 def test_the_copy_without_a_fault_is_right(tmp_path):
     asked = given(masks.causal, shape=SHAPE, score=SCORES["two tensors"])
-    assert share(asked, rooms=with_a_fault(tmp_path, "gradient_tile", "power", "power")) <= 1
+    assert share(asked, rooms=with_a_fault(tmp_path, "weights", "power", "power")) <= 1

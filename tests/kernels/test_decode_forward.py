@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from attncheck.core.paged_layout import Paging
+from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.judgement import Judgement
 
+PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
 FULL, BOTTOM_RIGHT = Spec.of("full"), Spec.of("causal_bottom_right")
 WINDOW = Spec.of("offset", Spec.of("sliding_window", window=20), rows=98)
 PADDING = Spec.of("padding", lengths=[0, 33])
@@ -287,14 +288,8 @@ FAULTS = {
 
 def with_a_fault(folder: Path, right: str, wrong: str) -> Callable[..., object]:
     """The forward from a copy of its source that has one."""
-    source = Path(importlib.util.find_spec("attncheck.kernels.decode_forward").origin).read_text()
-    assert source.count(right) == 1, right
-    copy = folder / "planted_decode.py"
-    copy.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("planted_decode", copy)
-    sys.modules["planted_decode"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.decode_forward
+    copies = PATCHED.copy_kernels(folder, ("decode_forward",), "", right, wrong)
+    return copies.decode_forward.decode_forward
 
 
 @pytest.mark.parametrize("fault", FAULTS)

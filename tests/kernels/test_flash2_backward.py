@@ -4,9 +4,7 @@ same bits whatever the tiles' list and the strides are, and every planted fault 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +27,7 @@ from attncheck.kernels.launch import Launch, VisitList
 from attncheck.mods.to_triton import to_triton
 
 REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
+PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
 given, Score = REFERENCE.given, REFERENCE.Score
 
 NAMES = ("dq", "dk", "dv", "dsink", "dcaptured")
@@ -328,98 +327,91 @@ def test_a_score_mod_needs_its_slope(missing):
         run(asked, backward=without)
 
 
-ROOMS = (
-    "gradient_tile",
-    "delta",
-    "gradients_by_keys",
-    "gradients_by_rows",
-    "flash2_backward",
-)
 FAULTS = {
-    "delta is missing": ("delta", "tl.sum(out * dout, 1)", "tl.sum(out * dout, 1) * 0.0", {}),
-    "dLSE is ignored": ("delta", "    if DLSE:", "    if False:", {}),
-    "dLSE has the other sign": ("delta", "delta -= ", "delta += ", {}),
-    "the mask is ignored": ("gradient_tile", "    if partial:", "    if False:", {}),
+    "delta is missing": ("_row_deltas", "tl.sum(out * dout, 1)", "tl.sum(out * dout, 1) * 0.0", {}),
+    "dLSE is ignored": ("_row_deltas", "    if DLSE:", "    if False:", {}),
+    "dLSE has the other sign": ("_row_deltas", "delta -= ", "delta += ", {}),
+    "the mask is ignored": ("weights", "    if partial:", "    if False:", {}),
     "the window is ignored": (
-        "gradient_tile",
+        "weights",
         "    if partial:",
         "    if False:",
         {"mask": MASKS["window"]},
     ),
-    "dK without the scale": ("gradients_by_keys", "(dk * scale)", "(dk * 1.0)", {}),
-    "dQ without the scale": ("gradients_by_rows", "(acc * scale)", "(acc * 1.0)", {}),
+    "dK without the scale": ("by_keys_kernel", "(dk * scale)", "(dk * 1.0)", {}),
+    "dQ without the scale": ("by_rows_kernel", "(acc * scale)", "(acc * 1.0)", {}),
     "no guard of rows without keys": (
-        "gradient_tile",
+        "loaded_lse",
         'lse = tl.where(lse == float("-inf"), float("inf"), lse)',
         "lse = lse",
         {"score": "hides later rows"},  # what the mask hides has no weight whatever LSE is
     ),
     "dO is read as out lies": (
-        "delta",
+        "row_deltas",
         "*dout.stride()",
         "*out.stride()",
         {"dout": scattered},
     ),
     "dO of the keys is read as contiguous": (
-        "flash2_backward",
+        "_Known",
         "*self.dout.stride())",
         "*self.dout.contiguous().stride())",
         {"dout": scattered},
     ),
     "keys beyond the last are seen": (
-        "gradient_tile",
+        "weights",
         " & (keys < kv)",
         "",
         # Their scores are 0 + 100, of which exp overflows beside those of the others.
         {"mask": MASKS["full"], "score": "later keys", "listed": True},
     ),
     "columns beyond the last count": (
-        "gradients_by_keys",
+        "by_keys_kernel",
         ", head_dim)",
         ", BLOCK_D)",
         {"q": in_wider_memory, "k": in_wider_memory},
     ),
     "rows beyond the last count": (
-        "gradient_tile",
+        "weights",
         " & (rows < query)",
         "",
         {"mask": MASKS["full"], "score": "later rows"},
     ),
     "the slope is missing": (
-        "gradient_tile",
+        "score_gradients",
         "dx = dx * SLOPE(x, b, h, rows, keys, slope_captured)",
         "dx = dx * 1.0",
         {"score": "softcap"},
     ),
     "the slope of the score that the mod gave": (
-        "gradient_tile",
+        "score_gradients",
         "SLOPE(x, b, h,",
         "SLOPE(x * 0.5, b, h,",
         {"score": "softcap"},
     ),
-    "one head of a group": ("gradients_by_keys", "range(group)", "range(group - 1)", {}),
+    "one head of a group": ("by_keys_kernel", "range(group)", "range(group - 1)", {}),
     "the wrong head of a group": (
-        "gradients_by_keys",
+        "by_keys_kernel",
         "h = kv_head * group + member",
         "h = kv_head + member",
         {"shape": (1, 4, 2, 20, 20, 8, 8)},
     ),
-    "the last tile of keys": ("gradients_by_rows", "tl.cdiv(kv, BLOCK_K)", "kv // BLOCK_K", {}),
+    "the last tile of keys": ("by_rows_kernel", "tl.cdiv(kv, BLOCK_K)", "kv // BLOCK_K", {}),
     "the last tile of rows": (
-        "gradients_by_keys",
+        "by_keys_kernel",
         "tl.cdiv(query, BLOCK_Q)",
         "query // BLOCK_Q",
         {},
     ),
     "LSE in natural units": (
-        "gradient_tile",
+        "loaded_lse",
         "    if IDENTITY:\n        lse",
         "    if False:\n        lse",
         {},
     ),
-    "no gradient of the sink": ("delta", "total -= ", "total = ", {"sink": True}),
+    "no gradient of the sink": ("_sink_gradient", "total -= ", "total = ", {"sink": True}),
     "the sink's gradient of one sequence": (
-        "delta",
+        "_sink_gradient",
         "range(batch)",
         "range(1)",
         {"sink": True, "shape": (2, 2, 1, 20, 20, 8, 8)},
@@ -429,27 +421,15 @@ SCORES["later keys"] = Score(mod=lambda s, b, h, i, j: torch.where(j > 49, 100, 
 SCORES["later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 39, math.inf, s))
 
 
-def with_a_fault(folder: Path, room: str, right: str, wrong: str):
+def with_a_fault(folder: Path, where: str, right: str, wrong: str):
     """The backward from a copy of its rooms, one of which has a fault."""
-    for name in ROOMS:
-        where = importlib.util.find_spec(f"attncheck.kernels.{name}").origin
-        source = Path(where).read_text()
-        if name == room:
-            assert source.count(right) >= 1, right
-            source = source.replace(right, wrong)
-        for other in ROOMS:
-            source = source.replace(f"attncheck.kernels.{other} ", f"planted_{other} ")
-        copy = folder / f"planted_{name}.py"
-        copy.write_text(source)
-        spec = importlib.util.spec_from_file_location(copy.stem, copy)
-        sys.modules[copy.stem] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module.flash2_backward
+    copies = PATCHED.copy_kernels(folder, PATCHED.FLASH2, where, right, wrong)
+    return copies.flash2_backward.flash2_backward
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_noticed(fault, tmp_path):
-    room, right, wrong, changes = FAULTS[fault]
+    where, right, wrong, changes = FAULTS[fault]
     changes = dict(changes)
     moved = {name: changes.pop(name) for name in ("q", "k", "dout") if name in changes}
     listed = changes.pop("listed", False)
@@ -457,16 +437,16 @@ def test_planted_faults_are_noticed(fault, tmp_path):
     asked = given(changes.pop("mask", masks.causal), score=score, **changes)
     asked = asked.but(**{name: move(getattr(asked, name)) for name, move in moved.items()})
     assert worst(asked, listed=listed) <= 1
-    assert worst(asked, listed=listed, backward=with_a_fault(tmp_path, room, right, wrong)) > 1
+    assert worst(asked, listed=listed, backward=with_a_fault(tmp_path, where, right, wrong)) > 1
 
 
 def test_the_copy_without_a_fault_is_right(tmp_path):
-    backward = with_a_fault(tmp_path, "delta", "total -= ", "total -= ")
+    backward = with_a_fault(tmp_path, "_sink_gradient", "total -= ", "total -= ")
     assert same(run(given(masks.causal), backward=backward), run(given(masks.causal)))
 
 
 def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
-    careless = with_a_fault(tmp_path, "gradient_tile", "    if CAREFUL:", "    if False:")
+    careless = with_a_fault(tmp_path, "row_gradients", "    if CAREFUL:", "    if False:")
     asked = given(masks.causal)
     k = asked.k.clone()
     k[:, :, 40:] = math.nan

@@ -151,13 +151,12 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton.language as tl
-from attncheck.mods.derivative import derivative
 from attncheck.mods.scores import temperature
 from attncheck.mods.to_triton import to_triton
-from attncheck.mods.trace import trace_score
+from attncheck.mods.trace import trace_derivative, trace_score
 
 mod = temperature(3.0)
-score, slope = to_triton(trace_score(mod)), to_triton(derivative(mod))
+score, slope = to_triton(trace_score(mod)), to_triton(trace_derivative(mod))
 assert len(score.captured) == len(slope.captured) == 1
 
 @triton.jit

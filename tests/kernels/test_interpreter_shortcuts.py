@@ -1,4 +1,4 @@
-"""Operators and accesses by the shorter way: bit for bit what the interpreter's own way gives."""
+"""Types made once, operators and accesses by the shorter way: the bits of the interpreter's own."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -193,3 +193,17 @@ def test_too_many_types_are_forgotten_with_their_plans(monkeypatch):
     copy_kernel[(1,)](torch.arange(4.0), torch.zeros(4), 3, 4)
     assert not speedups._BLOCKS
     assert not any(speedups._PLANS)
+
+
+def test_a_type_is_made_once_and_is_another_for_another_pointer():
+    first, second = tl.core.pointer_type(tl.float32), tl.core.pointer_type(tl.int32)
+    assert tl.core.block_type(first, [4]) is tl.core.block_type(first, [tl.core.constexpr(4)])
+    assert tl.core.block_type(second, [4]).element_ty is second
+    assert tl.core.block_type(first, [4]).with_element_ty(second).element_ty is second
+
+
+@pytest.mark.parametrize("shape", [[4.0], [3], []])
+def test_a_shape_that_is_none_is_refused_also_where_its_like_is_known(shape):
+    tl.core.block_type(tl.float32, [4])
+    with pytest.raises((TypeError, ValueError)):
+        tl.core.block_type(tl.float32, shape)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from attncheck.core.formats import FORMATS, Format
+from attncheck.core.source_files import import_file
 from attncheck.kernels import softmax_forward as right
 from attncheck.kernels.softmax_forward import KINDS, Launch, softmax
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
 UNIT = 2.0**-24  # unit roundoff of fp32
 EXP = LOG = 8  # units: 4 ulp, the widest that numpy's vector code may be off; a GPU's exp2 is 2 ulp
 VECTOR = 8  # most elements of 16 bytes
@@ -206,17 +203,7 @@ FAULTS = {
 
 def planted(tmp_path: Path, old: str, new: str) -> Any:
     """The kernels' source with ``new`` in the place of ``old``, as a module of its own."""
-    source = inspect.getsource(right)
-    assert old in source
-    path = tmp_path / "planted_softmax.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("planted_softmax", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["planted_softmax"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return PATCHED.copy_kernels(tmp_path, ("softmax_forward",), "", old, new).softmax_forward
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attncheck.kernels.softmax import KINDS, Launch, _softmax
+from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.subjects.softmax_kernels import launch_softmax as launch
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

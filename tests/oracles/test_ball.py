@@ -12,6 +12,7 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
@@ -20,7 +21,6 @@ from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import BITS, Ball
 from attncheck.oracles.mp_numbers import Mp
-from attncheck.runner.variants import VARIANTS, Shape
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
@@ -98,25 +98,6 @@ def test_numbers_of_fifty_digits_are_told_from_others():
     assert apart(moved, third, mp) > 2.0 ** (mp.context.prec - 101)
     assert apart(ball, mp.context.ninf, mp) == math.inf
     assert apart(flint.arb.neg_inf(), mp.context.ninf, mp) == 0
-
-
-def test_the_larger_of_two_balls_that_overlap_is_around_both():
-    numbers = Ball()
-    wide = numbers.full((1, 1, 1, 2), 0.0)
-    wide.array[0, 0, 0] = [flint.arb(1.0, 0.5), flint.arb(1.25, 0.5)]
-    for found in (
-        numbers.rowmax(wide).array.item(),
-        numbers.maximum(numbers.columns(wide, 0, 1), numbers.columns(wide, 1, 2)).array.item(),
-    ):
-        assert found.contains(flint.arb(0.75))
-        assert found.contains(flint.arb(1.75))
-        assert not found.contains(flint.arb(0.625))
-
-
-@pytest.mark.parametrize("bits", [52, 0, 128.0, True, None])
-def test_bits_that_do_not_hold_a_float64(bits):
-    with pytest.raises(UsageError, match="must be a whole number of at least 53"):
-        Ball(bits)
 
 
 def test_an_evaluator_is_needed_for_what_changes_the_score_only():

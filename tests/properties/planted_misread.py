@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.capabilities.subject import Tiling
+from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS
 from attncheck.inputs.input_tensors import Descale
 from attncheck.inputs.problem import Problem
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
-from attncheck.strategies.masks import NEIGHBORHOODS
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:

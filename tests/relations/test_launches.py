@@ -9,7 +9,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.launched import has_launches_for
+from attncheck.suite.property_session import has_launches_for
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(batch=2, query=40, head_dim=8, dtype="bf16", mask=Spec.of("causal"))

@@ -9,11 +9,10 @@ import torch
 
 from attncheck.capabilities.capability_table import read_table, render_table
 from attncheck.conventions.convention import ConventionOptions
-from attncheck.runner import probe_questions, probing
-from attncheck.runner.probing import probed
-from attncheck.runner.proposal import proposed
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
+from attncheck.surveys import capability_detection
+from attncheck.surveys.capability_detection import detect_capabilities, propose_table
 
 
 def attention(q, k, v, diagonal=None, hidden=-math.inf):
@@ -90,9 +89,10 @@ def square_causal(q, k, v, is_causal=False):
 @pytest.fixture
 def ask(monkeypatch):
     """``ask(function, aspect, …)``: a probe of these aspects alone, and of two head_dims."""
-    monkeypatch.setattr(probe_questions, "HEAD_DIMS", (64, 80))
+    monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
     every, lengths, empty = (
-        getattr(probe_questions, name) for name in ("trials", "lengths", "empty_rows")
+        getattr(capability_detection, name)
+        for name in ("all_trials", "length_trials", "empty_row_trials")
     )
 
     def run(found, *aspects, conventions=("sdpa",), relations=()):
@@ -100,14 +100,16 @@ def ask(monkeypatch):
             return [one for one in trials if one.aspect in aspects]
 
         monkeypatch.setattr(
-            probe_questions, "trials", lambda base, device: some(every(base, device))
+            capability_detection, "all_trials", lambda base, device: some(every(base, device))
         )
-        monkeypatch.setattr(probe_questions, "lengths", lambda n: some(lengths(n)))
-        monkeypatch.setattr(probe_questions, "empty_rows", lambda base: some(empty(base)))
-        few = {name: probing.RELATIONS[name] for name in relations}
-        monkeypatch.setattr(probing, "RELATIONS", few)
-        candidate = Candidate(kernel="mine", found=found, name="mine", entry="mine.py::kernel")
-        return probed(
+        monkeypatch.setattr(capability_detection, "length_trials", lambda n: some(lengths(n)))
+        monkeypatch.setattr(
+            capability_detection, "empty_row_trials", lambda base: some(empty(base))
+        )
+        few = {name: capability_detection.RELATIONS[name] for name in relations}
+        monkeypatch.setattr(capability_detection, "RELATIONS", few)
+        candidate = Candidate(kernel="mine", target=found, name="mine", entry="mine.py::kernel")
+        return detect_capabilities(
             candidate.adopted,
             conventions,
             ConventionOptions(),
@@ -125,7 +127,7 @@ def verdicts(found, aspect):
 def test_a_kernel_that_takes_one_head_dim(ask):
     found = ask(only_64, "head_dims")
     assert verdicts(found, "head_dims") == {"64": "takes", "80": "refuses"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.head_dims == (64,)
     assert not comments["head_dims"]
 
@@ -133,7 +135,7 @@ def test_a_kernel_that_takes_one_head_dim(ask):
 def test_a_wrong_head_dim_stays_in_the_table_with_its_reason(ask):
     found = ask(half_at_80, "head_dims")
     assert verdicts(found, "head_dims") == {"64": "takes", "80": "wrong"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.head_dims == "any"  # all that was tried: 80 is a fault, and no refusal
     assert len(comments["head_dims"]) == 1
     assert comments["head_dims"][0].startswith("80: wrong, to be mended, refused")
@@ -142,7 +144,7 @@ def test_a_wrong_head_dim_stays_in_the_table_with_its_reason(ask):
 def test_what_raises_is_left_out_and_said(ask):
     found = ask(raises_at_80, "head_dims")
     assert verdicts(found, "head_dims") == {"64": "takes", "80": "raises"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.head_dims == (64,)
     assert "80: raises, and is left out: RuntimeError: no kernel [31m for 80" in render_table(
         table, "kernels.mine", comments
@@ -154,16 +156,18 @@ def test_an_lse_in_base_2_is_found_out(ask):
     assert found.options.lse == "base2"
     assert verdicts(found, "lse") == {"base2": "takes"}
     assert set(verdicts(found, "dtypes").values()) == {"takes", "refuses"}
-    assert proposed(found, "mine.py::kernel")[0].lse == "base2"
+    assert propose_table(found, "mine.py::kernel")[0].lse == "base2"
     # As a natural logarithm, which nobody has declared, it is wrong.
-    candidate = Candidate(kernel="mine", found=base2, name="mine", entry="mine.py::kernel")
-    natural = probing._Probe(candidate.adopted, ConventionOptions(), "cpu", lambda what: None)
+    candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
+    natural = capability_detection._Probe(
+        candidate.adopted, ConventionOptions(), "cpu", lambda what: None
+    )
     natural._called("sdpa", ConventionOptions(lse="natural"))
     assert natural.ask("lse", "natural", found.base) == "wrong"
 
 
 def test_a_kernel_without_lse(ask):
-    table, _ = proposed(ask(only_64), "mine.py::kernel")
+    table, _ = propose_table(ask(only_64), "mine.py::kernel")
     assert table.lse is False
 
 
@@ -171,7 +175,7 @@ def test_a_causal_flag_that_is_aligned_the_other_way_is_found_out(ask):
     found = ask(bottom_right, "masks")
     assert found.options.causal == "bottom_right"
     assert found.options.empty_row == ""
-    assert proposed(found, "mine.py::kernel")[0].causal == "bottom_right"
+    assert propose_table(found, "mine.py::kernel")[0].causal == "bottom_right"
     assert ask(right, "masks").options.causal == ""
 
 
@@ -184,32 +188,32 @@ def test_the_convention_by_which_it_is_right(ask):
 def test_what_rows_without_keys_give_is_found_out(ask):
     found = ask(mean_of_nothing, "empty_row")
     assert found.options.empty_row == "mean"
-    assert proposed(found, "mine.py::kernel")[0].empty_row == "mean"
+    assert propose_table(found, "mine.py::kernel")[0].empty_row == "mean"
 
 
 def test_lengths_that_must_be_multiples(ask):
     found = ask(multiples_of_32, "lengths")
-    table, _ = proposed(found, "mine.py::kernel")
+    table, _ = propose_table(found, "mine.py::kernel")
     assert table.length_multiple == 32
     assert table.rectangular is True  # one query was not asked for
-    assert proposed(ask(right, "lengths"), "x")[0].length_multiple is None
+    assert propose_table(ask(right, "lengths"), "x")[0].length_multiple is None
 
 
 def test_causal_for_equal_lengths_alone_is_an_override(ask):
     found = ask(square_causal, "masks")
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.rectangular is True
     (override,) = table.override
     assert override.when.mask == ("causal",)
     assert override.rectangular is False
     text = render_table(table, "kernels.mine", comments)
-    assert '[[kernels.mine.override]]\nwhen = { mask = ["causal"] }\nrectangular = false\n' in text
+    assert '[[kernels.mine.override]]\nwhen = {mask = ["causal"]}\nrectangular = false\n' in text
 
 
 def test_a_promise_that_is_broken_is_not_proposed(ask):
     found = ask(not_repeatable, relations=("repeat",))
     assert verdicts(found, "promises") == {"repeat": "wrong"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.promises == ("hidden",)
     assert comments["promises"][0].startswith("repeat is not promised: out[")
     assert verdicts(ask(right, relations=("repeat",)), "promises") == {"repeat": "takes"}
@@ -242,7 +246,7 @@ def test_nan_is_a_wrong_answer(ask):
 
 def test_a_subject_says_itself_what_it_takes(ask):
     found = ask(Ideal(), "head_dims", "dtypes", "scores", "empty_row", conventions=("native",))
-    table, comments = proposed(found, "ideal")
+    table, comments = propose_table(found, "ideal")
     assert not [one for one in found.tried if one.verdict == "wrong"]
     assert (table.head_dims, table.scores) == ("any", ("any",))
     assert (table.lse, table.empty_row) == (True, "zero")
@@ -258,8 +262,8 @@ def parsed(text):
 
 @pytest.mark.parametrize("aspect", ["masks", "scores", "dtypes", "head_dims", "gqa", "scale"])
 def test_every_trial_changes_one_thing_of_the_base(aspect):
-    base = next(iter(probe_questions.bases()))
-    trials = [one for one in probe_questions.trials(base, "cpu") if one.aspect == aspect]
+    base = next(iter(capability_detection.base_problems()))
+    trials = [one for one in capability_detection.all_trials(base, "cpu") if one.aspect == aspect]
     assert trials
     for one in trials:
         assert one.of(base).query == base.query

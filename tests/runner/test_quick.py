@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.cases.check_cases import check_cases
 from attncheck.conventions.declarations import adopted
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.inputs.input_tensors import draw_inputs
@@ -15,7 +16,6 @@ from attncheck.inputs.problem import Case
 from attncheck.mods.library import FULL
 from attncheck.reporting import check_page
 from attncheck.reporting.blind_spots import insensitive
-from attncheck.runner.quick import questions
 from attncheck.verify.verify import verify
 
 
@@ -28,8 +28,8 @@ def module_of(path):
 
 
 PLANTED = module_of(Path(__file__).with_name("planted_kernels.py"))
-NAMED = {question.name: question for question in questions("bf16")}
-FP16 = {question.name: question for question in questions("fp16")}
+NAMED = {question.name: question for question in check_cases("bf16")}
+FP16 = {question.name: question for question in check_cases("fp16")}
 
 
 def answered(function, *names, known=NAMED):
@@ -44,7 +44,7 @@ def answered(function, *names, known=NAMED):
 
 def test_every_dtype_has_its_questions():
     for dtype in ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"):
-        asked = questions(dtype)
+        asked = check_cases(dtype)
         names = [question.name for question in asked]
         assert len(set(names)) == len(names)
         assert {question.case.problem.dtype for question in asked} == {dtype}
@@ -71,7 +71,7 @@ def test_what_bites_is_there():
 
 @pytest.mark.parametrize("dims", [(64,), (32, 256)])
 def test_head_dims_may_be_named(dims):
-    assert {q.case.problem.head_dim for q in questions("bf16", dims)} == set(dims)
+    assert {q.case.problem.head_dim for q in check_cases("bf16", dims)} == set(dims)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_head_dims_may_be_named(dims):
 )
 def test_what_cannot_be_asked(dtype, dims, error):
     with pytest.raises(error):
-        questions(dtype, dims)
+        check_cases(dtype, dims)
 
 
 def test_one_key_is_its_value_and_a_row_of_no_key_is_seen():

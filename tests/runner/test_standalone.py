@@ -17,7 +17,7 @@ from attncheck.diagnose.reproduce import run_again
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
-from attncheck.runner import standalone
+from attncheck.standalone import standalone_script
 from attncheck.subjects.load import load_subject
 from attncheck.verify.relation_runs import relation_inputs
 
@@ -56,7 +56,7 @@ def script(tmp_path):
         subject = load_subject(kernel)
         record = run_again(subject, asked, device="cpu")
         path = tmp_path / name
-        text = standalone.script(
+        text = standalone_script.render_script(
             subject,
             asked,
             record,
@@ -197,7 +197,7 @@ def test_layouts_are_those_of_the_question(script, imported, question):
 
 
 def test_what_the_bound_cannot_show_is_said(script, run, monkeypatch):
-    monkeypatch.setattr(standalone, "_note", lambda found: "planted")
+    monkeypatch.setattr(standalone_script, "_note", lambda found: "planted")
     _, path = script(f"{KERNELS}::unfused", case())
     assert "  note       planted\n" in run(path)[1]
 
@@ -209,6 +209,6 @@ def test_a_score_mod_that_has_no_words_is_a_line(script):
 
 
 def test_tensors_that_are_too_large_are_a_line(script, monkeypatch):
-    monkeypatch.setattr(standalone, "LARGEST", 2**10)
+    monkeypatch.setattr(standalone_script, "LARGEST", 2**10)
     with pytest.raises(UsageError, match="the script would hold 0 MiB of tensors: it may hold 0"):
         script("sdpa-math", case())

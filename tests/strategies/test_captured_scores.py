@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck import strategies
+from attncheck.cases import strategies
+from attncheck.cases.strategies.problems import nearest_supported, problems
 from attncheck.core.errors import ProblemError
 from attncheck.mods.library import check_captures
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.strategies import nearest, problems
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=40, kv=50)
 OF_READS = {"backward": True, "dtypes": ("bf16",), "scores": strategies.captured_scores()}
@@ -38,7 +38,7 @@ def test_problems_ask_for_their_gradients(drawn) -> None:
 
 def test_the_nearest_problem_keeps_them(drawn) -> None:
     (problem,) = drawn(problems(**OF_READS, dcaptured=True), 1)[:1]
-    found = nearest.supported(problem, lambda p: p.head_dim == 64, ("bf16",))
+    found = nearest_supported(problem, lambda p: p.head_dim == 64, ("bf16",))
     assert found is not None
     assert found.dcaptured
     with pytest.raises(ProblemError, match="dcaptured=True has no meaning for score mod 'none'"):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck import strategies
+from attncheck.cases import strategies
+from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.strategies.masks import PLAIN_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

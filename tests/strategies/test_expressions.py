@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck import strategies
+from attncheck.cases import strategies
 from attncheck.mods.library import build_mask, build_score, check_mask
 from attncheck.mods.spec import Dimensions, Spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck import strategies
+from attncheck.cases import strategies
 from attncheck.mods.library import build_mask
 from attncheck.mods.spec import Dimensions, Spec
 

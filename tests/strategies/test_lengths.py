@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck import strategies
-from attncheck.strategies.lengths import TILES, numbers
+from attncheck.cases import strategies
+from attncheck.cases.strategies.sizes import TILES, numbers
 
 EDGES = {1, 2, 3} | {n * tile + step for tile in TILES for n in (1, 2, 3) for step in (-1, 0, 1)}
 

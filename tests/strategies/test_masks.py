@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck import strategies
+from attncheck.cases import strategies
+from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS, PLAIN_MASKS
 from attncheck.mods.library import build_mask, check_mask
 from attncheck.mods.masks import MASKS
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.strategies.masks import NEIGHBORHOODS, PLAIN_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck import strategies
+from attncheck.cases import strategies
+from attncheck.cases.strategies.problems import nearest_supported
+from attncheck.cases.strategies.sizes import ODD_PAGE_SIZES, PAGE_SIZES
 from attncheck.core.errors import UsageError
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Problem
-from attncheck.strategies import nearest
-from attncheck.strategies.paged import ODD_PAGE_SIZES, PAGE_SIZES
 
 PLAINEST = Paging(size=16, seed=0, shared=0)
 PAGED = strategies.problems(pagings=strategies.pagings())
@@ -66,7 +66,7 @@ def test_the_nearest_problem_keeps_its_pages() -> None:
     def of_64(p: Problem) -> bool:
         return p.head_dim == 64
 
-    found = nearest.supported(problem, of_64, ("bf16",))
+    found = nearest_supported(problem, of_64, ("bf16",))
     assert found is not None
     assert (found.head_dim, found.paging) == (64, problem.paging)
 

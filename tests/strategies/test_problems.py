@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import strategies as st
 
-from attncheck import strategies
+from attncheck.cases import strategies
+from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import library
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.relations import relation_named
-from attncheck.strategies.masks import PLAIN_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -200,10 +200,9 @@ TABLE = "[tool.attncheck.kernels.mine]\nentry = 'new.py::kernel'\n"
     [
         ("", TABLE),
         ("# mine\r\n[project]\r\nx = 1", "# mine\r\n[project]\r\nx = 1\r\n\r\n" + TABLE),
-        (
-            OLD + "[tool.other]\n# kept\n",
-            "[tool.other]\n# kept\n\n" + TABLE,
-        ),
+        (OLD + "[tool.other]\n# kept\n", TABLE + "[tool.other]\n# kept\n"),
+        (f"a = 1 # one\n{OLD}\n# of b\n[b]\nc = 2", f"a = 1 # one\n{TABLE}\n# of b\n[b]\nc = 2"),
+        ("x = '''\n[kernels.mine]\n'''\n", "x = '''\n[kernels.mine]\n'''\n\n" + TABLE),
         (
             "[tool.attncheck.kernels.mine2]\nentry = 'a:b'\n",
             "[tool.attncheck.kernels.mine2]\nentry = 'a:b'\n\n" + TABLE,
@@ -221,16 +220,9 @@ def test_a_table_is_added_or_replaced_and_nothing_else_moves(tmp_path, before, a
     assert [one.name for one in tmp_path.iterdir()] == ["pyproject.toml"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "tool.attncheck.kernels = { mine = { entry = 'a:b' } }\n",
-        "x = '''\n[tool.attncheck.kernels.mine]\n'''\n",
-    ],
-)
-def test_what_cannot_be_edited_is_left_alone(tmp_path, text):
+def test_what_cannot_be_edited_is_left_alone(tmp_path):
     path = tmp_path / "pyproject.toml"
-    path.write_text(text)
+    path.write_text("tool.attncheck.kernels = { mine = { entry = 'a:b' } }\n")
     with pytest.raises(UsageError, match="cannot be added to: do it there"):
         with_table(path, "mine", TABLE)
 

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from attncheck.cases.variants import plan_cells
 from attncheck.conventions.call_tensors import inputs_page_table, paged_inputs, sequence_lengths
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.page_table import draw_page_table
 from attncheck.mods.spec import Spec
-from attncheck.runner.plan import plan
 from attncheck.subjects import triton_caches
 from attncheck.subjects.triton_caches import Paged
 from attncheck.subjects.triton_flash import Flash2
@@ -154,7 +154,7 @@ def test_relations_hold(mask):
 
 
 def test_rmse_measures_it():
-    cells = plan(
+    cells = plan_cells(
         dtypes=["bf16"],
         variants=["full", "paged", "paged_decode"],
         shapes=["1x2x64x16"],

@@ -7,15 +7,15 @@ import inspect
 import hypothesis
 import pytest
 
+from attncheck.cases.tier import TIERS
 from attncheck.core.errors import UnknownName
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
-from attncheck.suite import UnderTest, asks, cases, profiles
-from attncheck.suite.asking import _beside
-from attncheck.suite.tiers import TIERS
+from attncheck.suite import pytest_options
+from attncheck.suite.property_session import UnderTest, _beside, asks, cases
 
-profiles.register()
+pytest_options.register()
 CI = hypothesis.settings.get_profile("attncheck-ci")
 
 

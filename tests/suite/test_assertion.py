@@ -23,7 +23,7 @@ from attncheck.judge.declared_arithmetic import Arithmetic
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Spec
-from attncheck.suite import assertion
+from attncheck.suite import python_api
 
 close = attncheck.assert_attention_close
 
@@ -31,7 +31,7 @@ close = attncheck.assert_attention_close
 @pytest.fixture(autouse=True)
 def nobody_looks(monkeypatch):
     """For what is wrong: it takes as long as all the rest, and has tests of its own."""
-    monkeypatch.setattr(assertion, "_left", iter(()))
+    monkeypatch.setattr(python_api, "_left", iter(()))
 
 
 def tensors(dtype=torch.bfloat16, query=24, kv=33, heads=4, kv_heads=4, dim=16):

@@ -11,14 +11,14 @@ import attncheck
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.suite import assertion
+from attncheck.suite import python_api
 
 close = attncheck.assert_attention_close
 
 
 @pytest.fixture(autouse=True)
 def nobody_has_looked_yet(monkeypatch):
-    monkeypatch.setattr(assertion, "_left", iter(range(3)))
+    monkeypatch.setattr(python_api, "_left", iter(range(3)))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_it_is_looked_for_when_the_text_is_read_and_once(given, monkeypatch):
     def look(answer):
         looked.append(answer)
 
-    monkeypatch.setattr(assertion.GivenAnswer, "diagnosis", look)
+    monkeypatch.setattr(python_api.GivenAnswer, "diagnosis", look)
     with pytest.raises(AssertionError) as failing:
         close(torch.zeros(1, 2, 12, 16), **given)
     assert looked == []
@@ -109,7 +109,7 @@ def test_it_is_looked_for_when_the_text_is_read_and_once(given, monkeypatch):
 
 
 def test_of_many_failures_the_first_are_looked_into(given, monkeypatch):
-    monkeypatch.setattr(assertion.GivenAnswer, "diagnosis", lambda _: None)
+    monkeypatch.setattr(python_api.GivenAnswer, "diagnosis", lambda _: None)
     told = []
     for _ in range(4):
         with pytest.raises(AssertionError) as failing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.suite.options import spelled_out
+from attncheck.suite.pytest_options import spelled_out
 
 OPTION = """
 def pytest_addoption(parser):

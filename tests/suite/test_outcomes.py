@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from attncheck.records.run_reports import PropertyOutcome, Tally
-from attncheck.suite.summary import lines
+from attncheck.suite.outcomes import summary_lines
 
 PROPERTY = """
 from attncheck.suite import asks
@@ -107,11 +107,11 @@ def test_it_adds_up() -> None:
         outcome("none"),
     ]
     untaken = {"b": {"tf32": "no", "e4m3": "no"}, "aa": {"tf32": "never"}}
-    assert list(lines(outcomes, untaken, 10.0)) == [
+    assert list(summary_lines(outcomes, untaken, 10.0)) == [
         "aa  1,000 problems in 4.0 s, 25 % compiling",
         "b   5 problems (2 unsupported, 1 warn) in 4.0 s, 25 % compiling",
         "1,005 problems in 10 s: 100.5 a second; of the time spent on them 25 % was compiling",
         "no tests of b in tf32, b in e4m3: no",
         "no tests of aa in tf32: never",
     ]
-    assert not list(lines([], {}, 1.0))
+    assert not list(summary_lines([], {}, 1.0))

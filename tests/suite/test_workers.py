@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from attncheck.suite.workers import choose_gpu
+from attncheck.suite.pytest_options import choose_gpu
 
 
 @pytest.fixture

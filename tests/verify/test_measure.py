@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from attncheck.capabilities.subject import Subject
+from attncheck.cases.variants import Cell, plan_cells
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.runner.plan import Cell, plan
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify import evidence
@@ -35,7 +35,7 @@ class Rows(Subject):
 
 
 def cells(*variants):
-    return plan(
+    return plan_cells(
         dtypes=["fp32"],
         variants=variants,
         shapes=["1x2x5x4"],

@@ -1,1 +1,1 @@
-"""Room ``capabilities``."""
+"""What a kernel is to attncheck, what its author declares of it, and where a project names it."""

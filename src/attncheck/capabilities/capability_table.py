@@ -1,8 +1,4 @@
-"""What the author of a kernel declares of it: the capability table, checked and written.
-
-They are relative to the folder of the file that says them: ``*`` and ``**`` are any folders, the
-name of a folder is all in it, ``.`` is everything.
-"""
+"""What the author of a kernel declares of it: the capability table, as types, and as TOML."""
 
 from __future__ import annotations
 
@@ -10,26 +6,27 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
-from attncheck.core.formats import DTYPES, FORMATS, Format, dtype_named, fp32
-from attncheck.inputs.problem import PROMISES
+from attncheck.core.formats import DTYPES, FORMATS, Format, fp32
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.library import NONE
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from tomlkit.items import InlineTable, Table
 
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.mods.spec import Spec
 
 __all__ = [
@@ -55,55 +52,6 @@ __all__ = [
     "render_table",
 ]
 
-
-_WILD = frozenset("*?[")
-_EVERYTHING = "."
-
-
-def pattern_mistake(pattern: str) -> str:
-    """What is wrong with a pattern, as the end of a sentence; empty where nothing is."""
-    if PurePosixPath(pattern).is_absolute() or PureWindowsPath(pattern).is_absolute():
-        return "is absolute: it must be relative to the folder of this file"
-    if ".." in PurePosixPath(pattern).parts:
-        return "has '..': it must be below the folder of this file"
-    return ""
-
-
-def matches_pattern(file: str, pattern: str) -> bool:
-    """Whether ``file`` is one of a pattern: ``**`` is any folders, a folder is all in it."""
-    if not pattern:
-        return False
-    pattern = str(PurePosixPath(pattern))
-    if pattern == _EVERYTHING or fnmatchcase(file, pattern) or file.startswith(f"{pattern}/"):
-        return True
-    # ``a/**/b`` is ``a/b`` too.
-    return "**/" in pattern and matches_pattern(file, pattern.replace("**/", "", 1))
-
-
-def pattern_files(folder: Path, pattern: str) -> Iterator[Path]:
-    """The files below ``folder`` that fit, in order; none of hidden folders that it does not name.
-
-    A pattern with a mistake fits none.
-    """
-    if not pattern or pattern_mistake(pattern):
-        return
-    start = folder
-    for part in PurePosixPath(pattern).parts:
-        if _WILD & set(part):
-            break
-        start /= part
-    below = _below(start) if start.is_dir() else iter([start] if start.is_file() else [])
-    yield from (
-        path for path in below if matches_pattern(path.relative_to(folder).as_posix(), pattern)
-    )
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
-        yield from (path for name in sorted(names) if (path := Path(root, name)).is_file())
-
-
 ANY = "any"
 AUTOGRAD = "autograd"
 COMPOSITION = "composition"
@@ -116,22 +64,60 @@ LSE_BASES = ("natural", "base2")
 """Logarithms in which a kernel gives LSE."""
 
 EMPTY_ROWS = ("zero", "nan", "mean", "unspecified")
-"""What a kernel gives for a row that sees no key (``subjects.empty_rows``)."""
+"""What a kernel gives for a row that sees no key (``conventions.empty_rows``)."""
 
 ALIGNMENTS = ("top_left", "bottom_right")
 """Where the diagonal of a causal mask ends when the lengths differ: at row and key 0, or at the
 last row and the last key."""
 
-Names = tuple[str, ...]
-HeadDim = int | tuple[int, int]
+_LARGEST_HEAD_DIM = 256
+
+
+def _mod_names(entries: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*(name for name, one in entries.items() if one.compose is None), COMPOSITION, ANY)
+
+
+_VALID: dict[str, tuple[str, ...]] = {
+    "dtype": tuple(DTYPES),
+    "mask": (*_mod_names(MASKS), *ALIASES),
+    "score": _mod_names(SCORES),
+    "promise": tuple(PROMISES),
+    "device": DEVICES,
+    "phase": PHASES,
+    "lse": LSE_BASES,
+    "empty_row": EMPTY_ROWS,
+    "causal": ALIGNMENTS,
+    "rounds_value_products": ("fp16", "bf16"),
+    "head_dim": (ANY,),
+}
+"""Names that a key may have, by the key in the singular."""
+
+# The library has the names: to a type checker they are text, and msgspec checks them.
+if TYPE_CHECKING:
+    DtypeName = str
+    MaskName = str
+    ScoreName = str
+    Promise = str
+    DeviceName = str
+    PhaseName = str
+else:
+    DtypeName, MaskName, ScoreName, Promise, DeviceName, PhaseName = (
+        Literal[_VALID[key]] for key in ("dtype", "mask", "score", "promise", "device", "phase")
+    )
+
+Length = Annotated[int, msgspec.Meta(ge=1)]
+HeadDim = int | tuple[int, int]  # msgspec 0.22 cannot constrain an int beside a tuple
+
+
+# ------------------------------------------------------------------ the table
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What holds of every table here."""
+    """A table that has no other keys."""
 
 
 class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
-    """Fields of ``judge.arithmetic.Arithmetic`` that differ from the convention's; None: as there.
+    """Fields of ``Arithmetic`` that differ from the convention's; None: as there.
 
     ``p_in_sum`` is another name of ``sums_rounded_weights``; of ``rounds_value_products`` false
     says that dO · v is not rounded, and a name of ``formats.FORMATS`` to what.
@@ -152,27 +138,40 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
     dq_parts: int | None = None
 
     def changes(self) -> dict[str, Any]:
-        """What is declared, by the names of ``Arithmetic``."""
-        said = {k: v for k, v in msgspec.structs.asdict(self).items() if v is not None}
-        alias = said.pop("p_in_sum", None)
-        if "rounds_value_products" in said:
-            name = said["rounds_value_products"]
-            said["rounds_value_products"] = FORMATS[name] if isinstance(name, str) else None
-        return said if alias is None else {"sums_rounded_weights": alias} | said
+        """Return what is declared, by the names of ``Arithmetic``."""
+        declared = {k: v for k, v in msgspec.structs.asdict(self).items() if v is not None}
+        alias = declared.pop("p_in_sum", None)
+        if "rounds_value_products" in declared:
+            name = declared["rounds_value_products"]
+            declared["rounds_value_products"] = FORMATS[name] if isinstance(name, str) else None
+        return declared if alias is None else {"sums_rounded_weights": alias} | declared
 
     def looser(self) -> dict[str, Any]:
-        """Those of ``changes`` that allow more than the default arithmetic does."""
+        """Return those of ``changes`` that allow more than the default arithmetic does."""
         assumed = default(DTYPES["bf16"])
-        return {k: v for k, v in self.changes().items() if _allows_more(k, v, assumed)}
 
+        def allows_more(name: str, value: Any) -> bool:
+            if name == "rounds_value_products":
+                return value is not None
+            usual: float = getattr(assumed, name)
+            # Shorter steps are more roundings; under a smaller scale more small weights are lost.
+            finer = name in {"block_kv", "weights_scale"}
+            return bool(value < usual if finer else value > usual)
 
-def _allows_more(name: str, value: Any, assumed: Arithmetic) -> bool:
-    if name == "rounds_value_products":
-        return value is not None
-    said: float = value
-    usual: float = getattr(assumed, name)
-    # Shorter steps are more roundings; under a smaller scale more of the small weights are lost.
-    return said < usual if name in {"block_kv", "weights_scale"} else said > usual
+        return {k: v for k, v in self.changes().items() if allows_more(k, v)}
+
+    def check(self, dtypes: Iterable[str]) -> None:
+        """Raise ValueError for numbers that no arithmetic of these dtypes can have."""
+        alias, name = self.p_in_sum, self.sums_rounded_weights
+        if alias is not None and name is not None and alias != name:
+            raise ValueError("p_in_sum and sums_rounded_weights are one thing: give one.")
+        if self.rounds_value_products is True:
+            raise ValueError("rounds_value_products=true must be a format or false.")
+        for dtype in dtypes:
+            try:
+                dataclasses.replace(default(DTYPES[dtype]), **self.changes())
+            except (AttncheckError, TypeError) as error:
+                raise ValueError(str(error)) from None
 
 
 class Limits(_Strict, frozen=True, kw_only=True):
@@ -181,7 +180,7 @@ class Limits(_Strict, frozen=True, kw_only=True):
     Attributes:
         dtypes: Names of ``formats.DTYPES``.
         head_dims: Of q, k and v alike, or pairs (of q and k, of v); or ``any``.
-        masks: Names of ``mods.library``, ``composition`` or ``any``.
+        masks: Names of the library, ``composition`` or ``any``.
         scores: Names of score mods, ``none``, ``composition`` or ``any``.
         gqa: Whether several query heads may share a key head.
         rectangular: Whether query and key lengths may differ.
@@ -191,44 +190,55 @@ class Limits(_Strict, frozen=True, kw_only=True):
         arithmetic: What differs from the convention's.
     """
 
-    dtypes: Names | None = None
+    dtypes: tuple[DtypeName, ...] | None = None
     head_dims: tuple[HeadDim, ...] | Literal["any"] | None = None
-    masks: Names | None = None
-    scores: Names | None = None
+    masks: tuple[MaskName, ...] | None = None
+    scores: tuple[ScoreName, ...] | None = None
     gqa: bool | None = None
     rectangular: bool | None = None
     scale: bool | None = None
-    length_multiple: int | None = None
-    max_query: int | None = None
-    max_kv: int | None = None
+    length_multiple: Length | None = None
+    max_query: Length | None = None
+    max_kv: Length | None = None
     arithmetic: DeclaredArithmetic = DeclaredArithmetic()
+
+    def __post_init__(self) -> None:
+        for dims in self.head_dims if isinstance(self.head_dims, tuple) else ():
+            for dim in dims if isinstance(dims, tuple) else (dims,):
+                if not 1 <= dim <= _LARGEST_HEAD_DIM:
+                    raise ValueError(f"head_dims={dim} must be 1–{_LARGEST_HEAD_DIM}.")
 
 
 class When(_Strict, frozen=True, kw_only=True):
     """For which Problems an override holds; several values: for each of them; all keys must fit."""
 
-    dtype: str | Names | None = None
-    mask: str | Names | None = None
+    dtype: DtypeName | tuple[DtypeName, ...] | None = None
+    mask: MaskName | tuple[MaskName, ...] | None = None
     head_dim: int | tuple[int, ...] | None = None
-    device: str | Names | None = None
-    phase: str | Names | None = None
+    device: DeviceName | tuple[DeviceName, ...] | None = None
+    phase: PhaseName | tuple[PhaseName, ...] | None = None
 
     def holds(self, problem: Problem, device: str) -> bool:
         """Whether ``problem``, computed on ``device``, is one of them; with gradients: backward."""
-        asked = {
+        values = {
             "dtype": problem.dtype,
             "mask": family(problem.mask),
             "head_dim": problem.head_dim,
             "device": device,
             "phase": PHASES[problem.backward],
         }
-        return all(_is_among(value, getattr(self, name)) for name, value in asked.items())
+        return all(_is_among(value, getattr(self, name)) for name, value in values.items())
 
 
 class Override(Limits, frozen=True, kw_only=True):
     """Limits that replace the table's, field by field."""
 
     when: When
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.when == When():
+            raise ValueError(f"when is empty: choose from {', '.join(When.__struct_fields__)}.")
 
 
 class Capabilities(Limits, frozen=True, kw_only=True):
@@ -240,10 +250,10 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         causal: How its causal mask is aligned where lengths differ.
         lse: Whether it gives LSE, or with which logarithm (``true``: the convention's).
         empty_row: What rows that see no key give.
-        promises: What it promises of its bits (``question.PROMISES``).
+        promises: What it promises of its bits (``problem.PROMISES``).
         backward: How gradients are had: by ``autograd``, or by a function, as ``entry`` names one;
             false: it has none. Not declared: by autograd, where it can be.
-        sources: Files that it is made of, as patterns of ``source_patterns``.
+        sources: Files that it is made of, as patterns (``matches_pattern``).
         override: Exceptions; later ones win.
     """
 
@@ -252,32 +262,49 @@ class Capabilities(Limits, frozen=True, kw_only=True):
     causal: Literal["top_left", "bottom_right"] | None = None
     lse: bool | Literal["natural", "base2"] | None = None
     empty_row: Literal["zero", "nan", "mean", "unspecified"] | None = None
-    promises: Names | None = None
+    promises: tuple[Promise, ...] | None = None
     backward: bool | str | None = None
-    sources: Names = ()
+    sources: tuple[str, ...] = ()
     override: tuple[Override, ...] = ()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        how = self.backward
+        if how is True or (isinstance(how, str) and how != AUTOGRAD and ":" not in how):
+            raise ValueError(
+                f'backward={json.dumps(how)} must be "autograd", FILE.py::NAME, '
+                "package.module:NAME or false."
+            )
+        for pattern in self.sources:
+            if wrong := pattern_mistake(pattern):
+                raise ValueError(f"sources: {pattern!r} {wrong}.")
+        places = {f"override[{i}].": each for i, each in enumerate(self.override)}
+        for place, limits in {"": self, **places}.items():
+            try:
+                limits.arithmetic.check(self.dtypes or ("bf16",))
+            except ValueError as error:
+                raise ValueError(f"{place}arithmetic: {error}") from None
+
     def limits(self, problem: Problem, device: str = "cpu") -> Limits:
-        """What holds for ``problem``: each field as the last override that has it says."""
-        said = {name: getattr(self, name) for name in Limits.__struct_fields__}
+        """Return what holds for ``problem``: each field as the last override that has it says."""
+        limits = {name: getattr(self, name) for name in Limits.__struct_fields__}
         for override in self.override:
             if override.when.holds(problem, device):
-                said |= _said(override)
-        return Limits(**said)
+                fields = {name: getattr(override, name) for name in limits if name != "arithmetic"}
+                limits |= {name: value for name, value in fields.items() if value is not None}
+        return Limits(**limits)
 
     def arithmetic_changes(self, problem: Problem, device: str = "cpu") -> dict[str, Any]:
-        """What differs from the convention's arithmetic, by the names of ``Arithmetic``."""
-        found = self.arithmetic.changes()
+        """Return what differs from the convention's arithmetic, by the names of ``Arithmetic``."""
+        changes = self.arithmetic.changes()
         for override in self.override:
             if override.when.holds(problem, device):
-                found |= override.arithmetic.changes()
-        return found
+                changes |= override.arithmetic.changes()
+        return changes
 
     def refuses(self, problem: Problem, device: str = "cpu") -> str | None:
         """Why the table has no place for ``problem``, in one line; None if it has."""
-        return next(
-            (said for said in _answers(self.limits(problem, device), problem) if said), None
-        )
+        return next(filter(None, _answers(self.limits(problem, device), problem)), None)
 
     def declares(self, problem: Problem, device: str = "cpu") -> bool:
         """Whether the table says of everything in ``problem`` that the kernel takes it.
@@ -290,8 +317,11 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         silent = beyond or self.empty_row == "nan"
         gradients = not problem.backward or (bool(self.backward) and not silent)
         return gradients and all(
-            said == "" for said in _answers(self.limits(problem, device), problem)
+            answer == "" for answer in _answers(self.limits(problem, device), problem)
         )
+
+
+# ------------------------------------------------------------------ what a table says of a Problem
 
 
 def family(spec: Spec) -> str:
@@ -299,11 +329,6 @@ def family(spec: Spec) -> str:
     if spec.parts:
         return COMPOSITION
     return ANY if "::" in spec.name else spec.name
-
-
-def _said(override: Override) -> dict[str, Any]:
-    fields = {name: getattr(override, name) for name in Limits.__struct_fields__}
-    return {k: v for k, v in fields.items() if v is not None and k != "arithmetic"}
 
 
 def _is_among(value: object, allowed: object) -> bool:
@@ -314,31 +339,29 @@ def _is_among(value: object, allowed: object) -> bool:
 
 
 def _answers(limits: Limits, problem: Problem) -> Iterator[str | None]:
-    """Of each thing that ``problem`` asks: declared (""), not declared (None), or why not."""
+    """Of each thing in ``problem``: declared (""), not declared (None), or why not."""
+    attention = problem.operation == "attention"
     yield _listed(limits.dtypes, problem.dtype, "dtype")
     yield _head_dim(limits.head_dims, problem)
-    if problem.operation == "attention":
-        masks = None if limits.masks is None else [ALIASES.get(m, m) for m in limits.masks]
-        yield _listed(masks, family(problem.mask), "mask", limits.masks)
-        yield (
-            ""
-            if _plain(problem, limits)
-            else _listed(limits.scores, family(problem.score), "score mod")
-        )
-    usual = problem.operation == "softmax" or problem.scale == fp32(problem.head_dim**-0.5)
-    for name, asked, what in (
+    if attention:
+        yield _listed(limits.masks, family(problem.mask), "mask")
+        # A table that says nothing of score mods says nothing against none.
+        plain = problem.score == NONE and limits.scores is None
+        yield "" if plain else _listed(limits.scores, family(problem.score), "score mod")
+    lengths = f"{problem.query} queries and {problem.kv} keys"
+    usual = not attention or problem.scale == fp32(problem.head_dim**-0.5)
+    for name, present, what in (
         ("gqa", problem.group > 1, f"{problem.group} query heads to a key head"),
-        (
-            "rectangular",
-            problem.query != problem.kv and problem.operation == "attention",
-            f"{problem.query} queries and {problem.kv} keys",
-        ),
+        ("rectangular", attention and problem.query != problem.kv, lengths),
         ("scale", not usual, f"scale={problem.scale:g}, other than 1/√head_dim"),
     ):
-        yield _flag(name, getattr(limits, name), what) if asked else ""
+        declared = getattr(limits, name)
+        if not present or declared:
+            yield ""
+        else:
+            yield None if declared is None else f"{what}: its table says {name} = false"
     multiple = limits.length_multiple or 1
     uneven = any(length % multiple for length in (problem.query, problem.kv))
-    lengths = f"{problem.query} queries and {problem.kv} keys"
     yield f"{lengths}: its table says length_multiple = {multiple}" if uneven else ""
     for name, length in (("max_query", problem.query), ("max_kv", problem.kv)):
         most = getattr(limits, name)
@@ -346,29 +369,22 @@ def _answers(limits: Limits, problem: Problem) -> Iterator[str | None]:
         yield f"length {length}: its table says {name} = {most}" if long else ""
 
 
-def _plain(problem: Problem, limits: Limits) -> bool:
-    """Whether no score mod is asked for, and the table says nothing against none."""
-    return problem.score == NONE and limits.scores is None
-
-
-def _listed(
-    allowed: list[str] | Names | None, name: str, what: str, shown: Names | None = None
-) -> str | None:
+def _listed(allowed: tuple[str, ...] | None, name: str, what: str) -> str | None:
     if allowed is None:
         return None
-    if name in allowed or ANY in allowed:
+    # ``none`` is both an alias of the full mask and a score mod's own name.
+    if {ANY, name} & {*allowed, *(ALIASES.get(each, each) for each in allowed)}:
         return ""
-    return f"{what} {name} is not declared: its table has {', '.join(shown or allowed) or 'none'}"
+    return f"{what} {name} is not declared: its table has {', '.join(allowed) or 'none'}"
 
 
 def _head_dim(allowed: tuple[HeadDim, ...] | str | None, problem: Problem) -> str | None:
     if allowed is None:
         return None
-    asked = (problem.head_dim, problem.value_dim)
-    if allowed == ANY or problem.operation == "softmax":
+    if isinstance(allowed, str) or problem.operation == "softmax":
         return ""
-    pairs = [each if isinstance(each, tuple) else (each, each) for each in allowed if each != ANY]
-    if asked in pairs:
+    pairs = [each if isinstance(each, tuple) else (each, each) for each in allowed]
+    if (problem.head_dim, problem.value_dim) in pairs:
         return ""
     listed = ", ".join("/".join(map(str, dict.fromkeys(pair))) for pair in pairs) or "none"
     dims = f"head_dim={problem.head_dim}"
@@ -377,17 +393,11 @@ def _head_dim(allowed: tuple[HeadDim, ...] | str | None, problem: Problem) -> st
     return f"{dims} is not declared: its table has {listed}"
 
 
-def _flag(name: str, declared: bool | None, what: str) -> str | None:  # noqa: FBT001  # a field
-    if declared is None:
-        return None
-    return "" if declared else f"{what}: its table says {name} = false"
-
-
-_LARGEST_HEAD_DIM = 256
+# ------------------------------------------------------------------ read
 
 
 def read_table(table: object, what: str) -> Capabilities:
-    """The table that a file or an entry point holds.
+    """Read the table that a file or an entry point holds, strictly.
 
     Args:
         table: As TOML reads it.
@@ -397,215 +407,176 @@ def read_table(table: object, what: str) -> Capabilities:
         UsageError: for a key, a type or a name that cannot be, in one line with the valid ones.
     """
     try:
-        _check_keys(table)
-        found = msgspec.convert(table, Capabilities)
-        for name, limits in _all_limits(found):
-            _check_limits(limits, name)
-        _check_listed("promises", found.promises or (), PROMISES)
-        _check_backward(found.backward)
-        _check_sources(found.sources)
-        for index, override in enumerate(found.override):
-            _check_when(override.when, f"override[{index}].when")
-        _check_arithmetic(found)
+        return msgspec.convert(table, Capabilities)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{what}: {_in_our_words(str(error))}.") from None
-    except UsageError as error:
-        raise UsageError(f"{what}: {error}") from None
-    return found
-
-
-def render_table(found: Capabilities, header: str, comments: Mapping[str, Iterable[str]]) -> str:
-    """The table as TOML, below ``[header]``.
-
-    Args:
-        found: What is written; fields that are as they would be without being said are left out.
-        header: Its place in the file: ``tool.attncheck.kernels.mine``.
-        comments: Lines that stand above a field, by its name; under ``""`` above all.
-    """
-    lines = [f"[{header}]", *(f"# {line}" for line in comments.get("", ()))]
-    for name in (name for name in _ORDER if name not in _TABLES):
-        value = getattr(found, name)
-        lines += [f"# {line}" for line in comments.get(name, ())]
-        if value is not None and value != ():
-            lines.append(f"{name} = {_toml_value(value)}")
-    changes = found.arithmetic.changes()
-    if changes:
-        lines += [
-            "",
-            f"[{header}.arithmetic]",
-            *(f"{k} = {_toml_value(v)}" for k, v in changes.items()),
-        ]
-    for override in found.override:
-        lines += ["", f"[[{header}.override]]", *_override(override)]
-    return "\n".join(lines) + "\n"
-
-
-def _override(found: Override) -> Iterator[str]:
-    when = msgspec.structs.asdict(found.when)
-    fits = ", ".join(f"{k} = {_toml_value(v)}" for k, v in when.items() if v is not None)
-    yield f"when = {{ {fits} }}"
-    for name in _ORDER:
-        value = getattr(found, name, None)
-        if value is not None and name not in _TABLES:
-            yield f"{name} = {_toml_value(value)}"
-    changes = found.arithmetic.changes()
-    if changes:
-        listed = ", ".join(f"{k} = {_toml_value(v)}" for k, v in changes.items())
-        yield f"arithmetic = {{ {listed} }}"
-
-
-_ORDER = (
-    "entry",
-    "convention",
-    "dtypes",
-    "head_dims",
-    "masks",
-    "scores",
-    "gqa",
-    "rectangular",
-    "scale",
-    "length_multiple",
-    "max_query",
-    "max_kv",
-    "causal",
-    "lse",
-    "empty_row",
-    "promises",
-    "backward",
-    "sources",
-    "arithmetic",
-    "override",
-)
-_TABLES = ("arithmetic", "override")
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    if value is None or isinstance(value, Format):  # what an Arithmetic has, as a table says it
-        return json.dumps(value.name if value else False)
-    # JSON's strings, numbers and truth values are TOML's.
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _all_limits(found: Capabilities) -> list[tuple[str, Limits]]:
-    return [("", found), *((f"override[{i}].", one) for i, one in enumerate(found.override))]
-
-
-def _check_keys(table: object) -> None:
-    """Raises UsageError for a key that there is not; msgspec would not say which there are."""
-    for place, struct, given in _tables(table):
-        if not isinstance(given, Mapping):
-            continue  # its type is msgspec's to say
-        for key in given:
-            if key not in struct.__struct_fields__:
-                fields = struct.__struct_fields__
-                valid = ", ".join(
-                    sorted(fields, key=_ORDER.index if struct is Capabilities else None)
-                )
-                raise UsageError(f"key {place + str(key)!r} is not known: choose from {valid}.")
-
-
-def _tables(table: object) -> list[tuple[str, type[msgspec.Struct], object]]:
-    """Each table within ``table``: where, what it must be, and what stands there."""
-    found: list[tuple[str, type[msgspec.Struct], object]] = [("", Capabilities, table)]
-    if not isinstance(table, Mapping):
-        return found
-    found.append(("arithmetic.", DeclaredArithmetic, table.get("arithmetic")))
-    overrides = table.get("override")
-    for index, each in enumerate(overrides if isinstance(overrides, list | tuple) else ()):
-        place = f"override[{index}]."
-        found.append((place, Override, each))
-        if isinstance(each, Mapping):
-            found.append((f"{place}when.", When, each.get("when")))
-            found.append((f"{place}arithmetic.", DeclaredArithmetic, each.get("arithmetic")))
-    return found
-
-
-def _check_backward(said: bool | str | None) -> None:  # noqa: FBT001  # a field
-    if said is True or (isinstance(said, str) and said != AUTOGRAD and ":" not in said):
-        raise UsageError(
-            f'backward={json.dumps(said)} must be "autograd", FILE.py::NAME, package.module:NAME '
-            "or false."
-        )
-
-
-def _check_sources(patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        if wrong := pattern_mistake(pattern):
-            raise UsageError(f"sources: {pattern!r} {wrong}.")
-
-
-def _check_limits(limits: Limits, place: str) -> None:
-    for dtype in limits.dtypes or ():
-        dtype_named(dtype)
-    _check_listed(f"{place}masks", limits.masks or (), (*_mods(MASKS), *ALIASES))
-    _check_listed(f"{place}scores", limits.scores or (), _mods(SCORES))
-    for dims in limits.head_dims if isinstance(limits.head_dims, tuple) else ():
-        for dim in dims if isinstance(dims, tuple) else (dims,):
-            if not 1 <= dim <= _LARGEST_HEAD_DIM:
-                raise UsageError(f"{place}head_dims={dim} must be 1–{_LARGEST_HEAD_DIM}.")
-    for name in ("length_multiple", "max_query", "max_kv"):
-        length = getattr(limits, name)
-        if length is not None and length < 1:
-            raise UsageError(f"{place}{name}={length} must be at least 1.")
-
-
-def _mods(entries: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*(name for name, one in entries.items() if one.compose is None), COMPOSITION, ANY)
-
-
-def _check_when(when: When, place: str) -> None:
-    asked = {"dtype": DTYPES, "device": DEVICES, "phase": PHASES, "mask": (*_mods(MASKS), *ALIASES)}
-    for name, valid in asked.items():
-        value = getattr(when, name)
-        _check_listed(f"{place}.{name}", (value,) if isinstance(value, str) else value or (), valid)
-    if when == When():
-        raise UsageError(f"{place} is empty: choose from {', '.join(When.__struct_fields__)}.")
-
-
-def _check_listed(what: str, names: Iterable[str], valid: Iterable[str]) -> None:
-    known = tuple(valid)
-    for name in names:
-        if name not in known:
-            raise UnknownName(what, name, known)
-
-
-def _check_arithmetic(found: Capabilities) -> None:
-    """Raises UsageError for numbers that no arithmetic of the declared dtypes can have."""
-    for place, limits in _all_limits(found):
-        said = limits.arithmetic
-        alias, name = said.p_in_sum, said.sums_rounded_weights
-        if alias is not None and name is not None and alias != name:
-            raise UsageError(
-                f"{place}arithmetic: p_in_sum and sums_rounded_weights are one thing: give one."
-            )
-        if said.rounds_value_products is True:
-            raise UsageError(
-                f"{place}arithmetic: rounds_value_products=true must be a format or false."
-            )
-        for dtype in found.dtypes or ("bf16",):
-            try:
-                dataclasses.replace(default(DTYPES[dtype]), **said.changes())
-            except (AttncheckError, TypeError, ValueError) as error:
-                raise UsageError(f"{place}arithmetic: {error}") from None
+        raise UsageError(f"{what}: {_explained(str(error), table)}") from None
 
 
 _AT = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_UNKNOWN_NAME = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
+_TOO_SMALL = re.compile(r"Expected `int` >= (\d+)")
 _WORDS = {"object": "table", "array": "list", "str": "text", "int": "whole number"}
-_ENUMS = {"lse": '"natural" or "base2"'} | {
-    name: " or ".join(f'"{each}"' for each in valid)
-    for name, valid in (("empty_row", EMPTY_ROWS), ("causal", ALIGNMENTS))
-}
 
 
-def _in_our_words(text: str) -> str:
-    """What msgspec says of a type, with the key in front."""
+def _explained(text: str, table: object) -> str:
+    """What msgspec says, with the key in front, the value, and what is allowed."""
     match = _AT.fullmatch(text)
-    said, key = (match[1], match[2]) if match else (text, "")
-    said = re.sub(r" ?\| ?null", "", said.replace("`", ""))
-    said = re.sub(r"\b[a-z]+\b", lambda word: _WORDS.get(word[0], word[0]), said)
-    said = said[0].lower() + said[1:].replace(" | ", " or ")
-    if key in _ENUMS:
-        said += f": it must be {_ENUMS[key]}"
-    return f"{key}: {said}" if key else said
+    text, path = (match[1], match[2]) if match else (text, "")
+    if match := _UNKNOWN_FIELD.fullmatch(text):
+        ordered = sorted(_struct_at(path).__struct_fields__, key=None if path else _ORDER.index)
+        key = f"{path}.{match[1]}" if path else match[1]
+        return f"key {key!r} is not known: choose from {', '.join(ordered)}."
+    key = re.sub(r"\[\d+\]$", "", path)
+    last = key.rpartition(".")[2]
+    if match := _UNKNOWN_NAME.fullmatch(text):
+        valid = _VALID.get(last) or _VALID[last.removesuffix("s")]
+        return str(UnknownName(key, match[1], valid))
+    if match := _TOO_SMALL.fullmatch(text):
+        value = table
+        for part in re.findall(r"[^.\[\]]+", path):
+            value = value[int(part) if part.isdigit() else part]  # type: ignore[index]  # msgspec's
+        return f"{path}={value} must be at least {match[1]}."
+    if not text.startswith(("Expected", "Object")):
+        return f"{path}.{text}" if path else text  # of a table's own check
+    plain = re.sub(r" ?\| ?null", "", text.replace("`", ""))
+    plain = re.sub(r"\b[a-z]+\b", lambda word: _WORDS.get(word[0], word[0]), plain)
+    plain = plain[0].lower() + plain[1:].replace(" | ", " or ")
+    return f"{path}: {plain}." if path else f"{plain}."
+
+
+def _struct_at(path: str) -> type[msgspec.Struct]:
+    last = path.rpartition(".")[2]
+    if last.startswith("override"):
+        return Override
+    if last == "when":
+        return When
+    return DeclaredArithmetic if last == "arithmetic" else Capabilities
+
+
+# ------------------------------------------------------------------ written
+
+_ORDER = (
+    *("entry", "convention", "dtypes", "head_dims", "masks", "scores", "gqa", "rectangular"),
+    *("scale", "length_multiple", "max_query", "max_kv", "causal", "lse", "empty_row", "promises"),
+    *("backward", "sources", "arithmetic", "override"),
+)
+"""Fields in the order in which they are written."""
+
+
+def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterable[str]]) -> str:
+    """Return the table as TOML, below ``[header]``.
+
+    Args:
+        table: What is written; fields that are as they would be without being said are left out.
+        header: Its place in the file: ``tool.attncheck.kernels.mine``.
+        comments: Lines that stand above a field, by its name; under ``""`` above all.
+    """
+    import tomlkit
+
+    written = tomlkit.table()
+    for name in ("", *_ORDER):
+        for line in comments.get(name, ()):
+            written.add(tomlkit.comment(line))
+        _add(written, name, getattr(table, name, None))
+    changes = table.arithmetic.changes()
+    if changes:
+        written.add(tomlkit.nl())
+        written["arithmetic"] = _filled(tomlkit.table(), changes)
+    if table.override:
+        overrides = tomlkit.aot()
+        for each in table.override:
+            overrides.append(_override_table(each))
+        written.add(tomlkit.nl())
+        written["override"] = overrides
+    keys: list[str] = []
+    place = tomllib.loads(f"[{header}]\n")
+    while place:
+        ((key, place),) = place.items()
+        keys.append(key)
+    document = tomlkit.document()
+    holder: Any = document
+    for key in keys[:-1]:
+        holder = holder.setdefault(key, tomlkit.table(is_super_table=True))
+    holder[keys[-1]] = written
+    return tomlkit.dumps(document)
+
+
+def _override_table(override: Override) -> Table:
+    import tomlkit
+
+    table = tomlkit.table()
+    table.add("when", _filled(tomlkit.inline_table(), msgspec.structs.asdict(override.when)))
+    for name in _ORDER:
+        _add(table, name, getattr(override, name, None))
+    changes = override.arithmetic.changes()
+    if changes:
+        table.add("arithmetic", _filled(tomlkit.inline_table(), changes))
+    return table
+
+
+def _filled(table: Any, values: Mapping[str, Any]) -> Any:
+    for name, value in values.items():
+        _add(table, name, value)
+    return table
+
+
+def _add(table: Table | InlineTable, name: str, value: Any) -> None:
+    """Add a field that says something; tables within tables are added elsewhere."""
+    if isinstance(value, Format) or (value is None and name == "rounds_value_products"):
+        value = value.name if value else False  # what an Arithmetic has, as a table says it
+    if isinstance(value, tuple):
+        value = [list(each) if isinstance(each, tuple) else each for each in value]
+    if value is not None and value != [] and name not in {"arithmetic", "override"}:
+        table.add(name, value)
+
+
+# ------------------------------------------------------------------ patterns of source files
+
+
+def pattern_mistake(pattern: str) -> str:
+    """What is wrong with a pattern of ``sources``, as the end of a sentence; empty for nothing.
+
+    Patterns are relative to the folder of the file that says them: ``*`` and ``**`` are any
+    folders, the name of a folder is all in it, ``.`` is everything.
+    """
+    if PurePosixPath(pattern).is_absolute() or PureWindowsPath(pattern).is_absolute():
+        return "is absolute: it must be relative to the folder of this file"
+    if ".." in PurePosixPath(pattern).parts:
+        return "has '..': it must be below the folder of this file"
+    return ""
+
+
+def matches_pattern(file: str, pattern: str) -> bool:
+    """Whether ``file`` is one of a pattern: ``**`` is any folders, a folder is all in it."""
+    if not pattern:
+        return False
+    pattern = str(PurePosixPath(pattern))
+    if pattern == "." or fnmatchcase(file, pattern) or file.startswith(f"{pattern}/"):
+        return True
+    # ``a/**/b`` is ``a/b`` too.
+    return "**/" in pattern and matches_pattern(file, pattern.replace("**/", "", 1))
+
+
+def pattern_files(folder: Path, pattern: str) -> Iterator[Path]:
+    """Files below ``folder`` that fit, in order; none of hidden folders that it does not name.
+
+    A pattern with a mistake fits none.
+    """
+    if not pattern or pattern_mistake(pattern):
+        return
+    start = folder
+    for part in PurePosixPath(pattern).parts:
+        if set("*?[") & set(part):
+            break
+        start /= part
+    below = _files_below(start) if start.is_dir() else [start] if start.is_file() else []
+    for path in below:
+        if matches_pattern(path.relative_to(folder).as_posix(), pattern):
+            yield path
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
+        yield from (path for name in sorted(names) if (path := Path(root, name)).is_file())

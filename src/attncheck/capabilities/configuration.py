@@ -18,12 +18,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities import named_kernels
 from attncheck.capabilities.capability_table import read_table
+from attncheck.capabilities.named_kernels import BUILTIN
 from attncheck.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tomlkit.items import Comment, Table, Whitespace
 
     from attncheck.capabilities.capability_table import Capabilities
 
@@ -44,7 +44,6 @@ __all__ = [
     "with_table",
     "write_file",
 ]
-
 
 GROUP = "attncheck.kernels"
 """The entry-point group of published kernels."""
@@ -74,7 +73,7 @@ class Configuration:
 
 
 def read_configuration(start: Path | None = None) -> Configuration:
-    """That of the nearest folder from ``start`` (the working directory) upwards that has one.
+    """Read that of the nearest folder from ``start`` (the working directory) upwards that has one.
 
     Raises:
         UsageError: for a file that is no TOML, a key or a name that cannot be, and two files of
@@ -85,84 +84,85 @@ def read_configuration(start: Path | None = None) -> Configuration:
 
 
 def nearest_tables(start: Path | None = None) -> tuple[Path | None, Mapping[str, Any]]:
-    """The file that ``configuration`` reads, None where there is none, and its tables as written.
+    """Return the file that ``read_configuration`` reads, and its tables as written.
 
-    Raises UsageError as ``configuration``, but for what is wrong within a table.
+    The file is None where there is none. Raises UsageError as ``read_configuration``, but for what
+    is wrong within a table.
     """
     start = (start or Path.cwd()).absolute()
     for folder in (start, *start.parents):
         there = [folder / name for name in FILES if (folder / name).is_file()]
-        ours = {path: found for path in there if (found := tables_of(path)) is not None}
+        ours = {path: tables for path in there if (tables := tables_of(path)) is not None}
         if len(ours) > 1:
             names = " and ".join(path.name for path in ours)
             raise UsageError(f"{names} of {folder} both configure attncheck: keep one.")
-        for path, found in ours.items():
-            return path, found
+        for path, tables in ours.items():
+            return path, tables
     return None, {}
 
 
 def tables_of(path: Path) -> Mapping[str, Any] | None:
-    """The tables of kernels in ``path`` by name, as written; None where it has none of attncheck's.
+    """Return the tables of kernels in ``path`` by name, as written; None where it has none.
 
     Raises UsageError for a file that is no TOML, or a key other than ``kernels``.
     """
     try:
-        found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        data: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{_shown(path)} is no TOML: {error}.") from None
     except OSError as error:
         raise UsageError(f"{_shown(path)} cannot be read: {error.strerror or error}.") from None
-    place = FILES.get(path.name, FILES["attncheck.toml"])
+    place = _place(path)
     for key in place:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if found is None:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    if data is None:
         return None
     what = f"{_shown(path)}: {'.'.join(place) or 'the file'}"
-    if not isinstance(found, Mapping):
+    if not isinstance(data, Mapping):
         raise UsageError(f"{what} must be a table.")
-    for key in found:
+    for key in data:
         if key != _KERNELS:
             raise UsageError(f"{what}: key {key!r} is not known: choose from {_KERNELS}.")
-    tables = found.get(_KERNELS, {})
+    tables = data.get(_KERNELS, {})
     if not isinstance(tables, Mapping):
         raise UsageError(f"{what}: {_KERNELS} must be a table, with one table a kernel in it.")
     return tables
 
 
+def _place(path: Path) -> tuple[str, ...]:
+    return FILES.get(path.name, FILES["attncheck.toml"])
+
+
 def read_tables(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities]:
-    """What ``tables_of`` gives, read strictly; raises UsageError as ``configuration``."""
-    found = {}
+    """Read what ``tables_of`` gives, strictly; raises UsageError as ``read_configuration``."""
+    kernels = {}
     for name, table in tables.items():
         what = f"{_shown(path)}: {_KERNELS}.{name}"
         if not name.strip() or set(name) & set(":/\\"):
             raise UsageError(f"{what}: a kernel's name has no ':', '/' or '\\'.")
-        if name in named_kernels.BUILTIN:
+        if name in BUILTIN:
             raise UsageError(f"{what}: attncheck has a kernel of this name: give it another.")
-        found[name] = read_table(table, what)
-    return found
-
-
-def table_header(path: Path, name: str) -> str:
-    """The table of the kernel ``name`` in ``path``: ``tool.attncheck.kernels.mine``."""
-    key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
-    return ".".join((*FILES.get(path.name, FILES["attncheck.toml"]), _KERNELS, key))
+        kernels[name] = read_table(table, what)
+    return kernels
 
 
 def entry_points() -> dict[str, tuple[metadata.EntryPoint, ...]]:
-    """Those of the group by name; more than one where packages do not agree."""
-    found: dict[str, tuple[metadata.EntryPoint, ...]] = {}
+    """Return those of the group by name; more than one where packages do not agree."""
+    points: dict[str, tuple[metadata.EntryPoint, ...]] = {}
     for each in metadata.entry_points(group=GROUP):
-        if each not in found.get(each.name, ()):  # a package that is found twice on the path
-            found[each.name] = (*found.get(each.name, ()), each)
-    return found
+        if each not in points.get(each.name, ()):  # a package that is found twice on the path
+            points[each.name] = (*points.get(each.name, ()), each)
+    return points
 
 
-def published_kernel(name: str, found: object, value: str) -> tuple[object, Capabilities | None]:
-    """The kernel and the table, if any, of what an entry point holds.
+def published_kernel(
+    name: str, published: object, value: str
+) -> tuple[object, Capabilities | None]:
+    """Return the kernel and the table, if any, of what an entry point holds.
 
     Args:
         name: Of the entry point.
-        found: A Subject, a function, or a table whose ``entry`` is one, or names one.
+        published: A Subject, a function, or a table whose ``entry`` is one, or names one.
         value: Where the entry point says that it is: ``package.module:name``.
 
     Returns:
@@ -171,13 +171,13 @@ def published_kernel(name: str, found: object, value: str) -> tuple[object, Capa
     Raises:
         UsageError: for a table that cannot be.
     """
-    if not isinstance(found, Mapping):
-        return found, None
+    if not isinstance(published, Mapping):
+        return published, None
     what = f"entry point {name!r} of {GROUP} ({value})"
-    entry = found.get("entry")
+    entry = published.get("entry")
     if entry is None or isinstance(entry, str):
-        return None, read_table(dict(found), what)
-    return entry, read_table({**found, "entry": value}, what)
+        return None, read_table(dict(published), what)
+    return entry, read_table({**published, "entry": value}, what)
 
 
 def _shown(path: Path) -> str:
@@ -186,8 +186,11 @@ def _shown(path: Path) -> str:
     return str(path) if relative.startswith(os.pardir) else relative
 
 
+# ------------------------------------------------------------------ writing
+
+
 def default_path() -> Path:
-    """The file that configures attncheck, or else that of the project; here, or in a folder above.
+    """Return the file that configures attncheck, or else the project's; here, or in a folder above.
 
     Raises UsageError for one that cannot be read.
     """
@@ -199,7 +202,7 @@ def default_path() -> Path:
 
 
 def check_kernel_name(name: str, path: Path, *, force: bool) -> None:
-    """Raises UsageError unless a table called ``name`` may be written into ``path``.
+    """Raise UsageError unless a table called ``name`` may be written into ``path``.
 
     Args:
         name: Of the kernel.
@@ -208,7 +211,7 @@ def check_kernel_name(name: str, path: Path, *, force: bool) -> None:
     """
     if not name.strip() or set(name) & set(":/\\\n"):
         raise UsageError(f"kernel {name!r} cannot be called so: no ':', '/' or '\\' in its name.")
-    if name in named_kernels.BUILTIN:
+    if name in BUILTIN:
         raise UsageError(f"attncheck has a kernel called {name!r}: give yours a --name of its own.")
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a TOML file.")
@@ -220,7 +223,7 @@ def check_kernel_name(name: str, path: Path, *, force: bool) -> None:
 
 
 def entry_from(kernel: str, path: Path) -> str:
-    """``kernel`` as a table of the file ``path`` names it: files relative to its folder."""
+    """Return ``kernel`` as a table of the file ``path`` names it: files relative to its folder."""
     file, colons, name = kernel.partition("::")
     if not colons:
         return kernel
@@ -228,27 +231,100 @@ def entry_from(kernel: str, path: Path) -> str:
     return f"{Path(relative).as_posix()}::{name}"
 
 
+def table_header(path: Path, name: str) -> str:
+    """Return where the kernel ``name`` stands in ``path``: ``tool.attncheck.kernels.mine``."""
+    key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+    return ".".join((*_place(path), _KERNELS, key))
+
+
 def with_table(path: Path, name: str, table: str) -> str:
-    """The text of ``path`` with ``table`` in the place of the kernel's own, or at its end.
+    """Return the text of ``path`` with ``table`` in the place of the kernel's own, or at its end.
 
     Args:
         path: The file; one that is not there is empty.
         name: Of the kernel.
-        table: The table and those below it, as ``capability_table.written`` gives them.
+        table: The table and those below it, as ``render_table`` gives them.
 
     Raises:
-        UsageError: where the file is no TOML, or writes its tables in a way that this cannot edit.
+        UsageError: where the file is no TOML, or writes its tables in a way that cannot be edited.
     """
-    before = _read(path)
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    before = ""
+    if path.exists():
+        tables_of(path)  # says what is wrong with it
+        before = path.read_bytes().decode("utf-8")
+    places = (*_place(path), _KERNELS)
+    ours: Any = tomlkit.parse(table)
+    for key in (*places, name):
+        ours = ours[key]
+    try:
+        document = tomlkit.parse(before)
+        holder: Any = document
+        for key in places:
+            holder = holder.setdefault(key, tomlkit.table(is_super_table=True))
+        if name in holder:
+            for item in _behind(holder[name]):
+                _last_table(ours).add(item)
+        holder[name] = ours
+        after = tomlkit.dumps(document)
+    except (TOMLKitError, ValueError):  # an inline table, which holds no others
+        after = ""
     newline = "\r\n" if "\r\n" in before else "\n"
-    kept = "".join(_without(before, table_header(path, name)))
-    if kept and not kept.endswith("\n"):
-        kept += newline
-    between = newline if kept else ""
-    after = kept + between + table.replace("\n", newline)
-    if not _differ_in_the_table_alone(before, after, path, name):
+    after = re.sub(r"\r?\n", newline, after) if newline == "\r\n" else after
+    first = f"[{table_header(path, name)}]"
+    if f"{newline}{first}" in after and first not in before:  # a line of its own before it
+        after = re.sub(f"(?:{newline})+{re.escape(first)}", f"{newline * 2}{first}", after, count=1)
+    if not _differ_in_the_table_alone(before, after, table, (*places, name)):
         raise UsageError(f"{path} writes its tables in a way that cannot be added to: do it there.")
     return after
+
+
+def _last_table(table: Any) -> Table:
+    """The table itself, or the last one within it, which ends where it does."""
+    from tomlkit.items import AoT, Table
+
+    for _, item in reversed(table.value.body):
+        if isinstance(item, AoT):
+            return _last_table(item.body[-1])
+        if isinstance(item, Table):
+            return _last_table(item)
+    result: Table = table
+    return result
+
+
+def _behind(table: Table) -> list[Comment | Whitespace]:
+    """Blank lines and comments behind its last key: of what follows it, as a reader sees them."""
+    from tomlkit.items import Comment, Whitespace
+
+    items: list[Comment | Whitespace] = []
+    for _, item in reversed(_last_table(table).value.body):
+        if not isinstance(item, Comment | Whitespace):
+            break
+        items.insert(0, item)
+    return items
+
+
+def _differ_in_the_table_alone(before: str, after: str, table: str, keys: tuple[str, ...]) -> bool:
+    """Whether the new text has the table, and says of everything else what the old one did."""
+    try:
+        old, new, ours = (tomllib.loads(text) for text in (before, after, table))
+    except tomllib.TOMLDecodeError:
+        return False
+    return _taken(new, keys) == _taken(ours, keys) and (_taken(old, keys), old)[1] == new
+
+
+def _taken(data: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    """Take the table out of ``data``, and what only held it; return it."""
+    tables = [data]
+    for key in keys[:-1]:
+        tables.append(tables[-1].setdefault(key, {}))
+    taken = tables[-1].pop(keys[-1], None)
+    for holder, key in reversed(list(zip(tables, keys[:-1], strict=False))):
+        if not holder[key]:
+            del holder[key]
+    return taken
 
 
 def write_file(path: Path, text: str) -> None:
@@ -257,12 +333,14 @@ def write_file(path: Path, text: str) -> None:
     Raises UsageError where it cannot be written.
     """
     target = path.resolve()
+    mask = os.umask(0)  # it can only be read by setting it
+    os.umask(mask)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
-            mode = target.stat().st_mode if target.exists() else 0o666 & ~_mask()
+            mode = target.stat().st_mode if target.exists() else 0o666 & ~mask
             Path(temporary).chmod(mode & 0o777)
             Path(temporary).replace(target)
         except BaseException:
@@ -271,50 +349,3 @@ def write_file(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}.") from None
-
-
-def _mask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _read(path: Path) -> str:
-    if not path.exists():
-        return ""
-    tables_of(path)  # says what is wrong with it
-    return path.read_bytes().decode("utf-8")
-
-
-def _without(text: str, header: str) -> Iterator[str]:
-    """The lines of ``text`` outside the table ``header`` and those below it."""
-    ours = False
-    for line in text.splitlines(keepends=True):
-        if line.lstrip().startswith("["):
-            title = line.strip().lstrip("[").partition("]")[0].strip().replace(" ", "")
-            ours = title == header or title.startswith(f"{header}.")
-        if not ours:
-            yield line
-
-
-def _differ_in_the_table_alone(before: str, after: str, path: Path, name: str) -> bool:
-    """Whether the new text says of everything else what the old one did."""
-    try:
-        old, new = tomllib.loads(before), tomllib.loads(after)
-    except tomllib.TOMLDecodeError:
-        return False
-    place = FILES.get(path.name, ())
-    return _taken_out(old, place, name) == _taken_out(new, place, name)
-
-
-def _taken_out(data: dict[str, Any], place: tuple[str, ...], name: str) -> dict[str, Any]:
-    """``data`` without the kernel's table, and without what only held it."""
-    tables = [data]
-    for key in (*place, "kernels"):
-        tables.append(tables[-1].setdefault(key, {}))
-    tables[-1].pop(name, None)
-    for table, key in reversed(list(zip(tables, (*place, "kernels"), strict=False))):
-        if not table[key]:
-            del table[key]
-    return data

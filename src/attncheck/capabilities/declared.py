@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from attncheck.capabilities.capability_table import Capabilities
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem, Promise
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Promise
     from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = ["Declared", "DeclaredButRefusedError"]

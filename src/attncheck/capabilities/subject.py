@@ -1,4 +1,4 @@
-"""What attncheck asks of a kernel that it examines: the Subject."""
+"""The contract of a kernel under examination: the Subject, and how it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from attncheck.mods.library import NONE
 if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem, Promise
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Promise
     from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = [
@@ -106,7 +107,7 @@ class Subject(ABC):
     promises_gradients: bool = False
 
     def absent(self, device: str) -> str | None:
-        """Why it can run nothing at all on ``device`` (``cpu`` or ``cuda``); None if it can."""
+        """Return why it can run nothing on ``device`` (``cpu`` or ``cuda``); None if it can."""
         del device
         return None
 
@@ -123,7 +124,7 @@ class Subject(ABC):
 
     @abstractmethod
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Why it does not take ``problem`` on ``device``, in one line; None if it does.
+        """Return why it does not take ``problem`` on ``device``, in one line; None if it does.
 
         A convention that could pass the Problem only by rounding a number of it again says so
         here.
@@ -146,7 +147,7 @@ class Subject(ABC):
         return None
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """The same kernel launched otherwise, by names that say how; none if it has one launch.
+        """Return the same kernel launched otherwise, by names that say how; none for one launch.
 
         Other tiles or another number of splits, say: what a caller never chooses and what must not
         matter beyond rounding. Each is a Subject of its own, with its own tiling and arithmetic.
@@ -192,7 +193,7 @@ class TooLarge(str):
 
 
 def memory_refusal(what: str, size: int, device: str) -> TooLarge | None:
-    """Why ``what`` of ``size`` bytes cannot be, in one line; None where ``device`` can hold it."""
+    """Return why ``device`` cannot hold ``what`` of ``size`` bytes, in one line; None if it can."""
     there = _memory(device)
     if size <= there:
         return None

@@ -161,11 +161,11 @@ def accept(
 
 
 def _changes(path: Path, found: Measured) -> tuple[Change, ...]:
+    from attncheck.baseline.comparison import compare_runs
     from attncheck.records.baseline_entries import read_baseline
-    from attncheck.runner.ratchet import changes
 
     kept = read_baseline(path)
-    return changes(kept, found.answers, found.by_record, complete=found.complete)
+    return compare_runs(kept, found.answers, found.by_record, complete=found.complete)
 
 
 def _chosen(
@@ -221,9 +221,11 @@ def _after(  # what becomes of a baseline
 
 def _wrong(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
     """Kernel, case and status of what cannot be kept."""
-    from attncheck.runner.comparable import KEPT
+    from attncheck.baseline.comparison import KEPT_STATUSES
 
-    return [(one.kernel, one.case, one.status) for one in entries if one.status not in KEPT]
+    return [
+        (one.kernel, one.case, one.status) for one in entries if one.status not in KEPT_STATUSES
+    ]
 
 
 def _failed(found: Measured) -> list[tuple[str, str, str]]:

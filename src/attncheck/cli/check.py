@@ -16,8 +16,8 @@ from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
+    from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
-    from attncheck.runner.quick import Question
 
 __all__ = ["check"]
 
@@ -120,13 +120,13 @@ def check(  # noqa: PLR0913  # one parameter per option
 
 def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
-) -> list[Question]:
+) -> list[CheckCase]:
     """What is asked, dtype by dtype; raises UnknownName for a question that there is not."""
+    from attncheck.cases.check_cases import check_cases
     from attncheck.core.errors import UnknownName
-    from attncheck.runner.quick import questions
 
     asked = [
-        one for dtype in dict.fromkeys(dtypes or ("bf16",)) for one in questions(dtype, head_dims)
+        one for dtype in dict.fromkeys(dtypes or ("bf16",)) for one in check_cases(dtype, head_dims)
     ]
     known = {question.name for question in asked}
     for name in names:
@@ -139,7 +139,7 @@ def _answered(
     interrupts: Interrupts,
     report: Report,
     subject: Subject,
-    asked: list[Question],
+    asked: list[CheckCase],
     device: str,
     *,
     live: bool,

@@ -189,7 +189,7 @@ def _script(record: Record, identifier: str, device: str) -> Path:
     from attncheck.records.problem_summary import problem_of
     from attncheck.reporting.diagnosis_text import problem_line
     from attncheck.reporting.files import write_texts
-    from attncheck.runner.standalone import script
+    from attncheck.standalone.standalone_script import render_script
     from attncheck.subjects.load import load_subject
     from attncheck.verify.question_fit import question_summary
 
@@ -200,7 +200,7 @@ def _script(record: Record, identifier: str, device: str) -> Path:
         "problem": problem_line(problem_of(record)),
         "asks": question_summary(case.question),
     }
-    text = script(
+    text = render_script(
         load_subject(KERNEL),
         case,
         record,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
+    from attncheck.cases.tier import Tier
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
-    from attncheck.suite.tiers import Tier
-    from attncheck.suite.under_test import UnderTest
+    from attncheck.suite.property_session import UnderTest
 
 __all__ = ["DTYPE", "Found", "at_edges", "drawn"]
 
@@ -77,26 +77,26 @@ def at_edges(subject: Subject, device: str) -> Found | None:
 
 
 def _searched(name: str, subject: Subject, device: str, most: int) -> Found | None:
-    from attncheck.suite import Asked, UnderTest, cases, profiles
-    from attncheck.suite.diagnosed import DoesNotHold
-    from attncheck.suite.search import search
+    from attncheck.suite import pytest_options
+    from attncheck.suite.property_session import PropertySpec, UnderTest, cases, search_cases
+    from attncheck.suite.wrong_answers import WrongAnswer
 
-    profiles.register()
+    pytest_options.register()
     kernel = UnderTest(name, subject, device, dtype=DTYPE, family="full", tier=_tier(most))
-    asked = Asked(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
+    asked = PropertySpec(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
     first: list[tuple[Record, int]] = []
 
     def count_keys(kernel: UnderTest, case: Case) -> None:
         try:
             kernel.must_hold(case)
-        except DoesNotHold as wrong:
+        except WrongAnswer as wrong:
             first.append((wrong.record, kernel.tally.total))
             raise
         kernel.share = 0.0  # draw on, and do not climb to where rounding is largest
 
     try:
-        search(count_keys, kernel, cases(kernel, asked))
-    except DoesNotHold as wrong:
+        search_cases(count_keys, kernel, cases(kernel, asked))
+    except WrongAnswer as wrong:
         record, before = first[0]
         after = kernel.tally.total - before
         return Found(first=record, smallest=wrong.record, before=before, after=after)
@@ -104,7 +104,7 @@ def _searched(name: str, subject: Subject, device: str, most: int) -> Found | No
 
 
 def _tier(most: int) -> Tier:
-    from attncheck.suite.tiers import Tier
+    from attncheck.cases.tier import Tier
 
     return Tier(
         name="demo",

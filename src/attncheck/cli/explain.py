@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.capabilities.subject import Subject
+    from attncheck.cases.variants import Cell
     from attncheck.records.record import Report
-    from attncheck.runner.plan import Cell
 
 __all__ = ["explain"]
 
@@ -21,13 +21,13 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
 
     Raises UsageError where ``name`` names none of ``cells``, or several.
     """
+    from attncheck.cases.variants import choose_cell
     from attncheck.inputs.problem import Case
     from attncheck.reporting.explain import show_explanation
-    from attncheck.runner.choose import chosen
     from attncheck.verify.verify import case_subjects, verify
 
     concerned = case_subjects([cell.problem for cell in cells], subjects, device)
-    cell, subject = chosen(name, list(zip(cells, concerned, strict=True)))
+    cell, subject = choose_cell(name, list(zip(cells, concerned, strict=True)))
     asked = [(cell.variant, Case(problem=cell.problem))]
     report = verify(subject, asked, device=device, applicable_only=True, timed=True)
     (record,) = report.records

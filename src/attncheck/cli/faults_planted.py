@@ -48,33 +48,27 @@ def planted(interrupts: Interrupts, asked: FaultsAsked) -> int:
 
 def listed(asked: FaultsAsked) -> int:
     """Shows what is chosen, and runs nothing; returns the exit code."""
-    from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue
+    from attncheck.faults.catalogue import CONTROLS, FAULTS
 
     device, tier = where(asked)
     these = _chosen(asked, Path(asked.file).absolute() if asked.file else None, device, tier)
     with standard_output():
         for kernel in dict.fromkeys(kernel.rpartition("@")[0] for kernel in these.names):
-            one: Any = FAULTS_of_catalogue.get(kernel) or CONTROLS.get(kernel)
+            one: Any = FAULTS.get(kernel) or CONTROLS.get(kernel)
             places = " and ".join(one.hosts) or "nowhere" if one else "file"
-            category = (
-                FAULTS_of_catalogue[kernel].category
-                if kernel in FAULTS_of_catalogue
-                else "control"
-                if one
-                else "own"
-            )
+            category = FAULTS[kernel].category if kernel in FAULTS else "control" if one else "own"
             click.echo(f"{kernel} ({category}; {places}): {one.summary if one else kernel}")
     return 0
 
 
 def where(asked: FaultsAsked) -> tuple[str, str]:
     """Device and tier, also where nobody says; raises UsageError for what is not there."""
-    from attncheck.gate.tiers import default_tier, tier_named
+    from attncheck.cases.tier import default_tier, gate_tier_named
     from attncheck.verify.environment import default_device, require_device
 
     device = asked.device or default_device()
     require_device(device)
-    return device, tier_named(asked.tier or default_tier(device)).name
+    return device, gate_tier_named(asked.tier or default_tier(device)).name
 
 
 def _chosen(asked: FaultsAsked, file: Path | None, device: str, tier: str) -> FaultSelection:

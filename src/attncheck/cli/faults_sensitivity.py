@@ -35,7 +35,7 @@ def sensitive(interrupts: Interrupts, asked: FaultsAsked) -> int:
 def _measured(asked: FaultsAsked, *, tier: str, device: str) -> SensitivityReport:
     """The smallest size of each continuous fault that is seen, in each dtype."""
     from attncheck.core.formats import DTYPES
-    from attncheck.faults.sensitivity import CONTINUOUS_FAULTS, continuous_fault_named
+    from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
     from attncheck.gate.choices import Choices
     from attncheck.records.fault_scores import SensitivityReport
 

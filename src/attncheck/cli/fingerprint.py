@@ -62,10 +62,10 @@ def fingerprint(  # one parameter per option
     """
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from attncheck.cases.variants import check_measured
     from attncheck.core.errors import UsageError
     from attncheck.core.formats import DTYPES
     from attncheck.reporting import fingerprint_page
-    from attncheck.runner.plan import check_measured
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
 

@@ -65,9 +65,9 @@ def finished(
 
 
 def _reported(content: JournalContent, baseline: tuple[str, Baseline] | None) -> GateReport:
-    from attncheck.gate.report import report
+    from attncheck.gate.gate_report import build_report
 
-    return report(content, command=typed(content.head.get("kernels", ())), baseline=baseline)
+    return build_report(content, command=typed(content.head.get("kernels", ())), baseline=baseline)
 
 
 def typed(kernels: Iterable[str]) -> str:

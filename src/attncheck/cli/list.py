@@ -42,11 +42,11 @@ def _echo(catalogue: dict[str, Any]) -> None:
 
 def _catalogue(device: str) -> dict[str, Any]:
     from attncheck.capabilities import named_kernels
+    from attncheck.cases.variants import FURTHER, VARIANTS
     from attncheck.core.formats import DTYPES
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
-    from attncheck.runner.variants import FURTHER, VARIANTS
 
     subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
     dtypes = {
@@ -87,16 +87,15 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
 
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
+    from attncheck.cases.variants import ALL, DEFAULT_SHAPES, plan_cells
     from attncheck.core.formats import DTYPES
-    from attncheck.runner.plan import plan
-    from attncheck.runner.variants import ALL, DEFAULT_SHAPES
 
     why = subject.absent(device)
     if why:
         return {"absent": why}
     support: dict[str, Any] = {}
     for dtype in (d.name for d in DTYPES.values() if d.measured):
-        cells = plan(
+        cells = plan_cells(
             dtypes=[dtype],
             variants=[ALL],
             shapes=[DEFAULT_SHAPES[device]],

@@ -57,8 +57,8 @@ def measured(sources: Sequence[str]) -> Measured:
     Raises:
         UsageError: for what is no report of attncheck's, or has nothing for a baseline.
     """
+    from attncheck.baseline.comparison import comparable_entries, measurements
     from attncheck.records.baseline_entries import environment_id
-    from attncheck.runner.comparable import comparable, measurements
 
     found = Measured()
     for source in sources:
@@ -67,7 +67,7 @@ def measured(sources: Sequence[str]) -> Measured:
         found.by_record |= environments
         found.answers += answers
         records = list(measurements(answers))
-        kept = comparable(records, environments)
+        kept = comparable_entries(records, environments)
         if not kept:
             raise UsageError(f"{one_line(source)} has nothing for a baseline: {_why(records)}.")
         found.entries |= {key: entry for key, (entry, _) in kept.items()}
@@ -99,10 +99,10 @@ def _of_a_gate(path: Path) -> bool:
 
 def _gate(path: Path) -> GateReport:
     if path.suffix == ".jsonl":
-        from attncheck.gate.report import report
+        from attncheck.gate.gate_report import build_report
         from attncheck.workers.journal_format import read_journal
 
-        return report(read_journal(path))
+        return build_report(read_journal(path))
     from attncheck.reporting.gate_json import load
 
     return load(path)

@@ -14,8 +14,8 @@ from attncheck.cli.options import device_option, quiet_option
 from attncheck.cli.standard_output import Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.runner.probing import Probed
     from attncheck.subjects.load import Candidate
+    from attncheck.surveys.capability_detection import DetectedCapabilities
 
 __all__ = ["NOTHING_TAKEN", "convention_option", "name_of", "probe", "run_probe"]
 
@@ -59,13 +59,13 @@ def probe(
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.cli import probe_page
-    from attncheck.runner.proposal import proposed
+    from attncheck.surveys.capability_detection import propose_table
 
     device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
     name, table = name_of(spec), ""
     if found.base is not None:
         path = default_path()
-        proposal, comments = proposed(found, entry_from(kernel.entry, path))
+        proposal, comments = propose_table(found, entry_from(kernel.entry, path))
         table = render_table(proposal, table_header(path, name), comments)
     with standard_output():
         if as_json:
@@ -84,14 +84,14 @@ def run_probe(
     device: str | None,
     *,
     quiet: bool,
-) -> tuple[str, Candidate, Probed]:
+) -> tuple[str, Candidate, DetectedCapabilities]:
     """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from attncheck.cli.progress import progress
     from attncheck.core.errors import UsageError
-    from attncheck.runner.probing import probed
     from attncheck.subjects.load import load_candidate
+    from attncheck.surveys.capability_detection import detect_capabilities
     from attncheck.verify.environment import default_device, prepare, require_device
 
     interrupts.check()
@@ -111,7 +111,7 @@ def run_probe(
             interrupts.check()
             advance(what)
 
-        found = probed(
+        found = detect_capabilities(
             kernel.adopted, conventions, kernel.options(), device=device, advance=next_question
         )
     return device, kernel, found
@@ -127,7 +127,7 @@ def name_of(spec: str) -> str:
     return name or "kernel"
 
 
-def _as_json(name: str, device: str, found: Probed, table: str) -> dict[str, object]:
+def _as_json(name: str, device: str, found: DetectedCapabilities, table: str) -> dict[str, object]:
     import msgspec
 
     return {

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from attncheck.runner.probe_answers import Tried
-    from attncheck.runner.probing import Probed
+    from attncheck.surveys.capability_detection import DetectedCapabilities, TrialResult
 
 __all__ = ["show", "show_table"]
 
@@ -22,7 +21,7 @@ _OF_PROMISES = {"takes": "keeps", "wrong": "breaks"}
 _STYLES = {"takes": "green", "refuses": "dim", "raises": "yellow", "wrong": "red"}
 
 
-def show(name: str, probed: Probed, device: str) -> None:
+def show(name: str, probed: DetectedCapabilities, device: str) -> None:
     """Write to standard output what was tried of the kernel called ``name``."""
     from attncheck.reporting import screen
 
@@ -64,21 +63,21 @@ def _hanging(first: str, text: str, width: int, *, style: str) -> list[Text]:
     return [Text((indent if i else first) + line, style=style) for i, line in enumerate(lines)]
 
 
-def _groups(tried: Iterable[Tried]) -> Iterator[list[Tried]]:
+def _groups(tried: Iterable[TrialResult]) -> Iterator[list[TrialResult]]:
     """By aspect, and within one as ``proposal.grouped``."""
-    from attncheck.runner.proposal import grouped
+    from attncheck.surveys.capability_detection import group_results
 
     for _, several in itertools.groupby(tried, key=lambda one: one.aspect):
-        yield from grouped(several)
+        yield from group_results(several)
 
 
-def _what(group: list[Tried]) -> str:
+def _what(group: list[TrialResult]) -> str:
     names = ", ".join(dict.fromkeys(one.what for one in group))
     return ": ".join(part for part in (names, group[0].reason) if part)
 
 
-def _sentence(probed: Probed) -> str:
-    from attncheck.runner.proposal import is_capability
+def _sentence(probed: DetectedCapabilities) -> str:
+    from attncheck.surveys.capability_detection import is_capability
 
     if probed.base is None:
         return "It takes nothing that was tried."

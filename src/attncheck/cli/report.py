@@ -76,7 +76,7 @@ def _loaded(path: Path) -> GateReport | Report:
 
 def _of_journal(path: Path) -> GateReport:
     from attncheck.core.errors import UsageError
-    from attncheck.gate.report import report as of_content
+    from attncheck.gate.gate_report import build_report as of_content
     from attncheck.workers.journal_format import JournalError, read_journal
 
     try:

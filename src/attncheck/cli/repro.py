@@ -175,7 +175,7 @@ def _write(  # who is asked what
     from attncheck.records.problem_summary import problem_of
     from attncheck.reporting.diagnosis_text import problem_line
     from attncheck.reporting.files import write_texts
-    from attncheck.runner.standalone import script
+    from attncheck.standalone.standalone_script import render_script
     from attncheck.verify.question_fit import question_summary
 
     path = Path(file)
@@ -184,7 +184,7 @@ def _write(  # who is asked what
         "problem": problem_line(problem_of(record)),
         "asks": question_summary(case.question),
     }
-    text = script(
+    text = render_script(
         subject,
         case,
         record,

@@ -11,7 +11,7 @@ from attncheck.cli.subjects import named, unconcerned
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
-    from attncheck.runner.plan import Cell
+    from attncheck.cases.variants import Cell
 
 __all__ = [
     "cells_of",
@@ -37,20 +37,18 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
     backward: bool,
 ) -> list[Cell]:
     """What the options ask for: recorded inputs, own mods, or variants."""
-    from attncheck.runner.plan import plan
-    from attncheck.runner.questions import own_variant, recorded
-    from attncheck.runner.variants import DEFAULT_SHAPES
+    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan_cells, recorded_cells
     from attncheck.verify.environment import prepare
 
     if recording is not None:
         replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
         refuse_beside("--inputs", replaced)
-        return _asking(recorded(recording, dtypes), backward=backward)
+        return _asking(recorded_cells(recording, dtypes), backward=backward)
     own = mask is not None or score is not None
     if own:
         refuse_beside("--mask or --score", ("variants",))
         prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
-    return plan(
+    return plan_cells(
         dtypes=dtypes or ("bf16",),
         variants=variants,
         own=own_variant(mask, score) if own else None,
@@ -63,7 +61,7 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
 
 def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
     """The recorded cells; raises ProblemError where gradients are asked for and cannot be."""
-    from attncheck.runner.plan import check_memory
+    from attncheck.cases.variants import check_memory
 
     if backward:
         cells = [cell.asking(backward=True) for cell in cells]

@@ -156,10 +156,7 @@ class GradientCall:
                 gradients = self._by_function(self._backward, returned)
             else:
                 gradients = self._by_autograd(returned.out, outputs.lse)
-        out, lse = (
-            each.detach() if isinstance(each, torch.Tensor) else each
-            for each in (outputs.out, outputs.lse)
-        )
+        out, lse = _without_graph(outputs.out), _without_graph(outputs.lse)
         return Outputs(out, lse, **gradients)
 
     def _by_autograd(self, out: torch.Tensor, lse: object) -> dict[str, torch.Tensor]:
@@ -197,7 +194,7 @@ class GradientCall:
             keywords["dlse"] = None
         # Copies: out and LSE are judged after it, and it may use them up.
         results = [
-            each.detach().clone() if isinstance(each, torch.Tensor) else each
+            _without_graph(each).clone() if isinstance(each, torch.Tensor) else each
             for each in (returned.out, returned.lse)
         ]
         tensors = [leaf.tensor.detach() for leaf in self._leaves[:3]]
@@ -279,6 +276,10 @@ def _requires(function: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):  # in C: it says nothing
         return False
     return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _is_like(tensor: object, other: torch.Tensor) -> bool:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from attncheck.conventions.layouts import Layout
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem, Promise
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Promise
     from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = ["FunctionSubject"]

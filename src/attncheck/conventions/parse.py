@@ -81,7 +81,7 @@ class CallArguments:
             names = ["q", "k", "v", *order]
         if len(args) > len(names):
             raise UnreadableCall(f"it has {len(args)} arguments")
-        values = defaults | dict(zip(names, args, strict=False)) | kwargs
+        values = defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
         first = dict(zip(names[:3], "qkv", strict=True)) | {"query": "q", "key": "k", "value": "v"}
         self.values = {
             first.get(name, meanings.get(name, name)): value for name, value in values.items()

@@ -23,7 +23,8 @@ from attncheck.diagnose.out_of_bounds_reads import (
     misread_strides,
     out_of_bounds_reads,
 )
-from attncheck.fault_models.fault_model import FAULT_MODELS, MOST_PLACES, SIGNS
+from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models.fault_model import MOST_GRID_PLACES, SIGNS
 from attncheck.inputs.problem import Case
 from attncheck.judge.fault_explanation import combine_rankings, count_equals, keep_fitting
 from attncheck.probes import PROBES
@@ -176,9 +177,9 @@ def _sign(case: Case, subject: Subject, device: str, executor: Executor) -> str 
 
 def _that_fit(problem: Problem) -> Problem | None:
     """As many sequences as an axis of a grid has room for; None where all have."""
-    if problem.batch * problem.heads <= MOST_PLACES or problem.heads > MOST_PLACES:
+    if problem.batch * problem.heads <= MOST_GRID_PLACES or problem.heads > MOST_GRID_PLACES:
         return None
-    return problem.replace(batch=MOST_PLACES // problem.heads)
+    return problem.replace(batch=MOST_GRID_PLACES // problem.heads)
 
 
 LARGEST_DIAGNOSED = 2**22

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.core.errors import AttncheckError
-from attncheck.fault_models import ORDER
+from attncheck.fault_models import FAULT_MODELS, ORDER
 from attncheck.fault_models.exact_attention import ExactAttention
-from attncheck.fault_models.fault_model import FAULT_MODELS
 from attncheck.judge.fault_explanation import (
     FaultExplanation,
     FaultPrediction,
@@ -226,7 +225,7 @@ def _hypotheses(given: ExactAttention, models: list[Any]) -> Iterator[FaultPredi
     """What each model predicts; what it cannot be asked of this problem is left out."""
     for model in models:
         with contextlib.suppress(*NO_FIT), torch.no_grad():
-            for one in model.variants(given):
+            for one in model.predictions(given):
                 family = one.family
                 yield FaultPrediction(
                     name=model.id,

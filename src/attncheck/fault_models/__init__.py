@@ -1,7 +1,7 @@
 """Fault models: what attention would give that is wrong in one known way and exact otherwise.
 
 On the truth's side, and a stranger to oracles and kernels. A diagnosis compares what a kernel gave
-with what each model predicts (``judge.diagnose``).
+with what each model predicts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from attncheck.fault_models import (
     gradient_memory_models,
     gradient_models,
+    layout_models,
     mask_models,
     memory_models,
     precision_models,
@@ -17,21 +18,31 @@ from attncheck.fault_models import (
     tile_models,
 )
 from attncheck.fault_models.exact_attention import ExactAttention
-from attncheck.fault_models.fault_model import FAULT_MODELS, FaultModel, Prediction
+from attncheck.fault_models.fault_model import FaultModel, Prediction
+from attncheck.fault_models.steps import RIGHT, Steps
 
-__all__ = ["FAULT_MODELS", "ORDER", "ExactAttention", "FaultModel", "Prediction"]
+__all__ = ["FAULT_MODELS", "ORDER", "RIGHT", "ExactAttention", "FaultModel", "Prediction", "Steps"]
 
-_ROOMS = (
-    mask_models, mask_models, memory_models, softmax_models, softmax_models, score_models, score_models, softmax_models, precision_models, tile_models, tile_models,
-    memory_models, memory_models, softmax_models, tile_models, precision_models, gradient_models, gradient_memory_models, gradient_memory_models,
-)  # fmt: skip
-_ROOM_OF = {room.__name__: place for place, room in enumerate(_ROOMS)}
+FAULT_MODELS: dict[str, FaultModel] = {
+    **mask_models.MODELS,
+    **memory_models.MODELS,
+    **softmax_models.MODELS,
+    **score_models.MODELS,
+    **precision_models.RECURRENCE,
+    **precision_models.FP8,
+    **tile_models.MODELS,
+    **layout_models.MODELS,
+    **softmax_models.SINKS,
+    **tile_models.SPLITS,
+    **precision_models.MODELS,
+    **gradient_models.MODELS,
+    **gradient_memory_models.MODELS,
+}
+"""Every fault model, by id."""
 
 ORDER: dict[str, int] = {
-    one.id: place
-    for place, one in enumerate(
-        # As they are defined in each room: what a special mask may have is told first.
-        sorted(FAULT_MODELS.values(), key=lambda one: (one.order, _ROOM_OF[one.room]))
-    )
+    model.id: place
+    # As they are defined in each table: what a special mask may have is told first.
+    for place, model in enumerate(sorted(FAULT_MODELS.values(), key=lambda model: model.order))
 }
 """Where each stands among those that explain as much: the smallest is told first."""

@@ -1,4 +1,4 @@
-"""Exact attention of one call in float64, dense, with every step open to change.
+"""Exact attention of one call, and its gradients, in float64, dense, each step open to change.
 
 A stranger to oracles and kernels: written once more, for small problems, with a name for each place
 where something may go wrong.
@@ -7,28 +7,41 @@ where something may go wrong.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
+from attncheck.mods.captured_gradients import CapturedSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
+    from attncheck.fault_models.steps import Steps
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.spec import MaskMod, ScoreMod
 
-__all__ = ["TILES", "ExactAttention", "SoftmaxParts", "weighted_sum"]
+__all__ = [
+    "TRIED_TILES",
+    "ExactAttention",
+    "ExactGradients",
+    "SoftmaxParts",
+    "sum_group",
+    "weighted_sum",
+]
 
-TILES = (16, 32, 64, 128)
+TRIED_TILES = (16, 32, 64, 128)
 """Keys of a tile that are tried where a kernel declares none."""
 
+# What a mod raises that takes 0-d indices alone, or reads a table behind its end.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
+_FP32_LOWEST = -150 * math.log(2.0)  # exp below it is 0 in fp32
+_FP32_LARGEST = 128 * math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +108,7 @@ class ExactAttention:
         self.inputs = inputs = inputs.to("cpu")
         self.problem = problem = inputs.problem
         self.rows = torch.arange(problem.query) if rows is None else rows
-        self.tiles = (tile,) if tile else tuple((size, size) for size in TILES)
+        self.tiles = (tile,) if tile else tuple((size, size) for size in TRIED_TILES)
         self.b = torch.arange(problem.batch).view(-1, 1, 1, 1)
         self.h = torch.arange(problem.heads).view(1, -1, 1, 1)
         self.i = self.rows.view(1, 1, -1, 1)
@@ -114,11 +127,22 @@ class ExactAttention:
         return len(self.rows) == self.problem.query
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, rows, kv)."""
+        problem = self.problem
+        return problem.batch, problem.heads, len(self.rows), problem.kv
+
+    @property
     def key_tiles(self) -> tuple[int, ...]:
         """Keys of a tile; of sizes that hold all keys the smallest alone."""
         sizes = sorted({size for _, size in self.tiles})
         small = [size for size in sizes if size < self.problem.kv]
         return tuple(small + sizes[len(small) : len(small) + 1])
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """Rows of a tile."""
+        return tuple(dict.fromkeys(rows for rows, _ in self.tiles))
 
     @property
     def tilings(self) -> tuple[tuple[int, int], ...]:
@@ -165,8 +189,7 @@ class ExactAttention:
     @cached_property
     def seen(self) -> Tensor:
         """Which keys a row sees, bool, in full."""
-        found = self.visible(self.mask)
-        return found & (self.s != -math.inf)
+        return self.visible(self.mask) & (self.s != -math.inf)
 
     @cached_property
     def z(self) -> Tensor:
@@ -178,17 +201,27 @@ class ExactAttention:
         """The exact softmax."""
         return self.softmax(self.z, sink=self.sink)
 
+    @cached_property
+    def exact(self) -> Outputs:
+        """Out and LSE without a fault."""
+        return self.parts.outputs
+
+    @cached_property
+    def backward(self) -> ExactGradients:
+        """The gradients of the call, every row of which is there."""
+        return ExactGradients(self)
+
     def visible(
         self, mask: MaskMod, *, b: Tensor | None = None, h: Tensor | None = None, i: int = 0
     ) -> Tensor:
         """What a mask shows, bool in full; of other sequences or heads, or of ``i`` rows later."""
         at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
-            found = torch.as_tensor(mask(*at))
+            seen = torch.as_tensor(mask(*at))
         except _NOT_BROADCAST:
             last = self.problem.query - 1
-            found = _mapped(mask, 0, (at[0], at[1], at[2].clamp(0, last), at[3]))
-        return found.to(torch.bool).expand(self.shape)
+            seen = _over_axes(mask, 0, (at[0], at[1], at[2].clamp(0, last), at[3]))
+        return seen.to(torch.bool).expand(self.shape)
 
     def modified(
         self,
@@ -203,16 +236,10 @@ class ExactAttention:
         score = score or self.score
         at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
-            found = score(x.clone(), *at)
+            s = score(x.clone(), *at)
         except _NOT_BROADCAST:
-            found = _mapped(score, 1, at, x)
-        return found.to(torch.float64).expand(x.shape)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, rows, kv)."""
-        problem = self.problem
-        return problem.batch, problem.heads, len(self.rows), problem.kv
+            s = _over_axes(score, 1, at, x)
+        return s.to(torch.float64).expand(x.shape)
 
     def softmax(self, z: Tensor, v: Tensor | None = None, *, sink: Tensor | None) -> SoftmaxParts:
         """The softmax of scores that are −∞ where hidden.
@@ -258,9 +285,262 @@ class ExactAttention:
             seen = self.seen
         return self.softmax(torch.where(seen, s, hidden), v, sink=self.sink).outputs
 
-    def scored(self, change: Callable[[Tensor], Tensor]) -> Outputs:
-        """With ``change`` done to the scores before the score mod."""
-        return self.attend(x=change(self.x))
+    def predict(self, steps: Steps) -> Iterator[tuple[Outputs, dict[str, int]]]:
+        """What ``steps`` give, with the keys of a tile where that matters.
+
+        Nothing where they are those of a right kernel on this Problem.
+        """
+        problem = self.problem
+        if steps.of_backward:
+            yield from ((outputs, {}) for outputs in self.backward.predict(steps))
+            return
+        mask = steps.mask and steps.mask(problem, "cpu")
+        score = steps.score and steps.score(problem, "cpu")
+        scale = steps.scale and steps.scale(problem)
+        if (steps.mask and mask is None) or (steps.score and score is None):
+            return
+        if steps.scale and scale is None:
+            return
+        x, v = self.x, self.v
+        if steps.products:
+            x = steps.products(self.qk) * self.scale
+        if scale:
+            x = x * (scale / self.scale)
+        if steps.descale:
+            x, v = self._descaled(steps.descale, x)
+        s = self.s if x is self.x and score is None else self.modified(x, score)
+        seen = self.seen if mask is None else self.visible(mask)
+        z = torch.where(seen, s, steps.hidden)
+        if steps.by_tile:
+            for size in self.key_tiles:
+                yield self.online(size, steps, z), {"tile": size}
+            return
+        parts = self.softmax(z, v, sink=self.sink if steps.sink else None)
+        lse = parts.lse if steps.lse is None else steps.lse(parts.lse)
+        yield Outputs(parts.out * steps.normaliser, lse), {}
+
+    def descales(self, name: str) -> Tensor:
+        """Those of q, k or v for each query head, ``(batch, heads, 1, 1)``."""
+        return self.by_query_head(getattr(self.inputs.descale, name).double())[..., None, None]
+
+    def _descaled(
+        self, change: Callable[[str, Tensor], Tensor], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ratios = {}
+        for name in "qkv":
+            own = getattr(self.inputs.descale, name).double()
+            ratios[name] = self.by_query_head(change(name, own) / own)[..., None, None]
+        return x * (ratios["q"] * ratios["k"]), self.v * ratios["v"]
+
+    def online(self, size: int, steps: Steps, z: Tensor | None = None) -> Outputs:
+        """FlashAttention-2's recurrence over tiles of ``size`` keys, with ``steps``.
+
+        In float64, but that what is 0 or infinite in fp32 is so here.
+        """
+        z = self.z if z is None else z
+        shape = z.shape[:3]
+        m = z.new_full(shape, steps.first_maximum)
+        total, out = z.new_zeros(shape), z.new_zeros((*shape, self.v.shape[-1]))
+        if self.sink is not None:
+            m, total = self.sink.expand(shape), torch.ones_like(total)
+        weights = steps.weights
+        if steps.weights_scale is not None:
+            weights = _scaled_weights(self.problem.formats.weights.name, steps.weights_scale)
+        starts = range(0, z.shape[-1], size)
+        for start in starts:
+            part = z[..., start : start + size]
+            new = torch.maximum(m, part.amax(-1))
+            shift = torch.where(new == -math.inf, 0.0, new)
+            if steps.zero_maximum_when_empty:
+                new = shift
+            relative = steps.maximum_in_last_tile or start != starts[-1]
+            p = _fp32_exp(part - shift[..., None] if relative else part)
+            if start == 0 and steps.first_weight != 1.0:
+                p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)
+            alpha = _fp32_exp((m - shift) * steps.rescale_exponent)
+            summed = p if steps.summed_weights is None else steps.summed_weights(p)
+            total = total * (alpha if steps.rescales_sum else 1.0) + summed.sum(-1)
+            p = p if weights is None else weights(p)
+            # 1 + 0 · α: an infinite factor spoils out whether it is applied or not.
+            factor = alpha if steps.rescales_out else 1.0 + 0 * alpha
+            out = out * factor[..., None] + weighted_sum(p, self.v[:, :, start : start + size])
+            out = out if steps.kept_out is None else steps.kept_out(out)
+            total = total if steps.kept_sum is None else steps.kept_sum(total)
+            m = new
+        dead = total == 0
+        lse = torch.where(dead, -math.inf, m + total.log())
+        safe = torch.where(dead, 1.0, total)[..., None]
+        return Outputs(torch.where(dead[..., None], 0.0, out / safe), lse)
+
+    def with_out(self, rows: Tensor, value: float, *, lse: float | None = None) -> Outputs:
+        """The exact outputs, but for ``value`` in some rows ``(batch, heads, rows[, value_dim])``.
+
+        Args:
+            rows: Which, bool; of out alone where they have columns.
+            value: Of out.
+            lse: Of LSE there; None leaves it.
+        """
+        of_out = rows if rows.dim() == 4 else rows[..., None]
+        out = torch.where(of_out, value, self.parts.out)
+        own = self.parts.lse
+        return Outputs(out, own if lse is None else torch.where(rows, lse, own))
+
+    def with_lse(self, lse: Tensor) -> Outputs:
+        """The exact out with another LSE."""
+        return replace(self.exact, lse=lse)
+
+
+class ExactGradients:
+    """Gradients of a call with a loss, all of whose rows are there.
+
+    Attributes:
+        call: Its forward.
+        dout, dlse: The loss's.
+    """
+
+    def __init__(self, call: ExactAttention) -> None:
+        self.call = call
+        self.dout, self.dlse = call.inputs.loss()
+
+    @cached_property
+    def exact(self) -> Outputs:
+        """Out, LSE and gradients without a fault."""
+        return self.gradients()
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """Σ dO·O."""
+        return (self.dout * self.call.parts.out).sum(-1)
+
+    @cached_property
+    def dp(self) -> Tensor:
+        """dO·v."""
+        return self.dout @ self.call.v.mT
+
+    @cached_property
+    def slopes(self) -> Tensor:
+        """The score mod's derivative."""
+        return self.slopes_at(self.call.x)
+
+    @cached_property
+    def of_heads(self) -> dict[str, Tensor]:
+        """DK and dV of each query head, ``(batch, heads, kv, …)``: not summed over a group."""
+        p = self.weights()
+        dx = p * (self.dp - (self.delta - self.dlse)[..., None]) * self.slopes
+        return {"dk": dx.mT @ self.call.q * self.call.scale, "dv": p.mT @ self.dout}
+
+    def slopes_at(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        """The same at other scores, or of other heads."""
+        call = self.call
+        if call.problem.score.name == "none":
+            return torch.ones_like(x)
+        x = x.clone().requires_grad_()
+        with torch.enable_grad():
+            s = call.modified(x, h=h)
+            if not s.requires_grad:
+                return torch.zeros_like(x)
+            (slopes,) = torch.autograd.grad(s, x, torch.ones_like(s))
+        return slopes
+
+    def weights(
+        self, *, s: Tensor | None = None, seen: Tensor | None = None, lse: Tensor | None = None
+    ) -> Tensor:
+        """P from LSE, 0 where hidden."""
+        call = self.call
+        lse = call.parts.lse if lse is None else lse
+        base = torch.where(lse == -math.inf, 0.0, lse)[..., None]
+        seen = call.seen if seen is None else seen
+        return torch.where(seen, ((call.s if s is None else s) - base).exp(), 0.0)
+
+    def gradients(  # a place to change each
+        self,
+        *,
+        weights: Tensor | None = None,
+        delta: Tensor | None = None,
+        dlse: Tensor | None = None,
+        dout: Tensor | None = None,
+        dp: Tensor | None = None,
+        slopes: Tensor | None = None,
+        k: Tensor | None = None,
+    ) -> Outputs:
+        """Exact out and LSE with these gradients; each argument in place of the exact one."""
+        call, problem = self.call, self.call.problem
+        p = self.weights() if weights is None else weights
+        dout = self.dout if dout is None else dout
+        off = (self.delta if delta is None else delta) - (self.dlse if dlse is None else dlse)
+        dz = p * ((self.dp if dp is None else dp) - off[..., None])
+        dx = torch.where(p == 0, 0.0, dz * (self.slopes if slopes is None else slopes))
+        dq = _signed_sum(dx, call.k if k is None else k) * call.scale
+        dk = _signed_sum(dx.mT, call.q) * call.scale
+        dv = _signed_sum(p.mT, dout)
+        dsink = None
+        if call.sink is not None:
+            of_sink = torch.exp(call.sink - call.parts.lse)
+            dsink = torch.where(of_sink > 0, of_sink * -off, 0.0).sum((0, 2))
+        return replace(
+            call.exact,
+            dq=dq,
+            dk=sum_group(dk, problem.group),
+            dv=sum_group(dv, problem.group),
+            dsink=dsink,
+            dcaptured=self.captured(dz) if problem.dcaptured else None,
+        )
+
+    def seeing(self, seen: Tensor) -> Outputs:
+        """The gradients where rows see other keys in the backward."""
+        return self.gradients(weights=self.weights(seen=seen))
+
+    def summed_over(self, heads: Tensor) -> dict[str, Tensor]:
+        """DK and dV summed over these query heads, ``(kv_heads, any)``."""
+        kv_heads, members = heads.shape
+        return {
+            name: x[:, heads.flatten()].view(len(x), kv_heads, members, *x.shape[2:]).sum(2)
+            for name, x in self.of_heads.items()
+        }
+
+    def times(self, factor: float, *names: str) -> Outputs:
+        """The exact gradients, some of them times ``factor``."""
+        there: dict[str, Any] = {name: getattr(self.exact, name) for name in names}
+        changed = {name: x * factor for name, x in there.items() if x is not None}
+        return replace(self.exact, **changed)
+
+    def predict(self, steps: Steps) -> Iterator[Outputs]:
+        """The gradients that ``steps`` give, where they are others than a right kernel's."""
+        call, problem = self.call, self.call.problem
+        seen = None
+        if steps.backward_mask is not None:
+            mask = steps.backward_mask(problem, "cpu")
+            if mask is None:
+                return
+            seen = call.visible(mask)
+        weights = self.weights(seen=seen, lse=call.parts.lse * steps.backward_lse)
+        sloped = steps.slope is None or steps.slope(problem)
+        if steps.slope is not None and (sloped or problem.score.name == "none"):
+            return
+        outputs = self.gradients(
+            weights=weights,
+            delta=None if steps.delta is None else steps.delta(self.delta, self.dlse),
+            dlse=None if steps.delta is None else torch.zeros_like(self.dlse),
+            slopes=None if sloped else torch.ones_like(self.slopes),
+        )
+        unscaled = {name for name in ("dq", "dk") if name not in steps.scaled_gradients}
+        changed = {name: getattr(outputs, name) / call.scale for name in unscaled}
+        if steps.group_heads is not None:
+            changed |= self.summed_over(steps.group_heads(problem))
+        yield replace(outputs, **changed)
+
+    def captured(self, dz: Tensor, where: Tensor | None = None) -> Tensor:
+        """Of the numbers that the score mod reads: from gradients of the scores after it.
+
+        Args:
+            dz: Those, ``(batch, heads, query, kv)``.
+            where: Which of them count; those that are seen unless told.
+        """
+        call = self.call
+        sums = CapturedSums(call.score, "cpu")
+        at = (call.b, call.h, call.i, call.j)
+        sums.add(call.x, at, dz, call.seen if where is None else call.seen & where)
+        return sums.sums
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -268,12 +548,38 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     finite = values.isfinite()
     if bool(finite.all()):
         return weights @ values
-    found = weights @ torch.where(finite, values, 0.0)
+    sums = weights @ torch.where(finite, values, 0.0)
     touched = (weights > 0).double() @ (~finite).double()
-    return torch.where(touched > 0, math.nan, found)
+    return torch.where(touched > 0, math.nan, sums)
 
 
-def _mapped(
+def _signed_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """``weighted_sum`` of weights of either sign."""
+    if bool(values.isfinite().all()):
+        return weights @ values
+    above, below = weights.clamp(min=0.0), (-weights).clamp(min=0.0)
+    return weighted_sum(above, values) - weighted_sum(below, values)
+
+
+def sum_group(of_heads: Tensor, group: int) -> Tensor:
+    """Sum ``(batch, heads, …)`` over the query heads that read one key head."""
+    batch, heads, *rest = of_heads.shape
+    return of_heads.view(batch, heads // group, group, *rest).sum(2)
+
+
+def _fp32_exp(exponent: Tensor) -> Tensor:
+    p = exponent.exp()
+    p = torch.where(exponent < _FP32_LOWEST, 0.0, p)
+    return torch.where(exponent > _FP32_LARGEST, math.inf, p)
+
+
+def _scaled_weights(name: str, scale: float) -> Callable[[Tensor], Tensor]:
+    """Weights that are multiplied by ``scale`` before they are rounded to format ``name``."""
+    fmt = FORMATS[name]
+    return lambda p: (p * scale).clamp(max=fmt.max).float().to(fmt.torch_dtype).double() / scale
+
+
+def _over_axes(
     mod: Callable[..., Tensor], scores: int, at: tuple[Tensor, ...], *leading: Tensor
 ) -> Tensor:
     """A mod of 0-d arguments, over all four axes."""

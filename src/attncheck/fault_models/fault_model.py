@@ -1,42 +1,32 @@
-"""A fault model: a name, a sentence for who has the fault, and what the call gives with it.
-
-A result that differs from call to call, or with what lies beside an input, is nobody's to predict;
-that it does is known all the same.
-"""
+"""A fault model: a name, a sentence for who has the fault, and what the call gives with it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping  # dataclasses
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+from attncheck.core.outputs import Outputs
 
+if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.core.outputs import Outputs
     from attncheck.fault_models.exact_attention import ExactAttention
+    from attncheck.fault_models.steps import Steps
     from attncheck.inputs.problem import Problem
 
 __all__ = [
-    "FAULT_MODELS",
-    "MOST_PLACES",
+    "MOST_GRID_PLACES",
     "SIGNS",
     "FaultModel",
+    "ModelTable",
     "Prediction",
-    "always",
-    "attention",
-    "masked",
-    "model",
-    "scored",
+    "has_mask",
+    "has_score",
+    "is_attention",
 ]
 
-
-Of = Literal["forward", "backward"]
-Group = Literal[
-    "mask", "tiles", "softmax", "scale", "lse", "mods", "heads", "memory", "precision", "fp8",
-    "splits", "sinks", "gradients",
-]  # fmt: skip
+Parameters = Mapping[str, int | float | str]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -55,11 +45,15 @@ class Prediction:
     """
 
     outputs: Outputs
-    parameters: Mapping[str, int | float | str] = field(default_factory=dict)
+    parameters: Parameters = field(default_factory=dict)
     family: Callable[[float], Outputs] | None = None
     start: float = 0.0
     parameter: str = ""
     free: Tensor | None = None
+
+
+Form = Prediction | Outputs | tuple[Outputs, Parameters]
+"""What a model yields: outputs, with the parameters of the form where there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,88 +63,90 @@ class FaultModel:
     Attributes:
         id: Words with hyphens.
         sentence: For a kernel's author.
-        group: What it is about.
         of: Which half of the call.
         applies: Whether a Problem could have it at all.
-        variants: What the call gives, in each form that there is.
         order: Where several explain as much, the smaller is told first: 0 a plain slip, 1 a slip in
             one tile or head of several, 2 what has a number to fit.
-        room: The module that defines it.
+        steps: Forms that are steps done otherwise: the first is how it is planted in the ideal
+            kernel.
+        forms: Other forms of the fault, of a call.
     """
 
     id: str
     sentence: str
-    group: Group
-    of: Of
+    of: Literal["forward", "backward"]
     applies: Callable[[Problem], bool]
-    variants: Callable[[ExactAttention], Iterator[Prediction]]
-    order: int = 0
-    room: str = ""
+    order: int
+    steps: tuple[Steps, ...] = ()
+    forms: Callable[[ExactAttention], Iterable[Form]] | None = None
+
+    def predictions(self, call: ExactAttention) -> Iterator[Prediction]:
+        """What ``call`` gives with the fault, in each form that there is."""
+        for steps in self.steps:
+            for outputs, parameters in call.predict(steps):
+                yield Prediction(outputs=outputs, parameters=parameters)
+        for form in self.forms(call) if self.forms else ():
+            if isinstance(form, Prediction):
+                yield form
+            elif isinstance(form, Outputs):
+                yield Prediction(outputs=form)
+            else:
+                yield Prediction(outputs=form[0], parameters=form[1])
 
 
-FAULT_MODELS: dict[str, FaultModel] = {}
-"""Every fault model, by id."""
+class ModelTable(dict[str, FaultModel]):
+    """Fault models by id, in the order in which they are told."""
+
+    def add(
+        self,
+        name: str,
+        sentence: str,
+        *,
+        steps: Steps | tuple[Steps, ...] = (),
+        applies: Callable[[Problem], bool] = lambda _problem: True,
+        of: Literal["forward", "backward"] = "forward",
+        order: int = 0,
+    ) -> Callable[[Callable[[ExactAttention], Iterable[Form]]], None]:
+        """Add a model of ``steps``; what the result decorates gives further forms of it."""
+        self[name] = FaultModel(
+            id=name,
+            sentence=sentence,
+            of=of,
+            applies=applies,
+            order=order,
+            steps=steps if isinstance(steps, tuple) else (steps,),
+        )
+
+        def with_forms(forms: Callable[[ExactAttention], Iterable[Form]]) -> None:
+            self[name] = replace(self[name], forms=forms)
+
+        return with_forms
 
 
-def always(problem: Problem) -> bool:
-    """Of any call."""
-    del problem
-    return True
-
-
-def attention(problem: Problem) -> bool:
-    """Of what has heads, q and k."""
+def is_attention(problem: Problem) -> bool:
+    """Whether it has heads, q and k."""
     return problem.operation == "attention"
 
 
-def masked(*names: str) -> Callable[[Problem], bool]:
+def has_mask(*names: str) -> Callable[[Problem], bool]:
     """Whether the mask, or a part of it, is one of ``names``; of none: any but the full one."""
     return lambda problem: any(
         part.name in names if names else part.name != "full" for part in problem.mask.walk()
     )
 
 
-def scored(*names: str) -> Callable[[Problem], bool]:
+def has_score(*names: str) -> Callable[[Problem], bool]:
     """The same of the score mod."""
     return lambda problem: any(
         part.name in names if names else part.name != "none" for part in problem.score.walk()
     )
 
 
-def model(
-    name: str,
-    sentence: str,
-    *,
-    group: Group,
-    applies: Callable[[Problem], bool] = always,
-    of: Of = "forward",
-    order: int = 0,
-) -> Callable[
-    [Callable[[ExactAttention], Iterator[Prediction]]],
-    Callable[[ExactAttention], Iterator[Prediction]],
-]:
-    """Adds what it decorates to ``MODELS``."""
-
-    def add(
-        variants: Callable[[ExactAttention], Iterator[Prediction]],
-    ) -> Callable[[ExactAttention], Iterator[Prediction]]:
-        FAULT_MODELS[name] = FaultModel(
-            id=name,
-            sentence=sentence,
-            group=group,
-            of=of,
-            applies=applies,
-            variants=variants,
-            order=order,
-            room=variants.__module__,
-        )
-        return variants
-
-    return add
-
-
-MOST_PLACES = 65_535
+MOST_GRID_PLACES = 65_535
 """Programs along each of CUDA's grid axes y and z (CUDA C++ Programming Guide, table of limits)."""
+
+# A result that differs from call to call, or with what lies beside an input, is nobody's to
+# predict; that it does is known all the same.
 SIGNS: dict[str, str] = {
     "not-the-same-again": (
         "the same call gives something else another time: a race, memory that is not cleared or "
@@ -177,4 +173,4 @@ SIGNS: dict[str, str] = {
         "no part of it"
     ),
 }
-"""A sentence for a kernel's author, by id."""
+"""Faults that no model predicts and a failure tells by itself: a sentence for each, by id."""

@@ -1,16 +1,19 @@
-"""Fault models of what a backward reads and keeps: strides, delta, sums, captured gradients."""
+"""Fault models of what a backward reads and keeps: strides, delta, LSE, sums, captured tensors."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from itertools import permutations, product
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
-from attncheck.fault_models.fault_model import Prediction, masked, scored
-from attncheck.fault_models.gradient_models import slip, summed
-from attncheck.fault_models.memory_models import contiguous, read_as, wider
+from attncheck.fault_models.exact_attention import sum_group
+from attncheck.fault_models.fault_model import has_mask, has_score
+from attncheck.fault_models.gradient_models import BackwardTable, nan_where
+from attncheck.fault_models.layout_models import contiguous, read_as, wider
+from attncheck.fault_models.steps import Steps
 from attncheck.mods.captured_gradients import captured_tensors, leaf_gradients
 
 if TYPE_CHECKING:
@@ -18,14 +21,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.outputs import Outputs
-    from attncheck.fault_models.gradient_models import ExactGradients
+    from attncheck.fault_models.exact_attention import ExactGradients
+    from attncheck.fault_models.fault_model import Form
+    from attncheck.inputs.problem import Problem
     from attncheck.mods.captured_gradients import Leaf
 
-__all__ = ["last_stored"]
+__all__ = ["MODELS"]
+
+MODELS = BackwardTable()
+
+_model = MODELS.of_backward
 
 
-def last_stored(of: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iterator[Tensor]:
+def _last_stored(grad: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iterator[Tensor]:
     """What each number has of the last score that wrote to it, in the orders of programs there are.
 
     A program owns a block of rows of one head and walks over tiles of keys. Programs start with the
@@ -34,47 +42,43 @@ def last_stored(of: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iterato
     first of theirs before the second, or the second before the first.
 
     Args:
-        of: The backward.
+        grad: The backward.
         dz: Gradients of the scores after the mod.
         rows: Of a tile.
         keys: Likewise.
     """
-    given, problem = of.given, of.given.problem
-    at = (given.b, given.h, given.i, given.j)
-    read = [one for one in leaf_gradients(given.score, given.x, *at) if one[1] is not None]
+    call, problem = grad.call, grad.call.problem
+    at = (call.b, call.h, call.i, call.j)
+    read = [one for one in leaf_gradients(call.score, call.x, *at) if one[1] is not None]
     if any(leaf.places is None or leaf.read.shape[2:] != dz.shape[2:] for leaf, _ in read):
         return  # a tile sums what it has of one number before it writes
-    block, tile = given.i // rows, given.j // keys
-    head, heads = given.b * problem.heads + given.h, problem.batch * problem.heads
+    block, tile = call.i // rows, call.j // keys
+    head, heads = call.b * problem.heads + call.h, problem.batch * problem.heads
     blocks, tiles = -(-problem.query // rows), -(-problem.kv // keys)
-    in_tile = (given.i % rows) * keys + given.j % keys
-    orders = [in_tile, *((2 * keys * rows) * half + in_tile for half in _halves(given.j))]
+    in_tile = (call.i % rows) * keys + call.j % keys
+    halves = (call.j % 2, 1 - call.j % 2)  # which of a thread's two keys it writes later
+    orders = [in_tile, *((2 * keys * rows) * half + in_tile for half in halves)]
     for row_block in (blocks - 1 - block, block):
         for program in (row_block * heads + head, head * blocks + row_block):
             for order in orders:
                 when = (program * tiles + tile) * (4 * rows * keys) + order
-                yield _stored(of, dz, read, when)
-
-
-def _halves(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of a thread's two keys it writes later."""
-    return keys % 2, 1 - keys % 2
+                yield _stored(grad, dz, read, when)
 
 
 def _stored(
-    of: ExactGradients, dz: Tensor, read: list[tuple[Leaf, Tensor]], when: Tensor
+    grad: ExactGradients, dz: Tensor, read: list[tuple[Leaf, Tensor]], when: Tensor
 ) -> Tensor:
     """All numbers, each the one that was written last."""
-    given, found = of.given, []
-    for tensor in captured_tensors(given.score):
+    call, gradients = grad.call, []
+    for tensor in captured_tensors(call.score):
         mine = torch.zeros(tensor.numel(), dtype=torch.float64)
         for leaf, slope in read:
             if leaf.tensor is tensor:
-                terms = torch.where(given.seen, dz * slope, 0.0)
+                terms = torch.where(call.seen, dz * slope, 0.0)
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)[leaf.places]
                 _store(mine, numbers.expand(dz.shape), terms, when.expand(dz.shape))
-        found.append(mine)
-    return torch.cat(found)
+        gradients.append(mine)
+    return torch.cat(gradients)
 
 
 def _store(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
@@ -87,30 +91,178 @@ def _store(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
     to[numbers[stays]] = terms[stays]
 
 
-@slip("dout-strides", "dO is read with other strides than its own", order=1)
-def _strides(of: ExactGradients) -> Iterator[Outputs]:
-    dout = of.given.inputs.dout
+_PADDED_TO = (64, 128)  # rows, whatever a tile has
+
+
+@_model(
+    "delta-padded-otherwise",
+    "delta, or LSE, is written for rows padded to one length and read for another: sequences and "
+    "heads after the first have those of other rows",
+    lambda problem: problem.batch * problem.heads > 1,
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call = grad.call
+    query = call.problem.query
+    lengths = {query, *(-(-query // size) * size for size in _row_tiles(grad))}
+    for written in sorted(lengths):
+        for read in sorted(lengths - {written}):
+            parameters = {"written": written, "read": read}
+            delta = _reread(grad.delta, written, read)
+            lse = _reread(call.parts.lse, written, read)
+            weights = grad.weights(lse=lse)
+            yield grad.gradients(delta=delta), parameters
+            yield grad.gradients(weights=weights), parameters
+            yield grad.gradients(delta=delta, weights=weights), parameters
+    yield from _packed(grad)
+
+
+def _packed(grad: ExactGradients) -> Iterator[Form]:
+    """Delta with heads beside one another and sequences one behind the other, each with padding.
+
+    A whole tile of it behind each, or what a whole number of tiles lacks. The sink's gradient has
+    the right one, or the same.
+    """
+    query, exact = grad.call.problem.query, grad.exact
+    sizes = sorted({*_row_tiles(grad), *_PADDED_TO})
+    for lengths in ([query + size for size in sizes], [-(-query // s) * s for s in sizes]):
+        for written, read in permutations(dict.fromkeys(lengths), 2):
+            outputs = grad.gradients(delta=_reread_packed(grad.delta, written, read))
+            parameters = {"written": written, "read": read}
+            yield replace(outputs, dsink=exact.dsink), parameters
+            if exact.dsink is not None:
+                yield outputs, parameters
+
+
+def _row_tiles(grad: ExactGradients) -> tuple[int, ...]:
+    """Rows that a kernel may pad to a whole number of: half of a tile and two of them, too."""
+    sizes = grad.call.row_tiles
+    return tuple(sorted({*sizes, *(size // 2 for size in sizes), *(2 * size for size in sizes)}))
+
+
+def _reread(rows: Tensor, written: int, read: int) -> Tensor:
+    """``(batch, heads, query)`` in a buffer of ``written`` rows each, read as if of ``read``."""
+    query = rows.shape[2]
+    memory = pad(rows, (0, written - query)).flatten()
+    more = rows.shape[0] * rows.shape[1] * read - memory.numel()
+    memory = pad(memory, (0, max(0, more)))[: memory.numel() + more]
+    return memory.view(*rows.shape[:2], read)[:, :, :query]
+
+
+def _reread_packed(rows: Tensor, written: int, read: int) -> Tensor:
+    """The same with the heads of a row beside one another."""
+    batch, heads, query = rows.shape
+    by_row = rows.transpose(1, 2).reshape(batch, 1, query * heads)
+    read_rows = _reread(by_row, written * heads, read * heads)
+    return read_rows.view(batch, query, heads).transpose(1, 2)
+
+
+@_model(
+    "backward-rows-behind",
+    "LSE and delta behind the last row are what the memory holds: NaN in dK and dV, if that is NaN "
+    "or makes exp overflow",
+    order=1,
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call, exact = grad.call, grad.exact
+    if all(call.problem.query % rows == 0 for rows, _ in call.tiles):
+        return
+    # Padding is asked about as the last row, or sees every key.
+    for seen in (torch.ones_like(call.seen[:, :, -1]), call.seen[:, :, -1]):
+        keys = _of_key_heads(grad, seen)[..., None]
+        dk, dv = (nan_where(keys, x) for x in (exact.dk, exact.dv))
+        yield replace(exact, dk=dk, dv=dv)
+        yield replace(exact, dk=dk)
+        yield replace(exact, dv=dv)
+
+
+def _of_key_heads(grad: ExactGradients, keys: Tensor) -> Tensor:
+    """Keys ``(batch, heads, kv)`` of any query head that shares a key head."""
+    batch, _, kv = keys.shape
+    return keys.view(batch, -1, grad.call.problem.group, kv).any(2)
+
+
+@_model(
+    "slope-of-hidden-scores",
+    "the score mod's derivative at hidden scores, which is not finite, multiplies what was masked: "
+    "0 · NaN in dQ and dK",
+    lambda problem: has_mask()(problem) and has_score()(problem),
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call, exact = grad.call, grad.exact
+    wild = ~call.seen & ~grad.slopes.isfinite()
+    if not bool(wild.any()):
+        return
+    dq = nan_where(wild.any(-1)[..., None], exact.dq)
+    dk = nan_where(_of_key_heads(grad, wild.any(-2))[..., None], exact.dk)
+    yield replace(exact, dq=dq, dk=dk)
+    yield replace(exact, dq=dq)
+    yield replace(exact, dk=dk)
+
+
+@_model(
+    "gradient-added-again",
+    "a gradient is a whole number of times what it should be: what is added to is not cleared "
+    "between runs of a kernel",
+    order=1,
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    some = (("dq",), ("dk", "dv"), ("dq", "dk", "dv"), ("dk",), ("dv",))
+    for names, times in product(some, (2, 3, 4, 5, 8)):
+        yield grad.times(float(times), *names), {"of": ", ".join(names), "times": times}
+
+
+@_model(
+    "captured-not-summed",
+    "what several scores read has the gradient that the last of them wrote, not the sum",
+    lambda problem: problem.dcaptured,
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call, exact = grad.call, grad.exact
+    dz = grad.weights() * (grad.dp - (grad.delta - grad.dlse)[..., None])
+    whole = (call.problem.query, call.problem.kv)
+    for rows, keys in dict.fromkeys((whole, *call.tiles, *((whole[0], n) for _, n in call.tiles))):
+        assert exact.dcaptured is not None, "asked of what has it"
+        stored = torch.zeros_like(exact.dcaptured)
+        for part in _parts(grad, rows, keys):
+            mine = grad.captured(dz, part)
+            stored = torch.where(mine != 0, mine, stored)
+        for gradient in (stored, *_last_stored(grad, dz, rows, keys)):
+            yield replace(exact, dcaptured=gradient), {"rows": rows, "keys": keys}
+
+
+def _parts(grad: ExactGradients, rows: int, keys: int) -> Iterator[Tensor]:
+    """Tiles of each head of each sequence, in order: bool that broadcast to the scores."""
+    call, problem = grad.call, grad.call.problem
+    for row, key in product(range(-(-problem.query // rows)), range(-(-problem.kv // keys))):
+        tile = (call.i // rows == row) & (call.j // keys == key)
+        for b, h in product(range(problem.batch), range(problem.heads)):
+            yield tile & (call.b == b) & (call.h == h)
+
+
+@_model("dout-strides", "dO is read with other strides than its own", order=1)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    dout = grad.call.inputs.dout
     assert dout is not None, "asked of a backward"
     _, h, i, d = dout.shape
     for stride in (contiguous(dout.shape), (h * i * d, d, h * d, 1)):
         if stride != dout.stride():
-            for found in read_as(dout, stride):
-                yield from _of_dout(of, found.double())
+            for read in read_as(dout, stride):
+                yield from _of_dout(grad, read.double())
 
 
-def _of_dout(of: ExactGradients, dout: Tensor) -> Iterator[Outputs]:
+def _of_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
     """With another dO, and the delta of it, or the right one."""
-    for delta in ((dout * of.given.parts.out).sum(-1), of.delta):
-        yield of.gradients(dout=dout, dp=dout @ of.given.v.mT, delta=delta)
+    for delta in ((dout * grad.call.parts.out).sum(-1), grad.delta):
+        yield grad.gradients(dout=dout, dp=dout @ grad.call.v.mT, delta=delta)
 
 
-@slip(
+@_model(
     "backward-columns",
     "the backward reads as many columns of V and dO as q has, not as they have",
     lambda problem: problem.head_dim != problem.value_dim,
 )
-def _columns(of: ExactGradients) -> Iterator[Prediction]:
-    inputs, problem = of.given.inputs, of.given.problem
+def _(grad: ExactGradients) -> Iterator[Form]:
+    inputs, problem = grad.call.inputs, grad.call.problem
     assert inputs.dout is not None, "asked of a backward"
     if inputs.descale is not None:
         return
@@ -120,26 +272,29 @@ def _columns(of: ExactGradients) -> Iterator[Prediction]:
         both = (wider(x, 3, columns) for x in (inputs.dout, inputs.v))
         for read in zip(*both, strict=False):
             dout, v = (x.double() for x in read)
-            dp = dout @ of.given.by_query_head(v).mT
+            dp = dout @ grad.call.by_query_head(v).mT
             parameters = {"columns": columns}
-            yield Prediction(outputs=of.gradients(dp=dp), parameters=parameters)
+            yield grad.gradients(dp=dp), parameters
             if columns < own:
-                there = torch.nn.functional.pad(dout, (0, own - columns))
-                delta = (there * of.given.parts.out).sum(-1)
-                fewer = of.gradients(dp=dp, dout=there, delta=delta)
-                yield Prediction(outputs=fewer, parameters=parameters)
+                there = pad(dout, (0, own - columns))
+                delta = (there * grad.call.parts.out).sum(-1)
+                yield grad.gradients(dp=dp, dout=there, delta=delta), parameters
 
 
-@slip(
+def _heads_by_key_heads(problem: Problem) -> Tensor:
+    """Query heads that a key head is summed over where its own number counts key heads."""
+    head = torch.arange(problem.kv_heads)[:, None]
+    return (head * problem.kv_heads + torch.arange(problem.group)) % problem.heads
+
+
+@_model(
     "group-other-heads",
     "dK and dV of a key head are summed over other query heads than those that share it",
     lambda problem: problem.kv_heads > 1,
+    steps=Steps(group_heads=_heads_by_key_heads),
 )
-def _group(of: ExactGradients) -> Iterator[Prediction]:
-    given, problem = of.given, of.given.problem
-    p, exact = of.weights(), of.gradients()
-    dx = p * (of.dp - (of.delta - of.dlse)[..., None]) * of.slopes
-    each = {"dk": dx.mT @ given.q * given.scale, "dv": p.mT @ of.dout}
+def _(grad: ExactGradients) -> Iterator[Form]:
+    problem, exact = grad.call.problem, grad.exact
     head = torch.arange(problem.kv_heads)[:, None]
     member = torch.arange(problem.group)
     for name, heads in {
@@ -149,192 +304,24 @@ def _group(of: ExactGradients) -> Iterator[Prediction]:
         "the next": (head + 1) * problem.group + member,
         "as key heads": head + 0 * member,
     }.items():
-        of_heads = (heads % problem.heads).flatten()
-        sums = {n: summed(x[:, of_heads], problem.group) for n, x in each.items()}
-        yield Prediction(outputs=replace(exact, **sums), parameters={"heads": name})
-        met = _of_other_heads(of, of_heads)
-        yield Prediction(outputs=replace(exact, **met), parameters={"heads": name})
+        others = heads % problem.heads
+        yield replace(exact, **grad.summed_over(others)), {"heads": name}
+        yield replace(exact, **_of_other_heads(grad, others.flatten())), {"heads": name}
 
 
-def _of_other_heads(of: ExactGradients, heads: Tensor) -> dict[str, Tensor]:
+def _of_other_heads(grad: ExactGradients, heads: Tensor) -> dict[str, Tensor]:
     """DK and dV of each key head with rows of ``heads``: what they give with its own keys.
 
     Their LSE and delta are of keys that they have seen: these weights are no softmax.
     """
-    given, index = of.given, heads.view(1, -1, 1, 1)
-    q, dout = given.q[:, heads], of.dout[:, heads]
-    x = q @ given.k.mT * given.scale
-    seen = given.visible(given.mask, h=index)
-    lse = given.parts.lse[:, heads]
-    p = of.weights(s=given.modified(x, h=index), seen=seen, lse=lse)
-    off = (of.delta - of.dlse)[:, heads]
-    dx = p * (dout @ given.v.mT - off[..., None]) * of.slopes_at(x, index)
+    call, index = grad.call, heads.view(1, -1, 1, 1)
+    q, dout = call.q[:, heads], grad.dout[:, heads]
+    x = q @ call.k.mT * call.scale
+    seen = call.visible(call.mask, h=index)
+    lse = call.parts.lse[:, heads]
+    p = grad.weights(s=call.modified(x, h=index), seen=seen, lse=lse)
+    off = (grad.delta - grad.dlse)[:, heads]
+    dx = p * (dout @ call.v.mT - off[..., None]) * grad.slopes_at(x, index)
     dx = torch.where(p == 0, 0.0, dx)
-    sums = {"dk": dx.mT @ q * given.scale, "dv": p.mT @ dout}
-    return {name: summed(each, given.problem.group) for name, each in sums.items()}
-
-
-_TIMES = (2, 3, 4, 5, 8)
-_PADDED_TO = (64, 128)  # rows, whatever a tile has
-
-
-@slip(
-    "delta-padded-otherwise",
-    "delta, or LSE, is written for rows padded to one length and read for another: sequences and "
-    "heads after the first have those of other rows",
-    lambda problem: problem.batch * problem.heads > 1,
-)
-def _padded(of: ExactGradients) -> Iterator[Prediction]:
-    given = of.given
-    query = given.problem.query
-    lengths = {query, *(-(-query // size) * size for size in _row_tiles(of))}
-    for written in sorted(lengths):
-        for read in sorted(lengths - {written}):
-            parameters = {"written": written, "read": read}
-            delta = _reread(of.delta, written, read)
-            lse = _reread(given.parts.lse, written, read)
-            weights = of.weights(lse=lse)
-            yield Prediction(outputs=of.gradients(delta=delta), parameters=parameters)
-            yield Prediction(outputs=of.gradients(weights=weights), parameters=parameters)
-            both = of.gradients(delta=delta, weights=weights)
-            yield Prediction(outputs=both, parameters=parameters)
-    yield from _packed(of)
-
-
-def _packed(of: ExactGradients) -> Iterator[Prediction]:
-    """Delta with heads beside one another and sequences one behind the other, each with padding.
-
-    A whole tile of it behind each, or what a whole number of tiles lacks. The sink's gradient has
-    the right one, or the same.
-    """
-    query, exact = of.given.problem.query, of.gradients()
-    sizes = sorted({*_row_tiles(of), *_PADDED_TO})
-    for lengths in ([query + size for size in sizes], [-(-query // s) * s for s in sizes]):
-        for written in dict.fromkeys(lengths):
-            for read in dict.fromkeys(lengths):
-                if read != written:
-                    found = of.gradients(delta=_reread_packed(of.delta, written, read))
-                    parameters = {"written": written, "read": read}
-                    yield Prediction(
-                        outputs=replace(found, dsink=exact.dsink), parameters=parameters
-                    )
-                    if exact.dsink is not None:
-                        yield Prediction(outputs=found, parameters=parameters)
-
-
-def _row_tiles(of: ExactGradients) -> tuple[int, ...]:
-    """Rows that a kernel may pad to a whole number of: half of a tile and two of them, too."""
-    sizes = {rows for rows, _ in of.given.tiles}
-    return tuple(sorted({*sizes, *(size // 2 for size in sizes), *(2 * size for size in sizes)}))
-
-
-def _reread(rows: Tensor, written: int, read: int) -> Tensor:
-    """``(batch, heads, query)`` in a buffer of ``written`` rows each, read as if of ``read``."""
-    query = rows.shape[2]
-    memory = torch.nn.functional.pad(rows, (0, written - query)).flatten()
-    more = rows.shape[0] * rows.shape[1] * read - memory.numel()
-    memory = torch.nn.functional.pad(memory, (0, max(0, more)))[: memory.numel() + more]
-    return memory.view(*rows.shape[:2], read)[:, :, :query]
-
-
-def _reread_packed(rows: Tensor, written: int, read: int) -> Tensor:
-    """The same with the heads of a row beside one another."""
-    batch, heads, query = rows.shape
-    by_row = rows.transpose(1, 2).reshape(batch, 1, query * heads)
-    found = _reread(by_row, written * heads, read * heads)
-    return found.view(batch, query, heads).transpose(1, 2)
-
-
-@slip(
-    "backward-rows-behind",
-    "LSE and delta behind the last row are what the memory holds: NaN in dK and dV, if that is NaN "
-    "or makes exp overflow",
-    order=1,
-)
-def _behind(of: ExactGradients) -> Iterator[Prediction]:
-    given, exact = of.given, of.gradients()
-    if all(given.problem.query % rows == 0 for rows, _ in given.tiles):
-        return
-    # Padding is asked about as the last row, or sees every key.
-    for seen in (torch.ones_like(given.seen[:, :, -1]), given.seen[:, :, -1]):
-        keys = _of_key_heads(of, seen)[..., None]
-        dk, dv = (torch.where(keys, math.nan, x) for x in (exact.dk, exact.dv) if x is not None)
-        yield Prediction(outputs=replace(exact, dk=dk, dv=dv))
-        yield Prediction(outputs=replace(exact, dk=dk))
-        yield Prediction(outputs=replace(exact, dv=dv))
-
-
-def _of_key_heads(of: ExactGradients, keys: Tensor) -> Tensor:
-    """Keys ``(batch, heads, kv)`` of any query head that shares a key head."""
-    batch, _, kv = keys.shape
-    return keys.view(batch, -1, of.given.problem.group, kv).any(2)
-
-
-@slip(
-    "slope-of-hidden-scores",
-    "the score mod's derivative at hidden scores, which is not finite, multiplies what was masked: "
-    "0 · NaN in dQ and dK",
-    lambda problem: masked()(problem) and scored()(problem),
-)
-def _hidden(of: ExactGradients) -> Iterator[Outputs]:
-    given, exact = of.given, of.gradients()
-    wild = ~given.seen & ~of.slopes.isfinite()
-    if not bool(wild.any()):
-        return
-    assert exact.dq is not None, "of a backward"
-    assert exact.dk is not None, "of a backward"
-    rows, keys = wild.any(-1), _of_key_heads(of, wild.any(-2))
-    dq = torch.where(rows[..., None], math.nan, exact.dq)
-    dk = torch.where(keys[..., None], math.nan, exact.dk)
-    yield replace(exact, dq=dq, dk=dk)
-    yield replace(exact, dq=dq)
-    yield replace(exact, dk=dk)
-
-
-@slip(
-    "gradient-added-again",
-    "a gradient is a whole number of times what it should be: what is added to is not cleared "
-    "between runs of a kernel",
-    order=1,
-)
-def _again(of: ExactGradients) -> Iterator[Prediction]:
-    exact = of.gradients()
-    for names in (("dq",), ("dk", "dv"), ("dq", "dk", "dv"), ("dk",), ("dv",)):
-        for times in _TIMES:
-            more = {name: getattr(exact, name) * times for name in names}
-            said: dict[str, int | float | str] = {"of": ", ".join(names), "times": times}
-            yield Prediction(outputs=replace(exact, **more), parameters=said)
-
-
-@slip(
-    "captured-not-summed",
-    "what several scores read has the gradient that the last of them wrote, not the sum",
-    lambda problem: problem.dcaptured,
-)
-def _captured(of: ExactGradients) -> Iterator[Prediction]:
-    given, exact = of.given, of.gradients()
-    dz = of.weights() * (of.dp - (of.delta - of.dlse)[..., None])
-    whole = (given.problem.query, given.problem.kv)
-    for rows, keys in dict.fromkeys(
-        (whole, *given.tiles, *((whole[0], n) for _, n in given.tiles))
-    ):
-        found = torch.zeros_like(exact.dcaptured) if exact.dcaptured is not None else None
-        assert found is not None, "of what has it"
-        for part in _parts(of, rows, keys):
-            mine = of.captured(dz, part)
-            found = torch.where(mine != 0, mine, found)
-        for one in (found, *last_stored(of, dz, rows, keys)):
-            outputs = replace(exact, dcaptured=one)
-            yield Prediction(outputs=outputs, parameters={"rows": rows, "keys": keys})
-
-
-def _parts(of: ExactGradients, rows: int, keys: int) -> Iterator[Tensor]:
-    """Tiles of each head of each sequence, in order: bool that broadcast to the scores."""
-    given = of.given
-    problem = given.problem
-    for row in range(-(-problem.query // rows)):
-        for key in range(-(-problem.kv // keys)):
-            tile = (given.i // rows == row) & (given.j // keys == key)
-            for b in range(problem.batch):
-                for h in range(problem.heads):
-                    yield tile & (given.b == b) & (given.h == h)
+    sums = {"dk": dx.mT @ q * call.scale, "dv": p.mT @ dout}
+    return {name: sum_group(each, call.problem.group) for name, each in sums.items()}

@@ -2,398 +2,273 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.fault_models.fault_model import Prediction, masked, model
+from attncheck.fault_models.fault_model import ModelTable, has_mask
+from attncheck.fault_models.steps import Steps, replace_mask_parts
 from attncheck.mods import masks
 from attncheck.mods.library import FULL, build_mask
-from attncheck.mods.masks import MASKS
-from attncheck.mods.scores import SCORES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
+    from attncheck.core.outputs import Outputs
     from attncheck.fault_models.exact_attention import ExactAttention
+    from attncheck.fault_models.fault_model import Parameters
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Dimensions, Entry, MaskMod, ScoreMod, Spec
+    from attncheck.mods.spec import Dimensions, MaskMod, Spec
 
-__all__ = ["mask_with", "mask_without_part", "score_with"]
+__all__ = ["MODELS", "mask_without"]
 
+MODELS = ModelTable()
 
-Mod = TypeVar("Mod")
+_model = MODELS.add
+_CAUSAL = ("causal", "causal_bottom_right", "sliding_window", "prefix_lm")
+_DOCUMENTS = ("document", "documents")
 
-
-def mask_with(
-    problem: Problem, change: Callable[[Spec, Dimensions], MaskMod | None]
-) -> MaskMod | None:
-    """The mask with what ``change`` gives for a part in its place; None where it gives nothing."""
-    return _respelled(MASKS, problem.mask, problem.dimensions, change)
-
-
-def score_with(
-    problem: Problem, change: Callable[[Spec, Dimensions], ScoreMod | None]
-) -> ScoreMod | None:
-    """The same of the score mod."""
-    return _respelled(SCORES, problem.score, problem.dimensions, change)
+Values = Any  # a Spec's, by name
+Rows = tuple["Outputs", "Parameters"]
 
 
-def _respelled(
-    entries: Mapping[str, Entry[Mod]],
-    spec: Spec,
-    dims: Dimensions,
-    change: Callable[[Spec, Dimensions], Mod | None],
-) -> Mod | None:
-    changed = change(spec, dims)
-    entry = entries[spec.name]
-    if changed is not None or entry.compose is None:
-        return changed
-    inside = entry.within(spec.values, dims)
-    parts = [_respelled(entries, part, inside, change) for part in spec.parts]
-    if all(part is None for part in parts):
-        return None
-    built = [
-        _built(entries, one, inside) if part is None else part
-        for one, part in zip(spec.parts, parts, strict=True)
-    ]
-    return entry.compose(*built, **spec.values)
+def _parts(**instead: Callable[[Values, Dimensions, str], MaskMod]) -> Steps:
+    """Steps with another mask in place of the parts of these names."""
+
+    def change(spec: Spec, dims: Dimensions, device: str) -> MaskMod | None:
+        build = instead.get(spec.name)
+        return None if build is None else build(spec.values, dims, device)
+
+    return Steps(mask=lambda problem, device: replace_mask_parts(problem, device, change))
 
 
-def _built(entries: Mapping[str, Entry[Mod]], spec: Spec, dims: Dimensions) -> Mod:
-    from attncheck.mods.spec import build_entry
+def _edge(later: int, *names: str) -> Steps:
+    """Masks with a causal edge, that edge ``later`` keys to the right."""
+    every: dict[str, Callable[[Values, Dimensions, str], MaskMod]] = {
+        "causal": lambda _v, _d, _: lambda _b, _h, i, j: i + later >= j,
+        "causal_bottom_right": lambda _v, d, _: masks.causal_bottom_right(d.kv - d.query + later),
+        "sliding_window": lambda v, _d, _: (
+            lambda _b, _h, i, j: (i - j < v["window"]) & (i + later >= j)
+        ),
+        "prefix_lm": lambda v, _d, _: lambda _b, _h, i, j: (j < v["prefix"]) | (i + later >= j),
+    }
+    return _parts(**{name: every[name] for name in names or every})
 
-    return build_entry(entries, spec, dims, "cpu")
+
+def mask_without(*names: str, instead: MaskMod = masks.full) -> Steps:
+    """Steps with ``instead`` in place of the mask's parts of these names."""
+    return _parts(**dict.fromkeys(names, lambda _v, _d, _: instead))
 
 
-_LENGTHS = ("query_lengths", "kv_lengths")
+def _rows_later(call: ExactAttention, rows: int) -> Rows:
+    """The whole mask as a later row has it."""
+    return call.attend(seen=call.visible(call.mask, i=rows)), {"rows": rows}
 
 
-@model(
+def _with_counted_last(whose: str) -> Steps:
+    """Documents whose empty ones come last: each of the others has a smaller number."""
+
+    def build(values: Values, dims: Dimensions, device: str) -> MaskMod:
+        moved = sorted(values[whose], key=lambda length: length == 0)
+        spec = type(FULL).of("documents", **{**values, whose: moved})
+        return build_mask(spec, dims, device)
+
+    return _parts(documents=build)
+
+
+@_model(
     "empty-documents-not-counted",
     "documents without rows, or keys, are not counted: rows behind one see another document's keys",
-    group="mask",
-    applies=masked("documents"),
+    applies=has_mask("documents"),
+    steps=_with_counted_last("query_lengths"),
 )
-def _not_counted(given: ExactAttention) -> Iterator[Prediction]:
-    for whose in _LENGTHS:
-
-        def counted(spec: Spec, dims: Dimensions, whose: str = whose) -> MaskMod | None:
-            if spec.name != "documents":
-                return None
-            values: Any = spec.values
-            # The empty ones last: each of the others has a smaller number.
-            moved = sorted(values[whose], key=lambda length: length == 0)
-            return build_mask(spec.of(spec.name, **{**values, whose: moved}), dims)
-
-        mask = mask_with(given.problem, counted)
-        if mask is not None:
-            seen = given.visible(mask)
-            yield Prediction(outputs=given.attend(seen=seen), parameters={"of": whose})
+def _(call: ExactAttention) -> Iterator[Rows]:
+    for whose in ("query_lengths", "kv_lengths"):
+        for outputs, _ in call.predict(_with_counted_last(whose)):
+            yield outputs, {"of": whose}
 
 
-@model(
+def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
+    parts = {spec.name: spec for spec in problem.mask.walk()}
+    if not {"padding", "prefix_lm"} <= set(parts):
+        return None
+    mask = problem.mask_mod(device)
+    there = build_mask(parts["padding"], problem.dimensions, device)
+    return lambda *at: mask(*at) | ~there(*at)
+
+
+_model(
     "padding-as-prefix",
     "padding is taken for a part of the prefix: all rows see it",
-    group="mask",
-    applies=lambda problem: masked("padding")(problem) and masked("prefix_lm")(problem),
+    applies=has_mask("prefix_lm"),
+    steps=Steps(mask=_padding_seen),
 )
-def _prefix(given: ExactAttention) -> Iterator[Prediction]:
-    problem = given.problem
-    for spec in problem.mask.walk():
-        if spec.name == "padding":
-            there = given.visible(build_mask(spec, problem.dimensions))
-            yield Prediction(outputs=given.attend(seen=given.seen | ~there))
 
 
-_CAUSAL = ("causal", "causal_bottom_right", "sliding_window", "prefix_lm")
-
-
-def _edge(spec: Spec, dims: Dimensions, later: int) -> MaskMod | None:
-    """A mask with a causal edge, that edge ``later`` keys to the right."""
-    values: Any = spec.values
-    if spec.name == "causal":
-        return lambda _b, _h, i, j: i + later >= j
-    if spec.name == "causal_bottom_right":
-        return masks.causal_bottom_right(dims.kv - dims.query + later)
-    if spec.name == "sliding_window":
-        return lambda _b, _h, i, j: (i - j < values["window"]) & (i + later >= j)
-    if spec.name == "prefix_lm":
-        return lambda _b, _h, i, j: (j < values["prefix"]) | (i + later >= j)
-    return None
-
-
-def _with(
-    given: ExactAttention, change: Callable[[Spec, Dimensions], MaskMod | None]
-) -> Iterator[Prediction]:
-    mask = mask_with(given.problem, change)
-    if mask is not None:
-        yield Prediction(outputs=given.attend(seen=given.visible(mask)))
-
-
-def mask_without_part(problem: Problem, name: str, instead: MaskMod = masks.full) -> MaskMod | None:
-    """The mask with ``instead`` in place of its parts called ``name``; None where it has none."""
-    return mask_with(problem, lambda spec, _: instead if spec.name == name else None)
-
-
-def _rows_later(given: ExactAttention, rows: int) -> Iterator[Prediction]:
-    """The whole mask as a later row has it."""
-    seen = given.visible(given.mask, i=rows)
-    yield Prediction(outputs=given.attend(seen=seen), parameters={"rows": rows})
-
-
-@model(
+@_model(
     "mask-one-key-wider",
     "the causal mask is one key too wide: row i sees key i + 1",
-    group="mask",
-    applies=masked(*_CAUSAL),
+    applies=has_mask(*_CAUSAL),
+    steps=_edge(1),
 )
-def _wider(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _with(given, lambda spec, dims: _edge(spec, dims, 1))
-    yield from _rows_later(given, 1)
+def _(call: ExactAttention) -> Iterator[Rows]:
+    yield _rows_later(call, 1)
 
 
-@model(
+@_model(
     "mask-one-key-narrower",
     "the causal mask is one key too narrow: row i does not see key i",
-    group="mask",
-    applies=masked(*_CAUSAL),
+    applies=has_mask(*_CAUSAL),
+    steps=_edge(-1),
 )
-def _narrower(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _with(given, lambda spec, dims: _edge(spec, dims, -1))
-    yield from _rows_later(given, -1)
+def _(call: ExactAttention) -> Iterator[Rows]:
+    yield _rows_later(call, -1)
 
 
 def _rectangular(problem: Problem) -> bool:
     return problem.query != problem.kv
 
 
-@model(
+@_model(
     "mask-top-left",
     "the causal mask starts at the top left corner: row i sees keys up to i, where it should see "
     "kv − query more",
-    group="mask",
-    applies=lambda p: _rectangular(p) and masked("causal_bottom_right")(p),
+    applies=lambda p: _rectangular(p) and has_mask("causal_bottom_right")(p),
+    steps=mask_without("causal_bottom_right", instead=masks.causal),
 )
-def _top_left(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _with(
-        given, lambda spec, _: masks.causal if spec.name == "causal_bottom_right" else None
-    )
-    yield from _rows_later(given, given.problem.query - given.problem.kv)
+def _(call: ExactAttention) -> Iterator[Rows]:
+    yield _rows_later(call, call.problem.query - call.problem.kv)
 
 
-@model(
+@_model(
     "mask-bottom-right",
     "the causal mask ends at the bottom right corner: row i sees kv − query keys more than up to i",
-    group="mask",
-    applies=lambda p: _rectangular(p) and masked("causal", "sliding_window", "prefix_lm")(p),
+    applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p),
 )
-def _bottom_right(given: ExactAttention) -> Iterator[Prediction]:
-    later = given.problem.kv - given.problem.query
-    yield from _with(given, lambda spec, dims: _edge(spec, dims, later))
-    yield from _rows_later(given, later)
+def _(call: ExactAttention) -> Iterator[Outputs | Rows]:
+    later = call.problem.kv - call.problem.query
+    # Also of a part that is bottom right already, and so is so twice.
+    yield from (outputs for outputs, _ in call.predict(_edge(later)))
+    yield _rows_later(call, later)
 
 
-def _window(given: ExactAttention, more: int) -> Iterator[Prediction]:
-    yield from _with(
-        given,
-        lambda spec, _: (
-            masks.sliding_window(_number(spec, "window") + more)
-            if spec.name == "sliding_window"
-            else None
-        ),
+def _window(more: int) -> Steps:
+    return _parts(sliding_window=lambda v, _d, _: masks.sliding_window(v["window"] + more))
+
+
+def _prefix(more: int) -> Steps:
+    return _parts(prefix_lm=lambda v, _d, _: masks.prefix_lm(v["prefix"] + more))
+
+
+def _padding(more: int) -> Steps:
+    return _parts(
+        padding=lambda v, _d, device: masks.padding(
+            torch.tensor(v["lengths"], device=device) + more
+        )
     )
+
+
+for _names, _sentence, _steps in (
+    ("window-one-wider", "the sliding window is one key too wide on its left", _window(1)),
+    ("window-one-narrower", "the sliding window is one key too narrow on its left", _window(-1)),
+    (
+        "window-ignored",
+        "the sliding window is ignored: only what is causal of it is left",
+        mask_without("sliding_window", instead=masks.causal),
+    ),
+):
+    _model(_names, _sentence, applies=has_mask("sliding_window"), steps=_steps)
+
+_model(
+    "document-ignored",
+    "documents are ignored: rows see keys of other documents",
+    applies=has_mask(*_DOCUMENTS),
+    steps=mask_without(*_DOCUMENTS),
+)
+
+for _names, _sentence, _steps in (
+    (
+        "padding-ignored",
+        "the lengths of the sequences are ignored: rows see padding",
+        mask_without("padding"),
+    ),
+    ("padding-one-wider", "a sequence is taken for one key longer than it is", _padding(1)),
+    ("padding-one-narrower", "a sequence is taken for one key shorter than it is", _padding(-1)),
+):
+    _model(_names, _sentence, applies=has_mask("padding"), steps=_steps)
+
+for _names, _sentence, _steps in (
+    ("prefix-one-wider", "the prefix is one key too long", _prefix(1)),
+    ("prefix-one-narrower", "the prefix is one key too short", _prefix(-1)),
+    (
+        "prefix-ignored",
+        "the prefix is ignored: the mask is causal alone",
+        mask_without("prefix_lm", instead=masks.causal),
+    ),
+):
+    _model(_names, _sentence, applies=has_mask("prefix_lm"), steps=_steps)
 
 
 def _number(spec: Spec, name: str) -> int:
-    values: Any = spec.values
+    values: Values = spec.values
     return int(values[name])
 
 
-@model(
-    "window-one-wider",
-    "the sliding window is one key too wide on its left",
-    group="mask",
-    applies=masked("sliding_window"),
-)
-def _window_wider(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _window(given, 1)
+def _without_offset(problem: Problem, device: str) -> MaskMod | None:
+    """The mask of a chunk of rows that are counted from 0."""
+    if problem.mask.name == "causal_bottom_right":
+        return masks.causal
+    if problem.mask.name == "offset":
+        return problem.replace(mask=problem.mask.parts[0]).mask_mod(device)
+    return None
 
 
-@model(
-    "window-one-narrower",
-    "the sliding window is one key too narrow on its left",
-    group="mask",
-    applies=masked("sliding_window"),
-)
-def _window_narrower(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _window(given, -1)
-
-
-@model(
-    "window-ignored",
-    "the sliding window is ignored: only what is causal of it is left",
-    group="mask",
-    applies=masked("sliding_window"),
-)
-def _no_window(given: ExactAttention) -> Iterator[Prediction]:
-    mask = mask_without_part(given.problem, "sliding_window", masks.causal)
-    if mask is not None:
-        yield Prediction(outputs=given.attend(seen=given.visible(mask)))
-
-
-@model(
-    "document-ignored",
-    "documents are ignored: rows see keys of other documents",
-    group="mask",
-    applies=masked("document", "documents"),
-)
-def _no_documents(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _with(
-        given, lambda spec, _: masks.full if spec.name in {"document", "documents"} else None
-    )
-
-
-@model(
-    "padding-ignored",
-    "the lengths of the sequences are ignored: rows see padding",
-    group="mask",
-    applies=masked("padding"),
-)
-def _no_padding(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _with(given, lambda spec, _: masks.full if spec.name == "padding" else None)
-
-
-@model(
-    "padding-one-wider",
-    "a sequence is taken for one key longer than it is",
-    group="mask",
-    applies=masked("padding"),
-)
-def _padding_wider(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _padded(given, 1)
-
-
-@model(
-    "padding-one-narrower",
-    "a sequence is taken for one key shorter than it is",
-    group="mask",
-    applies=masked("padding"),
-)
-def _padding_narrower(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _padded(given, -1)
-
-
-def _padded(given: ExactAttention, more: int) -> Iterator[Prediction]:
-    def longer(spec: Spec, _dims: Dimensions) -> MaskMod | None:
-        if spec.name != "padding":
-            return None
-        lengths: Any = spec.values["lengths"]
-        return masks.padding(torch.tensor(lengths) + more)
-
-    yield from _with(given, longer)
-
-
-def _prefix_of_masks(given: ExactAttention, more: int) -> Iterator[Prediction]:
-    yield from _with(
-        given,
-        lambda spec, _: (
-            masks.prefix_lm(_number(spec, "prefix") + more) if spec.name == "prefix_lm" else None
-        ),
-    )
-
-
-@model(
-    "prefix-one-wider",
-    "the prefix is one key too long",
-    group="mask",
-    applies=masked("prefix_lm"),
-)
-def _prefix_wider(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _prefix_of_masks(given, 1)
-
-
-@model(
-    "prefix-one-narrower",
-    "the prefix is one key too short",
-    group="mask",
-    applies=masked("prefix_lm"),
-)
-def _prefix_narrower(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _prefix_of_masks(given, -1)
-
-
-@model(
-    "prefix-ignored",
-    "the prefix is ignored: the mask is causal alone",
-    group="mask",
-    applies=masked("prefix_lm"),
-)
-def _no_prefix(given: ExactAttention) -> Iterator[Prediction]:
-    mask = mask_without_part(given.problem, "prefix_lm", masks.causal)
-    if mask is not None:
-        yield Prediction(outputs=given.attend(seen=given.visible(mask)))
-
-
-@model(
+@_model(
     "query-offset-missing",
     "the mask and the score mod are asked about the row within the chunk, not within the sequence",
-    group="mask",
     applies=lambda p: (
-        masked("offset", "causal_bottom_right")(p)
+        has_mask("offset", "causal_bottom_right")(p)
         or any(part.name == "offset" for part in p.score.walk())
     ),
+    steps=Steps(mask=_without_offset),
 )
-def _no_offset(given: ExactAttention) -> Iterator[Prediction]:
-    problem = given.problem
+def _(call: ExactAttention) -> Iterator[Outputs]:
+    problem = call.problem
     for spec in problem.mask.walk():
         if spec.name in {"offset", "causal_bottom_right"}:
             rows = _number(spec, "rows") if spec.name == "offset" else problem.kv - problem.query
-            seen = given.visible(given.mask, i=-rows)
-            both = given.modified(given.x, i=-rows) if problem.score.name == "offset" else given.s
-            yield Prediction(outputs=given.attend(seen=seen))
-            yield Prediction(outputs=given.attend(seen=seen, s=both))
+            seen = call.visible(call.mask, i=-rows)
+            both = call.modified(call.x, i=-rows) if problem.score.name == "offset" else call.s
+            yield call.attend(seen=seen)
+            yield call.attend(seen=seen, s=both)
     if problem.score.name == "offset":
         rows = _number(problem.score, "rows")
-        yield Prediction(outputs=given.attend(s=given.modified(given.x, i=-rows)))
+        yield call.attend(s=call.modified(call.x, i=-rows))
 
 
-@model(
-    "one-part-ignored",
-    "one part of the mask is ignored",
-    group="mask",
-    applies=masked("and", "or"),
-    order=1,
+@_model(
+    "one-part-ignored", "one part of the mask is ignored", applies=has_mask("and", "or"), order=1
 )
-def _part(given: ExactAttention) -> Iterator[Prediction]:
-    from attncheck.mods.library import build_mask
-
-    spec = given.problem.mask
+def _(call: ExactAttention) -> Iterator[Rows]:
+    spec = call.problem.mask
     if spec.name not in {"and", "or"}:
         return
     for number, gone in enumerate(spec.parts):
         parts = spec.parts[:number] + spec.parts[number + 1 :]
         left = FULL if not parts else parts[0] if len(parts) == 1 else spec.of(spec.name, *parts)
-        seen = given.visible(build_mask(left, given.problem.dimensions))
-        yield Prediction(outputs=given.attend(seen=seen), parameters={"ignored": str(gone)})
+        seen = call.visible(build_mask(left, call.problem.dimensions))
+        yield call.attend(seen=seen), {"ignored": str(gone)}
 
 
-@model(
+_model(
     "mask-ignored",
     "the mask is ignored: every row sees every key",
-    group="mask",
-    applies=masked(),
+    applies=has_mask(),
+    steps=Steps(mask=lambda problem, _: None if problem.mask == FULL else masks.full),
 )
-def _ignored(given: ExactAttention) -> Iterator[Prediction]:
-    yield Prediction(outputs=given.attend(seen=torch.ones(given.shape, dtype=torch.bool)))
 
 
-@model(
-    "causal-always",
-    "a causal mask is applied that nobody asked for",
-    group="mask",
-)
-def _causal_always(given: ExactAttention) -> Iterator[Prediction]:
-    for later in dict.fromkeys((0, given.problem.kv - given.problem.query)):
-        seen = given.seen & (given.i + later >= given.j)
-        yield Prediction(outputs=given.attend(seen=seen), parameters={"offset": later})
+@_model("causal-always", "a causal mask is applied that nobody asked for")
+def _(call: ExactAttention) -> Iterator[Rows]:
+    for later in dict.fromkeys((0, call.problem.kv - call.problem.query)):
+        yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}

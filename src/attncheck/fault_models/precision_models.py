@@ -1,262 +1,246 @@
-"""Fault models of precision: what is rounded that must not be, and descales of fp8."""
+"""Fault models of the online softmax, of precision and of fp8: mostly steps of the recurrence."""
 
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Prediction, attention, model
-from attncheck.fault_models.softmax_models import OnlineSteps, online_attention
+from attncheck.fault_models.fault_model import ModelTable, Prediction, is_attention
+from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
+    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
+__all__ = ["FP8", "MODELS", "RECURRENCE"]
 
-_FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
-
-
-def _to(name: str) -> Callable[[Tensor], Tensor]:
-    """Rounds to a format, as a conversion does: what is too large becomes its infinity."""
-    fmt = FORMATS[name]
-    if name == "tf32":
-        return lambda x: _cut(x, 2.0**-10)
-
-    def rounded(x: Tensor) -> Tensor:
-        if fmt.saturates:
-            x = torch.where(x.isfinite(), x.clamp(-fmt.max, fmt.max), x)
-        return x.float().to(fmt.torch_dtype).double()
-
-    return rounded
+RECURRENCE = ModelTable()
+"""Of the online softmax: tile by tile, with something not rescaled."""
+FP8 = ModelTable()
+"""Of descales, and of what of P is lost in 8 bits."""
+MODELS = ModelTable()
+"""Of what is rounded that must not be, or rounded too far."""
 
 
-def _cut(x: Tensor, unit: float) -> Tensor:
-    """Truncated to a relative spacing of ``unit``."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa * (2 / unit)).trunc() * (unit / 2), exponent)
+for _name, _sentence, _steps in (
+    (
+        "alpha-not-on-out",
+        "the output so far is not rescaled when the running maximum rises",
+        Steps(rescales_out=False),
+    ),
+    (
+        "alpha-not-on-sum",
+        "the row sum so far is not rescaled when the running maximum rises",
+        Steps(rescales_sum=False),
+    ),
+    (
+        "alpha-not-at-all",
+        "neither the output nor the row sum so far is rescaled when the running maximum rises",
+        Steps(rescales_sum=False, rescales_out=False),
+    ),
+):
+    RECURRENCE.add(_name, _sentence, steps=_steps)
 
 
-@model(
-    "weights-rounded",
-    "the weights are rounded to too few bits before they multiply the values",
-    group="precision",
-    order=1,
+@RECURRENCE.add(
+    "alpha-of-another-base",
+    "what was summed so far is rescaled by a power of another base than the weights are of",
+    steps=(Steps(rescale_exponent=LOG2E), Steps(rescale_exponent=1.0 / LOG2E)),
 )
-def _weights(given: ExactAttention) -> Iterator[Prediction]:
-    for name in _FORMATS:
-        for size in given.key_tiles:
-            outputs = online_attention(given, size, OnlineSteps(weights=_to(name)))
-            yield Prediction(outputs=outputs, parameters={"format": name, "tile": size})
+def _(call: ExactAttention) -> Iterator[Form]:
+    for exponent in (call.scale, 1 / call.scale):
+        yield from call.predict(Steps(rescale_exponent=exponent))
 
 
-@model(
-    "sum-rounded",
-    "the row sum is kept in too few bits",
-    group="precision",
-    order=1,
+RECURRENCE.add(
+    "last-tile-without-maximum",
+    "the weights of the last tile are not relative to the maximum",
+    steps=Steps(maximum_in_last_tile=False),
 )
-def _sum(given: ExactAttention) -> Iterator[Prediction]:
-    for name in ("bf16", "fp16"):
-        for size in given.key_tiles:
-            both = OnlineSteps(kept_sum=_to(name)), OnlineSteps(sums=_to(name), kept_sum=_to(name))
-            for steps in both:
-                outputs = online_attention(given, size, steps)
-                yield Prediction(outputs=outputs, parameters={"format": name, "tile": size})
-
-
-@model(
-    "out-rounded",
-    "the output is accumulated in too few bits",
-    group="precision",
-    order=1,
+RECURRENCE.add(
+    "maximum-from-zero",
+    "the running maximum starts at 0: rows whose scores are all far below lose their weights",
+    steps=(Steps(first_maximum=0.0), Steps(zero_maximum_when_empty=True)),
 )
-def _out(given: ExactAttention) -> Iterator[Prediction]:
-    for name in ("bf16", "fp16"):
-        for size in given.key_tiles:
-            outputs = online_attention(given, size, OnlineSteps(kept_out=_to(name)))
-            yield Prediction(outputs=outputs, parameters={"format": name, "tile": size})
-
-
-@model(
-    "scores-rounded",
-    "scores are rounded to too few bits before the softmax",
-    group="precision",
-    order=1,
-)
-def _scores(given: ExactAttention) -> Iterator[Prediction]:
-    for name in ("bf16", "fp16"):
-        rounded = _to(name)
-        yield Prediction(
-            outputs=given.attend(x=rounded(given.qk) * given.scale), parameters={"format": name}
-        )
-        yield Prediction(outputs=given.attend(x=rounded(given.x)), parameters={"format": name})
-        yield Prediction(outputs=given.attend(s=rounded(given.s)), parameters={"format": name})
-
-
-@model(
-    "products-tf32",
-    "q, k and v are rounded before they are multiplied: tf32, or fewer bits",
-    group="precision",
-    applies=attention,
-    order=1,
-)
-def _products(given: ExactAttention) -> Iterator[Prediction]:
-    for name in ("tf32", "bf16", "fp16", "e4m3"):
-        rounded = _to(name)
-        q, k, v = (rounded(x) for x in (given.q, given.k, given.v))
-        x = q @ k.mT * given.scale
-        yield Prediction(outputs=given.attend(x=x, v=v), parameters={"format": name})
-        yield Prediction(outputs=given.attend(x=x), parameters={"format": name})
-        scaled = rounded(given.q * given.scale) @ given.k.mT
-        yield Prediction(outputs=given.attend(x=scaled), parameters={"format": name})
-
-
-@model(
-    "normaliser-biased",
-    "the output is off by a factor: the reciprocal of the row sum is biased",
-    group="precision",
-    order=2,
-)
-def _biased(given: ExactAttention) -> Iterator[Prediction]:
-    exact = given.parts.outputs
-
-    def at(share: float) -> Outputs:
-        return Outputs(exact.out * (1.0 + share), exact.lse)
-
-    yield Prediction(outputs=at(-0.01), family=at, start=-0.01, parameter="share")
-
-
-@model(
-    "out-overflows",
-    "the output before it is normalised overflows fp16",
-    group="precision",
-)
-def _overflow(given: ExactAttention) -> Iterator[Prediction]:
-    for size in given.key_tiles:
-        for steps in (
-            OnlineSteps(kept_out=_to("fp16")),
-            OnlineSteps(kept_out=lambda x: torch.where(x.abs() > FORMATS["fp16"].max, math.nan, x)),
-        ):
-            outputs = online_attention(given, size, steps)
-            if not bool(outputs.out.isfinite().all()):
-                yield Prediction(outputs=outputs, parameters={"tile": size})
 
 
 def _fp8(problem: Problem) -> bool:
     return problem.formats.scaled
 
 
-def _scales(given: ExactAttention, name: str) -> Tensor:
-    """A descale of each query head, ``(batch, heads, 1, 1)``."""
-    return given.by_query_head(getattr(given.inputs.descale, name).double())[..., None, None]
+def _without_descales(*names: str) -> Steps:
+    return Steps(descale=lambda name, own: torch.ones_like(own) if name in names else own)
 
 
-def _without(given: ExactAttention, *names: str) -> Prediction:
-    x, v = given.x, None
-    for name in names:
-        if name == "v":
-            v = given.v / _scales(given, "v")
-        else:
-            x = x / _scales(given, name)
-    return Prediction(outputs=given.attend(x=x, v=v), parameters={"of": ", ".join(names)})
+for _name in "qkv":
+    FP8.add(
+        f"descale-{_name}-missing",
+        f"the descale of {_name} is ignored",
+        applies=_fp8,
+        steps=_without_descales(_name),
+    )
 
 
-@model("descale-q-missing", "the descale of q is ignored", group="fp8", applies=_fp8)
-def _q(given: ExactAttention) -> Iterator[Prediction]:
-    yield _without(given, "q")
+@FP8.add("descales-missing", "several descales are ignored", applies=_fp8, order=1)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for names in ("qk", "qkv", "kv", "qv"):
+        for outputs, _ in call.predict(_without_descales(*names)):
+            yield outputs, {"of": ", ".join(names)}
 
 
-@model("descale-k-missing", "the descale of k is ignored", group="fp8", applies=_fp8)
-def _k(given: ExactAttention) -> Iterator[Prediction]:
-    yield _without(given, "k")
+_FIRST = {"all": (slice(1), slice(1)), "batch": (slice(1), slice(None))}
+_FIRST["head"] = (slice(None), slice(1))
 
 
-@model("descale-v-missing", "the descale of v is ignored", group="fp8", applies=_fp8)
-def _v(given: ExactAttention) -> Iterator[Prediction]:
-    yield _without(given, "v")
+def _first_descales(names: str, where: str) -> Steps:
+    """The first descale of some tensors in place of all, of a batch's or of a head's."""
+
+    def first(name: str, own: Tensor) -> Tensor:
+        return own[_FIRST[where]].expand_as(own) if name in names else own
+
+    return Steps(descale=first)
 
 
-@model("descales-missing", "several descales are ignored", group="fp8", applies=_fp8, order=1)
-def _several(given: ExactAttention) -> Iterator[Prediction]:
-    for names in (("q", "k"), ("q", "k", "v"), ("k", "v"), ("q", "v")):
-        yield _without(given, *names)
-
-
-@model(
+@FP8.add(
     "descale-first-head",
     "one head's descale is used for all: its index is missing",
-    group="fp8",
     applies=lambda problem: _fp8(problem) and problem.batch * problem.kv_heads > 1,
+    steps=_first_descales("k", "all"),
 )
-def _first(given: ExactAttention) -> Iterator[Prediction]:
-    for names in (("q", "k", "v"), ("q", "k"), ("q",), ("k",), ("v",)):
-        for where in ("all", "batch", "head"):
-            x, v = given.x, None
-            for name in names:
-                own = _scales(given, name)
-                first = {"all": own[:1, :1], "batch": own[:1], "head": own[:, :1]}[where]
-                if name == "v":
-                    v = given.v * first / own
-                else:
-                    x = x * first / own
-            yield Prediction(
-                outputs=given.attend(x=x, v=v),
-                parameters={"of": ", ".join(names), "first": where},
-            )
+def _(call: ExactAttention) -> Iterator[Form]:
+    for names, where in product(("qkv", "qk", "q", "k", "v"), _FIRST):
+        for outputs, _ in call.predict(_first_descales(names, where)):
+            yield outputs, {"of": ", ".join(names), "first": where}
 
 
-def _formatted(given: ExactAttention, lift: float) -> OnlineSteps:
-    name = given.problem.formats.weights.name
-    fmt = FORMATS[name]
-
-    def rounded(p: Tensor) -> Tensor:
-        kept = (p * lift).clamp(max=fmt.max).float().to(fmt.torch_dtype).double()
-        return kept / lift
-
-    return OnlineSteps(weights=rounded)
-
-
-@model(
+FP8.add(
     "weights-underflow",
     "small weights are lost in fp8: they are not multiplied by anything before they are rounded",
-    group="fp8",
     applies=_fp8,
+    steps=Steps(weights_scale=1.0),
 )
-def _underflow(given: ExactAttention) -> Iterator[Prediction]:
-    for size in given.key_tiles:
-        outputs = online_attention(given, size, _formatted(given, 1.0))
-        yield Prediction(outputs=outputs, parameters={"tile": size})
 
 
-@model(
+@FP8.add(
     "weights-saturated",
     "large weights are cut off in fp8: they are multiplied by too much before they are rounded",
-    group="fp8",
     applies=_fp8,
 )
-def _saturated(given: ExactAttention) -> Iterator[Prediction]:
-    for size in given.key_tiles:
-        for bits in (9, 10, 11, 12):
-            outputs = online_attention(given, size, _formatted(given, 2.0**bits))
-            yield Prediction(outputs=outputs, parameters={"tile": size, "bits": bits})
+def _(call: ExactAttention) -> Iterator[Form]:
+    for size, bits in product(call.key_tiles, (9, 10, 11, 12)):
+        yield call.online(size, Steps(weights_scale=2.0**bits)), {"tile": size, "bits": bits}
 
 
-@model(
-    "weights-scale-left",
-    "the factor of P is not taken off the output",
-    group="fp8",
-    applies=_fp8,
+@FP8.add("weights-scale-left", "the factor of P is not taken off the output", applies=_fp8)
+def _(call: ExactAttention) -> Iterator[Form]:
+    scale = call.problem.formats.weights_scale
+    for factor in (scale, 1.0 / scale):
+        out = (call.exact.out * factor).clamp(torch.finfo(torch.float32).min)
+        yield Outputs(out, call.parts.lse)
+
+
+def _rounded_steps(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> Iterator[Form]:
+    for name, steps in forms:
+        for outputs, parameters in call.predict(steps):
+            yield outputs, {"format": name, **parameters}
+
+
+@MODELS.add(
+    "weights-rounded",
+    "the weights are rounded to too few bits before they multiply the values",
+    order=1,
 )
-def _left(given: ExactAttention) -> Iterator[Prediction]:
-    exact, lift = given.parts.outputs, given.problem.formats.weights_scale
-    for factor in (lift, 1.0 / lift):
-        out = (exact.out * factor).clamp(torch.finfo(torch.float32).min)
-        yield Prediction(outputs=Outputs(out, exact.lse))
+def _(call: ExactAttention) -> Iterator[Form]:
+    formats = ("fp16", "bf16", "e4m3", "e5m2")
+    yield from _rounded_steps(call, ((f, Steps(weights=round_to_format(f))) for f in formats))
+
+
+@MODELS.add(
+    "sum-rounded",
+    "the row sum is kept in too few bits",
+    steps=Steps(kept_sum=round_to_format("bf16")),
+    order=1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for name in ("bf16", "fp16"):
+        rounded = round_to_format(name)
+        both = Steps(kept_sum=rounded), Steps(summed_weights=rounded, kept_sum=rounded)
+        yield from _rounded_steps(call, ((name, steps) for steps in both))
+
+
+@MODELS.add(
+    "out-rounded",
+    "the output is accumulated in too few bits",
+    steps=(Steps(kept_out=round_to_format("bf16")), Steps(kept_out=round_to_format("fp16"))),
+    order=1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    formats = ("bf16", "fp16")
+    yield from _rounded_steps(call, ((f, Steps(kept_out=round_to_format(f))) for f in formats))
+
+
+@MODELS.add(
+    "scores-rounded",
+    "scores are rounded to too few bits before the softmax",
+    steps=Steps(products=round_to_format("fp16")),
+    order=1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for name in ("bf16", "fp16"):
+        rounded = round_to_format(name)
+        yield call.attend(x=rounded(call.qk) * call.scale), {"format": name}
+        yield call.attend(x=rounded(call.x)), {"format": name}
+        yield call.attend(s=rounded(call.s)), {"format": name}
+
+
+@MODELS.add(
+    "products-tf32",
+    "q, k and v are rounded before they are multiplied: tf32, or fewer bits",
+    applies=is_attention,
+    order=1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for name in ("tf32", "bf16", "fp16", "e4m3"):
+        rounded = round_to_format(name)
+        q, k, v = (rounded(x) for x in (call.q, call.k, call.v))
+        x = q @ k.mT * call.scale
+        yield call.attend(x=x, v=v), {"format": name}
+        yield call.attend(x=x), {"format": name}
+        scaled = rounded(call.q * call.scale) @ call.k.mT
+        yield call.attend(x=scaled), {"format": name}
+
+
+@MODELS.add(
+    "normaliser-biased",
+    "the output is off by a factor: the reciprocal of the row sum is biased",
+    steps=Steps(normaliser=0.997),
+    order=2,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    def at(share: float) -> Outputs:
+        ((outputs, _),) = call.predict(Steps(normaliser=1.0 + share))
+        return outputs
+
+    yield Prediction(outputs=at(-0.01), family=at, start=-0.01, parameter="share")
+
+
+@MODELS.add("out-overflows", "the output before it is normalised overflows fp16")
+def _(call: ExactAttention) -> Iterator[Form]:
+    largest = FORMATS["fp16"].max
+    for steps in (
+        Steps(kept_out=round_to_format("fp16")),
+        Steps(kept_out=lambda x: torch.where(x.abs() > largest, math.nan, x)),
+    ):
+        for outputs, parameters in call.predict(steps):
+            if not bool(outputs.out.isfinite().all()):
+                yield outputs, parameters

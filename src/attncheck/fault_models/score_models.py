@@ -1,4 +1,4 @@
-"""Fault models of the scale, of units and of score mods."""
+"""Fault models of the scale, of units and of score mods: softcap, ALiBi, biases."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Prediction, attention, model, scored
-from attncheck.fault_models.mask_models import score_with
+from attncheck.fault_models.fault_model import ModelTable, Prediction, has_score, is_attention
+from attncheck.fault_models.steps import LOG2E, Steps, replace_score_parts
 from attncheck.mods import scores
+from attncheck.mods.library import is_additive
 from attncheck.mods.scores import alibi_slopes
 
 if TYPE_CHECKING:
@@ -19,264 +20,242 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
+    from attncheck.fault_models.fault_model import Form
+    from attncheck.inputs.problem import Problem
     from attncheck.mods.spec import Dimensions, ScoreMod, Spec
 
+__all__ = ["MODELS", "fixed_scale", "scale_by", "score_with"]
 
-_LOG2E = math.log2(math.e)
+MODELS = ModelTable()
+
+_model = MODELS.add
 
 
-def _factor(given: ExactAttention, factor: float, **parameters: float) -> Iterator[Prediction]:
+def scale_by(factor: Callable[[Problem], float]) -> Steps:
+    """Steps that multiply q·k by the scale and a factor."""
+    return Steps(scale=lambda problem: problem.scale * factor(problem))
+
+
+def fixed_scale(constant: float) -> Steps:
+    """Steps that multiply q·k by a constant; of a call whose scale it is they are right."""
+    return Steps(
+        scale=lambda problem: constant if abs(constant / problem.scale - 1.0) > 1e-6 else None
+    )
+
+
+def _factor(call: ExactAttention, factor: float, **parameters: float) -> Iterator[Form]:
     """Scores times ``factor``: all the same, or all but the maximum that LSE adds."""
-    for outputs in _of(given, factor):
-        yield Prediction(outputs=outputs, parameters=parameters)
+    yield call.attend(x=call.x * factor), parameters
+    if call.problem.score.name != "none" or call.sink is not None:
+        yield call.attend(s=call.s * factor), parameters
+    sink = None if call.sink is None else call.sink * factor
+    parts = call.softmax(call.z * factor, sink=sink)
+    lse = parts.lse - parts.maximum + call.parts.maximum
+    dead = parts.maximum == -math.inf
+    yield Outputs(parts.out, torch.where(dead, -math.inf, lse)), parameters
 
 
-def _of(given: ExactAttention, factor: float) -> Iterator[Outputs]:
-    plain = given.problem.score.name == "none" and given.sink is None
-    yield given.attend(x=given.x * factor)
-    if not plain:
-        yield given.attend(s=given.s * factor)
-    parts = given.softmax(given.z * factor, sink=_sink(given, factor))
-    outputs = parts.outputs
-    yield Outputs(outputs.out, _other_maximum(given, parts.maximum, parts.lse))
+@_model("scale-missing", "q·k is not multiplied by the scale", applies=is_attention)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield from _factor(call, 1.0 / call.scale)
 
 
-def _sink(given: ExactAttention, factor: float) -> torch.Tensor | None:
-    return None if given.sink is None else given.sink * factor
+@_model("scale-twice", "q·k is multiplied by the scale twice", applies=is_attention)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield from _factor(call, call.scale)
 
 
-def _other_maximum(given: ExactAttention, maximum: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    dead = maximum == -math.inf
-    return torch.where(dead, -math.inf, lse - maximum + given.parts.maximum)
+@_model("scale-of-dim", "the scale is 1 / head_dim, without the square root", applies=is_attention)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield from _factor(call, 1.0 / call.problem.head_dim / call.scale)
 
 
-@model("scale-missing", "q·k is not multiplied by the scale", group="scale", applies=attention)
-def _missing(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _factor(given, 1.0 / given.scale)
-
-
-@model("scale-twice", "q·k is multiplied by the scale twice", group="scale", applies=attention)
-def _twice(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _factor(given, given.scale)
-
-
-@model(
-    "scale-of-dim",
-    "the scale is 1 / head_dim, without the square root",
-    group="scale",
-    applies=attention,
+@_model(
+    "scale-log2e", "log2 e is missing or there twice: weights are powers of another base than e"
 )
-def _dim(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _factor(given, 1.0 / given.problem.head_dim / given.scale)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield from _factor(call, 1.0 / LOG2E)
+    yield from _factor(call, LOG2E)
 
 
-@model(
-    "scale-log2e",
-    "log2 e is missing or there twice: weights are powers of another base than e",
-    group="scale",
-)
-def _log2e(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _factor(given, 1.0 / _LOG2E)
-    yield from _factor(given, _LOG2E)
-
-
-@model(
+@_model(
     "scale-inverted",
     "q·k is multiplied by √head_dim, not divided by it",
-    group="scale",
-    applies=attention,
+    applies=is_attention,
+    steps=Steps(scale=lambda problem: 1.0 / problem.scale),
 )
-def _inverted(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _factor(given, 1.0 / given.scale**2)
-    yield from _factor(given, math.sqrt(given.problem.head_dim) / given.scale)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield from _factor(call, 1.0 / call.scale**2)
+    yield from _factor(call, math.sqrt(call.problem.head_dim) / call.scale)
 
 
-@model(
+@_model(
     "scale-fixed",
     "the scale is a constant, whatever the call says",
-    group="scale",
-    applies=attention,
+    applies=is_attention,
+    steps=fixed_scale(0.125),
 )
-def _fixed(given: ExactAttention) -> Iterator[Prediction]:
-    dims = dict.fromkeys((given.problem.head_dim, 32, 64, 128, given.problem.value_dim))
-    padded = 1 << (given.problem.head_dim - 1).bit_length()
+def _(call: ExactAttention) -> Iterator[Form]:
+    dims = dict.fromkeys((call.problem.head_dim, 32, 64, 128, call.problem.value_dim))
+    padded = 1 << (call.problem.head_dim - 1).bit_length()
     for dim in dict.fromkeys([*dims, padded]):
         constant = 1.0 / math.sqrt(dim)
-        if abs(constant / given.scale - 1.0) > 1e-6:  # another scale at all
-            yield from _factor(given, constant / given.scale, scale=constant)
+        if any(True for _ in call.predict(fixed_scale(constant))):
+            yield from _factor(call, constant / call.scale, scale=constant)
 
 
-@model(
-    "scale-off",
-    "the scale is off by a factor",
-    group="scale",
-    order=2,
-)
-def _off(given: ExactAttention) -> Iterator[Prediction]:
+@_model("scale-off", "the scale is off by a factor", order=2)
+def _(call: ExactAttention) -> Iterator[Form]:
     def at(log: float) -> Outputs:
-        return given.attend(x=given.x * math.exp(min(max(log, -20.0), 20.0)))
+        return call.attend(x=call.x * math.exp(min(max(log, -20.0), 20.0)))
 
     yield Prediction(outputs=at(0.1), family=at, start=0.1, parameter="log of the factor")
 
 
-@model(
-    "score-mod-before-scale",
-    "the score mod is applied before the scale",
-    group="mods",
-    applies=scored(),
-)
-def _before(given: ExactAttention) -> Iterator[Prediction]:
-    yield Prediction(outputs=given.attend(s=given.modified(given.qk) * given.scale))
+@_model("score-mod-before-scale", "the score mod is applied before the scale", applies=has_score())
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield call.attend(s=call.modified(call.qk) * call.scale)
 
 
-@model(
+def _in_base_2(problem: Problem, device: str) -> ScoreMod | None:
+    """What adds something gets scores times log2 e, as exp2 wants them, and gives such."""
+    if not is_additive(problem.score):
+        return None
+    mod = problem.score_mod(device)
+    return lambda score, *at: mod(score * LOG2E, *at) / LOG2E
+
+
+@_model(
     "bias-not-scaled",
     "what the score mod adds is in other units than the scores: log2 e is missing there",
-    group="mods",
-    applies=scored("alibi", "relative_bias", "bias", "expression"),
+    applies=has_score("alibi", "relative_bias", "bias", "expression"),
+    steps=Steps(score=_in_base_2),
 )
-def _bias(given: ExactAttention) -> Iterator[Prediction]:
-    added = given.s - given.x
-    for factor in (1.0 / _LOG2E, _LOG2E):
-        yield Prediction(outputs=given.attend(s=given.x + added * factor))
+def _(call: ExactAttention) -> Iterator[Form]:
+    added = call.s - call.x
+    for factor in (1.0 / LOG2E, LOG2E):
+        yield call.attend(s=call.x + added * factor)
     # Scores in base 2 go into the mod, and what comes out is taken for base 2.
-    yield Prediction(outputs=given.attend(s=given.modified(given.x * _LOG2E) / _LOG2E))
+    yield call.attend(s=call.modified(call.x * LOG2E) / LOG2E)
 
 
-def _with(
-    given: ExactAttention,
-    name: str,
-    instead: Callable[[Any, Dimensions], ScoreMod],
-    **parameters: str,
-) -> Iterator[Prediction]:
-    """With another mod in place of the parts called ``name``."""
+def score_with(name: str, instead: Callable[[Any, Dimensions, str], ScoreMod]) -> Steps:
+    """Steps with another mod, of (values, dimensions, device), in place of the parts ``name``."""
 
-    def change(spec: Spec, dims: Dimensions) -> ScoreMod | None:
-        return instead(spec.values, dims) if spec.name == name else None
+    def change(spec: Spec, dims: Dimensions, device: str) -> ScoreMod | None:
+        return instead(spec.values, dims, device) if spec.name == name else None
 
-    score = score_with(given.problem, change)
-    if score is not None:
-        outputs = given.attend(s=given.modified(given.x, score))
-        yield Prediction(outputs=outputs, parameters=parameters)
+    return Steps(score=lambda problem, device: replace_score_parts(problem, device, change))
 
 
-@model("softcap-missing", "softcap is ignored", group="mods", applies=scored("softcap"))
-def _missing_of_mods(given: ExactAttention) -> Iterator[Prediction]:
-    yield from _with(given, "softcap", lambda _values, _dims: scores.none)
+def _softcap(capped: Callable[[Tensor, float], Tensor]) -> Steps:
+    """Steps with another function of (score, cap)."""
+    return score_with(
+        "softcap", lambda values, _d, _: lambda s, _b, _h, _i, _j: capped(s, values["cap"])
+    )
 
 
-@model(
-    "softcap-of-log2",
-    "softcap is applied to scores in log2 units",
-    group="mods",
-    applies=scored("softcap"),
-)
-def _log2(given: ExactAttention) -> Iterator[Prediction]:
-    for into, out in ((_LOG2E, 1.0 / _LOG2E), (_LOG2E, 1.0), (1.0, _LOG2E), (1.0 / _LOG2E, 1.0)):
-
-        def capped(
-            values: Any, _dims: Dimensions, into: float = into, out: float = out
-        ) -> ScoreMod:
-            cap = values["cap"]
-            return lambda s, _b, _h, _i, _j: cap * torch.tanh(s * into / cap) * out
-
-        yield from _with(given, "softcap", capped)
+def _softcap_in_units(into: float, out: float) -> Steps:
+    return _softcap(lambda s, cap: cap * torch.tanh(s * into / cap) * out)
 
 
-def _by_e(x: Tensor) -> Tensor:
+def _tanh_by_e(x: Tensor) -> Tensor:
     up, down = x.exp(), (-x).exp()
     return (up - down) / (up + down)
 
 
-def _by_e_squared(x: Tensor) -> Tensor:
+def _tanh_by_e_squared(x: Tensor) -> Tensor:
     up = (2 * x).exp()
     return (up - 1) / (up + 1)
 
 
-@model(
-    "tanh-overflows",
-    "tanh is made of exponentials: NaN where a score is large beside the cap, and rounded away "
-    "where it is small",
-    group="mods",
-    applies=scored("softcap"),
-)
-def _tanh(given: ExactAttention) -> Iterator[Prediction]:
-    for tanh in (_by_e, _by_e_squared):
+for _name, _sentence, _steps in (
+    (
+        "softcap-missing",
+        "softcap is ignored",
+        score_with("softcap", lambda _v, _d, _: scores.none),
+    ),
+    (
+        "softcap-of-log2",
+        "softcap is applied to scores in log2 units",
+        (
+            _softcap_in_units(LOG2E, 1.0 / LOG2E),
+            _softcap_in_units(LOG2E, 1.0),
+            _softcap_in_units(1.0, LOG2E),
+            _softcap_in_units(1.0 / LOG2E, 1.0),
+        ),
+    ),
+    (
+        "tanh-overflows",
+        (
+            "tanh is made of exponentials: NaN where a score is large beside the cap, and rounded "
+            "away where it is small"
+        ),
+        (
+            _softcap(lambda s, cap: cap * _tanh_by_e((s / cap).float()).to(s.dtype)),
+            _softcap(lambda s, cap: cap * _tanh_by_e_squared((s / cap).float()).to(s.dtype)),
+        ),
+    ),
+    (
+        "softcap-times-score",
+        "softcap multiplies tanh(score / cap) by the score, not by the cap",
+        _softcap(lambda s, cap: s * torch.tanh(s / cap)),
+    ),
+):
+    _model(_name, _sentence, applies=has_score("softcap"), steps=_steps)
 
-        def capped(
-            values: Any, _dims: Dimensions, tanh: Callable[[Tensor], Tensor] = tanh
-        ) -> ScoreMod:
-            cap = values["cap"]
-            return lambda s, _b, _h, _i, _j: cap * tanh((s / cap).float()).to(s.dtype)
 
-        yield from _with(given, "softcap", capped)
-
-
-@model(
-    "softcap-times-score",
-    "softcap multiplies tanh(score / cap) by the score, not by the cap",
-    group="mods",
-    applies=scored("softcap"),
-)
-def _times(given: ExactAttention) -> Iterator[Prediction]:
-    def capped(values: Any, _dims: Dimensions) -> ScoreMod:
-        return lambda s, _b, _h, _i, _j: s * torch.tanh(s / values["cap"])
-
-    yield from _with(given, "softcap", capped)
-
-
-@model(
+@_model(
     "softcap-after-mask",
     "softcap is applied after the mask: hidden keys get −cap, and are seen",
-    group="mods",
-    applies=scored("softcap"),
+    applies=has_score("softcap"),
 )
-def _after(given: ExactAttention) -> Iterator[Prediction]:
-    s = given.modified(torch.where(given.seen, given.x, -math.inf))
-    yield Prediction(outputs=given.attend(s=s, seen=torch.ones_like(given.seen)))
+def _(call: ExactAttention) -> Iterator[Form]:
+    s = call.modified(torch.where(call.seen, call.x, -math.inf))
+    yield call.attend(s=s, seen=torch.ones_like(call.seen))
 
 
-@model(
-    "score-mod-ignored",
-    "the score mod is ignored",
-    group="mods",
-    applies=scored(),
-)
-def _ignored(given: ExactAttention) -> Iterator[Prediction]:
-    yield Prediction(outputs=given.attend(s=given.x))
-    for part in dict.fromkeys(part.name for part in given.problem.score.walk()):
-        if part != given.problem.score.name:
-            yield from _with(given, part, lambda _values, _dims: scores.none, ignored=part)
+@_model("score-mod-ignored", "the score mod is ignored", applies=has_score())
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield call.attend(s=call.x)
+    for part in dict.fromkeys(part.name for part in call.problem.score.walk()):
+        if part != call.problem.score.name:
+            for outputs, _ in call.predict(score_with(part, lambda _v, _d, _: scores.none)):
+                yield outputs, {"ignored": part}
 
 
-@model(
-    "score-mod-twice",
-    "the score mod is applied twice",
-    group="mods",
-    applies=scored(),
-)
-def _twice_of_mods(given: ExactAttention) -> Iterator[Prediction]:
-    yield Prediction(outputs=given.attend(s=given.modified(given.s)))
+@_model("score-mod-twice", "the score mod is applied twice", applies=has_score())
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield call.attend(s=call.modified(call.s))
 
 
-@model(
+def _negative_alibi(_values: Any, dims: Dimensions, device: str) -> ScoreMod:
+    return scores.alibi(-torch.tensor(alibi_slopes(dims.heads), device=device))
+
+
+@_model(
     "alibi-sign",
     "what the score mod adds has the wrong sign",
-    group="mods",
-    applies=scored("alibi", "relative_bias", "bias"),
+    applies=has_score("alibi", "relative_bias", "bias"),
+    steps=score_with("alibi", _negative_alibi),
 )
-def _sign(given: ExactAttention) -> Iterator[Prediction]:
-    yield Prediction(outputs=given.attend(s=2 * given.x - given.s))
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield call.attend(s=2 * call.x - call.s)
 
 
-@model(
+def _of_key_head(problem: Problem, device: str) -> ScoreMod | None:
+    mod = problem.score_mod(device)
+    return lambda score, b, h, i, j: mod(score, b, h // problem.group, i, j)
+
+
+@_model(
     "alibi-head-order",
     "the score mod is asked about another head: slopes or biases are those of the wrong one",
-    group="mods",
-    applies=lambda problem: scored()(problem) and problem.heads > 1,
+    applies=lambda problem: has_score()(problem) and problem.heads > 1,
+    steps=Steps(score=_of_key_head),
 )
-def _heads(given: ExactAttention) -> Iterator[Prediction]:
-    problem, h = given.problem, given.h
+def _(call: ExactAttention) -> Iterator[Form]:
+    problem, h = call.problem, call.h
     others = {
         "the key head": h // problem.group,
         "its place in the group": h % problem.group,
@@ -287,66 +266,71 @@ def _heads(given: ExactAttention) -> Iterator[Prediction]:
         "the last before": (h - 1).clamp(min=0),
     }
     for name, other in others.items():
-        s = given.modified(given.x, h=other)
-        yield Prediction(outputs=given.attend(s=s), parameters={"head": name})
+        yield call.attend(s=call.modified(call.x, h=other)), {"head": name}
 
 
-@model(
+def _published_slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's of any number of heads: those of the power of two below, then every other above."""
+    power = 1 << (heads.bit_length() - 1)
+    return (*alibi_slopes(power), *alibi_slopes(2 * power)[::2])[:heads]
+
+
+def _sloped(slopes: Callable[[int], tuple[float, ...]]) -> Steps:
+    return score_with(
+        "alibi",
+        lambda _v, dims, device: scores.alibi(torch.tensor(slopes(dims.heads), device=device)),
+    )
+
+
+@_model(
     "alibi-slopes",
     "slopes are those of another number of heads",
-    group="mods",
-    applies=scored("alibi"),
+    applies=has_score("alibi"),
+    steps=_sloped(_published_slopes),
 )
-def _slopes(given: ExactAttention) -> Iterator[Prediction]:
-    heads = given.problem.heads
+def _(call: ExactAttention) -> Iterator[Form]:
+    heads = call.problem.heads
     power = 1 << (heads.bit_length() - 1)
-    more = tuple(alibi_slopes(2 * power))[::2] if power < heads else ()
-    published = (*alibi_slopes(power), *more)[:heads]
     later = tuple(2.0 ** (-8.0 * h / heads) for h in range(heads))
     for slopes in dict.fromkeys(
-        (published, alibi_slopes(power * 2)[:heads], later, alibi_slopes(given.problem.kv_heads))
+        (alibi_slopes(power * 2)[:heads], later, alibi_slopes(call.problem.kv_heads))
     ):
         if len(slopes) == heads:
-            sloped = scores.alibi(torch.tensor(slopes))
-            yield from _with(given, "alibi", _always(sloped))
+            for outputs, _ in call.predict(_sloped(dict.fromkeys([heads], slopes).__getitem__)):
+                yield outputs
 
 
-def _always(score: ScoreMod) -> Callable[[Any, Dimensions], ScoreMod]:
-    return lambda _values, _dims: score
+def _without_offset(problem: Problem, device: str) -> ScoreMod | None:
+    if problem.score.name != "offset":
+        return None
+    return problem.replace(score=problem.score.parts[0]).score_mod(device)
 
 
-@model(
+@_model(
     "alibi-offset",
     "the score mod is asked about another row: an offset is missing, or there once too often",
-    group="mods",
-    applies=scored(),
+    applies=has_score(),
+    steps=Steps(score=_without_offset),
 )
-def _offset(given: ExactAttention) -> Iterator[Prediction]:
-    apart = given.problem.kv - given.problem.query
+def _(call: ExactAttention) -> Iterator[Form]:
+    apart = call.problem.kv - call.problem.query
     for rows in dict.fromkeys((apart, -apart, 1, -1)):
         if rows:
-            s = given.modified(given.x, i=rows)
-            yield Prediction(outputs=given.attend(s=s), parameters={"rows": rows})
+            yield call.attend(s=call.modified(call.x, i=rows)), {"rows": rows}
 
 
-@model(
-    "alibi-distance",
-    "ALiBi takes the distance without its sign",
-    group="mods",
-    applies=scored("alibi"),
-)
-def _distance(given: ExactAttention) -> Iterator[Prediction]:
-    added = given.s - given.x
+@_model("alibi-distance", "ALiBi takes the distance without its sign", applies=has_score("alibi"))
+def _(call: ExactAttention) -> Iterator[Form]:
+    added = call.s - call.x
     for sign in (1.0, -1.0):
-        yield Prediction(outputs=given.attend(s=given.x + sign * added.abs()))
+        yield call.attend(s=call.x + sign * added.abs())
 
 
-@model(
+@_model(
     "score-mod-batch",
     "the score mod is asked about another sequence of the batch",
-    group="mods",
-    applies=lambda problem: scored()(problem) and problem.batch > 1,
+    applies=lambda problem: has_score()(problem) and problem.batch > 1,
 )
-def _batch(given: ExactAttention) -> Iterator[Prediction]:
-    for other in (0 * given.b, given.problem.batch - 1 - given.b):
-        yield Prediction(outputs=given.attend(s=given.modified(given.x, b=other)))
+def _(call: ExactAttention) -> Iterator[Form]:
+    for other in (0 * call.b, call.problem.batch - 1 - call.b):
+        yield call.attend(s=call.modified(call.x, b=other))

@@ -1,7 +1,8 @@
-"""Plant a fault: copy kernels of ours, change the copy, and load it.
+"""Plant a fault: kernels of ours copied, changed and loadable; the real sources carry no switches.
 
 A copy is a package of its own: whatever of the host imports what was changed is copied with it, and
-imports the copy, so that the kernel that judges beside it stays what it is.
+imports the copy, so that the kernel that judges beside it stays what it is. The ideal kernel needs
+no copy where a fault is steps that it does otherwise.
 """
 
 from __future__ import annotations
@@ -13,21 +14,15 @@ from typing import TYPE_CHECKING
 
 import attncheck
 from attncheck.capabilities import named_kernels
-from attncheck.core.errors import AttncheckError
+from attncheck.faults.patching import NotPlanted, apply_patches
 
 if TYPE_CHECKING:
-    from attncheck.faults.fault import Control, Edit, Fault, HostName
+    from attncheck.fault_models.steps import Steps
+    from attncheck.faults.fault import Control, Fault, HostName
 
-__all__ = ["COPIED", "NotPlanted", "plant"]
+__all__ = ["COPIED", "NotPlanted", "model_steps", "plant"]
 
 _ROOT = Path(attncheck.__file__).parent
-_SUBJECTS = (
-    *("decode", "empty_rows", "flash", "flash1", "flash2", "paged", "pages", "softmax", "traced"),
-    *("varlen", "visits", "ideal", "ideal_attention", "ideal_gradients", "ideal_softmax"),
-    "ideal_steps",
-)
-_MODS = ("block_mask", "strips")
-
 _SHARED = {"assembler", "compilation"}  # they prepare Triton, for all kernels alike
 
 COPIED = (
@@ -36,8 +31,14 @@ COPIED = (
         for file in (_ROOT / "kernels").glob("[!_]*.py")
         if file.stem not in _SHARED
     ),
-    *(f"subjects.{name}" for name in _SUBJECTS),
-    *(f"mods.{name}" for name in _MODS),
+    "conventions.call_tensors",
+    "conventions.empty_rows",
+    "mods.block_mask",
+    "subjects.ideal",
+    "subjects.kernel_mods",
+    "subjects.softmax_kernels",
+    "subjects.triton_caches",
+    "subjects.triton_flash",
 )
 """Modules below attncheck that a copy has of its own, and so may be changed.
 
@@ -56,85 +57,86 @@ folder = str(Path(__file__).parent)
 if folder not in sys.path:
     sys.path.insert(0, folder)
 
-from {package}.{module} import {host} as Host
-
+from {module} import {host} as Host
+{imports}
 
 class Planted(Host):
     name = "{name}"
     summary = {summary!r}
-{arguments}'''
+{body}'''
 
 _ARGUMENTS = """
     def __init__(self, *arguments):
         super().__init__(*(arguments or {arguments!r}))
 """
-
-
-class NotPlanted(AttncheckError):
-    """A fault cannot be planted: the source is not what its entry says."""
+_OF_STEPS = "from attncheck.faults.planting import model_steps\n"
+_STEPS = "    steps = model_steps({model!r})\n"
 
 
 def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
-    """The kernel of ``host`` with ``fault`` in it, written below ``folder``.
+    """Write the kernel of ``host`` with ``fault`` in it below ``folder``.
 
     Args:
         fault: What is planted, one that the host has.
         host: Where.
-        folder: Gets a package and a file ``<fault>_<host>.py``; what is there already is written
-            again.
+        folder: Gets a file ``<fault>_<host>.py``, and a package beside it where sources are
+            changed; what is there already is written again.
 
     Returns:
         What ``subjects.load.load`` takes: ``FILE::Planted``.
 
     Raises:
-        NotPlanted: where a text to be changed is not found exactly once, or a module is not copied.
+        NotPlanted: where a text to be changed is not found exactly once.
     """
     how = fault.hosts[host]
     label = f"{fault.id}_{host}".replace("-", "_")
-    package = f"planted_{label}"
-    texts = {name: _source(name) for name in COPIED}
-    for edit in how.edits:
-        texts[edit.module] = _edited(texts, edit, fault.id)
-    shutil.rmtree(folder / package, ignore_errors=True)
-    for name, text in texts.items():
-        room, _, module = name.partition(".")
-        path = folder / package / room / f"{module}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for each in (path.parent, path.parent.parent):
-            (each / "__init__.py").touch()
-        path.write_text(_moved(text, package), encoding="utf-8")
-    made = named_kernels.BUILTIN[how.kernel]
-    kernel = folder / f"{label}.py"
+    kernel = named_kernels.BUILTIN[how.kernel]
+    module = kernel.module
+    if how.patches:
+        try:
+            _copy(how.patches, folder / f"planted_{label}")
+        except NotPlanted as error:
+            raise NotPlanted(f"{fault.id} in {how.kernel}: {error}") from None
+        module = f"planted_{label}.{module.removeprefix('attncheck.')}"
+    body = _STEPS.format(model=how.model) if how.model else ""
+    if kernel.arguments:
+        body += _ARGUMENTS.format(arguments=kernel.arguments)
     text = _KERNEL.format(
         summary=f"{fault.id}: {fault.summary}".replace('"', "'"),
-        package=package,
-        module=made.module.removeprefix("attncheck."),
-        host=made.name,
+        module=module,
+        host=kernel.name,
+        imports=_OF_STEPS if how.model else "",
         name=f"{fault.id} in {how.kernel}",
-        arguments=_ARGUMENTS.format(arguments=made.arguments) if made.arguments else "",
+        body=body,
     )
-    kernel.write_text(text, encoding="utf-8")
-    return f"{kernel}::Planted"
+    path = folder / f"{label}.py"
+    path.write_text(text, encoding="utf-8")
+    return f"{path}::Planted"
 
 
-def _source(name: str) -> str:
-    return (_ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
+def _copy(patches: tuple[str, ...], package: Path) -> None:
+    """Write a package of all that is copied, changed by ``patches``."""
+    sources = {
+        name: (_ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
+        for name in COPIED
+    }
+    texts = apply_patches(sources, patches)
+    shutil.rmtree(package, ignore_errors=True)
+    for name, text in texts.items():
+        room, _, module = name.partition(".")
+        path = package / room / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for each in (path.parent, package):
+            (each / "__init__.py").touch()
+        # What imports a copied module imports the copy.
+        own = _IMPORTED.sub(rf"{package.name}.\1", text)
+        own = _FROM_KERNELS.sub(f"from {package.name}.kernels import", own)
+        path.write_text(own, encoding="utf-8")
 
 
-def _edited(texts: dict[str, str], edit: Edit, fault: str) -> str:
-    if edit.module not in texts:
-        raise NotPlanted(
-            f"{fault}: attncheck.{edit.module} is not copied; {', '.join(COPIED)} are."
-        )
-    found = texts[edit.module].count(edit.old)
-    if found != 1:
-        raise NotPlanted(
-            f"{fault}: attncheck.{edit.module} has {edit.old!r} {found} times, not once."
-        )
-    return texts[edit.module].replace(edit.old, edit.new)
+def model_steps(model: str) -> Steps:
+    """Return the steps of a fault model that ``Host.model`` names."""
+    from attncheck.fault_models import FAULT_MODELS
 
-
-def _moved(text: str, package: str) -> str:
-    """``text`` that imports the copies."""
-    text = _IMPORTED.sub(rf"{package}.\1", text)
-    return _FROM_KERNELS.sub(f"from {package}.kernels import", text)
+    name, _, number = model.partition(":")
+    return FAULT_MODELS[name].steps[int(number or 0)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from attncheck.faults.catalogue import CONTROLS, FAULTS_of_catalogue
+from attncheck.faults.catalogue import CONTROLS, FAULTS
 from attncheck.faults.fault import HOSTS
 from attncheck.faults.fault_selection import FILE
 from attncheck.records.fault_scores import SCORED, ControlScore, FaultReport, FaultScore, Total
@@ -110,7 +110,7 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
     }
     if name in CONTROLS:
         return ControlScore(control=name, summary=CONTROLS[name].summary, **said)
-    fault = FAULTS_of_catalogue.get(name)
+    fault = FAULTS.get(name)
     category, summary = (fault.category, fault.summary) if fault else ("own", "")
     return FaultScore(fault=name, category=category, summary=summary, **said)
 
@@ -118,6 +118,6 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
 def _place(score: FaultScore) -> tuple[int, int]:
     """By host, in the order of the catalogue; what is planted nowhere last."""
     hosts: Mapping[str, int] = {host: place for place, host in enumerate((*HOSTS, FILE))}
-    ids = list(FAULTS_of_catalogue)
-    place = ids.index(score.fault) if score.fault in FAULTS_of_catalogue else len(ids)
+    ids = list(FAULTS)
+    place = ids.index(score.fault) if score.fault in FAULTS else len(ids)
     return hosts.get(score.host, len(hosts)), place

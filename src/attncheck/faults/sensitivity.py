@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import sys
-import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -22,41 +19,28 @@ from msgspec.structs import replace
 from attncheck import oracles
 from attncheck.capabilities.subject import Tiling
 from attncheck.core.draws import Draws
-from attncheck.core.errors import UnknownName, UsageError
-from attncheck.core.formats import DTYPES, FORMATS
-from attncheck.faults import peer_rules
-from attncheck.faults.fault import Edit, Fault, Host
-from attncheck.faults.planting import plant
+from attncheck.core.errors import UsageError
+from attncheck.faults.continuous_faults import continuous_fault_named
+from attncheck.faults.peer_rules import FORWARD_RULES, GRADIENT_RULES, PeerReference
 from attncheck.gate.choices import Choices
-from attncheck.gate.known import Known
-from attncheck.gate.plan import describing, priority
-from attncheck.gate.work import Gate
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units, priority
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.records.fault_scores import ATTNCHECK_RULE, FaultSensitivity, SmallestFault
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load_subject
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.faults.continuous_faults import ContinuousFault
     from attncheck.workers.units import Unit
 
-__all__ = [
-    "CONTINUOUS_FAULTS",
-    "STAGES",
-    "ContinuousFault",
-    "Question",
-    "continuous_fault_named",
-    "measure_sensitivity",
-    "smallest_seen",
-]
+__all__ = ["STAGES", "Question", "measure_sensitivity", "smallest_seen"]
 
 
 Question = tuple[str, "Callable[[int], bool]"]
@@ -120,146 +104,6 @@ def _lowest(sees: Callable[[int], bool], seen: int, end: int) -> tuple[int, int]
     return seen, asked
 
 
-_STEPS = 4  # of an octave
-_SMALLEST = 30  # octaves below 1: fp32 has 24
-_ATTENTION = "subjects.ideal_attention"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContinuousFault:
-    """A fault of any size.
-
-    Attributes:
-        id: Words with hyphens.
-        summary: What the kernel does wrong, in one line.
-        unit: ``ε``, which is larger where the fault is; or ``bits``, of which fewer are worse.
-        edits: Of a size, what is done to a copy of the ideal kernel.
-    """
-
-    id: str
-    summary: str
-    unit: Literal["ε", "bits"]
-    edits: Callable[[float], tuple[Edit, ...]]
-
-    def sizes(self, dtype: str) -> tuple[float, ...]:
-        """From the largest fault to the smallest: quarters of an octave from 1, or whole bits.
-
-        Bits as far as there is something to lose: of P fewer than the dtype's product reads, of an
-        accumulator fewer than fp32's.
-        """
-        if self.unit == "ε":
-            return tuple(2.0 ** (-n / _STEPS) for n in range(_SMALLEST * _STEPS))
-        kept = DTYPES[dtype].weights if self.id == _WEIGHTS else FORMATS["fp32"]
-        return tuple(range(1, kept.significand))
-
-    def fault(self, size: float) -> Fault:
-        """The fault of one size, for ``planted``."""
-        said = f"{size:g}".replace(".", "p").replace("-", "m").replace("+", "")
-        return Fault(
-            id=f"{self.id}-{said}",
-            category="precision",
-            summary=f"{self.summary}: {self.unit} = {size:g}",
-            when="always",
-            seen="an error as large as that",
-            sources=("by construction",),
-            hosts={"ideal": Host(kernel="ideal", edits=self.edits(size))},
-            discrete=False,
-        )
-
-
-_WEIGHTS = "weights-of-few-bits"
-
-
-def _scale(size: float) -> tuple[Edit, ...]:
-    return tuple(
-        Edit(module=_ATTENTION, old=old, new=old.replace("scale *", f"scale * {1 + size!r} *"))
-        for old in ("self.scale = problem.scale * products", "fp32(problem.scale * kernel.log2_e)")
-    )
-
-
-def _one_key(size: float) -> tuple[Edit, ...]:
-    tiles = "        for keys in self.key_tiles():\n            seen, at = self.seen(rows, keys)\n"
-    weights = "        p = self._weights(s, maximum)\n"
-    factor = f"            p[..., :1] = p[..., :1] * {1 + size!r}\n"
-    return (
-        Edit(
-            module=_ATTENTION,
-            old=tiles,
-            new=f"{tiles}            self.has_first_key = keys.start == 0\n",
-        ),
-        Edit(
-            module=_ATTENTION,
-            old=weights,
-            new=f"{weights}        if self.has_first_key:\n{factor}",
-        ),
-    )
-
-
-def _rounded(name: str, bits: float) -> str:
-    """A statement that rounds ``name`` to so many bits (Veltkamp 1968); not what is not finite."""
-    wide = f"({name}.double() * {2.0 ** (53 - bits) + 1!r})"
-    value = f"({wide} - ({wide} - {name})).float()"
-    return f"        {name} = torch.where({name}.isfinite(), {value}, {name})\n"
-
-
-def _few_bits_of_weights(bits: float) -> tuple[Edit, ...]:
-    old = (
-        "        p = self.kernel.operand(p * self.factors.weights, self.problem.formats.weights)\n"
-    )
-    return (Edit(module=_ATTENTION, old=old, new=_rounded("p", bits) + old),)
-
-
-def _few_bits_of_sums(bits: float) -> tuple[Edit, ...]:
-    old = "        run.out = self.kernel.added(out, self._weighted(p, seen, v))\n"
-    added = old.replace("run.out", "out")
-    return (
-        Edit(
-            module=_ATTENTION,
-            old=old,
-            new=added + _rounded("out", bits) + "        run.out = out\n",
-        ),
-    )
-
-
-CONTINUOUS_FAULTS = {
-    one.id: one
-    for one in (
-        ContinuousFault(
-            id="scale-off",
-            summary="the softmax scale is 1 + ε times its own",
-            unit="ε",
-            edits=_scale,
-        ),
-        ContinuousFault(
-            id="first-key-heavier",
-            summary="the first key's weight is 1 + ε times its own",
-            unit="ε",
-            edits=_one_key,
-        ),
-        ContinuousFault(
-            id=_WEIGHTS,
-            summary="P has few bits as P·V reads it",
-            unit="bits",
-            edits=_few_bits_of_weights,
-        ),
-        ContinuousFault(
-            id="sums-of-few-bits",
-            summary="O has few bits after each tile of keys",
-            unit="bits",
-            edits=_few_bits_of_sums,
-        ),
-    )
-}
-"""By id."""
-
-
-def continuous_fault_named(name: str) -> ContinuousFault:
-    """The one called ``name``; raises UnknownName with the valid ones."""
-    if name not in CONTINUOUS_FAULTS:
-        raise UnknownName("continuous fault", name, CONTINUOUS_FAULTS)
-    return CONTINUOUS_FAULTS[name]
-
-
 STAGES = ("probes", "bounds")
 """What is asked: the stages that judge rounding. Others ask for bits, or draw what these have."""
 
@@ -276,10 +120,10 @@ _RIGHT_NUMBERS = tuple(range(-len(_RIGHT) - _OTHERWISE, 0))
 def measure_sensitivity(
     name: str, dtype: str, *, tier: str, device: str = "cpu", seed: int = 0, peer: bool = True
 ) -> FaultSensitivity:
-    """How small the fault ``name`` is still seen in ``dtype``: one piece of work.
+    """Measure how small the fault ``name`` is still seen in ``dtype``: one piece of work.
 
     Args:
-        name: One of ``continuous.CONTINUOUS``.
+        name: One of ``CONTINUOUS_FAULTS``.
         dtype: In which the kernel is asked.
         tier: How hard.
         device: ``cpu`` or ``cuda``.
@@ -300,18 +144,17 @@ def measure_sensitivity(
             "seed": seed,
         }
     )
-    gate = Gate(choices, Known(()))
+    gate = GateWorker(choices, KnownFailures(()))
     try:
-        units = list(_asked(gate, device, tier))
-        with _Sizes(fault, dtype) as sizes:
-            rules = {
-                ATTNCHECK_RULE: smallest_seen([_ours(unit, sizes) for unit in units], sizes.scale)
-            }
-            plain = [_Plain(unit, sizes) for unit in units if _is_plain(unit)]
-            for rule in peer_rules.FORWARD_RULES if peer else ():
-                fit = [one.question(rule) for one in plain if one.fits(rule)]
-                found = smallest_seen(fit, sizes.scale)
-                rules[rule] = replace(found, unfit=len(plain) - len(fit))
+        units = list(_gate_questions(gate, device, tier))
+        kernels = _Kernels(fault, dtype)
+        verdicts = [_verdict_question(unit, kernels) for unit in units]
+        rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
+        plain = [_PeerQuestion(unit, kernels) for unit in units if _is_plain(unit)]
+        for rule in FORWARD_RULES if peer else ():
+            fit = [each.question(rule) for each in plain if each.fits(rule)]
+            smallest = smallest_seen(fit, kernels.sizes)
+            rules[rule] = replace(smallest, unfit=len(plain) - len(fit))
     finally:
         gate.close()
     return FaultSensitivity(
@@ -328,54 +171,34 @@ def measure_sensitivity(
     )
 
 
-class _Sizes:
-    """The ideal kernel with a fault, by the number of its size; planted when it is first asked for.
+class _Kernels:
+    """The ideal kernel with a fault, by the number of its size; of a negative number a right one.
 
     Args:
         fault: Which.
         dtype: In which it is asked.
 
     Attributes:
-        scale: Sizes, the largest first.
+        sizes: The largest first.
     """
 
     def __init__(self, fault: ContinuousFault, dtype: str) -> None:
-        self._fault, self.scale = fault, fault.sizes(dtype)
-        self._planted: dict[int, str] = {}
-        self._loaded: dict[int, Subject] = {}
+        self._fault, self.sizes = fault, fault.sizes(dtype)
+        self._kernels: dict[int, Ideal] = {}
 
-    def __enter__(self) -> _Sizes:
-        self._paths = list(sys.path)
-        self._folder = tempfile.TemporaryDirectory(prefix="attncheck_sensitivity_")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.path[:] = self._paths
-        label = f"planted_{self._fault.id}".replace("-", "_")
-        for module in [module for module in sys.modules if module.startswith(label)]:
-            del sys.modules[module]
-        self._folder.cleanup()
-
-    def kernel(self, number: int) -> str:
-        """As ``load`` takes it."""
-        if number not in self._planted:
-            fault = self._fault.fault(self.scale[number])
-            self._planted[number] = plant(fault, "ideal", Path(self._folder.name))
-        return self._planted[number]
-
-    def subject(self, number: int) -> Subject:
-        """Itself; of a negative number one of ``_RIGHT``."""
-        if number < 0:
-            return Ideal(_RIGHT[number])
-        if number not in self._loaded:
-            self._loaded[number] = load_subject(self.kernel(number))
-        return self._loaded[number]
+    def __getitem__(self, number: int) -> Ideal:
+        if number not in self._kernels:
+            faulty = number >= 0
+            self._kernels[number] = (
+                self._fault.kernel(self.sizes[number]) if faulty else Ideal(_RIGHT[number])
+            )
+        return self._kernels[number]
 
 
-def _asked(gate: Gate, device: str, tier: str) -> Iterator[Unit]:
+def _gate_questions(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
     """All questions of the tier to the ideal kernel, probes first: they are the most sensitive."""
     queue: list[tuple[tuple[int, ...], int, Unit]]
-    queue = [((0,), 0, describing(["ideal"], device=device, tier=tier, convention="")[0])]
+    queue = [((0,), 0, describe_units(["ideal"], device=device, tier=tier, convention="")[0])]
     number, seen = 1, set[str]()
     while queue:
         *_, unit = heapq.heappop(queue)
@@ -392,19 +215,15 @@ def _asked(gate: Gate, device: str, tier: str) -> Iterator[Unit]:
                 number += 1
 
 
-def _ours(unit: Unit, sizes: _Sizes) -> Question:
+def _verdict_question(unit: Unit, kernels: _Kernels) -> Question:
     """The verdict alone: nobody asks what is wrong with it, or what a pass could not show."""
     case = Case.from_json(unit.case)
 
     def sees(number: int) -> bool:
-        kernel = sizes.subject(number)
-        return run_case(kernel, case, device=unit.device, brief=True).status in FAILED_STATUSES
+        record = run_case(kernels[number], case, device=unit.device, brief=True)
+        return record.status in FAILED_STATUSES
 
-    return _called(unit), sees
-
-
-def _called(unit: Unit) -> str:
-    return f"{unit.stage}: {Case.from_json(unit.case)}"
+    return f"{unit.stage}: {case}", sees
 
 
 def _is_plain(unit: Unit) -> bool:
@@ -414,17 +233,27 @@ def _is_plain(unit: Unit) -> bool:
     return plain and case.problem.operation == "attention"
 
 
-class _Plain:
+class _PeerQuestion:
     """A question as other projects ask it: its tensors and the truth are kept for every size."""
 
-    def __init__(self, unit: Unit, sizes: _Sizes) -> None:
-        self._unit, self._sizes = unit, sizes
-        self._kept: tuple[Inputs, peer_rules.PeerReference, Any] | None = None
+    def __init__(self, unit: Unit, kernels: _Kernels) -> None:
+        self._unit, self._kernels = unit, kernels
+        self._case = Case.from_json(unit.case)
         self._outputs: tuple[int, Outputs] | None = None
 
+    @cached_property
+    def _reference(self) -> PeerReference:
+        case, device = self._case, self._unit.device
+        if case.question in PROBES:
+            inputs = PROBES[case.question].inputs(case.problem, case.parameters).to(device)
+        else:
+            inputs = draw_inputs(case.problem, device)
+        return PeerReference(inputs, oracles.truth(inputs))
+
     def question(self, rule: str) -> Question:
-        """Whether ``rule`` refuses the outputs, for ``least``."""
-        return _called(self._unit), lambda number: self.refuses(rule, number)
+        """Whether ``rule`` refuses the outputs, for ``smallest_seen``."""
+        name = f"{self._unit.stage}: {self._case}"
+        return name, lambda number: self.refuses(rule, number)
 
     def fits(self, rule: str) -> bool:
         """Whether it accepts every right kernel."""
@@ -432,43 +261,27 @@ class _Plain:
 
     def refuses(self, rule: str, number: int) -> bool:
         """Whether it does, of a size's number or a right kernel's."""
-        inputs, forward, backward = self._given()
+        reference = self._reference
         if self._outputs is None or self._outputs[0] != number:
             own = number if number >= -len(_RIGHT) else -1
-            found = self._sizes.subject(own).run(inputs)
+            outputs = self._kernels[own].run(reference.inputs)
             if own != number:
-                found = _otherwise(found, forward.truth, inputs, number)
-            self._outputs = number, found
+                outputs = _rounded_otherwise(outputs, reference, number)
+            self._outputs = number, outputs
         outputs = self._outputs[1]
-        if not peer_rules.FORWARD_RULES[rule](outputs, forward):
+        if not FORWARD_RULES[rule](outputs, reference):
             return True
-        return backward is not None and not peer_rules.GRADIENT_RULES[rule](outputs, backward)
-
-    def _given(self) -> tuple[Inputs, peer_rules.PeerReference, peer_rules.PeerGradients | None]:
-        if self._kept is None:
-            case = Case.from_json(self._unit.case)
-            inputs = _inputs(case, self._unit.device)
-            truth = oracles.truth(inputs)
-            graded = inputs.problem.backward and not inputs.problem.formats.scaled
-            backward = peer_rules.PeerGradients(inputs, truth) if graded else None
-            self._kept = inputs, peer_rules.PeerReference(inputs, truth), backward
-        return self._kept
+        return reference.compares_gradients and not GRADIENT_RULES[rule](outputs, reference)
 
 
-def _otherwise(found: Outputs, truth: Outputs, inputs: Inputs, number: int) -> Outputs:
-    """``found`` with the exact out as P's rounding may have moved it, rounded.
+def _rounded_otherwise(outputs: Outputs, reference: PeerReference, number: int) -> Outputs:
+    """``outputs`` with the exact out as P's rounding may have moved it, rounded.
 
     Each weight may be off by a unit roundoff, and so may out; which of two neighbours it is rounded
     to is chance.
     """
-    drawn = Draws(-number).normal("otherwise", tuple(truth.out.shape))
-    noise = torch.from_numpy(drawn).to(truth.out.device).clamp(-1.0, 1.0)
-    moved = truth.out * (1.0 + noise * inputs.problem.formats.weights.unit_roundoff)
-    return dataclasses.replace(found, out=moved.to(found.out.dtype))
-
-
-def _inputs(case: Case, device: str) -> Inputs:
-    """What a kernel is given: a probe's own, else what is drawn."""
-    if case.question in PROBES:
-        return PROBES[case.question].inputs(case.problem, case.parameters).to(device)
-    return draw_inputs(case.problem, device)
+    exact = reference.truth.out
+    noise = torch.from_numpy(Draws(-number).normal("otherwise", tuple(exact.shape)))
+    unit = reference.inputs.problem.formats.weights.unit_roundoff
+    moved = exact * (1.0 + noise.to(exact.device).clamp(-1.0, 1.0) * unit)
+    return dataclasses.replace(outputs, out=moved.to(outputs.out.dtype))

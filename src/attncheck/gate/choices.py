@@ -1,21 +1,26 @@
-"""What a gate is to ask, as its command line says: plain values that travel to any process."""
+"""Choices of a gate run: plain values that travel to any process."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
+from attncheck.cases.tier import GateTier, gate_tier_named
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.formats import DTYPES
-from attncheck.gate.against import Tree
-from attncheck.gate.held import Held
-from attncheck.gate.tiers import GateTier, tier_named
+from attncheck.gate.sources import CommitTree
+from attncheck.records.baseline_entries import baseline_text
 from attncheck.records.run_reports import STAGES, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Choices", "stages_named"]
+    from attncheck.records.baseline_entries import Baseline
+
+__all__ = ["BaselineCases", "Choices", "parse_stages"]
+
 
 Value = str | int | float | bool
 
@@ -45,23 +50,23 @@ class Choices:
     timeout: float = 0.0
     failures: str = ""
     sanitizer: bool = False
-    tree: Tree | None = None
-    held: Held | None = None
+    tree: CommitTree | None = None
+    held: BaselineCases | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Value]) -> Choices:
         """What ``options`` said; raises UsageError for what it could not have said."""
         return cls(
-            tier=tier_named(str(options["tier"])),
-            stages=stages_named(_words(options.get("stages", ""))),
+            tier=gate_tier_named(str(options["tier"])),
+            stages=parse_stages(_words(options.get("stages", ""))),
             dtypes=_dtypes(_words(options.get("dtypes", ""))),
             seed=int(options.get("seed", 0)),
             isolated=bool(options.get("isolated", True)),
             timeout=float(options.get("timeout", 0.0)),
             failures=str(options.get("failures", "")),
             sanitizer=bool(options.get("sanitizer", False)),
-            tree=Tree.read(str(options["tree"])) if options.get("tree") else None,
-            held=Held.read(str(options["held"])) if options.get("held") else None,
+            tree=CommitTree.read(str(options["tree"])) if options.get("tree") else None,
+            held=BaselineCases.read(str(options["held"])) if options.get("held") else None,
         )
 
     def options(self) -> dict[str, Value]:
@@ -88,7 +93,7 @@ class Choices:
         return found | ({"against": self.tree.commit} if self.tree else {})
 
 
-def stages_named(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
+def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
     """Stages in their order; all where none is named.
 
     Raises:
@@ -114,3 +119,42 @@ def _dtypes(names: Sequence[str]) -> tuple[str, ...]:
 
 def _words(value: Value) -> tuple[str, ...]:
     return cast("tuple[str, ...]", tuple(word for word in str(value).split(",") if word))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineCases:
+    """The Cases of a baseline.
+
+    Attributes:
+        digest: Of the baseline: another one makes another plan.
+        cases: Kernel, architecture, variant and Case, each as JSON has it.
+    """
+
+    digest: str
+    cases: tuple[tuple[str, str, str, dict[str, Any]], ...]
+
+    @classmethod
+    def of(cls, baseline: Baseline) -> Self:
+        """Those of its entries that say what was asked."""
+        return cls(
+            digest=hashlib.sha256(baseline_text(baseline).encode()).hexdigest()[:16],
+            cases=tuple(
+                (e.kernel, e.device, e.variant, e.asked) for e in baseline.entries if e.asked
+            ),
+        )
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """What ``spelled`` wrote."""
+        digest, cases = json.loads(text)
+        return cls(digest=digest, cases=tuple(map(tuple, cases)))
+
+    def spelled(self) -> str:
+        """As a word that travels to any process."""
+        return json.dumps([self.digest, self.cases])
+
+    def asked(self, kernel: str, architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Variant and Case of each that it holds of a kernel on an architecture."""
+        for name, device, variant, case in self.cases:
+            if (name, device) == (kernel, architecture):
+                yield variant, case

@@ -1,4 +1,4 @@
-"""One kernel as a plan sees it: what it takes, and the questions that come of it."""
+"""One kernel as a plan sees it: what it takes, and the questions that follow."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from attncheck.cases.mask_samples import NOT_APPLICABLE, PLAIN_KIND, ProblemKind, refusal
+from attncheck.cases.strategies.families import MASK_FAMILIES
+from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.run_reports import Answer
-from attncheck.strategies import nearest
-from attncheck.strategies.families import MASK_FAMILIES
-from attncheck.suite.kinds import PLAIN, Kind
-from attncheck.suite.marks import SOFTMAX
-from attncheck.suite.samples import NOT_CONCERNED, refusal
+from attncheck.suite.pytest_options import SOFTMAX
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+from attncheck.verify.executor import Failure
 from attncheck.verify.question_fit import (
     adapted_problems,
     allowed_parameters,
@@ -25,14 +26,16 @@ from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from attncheck.capabilities.subject import Subject
     from attncheck.gate.choices import Choices
+    from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.run_reports import Stage
-    from attncheck.verify.executor import Executor, Failure
+    from attncheck.verify.executor import Execution, Executor, Origin
 
-__all__ = ["Planning", "moved"]
+__all__ = ["CachingExecutor", "Planning", "move_case"]
+
 
 _DROPS = ("sink", "dlse")
 
@@ -62,7 +65,7 @@ class Planning:
         self.choices, self.environment = choices, environment
         self.refused: list[Answer] = []
         self.reason = ""
-        self._refusals: dict[tuple[str, str, Kind], str] = {}
+        self._refusals: dict[tuple[str, str, ProblemKind], str] = {}
         self._dtypes: tuple[str, ...] | None = None
 
     @property
@@ -80,7 +83,7 @@ class Planning:
 
     def supports(self, problem: Problem) -> bool:
         """Whether the kernel takes ``problem``; where even asking raises it is to be asked."""
-        said: str | Failure | None = NOT_CONCERNED
+        said: str | Failure | None = NOT_APPLICABLE
         if self.executor.concerns(self.subject, problem):
             said = self.executor.refusal(self.subject, problem, self.device)
         if isinstance(said, str):
@@ -89,9 +92,9 @@ class Planning:
 
     def nearest(self, problem: Problem) -> Problem | None:
         """``problem`` itself, the nearest that the kernel takes, or None."""
-        return nearest.supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
+        return nearest_supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
 
-    def refusal(self, family: str, dtype: str, kind: Kind = PLAIN) -> str:
+    def refusal(self, family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> str:
         """Why it takes nothing of a mask family in a dtype; empty if it does."""
         key = (family, dtype, kind)
         if key not in self._refusals:
@@ -152,7 +155,7 @@ class Planning:
         return found
 
     def _takes(self, dtype: str) -> bool:
-        kinds = (PLAIN, Kind(paged=True), Kind(sink=True))
+        kinds = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True))
         return any(
             not self.refusal(family, dtype, kind)
             for kind in kinds
@@ -160,10 +163,68 @@ class Planning:
         )
 
 
-def moved(case: Case, problem: Problem) -> Case:
+def move_case(case: Case, problem: Problem) -> Case:
     """The question of ``case`` asked of ``problem``, with the nearest numbers that it allows."""
     chosen = {}
     for name, values in allowed_parameters(case.question, problem).items():
         wanted = case.parameters.get(name, values[len(values) // 2])
         chosen[name] = min(values, key=lambda value: abs(value - wanted))
     return Case(problem=problem, question=case.question, parameters=chosen)
+
+
+_MOST = 20_000
+
+
+class CachingExecutor:
+    """An executor of one kernel that remembers what it said of each Problem; not that it failed.
+
+    Args:
+        executor: That asks it.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._concerns: dict[Problem, bool] = {}
+        self._refusals: dict[tuple[Problem, str], str | None] = {}
+
+    def absence(self, subject: Subject, device: str) -> str | None:
+        """As the other one says."""
+        return self._executor.absence(subject, device)
+
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        """As the other one says, or said."""
+        if problem not in self._concerns:
+            if len(self._concerns) >= _MOST:
+                self._concerns.clear()
+            self._concerns[problem] = self._executor.concerns(subject, problem)
+        return self._concerns[problem]
+
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        """As the other one says, or said."""
+        key = (problem, device)
+        if key in self._refusals:
+            return self._refusals[key]
+        found = self._executor.refusal(subject, problem, device)
+        if not isinstance(found, Failure):
+            if len(self._refusals) >= _MOST:
+                self._refusals.clear()
+            self._refusals[key] = found
+        return found
+
+    def launches(
+        self, subject: Subject, problem: Problem, device: str
+    ) -> Mapping[str, Subject] | Failure:
+        """As the other one says."""
+        return self._executor.launches(subject, problem, device)
+
+    def run(
+        self,
+        subject: Subject,
+        inputs: Inputs,
+        *,
+        origin: Origin | None = None,
+        timed: bool = False,
+        under: CallConditions = PLAIN_CALL,
+    ) -> Execution | Failure:
+        """As the other one does."""
+        return self._executor.run(subject, inputs, origin=origin, timed=timed, under=under)

@@ -7,9 +7,9 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attncheck.core import draws
 from attncheck.core.errors import ProblemError, UnknownName
@@ -25,16 +25,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LARGEST_HEAD_DIM",
     "OPERATIONS",
-    "PROMISES",
     "SOFTMAX_DTYPES",
-    "Allowed",
     "Case",
-    "Parameters",
     "Problem",
-    "Promise",
-    "check_parameters",
-    "fits_all",
-    "no_parameters",
     "short_id",
 ]
 
@@ -377,45 +370,3 @@ def short_id(data: dict[str, Any]) -> str:
 def _is_number(value: object) -> bool:
     """Whether it is a real number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-Parameters = Mapping[str, int | float]
-Allowed = Mapping[str, Sequence[int]]
-
-Promise = Literal["repeat", "batch", "layout", "hidden"]
-"""What a kernel may promise of its bits, beyond being right.
-
-``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
-of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.
-``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
-no bit of the row, and may be NaN or overflow.
-"""
-
-PROMISES: tuple[Promise, ...] = ("repeat", "batch", "layout", "hidden")
-
-
-def fits_all(problem: Problem) -> None:
-    """Return no reason against any Problem."""
-    del problem
-
-
-def no_parameters(problem: Problem) -> Allowed:
-    """Return no parameters: there is nothing to choose."""
-    del problem
-    return {}
-
-
-def check_parameters(question: str, parameters: Parameters, allowed: Allowed) -> None:
-    """Raise ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers.
-
-    Args:
-        question: Name of the relation or probe.
-        parameters: Its parameters, by name.
-        allowed: The parameters that the Problem allows, and the numbers of each.
-    """
-    if set(parameters) != set(allowed):
-        wanted = ", ".join(allowed) or "none"
-        raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {wanted}.")
-    for name, value in parameters.items():
-        if value not in allowed[name]:
-            raise ProblemError(f"{question}.{name}={value} must be one of {list(allowed[name])}.")

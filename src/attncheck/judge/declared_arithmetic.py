@@ -1,4 +1,7 @@
-"""Arithmetic that a kernel declares, and the errors of its sums: equations B1–B4 and B14."""
+"""Arithmetic that a kernel declares, and what its accumulators cost: equations B1–B3.
+
+Light on purpose: capability tables declare it, and are read without torch.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import FORMATS, Format, spacing
+from attncheck.core.formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.core.conditions import Conditions
     from attncheck.core.formats import Dtype
 
     Count = TypeVar("Count", float, Tensor)
@@ -28,16 +28,7 @@ __all__ = [
     "VOLTA",
     "Accumulator",
     "Arithmetic",
-    "additions",
-    "below_one",
     "default",
-    "division",
-    "half_ulp",
-    "steps",
-    "sum_accumulator",
-    "sum_bias",
-    "sum_of_weights",
-    "taken",
 ]
 
 
@@ -356,95 +347,3 @@ def _accumulator(dtype: Dtype, capability: tuple[int, int] | None) -> Accumulato
     if capability[0] == 7:
         return VOLTA
     return AMPERE if capability[0] == 8 else FP32
-
-
-def half_ulp(size: Tensor, fmt: Format) -> Tensor:
-    """Largest error of rounding anything of at most ``size`` to nearest in ``fmt`` (B4).
-
-    Args:
-        size: float64, not negative, any shape.
-        fmt: The format; below its normal range the spacing of subnormals counts.
-
-    At a power of two the spacing above counts, that of the number itself. Infinite beyond the
-    format's largest number, where rounding overflows, and where ``size`` is infinite or NaN.
-    """
-    # frexp calls the exponent of 0 zero.
-    known = torch.where(size <= fmt.max, size, 1.0).clamp_min(2.0**fmt.min_exponent)
-    # The smallest subnormal is a number too, half of it is not one of fp64.
-    return torch.where(size <= fmt.max, spacing(known, fmt) / 2, math.inf)
-
-
-# l · α, O · l, β times the product, their sum, and a division within 2 ulps, which are 4 u.
-_DIVIDED = 8
-
-
-def steps(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """Most tiles with a seen key, and parts, that a row passes through, ``(heads, rows, 1)``."""
-    tiles = _tiles(conditions, arithmetic)
-    return conditions.seen.sum(-1, keepdim=True).clamp(min=1, max=tiles).to(torch.float64)
-
-
-def _tiles(conditions: Conditions, arithmetic: Arithmetic) -> int:
-    """A sink is a step of its own, where it comes first or last (B29)."""
-    keys = conditions.seen.shape[-1] - conditions.has_sink
-    return -(-keys // arithmetic.block_kv) + arithmetic.splits + conditions.has_sink
-
-
-def additions(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """Roundings that a weight or its product passes through in a row sum, ``(heads, rows, 1)``.
-
-    A product, an addition for every seen key, two a tile, and the merging of parts (B14); more, and
-    in every tile, where O is divided after each.
-    """
-    seen = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
-    if arithmetic.divides_each_step:
-        of_tiles = steps(conditions, arithmetic) * 0 + _DIVIDED * _tiles(conditions, arithmetic)
-    else:
-        of_tiles = 2 * steps(conditions, arithmetic)
-    return seen + of_tiles + arithmetic.splits + 1
-
-
-def taken(conditions: Conditions, accumulator: Accumulator) -> Tensor | None:
-    """Steps of P·V in which a row sees a key, ``(heads, rows, 1)``; None of single additions.
-
-    Any other step adds zeros to a sum that has its bits already, and loses nothing (B2).
-    """
-    if accumulator.block is None:
-        return None
-    seen = conditions.seen
-    padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % accumulator.block))
-    held = padded.reshape(*seen.shape[:-1], -1, accumulator.block).any(-1)
-    return held.sum(-1, keepdim=True).to(torch.float64)
-
-
-def sum_accumulator(arithmetic: Arithmetic) -> Accumulator:
-    """What rows are summed in: plain additions, unless a product sums the rounded weights."""
-    if arithmetic.sums_rounded_weights and arithmetic.values.block is not None:
-        return arithmetic.values
-    return FP64 if arithmetic.computes.name == "fp64" else FP32
-
-
-def sum_of_weights(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """Relative error of adding up a row's weights, ``(heads, rows, 1)``; NaN from 1 on."""
-    accumulator = sum_accumulator(arithmetic)
-    count = additions(conditions, arithmetic)
-    return below_one(accumulator.det(count, taken(conditions, accumulator)))
-
-
-def sum_bias(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """The systematic part of that, ``(heads, rows, 1)``: 0 where nothing truncates (B26, B27)."""
-    accumulator = sum_accumulator(arithmetic)
-    seen = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
-    return accumulator.bias(seen, taken(conditions, accumulator)).clamp(max=1)
-
-
-def division(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """What is left of any O after it is divided by the row sum is (1 + this) · O at most (B14)."""
-    # A division by a GPU's approximation is within 2 ulps; then the factor, itself rounded.
-    last = (6 + (4 if arithmetic.splits > 1 else 0)) * arithmetic.unit
-    return (1 + last / (1 - last)) / (1 - sum_of_weights(conditions, arithmetic)) - 1
-
-
-def below_one(error: Tensor) -> Tensor:
-    """A sum that may be off by all of itself bounds nothing: NaN."""
-    return torch.where(error < 1, error, torch.nan)

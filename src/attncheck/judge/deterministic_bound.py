@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.declared_arithmetic import additions, half_ulp, taken
 from attncheck.judge.score_errors import exponents, overflows, running_size
+from attncheck.judge.sum_roundings import additions, half_ulp, taken
 from attncheck.judge.weight_errors import log_sum_terms, shares, sum_error, weights
 
 if TYPE_CHECKING:

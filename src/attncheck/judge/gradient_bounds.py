@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.formats import FORMATS
-from attncheck.judge.declared_arithmetic import FP32, FP64, half_ulp, taken
+from attncheck.judge.declared_arithmetic import FP32, FP64
 from attncheck.judge.score_gradient_errors import kept, recomputed, score_gradients
+from attncheck.judge.sum_roundings import half_ulp, taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,14 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.declared_arithmetic import (
-    additions,
-    half_ulp,
-    steps,
-    sum_accumulator,
-    sum_bias,
-    taken,
-)
 from attncheck.judge.deterministic_bound import (
     DeterministicBound,
     accumulation,
@@ -23,6 +15,14 @@ from attncheck.judge.deterministic_bound import (
     finite_values,
 )
 from attncheck.judge.score_errors import exponents, factor_roundings, likely_radius, rounds_operands
+from attncheck.judge.sum_roundings import (
+    additions,
+    half_ulp,
+    steps,
+    sum_accumulator,
+    sum_bias,
+    taken,
+)
 from attncheck.judge.weight_errors import log_sum_base, weights
 
 if TYPE_CHECKING:

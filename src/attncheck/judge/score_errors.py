@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.declared_arithmetic import steps
+from attncheck.judge.sum_roundings import steps
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from attncheck.judge.declared_arithmetic import half_ulp
 from attncheck.judge.score_errors import exponents, factor_roundings, overflows
+from attncheck.judge.sum_roundings import half_ulp
 from attncheck.judge.weight_errors import log_sum_base
 
 if TYPE_CHECKING:

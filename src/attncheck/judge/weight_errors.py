@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.declared_arithmetic import below_one, division, sum_of_weights
 from attncheck.judge.score_errors import factor_roundings, maximum_of_keys
+from attncheck.judge.sum_roundings import below_one, division, sum_of_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -117,7 +117,7 @@ class CapturedSums:
         tensors = captured_tensors(score_mod, device)
         sizes = [tensor.numel() for tensor in tensors]
         self.sums = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        parts = zip(tensors, self.sums.split(sizes), strict=True)
+        parts = zip(tensors, torch.split(self.sums, sizes), strict=True)
         self._sums_of = {id(tensor): part.view(tensor.shape) for tensor, part in parts}
         self._tensors = tensors  # kept alive: no other tensor gets their ids
 

@@ -6,7 +6,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UnknownName
-from attncheck.inputs.problem import Case, Parameters
+from attncheck.inputs.problem import Case
+from attncheck.inputs.question_parameters import Parameters
 from attncheck.probes.probe_table import ALL_PROBES, Probe
 from attncheck.probes.tied_keys import Finding, VisibleKeys
 

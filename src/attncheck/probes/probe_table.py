@@ -11,7 +11,13 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError
-from attncheck.inputs.problem import Allowed, Parameters, check_parameters, fits_all, no_parameters
+from attncheck.inputs.question_parameters import (
+    Allowed,
+    Parameters,
+    check_parameters,
+    fits_all,
+    no_parameters,
+)
 from attncheck.mods import library
 from attncheck.probes.margins import USUAL_WEIGHT_ERRORS, WeightErrors
 from attncheck.probes.probe_inputs import (

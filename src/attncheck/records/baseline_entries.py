@@ -22,6 +22,7 @@ from attncheck.core.sanitize_text import one_line
 
 # msgspec reads the annotations
 from attncheck.records.record import (
+    Environment,  # noqa: TC001  # msgspec reads the annotations
     Status,  # noqa: TC001
 )
 
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from attncheck.records.record import (
-        Environment,
-        Record,
-    )
+    from attncheck.records.record import Record
 
 __all__ = [
     "BASELINE_FILE",

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from attncheck.records.record import Environment, Record  # noqa: TC001  # msgspec reads them
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.records.record import Environment, Record
 
 __all__ = [
     "GATE_SCHEMA",

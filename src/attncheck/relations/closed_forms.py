@@ -24,7 +24,8 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
-    from attncheck.inputs.problem import Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.mods.spec import Spec
     from attncheck.relations.relation import Finding, Results
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results
 
 __all__ = ["PREFIX_FULL", "PREFIX_ZERO", "SOFTCAP_INFINITE", "WINDOW_BEYOND"]

@@ -23,7 +23,8 @@ from attncheck.relations.relation import (
 if TYPE_CHECKING:
     from attncheck.core.outputs import TensorName
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results
 
 __all__ = ["EULER", "GQA_REPEAT", "GROUP_SUMS", "LSE_LOSS", "ZERO_LOSS"]

@@ -24,7 +24,8 @@ from attncheck.relations.relation import (
 if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Allowed, Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.mods.spec import Spec
     from attncheck.relations.relation import Finding, Results
 

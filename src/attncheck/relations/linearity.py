@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.core.formats import Format
-    from attncheck.inputs.problem import Allowed, Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import (
+from attncheck.inputs.question_parameters import (
     Allowed,
     Parameters,
     Promise,

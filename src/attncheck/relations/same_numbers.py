@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Allowed, Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results
 
 __all__ = [

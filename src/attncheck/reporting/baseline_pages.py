@@ -10,6 +10,7 @@ import msgspec
 from attncheck.core.sanitize_text import shortened
 from attncheck.records.run_reports import (
     BaselineStanding,  # noqa: TC001  # msgspec reads the annotations
+    Change,  # noqa: TC001  # msgspec reads the annotations
 )
 from attncheck.reporting import figures, struct_json
 from attncheck.reporting.by_format import FORMATS, Page, paged
@@ -18,10 +19,6 @@ from attncheck.reporting.sheet import Line, Sheet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from attncheck.records.run_reports import (
-        Change,
-    )
 
 __all__ = ["FORMATS", "SCHEMA", "Beside", "load", "render", "show", "tally"]
 

@@ -1,1 +1,1 @@
-"""How to call a kernel: the contract, ours, torch's, and the ideal kernel."""
+"""Kernels as subjects: ours, torch's, the ideal kernel, and whatever a user names."""

@@ -13,7 +13,9 @@ from attncheck.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.conventions.torch_arithmetic import fp32_products
 from attncheck.core.formats import FORMATS, Format, fp32
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import OPERATIONS, PROMISES
+from attncheck.fault_models.steps import RIGHT
+from attncheck.inputs.problem import OPERATIONS
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import CapturedSums
 
@@ -113,9 +115,6 @@ def _rows(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (e * (1.0 / total)[:, None]).to(stored.dtype), lse
 
 
-# Scores held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64.
-
-
 def attention(kernel: Ideal, inputs: Inputs) -> Outputs:
     """Out and LSE of ``kernel`` on ``inputs``."""
     return Pass(kernel, inputs).outputs()
@@ -163,15 +162,24 @@ class _Factors:
     def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
         problem, device = inputs.problem, inputs.device
         products = values = torch.ones((1, 1, 1), dtype=torch.float32, device=device)
+        steps = kernel.steps
         if inputs.descale is not None:
-            given = (inputs.descale.q * inputs.descale.k, inputs.descale.v)
-            products, values = (x.repeat_interleave(problem.group, 1)[..., None] for x in given)
-        self.scale = problem.scale * products
-        log2_scale = fp32(problem.scale * kernel.log2_e)
+            descale = inputs.descale
+            of = {"q": descale.q, "k": descale.k, "v": descale.v}
+            if steps.descale is not None:
+                of = {name: steps.descale(name, x) for name, x in of.items()}
+            products, values = (
+                x.repeat_interleave(problem.group, 1)[..., None]
+                for x in (of["q"] * of["k"], of["v"])
+            )
+        other_scale = None if steps.scale is None else steps.scale(problem)
+        scale = problem.scale if other_scale is None else fp32(other_scale)
+        self.scale = scale * products
+        log2_scale = fp32(scale * kernel.log2_e)
         self.log2_e = fp32(kernel.log2_e)
         of_nats = torch.full_like(products, self.log2_e)
         self.exponent = of_nats if _in_nats(problem) else log2_scale * products
-        self.weights = kernel.weights_scale(problem)
+        self.weights = steps.weights_scale or kernel.weights_scale(problem)
         self.out = values / self.weights
 
 
@@ -184,7 +192,7 @@ class Pass:
         tile: The kernel's tiling.
         q, k, v: As a product reads them, in fp32, up to a whole number of tiles.
         factors: What scores and outputs are multiplied by.
-        mask, score: The Problem's mods; ``score`` None where there is none.
+        mask, score: The Problem's mods, or the kernel's own; ``score`` None where there is none.
         in_nats: Whether scores are multiplied by the scale before the softmax.
         sink: Each head's, if any.
     """
@@ -199,8 +207,13 @@ class Pass:
         self.k = padded(kernel.operand(inputs.k.float(), fmt), self.tile.block_kv)
         self.v = padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
         self.v_is_finite = bool(torch.isfinite(self.v).all())
-        self.mask = problem.mask_mod(self.device)
-        self.score = None if problem.score == library.NONE else problem.score_mod(self.device)
+        self.steps = steps = kernel.steps
+        own_mask = steps.mask and steps.mask(problem, self.device)
+        self.mask = own_mask or problem.mask_mod(self.device)
+        self.score: ScoreMod | None = None
+        if problem.score != library.NONE:
+            own_score = steps.score and steps.score(problem, self.device)
+            self.score = own_score or problem.score_mod(self.device)
         self.factors = _Factors(kernel, inputs)
         self.in_nats = _in_nats(problem)
         self.sink = inputs.sink
@@ -235,14 +248,15 @@ class Pass:
             if bool(seen.any()):
                 s = self.modified(self.logits(q, keys), seen, at)
                 step = self._flash1 if self.tile.recurrence == "flash1" else self._flash2
-                step(running, s, seen, self.expanded(self.v[:, :, keys]))
+                step(running, s, seen, self.expanded(self.v[:, :, keys]), keys)
         return self._finish(running)
 
     def _start(self, q: torch.Tensor) -> _Running:
         """Before the first tile: nothing, or the sink, as a tile of one such key leaves it."""
         shape = q.shape[:3]
-        maximum, total = q.new_full(shape, self.kernel.first_maximum), q.new_zeros(shape)
-        if self.sink is not None:
+        first = max(self.kernel.first_maximum, self.steps.first_maximum)
+        maximum, total = q.new_full(shape, first), q.new_zeros(shape)
+        if self.sink is not None and self.steps.sink:
             maximum = self.sink[:, None].expand(shape)
             total = (~torch.isneginf(maximum)).to(total.dtype)
         return _Running(maximum, total, q.new_zeros((*shape, self.problem.value_dim)))
@@ -269,6 +283,7 @@ class Pass:
     def logits(self, q: torch.Tensor, keys: slice) -> torch.Tensor:
         """Scores of a tile before score mod and mask: q·k, or natural ones."""
         s = self.kernel.scores(self.product(q, self.expanded(self.k[:, :, keys]).mT))
+        s = s if self.steps.products is None else self.steps.products(s)
         return s * self.factors.scale[..., None] if self.in_nats else s
 
     def modified(self, s: torch.Tensor, seen: torch.Tensor, at: Index) -> torch.Tensor:
@@ -276,19 +291,43 @@ class Pass:
         if self.score:
             # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
             s = self.score(s, at.b, at.h, at.q_idx, at.kv_idx).to(s.dtype)
-        return torch.where(seen, s, self.kernel.hidden_score)
+        return torch.where(seen, s, max(self.kernel.hidden_score, self.steps.hidden))
 
-    def _flash2(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
+    def _flash2(
+        self,
+        run: _Running,
+        s: torch.Tensor,
+        seen: torch.Tensor,
+        v: torch.Tensor,
+        keys: slice,
+    ) -> None:
+        steps = self.steps
         maximum = self._moved(run.maximum, s.amax(-1))
-        p = self._weights(s, maximum)
-        alpha = self._power(run.maximum, maximum)
-        total = self.kernel.rescaled(run.total, alpha)
-        run.total = self.kernel.added(total, self._row_sum(p))
-        out = self.kernel.rescaled(run.out, alpha[..., None])
-        run.out = self.kernel.added(out, self._weighted(p, seen, v))
-        run.maximum = maximum
+        relative = steps.maximum_in_last_tile or keys.stop < self.problem.kv
+        p = self._weights(s, maximum if relative else torch.zeros_like(maximum))
+        if keys.start == 0 and steps.first_weight != 1.0:
+            p[..., :1] = p[..., :1] * steps.first_weight
+        alpha = self._power(run.maximum, maximum, steps.rescale_exponent)
+        total = self.kernel.rescaled(run.total, alpha) if steps.rescales_sum else run.total
+        summed = p if steps.summed_weights is None else steps.summed_weights(p)
+        run.total = self.kernel.added(total, self._row_sum(summed))
+        out = self.kernel.rescaled(run.out, alpha[..., None]) if steps.rescales_out else run.out
+        weights = p if steps.weights is None else steps.weights(p)
+        run.out = self.kernel.added(out, self._weighted(weights, seen, v))
+        run.maximum = finite(maximum) if steps.zero_maximum_when_empty else maximum
+        if steps.kept_sum is not None:
+            run.total = steps.kept_sum(run.total)
+        if steps.kept_out is not None:
+            run.out = steps.kept_out(run.out)
 
-    def _flash1(self, run: _Running, s: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
+    def _flash1(
+        self,
+        run: _Running,
+        s: torch.Tensor,
+        seen: torch.Tensor,
+        v: torch.Tensor,
+        _keys: slice,
+    ) -> None:
         own = s.amax(-1)
         p = self._weights(s, own)
         maximum = torch.maximum(run.maximum, own)
@@ -319,9 +358,10 @@ class Pass:
         exponent = (s.double() * c - (base * c).double()).float()
         return power_of_two(self.kernel.exp2, exponent, s)
 
-    def _power(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _power(self, old: torch.Tensor, new: torch.Tensor, times: float = 1.0) -> torch.Tensor:
         """What a weight relative to ``old`` is to be multiplied by to be relative to ``new``."""
         exponent = (old - finite(new)) * self.factors.exponent
+        exponent = exponent if times == 1.0 else exponent * times
         return power_of_two(self.kernel.exp2, exponent, old)
 
     def _row_sum(self, p: torch.Tensor) -> torch.Tensor:
@@ -337,6 +377,7 @@ class Pass:
         out = run.out
         if self.tile.recurrence == "flash2":
             out = self.kernel.normalised(out, torch.where(dead, 1.0, run.total)[..., None])
+            out = out if self.steps.normaliser == 1.0 else out * self.steps.normaliser
         out = torch.where(dead[..., None], 0.0, out * self.factors.out[..., None])
         log = torch.log(torch.where(dead, 1.0, run.total).double()).float()
         unit = 1.0 if self.in_nats else self.factors.scale
@@ -391,9 +432,14 @@ class _BackwardPass(Pass):
         self.forward = outputs
         self.dout = padded(kernel.operand(inputs.dout.float(), self.problem.formats.products), rows)
         # Of dO as it is stored, where a product of tf32 reads less of it.
-        delta = kernel.delta(inputs.dout.float(), outputs.out.float(), inputs.dlse)
+        dlse, other_delta = inputs.dlse, self.steps.delta
+        if other_delta is None:
+            delta = kernel.delta(inputs.dout.float(), outputs.out.float(), dlse)
+        else:
+            delta = kernel.delta(inputs.dout.float(), outputs.out.float(), None)
+            delta = other_delta(delta, torch.zeros_like(delta) if dlse is None else dlse)
         self.delta = padded(delta[..., None], rows)[..., 0]
-        self.lse = padded(outputs.lse[..., None], rows)[..., 0]
+        self.lse = padded(outputs.lse[..., None] * self.steps.backward_lse, rows)[..., 0]
         self.all_finite = all(bool(torch.isfinite(x).all()) for x in (self.q, self.k, self.dout))
         self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
         self.captured: CapturedSums | None = None
@@ -406,10 +452,11 @@ class _BackwardPass(Pass):
         parts = {rows.start: self._rows_of(rows) for rows in self._in_order(blocks)}
         dq = torch.cat([parts[rows.start] for rows in blocks], dim=2)[:, :, : problem.query]
         dk = self.dk[:, :, : problem.kv]
+        is_scaled = self.steps.scaled_gradients
         return dataclasses.replace(
             self.forward,
-            dq=self.kernel.scaled(dq, scale).to(dtype),
-            dk=self.kernel.scaled(dk, scale).to(dtype),
+            dq=(self.kernel.scaled(dq, scale) if "dq" in is_scaled else dq).to(dtype),
+            dk=(self.kernel.scaled(dk, scale) if "dk" in is_scaled else dk).to(dtype),
             dv=self.dv[:, :, : problem.kv].to(dtype),
             dsink=None if self.sink is None else self._dsink(self.sink),
             dcaptured=None if self.captured is None else self.captured.sums,
@@ -417,7 +464,8 @@ class _BackwardPass(Pass):
 
     def visible(self, mask: MaskMod, at: Index) -> torch.Tensor:
         """As the kernel sees them again."""
-        return self.kernel.visible_again(mask, at)
+        own = self.steps.backward_mask and self.steps.backward_mask(self.problem, self.device)
+        return self.kernel.visible_again(own or mask, at)
 
     def _rows_of(self, rows: slice) -> torch.Tensor:
         """Of some rows dQ, before the scale; what they add to dK and dV is added."""
@@ -450,7 +498,7 @@ class _BackwardPass(Pass):
         dx = kernel.dscores(p, dp, self.delta[:, :, rows, None])
         if self.captured is not None:
             kernel.capture(self.captured, x, at, torch.where(seen, dx, 0.0), seen)
-        if self.score:
+        if self.score and (self.steps.slope is None or self.steps.slope(self.problem)):
             dx = dx * kernel.slope(self.score, x, at)
         # Whatever a hidden key holds, it has no part.
         dx = torch.where(seen, dx, 0.0)
@@ -488,8 +536,10 @@ class _BackwardPass(Pass):
         of_keys, sees, tiles = (_in_tiles(x, size) for x in (weights, seen, rows))
         part = self._tile_product(of_keys.mT, sees.mT, tiles)
         parts = part.view(problem.batch, problem.kv_heads, problem.group, *part.shape[2:])
+        if self.steps.group_heads is not None:
+            parts = part[:, self.steps.group_heads(problem).to(part.device)]
         for tile in self._in_order(list(range(tiles.shape[2]))):
-            for head in range(problem.group):
+            for head in range(parts.shape[2]):
                 running = self.kernel.gradient_added(running, parts[:, :, head, tile])
         return running
 
@@ -582,6 +632,8 @@ class Ideal(Subject):
     Every matrix product has the shape of a whole tile, as on a GPU: a row's bits do not depend
     on the lengths or on its neighbours.
 
+    ``steps`` are what a kernel with a planted fault does otherwise: nothing, here.
+
     Args:
         tiling: How to walk over the keys (default: 128 × 64 from the first key on).
         tf32: Whether tf32 operands are rounded to ``nearest`` or by ``truncate``.
@@ -592,6 +644,7 @@ class Ideal(Subject):
     log2_e = math.log2(math.e)
     first_maximum = -math.inf
     hidden_score = -math.inf
+    steps = RIGHT
     promises = frozenset(PROMISES)
     promises_gradients = True
     sinks = True
@@ -637,7 +690,9 @@ class Ideal(Subject):
                     return ideal_softmax(inputs)
                 outputs = attention(self, inputs)
                 if inputs.problem.backward:
-                    return with_gradients(self, inputs, outputs)
+                    outputs = with_gradients(self, inputs, outputs)
+                if self.steps.lse is not None and outputs.lse is not None:
+                    outputs = replace(outputs, lse=self.steps.lse(outputs.lse))
                 return outputs
 
         return call

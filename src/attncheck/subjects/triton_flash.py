@@ -15,7 +15,7 @@ import torch
 
 from attncheck.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import PROMISES
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.judge.declared_arithmetic import FP32
 from attncheck.mods import library
 from attncheck.subjects.kernel_mods import (

@@ -1,22 +1,33 @@
-"""What became of each test that asked something of a kernel: gathered over processes."""
+"""Outcomes of a property suite: gathered over processes, summarised, and written."""
 
 from __future__ import annotations
 
+import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from attncheck.records.run_reports import PropertyOutcome, Tally
-from attncheck.suite import summary
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.suite.under_test import UnderTest
+    from attncheck.records.run_reports import PropertyReport
+    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite.pytest_options import Options
 
-__all__ = ["WORKER_OUTPUT", "Outcomes", "attach"]
+__all__ = [
+    "WORKER_OUTPUT",
+    "Outcomes",
+    "ReportWriter",
+    "attach_outcome",
+    "pytest_command",
+    "summary_lines",
+]
+
 
 WORKER_OUTPUT = "attncheck"
 """Under which a process of pytest-xdist tells what it found out while it collected."""
@@ -24,7 +35,7 @@ WORKER_OUTPUT = "attncheck"
 _ATTACHED = "attncheck"
 
 
-def attach(report: pytest.TestReport, item: pytest.Item, kernel: UnderTest | None) -> None:
+def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTest | None) -> None:
     """Say in ``report`` what became of a test of a kernel; pytest-xdist takes it along.
 
     Args:
@@ -32,7 +43,7 @@ def attach(report: pytest.TestReport, item: pytest.Item, kernel: UnderTest | Non
         item: The test; nothing is said of one that is about no kernel.
         kernel: What it got; None where it was not called.
     """
-    from attncheck.suite.session import Param
+    from attncheck.suite.property_session import Param
 
     param = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
     # A test's outcome is that of its call, or of what kept it from being called.
@@ -115,7 +126,7 @@ class Outcomes:
         """Problems examined, how fast, and how much of it was compiling."""
         if self.error:
             terminalreporter.line(f"ERROR: {self.error}", red=True)
-        lines = list(summary.lines(self.outcomes, self.untaken, self.seconds))
+        lines = list(summary_lines(self.outcomes, self.untaken, self.seconds))
         if lines:
             terminalreporter.section("attncheck")
             for line in lines:
@@ -129,3 +140,136 @@ def _reason(report: pytest.TestReport) -> str:
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     return report.longreprtext.strip().partition("\n")[0] if report.outcome == "failed" else ""
+
+
+def summary_lines(
+    outcomes: Iterable[PropertyOutcome], untaken: Mapping[str, Mapping[str, str]], seconds: float
+) -> Iterator[str]:
+    """The summary, line by line; none where nothing was asked and nothing refused.
+
+    Args:
+        outcomes: Of the tests.
+        untaken: Kernel → dtype → why no test was made of it.
+        seconds: That the session took.
+    """
+    tallies = _by_kernel(outcomes)
+    width = max(map(len, tallies), default=0)
+    for name, tally in tallies.items():
+        yield f"{name:<{width}}  {_one(tally)}"
+    if tallies:
+        whole = Tally()
+        for tally in tallies.values():
+            whole.add(tally)
+        rate = whole.total / seconds if seconds else 0.0
+        share = _share(whole.compiling, whole.seconds)
+        yield (
+            f"{whole.total:,} problems in {seconds:.0f} s: {rate:.1f} a second; of the time spent "
+            f"on them {share} was compiling"
+        )
+    for reason, those in _by_reason(untaken).items():
+        yield f"no tests of {', '.join(those)}: {reason}"
+
+
+def _by_kernel(outcomes: Iterable[PropertyOutcome]) -> dict[str, Tally]:
+    found: dict[str, Tally] = {}
+    for each in outcomes:
+        found.setdefault(each.kernel, Tally()).add(each.tally)
+    return {name: tally for name, tally in sorted(found.items()) if tally.problems}
+
+
+def _one(tally: Tally) -> str:
+    others = [f"{n:,} {status}" for status, n in sorted(tally.problems.items()) if status != "pass"]
+    said = f" ({', '.join(others)})" if others else ""
+    share = _share(tally.compiling, tally.seconds)
+    return f"{tally.total:,} problems{said} in {tally.seconds:.1f} s, {share} compiling"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def _by_reason(untaken: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+    """Reason → kernels with their dtypes: ``flex in tf32``."""
+    found: dict[str, list[str]] = {}
+    for kernel, reasons in untaken.items():
+        for dtype, reason in reasons.items():
+            found.setdefault(reason, []).append(f"{kernel} in {dtype}")
+    return found
+
+
+_OPTION = "--attncheck-report"
+
+
+class ReportWriter:
+    """A plugin in the process that talks to the user: writes the report when all is done.
+
+    Args:
+        options: Of the plugin; ``options.report`` is the folder.
+        args: Of pytest, as typed.
+        outcomes: Where they are gathered.
+
+    Raises:
+        pytest.UsageError: where the folder cannot be written to.
+    """
+
+    def __init__(self, options: Options, args: Sequence[str], outcomes: Outcomes) -> None:
+        from attncheck.core.errors import UsageError
+        from attncheck.reporting.files import check_writable
+
+        self._options = options
+        self._command = pytest_command(args)
+        self._outcomes = outcomes
+        try:
+            check_writable(options.report, "properties")
+        except UsageError as error:
+            raise pytest.UsageError(f"attncheck: {error}") from None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Write properties.json and properties.md, and say so."""
+        from attncheck.reporting import suite_pages
+        from attncheck.reporting.files import write_texts
+
+        report = self._report()
+        texts = {f"properties.{fmt}": suite_pages.render(report, fmt) for fmt in ("json", "md")}
+        written = write_texts(texts, self._options.report)
+        terminalreporter.line(f"written: {', '.join(map(str, written))}")
+
+    def _report(self) -> PropertyReport:
+        from attncheck.records.run_reports import PropertyReport
+        from attncheck.verify.environment import default_device, environment, prepare
+
+        device = self._options.device or default_device()
+        prepare(device)  # where other processes did the work, this one has not been
+        found = self._outcomes
+        return PropertyReport(
+            command=self._command,
+            environment=environment(device),
+            tier=self._options.tier.name,
+            processes=found.processes,
+            seconds=found.seconds,
+            untaken=found.untaken,
+            outcomes=tuple(
+                sorted(found.outcomes, key=lambda one: (one.file, one.test, one.kernel))
+            ),
+        )
+
+
+def pytest_command(args: Sequence[str]) -> str:
+    """``pytest`` with its arguments: without the report's folder, and paths by their last name."""
+    said, rest = ["pytest"], list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg == _OPTION:
+            del rest[:1]
+        elif not arg.startswith(f"{_OPTION}="):
+            said.append(_named(arg))
+    return shlex.join(said)
+
+
+def _named(arg: str) -> str:
+    name, equals, value = arg.partition("=")
+    if equals and name.startswith("-"):
+        return f"{name}={_named(value)}"
+    path, separator, test = arg.partition("::")
+    return Path(path).name + separator + test if Path(path).is_absolute() else arg

@@ -34,7 +34,7 @@ def mask_of(text: str) -> Spec:
 
     Raises:
         UsageError: for a text that is none of these, or a mask of a file that cannot be
-            (``mods.own``); one of the library is checked when it is built.
+            (``mods.mod_files``); one of the library is checked when it is built.
     """
     if text.lstrip().startswith("{"):
         try:

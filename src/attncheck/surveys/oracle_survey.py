@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Variant, plan_cells
 from attncheck.core.balls import flint_version
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
@@ -44,8 +45,6 @@ from attncheck.records.survey_reports import (
     ProvenError,
     Rows,
 )
-from attncheck.runner.plan import plan
-from attncheck.runner.variants import VARIANTS, Variant
 from attncheck.verify.environment import environment
 from attncheck.verify.evidence import Evidence, row_bounds
 
@@ -55,13 +54,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from attncheck.cases.variants import Cell
     from attncheck.core.conditions import Rows as Rows_of_conditions
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Recurrence, Result
-    from attncheck.runner.plan import Cell
 
 __all__ = [
     "CERTIFIED_ORACLES",
@@ -124,7 +123,7 @@ def oracle_plan(
         # By name it must exist: the Problem says why it does not.
         must = bool(variants) and (bool(distributions) or not existing)
         for distribution in every if must else existing:
-            cells += plan(
+            cells += plan_cells(
                 dtypes=(dtype,),
                 variants=() if name == SHARP.name else (name,),
                 own=SHARP if name == SHARP.name else None,

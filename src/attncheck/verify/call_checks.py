@@ -12,7 +12,8 @@ import torch
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.judgement import Judgement
 from attncheck.inputs import input_tensors as inputs_room
-from attncheck.inputs.problem import Allowed, Case, check_parameters, fits_all, no_parameters
+from attncheck.inputs.problem import Case
+from attncheck.inputs.question_parameters import Allowed, check_parameters, fits_all, no_parameters
 from attncheck.relations import RELATIONS
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.evidence import Evidence
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Rule
     from attncheck.core.outputs import Outputs, TensorName
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Parameters, Problem
+    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.question_parameters import Parameters
     from attncheck.records.run_reports import Stage
     from attncheck.verify.call_conditions import CallNotes
     from attncheck.verify.executor import Execution, Executor

@@ -143,7 +143,8 @@ class KernelServer:
             "arithmetic": lambda: to_fields(asked.arithmetic(problem, device)),
             "files": _files,
             "launches": lambda: {
-                name: describe_subject(each) for name, each in asked.launches(problem, device).items()
+                name: describe_subject(each)
+                for name, each in asked.launches(problem, device).items()
             },
         }
         found = answers[words["what"]]()

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.capabilities.subject import Subject
-    from attncheck.inputs.problem import Allowed, Case, Problem
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.inputs.question_parameters import Allowed
     from attncheck.probes import Probe
     from attncheck.relations import Relation
     from attncheck.verify.call_checks import Check

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.capabilities.subject import Subject
 from attncheck.core.errors import UsageError
-from attncheck.inputs.problem import PROMISES
+from attncheck.inputs.question_parameters import PROMISES
 from attncheck.verify.kernel_messages import (
     check_description,
     read_arithmetic,
@@ -207,7 +207,11 @@ class RemoteSubject(Subject):
         description = check_description(words)
         self.name, self.summary = description["name"], description["summary"]
         self.promises = frozenset(each for each in PROMISES if each in description["promises"])
-        self.triton, self.sinks, self.backward = description["triton"], description["sinks"], description["backward"]
+        self.triton, self.sinks, self.backward = (
+            description["triton"],
+            description["sinks"],
+            description["backward"],
+        )
         self.captured = description["captured"]
         self.promises_gradients = description["promises_gradients"]
 

@@ -2,7 +2,7 @@
 
 ```python
 with Journal.open(path, header, resume=True) as journal:
-    end = run_units(units, work="attncheck.gate.work:work", options={...}, journal=journal,
+    end = run_units(units, work="attncheck.gate.gate_worker:work", options={...}, journal=journal,
                     workers=[WorkerPlace(gpu="0"), WorkerPlace(gpu="1")])
 ```
 """
@@ -429,9 +429,10 @@ def _pool(
     if isinstance(workers, Cluster):
         from attncheck.workers.ray_pool import RayPool, joined_cluster
 
-        with joined_cluster(workers) as ray, contextlib.closing(
-            RayPool(ray, workers, setup, limits)
-        ) as actors:
+        with (
+            joined_cluster(workers) as ray,
+            contextlib.closing(RayPool(ray, workers, setup, limits)) as actors,
+        ):
             yield actors
         return
     mark = new_mark()

@@ -116,9 +116,7 @@ class RayPool(WorkerPool[Any]):
         room = room if self._most is None else min(room, self._most)
         while starting and len(self._members) > room:  # a node left: it will not start
             self.drop(starting.pop())
-        while len(self._members) < room and (
-            len(self._members) < wanted or self._unused() < fresh
-        ):
+        while len(self._members) < room and (len(self._members) < wanted or self._unused() < fresh):
             actor = self._kind.remote()
             self._count += 1
             reply = actor.answer.remote(self._setup)

@@ -6,15 +6,13 @@ import base64
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from attncheck.records.run_reports import Answer, Stage
+from attncheck.records.run_reports import Answer, Stage  # noqa: TC001  # msgspec reads them
 
 __all__ = ["MOST_SHARDS", "Done", "Shard", "Unit"]
 

@@ -74,9 +74,7 @@ def serve(waiting: queue.SimpleQueue[Frame | None], sender: Sender, server: Serv
     server.close()
 
 
-def _listen(
-    receiver: Receiver, waiting: queue.SimpleQueue[Frame | None], grace: float
-) -> None:
+def _listen(receiver: Receiver, waiting: queue.SimpleQueue[Frame | None], grace: float) -> None:
     """Hand on what is asked; when nobody can ask any more, end with all that is in this group."""
     # Bound before any kernel is loaded, which might bind the names to something else.
     kill, number, sleep = os.killpg, signal.SIGKILL, time.sleep

@@ -1,0 +1,1 @@
+"""Baselines: is a kernel still as accurate as it was?"""

@@ -1,0 +1,1 @@
+"""Cases: which problems to ask a kernel about."""

@@ -1,0 +1,40 @@
+"""Families of masks: what a property is asked of, one by one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS, PLAIN_MASKS, masks, packings
+from attncheck.cases.strategies.score_strategies import compositions, expressions, offsets
+from attncheck.core.errors import UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hypothesis.strategies import SearchStrategy
+
+    from attncheck.mods.spec import Spec
+
+__all__ = ["MASK_FAMILIES", "MaskFamily", "family_named"]
+
+MaskFamily: TypeAlias = "Callable[..., SearchStrategy[Spec]]"
+"""``family(dimensions=…)`` gives masks for these dimensions: ``masks`` of ``problems``."""
+
+MASK_FAMILIES: dict[str, MaskFamily] = {
+    **{name: partial(masks, names=(name,)) for name in PLAIN_MASKS},
+    "documents": partial(masks, names=("documents",)),
+    "packed": packings,
+    "neighborhood": partial(masks, names=NEIGHBORHOODS),
+    "offset": offsets,
+    "composition": compositions,
+    "expression": expressions,
+}
+"""Each mask of the library, then what is composed of them, then what is beyond; simplest first."""
+
+
+def family_named(name: str) -> MaskFamily:
+    """The family called ``name``; raises UnknownName with the names there are."""
+    if name not in MASK_FAMILIES:
+        raise UnknownName("mask family", name, MASK_FAMILIES)
+    return MASK_FAMILIES[name]

@@ -1,0 +1,238 @@
+"""Masks of the library, with numbers that fit a Problem."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from hypothesis import strategies as st
+
+from attncheck.cases.strategies.sizes import numbers
+from attncheck.core.errors import UnknownName
+from attncheck.mods.library import FULL
+from attncheck.mods.spec import Dimensions, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = ["NEIGHBORHOODS", "PLAIN_MASKS", "causal_masks", "masks", "neighborhoods", "packings"]
+
+
+Pair = tuple[int, int]
+
+_WHOLE = (0, 0, 0, 1)  # most canvases end at the last row or key or before it, some beyond
+
+
+def neighborhoods(
+    dimensions: Dimensions, order: Literal["", "tiled", "morton"] = ""
+) -> SearchStrategy[Spec]:
+    """Windows from one cell to the whole canvas; shrinks to one column and a window of one cell.
+
+    Args:
+        dimensions: The canvas has about as many cells as there are rows, or keys.
+        order: Of the cells: row by row, in tiles (any, also such as do not divide the canvas), or
+            along a Z curve.
+    """
+    name = f"neighborhood_{order}" if order else "neighborhood"
+    return _drawn(dimensions, name, tiled=order == "tiled")
+
+
+@st.composite
+def _drawn(draw: st.DrawFn, dimensions: Dimensions, name: str, *, tiled: bool) -> Spec:
+    lengths = sorted((dimensions.query, dimensions.kv))
+    canvas = _canvas(draw, draw(st.sampled_from(lengths)))
+    sides = [("canvas", canvas), ("kernel", _within(draw, canvas))]
+    if tiled:
+        sides.append(("tile", _within(draw, canvas)))
+    return Spec.of(name, **{which: list(pair) for which, pair in sides})
+
+
+def _canvas(draw: st.DrawFn, length: int) -> Pair:
+    """As many cells as ``length`` or a few fewer, sometimes a line of them more."""
+    short = draw(numbers(1, math.isqrt(length)))
+    long = length // short + draw(st.sampled_from(_WHOLE))
+    return (short, long) if draw(st.booleans()) else (long, short)
+
+
+def _within(draw: st.DrawFn, canvas: Pair) -> Pair:
+    rows, columns = (draw(numbers(1, side, side)) for side in canvas)
+    return rows, columns
+
+
+_BEYOND = 7  # keys: a window or prefix that is no multiple of anything beyond all keys
+_MOST_CUTS = 3
+
+
+def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
+    """Masks of the library, not composed.
+
+    Among them are windows of 0 and beyond all keys, prefixes of 0, of all keys and beyond, empty
+    documents, and sequences that are nothing but padding.
+
+    Args:
+        dimensions: What the masks must fit.
+        names: Which, simplest first (default: PLAIN_MASKS).
+
+    Raises:
+        UnknownName: for a name that is none of the library's plain masks.
+    """
+    chosen = tuple(names) or PLAIN_MASKS
+    for name in chosen:
+        if name not in _MASKS:
+            raise UnknownName("mask", name, _MASKS)
+    return _one_of(chosen, dimensions)
+
+
+@lru_cache(maxsize=1024)
+def _one_of(names: tuple[str, ...], dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """The same object for each draw: Hypothesis looks a new strategy through first."""
+    return st.one_of([_MASKS[name](dimensions) for name in names])
+
+
+def causal_masks(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Masks that hide from some row all the keys after some key; needs kv ≥ 2.
+
+    Causal from either corner, windows, and causal together with documents or padding.
+    """
+    names = ["causal", "sliding_window"]
+    if dimensions.query > 1:  # a single row, aligned bottom-right, sees every key
+        names.append("causal_bottom_right")
+    both = masks(dimensions=dimensions, names=("padding", "document"))
+    return masks(dimensions=dimensions, names=names) | both.map(_and_causal)
+
+
+def _and_causal(mask: Spec) -> Spec:
+    return Spec.of("and", Spec.of("causal"), mask)
+
+
+def _plain(name: str) -> Callable[[Dimensions], SearchStrategy[Spec]]:
+    return lambda _: st.just(Spec.of(name))
+
+
+def _sliding_windows(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Shrinks to a window of 1; one of 0 hides every key."""
+    widest = max(dimensions.query, dimensions.kv)
+    windows = numbers(1, widest, 0, widest + 1, widest + _BEYOND)
+    return windows.map(lambda window: Spec.of("sliding_window", window=window))
+
+
+def _prefixes(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Shrinks to a prefix of 0, which is causal."""
+    kv = dimensions.kv
+    prefixes = numbers(0, kv - 1, 0, kv, kv + 1, kv + _BEYOND)
+    return prefixes.map(lambda prefix: Spec.of("prefix_lm", prefix=prefix))
+
+
+def _documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Up to four documents, cut anywhere, and perhaps an empty one; shrinks to one."""
+    total = max(dimensions.query, dimensions.kv)
+    cut = numbers(1, total - 1) if total > 1 else st.nothing()
+    cuts = st.lists(cut, max_size=_MOST_CUTS, unique=True) if total > 1 else st.just([])
+    empty = st.sampled_from((None, None, 0, 1, _MOST_CUTS + 1))
+    return st.tuples(cuts, empty).map(lambda drawn: _cut(*drawn, total))
+
+
+def _pairs_of_documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Up to four documents of rows and keys each, cut anywhere; shrinks to one.
+
+    A cut at 0, at the end or at another one leaves a document without rows, without keys or
+    without both.
+    """
+
+    def cuts(total: int) -> SearchStrategy[list[int]]:
+        return st.lists(numbers(0, total, total), min_size=_MOST_CUTS, max_size=_MOST_CUTS)
+
+    drawn = st.tuples(st.integers(0, _MOST_CUTS), cuts(dimensions.query), cuts(dimensions.kv))
+    return drawn.map(
+        lambda cut: Spec.of(
+            "documents",
+            query_lengths=_lengths(cut[1][: cut[0]], dimensions.query),
+            kv_lengths=_lengths(cut[2][: cut[0]], dimensions.kv),
+        )
+    )
+
+
+def _cut(cuts: list[int], empty: int | None, total: int) -> Spec:
+    """Documents that end at ``cuts`` and ``total``, and an empty one as number ``empty``."""
+    lengths = _lengths(cuts, total)
+    if empty is not None:
+        lengths.insert(empty, 0)
+    return Spec.of("document", lengths=lengths)
+
+
+def _lengths(cuts: list[int], total: int) -> list[int]:
+    """Of what ends at ``cuts`` and ``total``."""
+    ends = [*sorted(cuts), total]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+def _paddings(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Any number of padding keys in each sequence, or nothing else; shrinks to none."""
+    kv = dimensions.kv
+    # All of them as a choice of its own: it stays all of them while kv shrinks.
+    padding = st.tuples(*[numbers(0, kv - 1, kv)] * dimensions.batch)
+    return padding.map(lambda hidden: Spec.of("padding", lengths=[kv - n for n in hidden]))
+
+
+_MASKS: dict[str, Callable[[Dimensions], SearchStrategy[Spec]]] = {
+    FULL.name: _plain(FULL.name),
+    "causal": _plain("causal"),
+    "causal_bottom_right": _plain("causal_bottom_right"),
+    "sliding_window": _sliding_windows,
+    "prefix_lm": _prefixes,
+    "padding": _paddings,
+    "document": _documents,
+    "documents": _pairs_of_documents,
+    "neighborhood": neighborhoods,
+    "neighborhood_tiled": partial(neighborhoods, order="tiled"),
+    "neighborhood_morton": partial(neighborhoods, order="morton"),
+}
+
+NEIGHBORHOODS = tuple(name for name in _MASKS if name.startswith("neighborhood"))
+"""The orders of a canvas's cells, simplest first."""
+
+PLAIN_MASKS = tuple(name for name in _MASKS if name not in {"documents", *NEIGHBORHOODS})
+"""Simplest first: what a failure shrinks to."""
+
+
+_DIAGONALS = ("", "top_left", "bottom_right")
+_EMPTY = (None, None, 0, 1, -1)
+
+
+def packings(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """``documents`` of one length, down to 1, and one of another; alone or causal in each.
+
+    Where query and kv differ, so do rows and keys of one document: of the last one where causal is
+    aligned top-left, of the first where it is aligned bottom-right. Only then is a diagonal through
+    the whole one through each document. Among them may be one without rows and keys. Shrinks to
+    documents of length 1.
+
+    Args:
+        dimensions: What the masks must fit.
+    """
+    shorter = min(dimensions.query, dimensions.kv)
+    return st.builds(
+        lambda length, diagonal, empty: _packing(dimensions, length, diagonal, empty),
+        numbers(1, shorter),
+        st.sampled_from(_DIAGONALS),
+        st.sampled_from(_EMPTY),
+    )
+
+
+def _packing(dimensions: Dimensions, length: int, diagonal: str, empty: int | None) -> Spec:
+    shorter = min(dimensions.query, dimensions.kv)
+    alike = [length] * ((shorter - 1) // length)
+    other = [[total - sum(alike)] for total in (dimensions.query, dimensions.kv)]
+    sides = [one + alike if diagonal == "bottom_right" else alike + one for one in other]
+    if empty is not None:
+        for side in sides:
+            side.insert(len(side) if empty < 0 else empty, 0)
+    documents = Spec.of("documents", query_lengths=sides[0], kv_lengths=sides[1])
+    if not diagonal:
+        return documents
+    causal = "causal" if diagonal == "top_left" else "causal_bottom_right"
+    return Spec.of("and", Spec.of(causal), documents)

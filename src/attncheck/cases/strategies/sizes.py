@@ -1,0 +1,237 @@
+"""Sizes of a Problem where kernels break: lengths at tile edges, heads, pages."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from attncheck.core.errors import UsageError
+from attncheck.core.paged_layout import LARGEST_PAGE, Paging
+from attncheck.inputs.distributions import Sizes
+from attncheck.inputs.problem import LARGEST_HEAD_DIM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = [
+    "HEAD_DIMS",
+    "ODD_PAGE_SIZES",
+    "PAGE_SIZES",
+    "TILES",
+    "lengths",
+    "numbers",
+    "pagings",
+    "parameters",
+    "shapes",
+]
+
+
+TILES = (16, 32, 64, 128)
+"""Tile sizes of kernels: a length is interesting at one to three of them, one below, one above."""
+
+_EDGES = {0, 1, 2, 3} | {n * t + step for t in TILES for n in (1, 2, 3) for step in (-1, 0, 1)}
+
+
+def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
+    """Lengths from ``shortest`` to ``longest``, half of them 1–3 or within one of a tile's edge.
+
+    One choice among the lengths in order, edges repeated: that shrinks to the shortest length
+    that fails, whether it is an edge or not, where all longer ones fail too. A fault at some
+    lengths alone (every 32nd, say) shrinks to one of the first of them.
+
+    Raises:
+        UsageError: unless 1 ≤ shortest ≤ longest.
+    """
+    if not 1 <= shortest <= longest:
+        raise UsageError(
+            f"shortest={shortest} and longest={longest} must be 1 ≤ shortest ≤ longest."
+        )
+    edges = sum(shortest <= n <= longest for n in _EDGES)
+    rest = longest - shortest + 1 - edges
+    return st.sampled_from(_sorted(shortest, longest, math.ceil(max(1, rest) / max(1, edges))))
+
+
+@lru_cache(maxsize=256)
+def numbers(smallest: int, largest: int, *special: int) -> SearchStrategy[int]:
+    """Whole numbers from ``smallest`` to ``largest``, many of them edges, and ``special`` ones.
+
+    For limits that depend on what was drawn before: choices mean the same numbers when the limits
+    shrink. Shrinks to the smallest that fails, and to a special one only where no other does.
+    """
+    plain = st.sampled_from(_sorted(smallest, largest, _REPEATS))
+    which = st.sampled_from((None,) * (_REPEATS + len(special)) + tuple(range(len(special))))
+    return st.builds(lambda i, number: number if i is None else special[i], which, plain)
+
+
+_REPEATS = 4  # up to 130 half of all
+
+
+@lru_cache(maxsize=256)
+def _sorted(smallest: int, largest: int, repeats: int) -> tuple[int, ...]:
+    """The numbers in order, edges ``repeats`` times."""
+    return tuple(
+        n for n in range(smallest, largest + 1) for _ in range(repeats if n in _EDGES else 1)
+    )
+
+
+HEAD_DIMS = (1, 3, 16, 17, 40, 64, 80, 96, 128)
+"""Powers of two and what lies between them, where kernels pad or refuse."""
+
+_LARGEST_BATCH, _MOST_QUERY_HEADS, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 6, 4, 5
+
+
+@st.composite
+def _sizes(
+    draw: st.DrawFn,
+    most_heads: int,
+    head_counts: tuple[tuple[int, int], ...],
+    squares: tuple[int, int],
+    query: SearchStrategy[int],
+    kv: SearchStrategy[int],
+    dims: SearchStrategy[int],
+) -> Sizes:
+    """Always the same choices in the same order, so that none is won by dropping another.
+
+    Args:
+        draw: Hypothesis's.
+        most_heads: Largest batch · heads.
+        head_counts: Heads and kv heads.
+        squares: The shortest and the longest query, where it is to be kv.
+        query: Query lengths.
+        kv: Key lengths.
+        dims: Head and value dims.
+    """
+    heads, kv_heads = draw(st.sampled_from(head_counts))
+    batch = draw(st.integers(1, min(_LARGEST_BATCH, most_heads // heads)))
+    rows, keys, head_dim, value_dim = draw(query), draw(kv), draw(dims), draw(dims)
+    # Kernels take other paths where the two agree, and chance alone would seldom make them.
+    square, same_dim = (draw(st.sampled_from((False, False, True))) for _ in range(2))
+    if square and keys <= squares[1]:
+        rows = keys = max(keys, squares[0])
+    return Sizes(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        query=rows,
+        kv=keys,
+        head_dim=head_dim,
+        value_dim=head_dim if same_dim else value_dim,
+    )
+
+
+def shapes(
+    *,
+    longest: int = 130,
+    shortest_query: int = 1,
+    longest_query: int | None = None,
+    shortest_kv: int = 1,
+    most_heads: int = 8,
+    largest_group: int = _LARGEST_GROUP,
+    head_dims: Iterable[int] = HEAD_DIMS,
+) -> SearchStrategy[Sizes]:
+    """Sizes with query and kv unequal both ways or equal, MHA, GQA and MQA, value_dim free.
+
+    Args:
+        longest: Largest query and kv length.
+        shortest_query: Smallest query length.
+        longest_query: Largest query length, where it is not ``longest``.
+        shortest_kv: Smallest kv length.
+        most_heads: Largest batch · heads: what an interpreted kernel's time is made of. From 8 on,
+            a second sequence comes with several kv heads of several query heads each: a wrong
+            stride of the batch shows beside a wrong head map.
+        largest_group: Most query heads on a kv head.
+        head_dims: What head_dim and value_dim are drawn from; they shrink to the first.
+
+    Raises:
+        UsageError: for numbers that leave nothing to draw.
+    """
+    if most_heads < 1:
+        raise UsageError(f"most_heads={most_heads} must be at least 1.")
+    dims = tuple(head_dims)
+    if not dims or not all(1 <= dim <= LARGEST_HEAD_DIM for dim in dims):
+        raise UsageError(f"head_dims={dims} must be one or more of 1–{LARGEST_HEAD_DIM}.")
+    most_rows = longest if longest_query is None else longest_query
+    return _sizes(
+        most_heads,
+        _head_counts(most_heads, largest_group),
+        (shortest_query, most_rows),
+        lengths(shortest=shortest_query, longest=most_rows),
+        lengths(shortest=shortest_kv, longest=longest),
+        st.sampled_from(dims),
+    )
+
+
+def _head_counts(most: int, largest_group: int) -> tuple[tuple[int, int], ...]:
+    """(heads, kv_heads), few kv heads first; with 6/2 and 6/3, h // group and h % kv_heads differ.
+
+    Each pair as likely as another: drawn one number after the other, those would be rare.
+    """
+    counts = (
+        (kv_heads * group, kv_heads)
+        for kv_heads in range(1, _MOST_KV_HEADS + 1)
+        for group in range(1, largest_group + 1)
+    )
+    most = min(most, max(_MOST_QUERY_HEADS, largest_group))
+    return tuple(pair for pair in counts if pair[0] <= most)
+
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+"""Sizes that serving engines use."""
+
+ODD_PAGE_SIZES = (3, 1, 17)
+"""Sizes that only a kernel takes which looks up each key by itself: no tile is made of them."""
+
+_LARGEST_SEED = 99  # a draw among many; a short number to read in a failure
+
+
+def pagings(
+    *, sizes: Iterable[int] = (*PAGE_SIZES, *ODD_PAGE_SIZES), shared: Iterable[int] = (0, 1, 2)
+) -> SearchStrategy[Paging]:
+    """Pages of several sizes, in any order; shrinks to the first size, order 0 and nothing shared.
+
+    Args:
+        sizes: Keys in a page, plainest first.
+        shared: How many leading pages all sequences share, plainest first: the first is drawn as
+            often as all others together.
+
+    Raises:
+        UsageError: for no size, or one that no page has; for no number of shared pages, or a
+            negative one.
+    """
+    sizes, shared = tuple(sizes), tuple(shared)
+    if not sizes or not all(1 <= size <= LARGEST_PAGE for size in sizes):
+        raise UsageError(f"sizes={sizes} must be one or more of 1–{LARGEST_PAGE}.")
+    if not shared or min(shared) < 0:
+        raise UsageError(f"shared={shared} must be one or more numbers of at least 0.")
+    return _pagings(sizes, shared)
+
+
+@lru_cache(maxsize=64)
+def _pagings(sizes: tuple[int, ...], shared: tuple[int, ...]) -> SearchStrategy[Paging]:
+    """The same object for each draw: Hypothesis looks a new strategy through first."""
+    usual = shared[:1] * max(1, len(shared) - 1)
+    return st.builds(
+        Paging,
+        size=st.sampled_from(sizes),
+        seed=st.integers(0, _LARGEST_SEED),
+        shared=st.sampled_from((*usual, *shared[1:])),
+    )
+
+
+def parameters(*, allowed: Mapping[str, Sequence[int]]) -> SearchStrategy[dict[str, int]]:
+    """One number for each name; shrinks to the first of each.
+
+    Args:
+        allowed: Values by name, smallest first; raises UsageError where a name has none.
+    """
+    for name, values in allowed.items():
+        if not values:
+            raise UsageError(f"parameter {name!r} has no value to draw from.")
+    return st.fixed_dictionaries(
+        {name: st.sampled_from(values) for name, values in allowed.items()}
+    )

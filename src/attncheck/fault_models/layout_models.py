@@ -1,0 +1,346 @@
+"""Fault models of where numbers are read and written: heads, batches, strides, and offsets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.outputs import Outputs
+from attncheck.fault_models.fault_model import ModelTable, Prediction, is_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attncheck.fault_models.exact_attention import ExactAttention
+    from attncheck.fault_models.fault_model import Form
+    from attncheck.inputs.problem import Problem
+
+__all__ = ["MODELS", "contiguous", "read_as", "wider", "with_keys"]
+
+MODELS = ModelTable()
+
+_model = MODELS.add
+
+
+def contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a tensor that is."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def read_as(
+    tensor: Tensor, stride: tuple[int, ...], shape: tuple[int, ...] | None = None
+) -> Iterator[Tensor]:
+    """What is read with other strides; beyond its memory the last number there, or else 0.
+
+    Args:
+        tensor: Whose memory.
+        stride: As many numbers as it has axes.
+        shape: Its own unless told.
+    """
+    steps = places(shape or tuple(tensor.shape), stride)
+    values, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
+    yield values
+    if not bool(inside.all()):
+        yield torch.where(inside, values, torch.zeros((), dtype=values.dtype))
+
+
+def places(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Tensor]:
+    """Along each axis, in elements: int64 that broadcast to ``shape`` together."""
+    steps = []
+    for axis, (length, step) in enumerate(zip(shape, stride, strict=True)):
+        along = [-1 if other == axis else 1 for other in range(len(shape))]
+        steps.append((torch.arange(length) * step).view(along))
+    return steps
+
+
+def read_at(tensor: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """What its memory holds ``at`` elements behind the first, clamped to it; and where it does."""
+    at = at + int(tensor.storage_offset())
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    values = tensor.as_strided((size,), (1,), 0)[at.clamp(0, size - 1)]
+    return values, (at >= 0) & (at < size)
+
+
+def wider(tensor: Tensor, axis: int, length: int) -> Iterator[Tensor]:
+    """The same with another length of one axis: what lies behind its own in memory."""
+    shape = list(tensor.shape)
+    shape[axis] = length
+    yield from read_as(tensor, tensor.stride(), tuple(shape))
+
+
+def with_keys(
+    call: ExactAttention, k: Tensor, v: Tensor, **parameters: str | int
+) -> Iterator[Form]:
+    """With other k and v ``(batch, heads, kv, …)``: both, and each alone."""
+    for whose in ("keys and values", "keys", "values"):
+        x = call.q @ k.mT * call.scale if "keys" in whose else None
+        outputs = call.attend(x=x, v=v if "values" in whose else None)
+        yield outputs, parameters | {"of": whose}
+
+
+def _shared(problem: Problem) -> bool:
+    return is_attention(problem) and problem.kv_heads > 1
+
+
+def _of_heads(call: ExactAttention, heads: Tensor) -> tuple[Tensor, Tensor]:
+    """K and v of the key heads of indices ``heads``, one a query head."""
+    _, k, v = call.inputs.promoted()
+    return k[:, heads], v[:, heads]
+
+
+@_model(
+    "kv-heads-interleaved",
+    "query head h reads key head h mod kv_heads, not h // group",
+    applies=lambda problem: _shared(problem) and problem.group > 1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    problem, h = call.problem, call.h.flatten()
+    for heads in (h % problem.kv_heads, (h % problem.group) % problem.kv_heads):
+        yield from with_keys(call, *_of_heads(call, heads))
+
+
+@_model(
+    "kv-heads-first",
+    "every query head reads the first key head",
+    applies=_shared,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield from with_keys(call, *_of_heads(call, 0 * call.h.flatten()))
+
+
+@_model(
+    "heads-swapped",
+    "query heads read each other's key heads",
+    applies=_shared,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    problem, own = call.problem, call.h.flatten() // call.problem.group
+    for name, heads in {
+        "in reverse order": problem.kv_heads - 1 - own,
+        "the next": (own + 1) % problem.kv_heads,
+        "the one before": (own - 1) % problem.kv_heads,
+        "by number": call.h.flatten().clamp(max=problem.kv_heads - 1),
+    }.items():
+        yield from with_keys(call, *_of_heads(call, heads), head=name)
+
+
+def _batched(problem: Problem) -> bool:
+    return is_attention(problem) and problem.batch > 1
+
+
+@_model(
+    "batches-swapped",
+    "sequences of a batch read each other's keys",
+    applies=_batched,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    count = call.problem.batch
+    b = torch.arange(count)
+    for name, of in {"in reverse order": count - 1 - b, "the next": (b + 1) % count}.items():
+        yield from with_keys(call, call.k[of], call.v[of], batch=name)
+
+
+@_model(
+    "batch-first",
+    "every sequence of a batch reads the keys of the first",
+    applies=_batched,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    of = torch.zeros(call.problem.batch, dtype=torch.int64)
+    yield from with_keys(call, call.k[of], call.v[of])
+
+
+@_model(
+    "query-heads-swapped",
+    "the output of one head is that of another",
+    applies=lambda problem: problem.heads > 1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    heads, exact = call.problem.heads, call.exact
+    h = torch.arange(heads)
+    for name, of in {
+        "in reverse order": heads - 1 - h,
+        "the next": (h + 1) % heads,
+        "the first": 0 * h,
+        "by groups": h.view(call.problem.kv_heads, -1).T.flatten(),
+    }.items():
+        out = Outputs(exact.out[:, of], call.parts.lse[:, of])
+        yield out, {"head": name}
+        yield Outputs(exact.out[:, of], exact.lse), {"head": name}
+
+
+@_model(
+    "contiguous-assumed",
+    "a tensor is read as if it were contiguous: its strides are not looked at",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    names = ("q", "k", "v")
+    for wrong in (names, ("q",), ("k",), ("v",), ("k", "v")):
+        read = {}
+        for name in wrong:
+            tensor = getattr(call.inputs, name)
+            stride = contiguous(tensor.shape)
+            if stride != tensor.stride():
+                read[name] = list(read_as(tensor, stride))
+        for way in range(max(map(len, read.values()), default=0)):
+            yield _reading(call, {name: ways[way % len(ways)] for name, ways in read.items()})
+
+
+@_model(
+    "values-of-keys-strides",
+    "values are read with the strides of the keys",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    inputs = call.inputs
+    for name, other in (("v", inputs.k), ("k", inputs.v), ("k", inputs.q), ("v", inputs.q)):
+        own: Tensor = getattr(inputs, name)
+        if other.stride() != own.stride():
+            for read in read_as(own, other.stride()):
+                yield _reading(call, {name: read})
+
+
+def _reading(call: ExactAttention, changed: dict[str, Tensor]) -> Form:
+    read = dataclasses.replace(call.inputs, **changed)  # type: ignore[arg-type]  # q, k and v
+    q, k, v = read.promoted()
+    k, v = call.by_query_head(k), call.by_query_head(v)
+    x = q[:, :, call.rows] @ k.mT * call.scale
+    return call.attend(x=x, v=v), {"of": ", ".join(changed)}
+
+
+@_model(
+    "out-transposed",
+    "the output is written in another layout: heads and rows are exchanged",
+    applies=lambda problem: is_attention(problem) and problem.heads > 1 and problem.query > 1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    if call.whole:
+        exact = call.exact
+        out = exact.out.transpose(1, 2).reshape(exact.out.shape)
+        yield Outputs(out, exact.lse)
+
+
+@_model(
+    "columns-swapped",
+    "the columns of v, or of the output, are in another order",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    exact, v = call.exact, call.v
+    halves = v.shape[-1] // 2
+    yield Outputs(exact.out.flip(-1), exact.lse)
+    yield Outputs(exact.out.roll(halves, -1), exact.lse)
+
+
+@_model(
+    "columns-missing",
+    "columns of the values beyond the head dim, or of the head dim beyond that of the values, are "
+    "not read",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    problem, exact = call.problem, call.exact
+    dims = {min(problem.head_dim, problem.value_dim)}
+    dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
+    for kept in sorted(dims):
+        if kept < problem.value_dim:
+            there = torch.arange(problem.value_dim) < kept
+            out = torch.where(there, exact.out, 0.0)
+            yield Outputs(out, exact.lse), {"columns": kept}
+        if kept < problem.head_dim:
+            x = call.q[..., :kept] @ call.k[..., :kept].mT * call.scale
+            yield call.attend(x=x), {"columns": kept}
+
+
+_FAR = 2**31
+_BLOCKS = (8, 16, 32, 64)  # columns that a head dim is read in whole numbers of
+
+
+def _columns(problem: Problem) -> tuple[int, ...]:
+    """How many columns may be read where there are ``head_dim``: more of them."""
+    dim = problem.head_dim
+    some = {1 << (dim - 1).bit_length(), *(-(-dim // block) * block for block in _BLOCKS)}
+    return tuple(sorted(columns for columns in some if columns > dim))
+
+
+@_model(
+    "head-dim-padding-read",
+    "columns behind the head dim are read from memory, where they are other rows, and have a part "
+    "in the scores",
+    applies=lambda problem: is_attention(problem) and bool(_columns(problem)),
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    inputs, problem = call.inputs, call.problem
+    for columns in _columns(problem):
+        as_wide = problem.replace(head_dim=columns, value_dim=problem.value_dim)
+        both = (wider(x, 3, columns) for x in (inputs.q, inputs.k))
+        for read in zip(*both, strict=False):
+            wide = dataclasses.replace(inputs, problem=as_wide, q=read[0], k=read[1])
+            q, k, _ = wide.promoted()
+            x = q[:, :, call.rows] @ call.by_query_head(k).mT * call.scale
+            yield call.attend(x=x), {"columns": columns}
+
+
+@_model(
+    "offsets-of-32-bits",
+    "offsets are 32-bit integers: a row 2³¹ elements or more behind the first is read elsewhere",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for name in ("q", "k", "v"):
+        tensor: Tensor = getattr(call.inputs, name)
+        if _reach(tensor) < _FAR:
+            continue
+        for each in (True, False):
+            yield _reading(call, {name: _read_wrapped(tensor, each=each)})
+
+
+def _reach(tensor: Tensor) -> int:
+    """How far behind its first element the last one lies."""
+    return sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _read_wrapped(tensor: Tensor, *, each: bool) -> Tensor:
+    """What is read where an int32 counts: the steps along each axis, or all together."""
+    steps = places(tuple(tensor.shape), tensor.stride())
+    start = torch.zeros((), dtype=torch.int64)
+    at = sum(map(_wrap, steps), start) if each else _wrap(sum(steps, start))
+    values, inside = read_at(tensor, at)
+    return torch.where(inside, values, torch.zeros((), dtype=values.dtype))
+
+
+def _wrap(offsets: Tensor) -> Tensor:
+    """As an int32 has them."""
+    return offsets.to(torch.int32).long()
+
+
+def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, str | int], Tensor]]:
+    """Rows (1, 1, rows) that a second launch was to write: the first or last half of something."""
+    query = call.problem.query
+    half = query // 2
+    number = call.i[..., 0]
+    for name, first in {"the first half": number < half, "the last half": number >= half}.items():
+        yield {"rows": name}, first
+    for size in call.row_tiles:
+        if size < query:
+            for late in (False, True):
+                yield {"tile": size}, (number // size % 2 == int(late))
+
+
+@_model(
+    "half-unwritten",
+    "half of the rows are never written: what was in the memory of out is left there",
+    order=2,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    exact = call.exact
+    shape = call.parts.lse.shape
+    for parameters, rows in _halves(call):
+        gone = rows.expand(shape)
+        if bool(gone.any()) and not bool(gone.all()):  # or it would explain anything
+            yield Prediction(outputs=exact, parameters=parameters, free=gone)

@@ -1,0 +1,193 @@
+"""Steps of attention that a faulty kernel does otherwise: a fault, written once.
+
+The same ``Steps`` plant a fault in the ideal kernel (``subjects.ideal``), in fp32 and tile by tile,
+and predict in float64 what a kernel with that fault gives (``exact_attention``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable  # noqa: TC003  # dataclasses have it
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from attncheck.core.formats import FORMATS
+from attncheck.mods.masks import MASKS
+from attncheck.mods.scores import SCORES
+from attncheck.mods.spec import build_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from attncheck.inputs.problem import Problem
+    from attncheck.mods.spec import Dimensions, Entry, MaskMod, ScoreMod, Spec
+
+__all__ = [
+    "LOG2E",
+    "RIGHT",
+    "Steps",
+    "replace_mask_parts",
+    "replace_score_parts",
+    "round_to_format",
+]
+
+LOG2E = math.log2(math.e)
+
+Mod = TypeVar("Mod")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Steps:
+    """What one kernel does otherwise; every default is what a right kernel does.
+
+    A mask, score mod or scale of None, or a function that gives None for a Problem, leaves it.
+
+    Attributes:
+        mask: (problem, device) → the mask that is applied, in both passes.
+        score: (problem, device) → the score mod, its derivative included.
+        scale: What q·k is multiplied by.
+        descale: (which of q, k and v, its descales) → those that are used.
+        products: What becomes of q·k before it is scaled.
+        hidden: The score of a hidden key.
+        sink: Whether the sink has a part in the softmax.
+        first_maximum: The running maximum before the first tile.
+        zero_maximum_when_empty: Whether a row that has seen nothing keeps a maximum of 0.
+        maximum_in_last_tile: Whether the last tile's weights are relative to the maximum.
+        rescales_out, rescales_sum: Whether what was summed before a tile is rescaled.
+        rescale_exponent: What the exponent of that factor is multiplied by.
+        first_weight: What the first key's weight is multiplied by.
+        weights: What becomes of a tile's weights before they multiply the values.
+        summed_weights: What becomes of them before they are summed.
+        weights_scale: What fp8 weights are multiplied by before they are rounded.
+        kept_out, kept_sum: What becomes of the running sums after each tile.
+        normaliser: What out is multiplied by at the end, beside the reciprocal of the row sum.
+        lse: What becomes of the natural LSE.
+        backward_mask: As ``mask``, in the backward alone.
+        backward_lse: What the backward multiplies LSE by.
+        delta: (delta, dLSE) → what is taken off dP.
+        slope: Whether the score mod's derivative is applied to a Problem.
+        scaled_gradients: Which of dq and dk are multiplied by the scale.
+        group_heads: Query heads ``(kv_heads, any)`` over which dK and dV of a key head are summed.
+    """
+
+    mask: Callable[[Problem, str], MaskMod | None] | None = None
+    score: Callable[[Problem, str], ScoreMod | None] | None = None
+    scale: Callable[[Problem], float | None] | None = None
+    descale: Callable[[str, Tensor], Tensor] | None = None
+    products: Callable[[Tensor], Tensor] | None = None
+    hidden: float = -math.inf
+    sink: bool = True
+    first_maximum: float = -math.inf
+    zero_maximum_when_empty: bool = False
+    maximum_in_last_tile: bool = True
+    rescales_out: bool = True
+    rescales_sum: bool = True
+    rescale_exponent: float = 1.0
+    first_weight: float = 1.0
+    weights: Callable[[Tensor], Tensor] | None = None
+    summed_weights: Callable[[Tensor], Tensor] | None = None
+    weights_scale: float | None = None
+    kept_out: Callable[[Tensor], Tensor] | None = None
+    kept_sum: Callable[[Tensor], Tensor] | None = None
+    normaliser: float = 1.0
+    lse: Callable[[Tensor], Tensor] | None = None
+    backward_mask: Callable[[Problem, str], MaskMod | None] | None = None
+    backward_lse: float = 1.0
+    delta: Callable[[Tensor, Tensor], Tensor] | None = None
+    slope: Callable[[Problem], bool] | None = None
+    scaled_gradients: tuple[str, ...] = ("dq", "dk")
+    group_heads: Callable[[Problem], Tensor] | None = None
+
+    @property
+    def by_tile(self) -> bool:
+        """Whether what is done otherwise depends on the tiles of keys."""
+        return bool(
+            self.weights
+            or self.summed_weights
+            or self.kept_out
+            or self.kept_sum
+            or self.zero_maximum_when_empty
+            or not (self.maximum_in_last_tile and self.rescales_out and self.rescales_sum)
+            or self.rescale_exponent != 1.0
+            or self.first_weight != 1.0
+            or self.weights_scale is not None
+            or self.first_maximum != -math.inf
+        )
+
+    @property
+    def of_backward(self) -> bool:
+        """Whether it is the backward alone that is done otherwise."""
+        return bool(
+            self.backward_mask
+            or self.backward_lse != 1.0
+            or self.delta
+            or self.slope
+            or self.scaled_gradients != ("dq", "dk")
+            or self.group_heads
+        )
+
+
+RIGHT = Steps()
+"""Those of a right kernel."""
+
+
+def replace_mask_parts(
+    problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], MaskMod | None]
+) -> MaskMod | None:
+    """Return the mask with what ``change`` gives for a part in its place.
+
+    None where it gives None for all of them.
+    """
+    return _replaced(MASKS, problem.mask, problem.dimensions, device, change)
+
+
+def replace_score_parts(
+    problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], ScoreMod | None]
+) -> ScoreMod | None:
+    """Return the score mod with what ``change`` gives for a part in its place, as for masks."""
+    return _replaced(SCORES, problem.score, problem.dimensions, device, change)
+
+
+def _replaced(
+    entries: Mapping[str, Entry[Mod]],
+    spec: Spec,
+    dims: Dimensions,
+    device: str,
+    change: Callable[[Spec, Dimensions, str], Mod | None],
+) -> Mod | None:
+
+    changed = change(spec, dims, device)
+    entry = entries[spec.name]
+    if changed is not None or entry.compose is None:
+        return changed
+    inside = entry.within(spec.values, dims)
+    parts = [_replaced(entries, part, inside, device, change) for part in spec.parts]
+    if all(part is None for part in parts):
+        return None
+    built = [
+        build_entry(entries, one, inside, device) if part is None else part
+        for one, part in zip(spec.parts, parts, strict=True)
+    ]
+    return entry.compose(*built, **spec.values)
+
+
+def round_to_format(name: str) -> Callable[[Tensor], Tensor]:
+    """Return a conversion to format ``name`` and back, in the tensor's own dtype.
+
+    What is too large becomes the format's infinity, or its largest number in fp8; tf32 is cut off.
+    """
+    fmt = FORMATS[name]
+
+    def rounded(x: Tensor) -> Tensor:
+        if name == "tf32":
+            mantissa, exponent = torch.frexp(x)
+            return torch.ldexp((mantissa * 2.0**11).trunc() * 2.0**-11, exponent)
+        if fmt.saturates:
+            x = torch.where(x.isfinite(), x.clamp(-fmt.max, fmt.max), x)
+        return x.float().to(fmt.torch_dtype).to(x.dtype)
+
+    return rounded

@@ -1,0 +1,110 @@
+"""Faults of the ideal kernel that may be as small as one likes: steps with a number in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from attncheck.core.errors import UnknownName
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.fault_models.steps import Steps
+from attncheck.subjects.ideal import Ideal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["CONTINUOUS_FAULTS", "ContinuousFault", "continuous_fault_named"]
+
+_STEPS_OF_OCTAVE = 4
+_SMALLEST = 30  # octaves below 1: fp32 has 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousFault:
+    """A fault of any size.
+
+    Attributes:
+        id: Words with hyphens.
+        summary: What the kernel does wrong, in one line.
+        unit: ``ε``, which is larger where the fault is; or ``bits``, of which fewer are worse.
+        steps: Of a size, what the ideal kernel does otherwise.
+    """
+
+    id: str
+    summary: str
+    unit: Literal["ε", "bits"]
+    steps: Callable[[float], Steps]
+
+    def sizes(self, dtype: str) -> tuple[float, ...]:
+        """From the largest fault to the smallest: quarters of an octave from 1, or whole bits.
+
+        Bits as far as there is something to lose: of P fewer than the dtype's product reads, of an
+        accumulator fewer than fp32's.
+        """
+        if self.unit == "ε":
+            return tuple(
+                2.0 ** (-n / _STEPS_OF_OCTAVE) for n in range(_SMALLEST * _STEPS_OF_OCTAVE)
+            )
+        kept = DTYPES[dtype].weights if self.id == "weights-of-few-bits" else FORMATS["fp32"]
+        return tuple(range(1, kept.significand))
+
+    def kernel(self, size: float) -> Ideal:
+        """The ideal kernel with the fault of one size."""
+        kernel = Ideal()
+        kernel.steps = self.steps(size)
+        kernel.name = f"{self.id}={size:g}"
+        return kernel
+
+
+def _few_bits(bits: float) -> Callable[[Tensor], Tensor]:
+    """Round fp32 to so many bits in float64 (Veltkamp 1968); not what is not finite."""
+    splitter = 2.0 ** (53 - bits) + 1
+
+    def rounded(x: Tensor) -> Tensor:
+        wide = x.double() * splitter
+        return torch.where(x.isfinite(), (wide - (wide - x)).float(), x)
+
+    return rounded
+
+
+CONTINUOUS_FAULTS = {
+    fault.id: fault
+    for fault in (
+        ContinuousFault(
+            id="scale-off",
+            summary="the softmax scale is 1 + ε times its own",
+            unit="ε",
+            steps=lambda size: Steps(scale=lambda problem: problem.scale * (1 + size)),
+        ),
+        ContinuousFault(
+            id="first-key-heavier",
+            summary="the first key's weight is 1 + ε times its own",
+            unit="ε",
+            steps=lambda size: Steps(first_weight=1 + size),
+        ),
+        ContinuousFault(
+            id="weights-of-few-bits",
+            summary="P has few bits as P·V reads it",
+            unit="bits",
+            steps=lambda bits: Steps(weights=_few_bits(bits)),
+        ),
+        ContinuousFault(
+            id="sums-of-few-bits",
+            summary="O has few bits after each tile of keys",
+            unit="bits",
+            steps=lambda bits: Steps(kept_out=_few_bits(bits)),
+        ),
+    )
+}
+"""By id."""
+
+
+def continuous_fault_named(name: str) -> ContinuousFault:
+    """Return the one called ``name``; raise UnknownName with the valid ones."""
+    if name not in CONTINUOUS_FAULTS:
+        raise UnknownName("continuous fault", name, CONTINUOUS_FAULTS)
+    return CONTINUOUS_FAULTS[name]

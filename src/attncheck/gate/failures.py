@@ -1,0 +1,272 @@
+"""Failures of a kernel: diagnosed, shrunk and kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from attncheck.core.errors import ProblemError
+from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure
+from attncheck.diagnose.reproduce import new_failure
+from attncheck.gate.plan import KNOWN
+from attncheck.gate.planning import move_case
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods.library import FULL, NONE
+from attncheck.mods.spec import Spec
+from attncheck.records.failures import keep_failure
+from attncheck.records.record import FAILED_STATUSES
+from attncheck.verify.question_fit import question_problem, unfit_reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from attncheck.gate.choices import Choices
+    from attncheck.gate.kernel_hosts import KernelHost
+    from attncheck.gate.planning import Planning
+    from attncheck.records.record import Record
+    from attncheck.workers.units import Unit
+
+__all__ = ["SHRUNK_STATUSES", "FailureLog", "fails_alike", "plainer_cases", "shrink_case"]
+
+
+_LENGTHS = (1, 2, 3, 8, 16, 17, 32, 64, 65)
+_DIMS = (16, 64, 32, 128)
+
+
+def shrink_case(
+    failed: Record,
+    ask: Callable[[Case], Record],
+    supports: Callable[[Problem], bool],
+    *,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Record | None:
+    """The Record of the smallest Case found that fails as ``failed`` does; None where it is that.
+
+    Each step asks the Cases that are a little plainer, the plainest first, and goes on from the
+    first that still fails.
+
+    Args:
+        failed: What fails.
+        ask: Asks one Case.
+        supports: Whether the kernel takes a Problem.
+        seconds: No Case is asked after so long.
+        clock: For tests.
+    """
+    end, best = clock() + seconds, failed
+    refused: set[str] = {failed.case_id}
+    found = True
+    while found:
+        found = False
+        for case in plainer_cases(Case.from_json(best.case)):
+            if case.id in refused or not supports(case.problem):
+                continue
+            if clock() >= end:
+                return None if best is failed else best
+            refused.add(case.id)
+            record = ask(case)
+            if fails_alike(record, failed):
+                best, found = record, True
+                break
+    return None if best is failed else best
+
+
+def fails_alike(record: Record, failed: Record) -> bool:
+    """Whether both are wrong in the same way."""
+    if record.status not in FAILED_STATUSES or record.status != failed.status:
+        return False
+    rules = {one.judgement.rule if one.judgement else "" for one in (record, failed)}
+    return len(rules) == 1
+
+
+def plainer_cases(case: Case) -> Iterator[Case]:
+    """Cases one step plainer than ``case``, the largest steps first."""
+    for changes in _changes(case.problem):
+        try:
+            problem = question_problem(case.question, case.problem.replace(**changes))
+            if unfit_reason(case.question, problem) is None:
+                yield move_case(case, problem)
+        except ProblemError:  # documents that must cover a length, say
+            continue
+
+
+def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
+    softmax = problem.operation == "softmax"
+    yield from _other(problem, "batch", (1,))
+    if not softmax:
+        yield from _heads(problem)
+        for name in ("dcaptured", "dlse", "backward", "sink"):
+            yield from _without(problem, name)
+        yield from _plainer(problem)
+    elif problem.heads > 1:
+        yield {"heads": 1, "kv_heads": 1}
+    for name in ("query", "kv"):
+        yield from _shorter(problem, name)
+    yield from _shorter_both(problem)
+    if not softmax:
+        yield from _dims(problem)
+    if problem.distribution != "normal":
+        yield {"distribution": "normal"}
+    yield from _other(problem, "seed", (0,))
+
+
+def _other(problem: Problem, name: str, values: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    yield from ({name: value} for value in values if value < getattr(problem, name))
+
+
+def _heads(problem: Problem) -> Iterator[dict[str, Any]]:
+    now = (problem.heads, problem.kv_heads)
+    for heads, kv_heads in ((1, 1), (2, 2), (2, 1), (problem.kv_heads, problem.kv_heads)):
+        if heads < now[0]:
+            yield {"heads": heads, "kv_heads": kv_heads}
+
+
+def _without(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
+    if getattr(problem, name):
+        gradients = {"dlse": False, "dcaptured": False} if name == "backward" else {}
+        yield {name: False} | gradients
+
+
+def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
+    if problem.score != NONE:
+        yield {"score": NONE, "dcaptured": False}
+    if problem.paging is not None:
+        yield {"paging": None}
+    if problem.mask != FULL:
+        yield {"mask": FULL}
+        if problem.mask != Spec.of("causal"):
+            yield {"mask": Spec.of("causal")}
+        for part in problem.mask.parts or ():
+            yield {"mask": part}
+    if problem.scale != problem.replace(scale=0.0).scale:
+        yield {"scale": 0.0}
+
+
+def _shorter(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
+    length = getattr(problem, name)
+    for shorter in dict.fromkeys((*_LENGTHS, length // 2, length - 16, length - 1)):
+        if 0 < shorter < length:
+            yield {name: shorter} | _fitted(problem, name, shorter)
+
+
+def _shorter_both(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Both at once: of a kernel, or a mask, that takes equal ones alone."""
+    if problem.query == problem.kv:
+        for change in _shorter(problem, "query"):
+            length = change["query"]
+            yield {"query": length, "kv": length} | _fitted(problem, "both", length)
+
+
+def _fitted(problem: Problem, name: str, length: int) -> dict[str, Any]:
+    """The mask with lists of lengths that fit a length that has shrunk."""
+    spec = problem.mask.to_json()
+    if problem.mask.name == "padding" and name in {"kv", "both"}:
+        return {
+            "mask": Spec.from_json(spec | {"lengths": [min(n, length) for n in spec["lengths"]]})
+        }
+    if problem.mask.name != "document":
+        return {}
+    other = {"query": problem.kv, "kv": problem.query, "both": length}[name]
+    total = max(length, other)
+    parts = [total // 2, total - total // 2] if total > 1 else [total]
+    return {"mask": Spec.from_json(spec | {"lengths": parts})}
+
+
+def _dims(problem: Problem) -> Iterator[dict[str, Any]]:
+    if problem.value_dim != problem.head_dim:
+        yield {"value_dim": problem.head_dim}
+    usual = problem.scale == problem.replace(scale=0.0).scale
+    for dim in _DIMS:
+        if dim < problem.head_dim:
+            scale = 0.0 if usual else problem.scale * math.sqrt(problem.head_dim / dim)
+            yield {"head_dim": dim, "value_dim": dim, "scale": scale}
+
+
+SHRUNK_STATUSES = frozenset({"fail", "error", "crash"})
+"""What is made smaller: what hangs takes as long each time."""
+
+_DIAGNOSED = 24  # failures of one kernel of which it is looked for what is wrong
+
+
+class FailureLog:
+    """Of all kernels of a lane; of many alike only the first few are looked into.
+
+    Args:
+        choices: What is asked: how many are made smaller, and where failures are kept.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+        self._shrunk: dict[str, set[str]] = {}
+        self._diagnosed: dict[str, set[str]] = {}
+
+    def diagnosed(self, record: Record, unit: Unit, host: KernelHost) -> Record:
+        """``record`` with what may be wrong, where it is a failure unlike those before."""
+        if record.status != "fail" or record.reason.startswith(KNOWN):
+            return record
+        case = Case.from_json(unit.case)
+        mark = f"{case.question} {case.problem.backward} {case.problem.dtype}"
+        if not _is_new(self._diagnosed, unit.kernel, mark, _DIAGNOSED):
+            return record
+        return diagnose_failure(record, host.subject, **_how(unit, host))
+
+    def smaller(
+        self,
+        unit: Unit,
+        host: KernelHost,
+        ask: Callable[[Case], Record],
+        planning: Callable[[], Planning],
+    ) -> tuple[Record, str] | None:
+        """The smallest Case that fails alike, with what may be wrong; and the id of the first.
+
+        None where it is like one that was made smaller before, does not fail again, or there is no
+        smaller one.
+
+        Args:
+            unit: Whose Case fails.
+            host: The kernel's.
+            ask: What the kernel answers to a Case.
+            planning: Says what it takes.
+        """
+        case, tier = Case.from_json(unit.case), self._choices.tier
+        mark = f"{case.question} {case.problem.backward}"
+        if not _is_new(self._shrunk, unit.kernel, mark, tier.shrinks):
+            return None
+        first = ask(case)
+        if first.status not in SHRUNK_STATUSES:
+            return None
+        found = shrink_case(first, ask, planning().supports, seconds=tier.shrinking)
+        if found is None:
+            return None
+        how = _how(unit, host)
+        larger = explain_failure(first, host.subject, **how)
+        return diagnose_failure(found, host.subject, before=larger, **how), first.case_id
+
+    def kept(self, record: Record, unit: Unit) -> str:
+        """Keep a failure for ``attncheck repro``; its id, empty where there is none."""
+        if record.status not in FAILED_STATUSES or record.reason.startswith(KNOWN):
+            return ""
+        kept = new_failure(
+            record,
+            kernel=unit.kernel,
+            device=unit.device,
+            convention=unit.convention,
+            test=unit.test,
+        )
+        if self._choices.failures:
+            keep_failure(kept, self._choices.failures)
+        return kept.id
+
+
+def _is_new(seen: dict[str, set[str]], kernel: str, mark: str, most: int) -> bool:
+    """Whether ``mark`` is one of the first few of a kernel; it is seen from now on."""
+    done = seen.setdefault(kernel, set())
+    if mark in done or len(done) >= most:
+        return False
+    done.add(mark)
+    return True
+
+
+def _how(unit: Unit, host: KernelHost) -> dict[str, Any]:
+    return {"device": unit.device, "executor": host.executor}

@@ -1,0 +1,220 @@
+"""A journal → what a gate found; also while it is written, or where a run was ended."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from attncheck.baseline import comparison
+from attncheck.baseline.comparison import measurements, merge_changes
+from attncheck.gate.sources import rename_kernels
+from attncheck.records.record import Environment
+from attncheck.records.run_reports import STAGES, GateReport
+from attncheck.reporting.gate_verdict import failing_statuses, policy_of, questions
+from attncheck.verify.environment import fingerprint
+from attncheck.workers.units import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from attncheck.records.baseline_entries import Baseline
+    from attncheck.records.run_reports import Answer, Change, Stage
+    from attncheck.workers.journal_format import JournalContent
+
+__all__ = ["build_report", "command_line", "journal_header"]
+
+
+def journal_header(
+    kernels: tuple[str, ...],
+    *,
+    device: str,
+    convention: str,
+    started: str,
+    plan: Mapping[str, Any],
+    shard: str = "",
+    typed: str = "",
+) -> dict[str, Any]:
+    """What a journal begins with: what makes two runs the same, when the first began, and how."""
+    return {
+        "kernels": list(kernels),
+        "device": device,
+        "convention": convention,
+        **plan,
+        "shard": shard,
+        "started": started,
+        "typed": typed,
+    }
+
+
+def command_line(head: Mapping[str, Any]) -> str:
+    """A command line that asks the same."""
+    words = ["attncheck", "gate", *map(str, head.get("kernels", ()))]
+    for name in ("tier", "device", "convention"):
+        words += [f"--{name}", str(head[name])] if head.get(name) else []
+    for name, option in (("dtypes", "--dtype"), ("stages", "--stage")):
+        chosen = [word for word in str(head.get(name, "")).split(",") if word]
+        if name != "stages" or tuple(chosen) != STAGES:
+            words += [word for each in chosen for word in (option, each)]
+    if head.get("against"):
+        words += ["--against", str(head["against"])]
+    if head.get("seed"):
+        words += ["--seed", str(head["seed"])]
+    if head.get("shard"):
+        words += ["--shard", str(head["shard"])]
+    return shlex.join(words)
+
+
+def build_report(
+    content: JournalContent,
+    *,
+    command: str = "",
+    baseline: tuple[str, Baseline] | None = None,
+) -> GateReport:
+    """The GateReport of a journal.
+
+    Args:
+        content: What the journal holds.
+        command: The command line, without paths; what the journal says of it unless told.
+        baseline: The name of a file, and what it says: what the kernels are beside. The kernels of
+            another commit, where it asked some, are in the journal itself.
+    """
+    head, described = content.head, list(_described(content))
+    kernels = {str(f["name"]): str(f.get("summary", "")) for f in described}
+    environments, answers = _environments(content), _answers(content, tuple(kernels))
+    missing = content.unanswered
+    found = GateReport(
+        command=command or str(head.get("typed") or "") or command_line(head),
+        tier=str(head.get("tier", "")),
+        started=str(head.get("started", "")),
+        seconds=round(content.seconds, 1),
+        shard=str(head.get("shard", "")),
+        environments=environments,
+        kernels=kernels,
+        absent={str(f["name"]): str(f["absent"]) for f in described if f.get("absent")},
+        stages=_stages(head),
+        planned=_planned(content, head),
+        unfinished=len(missing),
+        unfinished_because=(content.why or "not all was asked") if missing else "",
+        harness=tuple(done.harness for done in content.results.values() if done.harness),
+        **_beside(content, answers, environments, baseline, complete=not missing),
+        answers=answers,
+    )
+    return replace(found, changes=tuple(_allowed(found)))
+
+
+def _allowed(report: GateReport) -> Iterator[Change]:
+    """The changes, of which none is for the worse that the command line allows to be flaky."""
+    flaky = {
+        (record.kernel, record.case_id)
+        for record in measurements(report.answers)
+        if record.status == "flaky"
+    }
+    if "flaky" in failing_statuses(questions(report), policy_of(report)):
+        flaky = set()
+    for one in report.changes:
+        allowed = one.standing == "worse" and (one.kernel, one.case_id) in flaky
+        reason = f"{one.reason}: --flaky allows it"
+        yield replace(one, standing="within rounding", reason=reason) if allowed else one
+
+
+def _beside(
+    content: JournalContent,
+    answers: tuple[Answer, ...],
+    environments: dict[str, Environment],
+    baseline: tuple[str, Baseline] | None,
+    *,
+    complete: bool,
+) -> dict[str, Any]:
+    """What the kernels are beside, and how their cases stand."""
+    head = content.head
+    names, found = [], []
+    if baseline is not None:
+        names.append(baseline[0])
+        whole = complete and not head.get("shard")
+        found.append(comparison.compare_runs(baseline[1], answers, environments, complete=whole))
+    if head.get("against"):
+        names.append(f"commit {str(head['against'])[:12]}")
+        found.append(_of_commit(content, answers, environments))
+    return {"baseline": " and ".join(names), "changes": merge_changes(names, found)}
+
+
+def _of_commit(
+    content: JournalContent, answers: tuple[Answer, ...], environments: dict[str, Environment]
+) -> tuple[Change, ...]:
+    """Cases beside the same of another commit, whose answers count nowhere else.
+
+    Where that commit's kernel has not been asked yet, nothing is said of a case.
+    """
+    named = {str(f["kernel"]): str(f["name"]) for f in _described(content)}
+    before: list[Answer] = []
+    names: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    asked: set[str] = set()
+    for id_, done in content.results.items():
+        unit = content.units[id_]
+        if unit.commit:
+            asked.add(replace(unit, commit="").id)
+            here = named.get(unit.kernel, unit.kernel)
+            before += done.answers
+            names.update({answer.record.kernel: here for answer in done.answers})
+            missing.update({here: str(done.facts["missing"])} if "missing" in done.facts else {})
+    after = [answer for answer in answers if answer.unit in asked]
+    found = comparison.compare_answers(
+        rename_kernels(before, names), after, environments, complete=False
+    )
+    return tuple(
+        replace(change, reason=missing[change.kernel])
+        if change.standing == "new" and change.kernel in missing
+        else change
+        for change in found
+    )
+
+
+def _stages(head: Mapping[str, Any]) -> tuple[Stage, ...]:
+    said = str(head.get("stages", "")).split(",")
+    return tuple(stage for stage in STAGES if stage in said) or STAGES
+
+
+def _described(content: JournalContent) -> Iterator[dict[str, Any]]:
+    for done in content.results.values():
+        if "name" in done.facts:
+            yield done.facts
+
+
+def _environments(content: JournalContent) -> dict[str, Environment]:
+    facts = (done.facts for done in content.results.values() if "environment" in done.facts)
+    found = [msgspec.convert(each["environment"], Environment) for each in facts]
+    return {fingerprint(each): each for each in found}
+
+
+def _planned(content: JournalContent, head: Mapping[str, Any]) -> dict[Stage, int]:
+    """Questions of each stage; of a property that is not drawn yet, one."""
+    planned: dict[Stage, int] = {}
+    shard = Shard.parse(str(head.get("shard", "")))
+    for unit in content.units.values():
+        waits = unit.kind == "draw" and unit.id not in content.results
+        if (unit.kind == "ask" or waits) and not unit.commit and shard.has(unit):
+            planned[unit.stage] = planned.get(unit.stage, 0) + 1
+    return {stage: planned[stage] for stage in STAGES if stage in planned}
+
+
+def _is_before(content: JournalContent, id_: str) -> bool:
+    return id_ in content.units and bool(content.units[id_].commit)
+
+
+def _answers(content: JournalContent, kernels: tuple[str, ...]) -> tuple[Answer, ...]:
+    """In the order of stages, kernels, and of the plan; those of another commit are left out."""
+    order = {id_: number for number, id_ in enumerate(content.units)}
+
+    def place(answer: Answer) -> tuple[int, int, int, str]:
+        kernel = answer.record.kernel
+        known = kernels.index(kernel) if kernel in kernels else len(kernels)
+        stage = STAGES.index(answer.stage)
+        return stage, known, order.get(answer.unit, len(order)), answer.record.case_id
+
+    here = (done for id_, done in content.results.items() if not _is_before(content, id_))
+    found = (each for done in here for each in done.answers)
+    return tuple(sorted(found, key=place))

@@ -1,0 +1,65 @@
+"""Parameters of a relation or a probe, by name, and the promises that a kernel may make of its bits.
+
+Light on purpose: capability tables are read without torch and NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from attncheck.core.errors import ProblemError
+
+if TYPE_CHECKING:
+    from attncheck.inputs.problem import Problem
+
+__all__ = [
+    "PROMISES",
+    "Allowed",
+    "Parameters",
+    "Promise",
+    "check_parameters",
+    "fits_all",
+    "no_parameters",
+]
+
+Parameters = Mapping[str, int | float]
+Allowed = Mapping[str, Sequence[int]]
+
+Promise = Literal["repeat", "batch", "layout", "hidden"]
+"""What a kernel may promise of its bits, beyond being right.
+
+``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
+of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.
+``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
+no bit of the row, and may be NaN or overflow.
+"""
+
+PROMISES: tuple[Promise, ...] = ("repeat", "batch", "layout", "hidden")
+
+
+def fits_all(problem: Problem) -> None:
+    """Return no reason against any Problem."""
+    del problem
+
+
+def no_parameters(problem: Problem) -> Allowed:
+    """Return no parameters: there is nothing to choose."""
+    del problem
+    return {}
+
+
+def check_parameters(question: str, parameters: Parameters, allowed: Allowed) -> None:
+    """Raise ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers.
+
+    Args:
+        question: Name of the relation or probe.
+        parameters: Its parameters, by name.
+        allowed: The parameters that the Problem allows, and the numbers of each.
+    """
+    if set(parameters) != set(allowed):
+        wanted = ", ".join(allowed) or "none"
+        raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {wanted}.")
+    for name, value in parameters.items():
+        if value not in allowed[name]:
+            raise ProblemError(f"{question}.{name}={value} must be one of {list(allowed[name])}.")

@@ -1,1 +1,0 @@
-"""Many cases: which ones (``plan``), and one after the other (``measure``)."""

@@ -1,0 +1,1 @@
+"""Standalone scripts: a failing Case for somebody without attncheck."""

@@ -1,0 +1,428 @@
+"""A Case as a script that needs torch and the kernel alone."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pprint
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncheck.capabilities.configuration import entry_points, read_configuration
+from attncheck.capabilities.declared import Declared
+from attncheck.conventions import declarations
+from attncheck.conventions.call_tensors import attention_mask
+from attncheck.conventions.function_subject import FunctionSubject
+from attncheck.core import strided_alloc
+from attncheck.core.errors import UsageError
+from attncheck.diagnose.reproduce import ExactRun, exact_runs
+from attncheck.relations import RELATIONS
+from attncheck.subjects.torch_kernels import Flex, Sdpa
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.core.judgement import Judgement
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.records.record import Record
+
+__all__ = ["LARGEST", "KernelCall", "kernel_call", "render_script"]
+
+
+_BACKENDS = {
+    "sdpa-math": "MATH",
+    "sdpa-flash": "FLASH_ATTENTION",
+    "sdpa-efficient": "EFFICIENT_ATTENTION",
+    "sdpa-cudnn": "CUDNN_ATTENTION",
+}
+_SDPA = """\
+def the_kernel():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def kernel(*tensors, **keywords):
+        with sdpa_kernel(SDPBackend.{backend}):
+            return torch.nn.functional.scaled_dot_product_attention(*tensors, **keywords)
+
+    return kernel
+"""
+_FLEX = """\
+def the_kernel():
+    import warnings
+
+    warnings.simplefilter("ignore")  # on the speed of what is not compiled
+    return {function}
+"""
+_FUNCTION = """\
+def the_kernel():
+{first}    return {had}
+"""
+_INTERPRETED = """\
+    import os
+
+    os.environ["TRITON_INTERPRET"] = "1"
+"""
+_OURS = """\
+def the_kernel():
+    from attncheck.examine.environment import prepare
+    from attncheck.subjects.load import load_subject as load
+
+    prepare({device!r})
+    return load({spec}, {convention!r})
+"""
+_NATIVE = """\
+def call(kernel, q, k, v):
+    from attncheck.inputs import Descale, Inputs
+    from attncheck.problem import Problem
+
+    problem = Problem.from_json({problem!r})
+    given = kernel.run(Inputs(problem=problem, q=q, k=k, v=v{more}))
+    return given.out, given.lse
+"""
+_NOTE_OURS = (
+    "The kernel is called through attncheck, which must be installed for this script alone."
+)
+_NOTE_INTERPRETED = (
+    "The kernel runs in Triton's interpreter, here without attncheck's repairs: bf16 and fp8 are\n"
+    "wrong in it whatever the kernel does."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCall:
+    """Source of a script.
+
+    Attributes:
+        kernel: ``def the_kernel()``, which imports the kernel and returns it.
+        name: Name of the function that calls it.
+        source: That function, of (kernel, q, k, v), which gives out and LSE.
+        reads_mask: Whether it reads a global ``mask``.
+        unasked_in_empty_rows: Outputs (``out``, ``lse``) that its convention leaves open in rows
+            that see no key.
+        notes: What a reader must know.
+    """
+
+    kernel: str
+    name: str
+    source: str
+    reads_mask: bool
+    unasked_in_empty_rows: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def kernel_call(
+    subject: Subject, problem: Problem, kernel: str, convention: str, *, device: str, folder: Path
+) -> KernelCall:
+    """How ``subject`` is had, and called on ``problem``.
+
+    Args:
+        subject: The kernel.
+        problem: Of the run.
+        kernel: As it was asked for.
+        convention: A name of a calling convention; empty for the first that fits.
+        device: ``cpu`` or ``cuda``.
+        folder: Where the script will lie.
+
+    Raises:
+        UsageError: where the call cannot be written out.
+    """
+    inner = subject.inner if isinstance(subject, Declared) else subject
+    if isinstance(inner, FunctionSubject):
+        return _of_function(inner, problem, _had(kernel, folder), device)
+    if problem.operation == "attention" and isinstance(inner, Sdpa | Flex):
+        return _of_torch(inner, problem, device)
+    spec = _spec(kernel, folder)
+    scales = "descale=Descale(q=q_descale, k=k_descale, v=v_descale)"
+    more = [scales] if problem.formats.scaled else []
+    more += ["x=x"] if problem.operation == "softmax" else []
+    more += ["sink=sink"] if problem.sink else []
+    call = _NATIVE.format(problem=problem.to_json(), more="".join(f", {one}" for one in more))
+    made = _OURS.format(device=device, spec=spec, convention=convention or None)
+    return _named(made, call, notes=(_NOTE_OURS,))
+
+
+def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str) -> KernelCall:
+    interpreted = inner.triton and device == "cpu"
+    made = _FUNCTION.format(first=_INTERPRETED if interpreted else "", had=had)
+    plain = inner.options.empty_row in {"", "zero"}
+    return _named(
+        made,
+        _source(inner, problem),
+        unasked=frozenset({"lse"} if plain else {"lse", "out"}),
+        notes=(_NOTE_INTERPRETED,) if interpreted else (),
+    )
+
+
+def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall:
+    """Attncheck's own way to torch's functions, as somebody would write it down."""
+    function: Any
+    if isinstance(inner, Sdpa):
+        function, convention = torch.nn.functional.scaled_dot_product_attention, "sdpa"
+        made = _SDPA.format(backend=_BACKENDS[inner.name])
+    else:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        function, convention = flex_attention, "flex"
+        name = "torch.nn.attention.flex_attention.flex_attention"
+        compiled = f"torch.compile({name}, fullgraph=True, dynamic=False)"
+        made = _FLEX.format(function=name if device == "cpu" else compiled)
+    adopted = declarations.adopted(function, inner.name, convention)
+    assert isinstance(adopted, FunctionSubject), adopted
+    return _named(made, _source(adopted, problem))
+
+
+def _source(subject: FunctionSubject, problem: Problem) -> str:
+    source = subject.render(problem)
+    if source is None:
+        raise UsageError(
+            f"no script can be written of {problem}: its mask, score mod or dtype has no words in "
+            f"the {subject.convention} convention."
+        )
+    return source
+
+
+def _named(
+    made: str, call: str, *, unasked: frozenset[str] = frozenset(), notes: tuple[str, ...] = ()
+) -> KernelCall:
+    name = f"call_{zlib.crc32(call.encode()):08x}"
+    reads_mask = re.search(r"\bmask\b", call) is not None
+    call = call.replace("def call(", f"def {name}(", 1)
+    if "torch.nn.attention" in made + call:
+        call = f"import torch.nn.attention.flex_attention\n\n\n{call}"
+    return KernelCall(
+        kernel=made.rstrip("\n"),
+        name=name,
+        source=call.rstrip("\n"),
+        reads_mask=reads_mask,
+        unasked_in_empty_rows=unasked,
+        notes=notes,
+    )
+
+
+def _had(kernel: str, folder: Path) -> str:
+    """An expression that imports a function."""
+    reference, start = _reference(kernel)
+    file, colons, name = reference.partition("::")
+    if colons:
+        return f"of_file({_relative(start / file, folder)!r}, {name!r})"
+    module, _, name = reference.partition(":")
+    return f"of_module({_relative(start, folder)!r}, {module!r}, {name!r})"
+
+
+def _spec(kernel: str, folder: Path) -> str:
+    """An expression for what ``subjects.load`` takes."""
+    file, colons, name = kernel.partition("::")
+    if not colons:
+        return repr(kernel)
+    return f"str(Path(__file__).parent / {_relative(file, folder)!r}) + {colons + name!r}"
+
+
+def _reference(kernel: str) -> tuple[str, Path]:
+    """What names a function, and the folder that its file or module is looked for in."""
+    if ":" in kernel:
+        return kernel, Path.cwd()
+    project = read_configuration()
+    table = project.kernels.get(kernel)
+    if table is not None:
+        return table.entry, project.folder
+    for point in entry_points().get(kernel, ()):
+        return point.value, Path.cwd()
+    raise UsageError(f"no script can be written of kernel {kernel!r}: nothing says where it is.")
+
+
+def _relative(path: str | os.PathLike[str], folder: Path) -> str:
+    """``path`` as seen from ``folder``; absolute where there is no way."""
+    try:
+        return Path(os.path.relpath(path, folder)).as_posix()
+    except ValueError:  # another drive
+        return str(Path(path).resolve())
+
+
+LARGEST = 2**26
+"""Bytes of the tensors of the largest script that is written: 64 MiB."""
+
+_TEMPLATE = Path(__file__).with_name("standalone_text.py")
+_MARK = "# --- The text of every script.\n"
+_EXPORTS = '__all__ = ["main"]\n'
+_BY_THE_BOUND = ("", "finite", "empty rows", "bound", "relation")
+
+_HEAD = '''"""One question that attncheck asked of a kernel, to be asked without attncheck.
+
+Run it with Python, where torch and the kernel are: python {name}
+It says what the kernel answers beside the exact result, and what rounding may explain at most (the
+deterministic bound); the exit code is 1 where the answer is beyond it, and 0 where it is within.
+{notes}"""
+
+from __future__ import annotations
+'''
+
+
+def render_script(  # what was asked of whom, what was answered, and where it goes
+    subject: Subject,
+    case: Case,
+    record: Record,
+    *,
+    kernel: str,
+    convention: str,
+    device: str,
+    facts: Mapping[str, str],
+    path: Path,
+) -> str:
+    """The text of a script that asks ``case`` of ``subject`` again.
+
+    Args:
+        subject: The kernel.
+        case: What is asked.
+        record: What it answered: of a relation, the element that shows it.
+        kernel: As it was asked for.
+        convention: A name of a calling convention; empty for the first that fits.
+        device: ``cpu`` or ``cuda``.
+        facts: What the script says of itself, harmless lines by their names.
+        path: Where it will lie: files are named relative to it.
+
+    Raises:
+        UsageError: for tensors that are too large, a call that cannot be written out, or a
+            question that cannot be asked.
+    """
+    if case.problem.backward:
+        raise UsageError("the script would ask for out and LSE: it cannot ask for gradients.")
+    asked = exact_runs(subject, case, device=device)
+    size = sum(t.nbytes for run in asked for t in _tensors(run, {}))
+    if size > LARGEST:
+        raise UsageError(
+            f"the script would hold {size >> 20} MiB of tensors: it may hold {LARGEST >> 20} MiB."
+        )
+    memory = _Memory()
+    how = [
+        kernel_call(
+            subject, run.inputs.problem, kernel, convention, device=device, folder=path.parent
+        )
+        for run in asked
+    ]
+    said = {
+        "title": " ".join([case.question, *(f"{k}={v}" for k, v in case.parameters.items())]),
+        "facts": dict(facts),
+        "device": device,
+        "products": "high" if case.problem.dtype == "tf32" else "highest",
+        "must": _must(record.judgement) if case.question in RELATIONS else None,
+        "note": _note(record.judgement),
+        "runs": [_told(run, one, memory) for run, one in zip(asked, how, strict=True)],
+    }
+    notes = "".join(f"\n{line}\n" for one in how[:1] for line in one.notes)
+    imports, text = _common()
+    head = f"{_HEAD.format(name=path.name, notes=notes)}\n{imports}"
+    return "\n\n\n".join([head, *_calls(how), text, *_data(said, how, memory)]) + "\n"
+
+
+def _common() -> tuple[str, str]:
+    """Imports and functions of every script."""
+    text = _TEMPLATE.read_text(encoding="utf-8").partition(_MARK)[2]
+    imports, _, functions = text.partition(_EXPORTS)
+    return imports.strip("\n"), functions.strip("\n")
+
+
+class _Memory:
+    """Tensors' memory by name, each once however many tensors are views of it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[str, str]] = {}
+        self._names: dict[tuple[str, bytes], str] = {}
+
+    def view(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Where it lies, its shape and its strides."""
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        far = strided_alloc.has_far_rows(tensor)
+        whole = tensor.detach() if far else tensor.detach().as_strided((size,), (1,), 0)
+        whole = whole.cpu().contiguous().flatten()
+        raw = whole.view(torch.uint8).numpy().tobytes()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        name = self._names.setdefault((dtype, raw), f"m{len(self._names)}")
+        self.held[name] = dtype, base64.b64encode(zlib.compress(raw)).decode()
+        return {
+            "memory": name,
+            "shape": tuple(tensor.shape),
+            "stride": tuple(tensor.stride()),
+            "offset": tensor.storage_offset(),
+        } | ({"within": size} if far else {})
+
+
+def _tensors(run: ExactRun, more: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield from run.inputs.tensors().values()
+    yield from more.values()
+    for outputs in (run.exact, run.allowed):
+        yield from (part for part in (outputs.out, outputs.lse) if part is not None)
+
+
+def _told(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
+    """A run as data."""
+    inputs, problem = run.inputs.tensors(), run.inputs.problem
+    if how.reads_mask:
+        inputs["mask"] = attention_mask(problem, str(run.inputs.device))
+    empty = run.exact.lse.isneginf() if run.exact.lse is not None else torch.tensor(data=False)
+    allowed = {"out": run.allowed.out, "lse": run.allowed.lse}
+    told: dict[str, Any] = {
+        "call": how.name,
+        "inputs": {name: memory.view(tensor) for name, tensor in inputs.items()},
+        "dtype": str(problem.formats.output.torch_dtype),
+    }
+    for name, exact in (("out", run.exact.out), ("lse", run.exact.lse)):
+        bound = allowed[name]
+        assert exact is not None, "the oracle gives LSE"
+        assert bound is not None, "the judge bounds it"
+        if name in how.unasked_in_empty_rows:
+            rows = empty if name == "lse" else empty[..., None]
+            bound = torch.where(rows, torch.nan, bound)
+        told[name] = {
+            part: memory.view(tensor.cpu().contiguous())
+            for part, tensor in (("exact", exact), ("allowed", bound))
+        }
+    return told
+
+
+def _must(found: Judgement | None) -> dict[str, Any] | None:
+    """The element that a broken relation shows; None where it held."""
+    if found is None or found.worst is None or found.rule != "relation":
+        return None
+    worst = found.worst
+    place = (worst.at.batch, worst.at.head, worst.at.query, worst.at.dim)
+    return {
+        "tensor": worst.tensor,
+        "place": place if worst.at.dim >= 0 else place[:3],
+        "value": worst.exact,
+        "allowed": worst.allowance,
+        "signed": worst.got == worst.exact == 0,
+    }
+
+
+def _note(found: Judgement | None) -> str:
+    if found is None or found.status != "fail" or found.rule in _BY_THE_BOUND:
+        return ""
+    return (
+        f"attncheck failed it by the rule {found.rule!r}, which needs more than the deterministic "
+        "bound: this script cannot show it"
+    )
+
+
+def _calls(how: list[KernelCall]) -> Iterator[str]:
+    """How the kernel is had, and each way it is called, once."""
+    yield from dict.fromkeys(source for one in how for source in (one.kernel, one.source))
+
+
+def _data(said: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
+    """What was asked, and the memory of its tensors."""
+    text = pprint.pformat(said, width=96, sort_dicts=False)
+    for name in {one.name for one in how}:  # functions, where data has their names
+        text = text.replace(f"'call': {name!r}", f"'call': {name}")
+    yield f"nan, inf = math.nan, math.inf\n\nASKED: dict[str, Any] = {text}"
+    yield 'ASKED["kernel"] = the_kernel'
+    lines = ["# Memory of the tensors: its dtype, and its bytes."]
+    for name, (dtype, encoded) in memory.held.items():
+        wrapped = "\n".join(encoded[at : at + 96] for at in range(0, len(encoded), 96))
+        lines.append(f'ASKED.setdefault("memory", {{}})[{name!r}] = {dtype!r}, """\n{wrapped}\n"""')
+    yield "\n".join(lines)
+    yield 'if __name__ == "__main__":\n    sys.exit(main(ASKED, globals()))'

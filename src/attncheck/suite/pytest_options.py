@@ -1,0 +1,257 @@
+"""The plugin's options, marks, Hypothesis profiles, and the GPU of each process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from attncheck.cases.tier import TIERS, Tier, tier_named
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hypothesis import settings
+
+__all__ = [
+    "MARK",
+    "PROFILES",
+    "SOFTMAX",
+    "Options",
+    "add",
+    "choose_gpu",
+    "is_ours",
+    "options_of",
+    "register",
+    "settings_of",
+    "spelled_out",
+    "wants_our_profile",
+]
+
+
+MARK = "attncheck_asks"
+"""The marker of a test that ``asks`` made."""
+SOFTMAX = "softmax"
+"""The family of problems that have no mask: row softmax."""
+
+
+PROFILES = ("attncheck-dev", "attncheck-ci", "attncheck-nightly")
+"""dev: random, and failures of before are tried first. ci: the same examples every time. nightly:
+random, and a failure prints what draws it again."""
+
+
+def register() -> None:
+    """Register the profiles; none is made current."""
+    from hypothesis import settings
+
+    common = settings_of()
+    settings.register_profile("attncheck-dev", common)
+    settings.register_profile("attncheck-ci", common, derandomize=True, database=None)
+    settings.register_profile("attncheck-nightly", common, database=None, print_blob=True)
+
+
+def settings_of() -> settings:
+    """What all profiles share."""
+    from hypothesis import HealthCheck, Phase, settings
+
+    return settings(
+        deadline=None,  # an interpreted kernel takes as long as it takes
+        # Our own message explains; Hypothesis' needs as many runs again.
+        phases=[phase for phase in Phase if phase is not Phase.explain],
+        report_multiple_bugs=False,
+        # A kernel that takes few problems leaves few examples; none at all is a failure of ours.
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+            HealthCheck.data_too_large,
+            HealthCheck.large_base_example,
+        ],
+    )
+
+
+_PROFILE = "--hypothesis-profile"
+_DEVICES = ("cpu", "cuda")
+_MEASURED = tuple(name for name, dtype in DTYPES.items() if dtype.measured)
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "kernel": {
+        "action": "append",
+        "metavar": "SPEC",
+        "help": "kernel to judge (repeatable): a name (attncheck list), file.py::name, "
+        "package.module:name or a name of [tool.attncheck.kernels] (default: all built-in ones)",
+    },
+    "device": {
+        "metavar": "|".join(_DEVICES),
+        "help": "where kernels run (default: cuda where torch sees a GPU, else cpu)",
+    },
+    "dtype": {
+        "action": "append",
+        "metavar": "DTYPE",
+        "help": f"only this dtype (repeatable): {', '.join(_MEASURED)}",
+    },
+    "tier": {
+        "metavar": "|".join(TIERS),
+        "help": "how hard kernels are asked (default: smoke)",
+    },
+    "known-failures": {
+        "metavar": "FILE",
+        "help": "failures that are known, with a reason each (default: known_failures.toml beside "
+        "the properties)",
+    },
+    "report": {
+        "metavar": "DIR",
+        "help": "write properties.json and properties.md there",
+    },
+}
+_ALSO_SHORT = ("kernel", "device", "dtype", "tier", "known-failures")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line asks for.
+
+    Attributes:
+        kernels: As typed, in this order; empty for the default.
+        device: ``cpu`` or ``cuda``; empty for the default.
+        dtypes: Only these; empty for all.
+        tier: How hard.
+        known_failures: The file; empty for that beside the properties.
+        report: Folder for a report; empty for none.
+    """
+
+    kernels: tuple[str, ...] = ()
+    device: str = ""
+    dtypes: tuple[str, ...] = ()
+    tier: Tier = TIERS["smoke"]
+    known_failures: str = ""
+    report: str = ""
+
+
+def add(parser: pytest.Parser) -> None:
+    """Register ``--attncheck-kernel`` and the others: names that nobody else has."""
+    group = parser.getgroup("attncheck", "attncheck: is a kernel right?")
+    for name, attributes in _OPTIONS.items():
+        short = f"; --{name} too, unless a conftest or plugin has it"
+        said = attributes["help"] + (short if name in _ALSO_SHORT else "")
+        group.addoption(_long(name), dest=_dest(name), **(attributes | {"help": said}))
+
+
+def spelled_out(parser: pytest.Parser, args: Iterable[str]) -> list[str]:
+    """``args`` with our short names in full, where nobody else has them.
+
+    They are never registered: a conftest that registers a name which another has already ends in
+    an error, and ours would be the other for every pytest of the environment, also for a conftest
+    that is found late. Call it when all initial conftests are loaded.
+    """
+    free = {f"--{name}": _long(name) for name in _ALSO_SHORT if _is_free(parser, f"--{name}")}
+    spelled: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--":
+            return [*spelled, arg, *rest]
+        name, equals, value = arg.partition("=")
+        spelled.append(free.get(name, name) + equals + value)
+    return spelled
+
+
+def wants_our_profile(args: Iterable[str]) -> bool:
+    """Whether Hypothesis is asked for a profile of ours, which must then be registered."""
+    return any(name in arg for arg in args for name in PROFILES)
+
+
+def options_of(config: pytest.Config) -> Options:
+    """What was asked for; raises pytest.UsageError with the valid values."""
+    given = {name: config.getoption(_dest(name)) for name in _OPTIONS}
+    try:
+        return Options(
+            kernels=tuple(dict.fromkeys(given["kernel"] or ())),
+            device=_one_of("device", given["device"] or "", _DEVICES),
+            dtypes=tuple(
+                _one_of("dtype", name, _MEASURED) for name in dict.fromkeys(given["dtype"] or ())
+            ),
+            tier=_tier(config, given["tier"] or "smoke"),
+            known_failures=given["known-failures"] or "",
+            report=given["report"] or "",
+        )
+    except UsageError as error:
+        raise pytest.UsageError(f"attncheck: {error}") from None
+
+
+def _tier(config: pytest.Config, name: str) -> Tier:
+    """The tier, with the Hypothesis profile that was asked for in place of its own."""
+    profile = config.getoption(_PROFILE, None)
+    tier = tier_named(name)
+    return replace(tier, profile=profile) if profile else tier
+
+
+def _long(name: str) -> str:
+    return f"--attncheck-{name}"
+
+
+def _dest(name: str) -> str:
+    return f"attncheck_{name.replace('-', '_')}"
+
+
+def _is_free(parser: pytest.Parser, name: str) -> bool:
+    """Whether nobody registered ``name``: then it comes back as unknown."""
+    try:
+        return name in parser.parse_known_and_unknown_args([name, "value"])[1]
+    except (pytest.UsageError, SystemExit):  # somebody's, and it wants another value
+        return False
+
+
+def _one_of(kind: str, name: str, valid: tuple[str, ...]) -> str:
+    if name and name not in valid:
+        raise UsageError(f"--{kind} {name!r} is not known: choose from {', '.join(valid)}.")
+    return name
+
+
+_PLUGIN = "attncheck.pytest_plugin"
+
+
+def is_ours(metafunc: pytest.Metafunc, name: str) -> bool:
+    """Whether the argument ``name`` is the plugin's fixture, and nobody has parametrised it.
+
+    A fixture of the same name in a conftest, a class or a module is its author's.
+    """
+    definitions = getattr(metafunc, "_arg2fixturedefs", {}).get(name)
+    if not definitions or getattr(definitions[-1].func, "__module__", "") != _PLUGIN:
+        return False
+    if any(name in _names(mark) for mark in metafunc.definition.iter_markers("parametrize")):
+        return False
+    return not any(name in call.params for call in getattr(metafunc, "_calls", ()))
+
+
+def _names(mark: Any) -> list[str]:
+    """Argument names of ``@pytest.mark.parametrize``."""
+    names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def choose_gpu() -> None:
+    """In worker N of pytest-xdist, leave GPU N modulo their number visible; else nothing.
+
+    Before CUDA is used: kernels then see one device, and need not know which it is. Where
+    somebody's code has used CUDA already, it becomes the current one.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker.startswith("gw"):
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return
+    index = int(worker.removeprefix("gw")) % count
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own gap
+        torch.cuda.set_device(index)
+        return
+    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
+    os.environ[_VISIBLE] = visible[index] if visible else str(index)

@@ -1,0 +1,352 @@
+"""The library's own functions for a kernel author's tests."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+
+from attncheck.capabilities.subject import Subject
+from attncheck.cases.check_cases import check_cases
+from attncheck.core.errors import OraclesDisagree, UsageError
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.user_tensors import UserOutputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.record import UNTRUSTED_STATUSES
+from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
+from attncheck.subjects.load import load_subject
+from attncheck.suite.pytest_options import settings_of
+from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
+from attncheck.verify.environment import default_device, prepare, require_device
+from attncheck.verify.question_fit import COMPARE
+from attncheck.verify.verify import iter_records
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from hypothesis.strategies import SearchStrategy
+    from torch import Tensor
+
+    from attncheck.core.judgement import BlindSpot, Judgement, Worst
+    from attncheck.inputs.input_tensors import Descale, Inputs
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.records.record import Record
+
+__all__ = ["NotAttention", "assert_attention_close", "check", "given"]
+
+
+def check(
+    kernel: Callable[..., object] | Subject | str,
+    problem: Problem | Case | None = None,
+    *,
+    convention: str | None = None,
+    dtypes: Iterable[str] = ("bf16",),
+    device: str | None = None,
+    question: str = COMPARE,
+) -> tuple[Record, ...]:
+    """Raise AssertionError unless ``kernel`` answers rightly: each wrong answer with a diagnosis.
+
+    Args:
+        kernel: A function in a known calling convention, a Subject, or what ``--kernel`` takes:
+            ``file.py::name``, ``package.module:name``, a name.
+        problem: What to ask; None for what ``attncheck check`` asks: exact probes and a dozen
+            Problems. Within a Hypothesis test a Problem that the kernel does not take is drawn
+            anew.
+        convention: How a function is called; None for the one that its signature shows.
+        dtypes: In which the dozen is asked.
+        device: ``cpu`` or ``cuda``; None for cuda where torch sees a GPU.
+        question: What is asked of a Problem: ``compare``, a relation or a probe.
+
+    Returns:
+        What it answered, one Record for each question; ``unsupported`` where it was not taken.
+
+    Raises:
+        AssertionError: for wrong answers, for a kernel that raises, and where none of several
+            questions was taken.
+        UsageError: for arguments that cannot be; in one line.
+    """
+    __tracebackhide__ = True
+    device = _ready(device)
+    subject = _subject(kernel, convention)
+    cases = _cases(problem, question, dtypes)
+    records = tuple(iter_records([subject], cases, device=device))
+    _guide(records)
+    name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
+    wrong = [
+        WrongAnswer(
+            record,
+            kernel=name,
+            device=device,
+            diagnose=functools.partial(diagnose_failure, subject=subject, device=device),
+        )
+        for record in records
+        if record.status in UNTRUSTED_STATUSES
+    ]
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        raise WrongAnswers(wrong, len(records))
+    if problem is None and all(record.status == "unsupported" for record in records):
+        raise AssertionError(
+            f"nothing was tested: {name} takes none of {len(records)} questions on {device}: "
+            f"{records[0].reason}"
+        )
+    return records
+
+
+def _ready(device: str | None) -> str:
+    if device not in {None, "cpu", "cuda"}:
+        raise UsageError(f"device {device!r} is not known: choose from cpu, cuda.")
+    found = device or default_device()
+    require_device(found)
+    prepare(found)
+    return found
+
+
+def _subject(kernel: Callable[..., object] | Subject | str, convention: str | None) -> Subject:
+    if isinstance(kernel, Subject):
+        return kernel
+    if isinstance(kernel, str):
+        return _loaded(kernel, convention)
+    from attncheck.conventions.declarations import adopted
+
+    name = getattr(kernel, "__name__", type(kernel).__name__)
+    subject = adopted(kernel, name, convention)
+    if isinstance(subject, str):
+        raise UsageError(f"kernel {name!r} is {type(kernel).__name__}: it must {subject}.")
+    return subject
+
+
+@functools.cache
+def _loaded(kernel: str, convention: str | None) -> Subject:
+    """A file is imported once, however many Problems are asked."""
+    return load_subject(kernel, convention)
+
+
+def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str]) -> list[Case]:
+    if isinstance(problem, Case):
+        return [problem]
+    if isinstance(problem, Problem):
+        return [Case(problem=problem, question=question)]
+    if problem is not None:
+        kind = type(problem).__name__
+        raise UsageError(f"problem is {kind}: it must be a Problem or a Case.")
+    if question != COMPARE:
+        raise UsageError(f"question={question!r} is asked of a Problem: give one.")
+    names = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
+    if not names:
+        raise UsageError("dtypes is empty: give at least one, such as 'bf16'.")
+    return [each.case for dtype in names for each in check_cases(dtype)]
+
+
+def _guide(records: tuple[Record, ...]) -> None:
+    """Within a Hypothesis test: what is not taken is drawn anew."""
+    if hypothesis.currently_in_test_context():
+        hypothesis.assume(any(record.status != "unsupported" for record in records))
+
+
+def _reference(kernel: object) -> str:
+    """``path/to/file.py::name`` of a function of a module; empty of what has no such name."""
+    name, module = getattr(kernel, "__qualname__", ""), inspect.getmodule(kernel)
+    file = getattr(module, "__file__", None)
+    if not file or getattr(module, name, None) is not kernel:
+        return ""
+    path = Path(file)
+    inside = path.is_relative_to(Path.cwd())
+    return f"{path.relative_to(Path.cwd()) if inside else path}::{name}"
+
+
+_LOOKED_INTO = 24
+_left = iter(range(_LOOKED_INTO))
+"""Failures of this process that are still looked into: each takes as long as a question."""
+
+
+def assert_attention_close(  # noqa: PLR0913  # a call of attention has that many
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    mask: Tensor | Callable[..., Tensor] | None = None,
+    is_causal: bool = False,
+    score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    descale: Descale | tuple[Tensor, Tensor, Tensor] | None = None,
+    sink: Tensor | None = None,
+    arithmetic: Arithmetic | None = None,
+    problem: Problem | Inputs | None = None,
+    generic: bool = False,
+) -> Judgement:
+    """Raise AssertionError unless out, and LSE, are exact attention up to rounding.
+
+    There is no tolerance: how far each element may be from the exact result follows from the
+    tensors and the arithmetic (``docs/bounds.md``). A kernel need not be there.
+
+    Args:
+        out: ``(batch, heads, query, value_dim)``, as the kernel gave it.
+        lse: ``(batch, heads, query)``, natural logarithm; the sharper witness, where there is one.
+        q: ``(batch, heads, query, head_dim)``, fp32, fp16, bf16 or fp8.
+        k: ``(batch, kv_heads, kv, head_dim)``; fewer heads than q's are shared (GQA).
+        v: ``(batch, kv_heads, kv, value_dim)``.
+        mask: A FlexAttention mask ``(b, h, q_idx, kv_idx) -> bool``, or a bool tensor that
+            broadcasts to ``(batch, heads, query, kv)``, True where a row sees a key.
+        is_causal: Row i sees keys up to i, aligned top-left as in torch.
+        score_mod: A FlexAttention score mod ``(score, b, h, q_idx, kv_idx) -> score``.
+        scale: Factor of q·k, read as fp32; None for 1/√head_dim.
+        descale: Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each;
+            None for 1.
+        sink: Each head's logit, ``(heads,)``, fp32, bf16 or fp16, natural: one more key of value 0
+            that every row sees, and that LSE includes; −∞ for none.
+        arithmetic: The kernel's; None for what is usual at these dtypes on this device. One whose
+            products are tf32 says that fp32 tensors are multiplied so.
+        problem: In place of q to sink: Inputs, or a Problem whose Inputs are drawn here.
+        generic: Whether the tensors are random and without structure (``torch.randn``): then what
+            rounding does once in a million times is a failure, not a warning.
+
+    Returns:
+        The judgement, of status ``pass``, ``warn`` or ``inconclusive``. The last two are said by a
+        UserWarning as well: turn it into an error (``warnings.simplefilter("error")``) to be
+        strict.
+
+    Raises:
+        AssertionError: ``NotAttention``, with the rule that is broken, what is likely wrong, the
+            worst element, what is allowed there and why, and how small a fault would have been
+            seen.
+        OraclesDisagree: where two oracles are further apart than float64 explains.
+        UsageError: for arguments that are no call of attention; in one line.
+    """
+    __tracebackhide__ = True
+    answer = UserOutputs(
+        out=out,
+        lse=lse,
+        call={
+            "q": q,
+            "k": k,
+            "v": v,
+            "mask": mask,
+            "is_causal": is_causal,
+            "score_mod": score_mod,
+            "scale": scale,
+            "descale": descale,
+            "sink": sink,
+        },
+        problem=problem,
+        arithmetic=arithmetic,
+        generic=generic,
+    )
+    found, said = answer.judgement()
+    if said:
+        raise OraclesDisagree(f"{said}: nothing is said of what was given.")
+    if found.status == "fail":
+        raise NotAttention(found, answer)
+    if found.status != "pass":
+        warnings.warn("\n".join(_lines(found)), UserWarning, stacklevel=2)
+    return found
+
+
+class NotAttention(AssertionError):
+    """What was given is not attention.
+
+    Hypothesis raises one for every example that fails on the way to the smallest; so what may be
+    wrong is looked for when the text is read, in copies of the tensors.
+
+    Attributes:
+        judgement: What the judge says.
+    """
+
+    def __init__(self, judgement: Judgement, answer: UserOutputs) -> None:
+        super().__init__(judgement.reason)
+        self.judgement = judgement
+        self._answer = answer.kept()
+        self._text = ""
+
+    def __str__(self) -> str:
+        if not self._text:
+            first, *rest = _lines(self.judgement)
+            likely, tiles = _looked(self._answer)
+            self._text, self._answer = "\n".join([first, *likely, *rest, *tiles]), None
+        return self._text
+
+
+def _looked(answer: UserOutputs | None) -> tuple[list[str], list[str]]:
+    """Lines of what may be wrong, and of where; none where nobody can say."""
+    if answer is None:
+        return [], []
+    if next(_left, None) is None:
+        return [_fact("likely", f"not looked for, as it was of {_LOOKED_INTO} failures before")], []
+    with warnings.catch_warnings():  # of what is tried, not of what was given
+        warnings.simplefilter("ignore")
+        found = answer.diagnosis()
+    if found is None:
+        return [], []
+    labels = itertools.chain(["tiles"], itertools.repeat(""))
+    return (
+        [_fact(name, text) for name, text in explanation_facts(found)],
+        [_fact(name, line) for name, line in zip(labels, tile_picture(found), strict=False)],
+    )
+
+
+def _fact(name: str, text: str) -> str:
+    return f"  {name:<10} {text}"
+
+
+def _lines(found: Judgement) -> Iterator[str]:
+    """The judgement for somebody who reads a failed test."""
+    rule = f": {found.rule}" if found.rule else ""
+    yield f"attention: {found.status}{rule}: {found.reason}"
+    yield from (_fact("also", text) for text in found.warnings if text != found.reason)
+    if found.worst is not None:
+        yield from _worst(found.worst)
+    yield _fact("judged as", found.arithmetic)
+    if found.blind_spot is not None:
+        yield _fact("would see", _seen(found.blind_spot))
+
+
+def _worst(worst: Worst) -> Iterator[str]:
+    at = worst.at
+    index = [at.batch, at.head, at.query] + ([at.dim] if at.dim >= 0 else [])
+    yield _fact("worst", f"{worst.tensor}{index}")
+    yield _fact("got", f"{worst.got:.9g}")
+    yield _fact("should be", f"{worst.exact:.9g}")
+    parts = sorted(worst.budget.items(), key=lambda item: -item[1])
+    made = " + ".join(f"{name} {part:.1e}" for name, part in parts if part > 0)
+    yield _fact("allowed", f"{worst.allowance:.2e}{f' = {made}' if made else ''}")
+
+
+def _seen(spot: BlindSpot) -> str:
+    """The smallest faults that these tensors would have shown."""
+    facts = {
+        f"a scale {100 * spot.scale:.2g} % off": spot.scale < float("inf"),
+        f"a key's weight {100 * spot.weight:.2g} % off": spot.weight < float("inf"),
+        f"{100 * (spot.dropped_keys or 0):.3g} % of single dropped keys": bool(spot.dropped_keys),
+        f"sums of {spot.accumulator_bits} bits": spot.accumulator_bits > 0,
+        "half the output": spot.half,
+        "zeros": spot.zeros,
+    }
+    return ", ".join(fact for fact, seen in facts.items() if seen) or "none of the usual faults"
+
+
+_OWN = "_hypothesis_internal_settings_applied"
+
+
+def given(
+    *strategies: SearchStrategy[Any], **named: SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Any]:
+    """``hypothesis.given`` for tests of kernels: ``@attncheck.given(problems())``.
+
+    Without a deadline, since an interpreted kernel takes as long as it takes; one failure at a
+    time; no health check of slow or filtered draws. Everything else is the current profile's.
+    ``@settings`` of your own stand below it, between it and the test, and then are all that holds.
+    """
+
+    def decorate(test: Callable[..., None]) -> Any:
+        wrapped = hypothesis.given(*strategies, **named)(test)
+        return wrapped if hasattr(test, _OWN) else settings_of()(wrapped)
+
+    return decorate

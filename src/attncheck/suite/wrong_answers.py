@@ -1,0 +1,116 @@
+"""The AssertionError of a kernel that answers wrongly: its text is the diagnosis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncheck.diagnose.reproduce import new_failure
+from attncheck.inputs.problem import Case
+from attncheck.records.failures import keep_failure
+from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text
+from attncheck.verify.question_fit import question_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from attncheck.records.record import Record
+
+__all__ = ["WrongAnswer", "WrongAnswers"]
+
+
+class WrongAnswer(AssertionError):
+    """A kernel does not answer a Case rightly.
+
+    Hypothesis raises one for every example that fails on the way to the smallest; so the text is
+    written when it is read, a file when ``keep`` is called, and what may be wrong is looked for by
+    either.
+
+    Attributes:
+        record: What the kernel answered.
+        kernel: What it was asked for by.
+        device: ``cpu`` or ``cuda``.
+        remark: What is to be said besides; empty for nothing.
+
+    Args:
+        diagnose: (Record of a failure) → the same with what may be wrong.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        *,
+        kernel: str,
+        device: str,
+        remark: str = "",
+        diagnose: Callable[[Record], Record] | None = None,
+    ) -> None:
+        super().__init__(record.case_id)
+        self.record = record
+        self.kernel = kernel
+        self.device = device
+        self.remark = remark
+        self._kept = ""
+        self._diagnose = diagnose
+
+    def _diagnosed(self) -> Record:
+        """The Record, with what may be wrong from now on."""
+        if self._diagnose is not None:
+            self.record, self._diagnose = self._diagnose(self.record), None
+        return self.record
+
+    def __str__(self) -> str:
+        if self._kept:
+            return self._kept
+        question = question_summary(str(self.record.case["question"]))
+        text = diagnosis_text(
+            self._diagnosed(), kernel=self.kernel, device=self.device, question_summary=question
+        )
+        return self._with_remark(text)
+
+    def keep(self, test: str) -> tuple[str, list[tuple[str, object]]]:
+        """Write it among the failures, where ``attncheck repro`` finds it.
+
+        Returns:
+            The text with the failure's id, and facts by name, for a JUnit report.
+        """
+        kept = new_failure(self._diagnosed(), kernel=self.kernel, device=self.device, test=test)
+        keep_failure(kept)
+        self._kept = self._with_remark(kept_failure_text(kept))
+        return self._kept, list(self._facts(kept.id))
+
+    def _facts(self, identifier: str) -> Iterator[tuple[str, object]]:
+        problem = Case.from_json(self.record.case).problem
+        yield "attncheck_failure", identifier
+        yield "attncheck_kernel", self.kernel
+        yield "attncheck_device", self.device
+        yield "attncheck_problem", problem.id
+        yield "attncheck_seed", problem.seed
+        found = self.record.judgement
+        if found and found.out_over_bound is not None:
+            yield "attncheck_error_over_bound", found.out_over_bound
+
+    def _with_remark(self, text: str) -> str:
+        return f"{text}\n{self.remark}" if self.remark else text
+
+
+class WrongAnswers(AssertionError):
+    """A kernel does not answer some of several Cases rightly.
+
+    Attributes:
+        failures: Of each Case, in the order in which they were asked.
+        asked: How many were asked.
+    """
+
+    def __init__(self, failures: Sequence[WrongAnswer], asked: int) -> None:
+        super().__init__(asked)
+        self.failures = tuple(failures)
+        self.asked = asked
+
+    def __str__(self) -> str:
+        head = f"{len(self.failures)} of {self.asked} questions are answered wrongly"
+        return "\n\n".join([head, *map(str, self.failures)])
+
+    def keep(self, test: str) -> tuple[str, list[tuple[str, object]]]:
+        """As DoesNotHold; the facts are those of the first."""
+        facts = [failure.keep(test)[1] for failure in self.failures]
+        return str(self), facts[0]

@@ -1,0 +1,695 @@
+"""Capability detection: tiny problems that find out what a kernel takes.
+
+What a kernel takes is declared whether its answer was right or wrong: a wrong number is a fault
+until the kernel is mended, refuses it, or its author takes it out. What it refuses, or raises at,
+is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from attncheck.capabilities.capability_table import (
+    ALIGNMENTS,
+    ANY,
+    EMPTY_ROWS,
+    Capabilities,
+    Override,
+    When,
+)
+from attncheck.capabilities.declared import Declared
+from attncheck.capabilities.subject import Subject
+from attncheck.conventions.convention import ConventionOptions
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import DTYPES
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.question_parameters import PROMISES
+from attncheck.mods.spec import Spec
+from attncheck.records.record import FAILED_STATUSES
+from attncheck.relations import RELATIONS
+from attncheck.verify.executor import Failure, InProcess
+from attncheck.verify.question_fit import adapted_problems
+from attncheck.verify.run_case import run_case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from attncheck.records.record import Record, Status
+
+__all__ = [
+    "HEAD_DIMS",
+    "LENGTHS",
+    "Comments",
+    "DetectedCapabilities",
+    "KernelFactory",
+    "Trial",
+    "TrialResult",
+    "Verdict",
+    "all_trials",
+    "base_problems",
+    "detect_capabilities",
+    "empty_row_trials",
+    "group_results",
+    "is_capability",
+    "length_trials",
+    "propose_table",
+    "rectangular_trials",
+    "refused_result",
+    "trial_result",
+    "trial_verdict",
+]
+
+
+Verdict = Literal["takes", "refuses", "raises", "wrong"]
+"""``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or it
+broke its contract. ``wrong``: an answer that is no rounding."""
+
+_OF_STATUS: dict[Status, Verdict] = {
+    **dict.fromkeys(FAILED_STATUSES, "raises"),
+    "unsupported": "refuses",
+    "fail": "wrong",
+}
+_OF_THE_CALL = {"contract", "alias", "mutation"}  # rules
+
+
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was tried.
+
+    Attributes:
+        aspect: The field of the table that it is for; ``lengths``, ``batch`` and ``strides`` have
+            none.
+        what: What was tried of it.
+        verdict: See ``Verdict``; of a promise, whether it was kept.
+        reason: Why not, in one line; empty where it takes it.
+        problem: What was asked, in one line.
+    """
+
+    aspect: str
+    what: str
+    verdict: Verdict
+    reason: str = ""
+    problem: str = ""
+
+
+def trial_verdict(record: Record) -> Verdict:
+    """What the kernel did with what was asked."""
+    found = record.judgement
+    if found is not None and found.rule in _OF_THE_CALL:
+        return "raises"
+    return _OF_STATUS.get(record.status, "takes")
+
+
+def trial_result(aspect: str, what: str, record: Record, problem: Problem | str) -> TrialResult:
+    """The answer of ``record`` to ``what``, which was asked as ``problem``."""
+    said, judgement = trial_verdict(record), record.judgement
+    reason = record.reason
+    if judgement is not None:
+        told = judgement.rule not in _OF_THE_CALL | {"relation"}  # the question's name says that
+        reason = f"{judgement.rule}: {judgement.reason}" if told else judgement.reason
+    return TrialResult(
+        aspect=aspect,
+        what=what,
+        verdict=said,
+        reason="" if said == "takes" else reason,
+        problem=str(problem),
+    )
+
+
+def refused_result(aspect: str, what: str, said: str | Failure, problem: Problem) -> TrialResult:
+    """The answer of a kernel that gave none: it refused, or raised."""
+    refuses = isinstance(said, str) or said.kind == "refused"
+    return TrialResult(
+        aspect=aspect,
+        what=what,
+        verdict="refuses" if refuses else "raises",
+        reason=said if isinstance(said, str) else said.message,
+        problem=str(problem),
+    )
+
+
+LENGTHS = (64, 128)
+"""Tried for the Problem that all others are changes of; both are multiples of usual tiles."""
+
+HEAD_DIMS: tuple[int | tuple[int, int], ...] = (
+    *(16, 17, 32, 40, 64, 65, 80, 96, 128, 192, 256),
+    *((64, 32), (64, 96), (192, 128)),
+)
+"""Usual ones, two that no tile divides, and pairs of which v has its own."""
+
+_FULL, _CAUSAL = Spec.of("full"), Spec.of("causal")
+_BASE_DTYPES = ("bf16", "fp16", "fp32", "e4m3")
+_BASE_DIMS = (64, 128, 32)
+_WINDOW, _PREFIX = 17, 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One thing to try.
+
+    Attributes:
+        aspect: The field of the table that it is for.
+        what: What is tried of it: ``bf16``, ``192/128``.
+        changes: Of the Problem that is known to be taken.
+    """
+
+    aspect: str
+    what: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, base: Problem) -> Problem:
+        """The Problem to ask."""
+        return base.replace(**self.changes)
+
+
+def base_problems() -> Iterator[Problem]:
+    """Problems of which the first that the kernel takes is changed from then on."""
+    for mask in (_FULL, _CAUSAL):
+        for length in LENGTHS:
+            for head_dim in _BASE_DIMS:
+                for dtype in _BASE_DTYPES:
+                    yield Problem(query=length, heads=2, head_dim=head_dim, dtype=dtype, mask=mask)
+
+
+def all_trials(base: Problem, device: str) -> list[Trial]:
+    """Everything that is tried of a kernel that takes ``base``, in the order of the table."""
+    return [
+        *_dtypes(device),
+        *(_head_dim(dims) for dims in HEAD_DIMS),
+        *_masks(base.query),
+        *_scores(),
+        Trial(aspect="gqa", what="4 heads on 2", changes={"heads": 4, "kv_heads": 2}),
+        Trial(aspect="gqa", what="3 heads on 1", changes={"heads": 3, "kv_heads": 1}),
+        Trial(aspect="batch", what="3 sequences", changes={"batch": 3}),
+        Trial(aspect="scale", what="0.3", changes={"scale": 0.3}),
+    ]
+
+
+def rectangular_trials(base: Problem) -> Iterator[Trial]:
+    """Lengths that differ."""
+    n = base.query
+    for name, query, kv in (
+        ("query < kv", n, 2 * n),
+        ("query > kv", 2 * n, n),
+        ("one query", 1, n),
+    ):
+        yield Trial(aspect="rectangular", what=name, changes={"query": query, "kv": kv})
+
+
+def causal_trials(base: Problem) -> tuple[Trial, Trial]:
+    """The causal mask where lengths differ: aligned top-left, and bottom-right."""
+    first, second = (
+        Trial(
+            aspect="causal",
+            what=f"{mask}, query < kv",
+            changes={"kv": 2 * base.query, "mask": Spec.of(mask)},
+        )
+        for mask in ("causal", "causal_bottom_right")
+    )
+    return first, second
+
+
+def empty_row_trials(base: Problem) -> Iterator[Trial]:
+    """Problems with rows that see no key, some of which the kernel may be able to be asked."""
+    n = base.query
+    masks: dict[str, dict[str, Any]] = {
+        "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[0, n])},
+        "causal_bottom_right": {"query": 2 * n, "kv": n, "mask": Spec.of("causal_bottom_right")},
+        "sliding_window": {"mask": Spec.of("sliding_window", window=0)},
+    }
+    for name, changes in masks.items():
+        yield Trial(aspect="empty_row", what=name, changes=changes)
+
+
+def _dtypes(device: str) -> Iterator[Trial]:
+    for dtype in DTYPES.values():
+        if dtype.measured and (dtype.name != "tf32" or device != "cpu"):
+            yield Trial(aspect="dtypes", what=dtype.name, changes={"dtype": dtype.name})
+
+
+def _head_dim(dims: int | tuple[int, int]) -> Trial:
+    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    what = str(dims) if isinstance(dims, int) else f"{head_dim}/{value_dim}"
+    # 0: the default of the new head_dim, not the scale of the old one.
+    changes = {"head_dim": head_dim, "value_dim": value_dim, "scale": 0.0}
+    return Trial(aspect="head_dims", what=what, changes=changes)
+
+
+def _masks(length: int) -> Iterator[Trial]:
+    first = length // 3
+    window = Spec.of("sliding_window", window=_WINDOW)
+    documents = Spec.of("document", lengths=[first, 1, length - first - 1])
+    specs = {
+        "full": _FULL,
+        "causal": _CAUSAL,
+        "sliding_window": window,
+        "prefix_lm": Spec.of("prefix_lm", prefix=_PREFIX),
+        "document": documents,
+        "composition": Spec.of("and", documents, Spec.of("or", window, _CAUSAL)),
+        "expression": Spec.of("expression", text="(q_idx + kv_idx) % 3 != 0"),
+    }
+    for name, spec in specs.items():
+        yield Trial(aspect="masks", what=name, changes={"mask": spec})
+    # Where the lengths are equal it is the causal mask.
+    wide = {"kv": 2 * length, "mask": Spec.of("causal_bottom_right")}
+    yield Trial(aspect="masks", what="causal_bottom_right", changes=wide)
+    padding = {"batch": 2, "mask": Spec.of("padding", lengths=[length, first])}
+    yield Trial(aspect="masks", what="padding", changes=padding)
+
+
+def _scores() -> Iterator[Trial]:
+    softcap = Spec.of("softcap", cap=20.0)
+    specs = {
+        "none": Spec.of("none"),
+        "alibi": Spec.of("alibi"),
+        "softcap": softcap,
+        "relative_bias": Spec.of("relative_bias", distance=8, seed=0),
+        "temperature": Spec.of("temperature", temperature=2.0),
+        "composition": Spec.of("chain", softcap, Spec.of("alibi")),
+        "expression": Spec.of("expression", text="score * 0.5"),
+    }
+    for name, spec in specs.items():
+        yield Trial(aspect="scores", what=name, changes={"score": spec})
+
+
+def length_trials(length: int) -> Iterator[Trial]:
+    """Lengths that queries and keys share; 1 and 77 are multiples of no tile."""
+    for other in (1, 77, *(n for n in (16, 32, 64, 128) if n != length)):
+        yield Trial(aspect="lengths", what=str(other), changes={"query": other, "kv": other})
+
+
+KernelFactory = Callable[[str, ConventionOptions], Subject]
+"""(convention, options) → the kernel, called so; raises UsageError where it cannot be."""
+
+
+class DetectedCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a kernel takes.
+
+    Attributes:
+        convention: By which it was called.
+        options: What it differs in from that, as found out or as said.
+        base: The Problem that all others were changes of; None where it takes none.
+        exposes_lse: Whether it gives LSE.
+        tried: In the order of asking.
+    """
+
+    convention: str
+    options: ConventionOptions
+    base: Problem | None
+    exposes_lse: bool
+    tried: tuple[TrialResult, ...]
+
+
+def detect_capabilities(
+    make: KernelFactory,
+    conventions: Sequence[str],
+    options: ConventionOptions,
+    *,
+    device: str,
+    advance: Callable[[str], None],
+) -> DetectedCapabilities:
+    """Try a kernel on some seventy Problems of at most 256 keys.
+
+    Args:
+        make: How it is called.
+        conventions: Those that it may have: the first by which it is right, else by which it gives
+            an answer at all.
+        options: What is known of it.
+        device: ``cpu`` or ``cuda``.
+        advance: Called with a word before each question; what it raises ends the probe.
+    """
+    probe = _Probe(make, options, device, advance)
+    base = probe.begin(conventions)
+    if base is None:
+        return probe.found(None)
+    probe.lse(base)
+    probe.causal(base)
+    trials = all_trials(base, device)
+    for each in (*trials, *length_trials(base.query)):
+        probe.ask(each.aspect, each.what, each.of(base))
+    probe.rectangular(base)
+    probe.empty_rows(base)
+    probe.strides()
+    for promise in PROMISES:
+        probe.promise(promise)
+    return probe.found(base)
+
+
+class _Probe:
+    """A kernel while it is being tried."""
+
+    def __init__(
+        self,
+        make: KernelFactory,
+        options: ConventionOptions,
+        device: str,
+        advance: Callable[[str], None],
+    ) -> None:
+        self._make, self._options = make, options
+        self._device, self._advance = device, advance
+        self._convention = ""
+        self._subject: Subject | None = None
+        self._exposes_lse = False
+        self._tried: list[TrialResult] = []
+        self._taken: list[Problem] = []
+
+    def found(self, base: Problem | None) -> DetectedCapabilities:
+        """Everything so far."""
+        return DetectedCapabilities(
+            convention=self._convention,
+            options=self._options,
+            base=base,
+            exposes_lse=self._exposes_lse,
+            tried=tuple(self._tried),
+        )
+
+    def begin(self, conventions: Sequence[str]) -> Problem | None:
+        """Settle the convention, LSE's base and the Problem to begin with; None: it takes none."""
+        answers: list[tuple[str, Problem]] = []
+        for convention in conventions:
+            self._called(convention, self._options)
+            base, verdict = self._first_taken(convention)
+            if base is not None and verdict == "takes":
+                return base
+            if base is not None:
+                answers.append((convention, base))
+        if not answers:
+            return None
+        convention, base = answers[0]
+        self._called(convention, self._options)
+        return base
+
+    def _first_taken(self, convention: str) -> tuple[Problem | None, Verdict]:
+        """The first Problem that gets an answer; else what was said to the first of all."""
+        first: TrialResult | None = None
+        assert self._subject is not None, "a convention comes first"
+        asked = [adapted_problems(self._subject, each, InProcess()) for each in base_problems()]
+        for problem in itertools.chain.from_iterable(asked):
+            answer = self._refusal(convention, problem) or self._begun(convention, problem)
+            if answer.verdict in {"takes", "wrong"}:
+                self._tried.append(answer)
+                return problem, answer.verdict
+            first = first or answer
+        assert first is not None, "there are Problems to begin with"
+        self._tried.append(first)
+        return None, first.verdict
+
+    def _begun(self, convention: str, problem: Problem) -> TrialResult:
+        record = self._record(problem, "base")
+        if record.status == "fail" and _of_lse(record) and not self._options.lse:
+            record = self._settled("lse", ("base2",), problem) or record
+        self._exposes_lse = record.lse is not None
+        return trial_result("convention", convention, record, problem)
+
+    def _refusal(self, convention: str, problem: Problem) -> TrialResult | None:
+        """What a kernel says that takes it not; without the exact result, which takes longer."""
+        subject, executor = self._subject, InProcess()
+        assert subject is not None, "a convention comes first"
+        self._advance("base")
+        said = executor.refusal(subject, problem, self._device)
+        if said is None:
+            given = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
+            said = given if isinstance(given, Failure) else None
+        return None if said is None else refused_result("convention", convention, said, problem)
+
+    def lse(self, base: Problem) -> None:
+        """Whether it gives one, as the first answer has shown."""
+        base_of = self._options.lse or "natural"
+        self._tried.append(
+            TrialResult(
+                aspect="lse",
+                what=base_of if self._exposes_lse else "",
+                verdict="takes" if self._exposes_lse else "refuses",
+                reason="" if self._exposes_lse else "it gives out alone",
+                problem=str(base),
+            )
+        )
+
+    def ask(self, aspect: str, what: str, problem: Problem) -> Verdict:
+        """Try one Problem."""
+        answer = trial_result(aspect, what, self._record(problem, what), problem)
+        self._tried.append(answer)
+        if answer.verdict == "takes":
+            self._taken.append(problem)
+        return answer.verdict
+
+    def causal(self, base: Problem) -> None:
+        """How the causal flag is aligned where lengths differ: where it is wrong, the other way."""
+        aligned = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))
+        for alignment, trial in aligned.items():
+            wrong = self.ask(trial.aspect, trial.what, trial.of(base)) == "wrong"
+            if wrong and not self._options.causal:
+                other = next(name for name in ALIGNMENTS if name != alignment)
+                self._try_again("causal", (other,), aligned[other].of(base))
+
+    def rectangular(self, base: Problem) -> None:
+        """Lengths that differ; a single query where a length of 1 is taken at all."""
+        one = any(t.aspect == "lengths" and t.what == "1" and not t.reason for t in self._tried)
+        for each in rectangular_trials(base):
+            if one or each.changes["query"] > 1:
+                self.ask(each.aspect, each.what, each.of(base))
+
+    def empty_rows(self, base: Problem) -> None:
+        """What rows that see no key give: 0, or what else is known of kernels."""
+        for each in empty_row_trials(base):
+            problem = each.of(base)
+            verdict = self.ask(each.aspect, each.what, problem)
+            if verdict == "wrong" and not self._options.empty_row:
+                self._try_again("empty_row", EMPTY_ROWS[:-1], problem)
+            if verdict != "refuses":
+                return
+
+    def promise(self, promise: str) -> None:
+        """Whether it is kept where it was tried, to the last bit."""
+        subject = self._subject
+        assert subject is not None, "promises come last"
+        table = Capabilities(entry=subject.name, promises=PROMISES)
+        promising = Declared(subject, table, subject.name)
+        answers: list[TrialResult] = []
+        for relation, problem in self._relations(promise):
+            record = self._record(problem, relation, promising)
+            answers.append(trial_result("promises", promise, record, f"{relation} of {problem}"))
+        broken = [one for one in answers if one.verdict != "takes"]
+        self._tried += (broken or answers)[:1]
+
+    def strides(self) -> None:
+        """Inputs that are no contiguous tensors: the numbers, and not their bits."""
+        for relation, problem in self._relations("layout"):
+            record = self._record(problem, relation)
+            self._tried.append(
+                trial_result("strides", relation, record, f"{relation} of {problem}")
+            )
+
+    def _relations(self, promise: str) -> Iterator[tuple[str, Problem]]:
+        """Those that a promise makes exact, each with what is taken and it can be asked of."""
+        # Not the shortest, of which there is one tile.
+        long = [p for p in self._taken if min(p.query, p.kv) >= min(LENGTHS)]
+        long.sort(key=_work)
+        for relation in RELATIONS.values():
+            fitting = (p for p in long if relation.unfit(p) is None)
+            problem = next(fitting, None) if relation.promise == promise else None
+            if problem is not None:
+                yield relation.name, problem
+
+    def _try_again(self, option: str, values: Iterable[str], problem: Problem) -> None:
+        """Replace the last answer, which was wrong, where another option makes it right."""
+        record = self._settled(option, values, problem)
+        if record is not None:
+            last = self._tried.pop()
+            found = f'{last.what}: right as {option} = "{getattr(self._options, option)}"'
+            self._tried.append(trial_result(last.aspect, found, record, problem))
+
+    def _settled(self, option: str, values: Iterable[str], problem: Problem) -> Record | None:
+        """The answer by the first of ``values`` that is right, which then holds; None: by none."""
+        before = self._options
+        for value in values:
+            changed: dict[str, Any] = {option: value}
+            try:
+                self._called(self._convention, dataclasses.replace(before, **changed))
+            except UsageError:  # a Subject says itself what it gives
+                break
+            record = self._record(problem, f'{option} = "{value}"')
+            if trial_verdict(record) == "takes":
+                return record
+        self._called(self._convention, before)
+        return None
+
+    def _called(self, convention: str, options: ConventionOptions) -> None:
+        self._subject = self._make(convention, options)
+        self._convention, self._options = convention, options
+
+    def _record(self, problem: Problem, what: str, subject: Subject | None = None) -> Record:
+        self._advance(what)
+        asked = subject or self._subject
+        assert asked is not None, "a convention comes first"
+        relation = RELATIONS.get(what)
+        numbers = relation.allowed(problem).items() if relation else ()
+        case = Case(
+            problem=problem,
+            question=relation.name if relation else "compare",
+            parameters={name: values[0] for name, values in numbers},
+        )
+        return run_case(asked, case, device=self._device)
+
+
+def _work(problem: Problem) -> int:
+    """Products of a call: what an interpreter's time goes with."""
+    pairs = problem.batch * problem.heads * problem.query * problem.kv
+    return pairs * (problem.head_dim + problem.value_dim)
+
+
+def _of_lse(record: Record) -> bool:
+    judgement = record.judgement
+    return bool(judgement and judgement.worst and judgement.worst.tensor == "lse")
+
+
+Comments = dict[str, list[str]]
+
+_USUAL_PROMISES = ("repeat", "hidden")
+_ELSEWHERE = ("lengths", "batch", "strides")  # no field of their own
+_MOST = 90  # characters of a reason in a comment
+_LISTS = ("dtypes", "head_dims", "masks", "scores")
+_CAUSAL_of_proposal = ("causal", "causal_bottom_right")
+_FLAGS = ("gqa", "rectangular", "scale")
+
+
+def propose_table(probed: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
+    """The table of what was found, and the lines to stand above its fields.
+
+    Args:
+        probed: What was tried; it must take something.
+        entry: How the table is to name the kernel.
+    """
+    fields: dict[str, Any] = {"entry": entry, "convention": probed.convention or None}
+    comments: Comments = {}
+    for name in (*_LISTS, *_FLAGS):
+        tried = [one for one in probed.tried if one.aspect == name]
+        fields[name] = _listed(name, tried) if name in _LISTS else _flag(tried)
+        comments[name] = [*_faults(tried), *(_mixed(tried) if name in _FLAGS else ())]
+    fields["override"] = _overrides(probed, fields)
+    fields["length_multiple"] = _multiple(probed)
+    fields |= _of_the_convention(probed)
+    fields["promises"], comments["promises"] = _promises(probed)
+    elsewhere = [one for one in probed.tried if one.aspect in _ELSEWHERE]
+    comments["convention"] = _faults(elsewhere)
+    comments["causal"] = _faults(one for one in probed.tried if one.aspect == "causal")
+    comments["empty_row"] = _faults(one for one in probed.tried if one.aspect == "empty_row")
+    return Capabilities(**fields), comments
+
+
+def _answers(one: TrialResult) -> bool:
+    return one.verdict in {"takes", "wrong"}
+
+
+def _listed(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
+    """What gives an answer; ``any`` where everything that was tried does."""
+    names = [one.what for one in tried if _answers(one)]
+    if name == "head_dims":
+        known = {"/".join(map(str, d)) if isinstance(d, tuple) else str(d): d for d in HEAD_DIMS}
+        return ANY if len(names) == len(tried) else tuple(known[each] for each in names)
+    if name != "dtypes" and len(names) == len(tried):
+        return (ANY,)
+    return tuple(names)
+
+
+def _flag(tried: Sequence[TrialResult]) -> bool | None:
+    """None where it takes a part: then it may refuse the others."""
+    taken = {_answers(one) for one in tried}
+    return taken.pop() if len(taken) == 1 else None
+
+
+def _mixed(tried: Sequence[TrialResult]) -> list[str]:
+    if _flag(tried) is not None or not tried:
+        return []
+    able = ", ".join(one.what for one in tried if _answers(one))
+    return [f"{tried[0].aspect}: takes {able} alone: not declared, so that it may refuse the rest"]
+
+
+def _multiple(probed: DetectedCapabilities) -> int | None:
+    """The least length of which it takes multiples; None where it takes any."""
+    assert probed.base is not None, "it takes something"
+    lengths = {int(one.what): _answers(one) for one in probed.tried if one.aspect == "lengths"}
+    if lengths.get(77, True):
+        return None
+    able = [length for length, answers in lengths.items() if answers and length > 1]
+    return min((*able, probed.base.query))
+
+
+def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
+    """Where the causal mask is taken for equal lengths alone."""
+    tried = [one for one in probed.tried if one.aspect == "causal"]
+    causal = tuple(name for name in _CAUSAL_of_proposal if name in fields["masks"])
+    if not causal or not fields["rectangular"] or any(map(_answers, tried)):
+        return ()
+    return (Override(when=When(mask=causal), rectangular=False),)
+
+
+def _of_the_convention(probed: DetectedCapabilities) -> dict[str, Any]:
+    """LSE and empty rows as they were found."""
+    options = probed.options
+    rows = [one for one in probed.tried if one.aspect == "empty_row"]
+    right = any(one.verdict == "takes" for one in rows)
+    lse: bool | str = options.lse or True if probed.exposes_lse else False
+    return {
+        "lse": lse,
+        "causal": options.causal or None,
+        "empty_row": options.empty_row or ("zero" if right else None),
+    }
+
+
+def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
+    """Those of every kernel that it keeps, where it does not keep all; more are the author's."""
+    tried = [one for one in probed.tried if one.aspect == "promises"]
+    broken = {one.what: one for one in tried if one.verdict != "takes"}
+    kept = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
+    lines = [
+        f"{name} is not promised: {_short(one.reason)}"
+        for name, one in broken.items()
+        if name in _USUAL_PROMISES
+    ]
+    more = [name for name in kept if name not in _USUAL_PROMISES]
+    if more:
+        names = " and ".join(more)
+        lines.append(f"{names} held where it was tried: add what the kernel promises")
+    usual = tuple(name for name in _USUAL_PROMISES if name not in broken)
+    return (None if usual == _USUAL_PROMISES else usual), lines
+
+
+def is_capability(one: TrialResult) -> bool:
+    """Whether it is a thing to take or not: no promise, and not how the kernel is called."""
+    return one.aspect not in {"convention", "lse", "promises"}
+
+
+def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
+    """By verdict and reason; wrong answers by the rule that they break."""
+    groups: dict[tuple[str, str], list[TrialResult]] = {}
+    for one in tried:
+        why = one.reason.partition(":")[0] if one.verdict == "wrong" else one.reason
+        groups.setdefault((one.verdict, why), []).append(one)
+    return list(groups.values())
+
+
+def _faults(tried: Iterable[TrialResult]) -> list[str]:
+    """A line for what was wrong or raised."""
+    said = {
+        "wrong": "wrong, to be mended, refused with a ValueError, or taken out",
+        "raises": "raises, and is left out",
+    }
+    return [
+        f"{', '.join(one.what for one in group)}: {said[group[0].verdict]}: "
+        f"{_short(group[0].reason)}"
+        for group in group_results(tried)
+        if group[0].verdict in said
+    ]
+
+
+def _short(reason: str) -> str:
+    # A comment of TOML has no control characters.
+    line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
+    return line if len(line) <= _MOST else f"{line[: _MOST - 1]}…"

@@ -1,0 +1,57 @@
+"""Copies of kernels' sources in which one text is changed: the planted faults of these tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from attncheck.core.source_files import import_file
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+FLASH2 = ("tile", "gradient_terms", "flash2_backward")
+
+
+def copy_kernels(
+    folder: Path, names: tuple[str, ...], where: str, right: str, wrong: str, more: str = ""
+) -> SimpleNamespace:
+    """Import copies of the kernel modules ``names``, which import each other's copies.
+
+    Args:
+        folder: Gets the copies.
+        names: Below ``attncheck.kernels``, in the order of their imports.
+        where: The one function or class of them that is changed; empty: the one module.
+        right: A text of it.
+        wrong: What stands there instead.
+        more: Text behind the last copy.
+
+    Returns:
+        Each module by its name.
+    """
+    copies: dict[str, ModuleType] = {}
+    changed = 0
+    for name in names:
+        spec = importlib.util.find_spec(f"attncheck.kernels.{name}")
+        assert spec is not None
+        source = Path(str(spec.origin)).read_text()
+        start = re.search(rf"^ *(?:def|class) {where}\b" if where else "^", source, re.MULTILINE)
+        if start is not None:
+            # Two empty lines are behind everything on the top level.
+            end = source.find("\n\n\n", start.start()) if where else len(source)
+            region = source[start.start() : end]
+            assert right in region, right
+            source = source[: start.start()] + region.replace(right, wrong) + source[end:]
+            changed += 1
+        for other in names:
+            source = source.replace(
+                f"attncheck.kernels.{other} ", f"attncheck_file_patched_{other} "
+            )
+        copy = folder / f"patched_{name}.py"
+        copy.write_text(source + (more if name == names[-1] else ""))
+        copies[name] = import_file(copy, "a copy")
+    assert changed == 1, where
+    return SimpleNamespace(**copies)

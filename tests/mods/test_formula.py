@@ -1,0 +1,300 @@
+"""Masks and score mods as text: they compute what the text says, and nothing else is taken."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from attncheck.capabilities import named_kernels
+from attncheck.cases import strategies
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import fp32
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods import formula, library
+from attncheck.mods.index_ranges import check_index_ranges
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.verify.evidence import Evidence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)
+AXES = [
+    torch.arange(size).reshape([-1 if axis == own else 1 for own in range(4)])
+    for axis, size in enumerate((2, 3, 5, 7))
+]
+SHAPE = (2, 3, 5, 7)
+SCORES = torch.linspace(-30.0, 30.0, 210, dtype=torch.float64).reshape(SHAPE)
+
+# Each written again by hand, in Python on whole numbers.
+MASKS: dict[str, Callable[[int, int, int, int], bool]] = {
+    "q_idx >= kv_idx": lambda b, h, i, j: i >= j,
+    "q_idx < kv_idx": lambda b, h, i, j: i < j,
+    "q_idx > 2": lambda b, h, i, j: i > 2,
+    "(b == 1) | (kv_idx != h)": lambda b, h, i, j: b == 1 or j != h,
+    "~(q_idx % 3 <= kv_idx)": lambda b, h, i, j: i % 3 > j,
+    "(q_idx - kv_idx) % 3 == 1": lambda b, h, i, j: (i - j) % 3 == 1,
+    "(q_idx - kv_idx) // 2 == -1": lambda b, h, i, j: i - j in {-1, -2},
+    "(q_idx - kv_idx) % -3 == -1": lambda b, h, i, j: (i - j) % 3 == 2,
+    "(kv_idx - 4) // -2 > -h": lambda b, h, i, j: -((j - 4) / 2) // 1 > -h,
+    "(q_idx <= 3) & (abs(q_idx - kv_idx) < 2)": lambda b, h, i, j: i <= 3 and -2 < i - j < 2,
+    "minimum(q_idx, 3) * 2 >= kv_idx": lambda b, h, i, j: 2 * (i if i < 3 else 3) >= j,
+    "maximum(2, kv_idx) == maximum(q_idx, h)": lambda b, h, i, j: max(2, j) == max(i, h),
+    "-(kv_idx + 2 * 3 - 7) == b - h": lambda b, h, i, j: 1 - j == b - h,
+}
+
+
+def sees(text: str) -> torch.Tensor:
+    """What the mask ``text`` shows, at all indices."""
+    mask = library.build_mask(Spec.of("expression", text=text), DIMENSIONS)
+    return mask(*AXES).expand(SHAPE)
+
+
+def is_as_by_hand(text: str) -> bool:
+    expected = [MASKS[text](*place) for place in np.ndindex(*SHAPE)]
+    return sees(text).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("text", MASKS)
+def test_a_mask_is_what_was_written_by_hand(text: str) -> None:
+    assert is_as_by_hand(text)
+
+
+PLANTED: list[tuple[str, type, Any]] = [
+    ("_COMPARISONS", ast.GtE, ">"),
+    ("_COMPARISONS", ast.Lt, "<="),
+    ("_COMPARISONS", ast.NotEq, "=="),
+    ("_LOGIC", ast.BitAnd, "|"),
+    ("_LOGIC", ast.BitOr, "&"),
+    ("_ARITHMETIC", ast.Mod, ("//", operator.mod)),
+    ("_ARITHMETIC", ast.FloorDiv, ("%", operator.floordiv)),
+    ("_ARITHMETIC", ast.Sub, ("+", operator.sub)),
+]
+
+
+@pytest.mark.parametrize(("table", "of", "other"), PLANTED, ids=lambda v: str(v)[:30])
+def test_a_planted_operator_is_seen(
+    monkeypatch: pytest.MonkeyPatch, forgotten: None, table: str, of: type, other: Any
+) -> None:
+    monkeypatch.setitem(getattr(formula, table), of, other)
+    assert not all(map(is_as_by_hand, MASKS))
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What was read before is read again, and so is what was read with a fault."""
+    formula.mask_formula_code.cache_clear()
+    yield
+    formula.mask_formula_code.cache_clear()
+
+
+# The same operations on arrays of another library: another reading of the same text.
+OTHER = {
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "where": np.where,
+    "abs": np.abs,
+    # The same bits of tanh: what is compared is what it is given.
+    "tanh": lambda x: torch.tanh(torch.from_numpy(np.ascontiguousarray(x))).numpy(),
+}
+ARRAYS = dict(zip(("b", "h", "q_idx", "kv_idx"), (axis.numpy() for axis in AXES), strict=True))
+
+
+@given(spec=strategies.expressions(dimensions=DIMENSIONS))
+@settings(max_examples=25, deadline=None, database=None)
+def test_a_random_mask_is_what_numpy_makes_of_it(spec: Spec) -> None:
+    text = str(spec.values["text"])
+    expected = eval(text, OTHER, ARRAYS)  # noqa: S307  (drawn by our own grammar)
+    assert np.array_equal(sees(text), np.broadcast_to(expected, SHAPE))
+    traced = trace_mask(library.build_mask(spec, DIMENSIONS))
+    assert np.array_equal(traced.evaluate(*AXES).expand(SHAPE), np.broadcast_to(expected, SHAPE))
+    check_index_ranges(traced, DIMENSIONS)
+
+
+@given(spec=strategies.score_expressions())
+@settings(max_examples=25, deadline=None, database=None)
+def test_a_random_score_mod_is_what_numpy_makes_of_it(spec: Spec) -> None:
+    text = str(spec.values["text"])
+    expected = eval(text, OTHER, ARRAYS | {"score": SCORES.numpy()})  # noqa: S307  (as above)
+    mod = library.build_score(spec, DIMENSIONS)
+    assert np.array_equal(mod(SCORES, *AXES).numpy(), expected)
+    traced = trace_score(mod)
+    assert np.array_equal(traced.evaluate(SCORES, *AXES).numpy(), expected)
+    check_index_ranges(traced, DIMENSIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("score + kv_idx * 0.5", Fraction(2**24 + 1, 2)),
+        ("score + 0.1 * kv_idx", float(2**24 + 1) * fp32(0.1)),
+        ("score + where(kv_idx > 3, kv_idx, 0.5)", 2**24 + 1),
+        ("score + maximum(kv_idx, 0.5)", 2**24 + 1),
+        ("score + where(kv_idx > 3, 0.1, 1)", fp32(0.1)),
+        ("score + (kv_idx - 1) / 3", 2**24 / 3.0),
+        ("score + 0.1 * 3", fp32(fp32(0.1) * 3)),
+        ("score + 16777217 * 1.0", 2**24),  # a real number, of fp32
+    ],
+)
+def test_arithmetic_is_in_the_dtype_of_the_score(text: str, value: Fraction | float) -> None:
+    """In float64 no index is rounded to fp32, and constants are the kernel's."""
+    mod = formula.formula_score(text, Dimensions(batch=1, heads=1, query=1, kv=2**24 + 2))
+    zero = torch.zeros(1, dtype=torch.int64)
+    found = mod(torch.zeros(1, dtype=torch.float64), zero, zero, zero, zero + 2**24 + 1)
+    assert found.dtype is torch.float64
+    assert found.item() == value
+
+
+@pytest.mark.parametrize("width", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_score_mod_keeps_the_dtype_of_the_score(width: torch.dtype, dtype: torch.dtype) -> None:
+    mod = formula.formula_score("where(h == 1, 2, 0.5) * kv_idx / 3 + score", DIMENSIONS)
+    assert mod(SCORES.to(dtype), *(axis.to(width) for axis in AXES)).dtype is dtype
+
+
+MAY_BE = "there are + - * // % - abs, comparisons, & | ~, minimum, maximum, in scores / tanh where."
+JOINED = "join comparisons, as (b < h) & (h < 3)."
+DIVISOR = "a divisor is a number other than 0."
+COMPUTES = "computes with a truth value: compare, join, or choose with those."
+BAD_MASKS = {
+    "q_idx": "gives a whole number: a mask compares, as in q_idx >= kv_idx.",
+    "q_idx % h < 3": f"column 1: `q_idx % h` divides by h: {DIVISOR}",
+    "b + q_idx // 0 < 3": f"column 5: `q_idx // 0` divides by 0: {DIVISOR}",
+    "q_idx / 2 < 3": "column 1: `q_idx / 2` is a real number: in a mask divide with //, which "
+    "rounds down.",
+    "1 < 2": "column 1: `1 < 2` compares two numbers: compare an index, or leave it out.",
+    "b >= h & h > 2": f"column 1: `b >= h & h > 2` compares twice: {JOINED}",
+    "(b < h) & h": f"column 1: `(b < h) & h` takes a number for a truth value: {JOINED}",
+    "~b": f"column 1: `~b` takes a number for a truth value: {JOINED}",
+    "(b < h) + 1 > 0": f"column 1: `(b < h) + 1` {COMPUTES}",
+    "-(b < h)": f"column 1: `-(b < h)` {COMPUTES}",
+    "b == (b < h)": f"column 1: `b == (b < h)` {COMPUTES}",
+    "row < 3": "column 1: `row` is not known: choose from b, h, q_idx, kv_idx.",
+    "b < 2.5": "column 5: `2.5` is no number of it: write whole numbers.",
+    "b < True": "column 5: `True` is no number of it: write whole numbers.",
+    "score < b": "column 1: `score` is not known: choose from b, h, q_idx, kv_idx.",
+    "where(b < h, b, h) < 3": "column 1: `where` is no function of it: choose from abs, minimum, "
+    "maximum.",
+    "abs(b, h) < 3": "column 1: `abs(b, h)` has other arguments: abs takes 1, without names.",
+    "minimum(b, x=h) < 3": "column 1: `minimum(b, x=h)` has other arguments: minimum takes 2, "
+    "without names.",
+    "q_idx and b": f"column 1: `q_idx and b` is not in the vocabulary: {MAY_BE}",
+    "not q_idx": f"column 1: `not q_idx` is not in the vocabulary: {MAY_BE}",
+    "b ** 2 < 3": f"column 1: `b ** 2` is not in the vocabulary: {MAY_BE}",
+    "b is h": f"column 1: `b is h` is not in the vocabulary: {MAY_BE}",
+    "[b][0] < 1": f"column 1: `[b][0]` is not in the vocabulary: {MAY_BE}",
+    "__import__('os') < 1": "column 1: `__import__` is no function of it: choose from abs, "
+    "minimum, maximum.",
+    "b.__class__ == h": f"column 1: `b.__class__` is not in the vocabulary: {MAY_BE}",
+    "b <": "is no expression: write one, as q_idx >= kv_idx.",
+    "(" * 100 + "b": "is no expression: write one, as q_idx >= kv_idx.",
+    "-" * 60 + "b < 3": "is nested deeper than 24 operations.",
+    "q_idx * 999999999 < 3": "column 1: `q_idx * 999999999` may be 3999999996: whole numbers are "
+    "of 32 bits in kernels.",
+    "b < 4294967296": "column 5: `4294967296` may be 4294967296: whole numbers are of 32 bits in "
+    "kernels.",
+    "b < 2147483647 * 2": "column 5: `2147483647 * 2` may be 4294967294: whole numbers are of 32 "
+    "bits in kernels.",
+}
+BAD_SCORES = {
+    "kv_idx": "does not read score: a score mod begins with it, as in score + kv_idx.",
+    "score > 3": "gives a truth value: a score mod gives a number, as in score * 0.5.",
+    "score / 0": f"column 1: `score / 0` divides by 0: {DIVISOR}",
+    "score / 1e-60": f"column 1: `score / 1e-60` divides by 1e-60: {DIVISOR}",
+    "score / kv_idx": f"column 1: `score / kv_idx` divides by kv_idx: {DIVISOR}",
+    "score // 2": "column 1: `score // 2` takes // of a real number: // is for whole ones.",
+    "score * 1e39": "column 9: `1e+39` is 1e+39: a number is one that fp32 holds.",
+    "score * tanh(2)": "column 9: `tanh(2)` is a number: write it as one.",
+    "where(b, score, 1)": f"column 1: `where(b, score, 1)` takes a number for a truth value: "
+    f"{JOINED}",
+    "score * 2j": "column 9: `2j` is no number of it: write whole and real numbers.",
+    "exp(score)": "column 1: `exp` is no function of it: choose from abs, minimum, maximum, tanh, "
+    "where.",
+}
+
+
+@pytest.mark.parametrize("text", BAD_MASKS)
+def test_a_bad_mask_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        library.check_mask(Spec.of("expression", text=text), DIMENSIONS)
+    assert str(caught.value) == f"expression.text={text!r}: {BAD_MASKS[text]}"
+
+
+@pytest.mark.parametrize("text", BAD_SCORES)
+def test_a_bad_score_mod_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        library.check_score(Spec.of("expression", text=text), DIMENSIONS)
+    assert str(caught.value) == f"expression.text={text!r}: {BAD_SCORES[text]}"
+
+
+@pytest.mark.parametrize("text", [3, "", " b < h", "b < h ", "b <\nh", "b < é", "b" * 201, (1,)])
+def test_a_text_is_one_short_line(text: Any) -> None:
+    with pytest.raises(ProblemError, match="must be one line of at most 200 ASCII") as caught:
+        library.check_mask(Spec.of("expression", text=text), DIMENSIONS)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 350
+
+
+def test_what_fits_depends_on_the_lengths() -> None:
+    cubed = Spec.of("expression", text="q_idx * q_idx * q_idx >= kv_idx")
+    library.check_mask(cubed, Dimensions(batch=1, heads=1, query=1291, kv=9))
+    with pytest.raises(ProblemError, match="may be 2151685171: whole numbers are of 32 bits"):
+        library.check_mask(cubed, Dimensions(batch=1, heads=1, query=1292, kv=9))
+
+
+@pytest.mark.parametrize(
+    "text", ["abs(q_idx - kv_idx) * 536870911 >= 0", "(q_idx - 4) * (kv_idx - 6) * 89478485 > 0"]
+)
+def test_ranges_are_those_of_every_corner(text: str) -> None:
+    """Just within 32 bits at the corners of (5, 5), and beyond at those of (11, 11)."""
+    spec = Spec.of("expression", text=text)
+    library.check_mask(spec, Dimensions(batch=1, heads=1, query=5, kv=5))
+    with pytest.raises(ProblemError, match="32 bits"):
+        library.check_mask(spec, Dimensions(batch=1, heads=1, query=11, kv=11))
+
+
+def test_json_and_words() -> None:
+    mask = Spec.of("expression", text="q_idx % 3 <= kv_idx")
+    halved = Spec.of("chain", Spec.of("alibi"), Spec.of("expression", text="score * 0.5"))
+    problem = Problem(query=5, head_dim=4, mask=mask, score=halved)
+    assert str(problem) == (
+        "bf16 expression(q_idx%3<=kv_idx) chain(alibi, expression(score*0.5)) "
+        "B1 H1 Q5 K5 D4 normal seed 0"
+    )
+    assert mask.to_json() == {"name": "expression", "text": "q_idx % 3 <= kv_idx"}
+    again = Problem.from_json(problem.to_json())
+    assert again == problem
+    assert again.id == problem.id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "score + 0.1 * (kv_idx % 3)",
+        "where(q_idx % 2 == 0, score, -score * 0.5)",
+        "tanh(maximum(score, -2) / 8) * 8",
+        "minimum(score, kv_idx / 3) - abs(score) * 0.25",
+    ],
+)
+def test_a_score_mod_is_tested_not_waved_through(text: str) -> None:
+    """The judge knows every operation: nothing is allowed to be infinitely wrong."""
+    problem = Problem(
+        query=9,
+        kv=17,
+        head_dim=16,
+        mask=Spec.of("expression", text="q_idx % 5 <= kv_idx"),
+        score=Spec.of("expression", text=text),
+    )
+    subject = named_kernels.subject_named("triton-flash2")
+    allowed = Evidence(Case(problem=problem), "cpu").allowance(subject.arithmetic(problem, "cpu"))
+    assert bool(torch.isfinite(allowed.out).all())
+    assert bool(torch.isfinite(allowed.lse).all())
+    assert allowed.jumps == 0
