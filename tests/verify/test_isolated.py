@@ -21,11 +21,11 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
-from attncheck.verify.run_case import new_record, run_case
-from attncheck.workers.worker_main import serve
 from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.run_case import new_record, run_case
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
+from attncheck.workers.worker_main import serve
 
 FILE = Path(planted.__file__)
 SIZES = {"heads": 2, "kv_heads": 1, "query": 6, "kv": 9, "head_dim": 8}
@@ -135,7 +135,7 @@ def test_a_death_while_it_is_asked_for_launches_is_a_crash(host):
 
 @pytest.mark.parametrize(("limit", "value"), [("_MOST_CASES", 1), ("_MOST_GROWTH", -(1 << 50))])
 def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypatch):
-    monkeypatch.setattr(f"attncheck.workers.process.{limit}", value)
+    monkeypatch.setattr(f"attncheck.verify.remote_kernel.{limit}", value)
     case = Case(problem=SMALL)
     record = run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
     assert record.status == "pass"

@@ -10,8 +10,8 @@ from tests.verify import planted_processes as planted
 
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.isolated import IsolatedKernel
-from attncheck.verify.run_case import run_case
 from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.run_case import run_case
 
 FILE = Path(planted.__file__)
 DEADLINES = Deadlines(call=2.0, close=5.0)

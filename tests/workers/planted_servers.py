@@ -1,4 +1,4 @@
-"""Servers of workers that end, hang, print or leave daemons, for tests of the process around them."""
+"""A server that ends, hangs, prints or leaves daemons, for tests of the process around it."""
 
 from __future__ import annotations
 

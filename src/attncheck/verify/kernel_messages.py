@@ -200,6 +200,7 @@ def _read(kind: Any, words: Any) -> Any:
 
 
 def check_description(words: Any) -> dict[str, Any]:
+    """Return the description of a kernel that came; raises HostError for what is none."""
     names = {"name": str, "summary": str, "promises": list, **dict.fromkeys(_FLAGS, bool)}
     if not isinstance(words, dict) or set(words) != set(names):
         raise HostError("what came is no description of a kernel.")

@@ -40,6 +40,7 @@ _PIPE = 1 << 20  # bytes that a pipe may hold
 _PERIOD = 0.1  # seconds between two looks at whether a silent process is still there
 _PAUSE = 0.02  # seconds between two looks at whether one that is to end has ended
 _LAST_LINES = 3  # of standard error, which a message ends with
+_LONGEST_LINE = 300  # characters
 
 # The worker finds modules where this process does, and not in the folder that it is in.
 _CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import main; main()"
@@ -96,7 +97,7 @@ class Tail:
     def lines(self, count: int) -> str:
         """Return its last ``count`` lines that say something, harmless and in one."""
         said = [line for line in map(one_line, self.text.splitlines()) if line]
-        return " | ".join(said[-count:])
+        return " | ".join(line[-_LONGEST_LINE:] for line in said[-count:])
 
 
 class Worker:
@@ -247,9 +248,12 @@ class Worker:
         _, fatal, dump = self.stderr.text.rpartition("Fatal Python error: ")
         if not fatal:
             return self.stderr.lines(_LAST_LINES)
-        lines = [one_line(line) for line in dump.splitlines()]
+        what = one_line(dump.partition("\n")[0])
+        # Other threads, such as the one that listens to us, are dumped before it.
+        at_fault = dump.rpartition("Current thread ")[2]
+        lines = [one_line(line) for line in at_fault.splitlines()]
         places = [line for line in lines if line.startswith("File ")]
-        return ", ".join([lines[0], *places[:1]])
+        return ", ".join([what, *places[:1]])
 
     def _wait(self, *, writing: bool) -> None:
         """Return when the pipe is ready; all the while take in what the process prints."""
