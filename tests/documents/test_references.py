@@ -143,7 +143,7 @@ def test_tables_name_everything_there_is():
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
     from attncheck.relations import RELATIONS
-    from attncheck.reporting.rows import COLUMNS
+    from attncheck.reporting.measurement_document import COLUMNS
 
     def names(document, heading):
         return [name for row in rows(document, heading) for name in code_in(row[0])]
@@ -187,10 +187,10 @@ def test_the_table_of_examples_says_what_was_measured():
 
 
 def test_the_check_page_names_its_questions_and_conventions():
-    from attncheck.cases.check_questions import questions
+    from attncheck.cases.check_cases import check_cases
     from attncheck.conventions.declarations import CONVENTIONS
 
-    compared = {q.name: q.summary for q in questions("bf16") if q.case.question == "compare"}
+    compared = {q.name: q.summary for q in check_cases("bf16") if q.case.question == "compare"}
     shown = rows("docs/check.md", "layout") + rows("docs/check.md", "numbers")
     assert {code_in(name)[0]: summary for name, summary in shown} == compared
     assert [code_in(row[0])[0] for row in rows("docs/check.md", "convention")] == list(CONVENTIONS)
@@ -237,7 +237,7 @@ def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
     from attncheck.capabilities.named_kernels import subject_named
     from attncheck.inputs.problem import Case, Problem
     from attncheck.mods.spec import Spec
-    from attncheck.reporting.figures import ratio
+    from attncheck.reporting.number_text import ratio
     from attncheck.verify.evidence import Evidence
     from attncheck.verify.run_case import run_case
 

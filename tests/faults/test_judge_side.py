@@ -262,7 +262,7 @@ def test_a_parameter_silently_off(monkeypatch):
     assert absent_values() == {("score", "softcap")}
     row = PLAIN | {"score": "softcap"}
     # A plan does not count the pairs of what was dropped as asked.
-    had = covering.values_of(row, without_softcap(row, "small", 0), "small")
+    had = covering.row_values(row, without_softcap(row, "small", 0), "small")
     assert had == row | {"score": None}
 
 

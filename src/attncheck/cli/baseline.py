@@ -98,19 +98,18 @@ def diff(
     """
     from attncheck.cli.as_typed import as_typed
     from attncheck.cli.measurements import measured, path_of
-    from attncheck.core.errors import UnknownName
-    from attncheck.reporting import baseline_pages
+    from attncheck.records.run_reports import BaselineComparison
+    from attncheck.reporting import rendering
 
-    if fmt not in baseline_pages.FORMATS:
-        raise UnknownName("format", fmt, baseline_pages.FORMATS)
+    rendering.check_format(fmt)
     path = path_of(file)
     found = measured(sources)
     changes = _chosen(_changes(path, found), kernels, cases)
-    report = baseline_pages.Beside(
+    report = BaselineComparison(
         command=as_typed(), baseline=path.name, problems=found.problems, changes=changes
     )
     with standard_output():
-        baseline_pages.show(report, fmt)
+        rendering.show(report, fmt)
     bad = {"worse", "better", "gone"} if strict else {"worse"}
     return int(any(change.standing in bad for change in changes))
 
@@ -153,7 +152,7 @@ def accept(
         )
     gone = {(change.kernel, change.case_id) for change in taken if change.standing == "gone"}
     _put(path, _after(path, found, entries, gone, reason.strip(), worse))
-    from attncheck.reporting.baseline_pages import tally
+    from attncheck.reporting.score_documents import tally
 
     with standard_output():
         click.echo(f"{path}: {tally(taken)} taken over")
@@ -221,9 +220,11 @@ def _after(  # what becomes of a baseline
 
 def _wrong(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
     """Kernel, case and status of what cannot be kept."""
-    from attncheck.baseline.comparison import KEPT
+    from attncheck.baseline.comparison import KEPT_STATUSES
 
-    return [(one.kernel, one.case, one.status) for one in entries if one.status not in KEPT]
+    return [
+        (one.kernel, one.case, one.status) for one in entries if one.status not in KEPT_STATUSES
+    ]
 
 
 def _failed(found: Measured) -> list[tuple[str, str, str]]:
@@ -248,8 +249,8 @@ def _refused(wrong: Sequence[tuple[str, str, str]]) -> int:
 
 
 def _put(path: Path, kept: Baseline) -> None:
+    from attncheck.core.files import write_texts
     from attncheck.records.baseline_entries import baseline_text
-    from attncheck.reporting.files import write_texts
 
     files: dict[str, Any] = {path.name: baseline_text(kept)}
     write_texts(files, path.parent, what="the baseline", instead="--baseline")

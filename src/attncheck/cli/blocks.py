@@ -77,7 +77,7 @@ def blocks(  # noqa: PLR0913  # one parameter per option
     in the partial ones.
     """
     from attncheck.mods.spec import Dimensions
-    from attncheck.reporting import block_pages
+    from attncheck.reporting import rendering
     from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -91,4 +91,4 @@ def blocks(  # noqa: PLR0913  # one parameter per option
         done=interrupts.check,
     )
     with standard_output():
-        block_pages.show(report, as_json=as_json)
+        rendering.show(report, "json" if as_json else "table")

@@ -82,7 +82,7 @@ def demo(
     if kernel_file is not None:
         return _copy(Path(kernel_file))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
-    from attncheck.reporting.files import check_names
+    from attncheck.core.files import check_names
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
 
@@ -112,7 +112,7 @@ def source() -> str:
 
 
 def _copy(path: Path) -> int:
-    from attncheck.reporting.files import write_texts
+    from attncheck.core.files import write_texts
 
     write_texts({path.name: source()}, path.parent, what="the kernel", instead="--kernel-file")
     _say(f"Written to {path}. Next: attncheck check {path}::attention", gap=False)
@@ -164,12 +164,12 @@ def _tell(found: Found, device: str) -> None:
     from attncheck.diagnose.reproduce import new_failure
     from attncheck.records.failures import keep_failure
     from attncheck.records.problem_summary import problem_of
-    from attncheck.reporting.diagnosis_text import kept_failure_text, problem_line
+    from attncheck.reporting.diagnosis_text import kept_failure_text
 
     kept = new_failure(found.smallest, kernel=KERNEL, device=device)
     keep_failure(kept)
     if found.after:
-        told = [f"   problem {found.before} fails: {problem_line(problem_of(found.first))}"]
+        told = [f"   problem {found.before} fails: {problem_of(found.first).full_line}"]
         told += [f"   the smallest that does, after {found.after} more:"]
     else:
         told = [f"   problem {found.before} fails:"]
@@ -185,11 +185,10 @@ def _tell(found: Found, device: str) -> None:
 
 def _script(record: Record, identifier: str, device: str) -> Path:
     """Written beside the failure; where it lies."""
+    from attncheck.core.files import write_texts
     from attncheck.inputs.problem import Case
     from attncheck.records.problem_summary import problem_of
-    from attncheck.reporting.diagnosis_text import problem_line
-    from attncheck.reporting.files import write_texts
-    from attncheck.standalone.standalone_script import script
+    from attncheck.standalone.standalone_script import render_script
     from attncheck.subjects.load import load_subject
     from attncheck.verify.question_fit import question_summary
 
@@ -197,10 +196,10 @@ def _script(record: Record, identifier: str, device: str) -> Path:
     case = Case.from_json(record.case)
     facts = {
         "kernel": f"{KERNEL} on {device}",
-        "problem": problem_line(problem_of(record)),
+        "problem": problem_of(record).full_line,
         "asks": question_summary(case.question),
     }
-    text = script(
+    text = render_script(
         load_subject(KERNEL),
         case,
         record,
@@ -229,8 +228,8 @@ def _say_lines(lines: Iterator[str] | list[str]) -> None:
     """Each as it comes: somebody is reading."""
     import sys
 
-    from attncheck.reporting import screen
+    from attncheck.reporting.terminal import print_text
 
     for line in lines:
         with standard_output():
-            screen.put(f"{line}\n", sys.stdout)
+            print_text(f"{line}\n", sys.stdout)

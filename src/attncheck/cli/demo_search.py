@@ -78,25 +78,25 @@ def at_edges(subject: Subject, device: str) -> Found | None:
 
 def _searched(name: str, subject: Subject, device: str, most: int) -> Found | None:
     from attncheck.suite import pytest_options
-    from attncheck.suite.property_session import Asked, UnderTest, cases, search
-    from attncheck.suite.wrong_answers import DoesNotHold
+    from attncheck.suite.property_session import PropertySpec, UnderTest, cases, search_cases
+    from attncheck.suite.wrong_answers import WrongAnswer
 
     pytest_options.register()
     kernel = UnderTest(name, subject, device, dtype=DTYPE, family="full", tier=_tier(most))
-    asked = Asked(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
+    asked = PropertySpec(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
     first: list[tuple[Record, int]] = []
 
     def count_keys(kernel: UnderTest, case: Case) -> None:
         try:
             kernel.must_hold(case)
-        except DoesNotHold as wrong:
+        except WrongAnswer as wrong:
             first.append((wrong.record, kernel.tally.total))
             raise
         kernel.share = 0.0  # draw on, and do not climb to where rounding is largest
 
     try:
-        search(count_keys, kernel, cases(kernel, asked))
-    except DoesNotHold as wrong:
+        search_cases(count_keys, kernel, cases(kernel, asked))
+    except WrongAnswer as wrong:
         record, before = first[0]
         after = kernel.tally.total - before
         return Found(first=record, smallest=wrong.record, before=before, after=after)

@@ -21,16 +21,17 @@ def explain(name: str, cells: Sequence[Cell], subjects: Sequence[Subject], devic
 
     Raises UsageError where ``name`` names none of ``cells``, or several.
     """
-    from attncheck.cases.variants import chosen
+    from attncheck.cases.variants import choose_cell
     from attncheck.inputs.problem import Case
-    from attncheck.reporting.explain import show_explanation
+    from attncheck.reporting.check_document import explanation
+    from attncheck.reporting.rendering import show
     from attncheck.verify.verify import case_subjects, verify
 
     concerned = case_subjects([cell.problem for cell in cells], subjects, device)
-    cell, subject = chosen(name, list(zip(cells, concerned, strict=True)))
+    cell, subject = choose_cell(name, list(zip(cells, concerned, strict=True)))
     asked = [(cell.variant, Case(problem=cell.problem))]
     report = verify(subject, asked, device=device, applicable_only=True, timed=True)
     (record,) = report.records
     with standard_output():
-        show_explanation(record)
+        show(record, document=explanation)
     return report

@@ -47,7 +47,7 @@ def faults(interrupts: Interrupts, /, **options: Any) -> int:
 def _check(asked: FaultsAsked) -> None:
     """Raises UsageError for files that cannot be written, and options that say nothing."""
     from attncheck.core.errors import UsageError
-    from attncheck.reporting.files import check_names
+    from attncheck.core.files import check_names
 
     for each, _ in asked.outputs:
         check_names(Path(each).parent, [Path(each).name], instead="file")

@@ -34,7 +34,7 @@ def own(interrupts: Interrupts, asked: FaultsAsked) -> int:
         UnknownName: for a fault or category that there is not.
     """
     from attncheck.faults.user_suite import UserSuite, check_scorable
-    from attncheck.reporting import own_pages
+    from attncheck.reporting import exit_codes
     from attncheck.workers.worker_pool import WorkerPlace
 
     assert asked.command is not None, "who calls this has one"
@@ -59,8 +59,8 @@ def own(interrupts: Interrupts, asked: FaultsAsked) -> int:
         check=lambda: check_scorable(suite, names, host),
     )
     found = _report(content, these, suite, command=asked.typed)
-    show(interrupts, found, asked.outputs, own_pages)
-    return exit_code(ended, own_pages.exit_code(found))
+    show(interrupts, found, asked.outputs)
+    return exit_code(ended, exit_codes.exit_code(found))
 
 
 def header(suite: UserSuite, these: FaultSelection, *, typed: str) -> dict[str, Any]:

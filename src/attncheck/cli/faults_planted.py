@@ -27,7 +27,7 @@ def planted(interrupts: Interrupts, asked: FaultsAsked) -> int:
         UsageError: for what is not known, or says nothing together.
     """
     from attncheck.faults.score_report import fault_report
-    from attncheck.reporting import fault_pages
+    from attncheck.reporting import exit_codes
 
     device, tier = where(asked)
     file = Path(asked.file).absolute() if asked.file else None
@@ -42,8 +42,8 @@ def planted(interrupts: Interrupts, asked: FaultsAsked) -> int:
         lanes=lanes_of(asked.jobs, device),
     )
     found = fault_report(content, these, command=typed)
-    show(interrupts, found, asked.outputs, fault_pages)
-    return exit_code(ended, fault_pages.exit_code(found))
+    show(interrupts, found, asked.outputs)
+    return exit_code(ended, exit_codes.exit_code(found))
 
 
 def listed(asked: FaultsAsked) -> int:

@@ -70,8 +70,8 @@ def ran(  # one run, said once
         UsageError: for a time or a folder that cannot be.
         JournalError: where the journal holds another run that is not finished.
     """
+    from attncheck.core.files import check_names
     from attncheck.faults.fault_selection import priority
-    from attncheck.reporting.files import check_names
     from attncheck.workers.journal import Journal
     from attncheck.workers.pool import run_units
 

@@ -24,12 +24,12 @@ def sensitive(interrupts: Interrupts, asked: FaultsAsked) -> int:
 
     Raises UnknownName for a fault, dtype or tier that there is not.
     """
-    from attncheck.reporting import sensitivity_pages
+    from attncheck.reporting import exit_codes
 
     device, tier = where(asked)
     seen = _measured(asked, tier=tier, device=device)
-    show(interrupts, seen, asked.outputs, sensitivity_pages)
-    return sensitivity_pages.exit_code(seen)
+    show(interrupts, seen, asked.outputs)
+    return exit_codes.exit_code(seen)
 
 
 def _measured(asked: FaultsAsked, *, tier: str, device: str) -> SensitivityReport:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["fingerprint"]
 
-_EXIT_CODES = {"agrees": 0, "differs": 1, "untested": 5}
-
 
 @click.command(cls=Verb)
 @click.argument("kernel", metavar="KERNEL")
@@ -65,7 +63,7 @@ def fingerprint(  # one parameter per option
     from attncheck.cases.variants import check_measured
     from attncheck.core.errors import UsageError
     from attncheck.core.formats import DTYPES
-    from attncheck.reporting import fingerprint_page
+    from attncheck.reporting.exit_codes import exit_code
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
 
@@ -95,11 +93,11 @@ def fingerprint(  # one parameter per option
             subject, asked, device=device, command=as_typed(argument=kernel), done=done
         )
     _show(report, as_json=as_json)
-    return _EXIT_CODES[fingerprint_page.exit_status(report)]
+    return exit_code(report)
 
 
 def _show(report: FingerprintReport, *, as_json: bool) -> None:
-    from attncheck.reporting import fingerprint_page
+    from attncheck.reporting import rendering
 
     with standard_output():
-        fingerprint_page.show(report, "json" if as_json else "table")
+        rendering.show(report, "json" if as_json else "table")

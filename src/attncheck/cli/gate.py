@@ -152,11 +152,11 @@ def gate(  # noqa: PLR0913  # one parameter per option
     from attncheck.cli.gate_asked import JOURNAL, asked, changed_only, seconds_of
     from attncheck.cli.gate_finish import finished, known_baseline
     from attncheck.cli.gate_run import beside, ran
-    from attncheck.reporting import gate_pages
-    from attncheck.reporting.files import check_names
+    from attncheck.core.files import check_names
+    from attncheck.reporting.rendering import GATE_FORMATS, check_format
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    gate_pages.check_format(fmt)
+    check_format(fmt, GATE_FORMATS)
     seconds = seconds_of(max_time, "--max-time")
     call = seconds_of(timeout, "--timeout") or 0.0
     known = known_baseline(baseline)

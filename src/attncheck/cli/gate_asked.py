@@ -17,7 +17,7 @@ from attncheck.core.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
     from attncheck.gate.choices import Choices
-    from attncheck.gate.sources import Tree
+    from attncheck.gate.sources import CommitTree
     from attncheck.records.baseline_entries import Baseline
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.units import Unit
@@ -61,9 +61,9 @@ def changed_only(
     kernels = _kernels_of(names)
     if ref is None:
         return kernels, ()
-    from attncheck.gate.sources import changed
+    from attncheck.gate.sources import changed_kernels
 
-    found = changed(kernels, ref)
+    found = changed_kernels(kernels, ref)
     return found, tuple(kernel for kernel in kernels if kernel not in found)
 
 
@@ -81,7 +81,7 @@ def asked(  # noqa: PLR0913  # one parameter per option
     timeout: float,
     isolated: bool,
     sanitizer: bool,
-    tree: Tree | None,
+    tree: CommitTree | None,
     baseline: Baseline | None,
     directory: str,
     fresh: bool,
@@ -94,10 +94,10 @@ def asked(  # noqa: PLR0913  # one parameter per option
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, gate_tier_named
     from attncheck.conventions.declarations import convention_named
-    from attncheck.gate.choices import Choices, Held, stages_named
-    from attncheck.gate.gate_report import header
-    from attncheck.gate.plan import describing, replays
-    from attncheck.gate.sources import fingerprint
+    from attncheck.gate.choices import BaselineCases, Choices, parse_stages
+    from attncheck.gate.gate_report import journal_header
+    from attncheck.gate.plan import describe_units, replay_units
+    from attncheck.gate.sources import source_fingerprint
     from attncheck.verify.environment import default_device, require_device
     from attncheck.workers.units import Shard
 
@@ -115,22 +115,22 @@ def asked(  # noqa: PLR0913  # one parameter per option
     options: dict[str, Any] = {
         "tier": chosen.name,
         "seed": seed or 0,
-        "stages": ",".join(stages_named(stages, skipped)),
+        "stages": ",".join(parse_stages(stages, skipped)),
         "dtypes": ",".join(dtypes),
         "isolated": isolated,
         "timeout": timeout,
         "failures": str(Path(FAILURES).absolute()),
         "sanitizer": sanitizer,
         "tree": tree.spelled() if tree else "",
-        "held": Held.of(baseline).spelled() if baseline else "",
+        "held": BaselineCases.of(baseline).spelled() if baseline else "",
     }
     choices = Choices.of(options)
     _check_stages(choices, sanitizer=sanitizer, measures=bool(baseline or tree))
 
-    sources = fingerprint(kernels, (directory, str(Path(FAILURES).parent)))
+    sources = source_fingerprint(kernels, (directory, str(Path(FAILURES).parent)))
 
     def head_of(choices: Choices) -> dict[str, Any]:
-        return header(
+        return journal_header(
             kernels,
             device=device,
             convention=convention,
@@ -145,9 +145,9 @@ def asked(  # noqa: PLR0913  # one parameter per option
         seed = _seed_of(head, there(directory, fresh=fresh))
         choices = Choices.of(options | {"seed": seed})
         head["seed"] = seed
-    units = describing(kernels, device=device, tier=chosen.name, convention=convention)
+    units = describe_units(kernels, device=device, tier=chosen.name, convention=convention)
     if not part:  # else: what failed on this machine is unknown to the other parts
-        units += replays(
+        units += replay_units(
             kernels,
             FAILURES,
             device=device,

@@ -48,26 +48,27 @@ def finished(
     policy: Mapping[str, Any],
 ) -> int:
     """Writes the files, shows the summary; returns the exit code."""
-    from attncheck.reporting import gate_files, gate_pages
+    from attncheck.reporting.gate_verdict import Policy, gate_exit_code
+    from attncheck.reporting.rendering import show, write_gate
 
     report = _reported(content, baseline)
     scripts = {} if ended.why == "interrupted" else scripts_of(report)
     with interrupts.writing(directory):
-        gate_files.write(report, directory, scripts)
+        write_gate(report, directory, scripts)
     with standard_output():
-        gate_pages.show(report, fmt)
+        show(report, fmt)
     if ended.why:
         answered = f"{ended.finished} of {ended.finished + ended.left}"
         click.echo(f"attncheck: {ended.why} at {answered}: the same command goes on.", err=True)
     if ended.why == "interrupted" and ended.at_once:
         return _INTERRUPTED
-    return gate_pages.exit_code(report, **policy)
+    return gate_exit_code(report, Policy(**policy))
 
 
 def _reported(content: JournalContent, baseline: tuple[str, Baseline] | None) -> GateReport:
-    from attncheck.gate.gate_report import report
+    from attncheck.gate.gate_report import build_report
 
-    return report(content, command=typed(content.head.get("kernels", ())), baseline=baseline)
+    return build_report(content, command=typed(content.head.get("kernels", ())), baseline=baseline)
 
 
 def typed(kernels: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from attncheck.core.sanitize_text import one_line
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate.sources import Tree
+    from attncheck.gate.sources import CommitTree
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd
     from attncheck.workers.units import Done
@@ -29,7 +29,7 @@ _OF_THE_FILES = frozenset({"sources", "started", "seed", "typed"})
 @contextmanager
 def beside(
     ref: str | None, kernels: tuple[str, ...], *, cluster: str | None
-) -> Iterator[Tree | None]:
+) -> Iterator[CommitTree | None]:
     """The files of the commit ``ref``, until the end of the block; None where there is none.
 
     Raises:
@@ -38,11 +38,11 @@ def beside(
     if ref is None:
         yield None
         return
-    from attncheck.gate.sources import tree
+    from attncheck.gate.sources import commit_tree
 
     if cluster is not None:
         raise UsageError("--against has the files of the commit here alone: leave --cluster out.")
-    with tree(ref) as found:
+    with commit_tree(ref) as found:
         for kernel in kernels:
             found.kernel(kernel)
         yield found
@@ -127,7 +127,7 @@ def _goes_on(before: JournalContent, this: Asked, directory: str) -> bool:
     if "sources" in differs:
         click.echo(f"attncheck: the kernel has changed since {path}: all is asked anew.", err=True)
         return False
-    from attncheck.gate.sources import differs as changed
+    from attncheck.gate.sources import changed_source as changed
 
     if what := changed(before):
         click.echo(f"attncheck: {one_line(what)} since {path}: all is asked anew.", err=True)

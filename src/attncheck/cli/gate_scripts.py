@@ -21,11 +21,11 @@ _SCRIPTS, _SECONDS = 5, 120
 
 def scripts_of(report: GateReport) -> dict[str, str]:
     """Standalone scripts of the worst failures, each written by a process of its own."""
-    from attncheck.reporting.gate_verdict import failing, policy_of
+    from attncheck.reporting.gate_verdict import failure_groups
 
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for one in failing(report, policy_of(report))[:_SCRIPTS]:
+        for one in failure_groups(report)[:_SCRIPTS]:
             if not one.shown.failure or one.shown.record.status not in {"fail", "error"}:
                 continue
             path = Path(folder) / f"{one.id}.py"

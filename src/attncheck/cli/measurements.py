@@ -57,7 +57,7 @@ def measured(sources: Sequence[str]) -> Measured:
     Raises:
         UsageError: for what is no report of attncheck's, or has nothing for a baseline.
     """
-    from attncheck.baseline.comparison import comparable, measurements
+    from attncheck.baseline.comparison import comparable_entries, measurements
     from attncheck.records.baseline_entries import environment_id
 
     found = Measured()
@@ -67,7 +67,7 @@ def measured(sources: Sequence[str]) -> Measured:
         found.by_record |= environments
         found.answers += answers
         records = list(measurements(answers))
-        kept = comparable(records, environments)
+        kept = comparable_entries(records, environments)
         if not kept:
             raise UsageError(f"{one_line(source)} has nothing for a baseline: {_why(records)}.")
         found.entries |= {key: entry for key, (entry, _) in kept.items()}
@@ -78,11 +78,12 @@ def measured(sources: Sequence[str]) -> Measured:
 
 def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
     """Answers, environments, and whether all was asked."""
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.record import Report
     from attncheck.records.run_reports import Answer
-    from attncheck.reporting.as_json import load
 
     if path.suffix != ".jsonl" and not _of_a_gate(path):
-        records = load(path)
+        records = load_report(path, Report)
         answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
         return answers, records.environments, False
     report = _gate(path)
@@ -91,21 +92,22 @@ def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
 
 def _of_a_gate(path: Path) -> bool:
     from attncheck.core import json_numbers
-    from attncheck.reporting.gate_json import LARGEST
+    from attncheck.records.json_reports import LARGEST_GATE
 
-    data = json_numbers.read_json(path, "report", LARGEST)
+    data = json_numbers.read_json(path, "report", LARGEST_GATE)
     return isinstance(data, dict) and "answers" in data
 
 
 def _gate(path: Path) -> GateReport:
     if path.suffix == ".jsonl":
-        from attncheck.gate.gate_report import report
+        from attncheck.gate.gate_report import build_report
         from attncheck.workers.journal_format import read_journal
 
-        return report(read_journal(path))
-    from attncheck.reporting.gate_json import load
+        return build_report(read_journal(path))
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.run_reports import GateReport
 
-    return load(path)
+    return load_report(path, GateReport)
 
 
 def _problem(record: Record) -> str:

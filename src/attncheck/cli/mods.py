@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
     from attncheck.capabilities.subject import Subject
     from attncheck.mods.spec import Dimensions
-    from attncheck.records.survey_reports import ModReport
 
 __all__ = ["mods"]
 
-FAILED = 1
 DEFAULT_SHAPE = "2x2x40/48"
 
 
@@ -69,14 +67,13 @@ def mods(
     traced.
     """
     from attncheck.cli.progress import progress
-    from attncheck.core.errors import UnknownName
-    from attncheck.reporting import mod_pages
+    from attncheck.reporting import rendering
+    from attncheck.reporting.exit_codes import exit_code
     from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
     from attncheck.verify.environment import default_device, require_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    if fmt not in mod_pages.FORMATS:
-        raise UnknownName("format", fmt, mod_pages.FORMATS)
+    rendering.check_format(fmt)
     device = device or default_device()
     require_device(device)
     dimensions = dimensions_of(shape)
@@ -100,8 +97,8 @@ def mods(
             done=done,
         )
     with standard_output():
-        mod_pages.show(report, fmt)
-    return _exit_code(report)
+        rendering.show(report, fmt)
+    return exit_code(report)
 
 
 def _refuse(
@@ -134,8 +131,3 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
         if not concerns_mods(subject):
             raise UsageError(unconcerned(subject))
     return subjects
-
-
-def _exit_code(report: ModReport) -> int:
-    answers = [answer for record in report.records for answer in record.answers.values()]
-    return FAILED if {a.status for a in answers} - {"equal", "unsupported"} else 0

@@ -11,7 +11,6 @@ from attncheck.cli.standard_output import Verb, standard_output
 
 __all__ = ["oracles"]
 
-FAILED = 1
 DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
 DEFAULT_DTYPE, CERTIFIED_DTYPE = "bf16", "fp32"
 DEFAULT_DIGITS = 50
@@ -97,16 +96,16 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     """
     from attncheck.cli.oracle_reports import certified, measured
     from attncheck.cli.progress import progress
-    from attncheck.core.errors import UnknownName, UsageError
-    from attncheck.reporting import by_format, files
+    from attncheck.core.errors import UsageError
+    from attncheck.reporting import rendering
+    from attncheck.reporting.exit_codes import exit_code
     from attncheck.surveys.oracle_survey import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
 
     if certify and digits is not None:
         raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")
     kind = certified() if certify else measured(digits or DEFAULT_DIGITS)
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    if fmt not in by_format.FORMATS:
-        raise UnknownName("format", fmt, by_format.FORMATS)
+    rendering.check_format(fmt)
     cells = oracle_plan(
         variants=variants,
         distributions=distributions,
@@ -116,7 +115,7 @@ def oracles(  # noqa: PLR0913  # one parameter per option
         default=CERTIFIED_VARIANTS if certify else DEFAULT_VARIANTS,
     )
     if directory is not None:
-        files.check_writable(directory, kind.name)
+        rendering.check_writable(directory, kind.name)
     with progress(len(cells), quiet=quiet) as advance:
 
         def done(what: str) -> None:
@@ -126,9 +125,8 @@ def oracles(  # noqa: PLR0913  # one parameter per option
         named = [(cell.variant, cell.problem) for cell in cells]
         report = kind.make(named, as_typed(), done)
     if directory is not None:
-        texts = {f"{kind.name}.{s}": kind.render(report, s) for s in ("json", "md")}
         with interrupts.writing(directory):
-            files.write_texts(texts, directory)
+            rendering.write_report(report, directory, kind.name, formats=("json", "md"))
     with standard_output():
-        kind.show(report, fmt)
-    return FAILED if kind.failed(report) else 0
+        rendering.show(report, fmt)
+    return exit_code(report)

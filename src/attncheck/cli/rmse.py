@@ -176,9 +176,9 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         return _shown_again(interrupts, sources, fmt, directory, plots)
     if backward:
         refuse_beside("--backward", ("plots",), "gives gradients, which a plot does not show")
-    from attncheck import reporting
     from attncheck.cli.progress import progress
     from attncheck.inputs.problem import Case
+    from attncheck.reporting import rendering
     from attncheck.verify.environment import default_device, require_device
     from attncheck.verify.verify import (
         applicable_subjects,
@@ -212,7 +212,7 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         return _exit_code(explain(explained, cells, subjects, device))
     problems = [cell.problem for cell in cells]
     total = sum(map(len, case_subjects(problems, subjects, device)))
-    reporting.check_writable(directory)
+    rendering.check_writable(directory)
     records = []
     with progress(total, quiet=quiet) as advance:
         cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
@@ -229,22 +229,20 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         command=as_typed(files=_FILES),
     )
     with interrupts.writing(directory):
-        reporting.write(report, directory)
+        rendering.write_report(report, directory, "rmse")
         _draw(report, plots)
     with standard_output():
-        reporting.show(report, fmt)
+        rendering.show(report, fmt)
     return _exit_code(report)
 
 
 def _check(fmt: str, plots: tuple[str, ...]) -> None:
     """Raises UsageError for a format or a plot that cannot be."""
-    from attncheck import reporting
-    from attncheck.core.errors import UnknownName
+    from attncheck.reporting import rendering
 
-    if fmt not in reporting.FORMATS:
-        raise UnknownName("format", fmt, reporting.FORMATS)
+    rendering.check_format(fmt)
     if plots:
-        from attncheck.reporting.plot import check_plots
+        from attncheck.reporting.image_files import check_plots
 
         check_plots(plots)
 
@@ -263,18 +261,20 @@ def _shown_again(
     """
     from pathlib import Path
 
-    from attncheck import reporting
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.record import Report, join_reports
+    from attncheck.reporting import rendering
 
-    report = reporting.joined([reporting.load(Path(source)) for source in sources])
+    report = join_reports([load_report(Path(source), Report) for source in sources])
     if plots:
-        from attncheck.reporting.plot import write_plots
+        from attncheck.reporting.image_files import write_plots
 
         write_plots(report, plots)
     if directory:
         with interrupts.writing(directory):
-            reporting.write(report, directory)
+            rendering.write_report(report, directory, "rmse")
     with standard_output():
-        reporting.show(report, fmt)
+        rendering.show(report, fmt)
     return _exit_code(report)
 
 
@@ -282,7 +282,7 @@ def _draw(report: Report, plots: tuple[str, ...]) -> None:
     """Draw what was measured just now; where that is nothing, say so and no more."""
     if not plots:
         return
-    from attncheck.reporting.plot import measured, write_plots
+    from attncheck.reporting.image_files import measured, write_plots
 
     if measured(report):
         write_plots(report, plots)

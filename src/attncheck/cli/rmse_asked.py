@@ -37,18 +37,18 @@ def cells_of(  # noqa: PLR0913  # one parameter per option
     backward: bool,
 ) -> list[Cell]:
     """What the options ask for: recorded inputs, own mods, or variants."""
-    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan, recorded
+    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan_cells, recorded_cells
     from attncheck.verify.environment import prepare
 
     if recording is not None:
         replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
         refuse_beside("--inputs", replaced)
-        return _asking(recorded(recording, dtypes), backward=backward)
+        return _asking(recorded_cells(recording, dtypes), backward=backward)
     own = mask is not None or score is not None
     if own:
         refuse_beside("--mask or --score", ("variants",))
         prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
-    return plan(
+    return plan_cells(
         dtypes=dtypes or ("bf16",),
         variants=variants,
         own=own_variant(mask, score) if own else None,

@@ -428,7 +428,7 @@ def survey_mods(
         mpmath=metadata.version("mpmath"),
         file=file,
         shape=" ".join(f"{axis}{size}" for axis, size in zip("BHQK", sizes, strict=True)),
-        worlds={"mpmath": "160 bits"} | {s.name: s.summary for s in subjects},
+        backends={"mpmath": "160 bits"} | {s.name: s.summary for s in subjects},
         records=tuple(records),
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from attncheck import oracles
-from attncheck.cases.variants import VARIANTS, Variant, plan
+from attncheck.cases.variants import VARIANTS, Variant, plan_cells
 from attncheck.core.balls import flint_version
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
@@ -123,7 +123,7 @@ def oracle_plan(
         # By name it must exist: the Problem says why it does not.
         must = bool(variants) and (bool(distributions) or not existing)
         for distribution in every if must else existing:
-            cells += plan(
+            cells += plan_cells(
                 dtypes=(dtype,),
                 variants=() if name == SHARP.name else (name,),
                 own=SHARP if name == SHARP.name else None,
