@@ -1,4 +1,4 @@
-"""The table "What it survives" of docs/gate.md, through a gate: after each row a right Case."""
+"""The table "What it survives" of the gate's page, through a gate: after each row a right Case."""
 
 from __future__ import annotations
 
