@@ -16,7 +16,6 @@ from attncheck import oracles
 from attncheck.cases import covering
 from attncheck.conventions.call_tensors import paged_inputs
 from attncheck.core.paged_layout import Paging
-from attncheck.gate import stages
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
@@ -242,7 +241,7 @@ def absent_values():
         (axis, value)
         for axis, each in values.items()
         for value in each
-        if had[axis](stages.problem_of(PLAIN | {axis: value}, "small", 0)) != value
+        if had[axis](covering.row_problem(PLAIN | {axis: value}, "small", 0)) != value
     }
 
 
@@ -252,13 +251,12 @@ def test_a_parameter_silently_off(monkeypatch):
     Shown by each value of each axis is looked for in the problem that is made of it.
     """
     assert absent_values() == set()
-    right = stages.problem_of
+    right = covering.row_problem
 
     def without_softcap(row, shapes, seed):
         return right(row | ({"score": "none"} if row["score"] == "softcap" else {}), shapes, seed)
 
-    for room in (stages, covering):
-        monkeypatch.setattr(room, "problem_of", without_softcap)
+    monkeypatch.setattr(covering, "row_problem", without_softcap)
     assert absent_values() == {("score", "softcap")}
     row = PLAIN | {"score": "softcap"}
     # A plan does not count the pairs of what was dropped as asked.
