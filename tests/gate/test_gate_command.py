@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.cli.gate_asked import asked
-from attncheck.cli.gate_run import ran
+from attncheck.cli.gate import plan_run, run_gate
 from attncheck.core.errors import UsageError
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.gate_worker import GateWorker
@@ -82,7 +81,7 @@ def attncheck_here(monkeypatch):
 
 def this_run(shard="", seed=None, directory="reports/gate", stage="contract"):
     """What ``attncheck gate ideal --tier nightly`` is to do; nothing is done."""
-    return asked(
+    return plan_run(
         ("ideal",),
         tier="nightly",
         device="cpu",
@@ -163,7 +162,7 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch, capsys):
     this = this_run(seed=8, directory=tmp_path)
     how = {"fresh": False, "jobs": 1, "seconds": None, "cluster": None, "first": False}
     with pytest.raises(JournalError, match="holds another run: seed is 7 there and 8 here"):
-        ran(this, directory=str(tmp_path), quiet=True, verbose=False, **how)
+        run_gate(this, directory=str(tmp_path), quiet=True, verbose=False, **how)
     assert "goes on" not in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attncheck.cli.gate_progress import _Count
+from attncheck.cli.gate import _Count
 from attncheck.reporting.gate_document import _pace
 from attncheck.workers.pool import RunEvent
 from attncheck.workers.units import Done, Unit

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.options import typed_command
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 __all__ = ["blocks"]
 
@@ -87,7 +86,7 @@ def blocks(  # noqa: PLR0913  # one parameter per option
         Dimensions(batch=batch, heads=heads, query=query, kv=kv or query),
         wanted,
         mapped=mapped,
-        command=as_typed(argument=mask if "::" in mask else ""),
+        command=typed_command(argument=mask if "::" in mask else ""),
         done=interrupts.check,
     )
     with standard_output():

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import device_option, format_option, out_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.options import (
+    device_option,
+    format_option,
+    out_option,
+    quiet_option,
+    typed_command,
+)
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
@@ -103,7 +107,7 @@ def check(  # noqa: PLR0913  # one parameter per option
     prepare(device)  # before the file's own Triton functions are decorated
     subject = load_subject(spec, convention)
     rendering.check_writable(directory, "check")
-    report = assemble_report([subject], (), device=device, command=as_typed(argument=spec))
+    report = assemble_report([subject], (), device=device, command=typed_command(argument=spec))
     report = _answered(interrupts, report, subject, asked, device, live=fmt == "table", quiet=quiet)
     report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import device_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.options import device_option, quiet_option, typed_command
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.records.survey_reports import FingerprintReport
@@ -90,7 +88,7 @@ def fingerprint(  # one parameter per option
             advance(dtype)
 
         report = survey_arithmetic(
-            subject, asked, device=device, command=as_typed(argument=kernel), done=done
+            subject, asked, device=device, command=typed_command(argument=kernel), done=done
         )
     _show(report, as_json=as_json)
     return exit_code(report)

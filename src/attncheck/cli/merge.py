@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 __all__ = ["merge"]
 

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import device_option, format_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
-from attncheck.cli.subjects import named, unconcerned
+from attncheck.cli.options import (
+    device_option,
+    format_option,
+    load_kernels,
+    not_applicable,
+    quiet_option,
+    typed_command,
+)
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +97,7 @@ def mods(
             file=name,
             dimensions=dimensions,
             device=device,
-            command=as_typed(files={"--kernel"}, argument=file),
+            command=typed_command(files={"--kernel"}, argument=file),
             done=done,
         )
     with standard_output():
@@ -126,8 +130,8 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
     if not kernels:
         subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
         return [subject for subject in subjects if takes_any_mod(subject, device)]
-    subjects = named(kernels)
+    subjects = load_kernels(kernels)
     for subject in subjects:
         if not concerns_mods(subject):
-            raise UsageError(unconcerned(subject))
+            raise UsageError(not_applicable(subject))
     return subjects

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.records.record import Report

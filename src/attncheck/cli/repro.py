@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.options import device_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject

@@ -1,4 +1,4 @@
-"""Every mod of the examples means the same everywhere, and a world that differs is found."""
+"""Every mod of the examples means the same everywhere, and a backend that differs is found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attncheck.mods.mod_files import kind_of_mod, mods_in
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask
 from attncheck.subjects.ideal import Ideal
-from attncheck.surveys.applied_mods import Scores, lse_difference
+from attncheck.surveys.applied_mods import ScoreInputs, lse_interval
 from attncheck.surveys.mod_survey import compare_backends, mpmath_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,21 +80,21 @@ def test_an_example_on_mpmath_numbers(name):
     is_score = kind_of_mod(EXAMPLES[name]) == "score mod"
     found = one(EXAMPLES[name], dimensions=FEW_HEADS if is_score else WHOLE)
     assert found.agree, found
-    assert [world.status for world in found.worlds] == ["equal"]
+    assert [backend.status for backend in found.backends] == ["equal"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_in_kernels(name):
     subjects = [subject_named("flex"), Ideal()]
     found = one(EXAMPLES[name], *subjects)
-    assert [world.status for world in found.worlds] == ["equal"] * 3, found
-    assert {world.compared for world in found.worlds} == {2 * 2 * 6 * 9}
+    assert [backend.status for backend in found.backends] == ["equal"] * 3, found
+    assert {backend.compared for backend in found.backends} == {2 * 2 * 6 * 9}
 
 
 @pytest.mark.parametrize("name", ["morton_neighborhood", "log_buckets", "softcap"])
 def test_an_example_in_our_triton_kernel(name):
     found = one(EXAMPLES[name], subject_named("triton-flash2"))
-    assert [world.status for world in found.worlds] == ["equal"] * 2, found
+    assert [backend.status for backend in found.backends] == ["equal"] * 2, found
 
 
 def test_the_examples_are_many_and_of_both_kinds():
@@ -122,19 +122,19 @@ def test_truncating_division_is_told_apart():
         return torch.div(q - k, 3, rounding_mode="trunc") >= 0
 
     assert mpmath_backend(trace_mask(floors), floors, SMALL).status == "equal"
-    world = mpmath_backend(trace_mask(floors), truncates, SMALL)
-    assert world.status == "different"
-    difference = world.difference
+    backend = mpmath_backend(trace_mask(floors), truncates, SMALL)
+    assert backend.status == "different"
+    difference = backend.difference
     assert difference is not None
     assert (difference.b, difference.h, difference.q_idx, difference.kv_idx) == (0, 0, 0, 1)
     assert (difference.value, difference.low, difference.high) == (1.0, 0.0, 0.0)
-    assert world.differing == 4 * 6 * 2  # the first two keys after the row's own
+    assert backend.differing == 4 * 6 * 2  # the first two keys after the row's own
     assert "(0, 0, 0, 1): 1.0, but should be 0.0" in str(difference)
 
 
 def test_a_mask_one_key_too_wide_is_found():
     found = one(causal, OneKeyTooWide(), Ideal())
-    mpmath, wide, right = found.worlds
+    mpmath, wide, right = found.backends
     assert (mpmath.status, wide.status, right.status) == ("equal", "different", "equal")
     assert wide.differing == 2 * 2 * 6
     assert wide.difference.q_idx + 1 == wide.difference.kv_idx
@@ -147,16 +147,16 @@ def test_a_key_that_is_lost_is_found():
         out[1, 0, 4, 2] = 0.0
         return out
 
-    world = one(causal, Changed(out=lost)).worlds[1]
-    assert (world.status, world.differing) == ("different", 1)
-    at = world.difference
+    backend = one(causal, Changed(out=lost)).backends[1]
+    assert (backend.status, backend.differing) == ("different", 1)
+    at = backend.difference
     assert (at.b, at.h, at.q_idx, at.kv_idx, at.value, at.low) == (1, 0, 4, 2, 0.0, 1.0)
 
 
 def test_nan_in_a_mask_is_no_hidden_key():
-    world = one(causal, Changed(out=lambda out: out * math.nan)).worlds[1]
-    assert world.status == "different"
-    assert math.isnan(world.difference.value)
+    backend = one(causal, Changed(out=lambda out: out * math.nan)).backends[1]
+    assert backend.status == "different"
+    assert math.isnan(backend.difference.value)
 
 
 def test_another_cap_is_found():
@@ -164,8 +164,13 @@ def test_another_cap_is_found():
         return 20.2 * torch.tanh(score / 20.2)
 
     found = one(softcap, Changed(score=other), Changed(score=softcap), Ideal())
-    assert [world.status for world in found.worlds] == ["equal", "different", "equal", "equal"]
-    assert found.worlds[1].difference.low <= found.worlds[1].difference.high
+    assert [backend.status for backend in found.backends] == [
+        "equal",
+        "different",
+        "equal",
+        "equal",
+    ]
+    assert found.backends[1].difference.low <= found.backends[1].difference.high
 
 
 FAULTS = {
@@ -180,7 +185,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_wrong_lse_is_found(fault):
-    assert one(softcap, Changed(lse=fault)).worlds[1].status == "different"
+    assert one(softcap, Changed(lse=fault)).backends[1].status == "different"
 
 
 def test_a_truth_that_depends_on_the_sequence_is_read_there():
@@ -191,20 +196,20 @@ def test_a_truth_that_depends_on_the_sequence_is_read_there():
 def test_a_score_of_minus_infinity_is_equal_where_it_should_be():
     assert one(EXAMPLES["causal_as_score"], Ideal()).agree
     late = one(EXAMPLES["causal_as_score"], Changed(lse=lambda lse: lse.clamp(min=-1e6)))
-    assert late.worlds[1].status == "different"
-    assert late.worlds[1].difference.high == -math.inf
+    assert late.backends[1].status == "different"
+    assert late.backends[1].difference.high == -math.inf
 
 
 def test_what_cannot_be_said_is_neither_equal_nor_different():
     found = one(lambda score, b, h, q_idx, kv_idx: score / kv_idx, Ideal())
-    assert found.worlds[0].status == "unknown"
-    assert "places" in found.worlds[0].reason
+    assert found.backends[0].status == "unknown"
+    assert "places" in found.backends[0].reason
     assert not found.agree
 
 
 def test_a_kernel_without_lse_has_no_score_to_be_read():
-    world = one(softcap, Changed(lse=lambda lse: None)).worlds[1]
-    assert (world.status, world.reason) == (
+    backend = one(softcap, Changed(lse=lambda lse: None)).backends[1]
+    assert (backend.status, backend.reason) == (
         "unsupported",
         "it gives no LSE, from which a score could be read",
     )
@@ -224,7 +229,7 @@ def test_what_a_kernel_refuses_or_raises_is_said():
             return False
 
     found = one(causal, Refuses(), Raises(), Elsewhere())
-    said = [(world.status, world.reason) for world in found.worlds[1:]]
+    said = [(backend.status, backend.reason) for backend in found.backends[1:]]
     assert said == [
         ("unsupported", "not today"),
         ("error", "RuntimeError: broken"),
@@ -247,7 +252,7 @@ def test_a_mod_that_cannot_be_traced_is_a_result():
     assert "decides on a tensor's value" in found[0].reason
     assert "indexes axis 0 of its tensor of shape (3,) with 3 at" in found[1].reason
     assert "does not take" in found[2].reason
-    assert not any(mod.worlds or mod.agree for mod in found)
+    assert not any(mod.backends or mod.agree for mod in found)
 
 
 def test_the_library_is_left_as_it_was():
@@ -266,11 +271,11 @@ def test_more_keys_than_one_value_holds():
     wide = Dimensions(batch=1, heads=1, query=5, kv=130)
     found = one(lambda b, h, q_idx, kv_idx: (kv_idx - q_idx) % 7 == 0, Ideal(), dimensions=wide)
     assert found.agree
-    assert found.worlds[1].compared == 5 * 130
+    assert found.backends[1].compared == 5 * 130
 
 
 def test_the_drawn_scores_are_exact_in_fp32_and_spread():
-    drawn = Scores.drawn(SMALL)
+    drawn = ScoreInputs.draw(SMALL)
     again = drawn.q.float() @ drawn.k.float().mT
     assert torch.equal(again.double(), drawn.scores)
     assert torch.equal((drawn.scores * 16).round(), drawn.scores * 16)
@@ -279,7 +284,7 @@ def test_the_drawn_scores_are_exact_in_fp32_and_spread():
 
 def test_the_lse_of_a_score_is_a_few_units_wide():
     one_score = Interval.of(torch.tensor([8.0]).double().numpy())
-    low, high = lse_difference(one_score).bounds()
+    low, high = lse_interval(one_score).bounds()
     u = FORMATS["fp32"].unit_roundoff
     assert low < 8.0 < high
     assert high - low < 2 * (8.0 * 7 + 12 + 1) * u
@@ -296,7 +301,7 @@ def test_a_mod_that_would_end_the_process_is_a_result():
 
     assert "it raised SystemExit: 0" in one(leaves).reason
     found = one(leaves_late)
-    assert [(w.status, w.reason) for w in found.worlds] == [("error", "SystemExit: 0")]
+    assert [(w.status, w.reason) for w in found.backends] == [("error", "SystemExit: 0")]
     assert not found.agree
 
 
@@ -310,7 +315,7 @@ def test_whole_numbers_that_kernels_compute_otherwise_are_a_result():
     for mod, says in ((grows, "in 32 bits"), (divides, "by 0 at (b, h, q_idx, kv_idx) =")):
         found = one(mod)
         assert says in found.reason
-        assert (found.worlds, found.agree) == ((), False)
+        assert (found.backends, found.agree) == ((), False)
 
 
 def test_a_captured_parameter_is_a_tensor_like_any():
@@ -324,7 +329,7 @@ def test_a_captured_parameter_is_a_tensor_like_any():
 
     for mod in (bias, shown):
         found = one(mod, subject_named("flex"), Ideal())
-        assert [world.status for world in found.worlds] == ["equal"] * 3, found
+        assert [backend.status for backend in found.backends] == ["equal"] * 3, found
 
 
 def test_a_table_in_float64_that_fp32_holds_is_a_tensor_like_any():
@@ -334,4 +339,4 @@ def test_a_table_in_float64_that_fp32_holds_is_a_tensor_like_any():
         return score + table[kv_idx]
 
     found = one(bias, subject_named("flex"))
-    assert [world.status for world in found.worlds] == ["equal"] * 2, found
+    assert [backend.status for backend in found.backends] == ["equal"] * 2, found

@@ -15,8 +15,8 @@ from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.surveys import oracle_survey
-from attncheck.surveys.oracle_survey import certify_oracles
+from attncheck.surveys import oracle_certificates
+from attncheck.surveys.oracle_certificates import certify_oracles
 
 SMALL = Problem(heads=2, kv_heads=1, query=6, kv=5, head_dim=4, value_dim=3, dtype="fp32")
 
@@ -45,12 +45,12 @@ def test_what_is_assumed_of_the_truth_is_never_less_than_what_is_proven(
     name, distribution, dtype, monkeypatch
 ):
     """The a-priori bound of float64 against the exact result: a proof against a proof."""
-    monkeypatch.setattr(oracle_survey, "_others", lambda inputs: {})
+    monkeypatch.setattr(oracle_certificates, "_dense_oracles", lambda inputs: {})
     record = truth_of(of_variant(name, "1x2/1x23/30x20/7", dtype=dtype, distribution=distribution))
     assert record.within_a_priori, record
     assert record.out.a_priori > 0
     assert record.lse.a_priori > 0
-    assert record.holds(oracle_survey.PROVEN)
+    assert record.holds(oracle_certificates.PROVEN)
     assert record.proven_rows == record.rows
     assert not record.out.unproven
     assert not record.lse.unproven
@@ -80,7 +80,7 @@ def test_a_truth_that_is_off_by_1e_12_is_beyond_what_is_assumed_of_it(moved, par
     moved(part, at, 1e-12)
     record = truth_of(SMALL)
     assert not record.within_a_priori
-    assert record.holds(oracle_survey.PROVEN)
+    assert record.holds(oracle_certificates.PROVEN)
     found = getattr(record, part)
     assert found.error > 0.99e-12  # what it was off by before is below 1 % of that
     assert found.share == found.error / found.allowance
@@ -93,8 +93,8 @@ def test_a_truth_that_is_off_by_a_hundredth_of_the_allowance_does_not_hold(moved
     allowance = getattr(truth_of(SMALL), part).allowance
     moved(part, at, 100 * allowance)
     record = truth_of(SMALL)
-    assert not record.holds(oracle_survey.PROVEN)
-    assert getattr(record, part).share > oracle_survey.PROVEN
+    assert not record.holds(oracle_certificates.PROVEN)
+    assert getattr(record, part).share > oracle_certificates.PROVEN
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -103,18 +103,18 @@ def test_what_is_not_finite_is_counted_and_does_not_hold(moved, value):
     record = truth_of(SMALL)
     assert (record.out.unproven, record.out.elements) == (1, 35)
     assert record.lse.unproven == 0
-    assert not record.holds(oracle_survey.PROVEN)
+    assert not record.holds(oracle_certificates.PROVEN)
 
 
 def test_a_row_without_keys_must_be_exactly_zero(moved):
     problem = SMALL.replace(mask=Spec.of("sliding_window", window=1), kv=4, query=6)
     right = truth_of(problem)
-    assert right.holds(oracle_survey.PROVEN)
+    assert right.holds(oracle_certificates.PROVEN)
     moved("out", (0, 0, 5, 1), 1e-300)
     wrong = truth_of(problem)
     assert wrong.out.allowance == 0
     assert wrong.out.at.query == 5
-    assert not wrong.holds(oracle_survey.PROVEN)
+    assert not wrong.holds(oracle_certificates.PROVEN)
 
 
 def test_all_oracles_have_a_certificate_and_the_naive_one_is_not_proven_where_it_overflows():
@@ -156,12 +156,12 @@ def test_a_jump_of_a_score_mod_leaves_rows_without_an_allowance_or_within_it(mon
         out[:, 2], lse[:, 2] = torch.inf, torch.inf
         return out, lse
 
-    real = oracle_survey.row_bounds
-    monkeypatch.setattr(oracle_survey, "row_bounds", bounds)
+    real = oracle_certificates.row_bounds
+    monkeypatch.setattr(oracle_certificates, "row_bounds", bounds)
     record = truth_of(SMALL)
     assert (record.out.unbounded, record.out.elements) == (6, 30)
     assert (record.lse.unbounded, record.lse.elements) == (2, 10)
-    assert record.holds(oracle_survey.PROVEN)
+    assert record.holds(oracle_certificates.PROVEN)
 
 
 def test_what_would_take_hours_and_nothing_at_all_are_refused():

@@ -1,4 +1,4 @@
-"""Canvases, pairs of documents, later rows and drawn biases mean the same in every world."""
+"""Canvases, pairs of documents, later rows and drawn biases mean the same in every backend."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ every_mod = pytest.mark.parametrize(
 def test_all_worlds_agree(spec, build, trace) -> None:
     kernels = [Ideal(), subject_named("flex"), subject_named("triton-flash2")]
     (found,) = compare_backends({"mod": build(spec, SMALL)}, kernels, dimensions=SMALL)
-    assert [world.status for world in found.worlds] == ["equal"] * 4, found
-    assert {world.compared for world in found.worlds} == {2 * 2 * 14 * 17}
+    assert [backend.status for backend in found.backends] == ["equal"] * 4, found
+    assert {backend.compared for backend in found.backends} == {2 * 2 * 14 * 17}
 
 
 @every_mod
