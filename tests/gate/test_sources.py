@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attncheck.cli.gate_run import _goes_on
+from attncheck.cli.gate import _goes_on
 from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
