@@ -102,7 +102,7 @@ def capture(
 
 
 class _Modules:
-    """Which module of a model is running, by hooks while in its ``with``."""
+    """Names of the running modules of a model, by hooks while in its ``with``."""
 
     def __init__(self, model: nn.Module | None) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -253,7 +253,7 @@ def _recorded_call(name: str, given: _Arguments, out: Tensor) -> tuple[Call, dic
         raise _Unfit(f"{out.dtype} is not one of {', '.join(DTYPES)}")
     other_shapes = f"shapes {shapes} are not those of (batch, heads, length, dim)"
     try:
-        q, k, v, mask = _four_axes(*tensors[:3], mask, gqa=given.enable_gqa)
+        q, k, v, mask = _four_axes(given.query, given.key, given.value, mask, gqa=given.enable_gqa)
     except RuntimeError:
         raise _Unfit(other_shapes) from None
     call = Call(
@@ -385,7 +385,7 @@ def _write(path: Path, recorder: _Recorder) -> None:
 
 
 def _draft(path: Path) -> Path:
-    """Where the file is written before it takes its name."""
+    """Path of the file before it takes its name."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
