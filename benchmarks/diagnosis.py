@@ -16,8 +16,8 @@ from pathlib import Path
 from attncheck.faults.catalogue import FAULTS, fault_named
 from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import Known, describing, priority
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units, priority
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 
 LONGEST = 60.0
@@ -58,7 +58,7 @@ def one(fault, host, folder, device, *, shrink):
     kernel = plant(fault, host, folder)
     dtype, start = fault.hosts[host].dtypes[0], time.perf_counter()
     choices = Choices.of({"tier": "smoke", "isolated": False, "dtypes": dtype})
-    gate, queue, seen = Gate(choices, Known(())), [], set()
+    gate, queue, seen = GateWorker(choices, KnownFailures(())), [], set()
 
     def add(units):
         for unit in units:
@@ -66,7 +66,7 @@ def one(fault, host, folder, device, *, shrink):
                 seen.add(unit.id)
                 heapq.heappush(queue, (priority(unit), len(seen), unit))
 
-    add(describing([kernel], device=device, tier="smoke", convention=""))
+    add(describe_units([kernel], device=device, tier="smoke", convention=""))
     while queue and time.perf_counter() < start + LONGEST:
         *_, unit = heapq.heappop(queue)
         done = gate.do(unit)

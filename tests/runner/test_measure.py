@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attncheck.capabilities.subject import Subject
-from attncheck.cases.variants import Cell, plan
+from attncheck.cases.variants import Cell, plan_cells
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
@@ -35,7 +35,7 @@ class Rows(Subject):
 
 
 def cells(*variants):
-    return plan(
+    return plan_cells(
         dtypes=["fp32"],
         variants=variants,
         shapes=["1x2x5x4"],

@@ -89,17 +89,18 @@ def _(call: ExactAttention) -> Iterator[Rows]:
 
 
 def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
-    parts = [spec for spec in problem.mask.walk() if spec.name == "padding"]
-    if not parts:
+    parts = {spec.name: spec for spec in problem.mask.walk()}
+    if not {"padding", "prefix_lm"} <= set(parts):
         return None
-    mask, there = problem.mask_mod(device), build_mask(parts[0], problem.dimensions, device)
+    mask = problem.mask_mod(device)
+    there = build_mask(parts["padding"], problem.dimensions, device)
     return lambda *at: mask(*at) | ~there(*at)
 
 
 _model(
     "padding-as-prefix",
     "padding is taken for a part of the prefix: all rows see it",
-    applies=lambda problem: has_mask("padding")(problem) and has_mask("prefix_lm")(problem),
+    applies=has_mask("prefix_lm"),
     steps=Steps(mask=_padding_seen),
 )
 

@@ -66,7 +66,7 @@ def deterministic_bound(
         scores: ``score_error`` of both.
         mod: Where the Problem has a score mod.
 
-    Source: B9–B19 in ``docs/bounds.md``.
+    Source: B9–B19 in ``docs/explanation/bounds.md``.
     """
     errors = exponents(conditions, arithmetic, scores, mod)
     moved = weights(conditions, arithmetic, errors)

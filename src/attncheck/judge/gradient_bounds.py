@@ -225,7 +225,7 @@ def row_gradients(
         reads: What it reads of captured tensors, where those have gradients.
         numbers: How many numbers they hold.
 
-    Source: B30–B40 in ``docs/bounds.md``.
+    Source: B30–B40 in ``docs/explanation/bounds.md``.
     """
     weights = recomputed(known, arithmetic, scores, saved, mod)
     captured = None

@@ -86,7 +86,7 @@ def probabilistic_bound(
         mod: Where the Problem has a score mod.
         elements: Of out in the whole Problem.
 
-    Source: B21–B28 in ``docs/bounds.md``.
+    Source: B21–B28 in ``docs/explanation/bounds.md``.
     """
     sigmas = sigmas_needed(elements)
     errors = exponents(conditions, arithmetic, scores, mod)

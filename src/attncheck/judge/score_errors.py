@@ -60,7 +60,7 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     """The error of ``conditions.products`` as a kernel of this arithmetic computes them.
 
     A softmax is given its scores: their error is 0, but for what may overflow. Source: B5–B8, and
-    B29 of a sink, in ``docs/bounds.md``.
+    B29 of a sink, in ``docs/explanation/bounds.md``.
     """
     if conditions.given_scores:
         nothing = torch.zeros_like(conditions.products)

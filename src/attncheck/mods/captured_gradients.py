@@ -44,12 +44,11 @@ class Leaf:
             to += mine.reshape(to.shape)
             return
         places = self.places if isinstance(self.places, tuple) else (self.places,)
-        if all(isinstance(place, Tensor) for place in places):
-            to.index_put_(places, mine.reshape(self.read.shape), accumulate=True)
-        else:  # slices, whole numbers
+        mine = mine.reshape(self.read.shape)
+        if not all(isinstance(place, Tensor) for place in places):  # slices, whole numbers
             numbers = torch.arange(to.numel(), device=to.device).view(to.shape)
-            flat = (numbers[self.places].flatten(),)
-            to.view(-1).index_put_(flat, mine.flatten(), accumulate=True)
+            to, places, mine = to.view(-1), (numbers[self.places].flatten(),), mine.flatten()
+        to.index_put_(places, mine, accumulate=True)
 
 
 def leaf_gradients(score_mod: ScoreMod, score: Tensor, *indices: Tensor) -> list[tuple[Leaf, Any]]:
