@@ -120,7 +120,7 @@ class _Part:
 
 
 def _refusal(node: ast.expr, fact: str, remedy: str) -> ProblemError:
-    """What is wrong with ``node``, with its column and what to do."""
+    """The error of what is wrong with ``node``, with its column and what to do."""
     text = ast.unparse(node)
     shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return ProblemError(f"column {node.col_offset + 1}: `{shown}` {fact}: {remedy}.")

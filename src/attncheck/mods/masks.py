@@ -233,7 +233,7 @@ def shifted_dimensions(values: Values, dimensions: Dimensions) -> Dimensions:
 
 
 def _document_of(lengths: tuple[int, ...], positions: int, device: str) -> Tensor:
-    """Which document each of the first ``positions`` belongs to, int32."""
+    """Return the number of the document of each of the first ``positions``, int32."""
     import torch
 
     ends = torch.tensor(lengths).cumsum(0)

@@ -221,7 +221,7 @@ _LONGEST = 200
 _LINE = re.compile(rf"(?=.{{1,{_LONGEST}}}\Z)[!-~]([ -~]*[!-~])?")
 _FP32_SMALLEST = 2.0**-149
 _FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
-_MOST_CELLS = 2**24  # of a canvas: more than any length that a kernel is asked for
+_MOST_CELLS = 2**24  # of a canvas: more than any length in use
 
 
 def whole_number(low: int, high: int) -> Check:
@@ -291,7 +291,7 @@ def rows_and_columns(label: str, value: Argument, _: Dimensions) -> None:
 
 
 def formula_text(read: Callable[[str, Dimensions], object]) -> Check:
-    """Return a check of a line that ``read`` reads; what it raises is said of the argument."""
+    """Return a check of a line that ``read`` reads; its errors name the argument."""
 
     def check(label: str, value: Argument, dimensions: Dimensions) -> None:
         if not isinstance(value, str) or not _LINE.fullmatch(value):
