@@ -123,7 +123,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def tensor_name(call: int, tensor: str) -> str:
-    """What tensor ``q``, ``k``, ``v`` or ``mask`` of a call is called in the file."""
+    """Return the name in the file of a call's tensor ``q``, ``k``, ``v`` or ``mask``."""
     return f"{call}.{tensor}"
 
 

@@ -49,7 +49,7 @@ class Nonfinite:
         return cls(values.masked_fill(~finite, 0.0), torch.cat(kinds, dim=-1).to(values.dtype))
 
     def seen_by(self, attended: Tensor) -> Tensor:
-        """What to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
+        """Amount to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
         return poison(attended.to(self.marks.dtype) @ self.marks)
 
 
