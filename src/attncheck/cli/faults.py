@@ -539,7 +539,7 @@ def run_fault_units(  # one run, said once
                 work=work,
                 options=options,
                 journal=journal,
-                lanes=lanes,
+                workers=lanes,
                 seconds=seconds,
                 told=told,
                 priority=priority,

@@ -531,6 +531,7 @@ def run_gate(  # noqa: PLR0913  # one parameter per option
     from attncheck.gate.plan import priority
     from attncheck.records.record import FAILED_STATUSES
     from attncheck.workers.journal import Journal
+    from attncheck.workers.pool import Cluster, run_units
     from attncheck.workers.units import Shard
 
     if not this.choices.isolated:
@@ -560,14 +561,12 @@ def run_gate(  # noqa: PLR0913  # one parameter per option
                 "priority": priority,
                 "mine": Shard.parse(this.shard).has,
             }
-            if cluster is None:
-                from attncheck.workers.pool import run_units
-
-                ended = run_units(units, lanes=worker_places(jobs, this.device), **how)
-            else:
-                from attncheck.workers.ray_pool import run_on_cluster as on_cluster
-
-                ended = on_cluster(units, address=cluster, device=this.device, most=jobs, **how)
+            workers = (
+                worker_places(jobs, this.device)
+                if cluster is None
+                else Cluster(address=cluster, device=this.device, most=jobs)
+            )
+            ended = run_units(units, workers=workers, **how)
         journal.end(ended.why)
     if usage:
         raise UsageError(usage[0])

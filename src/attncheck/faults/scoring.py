@@ -37,8 +37,8 @@ from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, 
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.process import Deadlines
 from attncheck.workers.units import Done
 
 if TYPE_CHECKING:

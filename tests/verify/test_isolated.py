@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec.structs import replace
-from tests.examine import planted_processes as planted
+from tests.verify import planted_processes as planted
 
 from attncheck.core.errors import UsageError
 from attncheck.core.paged_layout import Paging
@@ -21,10 +21,11 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import new_record, run_case
-from attncheck.workers.kernel_worker import _serve
-from attncheck.workers.process import Deadlines, Died, HostError
+from attncheck.workers.process import Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
+from attncheck.workers.worker_main import serve
 
 FILE = Path(planted.__file__)
 SIZES = {"heads": 2, "kv_heads": 1, "query": 6, "kv": 9, "head_dim": 8}
@@ -134,7 +135,7 @@ def test_a_death_while_it_is_asked_for_launches_is_a_crash(host):
 
 @pytest.mark.parametrize(("limit", "value"), [("_MOST_CASES", 1), ("_MOST_GROWTH", -(1 << 50))])
 def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypatch):
-    monkeypatch.setattr(f"attncheck.workers.process.{limit}", value)
+    monkeypatch.setattr(f"attncheck.verify.remote_kernel.{limit}", value)
     case = Case(problem=SMALL)
     record = run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
     assert record.status == "pass"
@@ -159,7 +160,7 @@ def test_an_answer_that_is_no_frame_is_told_and_the_next_is_given(value):
     kernel = SimpleNamespace(answer=lambda value: Frame(kind="answer", words={"value": value}))
     waiting = SimpleNamespace(get=lambda: next(values))
     with pytest.raises(StopIteration), os.fdopen(writes, "wb"):
-        _serve(waiting, Sender(writes, bytes(KEY)), kernel)
+        serve(waiting, Sender(writes, bytes(KEY)), kernel)
     with os.fdopen(reads, "rb"):
         receiver = Receiver(reads, bytes(KEY))
         first, second = (receiver.receive(most=0) for _ in range(2))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.examine.asked_checks import RIGHT, SMALL, ask, ready
+from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
 
 from attncheck.core.source_files import import_file
 from attncheck.inputs import input_tensors as inputs_room

@@ -11,8 +11,8 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.process import Deadlines
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU: kernels that break one", allow_module_level=True)

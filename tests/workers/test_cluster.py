@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.runner.stub_work import unit
+from tests.workers.stub_work import unit
 
 from attncheck.core.errors import UsageError
-from attncheck.workers import ray_pool
 from attncheck.workers.journal import Journal
 from attncheck.workers.journal_format import read_journal
+from attncheck.workers.pool import Cluster, run_units
 
-STUB = "tests.runner.stub_work:work"
+STUB = "tests.workers.stub_work:work"
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,8 +23,8 @@ def test_without_ray_what_to_install_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     said = pytest.raises(UsageError, match=r"pip install 'attncheck\[ray\]'")
     with Journal.open(tmp_path / "r.jsonl", {}, resume=True) as journal, said:
-        ray_pool.run_on_cluster(
-            [unit("a")], work=STUB, options={}, journal=journal, address="local"
+        run_units(
+            [unit("a")], work=STUB, options={}, journal=journal, workers=Cluster(address="local")
         )
     assert "RAY_USAGE_STATS_ENABLED" in os.environ
 
@@ -36,9 +36,10 @@ os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_IMPORT_WARNING="1", P
 sys.path.insert(0, {root!r})
 import ray
 from ray.cluster_utils import Cluster
-from attncheck.runner import cluster
-from attncheck.runner.journal import Journal, read
-from tests.runner.stub_work import unit
+from attncheck.workers.pool import Cluster as Nodes, run_units
+from attncheck.workers.journal import Journal
+from attncheck.workers.journal_format import read_journal as read
+from tests.workers.stub_work import unit
 
 nodes = Cluster(initialize_head=True, head_node_args={{"num_cpus": 2, "include_dashboard": False}})
 lost = nodes.add_node(num_cpus=2)
@@ -56,8 +57,8 @@ def told(event):
             nodes.remove_node(lost, allow_graceful=False)
 
 with Journal.open({path!r}, {{}}, resume=True) as journal:
-    ended = cluster.run(units, work={work!r}, options={{}}, journal=journal,
-                        address=nodes.address, told=told)
+    ended = run_units(units, work={work!r}, options={{}}, journal=journal,
+                        workers=Nodes(address=nodes.address), told=told)
 print("ended", ended.why or "finished", ended.finished, ended.left)
 for unit_id, pid in acknowledged:
     print("told", unit_id, pid)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.runner.stub_work import unit
+from tests.workers.stub_work import unit
 
 from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
@@ -310,7 +310,7 @@ def test_a_file_that_may_not_grow_is_a_journal_error(path):
     """As a full disk, by the operating system itself."""
     code = f"""
 import resource
-from tests.runner.test_journal import *
+from tests.workers.test_journal import *
 acknowledged = []
 resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from click.testing import CliRunner
-from tests.runner.stub_work import unit
+from tests.workers.stub_work import unit
 
 from attncheck.cli.merge import merge as verb
 from attncheck.core.errors import UsageError

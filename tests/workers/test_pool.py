@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.runner.stub_work import unit
+from tests.workers.stub_work import unit
 
 from attncheck.core.errors import UsageError
 from attncheck.workers import pool
@@ -21,7 +21,7 @@ from attncheck.workers.pool import run_units
 from attncheck.workers.units import Done, Shard
 from attncheck.workers.worker_pool import Limits, WorkerError, WorkerPlace
 
-STUB = "tests.runner.stub_work:work"
+STUB = "tests.workers.stub_work:work"
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,7 +45,7 @@ def ran(path, units, *, lanes=2, work=STUB, resume=True, options=None, disk=None
             work=work,
             options=options or {},
             journal=journal,
-            lanes=[WorkerPlace() for _ in range(lanes)],
+            workers=[WorkerPlace() for _ in range(lanes)],
             told=rest.pop("told", events.append),
             **rest,
         )
@@ -141,7 +141,7 @@ def test_each_lane_sees_its_gpu(path, tmp_path):
             work=STUB,
             options={},
             journal=journal,
-            lanes=[WorkerPlace(gpu="7"), WorkerPlace(gpu="5")],
+            workers=[WorkerPlace(gpu="7"), WorkerPlace(gpu="5")],
         )
     gpus = sorted(done.facts["gpu"] for done in read_journal(path).results.values())
     assert gpus == ["5", "7"]
@@ -153,7 +153,9 @@ def test_a_lane_that_dies_costs_its_own_unit_alone(path, tmp_path):
     ended, _ = ran(path, [bad, *others])
     content = read_journal(path)
     assert content.quarantined == {bad.id}
-    assert content.results[bad.id].harness == ("ask of stub: its process died: SIGSEGV, 2 times")
+    harness = content.results[bad.id].harness
+    assert harness.startswith("ask of stub: its process died of SIGSEGV before it answered; ")
+    assert harness.endswith(" in do, 2 times")
     assert content.results[bad.id].attempts == 2
     for one in others:
         assert not content.results[one.id].harness
@@ -183,7 +185,9 @@ def test_what_raises_is_asked_once_more_and_is_no_kernels_fault(path, tmp_path):
 def test_the_caller_says_what_comes_of_a_unit_that_is_given_up(path):
     bad = unit("bad", die=signal.SIGSEGV)
     ran(path, [bad], lost=lambda one, why: Done(unit=one.id, facts={"name": f"{why}!"}))
-    assert names(path) == ["its process died: SIGSEGV, 2 times!"]
+    (name,) = names(path)
+    assert name.startswith("its process died of SIGSEGV before it answered; ")
+    assert name.endswith(" in do, 2 times!")
 
 
 def test_a_unit_that_took_the_whole_run_down_is_done_last_and_alone(path):
@@ -278,20 +282,23 @@ def test_another_shard_is_left_to_others(path):
 
 def test_a_work_that_cannot_be_made_is_an_error_in_one_line(path):
     with pytest.raises(UsageError, match=r"^kernel 'x' is not there\.$"):
-        ran(path, [unit("a")], work="tests.runner.stub_work:refused")
-    with pytest.raises(UsageError, match=r"no work 'tests\.runner\.nothing:work': ModuleNotFound"):
-        ran(path, [unit("a")], work="tests.runner.nothing:work")
-    with pytest.raises(WorkerError, match="cannot be started: its process died: SIGKILL"):
-        ran(path, [unit("a")], work="tests.runner.stub_work:dead")
+        ran(path, [unit("a")], work="tests.workers.stub_work:refused")
+    with pytest.raises(UsageError, match=r"no work 'tests\.workers\.nothing:work': ModuleNotFound"):
+        ran(path, [unit("a")], work="tests.workers.nothing:work")
+    with pytest.raises(WorkerError, match="cannot be started: its process died of SIGKILL"):
+        ran(path, [unit("a")], work="tests.workers.stub_work:dead")
     assert not read_journal(path).results
     assert not read_journal(path).lost
 
 
 def test_what_a_lane_prints_is_no_message_and_its_last_line_is_in_the_reason(path):
-    noisy = unit("noisy", prints="x" * 100_000 + "\n\x1b[31mlast words", die=signal.SIGABRT)
+    noisy = unit("noisy", prints="x" * 100_000 + "\n\x1b[31mlast words", die=signal.SIGKILL)
     ran(path, [noisy, unit("a", prints='{"n":3}')])
     harness = read_journal(path).results[noisy.id].harness
-    assert harness == "ask of stub: its process died: SIGABRT (last words), 2 times"
+    start = "ask of stub: its process died of SIGKILL before it answered; it said: xxx"
+    assert harness.startswith(start)
+    assert harness.endswith("xxx | last words, 2 times")
+    assert len(harness) < 1000
 
 
 def test_a_lane_that_answers_for_another_unit_is_not_believed(path):
@@ -328,7 +335,7 @@ def test_what_told_raises_ends_the_run_and_its_lanes(path, tmp_path):
 
 
 def test_nothing_to_do_starts_no_lane(path):
-    ended, events = ran(path, [], work="tests.runner.stub_work:dead")
+    ended, events = ran(path, [], work="tests.workers.stub_work:dead")
     assert (ended.why, ended.finished, events) == ("", 0, [])
 
 
@@ -344,13 +351,13 @@ RUNS = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.runner.stub_work import unit
-from attncheck.runner.journal import Journal
-from attncheck.runner.pool import Lane, run
+from tests.workers.stub_work import unit
+from attncheck.workers.journal import Journal
+from attncheck.workers.pool import WorkerPlace, run_units
 units = {units}
 with Journal.open({path!r}, {{"command": "test"}}, resume=True) as journal:
-    ended = run(units, work="tests.runner.stub_work:work", options={{}}, journal=journal,
-                lanes=[Lane(), Lane()])
+    ended = run_units(units, work="tests.workers.stub_work:work", options={{}}, journal=journal,
+                workers=[WorkerPlace(), WorkerPlace()])
 print(ended.why, ended.at_once, ended.finished, ended.left)
 """
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.examine.asked_checks import RIGHT, SMALL, ask, ready
+from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
 
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.source_files import import_file

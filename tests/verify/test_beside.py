@@ -18,7 +18,8 @@ from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions, Surroundings, place_among
 from attncheck.verify.executor import InProcess
-from attncheck.verify.isolated import IsolatedKernel, from_fields, to_fields
+from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.kernel_messages import from_fields, to_fields
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(query=5, kv=7, heads=2, head_dim=17, dtype="bf16")

@@ -41,7 +41,7 @@ class Stub:
             )
             Path(case["child"]).write_text(str(child.pid))
         if "prints" in case:
-            print(case["prints"], flush=True)  # noqa: T201  # what lanes print
+            print(case["prints"], file=sys.stderr, flush=True)  # noqa: T201  # what workers print
         if self._may(case):
             if "raises" in case:
                 raise RuntimeError(case["raises"])

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.examine import planted_processes as planted
+from tests.verify import planted_processes as planted
 
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.process import Deadlines
 
 FILE = Path(planted.__file__)
 DEADLINES = Deadlines(call=2.0, close=5.0)
