@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from attncheck.cases.tier import GATE_TIERS
 from attncheck.core.errors import ProblemError
 from attncheck.gate.gate_worker import work as gate_of
-from attncheck.gate.plan import KNOWN, describing
+from attncheck.gate.plan import KNOWN, describe_units
 from attncheck.inputs.problem import Case
 from attncheck.records.run_reports import STAGES
 from attncheck.verify.environment import default_device, environment
@@ -36,7 +36,7 @@ from attncheck.verify.environment import default_device, environment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate.gate_worker import Gate
+    from attncheck.gate.gate_worker import GateWorker
     from attncheck.records.run_reports import Answer
     from attncheck.workers.units import Unit
 
@@ -89,10 +89,10 @@ def work(task: Task) -> dict[str, Any]:
     return found
 
 
-def _answers(gate: Gate, task: Task, found: dict[str, Any]) -> Iterator[tuple[Unit, Answer]]:
+def _answers(gate: GateWorker, task: Task, found: dict[str, Any]) -> Iterator[tuple[Unit, Answer]]:
     """Every question's answer, as it comes; what the plan leaves out is no question."""
     chance = random.Random(task.seed)  # noqa: S311  # an order
-    (unit,) = describing([task.kernel], device=task.device, tier=task.tier, convention="")
+    (unit,) = describe_units([task.kernel], device=task.device, tier=task.tier, convention="")
     queue, seen = [unit], {unit.id}
     while queue and time.time() < task.until:
         unit = queue.pop()

@@ -38,8 +38,7 @@ def test_what_an_import_raises_is_one_line_with_its_place(tmp_path, text, says):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
-    [("gone.py::x", "there is no file"), ("mine.txt::x", "is not a Python file")],
+    ("asked", "says"), [("gone.py::x", "there is no file"), ("mine.txt::x", "is not a Python file")]
 )
 def test_a_file_that_cannot_be(tmp_path, asked, says):
     (tmp_path / "mine.txt").write_text("x = 1")

@@ -16,7 +16,7 @@ import pytest
 
 from attncheck.suite import pytest_options
 from attncheck.suite import pytest_options as suite_options
-from attncheck.suite.outcomes import WORKER_OUTPUT, Outcomes, attach
+from attncheck.suite.outcomes import WORKER_OUTPUT, Outcomes, attach_outcome
 from attncheck.suite.pytest_options import MARK, is_ours
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OPTIONS] = options = suite_options.options_of(config)
     config.pluginmanager.register(Outcomes(), _OUTCOMES)
     if options.report and not hasattr(config, "workerinput"):
-        from attncheck.suite.outcomes import Written
+        from attncheck.suite.outcomes import ReportWriter
 
         args = [str(arg) for arg in config.invocation_params.args]
-        config.pluginmanager.register(Written(options, args, _outcomes(config)))
+        config.pluginmanager.register(ReportWriter(options, args, _outcomes(config)))
     if options.kernels or options.device:
         _ = _session(config).kernels
 
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(
         return
     from attncheck.suite import known_failures
 
-    items[:] = known_failures.asked(items)
+    items[:] = known_failures.applicable_tests(items)
     try:
         known = known_failures.known_failures(session, items, config.stash[_SESSION])
     except pytest.UsageError as error:
@@ -136,7 +136,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
         return None
     from attncheck.suite import known_failures
 
-    return known_failures.ask_again(pyfuncitem.stash[_KNOWN], under_test) or None
+    return known_failures.rerun_known_failure(pyfuncitem.stash[_KNOWN], under_test) or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -147,7 +147,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     if under_test is not None:
         from attncheck.suite import property_session
 
-        property_session.skip_where_lost(item.config.stash[_SESSION])
+        property_session.skip_without_gpu(item.config.stash[_SESSION])
         under_test.begin()
     try:
         return (yield)
@@ -174,7 +174,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Says what became of a test of a kernel."""
     report = yield
     if _SESSION in item.config.stash:
-        attach(report, item, _under_test(item))
+        attach_outcome(report, item, _under_test(item))
     return report
 
 

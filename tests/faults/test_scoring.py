@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from attncheck.faults import catalogue
-from attncheck.faults.fault import Control, Edit, Fault, Host
+from attncheck.faults.fault import Control, Fault, Host
 from attncheck.faults.scoring import FaultScorer, rank_of
 from attncheck.inputs.problem import Case
 from attncheck.records.fault_scores import ControlScore, FaultScore
@@ -16,27 +16,27 @@ from attncheck.records.record import Explanation
 from attncheck.workers.units import Unit
 
 OWN = Path(__file__).with_name("faulty_kernels.py")
-MODULE = "subjects.ideal_attention"
-RESCALED = "out = self.kernel.rescaled(run.out, alpha[..., None])"
+RESCALED = (
+    "out = self.kernel.rescaled(run.out, alpha[..., None]) if steps.rescales_out else run.out"
+)
 BASE = "log2_e = math.log2(math.e)"
 
 
-def fault(name, new, *, old=RESCALED, module=MODULE):
-    edit = Edit(module=module, old=old, new=new)
+def fault(name, new, *, old=RESCALED):
     return Fault(
         id=name,
         category="online softmax",
         summary="as the test says",
         when="always",
         seen="something",
-        sources=("this test",),
-        hosts={"ideal": Host(kernel="ideal", edits=(edit,), dtypes=("fp32",))},
+        reports="this test",
+        ideal=Host(patch=f"-{old}\n+{new}\n", dtypes=("fp32",)),
     )
 
 
 def control(name, new, **where):
-    hosts = fault(name, new, **where).hosts
-    return Control(id=name, summary="as the test says", why="it is right", hosts=hosts)
+    host = fault(name, new, **where).ideal
+    return Control(id=name, summary="as the test says", why="it is right", ideal=host)
 
 
 PLANTED = {
@@ -45,7 +45,7 @@ PLANTED = {
     "broken": fault("broken", "out = run.out * nobody_knows"),
     "syntax": fault("syntax", "out = = run.out"),
     "absent": fault("absent", "out", old="a text that the source does not have"),
-    "wrong-control": control("wrong-control", "log2_e = 1.5", old=BASE, module="subjects.ideal"),
+    "wrong-control": control("wrong-control", "log2_e = 1.5", old=BASE),
     "right-control": control("right-control", RESCALED + "  # the same"),
 }
 

@@ -1,6 +1,5 @@
 """The smallest fault that is seen: found by asking few, confirmed at both ends."""
 
-import ast
 import itertools
 
 import pytest
@@ -8,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncheck.core.errors import UnknownName, UsageError
-from attncheck.faults import sensitivity as continuous
-from attncheck.faults import sensitivity as room
-from attncheck.faults.planting import plant
-from attncheck.faults.sensitivity import (
-    CONTINUOUS_FAULTS,
-    continuous_fault_named,
-    measure_sensitivity,
-    smallest_seen,
-)
+from attncheck.faults import continuous_faults, sensitivity
+from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
+from attncheck.faults.sensitivity import measure_sensitivity, smallest_seen
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import (
@@ -25,9 +18,11 @@ from attncheck.records.fault_scores import (
     SensitivityReport,
     SmallestFault,
 )
-from attncheck.reporting import figures, sensitivity_pages
+from attncheck.records.json_reports import load_report
+from attncheck.reporting import number_text
+from attncheck.reporting.exit_codes import exit_code
+from attncheck.reporting.rendering import render
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.load import load_subject
 from attncheck.verify.run_case import run_case
 
 SIZES = tuple(2.0**-n for n in range(40))
@@ -81,13 +76,13 @@ def test_seeing_need_not_be_monotone():
 
 
 @pytest.mark.parametrize("name", CONTINUOUS_FAULTS)
-def test_the_largest_size_is_a_fault_and_the_smallest_is_less(name, tmp_path):
+def test_the_largest_size_is_a_fault_and_the_smallest_is_less(name):
     fault = continuous_fault_named(name)
     problem = Problem(query=40, kv=200, head_dim=16, dtype="fp32", heads=2)
     inputs, sizes = draw_inputs(problem), fault.sizes("fp32")
     right, off = Ideal().run(inputs).out, []
     for size in (sizes[0], sizes[-1]):
-        kernel = load_subject(plant(fault.fault(size), "ideal", tmp_path))
+        kernel = fault.kernel(size)
         off.append(float((kernel.run(inputs).out - right).abs().max()))
         if size == sizes[0]:
             assert run_case(kernel, Case(problem=problem), device="cpu").status == "fail"
@@ -103,22 +98,15 @@ def test_sizes_are_quarters_of_octaves_or_bits_that_are_too_few():
         continuous_fault_named("scale")
 
 
-def test_texts_of_sizes_are_statements():
-    for fault in CONTINUOUS_FAULTS.values():
-        for size in fault.sizes("fp32")[::7]:
-            for edit in fault.fault(size).hosts["ideal"].edits:
-                ast.parse("if True:\n" + edit.new if edit.new.startswith(" ") else edit.new)
-
-
 def test_rules_and_the_gate_on_a_few_questions(monkeypatch):
-    everything = room._asked
+    everything = sensitivity._gate_questions
 
     def few(*asked):
         comparisons = (unit for unit in everything(*asked) if unit.stage == "bounds")
         return itertools.islice(comparisons, 1)
 
-    monkeypatch.setattr(room, "_asked", few)
-    monkeypatch.setattr(continuous, "_STEPS", 1)
+    monkeypatch.setattr(sensitivity, "_gate_questions", few)
+    monkeypatch.setattr(continuous_faults, "_STEPS_OF_OCTAVE", 1)
     found = measure_sensitivity("scale-off", "fp32", tier="smoke")
     assert (found.questions, found.unit) == (1, "ε")
     ours, theirs = found.rules[ATTNCHECK_RULE], found.rules["allclose(1e-2)"]
@@ -152,15 +140,15 @@ def report(size=2.0**-9):
 
 
 def test_the_page_says_what_each_sees():
-    page = sensitivity_pages.render(report(), "md")
-    assert figures.scientific(2.0**-9) in page.replace("\\", "")
+    page = render(report(), "md")
+    assert number_text.scientific(2.0**-9) in page.replace("\\", "")
     assert "none" in page
     assert "probes: ones" in page
-    assert sensitivity_pages.load(sensitivity_pages.render(report(), "json")) == report()
+    assert load_report(render(report(), "json"), SensitivityReport) == report()
     with pytest.raises(UsageError, match="schema"):
-        sensitivity_pages.load("{}")
+        load_report("{}", SensitivityReport)
 
 
 @pytest.mark.parametrize(("size", "code"), [(0.1, 0), (None, 1)])
 def test_a_fault_that_the_gate_sees_in_no_size_fails(size, code):
-    assert sensitivity_pages.exit_code(report(size)) == code
+    assert exit_code(report(size)) == code

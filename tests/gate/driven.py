@@ -6,8 +6,8 @@ import heapq
 from pathlib import Path
 
 from attncheck.gate.choices import Choices
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import Known, describing, priority
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units, priority
 from attncheck.records.record import FAILED_STATUSES
 
 PLANTED = Path(__file__).with_name("planted_kernels.py")
@@ -25,7 +25,7 @@ def choices(**options):
 def drive(kernel, *, first=False, most=10_000, **options):
     """Every result by its unit's id; with ``first`` until an answer is wrong and made smaller."""
     chosen = choices(**options)
-    gate, queue, units, results = Gate(chosen, Known(())), [], {}, {}
+    gate, queue, units, results = GateWorker(chosen, KnownFailures(())), [], {}, {}
     tier = chosen.tier.name
 
     def add(new):
@@ -34,7 +34,7 @@ def drive(kernel, *, first=False, most=10_000, **options):
                 units[unit.id] = unit
                 heapq.heappush(queue, (priority(unit), len(units), unit))
 
-    add(describing([kernel], device="cpu", tier=tier, convention=""))
+    add(describe_units([kernel], device="cpu", tier=tier, convention=""))
     while queue and len(results) < most:
         *_, unit = heapq.heappop(queue)
         done = gate.do(unit)

@@ -12,7 +12,7 @@ import pytest
 
 from attncheck.core.errors import UsageError
 from attncheck.gate import sources
-from attncheck.gate.sources import named_alike, tree
+from attncheck.gate.sources import commit_tree, rename_kernels
 from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.units import Unit
@@ -52,7 +52,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def test_the_files_are_those_of_the_commit(repository: Path) -> None:
-    with tree("HEAD~1") as there:
+    with commit_tree("HEAD~1") as there:
         assert there.commit == git(repository, "rev-parse", "HEAD~1")
         assert not there.root.is_relative_to(repository)
         side = there.kernel("kernels/mine.py::fwd")
@@ -66,7 +66,7 @@ def test_the_files_are_those_of_the_commit(repository: Path) -> None:
 
 def test_from_a_folder_within(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repository / "kernels")
-    with tree("HEAD~1") as there:
+    with commit_tree("HEAD~1") as there:
         side = there.kernel("mine.py::fwd")
         assert side.kernel == "mine.py::fwd"
         assert (Path(side.folder) / "mine.py").read_text() == "NUMBER = 1\n"
@@ -76,7 +76,7 @@ def test_from_a_folder_within(repository: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_package_installed_in_place_is_found_in_the_tree(repository: Path) -> None:
     """Its paths stand before those that lead to the repository."""
-    with tree("HEAD~1") as there:
+    with commit_tree("HEAD~1") as there:
         side = there.kernel("mypackage:fwd")
         paths = os.pathsep.join((*side.paths, str(repository / "src")))
         code = "import mypackage; print(mypackage.NUMBER, mypackage.__file__)"
@@ -106,7 +106,7 @@ def test_a_tree_that_has_an_attncheck_does_not_replace_ours(repository: Path) ->
     (repository / "src" / "attncheck" / "__init__.py").write_text("")
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "One of its own")
-    with tree("HEAD") as there:
+    with commit_tree("HEAD") as there:
         assert all(not path.endswith("src") for path in there.kernel("mypackage:fwd").paths)
 
 
@@ -114,7 +114,7 @@ def test_a_kernel_that_was_not_there_yet_is_missing(repository: Path) -> None:
     (repository / "kernels" / "new.py").write_text("")
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "New")
-    with tree("HEAD~1") as there:
+    with commit_tree("HEAD~1") as there:
         assert there.kernel("kernels/new.py::fwd").missing == "HEAD~1 has no file kernels/new.py"
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_that_was_not_there_yet_is_missing(repository: Path) -> None:
 def test_no_such_commit(repository: Path, ref: str) -> None:
     if ref == "main\n":
         ref = "\x1b[31mred"
-    with pytest.raises(UsageError) as error, tree(ref):
+    with pytest.raises(UsageError) as error, commit_tree(ref):
         pass
     assert "\n" not in str(error.value)
     assert "\x1b" not in str(error.value)
@@ -130,7 +130,7 @@ def test_no_such_commit(repository: Path, ref: str) -> None:
 
 
 def test_a_kernel_that_is_no_part_of_the_commit(repository: Path) -> None:
-    with tree("HEAD") as there:
+    with commit_tree("HEAD") as there:
         with pytest.raises(UsageError, match="attncheck's own"):
             there.kernel("ideal")
         with pytest.raises(UsageError, match="lies outside of the repository"):
@@ -141,16 +141,16 @@ def test_no_git_and_no_repository(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    with pytest.raises(UsageError, match="not a git repository"), tree("HEAD", tmp_path):
+    with pytest.raises(UsageError, match="not a git repository"), commit_tree("HEAD", tmp_path):
         pass
     with monkeypatch.context() as without:
         without.setenv("PATH", "")
-        with pytest.raises(UsageError, match="needs git, which is not here"), tree("HEAD"):
+        with pytest.raises(UsageError, match="needs git, which is not here"), commit_tree("HEAD"):
             pass
 
 
 def test_an_interrupt_leaves_nothing(repository: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), tree("HEAD") as there:  # noqa: PT012  # it is what ends it
+    with pytest.raises(KeyboardInterrupt), commit_tree("HEAD") as there:  # noqa: PT012  # it is what ends it
         (there.root / "written").write_text("by a kernel")
         raise KeyboardInterrupt
 
@@ -166,7 +166,7 @@ def test_a_git_that_cannot_remove_it_leaves_nothing_either(
         return right(folder, *words)
 
     monkeypatch.setattr(sources, "_run_git", broken)
-    with tree("HEAD"):
+    with commit_tree("HEAD"):
         pass
 
 
@@ -179,7 +179,7 @@ def test_within_a_hook_and_with_hooks_of_its_own(
     hook.chmod(0o755)
     monkeypatch.setenv("GIT_INDEX_FILE", str(repository / ".git" / "index"))
     monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
-    with tree("HEAD~1") as there:
+    with commit_tree("HEAD~1") as there:
         assert not (there.root / "ran").exists()
     monkeypatch.delenv("GIT_INDEX_FILE")
     monkeypatch.delenv("GIT_DIR")
@@ -196,6 +196,6 @@ def test_names_of_the_other_side() -> None:
         environment="here",
     )
     answers = [Answer(unit="unit", stage="baseline", record=record)]
-    (found,) = named_alike(answers, {"/tree/mine.py::fwd": "/here/mine.py::fwd"})
+    (found,) = rename_kernels(answers, {"/tree/mine.py::fwd": "/here/mine.py::fwd"})
     assert found.record.kernel == "/here/mine.py::fwd"
-    assert named_alike(answers, {}) == tuple(answers)
+    assert rename_kernels(answers, {}) == tuple(answers)

@@ -8,7 +8,7 @@ import pytest
 
 from attncheck.capabilities.capability_table import matches_pattern
 from attncheck.core.errors import UsageError
-from attncheck.gate.sources import changed
+from attncheck.gate.sources import changed_kernels
 
 TABLE = """
 [kernels.one]
@@ -45,23 +45,23 @@ KERNELS = ("one", "two", "silent")
 
 
 def test_only_who_says_nothing_of_its_sources_where_nothing_changed(project):
-    assert changed(KERNELS, "HEAD") == ("silent",)
+    assert changed_kernels(KERNELS, "HEAD") == ("silent",)
 
 
 def test_a_source_an_entry_and_a_new_file_count(project):
     (project / "csrc" / "deep" / "a.cu").write_text("2")
-    assert changed(KERNELS, "HEAD") == ("one", "silent")
+    assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
     git(project, "checkout", "-q", "csrc")
     (project / "one.py").write_text("2")
-    assert changed(KERNELS, "HEAD") == ("one", "silent")
+    assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
     git(project, "checkout", "-q", "one.py")
     (project / "csrc" / "new.cu").write_text("2")
-    assert changed(KERNELS, "HEAD") == ("one", "silent")
+    assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
 
 
 def test_a_source_that_was_renamed_counts_at_both_names(project):
     git(project, "mv", "csrc/deep/a.cu", "a.cu")
-    assert changed(KERNELS, "HEAD") == ("one", "silent")
+    assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
 
 
 def test_names_with_spaces_and_lines_and_a_folder_of_the_repository(project, monkeypatch):
@@ -70,10 +70,10 @@ def test_names_with_spaces_and_lines_and_a_folder_of_the_repository(project, mon
     (project / "two.py").unlink()
     (project / "below").mkdir()
     monkeypatch.chdir(project / "below")
-    assert changed(KERNELS, "HEAD") == KERNELS
+    assert changed_kernels(KERNELS, "HEAD") == KERNELS
     git(project, "checkout", "-q", ".")
     (project / "csrc" / "new file\nof two lines.cu").write_text("")
-    assert changed(KERNELS, "HEAD") == ("one", "silent")
+    assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
 
 
 @pytest.mark.parametrize(
@@ -83,21 +83,21 @@ def test_the_file_of_a_module_counts(project, file):
     table = '[kernels.mine]\nentry = "pkg.attn:f"\nsources = ["csrc"]\n'
     (project / "attncheck.toml").write_text(table)
     git(project, "commit", "-qam", "another")
-    assert changed(("mine",), "HEAD") == ()
+    assert changed_kernels(("mine",), "HEAD") == ()
     (project / file).parent.mkdir(parents=True)
     (project / file).write_text("")
-    assert changed(("mine",), "HEAD") == ("mine",)
+    assert changed_kernels(("mine",), "HEAD") == ("mine",)
 
 
 def test_another_table_is_another_kernel(project):
     (project / "attncheck.toml").write_text(TABLE + "\n")
-    assert changed(KERNELS, "HEAD") == KERNELS
+    assert changed_kernels(KERNELS, "HEAD") == KERNELS
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "--output=/tmp/x", ""])
 def test_what_is_no_commit_is_said(project, ref):
     with pytest.raises(UsageError, match="--changed-since"):
-        changed(KERNELS, ref)
+        changed_kernels(KERNELS, ref)
 
 
 @pytest.mark.parametrize(

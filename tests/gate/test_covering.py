@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from attncheck.cases.covering import EXCLUSIONS, HEADS, MASKS, SHAPES, covering, problem_of
+from attncheck.cases.covering import EXCLUSIONS, HEADS, MASKS, SHAPES, covering_rows, row_problem
 
 AXES = {
     "mask": MASKS[:4],
@@ -27,30 +27,30 @@ def possible(axes, chosen, exclusions):
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_every_choice_is_covered(strength):
-    rows = covering(AXES, strength, EXCLUDED)
+    rows = covering_rows(AXES, strength, EXCLUDED)
     for chosen in itertools.combinations(AXES, strength):
         covered = {tuple(row[name] for name in chosen) for row in rows}
         assert covered == possible(AXES, chosen, EXCLUDED)
 
 
 def test_an_array_of_fewer_rows_misses_some():
-    rows = covering(AXES, 2, EXCLUDED)
+    rows = covering_rows(AXES, 2, EXCLUDED)
     pairs = {(row["mask"], row["heads"]) for row in rows[: len(MASKS[:4]) * len(HEADS) - 1]}
     assert pairs != possible(AXES, ("mask", "heads"), EXCLUDED)
 
 
 def test_nothing_excluded_is_in_a_row():
-    rows = covering(AXES, 3, EXCLUDED)
+    rows = covering_rows(AXES, 3, EXCLUDED)
     assert not any(never(row) for row in rows for _, never in EXCLUDED)
     assert any(row["stored"] == "paged" for row in rows)
 
 
 def test_the_rows_are_the_same_every_time():
-    assert covering(AXES, 2, EXCLUDED) == covering(AXES, 2, EXCLUDED)
+    assert covering_rows(AXES, 2, EXCLUDED) == covering_rows(AXES, 2, EXCLUDED)
 
 
 def test_an_axis_without_values_makes_no_rows():
-    assert covering({**AXES, "dtype": ()}, 2) == []
+    assert covering_rows({**AXES, "dtype": ()}, 2) == []
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -64,5 +64,5 @@ def test_every_mask_has_a_problem_of_every_shape_and_heads(shapes):
         "distribution": "normal",
     }
     for mask, shape, heads in itertools.product(MASKS, SHAPES[shapes], HEADS):
-        problem = problem_of(row | {"mask": mask, "shape": shape, "heads": heads}, shapes, 0)
+        problem = row_problem(row | {"mask": mask, "shape": shape, "heads": heads}, shapes, 0)
         assert (problem.query, problem.kv) == SHAPES[shapes][shape]

@@ -1,4 +1,4 @@
-"""The table "What it survives" of docs/gate.md, through a gate: after each row a right Case."""
+"""The table "What it survives" of the gate's page, through a gate: after each row a right Case."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.examine import planted_processes as of_processes
 from tests.gate import planted_faults as of_calls
+from tests.verify import planted_processes as of_processes
 
 from attncheck import oracles
 from attncheck.gate.gate_worker import work
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.records.run_reports import GateReport
-from attncheck.reporting.gate_verdict import exit_code
+from attncheck.reporting.gate_verdict import gate_exit_code
 from attncheck.verify.question_fit import allowed_parameters
 from attncheck.workers.units import Unit
 
@@ -227,7 +227,7 @@ def test_nothing_tested_is_no_pass():
     nothing = GateReport(
         command="", tier="smoke", started="", seconds=0.0, environments={}, kernels={}
     )
-    assert exit_code(nothing) == 5
+    assert gate_exit_code(nothing) == 5
 
 
 def table():

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from attncheck.cases.tier import gate_tier_named
 from attncheck.core.errors import UsageError
-from attncheck.gate.gate_report import report
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import Known, describing
-from attncheck.gate.sources import Tree, tree
-from attncheck.gate.stages import measurements
+from attncheck.gate.gate_report import build_report
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units
+from attncheck.gate.sources import CommitTree, commit_tree
+from attncheck.gate.stages import baseline_units
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.reporting.gate_verdict import exit_code
+from attncheck.reporting.gate_verdict import Policy, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Shard, Unit
 
@@ -81,7 +81,7 @@ CASES = tuple(
 def beside(there, kernel="mine"):
     """The journal of a gate of two cases, the kernel here in this process."""
     chosen = choices(dtypes="bf16", stages="baseline", tree=there.spelled())
-    (first,) = describing([kernel], device="cpu", tier="smoke", convention="")
+    (first,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
     units = []
     for case in CASES:
         here = replace(first, kind="ask", stage="baseline", case=case.to_json())
@@ -89,7 +89,7 @@ def beside(there, kernel="mine"):
     facts = {"kernel": kernel, "name": kernel, "summary": ""}
     content = JournalContent(head={**chosen.plan(), "tier": "smoke"})
     content.units = {unit.id: unit for unit in (first, *units)}
-    gate = Gate(chosen, Known(()))
+    gate = GateWorker(chosen, KnownFailures(()))
     content.results = {first.id: Done(unit=first.id, facts=facts)}
     content.results |= {unit.id: gate.do(unit) for unit in units}
     gate.close()
@@ -97,7 +97,7 @@ def beside(there, kernel="mine"):
 
 
 def test_what_may_be_flaky_is_not_worse(repository):
-    with tree("main") as there:
+    with commit_tree("main") as there:
         content = beside(there)
     for id_, done in content.results.items():
         if done.answers and not content.units[id_].commit:
@@ -105,8 +105,8 @@ def test_what_may_be_flaky_is_not_worse(repository):
             content.results[id_] = replace(done, answers=tuple(answers))
 
     def standings(command):
-        found = report(content, command=command)
-        return {change.standing for change in found.changes}, exit_code(found, flaky=2)
+        found = build_report(content, command=command)
+        return {change.standing for change in found.changes}, gate_exit_code(found, Policy(flaky=2))
 
     assert standings("attncheck gate mine --flaky 1") == ({"worse"}, 1)
     assert standings("attncheck gate mine --flaky 2") == ({"within rounding"}, 0)
@@ -114,9 +114,9 @@ def test_what_may_be_flaky_is_not_worse(repository):
 
 def test_a_change_that_changes_no_bit_is_identical(repository):
     (repository / "mine.py").write_text(REFACTORED)
-    with tree("main") as there:
+    with commit_tree("main") as there:
         content = beside(there)
-    found = report(content)
+    found = build_report(content)
     assert [change.standing for change in found.changes] == ["identical"] * 2
     assert found.baseline == f"commit {there.commit[:12]}"
     # What the other commit answers is counted nowhere.
@@ -135,15 +135,15 @@ def test_every_measured_case_is_asked_of_both(monkeypatch):
         refused=[],
     )
     unit = Unit(kind="ask", stage="bounds", kernel="mine", device="cpu", case=CASES[0].to_json())
-    monkeypatch.setattr("attncheck.gate.stages.bounds", lambda _: iter([unit] * 3))
-    sides = [each.commit for each in measurements(planning)]
+    monkeypatch.setattr("attncheck.gate.stages.bound_units", lambda _: iter([unit] * 3))
+    sides = [each.commit for each in baseline_units(planning)]
     assert sides == ["", found.commit] * 3
 
 
 def test_a_loss_is_worse(repository):
     (repository / "mine.py").write_text(LOSES)
-    with tree("main") as there:
-        found = report(beside(there))
+    with commit_tree("main") as there:
+        found = build_report(beside(there))
     assert {change.standing for change in found.changes} == {"worse"}
     assert all(answer.record.status == "pass" for answer in found.answers)
 
@@ -154,8 +154,8 @@ def test_what_the_commit_has_not_is_new(repository, what):
     if what == "name":
         (repository / "mine.py").write_text(KERNEL.replace("def attention", "def newer"))
     kernel = "other.py::attention" if what == "file" else "mine.py::newer"
-    with tree("main") as there:
-        found = report(beside(there, kernel))
+    with commit_tree("main") as there:
+        found = build_report(beside(there, kernel))
     change = found.changes[0]
     assert {each.standing for each in found.changes} == {"new"}
     said = "no file other.py" if what == "file" else "mine.py has no 'newer'"
@@ -171,7 +171,7 @@ def test_a_module_of_the_repository_in_place_of_the_commits_is_refused(repositor
     (repository / "beside_it.py").write_text("NUMBER = 1\n")
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "It looks for modules where they are not")
-    with tree("main") as there:
+    with commit_tree("main") as there:
         content = beside(there)
     said = [done.facts.get("usage", "") for done in content.results.values()]
     assert any("was loaded in place of main's" in each for each in said)
@@ -183,9 +183,9 @@ def test_a_kernel_that_fails_there_fails_nothing_here(repository):
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "A fault")
     (repository / "mine.py").write_text(KERNEL)
-    with tree("main") as there:
+    with commit_tree("main") as there:
         content = beside(there)
-    found = report(content)
+    found = build_report(content)
     assert {answer.record.status for answer in found.answers} == {"pass"}
     assert "better" in {change.standing for change in found.changes}
     before = [content.results[id_] for id_, unit in content.units.items() if unit.commit]
@@ -194,8 +194,8 @@ def test_a_kernel_that_fails_there_fails_nothing_here(repository):
 
 
 def test_a_tree_travels_as_text(repository):
-    with tree("main") as there:
-        assert Tree.read(there.spelled()) == there
+    with commit_tree("main") as there:
+        assert CommitTree.read(there.spelled()) == there
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import Known
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures
 from attncheck.inputs.problem import Case, Problem
-from attncheck.workers.process import Deadlines
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.workers.units import Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,7 +33,7 @@ class Mine(Ideal):
 def did(kernel, kind):
     case = CASE.to_json() if kind == "ask" else {}
     unit = Unit(kind=kind, stage="contract", kernel=kernel, device="cpu", tier="smoke", case=case)
-    gate = Gate(choices(isolated=True), Known(()))
+    gate = GateWorker(choices(isolated=True), KnownFailures(()))
     try:
         return gate.do(unit)
     finally:
@@ -56,7 +56,9 @@ def test_a_death_while_loading_is_confirmed_alone(deaths, kind, status, tmp_path
 
 
 def test_a_process_that_does_not_start_is_no_verdict_on_a_kernel(monkeypatch):
-    monkeypatch.setattr("attncheck.gate.kernel_hosts.Hosts._how", lambda *_: {"deadlines": NO_TIME})
+    monkeypatch.setattr(
+        "attncheck.gate.kernel_hosts.KernelHosts._how", lambda *_: {"deadlines": NO_TIME}
+    )
     done = did("ideal", "describe")
     assert done.answers == ()
     assert "it did not answer whether it had started in 0.001 s" in done.harness

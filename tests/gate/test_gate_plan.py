@@ -10,13 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, problem_of, values_of
+from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, row_problem, row_values
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.outputs import Outputs
-from attncheck.gate.choices import Held, stages_named
-from attncheck.gate.plan import Known, asks, chosen, describing, plan, priority
-from attncheck.gate.planning import Planning, Remembering
-from attncheck.gate.stages import axes_of, bounds
+from attncheck.gate.choices import BaselineCases, parse_stages
+from attncheck.gate.plan import (
+    KnownFailures,
+    choose_pairs,
+    describe_units,
+    drawn_units,
+    plan_kernel,
+    priority,
+)
+from attncheck.gate.planning import CachingExecutor, Planning
+from attncheck.gate.stages import axes_of, bound_units
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
 from attncheck.records.run_reports import STAGES
@@ -44,17 +51,17 @@ PLAIN = {
 
 def planning(kernel="ideal", **options):
     options = {"dtypes": "fp32,bf16"} | options
-    (unit,) = describing([kernel], device="cpu", tier="smoke", convention="")
+    (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
     return Planning(unit, load_subject(kernel), InProcess(), choices(**options))
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return plan(planning())
+    return plan_kernel(planning())
 
 
 def test_the_plan_is_the_same_every_time(whole):
-    assert [unit.id for unit in plan(planning())] == [unit.id for unit in whole]
+    assert [unit.id for unit in plan_kernel(planning())] == [unit.id for unit in whole]
 
 
 def test_every_stage_asks_something(whole):
@@ -78,26 +85,26 @@ def test_every_property_that_concerns_the_kernel_is_drawn_from(whole):
 
 def test_what_is_drawn_is_the_same_every_time(whole):
     for unit in [unit for unit in whole if unit.kind == "draw"][:5]:
-        first, second = (asks(unit, planning(), Known(())) for _ in range(2))
+        first, second = (drawn_units(unit, planning(), KnownFailures(())) for _ in range(2))
         assert first == second
         assert all(Case.from_json(each.case).problem.dtype == unit.dtype for each in first)
 
 
 def test_a_question_that_needs_more_than_a_layout_is_asked_in_every_plan():
-    cases = [Case.from_json(unit.case) for unit in plan(planning(stages="memory"))]
+    cases = [Case.from_json(unit.case) for unit in plan_kernel(planning(stages="memory"))]
     (found,) = (c for c in cases if c.question == "hidden_keys_nan" and c.problem.backward)
     assert (found.problem.score.name, found.problem.mask.name) == ("softcap", "causal")
     far = [c for c in cases if c.question == "strides_far"]
     assert [c.parameters["tensor"] for c in far] == [0, 1, 2, 3][: 3 + far[0].problem.backward]
-    without = plan(restricted(lambda problem: not problem.backward, stages="memory"))
+    without = plan_kernel(restricted(lambda problem: not problem.backward, stages="memory"))
     assert not any(Case.from_json(unit.case).problem.backward for unit in without)
 
 
 def test_more_sequences_than_a_grid_holds_are_asked_where_there_are_grids():
     def many(device):
-        (unit,) = describing(["mine"], device=device, tier="smoke", convention="")
+        (unit,) = describe_units(["mine"], device=device, tier="smoke", convention="")
         found = Planning(unit, Elsewhere(), InProcess(), choices(stages="contract"))
-        cases = [Case.from_json(each.case) for each in plan(found)]
+        cases = [Case.from_json(each.case) for each in plan_kernel(found)]
         return [case for case in cases if case.problem.batch * case.problem.heads > 65_535]
 
     assert many("cpu") == []
@@ -127,16 +134,16 @@ def test_a_window_hides_something_wherever_its_pairs_count():
     for shapes in SHAPES:
         rows = [{"mask": "sliding_window", "shape": shape} | PLAIN for shape in SHAPES[shapes]]
         for row in [row for row in rows if not any(never(row) for _, never in EXCLUSIONS)]:
-            problem = problem_of(row, shapes, 0)
+            problem = row_problem(row, shapes, 0)
             q_idx, kv_idx = torch.meshgrid(
                 torch.arange(problem.query), torch.arange(problem.kv), indexing="ij"
             )
             zero = torch.zeros((), dtype=torch.long)
             seen = problem.mask_mod()(zero, zero, q_idx, kv_idx)
             assert bool(((q_idx >= kv_idx) & ~seen).any()), (shapes, row["shape"])
-            assert values_of(row, problem, shapes)["mask"] == "sliding_window"
+            assert row_values(row, problem, shapes)["mask"] == "sliding_window"
             one_row = problem.replace(query=1)
-            assert values_of(row, one_row, shapes)["mask"] is None
+            assert row_values(row, one_row, shapes)["mask"] is None
 
 
 def test_shards_share_the_questions_among_them(whole):
@@ -147,17 +154,17 @@ def test_shards_share_the_questions_among_them(whole):
 
 
 def test_another_seed_draws_other_numbers(whole):
-    other = {unit.id for unit in plan(planning(seed=5)) if unit.stage == "bounds"}
+    other = {unit.id for unit in plan_kernel(planning(seed=5)) if unit.stage == "bounds"}
     assert not other & {unit.id for unit in whole if unit.stage == "bounds"}
 
 
 def test_a_stage_that_is_left_out_asks_nothing():
-    assert {unit.stage for unit in plan(planning(stages="probes"))} == {"probes"}
+    assert {unit.stage for unit in plan_kernel(planning(stages="probes"))} == {"probes"}
 
 
 def test_what_a_kernel_refuses_is_kept_and_said():
     found = planning(named("right"), stages="bounds")
-    asked = [Case.from_json(unit.case).problem for unit in plan(found)]
+    asked = [Case.from_json(unit.case).problem for unit in plan_kernel(found)]
     assert {problem.mask.name for problem in asked} == {"full", "causal", "causal_bottom_right"}
     assert {answer.record.variant for answer in found.refused} >= {"sliding_window", "alibi"}
     assert all(answer.record.reason for answer in found.refused)
@@ -177,7 +184,7 @@ class Restricted(Ideal):
 
 
 def restricted(able, stages="baseline", **options):
-    (unit,) = describing(["mine"], device="cpu", tier="smoke", convention="")
+    (unit,) = describe_units(["mine"], device="cpu", tier="smoke", convention="")
     return Planning(unit, Restricted(able), InProcess(), choices(stages=stages, **options))
 
 
@@ -191,7 +198,7 @@ def plainly(problem, *masks):
 
 
 def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
-    before = plan(restricted(plainly, dtypes="bf16"))
+    before = plan_kernel(restricted(plainly, dtypes="bf16"))
     here = environment("cpu")
     records = [
         new_record(
@@ -203,15 +210,15 @@ def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
         )
         for unit in before
     ]
-    held = Held.of(
+    held = BaselineCases.of(
         make_baseline(baseline_entries(records, {"e": here}), {environment_id(here): here}, "0")
     )
-    assert Held.read(held.spelled()) == held
+    assert BaselineCases.read(held.spelled()) == held
     after = restricted(lambda problem: plainly(problem, "sliding_window"), dtypes="bf16")
-    cases = [Case.from_json(unit.case).id for unit in plan(after)]
+    cases = [Case.from_json(unit.case).id for unit in plan_kernel(after)]
     assert not {Case.from_json(unit.case).id for unit in before} <= set(cases)
     after.choices = replace(after.choices, held=held)
-    found = [Case.from_json(unit.case).id for unit in plan(after)]
+    found = [Case.from_json(unit.case).id for unit in plan_kernel(after)]
     assert {*cases, *(Case.from_json(unit.case).id for unit in before)} == set(found)
     assert len(found) == len(set(found))
     assert after.choices.plan()["baseline"] == held.digest
@@ -222,7 +229,7 @@ def test_a_pair_that_is_lost_where_rows_are_moved_has_a_row_of_its_own():
         return plainly(problem) and (problem.mask.name == "full" or problem.query == problem.kv)
 
     found = restricted(able, dtypes="bf16,fp16")
-    problems = [Case.from_json(unit.case).problem for unit in bounds(found)]
+    problems = [Case.from_json(unit.case).problem for unit in bound_units(found)]
     axes = axes_of(found)
     pairs = {(p.mask.name, p.head_dim, p.value_dim) for p in problems}
     pairs |= {(p.mask.name, p.dtype, p.distribution) for p in problems}
@@ -233,7 +240,7 @@ def test_a_pair_that_is_lost_where_rows_are_moved_has_a_row_of_its_own():
 
 
 def test_what_is_asked_first_is_what_the_kernel_is(whole):
-    describe = describing(["ideal"], device="cpu", tier="smoke", convention="")
+    describe = describe_units(["ideal"], device="cpu", tier="smoke", convention="")
     ordered = sorted([*whole, *describe], key=priority)
     assert ordered[0].kind == "describe"
     order = [STAGES.index(unit.stage) for unit in ordered]
@@ -244,31 +251,31 @@ def test_pairs_are_chosen_evenly():
     pairs = [(dtype, family) for dtype in ("fp32", "bf16") for family in ("full", "causal")]
     used = Counter()
     for _ in range(4):
-        chosen(pairs, 1, used)
+        choose_pairs(pairs, 1, used)
     assert all(used[f"{dtype} {family}"] == 1 for dtype, family in pairs)
-    assert set(chosen(pairs, 2, Counter())) in ({pairs[0], pairs[3]}, {pairs[1], pairs[2]})
+    assert set(choose_pairs(pairs, 2, Counter())) in ({pairs[0], pairs[3]}, {pairs[1], pairs[2]})
 
 
 def test_a_known_failure_is_asked_in_place_of_a_search():
-    known = Known()
+    known = KnownFailures()
     entry = next(each for each in known.entries if each.device == "cpu" and not each.depends_on)
     found = planning(entry.kernel, dtypes=entry.dtypes[0], stages="properties")
     unit = next(
         each
-        for each in plan(found)
+        for each in plan_kernel(found)
         if known.of_draw(each) is not None and not known.of_draw(each).depends_on
     )
-    (asked,) = asks(unit, found, known)
+    (asked,) = drawn_units(unit, found, known)
     assert Case.from_json(asked.case).question == known.of_draw(unit).case.question
 
 
 def test_stages_are_named_in_their_order():
-    assert stages_named(("memory", "probes")) == ("probes", "memory")
-    assert "bounds" not in stages_named((), ("bounds",))
+    assert parse_stages(("memory", "probes")) == ("probes", "memory")
+    assert "bounds" not in parse_stages((), ("bounds",))
     with pytest.raises(UnknownName, match="choose from baseline"):
-        stages_named(("bound",))
+        parse_stages(("bound",))
     with pytest.raises(UsageError, match="no stage is left"):
-        stages_named(("bounds",), ("bounds",))
+        parse_stages(("bounds",), ("bounds",))
 
 
 def test_a_kernel_is_asked_once_what_it_takes_and_again_where_asking_failed():
@@ -278,7 +285,7 @@ def test_a_kernel_is_asked_once_what_it_takes_and_again_where_asking_failed():
         def refusal(self, subject, problem, device):
             return said.pop(0)
 
-    executor, problem = Remembering(Counting()), Problem(query=4)
+    executor, problem = CachingExecutor(Counting()), Problem(query=4)
     answers = [executor.refusal(load_subject("ideal"), problem, "cpu") for _ in range(4)]
     assert isinstance(answers[0], Failure)
     assert answers[1:] == [None, None, None]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from attncheck.cli.gate_progress import _Count
-from attncheck.reporting.gate_content import _pace
+from attncheck.cli.gate import _Count
+from attncheck.reporting.gate_document import _pace
 from attncheck.workers.pool import RunEvent
 from attncheck.workers.units import Done, Unit
 
@@ -74,9 +74,8 @@ def test_the_head_of_a_report_says_the_pace_and_what_compilers_took():
         return SimpleNamespace(record=record, seconds=seconds, compiling=compiling, smallest_of="")
 
     said = [answer("pass", 3.0, 2.0), answer("fail", 1.0, 0.0), answer("unsupported", 0.0, 0.0)]
-    assert _pace(SimpleNamespace(answers=said, seconds=4.0)) == (
-        " · 0.5 questions a second · 50 % of the work in compilers"
-    )
-    interpreted = _pace(SimpleNamespace(answers=said[1:], seconds=4.0))
-    assert interpreted == " · 0.25 questions a second"
-    assert _pace(SimpleNamespace(answers=said[2:], seconds=4.0)) == ""
+    pace = list(_pace(SimpleNamespace(answers=said, seconds=4.0)))
+    assert pace == ["0.5 questions a second", "50 % of the work in compilers"]
+    interpreted = list(_pace(SimpleNamespace(answers=said[1:], seconds=4.0)))
+    assert interpreted == ["0.25 questions a second"]
+    assert list(_pace(SimpleNamespace(answers=said[2:], seconds=4.0))) == []

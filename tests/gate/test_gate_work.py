@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from attncheck.diagnose.reproduce import new_failure
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import KNOWN, Known, replays
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KNOWN, KnownFailures, replay_units
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure, load_failure
 from attncheck.records.record import FAILED_STATUSES, Record
@@ -64,19 +64,19 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
     kept = load_failure(tmp_path / f"{smallest.failure}.json")
     assert kept.record.case_id == smallest.record.case_id
     how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    again = replays([kernel], tmp_path, **how)
+    again = replay_units([kernel], tmp_path, **how)
     assert {Case.from_json(unit.case).id for unit in again} == {
         first.record.case_id,
         smallest.record.case_id,
     }
-    assert replays(["ideal"], tmp_path, **how) == []
-    assert replays([kernel], tmp_path, **how | {"stages": ("probes",)}) == []
+    assert replay_units(["ideal"], tmp_path, **how) == []
+    assert replay_units([kernel], tmp_path, **how | {"stages": ("probes",)}) == []
 
 
 def test_a_failure_file_that_is_none_stops_nothing(tmp_path):
     (tmp_path / "aaaaaaaaaa.json").write_text("{")
     how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    assert replays(["ideal"], tmp_path, **how) == []
+    assert replay_units(["ideal"], tmp_path, **how) == []
 
 
 def test_what_can_be_asked_no_more_is_not_asked_again(tmp_path):
@@ -85,7 +85,7 @@ def test_what_can_be_asked_no_more_is_not_asked_again(tmp_path):
     kept(Case(problem=problem, question="prefill_rows", parameters={"gone": 2}), tmp_path)
     kept(Case(problem=problem, question="empty_rows"), tmp_path)  # each of its rows sees a key
     how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    assert [unit.case for unit in replays(["ideal"], tmp_path, **how)] == [good]
+    assert [unit.case for unit in replay_units(["ideal"], tmp_path, **how)] == [good]
 
 
 def kept(case, folder):
@@ -107,19 +107,19 @@ def kept(case, folder):
 def test_a_question_that_cannot_be_asked_is_no_matter_of_usage():
     case = Case(problem=Problem(query=4), question="compare").to_json() | {"question": "gone"}
     unit = Unit(kind="ask", stage="bounds", kernel="ideal", device="cpu", case=case)
-    done = Gate(choices()).do(unit)
+    done = GateWorker(choices()).do(unit)
     assert "usage" not in done.facts
     assert "ask of ideal: question 'gone' is not known" in done.harness
 
 
 def test_a_kernel_that_is_not_there_is_a_matter_of_usage():
     unit = Unit(kind="describe", stage="contract", kernel=named("nobody"), device="cpu")
-    done = Gate(choices()).do(unit)
+    done = GateWorker(choices()).do(unit)
     assert "nobody" in done.facts["usage"]
 
 
 def test_known_failures_warn_and_others_fail():
-    known = Known()
+    known = KnownFailures()
     entry = next(each for each in known.entries if each.device == "cpu" and not each.depends_on)
     case = entry.case
     unit = Unit(
@@ -137,7 +137,7 @@ def test_known_failures_warn_and_others_fail():
     said = known.settled(record, unit, case)
     assert said.status == "warn"
     assert said.reason.startswith(KNOWN)
-    assert Known(()).settled(record, unit, case).status == record.status
+    assert KnownFailures(()).settled(record, unit, case).status == record.status
     for lost in ("crash", "timeout", "oom"):
         gone = replace(record, status=lost)
         assert known.settled(gone, unit, case) is gone
@@ -183,4 +183,4 @@ def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
         status="fail",
         environment="",
     )
-    assert Known((entry,)).settled(record, unit, other).status == status
+    assert KnownFailures((entry,)).settled(record, unit, other).status == status

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
 from attncheck.gate.planning import Planning
-from attncheck.gate.stages import sanitized, sanitizing
+from attncheck.gate.stages import sanitize_kernel, sanitizer_units
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.reporting.gate_content import missing
+from attncheck.reporting.gate_document import not_covered
 from attncheck.subjects.load import load_subject
 from attncheck.verify import sanitizer
 from attncheck.verify.executor import InProcess
@@ -34,7 +34,7 @@ def planning(device="cuda", **options):
 
 
 def test_nobody_asks_for_it():
-    assert list(sanitizing(planning())) == []
+    assert list(sanitizer_units(planning())) == []
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_nobody_asks_for_it():
 def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, said):
     monkeypatch.setattr(sanitizer, "sanitizer", lambda: None)
     found = planning(device, sanitizer=True)
-    assert list(sanitizing(found)) == []
+    assert list(sanitizer_units(found)) == []
     (answer,) = found.refused
     assert answer.record.status == "unsupported"
     report = SimpleNamespace(
@@ -56,7 +56,7 @@ def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, 
         shard="",
         answers=(answer,),
     )
-    assert [line for line in missing(report) if said in line] == [
+    assert [line for line in not_covered(report) if said in line] == [
         f"ideal takes 1 of the questions not: {answer.record.reason}"
     ]
 
@@ -64,7 +64,7 @@ def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, 
 def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeypatch):
     monkeypatch.setattr(sanitizer, "sanitizer", lambda: "/planted")
     found = planning(sanitizer=True)
-    units = list(sanitizing(found))
+    units = list(sanitizer_units(found))
     assert [unit.variant.split()[-1] for unit in units] == ["memcheck", "racecheck", "synccheck"]
     assert {unit.stage for unit in units} == {"memory"}
 
@@ -78,7 +78,7 @@ def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeyp
         return (replace(first, status="fail", judgement=said), *rest)
 
     monkeypatch.setattr(sanitizer, "sanitized", planted)
-    done = sanitized(units[0], found)
+    done = sanitize_kernel(units[0], found)
     assert len(done.answers) == 3
     assert not done.units  # a smaller one would be asked without the tool
     first = done.answers[0].record

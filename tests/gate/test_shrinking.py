@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncheck.gate.failures import smaller, smallest
+from attncheck.gate.failures import plainer_cases, shrink_case
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
@@ -40,7 +40,7 @@ def fails_where(wrong):
 def shrunk(wrong, seconds=60.0, clock=None, case=LARGE):
     ask = fails_where(wrong)
     how = {"seconds": seconds} | ({"clock": clock} if clock else {})
-    found = smallest(ask(case), ask, lambda _: True, **how)
+    found = shrink_case(ask(case), ask, lambda _: True, **how)
     return found and Case.from_json(found.case).problem
 
 
@@ -70,7 +70,7 @@ def test_a_failure_of_another_kind_is_not_the_same():
 
         return msgspec.structs.replace(ask(case), status="crash")
 
-    assert smallest(failed, crashes, lambda _: True, seconds=60.0) is None
+    assert shrink_case(failed, crashes, lambda _: True, seconds=60.0) is None
 
 
 def test_it_ends_when_its_time_is_up():
@@ -81,4 +81,4 @@ def test_it_ends_when_its_time_is_up():
 
 
 def test_no_step_is_the_case_itself():
-    assert all(each.id != LARGE.id for each in smaller(LARGE))
+    assert all(each.id != LARGE.id for each in plainer_cases(LARGE))

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from attncheck.cli.gate_run import _goes_on
+from attncheck.cli.gate import _goes_on
 from attncheck.gate.choices import Choices
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import describing
-from attncheck.gate.sources import differs, fingerprint, loaded
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import describe_units
+from attncheck.gate.sources import changed_source, file_hashes, source_fingerprint
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Unit
 
@@ -41,7 +41,7 @@ def here(tmp_path, monkeypatch):
 
 def journal(facts, kernel=ENTRY, **changes):
     """Of a run that has described its kernel, and not asked it anything yet."""
-    (unit,) = describing([kernel], device="cpu", tier="smoke", convention="")
+    (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
     left = Unit(kind="ask", stage="contract", kernel=kernel, device="cpu", tier="smoke")
     content = JournalContent(head={"sources": "as they were"} | changes)
     content.units |= {unit.id: unit, left.id: left}
@@ -50,21 +50,21 @@ def journal(facts, kernel=ENTRY, **changes):
 
 
 def test_a_kernel_is_described_with_all_files_that_it_has_loaded(here):
-    gate = Gate(Choices.of({"tier": "smoke", "stages": "contract", "dtypes": "fp32"}))
-    (unit,) = describing([ENTRY], device="cpu", tier="smoke", convention="")
+    gate = GateWorker(Choices.of({"tier": "smoke", "stages": "contract", "dtypes": "fp32"}))
+    (unit,) = describe_units([ENTRY], device="cpu", tier="smoke", convention="")
     done = gate.do(unit)
     assert not done.harness, done.harness
     facts = done.facts
     gate.close()
     for name in ("kernel.py", "helper.py"):
         assert facts["files"][name] == hashlib.sha256(Path(name).read_bytes()).hexdigest()
-    assert differs(journal(facts)) == ""
+    assert changed_source(journal(facts)) == ""
     Path("helper.py").write_text("")
-    assert differs(journal(facts)) == "helper.py has changed"
+    assert changed_source(journal(facts)) == "helper.py has changed"
 
 
 def test_a_run_goes_on_only_with_the_same_files(here, capsys):
-    facts = loaded([str(here / "kernel.py"), str(here / "helper.py")])
+    facts = file_hashes([str(here / "kernel.py"), str(here / "helper.py")])
     asked = SimpleNamespace(head={"sources": "as they were"})
     assert _goes_on(journal(facts), asked, "folder")
     assert "goes on with" in capsys.readouterr().err
@@ -76,19 +76,19 @@ def test_a_run_goes_on_only_with_the_same_files(here, capsys):
 
 def test_where_files_cannot_be_told_sources_are_what_counts(here):
     unknown = f"nobody can tell whether {ENTRY} has changed"
-    assert differs(journal({})) == differs(journal({"files": {}})) == unknown
-    assert differs(journal({}, kernel="ideal")) == ""
+    assert changed_source(journal({})) == changed_source(journal({"files": {}})) == unknown
+    assert changed_source(journal({}, kernel="ideal")) == ""
     table = f'[kernels.mine]\nentry = "{ENTRY}"\n'
     Path("attncheck.toml").write_text(table)
-    assert differs(journal({}, kernel="mine")) != ""
+    assert changed_source(journal({}, kernel="mine")) != ""
     Path("attncheck.toml").write_text(f'{table}sources = ["helper.py"]\n')
-    assert differs(journal({}, kernel="mine")) == ""
+    assert changed_source(journal({}, kernel="mine")) == ""
 
 
 def test_what_is_no_regular_file_is_not_read(here):
     os.mkfifo("pipe")
     names = ("/dev/zero", str(here / "pipe"), "a\0b", "lone \ud800", str(here))
-    assert set(loaded(names)["files"].values()) == {""}
+    assert set(file_hashes(names)["files"].values()) == {""}
 
 
 @pytest.mark.parametrize("pattern", [".", "./", "csrc/**", "csrc", "**/*.cu", "csrc/*/a.cu"])
@@ -99,10 +99,10 @@ def test_each_source_is_part_of_the_fingerprint(here, pattern):
     source = Path("csrc", "deep", "a.cu")
     source.parent.mkdir(parents=True)
     source.write_text("1")
-    before = fingerprint(["mine"], ["reports"])
+    before = source_fingerprint(["mine"], ["reports"])
     written = Path("reports", "gate", "results.jsonl")
     written.parent.mkdir(parents=True)
     written.write_text("a run writes it")
-    assert fingerprint(["mine"], ["reports"]) == before
+    assert source_fingerprint(["mine"], ["reports"]) == before
     source.write_text("2")
-    assert fingerprint(["mine"], ["reports"]) != before
+    assert source_fingerprint(["mine"], ["reports"]) != before

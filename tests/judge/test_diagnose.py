@@ -55,12 +55,6 @@ def test_lse_counts_as_much_as_out():
     assert ranking(moved(out=2.0, lse=1.0), of_out) == []
 
 
-def test_lse_that_is_not_exposed_refutes_nothing():
-    got = {"out": moved(out=2.0)["out"]}
-    one = FaultPrediction(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
-    assert names(ranking(got, one)) == ["moves LSE"]
-
-
 def test_among_equals_the_plainer_is_first():
     fitted = FaultPrediction(name="fitted", tensors=moved(out=2.0), order=2)
     plain = FaultPrediction(name="plain", tensors=moved(out=2.0))
@@ -87,16 +81,6 @@ def test_what_is_not_finite_compares_as_a_pattern():
     found = ranking(got, other, same, infinite)
     assert names(found) == ["same rows"]
     assert found[0].all
-
-
-def test_a_right_kernel_has_nothing_to_explain():
-    assert not ObservedError(moved(), EXACT, ALLOWED).wrong
-    assert not ObservedError(moved(out=0.05), EXACT, ALLOWED).proven
-
-
-def test_where_nothing_is_known_nothing_is_asked():
-    allowed = {name: torch.full_like(x, math.inf) for name, x in ALLOWED.items()}
-    assert not ObservedError(moved(out=2.0), EXACT, allowed).wrong
 
 
 def test_several_problems_are_explained_by_what_explains_each():
@@ -156,3 +140,19 @@ def test_what_leaves_rows_free_comes_after_what_predicts_them():
     found = ranking(got, free("free", 2), exact)
     assert names(found) == ["predicted", "free"]
     assert count_equals(found) == 1
+
+
+def test_lse_that_is_not_exposed_refutes_nothing():
+    got = {"out": moved(out=2.0)["out"]}
+    one = FaultPrediction(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
+    assert names(ranking(got, one)) == ["moves LSE"]
+
+
+def test_a_right_kernel_has_nothing_to_explain():
+    assert not ObservedError(moved(), EXACT, ALLOWED).wrong
+    assert not ObservedError(moved(out=0.05), EXACT, ALLOWED).proven
+
+
+def test_where_nothing_is_known_nothing_is_asked():
+    allowed = {name: torch.full_like(x, math.inf) for name, x in ALLOWED.items()}
+    assert not ObservedError(moved(out=2.0), EXACT, allowed).wrong

@@ -21,11 +21,6 @@ TRUTH = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, -2.0]], dtype=torch.float64)
 ALL = torch.ones(2, 3, dtype=torch.bool)
 
 
-def test_errors_of_the_truth_itself_are_zero():
-    found = measure_errors(TRUTH.float(), TRUTH, ALL)
-    assert (found.rmse, found.max_error, found.bias, found.elements) == (0.0, 0.0, 0.0, 6)
-
-
 def test_known_errors():
     values = TRUTH.clone()
     values[0, 1] += 3.0
@@ -34,13 +29,6 @@ def test_known_errors():
     assert found.rmse == math.sqrt(25.0 / 6)
     assert (found.max_error, found.max_at) == (4.0, (1, 2))
     assert found.bias == -1.0 / 6
-
-
-def test_only_what_is_counted():
-    values = TRUTH.clone()
-    values[0] = math.nan
-    found = measure_errors(values, TRUTH, torch.tensor([[False], [True]]))
-    assert (found.rmse, found.elements, found.nonfinite) == (0.0, 3, 0)
 
 
 def test_what_is_not_counted_dilutes_nothing():
@@ -71,11 +59,6 @@ def test_nothing_counted():
 def test_squares_neither_vanish_nor_overflow(size):
     truth = torch.zeros(2, 3, dtype=torch.float64)
     assert measure_errors(truth + size, truth, ALL).rmse == size
-
-
-def test_the_floor_is_half_an_ulp_at_a_tie():
-    truth = torch.tensor([1.0 + 2.0**-8], dtype=torch.float64)  # halfway between bf16 neighbours
-    assert rounding_floor(truth, torch.tensor([True]), FORMATS["bf16"]) == 2.0**-8
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
@@ -120,19 +103,6 @@ def test_known_errors_of_heads():
     alone = torch.tensor([True, False]).view(1, 1, 2, 1)
     assert head_rmse(values, HEADS, alone).tolist() == [[1.0, 0.0]]
     assert head_rmse(values, HEADS, ~ALIVE).tolist() == [[0.0, 0.0]]
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_head_that_is_not_finite_is_never_close(poison):
-    values = HEADS.clone()
-    values[0, 1, 0] = poison
-    assert head_rmse(values, HEADS, ALIVE).tolist() == [[0.0, math.inf]]
-
-
-@pytest.mark.parametrize("size", [2.0**-700, 2.0**700])
-def test_squares_of_heads_neither_vanish_nor_overflow(size):
-    truth = torch.zeros_like(HEADS)
-    assert head_rmse(truth + size, truth, ALIVE).tolist() == [[size, size]]
 
 
 # One number of an error and the truth

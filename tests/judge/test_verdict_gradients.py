@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -13,12 +13,14 @@ import torch
 
 from attncheck.core.conditions import Rows
 from attncheck.core.formats import DTYPES
-from attncheck.core.judgement import Judgement, Place
-from attncheck.core.outputs import AXES, GRADIENTS, Outputs, TensorName
+from attncheck.core.outputs import GRADIENTS, Outputs, TensorName
 from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.declared_arithmetic import default
 from attncheck.judge.verdict_rules import Compared
+
+if TYPE_CHECKING:
+    from attncheck.core.judgement import Judgement
 
 verdicts = import_file(Path(__file__).with_name("verdicts.py"), "verdicts by hand")
 decide = verdicts.decide
@@ -152,15 +154,3 @@ def test_a_key_that_no_row_sees_has_a_gradient_of_exactly_0(value) -> None:
     found = verdict({("dv", (*UNSEEN, 2)): value})
     assert (found.status, found.rule) == ("fail", "empty rows")
     assert "of keys that no row sees are not exactly 0" in found.reason
-
-
-def test_only_a_query_lies_in_a_query_tile() -> None:
-    assert verdict({("dq", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile.startswith("query tile 1")
-    assert verdict({("dk", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile == ""
-
-
-@pytest.mark.parametrize("tensor", AXES)
-def test_a_place_is_an_index_and_back(tensor) -> None:
-    index = (0, 3, 2, 1)[-len(AXES[tensor]) :] if len(AXES[tensor]) == 1 else (0, 3, 2, 1)
-    index = index[: len(AXES[tensor])]
-    assert Place.of(index).index(tensor) == index

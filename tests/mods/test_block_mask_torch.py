@@ -33,20 +33,6 @@ def by_head_and_sequence(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx < 5 * (h + 1)) & (kv_idx < 50 - 11 * b)
 
 
-MASKS = {
-    "full": Spec.of("full"),
-    "causal": Spec.of("causal"),
-    "bottom right": Spec.of("causal_bottom_right"),
-    "window": Spec.of("sliding_window", window=9),
-    "window of nothing": Spec.of("sliding_window", window=0),
-    "prefix": Spec.of("prefix_lm", prefix=21),
-    "documents": Spec.of("document", lengths=[7, 0, 20, 23]),
-    "padding": Spec.of("padding", lengths=[50, 0, 33]),
-    "expression": Spec.of("expression", text="(q_idx + h) % 3 <= kv_idx // 16"),
-    "and": Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[50, 16, 33])),
-    "or": Spec.of("or", Spec.of("causal"), Spec.of("document", lengths=[16, 34])),
-    "not": Spec.of("not", Spec.of("sliding_window", window=20)),
-}
 BLOCKS = [(16, 16), (8, 32), (5, 7), (37, 50), (64, 64), (128, 128)]
 
 
@@ -119,14 +105,9 @@ def same(mod, dimensions, blocks):
 
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
-@pytest.mark.parametrize("name", MASKS)
-def test_every_table_is_torchs(name, blocks):
-    same(build_mask(MASKS[name], SHARED), SHARED, blocks)
-
-
-@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
-def test_a_mask_of_its_own_for_each_sequence_and_head(blocks):
-    same(by_head_and_sequence, SHARED, blocks)
+@pytest.mark.parametrize("mod", [written.causal, by_head_and_sequence], ids=["shared", "each"])
+def test_every_table_is_torchs(mod, blocks):
+    same(mod, SHARED, blocks)
 
 
 @settings(deadline=None, max_examples=25)
@@ -141,7 +122,7 @@ def test_whatever_is_composed_at_whatever_length(data):
 
 @pytest.mark.parametrize("was", [0, 1, 2])
 def test_a_tile_of_another_kind_is_found(was):
-    mod = build_mask(MASKS["bottom right"], SHARED)
+    mod = build_mask(Spec.of("causal_bottom_right"), SHARED)
     mine = ours(mod, SHARED, (8, 8))
     kinds = mine.kinds.clone()
     kinds[tuple((kinds == was).nonzero()[0].tolist())] = (was + 1) % 3
@@ -152,7 +133,7 @@ def test_a_tile_of_another_kind_is_found(was):
 
 
 def test_masks_without_full_tiles_of_their_own_are_all_partial():
-    mod = build_mask(MASKS["causal"], SHARED)
+    mod = written.causal
     merged = from_torch_block_mask(theirs(mod, SHARED, (8, 8), separate_full_blocks=False))
     kinds = merged.kinds
     assert not (kinds == FULL).any()
@@ -189,10 +170,10 @@ def test_flex_attention_takes_it_and_gives_the_same_bits(heads, mod):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, heads[0], QUERY, 16, generator=generator)
     k, v = (torch.randn(3, heads[1], KV, 16, generator=generator) for _ in range(2))
-    from attncheck.subjects.torch_kernels import uncompiled
+    from attncheck.conventions.torch_conventions import uncompiled_flex
 
     def attended(mask):
-        with uncompiled():
+        with uncompiled_flex():
             return flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
     mine = to_torch_block_mask(ours(mod, SHARED, (16, 16)), mod)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from tests.mods.sample_mods import LIBRARY_SCORES, any_score, planted
 
 from attncheck.core.balls import balls_of
 from attncheck.core.draws import Draws
@@ -25,14 +24,12 @@ from attncheck.mods import trace as derivative_room
 from attncheck.mods.ball_algebra import to_ball
 from attncheck.mods.expression import (
     Expression,
-    Structure,
     expression_from_json,
     expression_to_json,
 )
 from attncheck.mods.library import build_score
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError
-from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_derivative, trace_score
@@ -40,7 +37,7 @@ from attncheck.mods.trace import trace_derivative, trace_score
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 KINKS = (-2.5, -2.0, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 2.5)
@@ -82,30 +79,7 @@ def differing(expression: Expression, mod: ScoreMod, where: list[Tensor]) -> Ten
     return where[0][~(same | near)]
 
 
-LIBRARY = [
-    Spec.of("none"),
-    Spec.of("alibi"),
-    Spec.of("softcap", cap=30.0),
-    Spec.of("softcap", cap=0.7),
-    Spec.of("relative_bias", distance=4, seed=1),
-    Spec.of("bias", seed=1, per_batch=0, per_head=1),
-    Spec.of("offset", Spec.of("bias", seed=1, per_batch=1, per_head=0), rows=3),
-    Spec.of("temperature", temperature=2.5),
-    Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.1) + kv_idx / 3"),
-    Spec.of("expression", text="tanh(score) * h + abs(score / 8) - maximum(score, 2)"),
-]
-any_score = st.recursive(
-    st.sampled_from(LIBRARY),
-    lambda parts: st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("chain", *of)),
-    max_leaves=6,
-)
-
-
-def test_every_score_mod_of_the_library_is_asked() -> None:
-    assert {spec.name for spec in LIBRARY} | {"chain"} == set(SCORES)
-
-
-@pytest.mark.parametrize("spec", LIBRARY, ids=str)
+@pytest.mark.parametrize("spec", LIBRARY_SCORES, ids=str)
 def test_of_the_library(spec: Spec) -> None:
     mod = build_score(spec, DIMENSIONS)
     assert not differing(trace_derivative(mod), mod, points()).numel()
@@ -204,20 +178,13 @@ def test_it_can_be_read() -> None:
     assert trace_derivative(relu).structure.inputs == ("score", "b", "h", "q_idx", "kv_idx")
 
 
-def with_op(expression: Expression, op: str, other: str) -> Expression:
-    nodes = expression.structure.nodes
-    planted = tuple(dataclasses.replace(n, op=other) if n.op == op else n for n in nodes)
-    assert planted != nodes
-    return Expression(Structure(expression.structure.inputs, planted), expression.captured)
-
-
 @pytest.mark.parametrize(
     ("name", "op", "other"),
     [("relu", "le", "lt"), ("clamp", "ge", "gt"), ("maximum", "gt", "ge"), ("cos", "sin", "cos")],
 )
 def test_a_planted_operation_is_noticed(name: str, op: str, other: str) -> None:
     mod = WRITTEN[name]
-    assert differing(with_op(trace_derivative(mod), op, other), mod, points()).numel()
+    assert differing(planted(trace_derivative(mod), op, other), mod, points()).numel()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from attncheck.mods import masks, scores
-from attncheck.mods import masks as compose
-from attncheck.mods import masks as neighborhoods
 from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
 from attncheck.mods.spec import Dimensions, Spec
@@ -238,86 +236,71 @@ LATER_DOCUMENTS = """
 ....111
 """
 
+of = Spec.of
 TABLES = [
-    (WIDE, Spec.of("full"), [FULL, FULL]),
-    (WIDE, Spec.of("causal"), [CAUSAL, CAUSAL]),
-    (WIDE, Spec.of("causal_bottom_right"), [BOTTOM_RIGHT] * 2),
-    (WIDE, Spec.of("sliding_window", window=0), [PADDING_0] * 2),
-    (WIDE, Spec.of("sliding_window", window=1), [WINDOW_1] * 2),
-    (WIDE, Spec.of("sliding_window", window=3), [WINDOW_3] * 2),
-    (WIDE, Spec.of("sliding_window", window=2**31 - 1), [CAUSAL] * 2),
-    (WIDE, Spec.of("prefix_lm", prefix=0), [CAUSAL] * 2),
-    (WIDE, Spec.of("prefix_lm", prefix=2), [PREFIX_2] * 2),
-    (WIDE, Spec.of("prefix_lm", prefix=9), [FULL] * 2),
-    (WIDE, Spec.of("document", lengths=[2, 0, 3, 2]), [DOCUMENTS_2_0_3_2] * 2),
-    (WIDE, Spec.of("document", lengths=[2, 0, 3, 9]), [DOCUMENTS_2_0_3_2] * 2),
-    (WIDE, Spec.of("padding", lengths=[3, 0]), [PADDING_3, PADDING_0]),
-    (WIDE, Spec.of("padding", lengths=[0, 7]), [PADDING_0, FULL]),
-    (TALL, Spec.of("causal"), [TALL_CAUSAL] * 2),
-    (TALL, Spec.of("causal_bottom_right"), [TALL_BOTTOM_RIGHT] * 2),
-    (TALL, Spec.of("sliding_window", window=2), [TALL_WINDOW_2] * 2),
-    (TALL, Spec.of("document", lengths=[1, 4, 1]), [TALL_DOCUMENTS_1_4_1] * 2),
+    (WIDE, of("full"), [FULL, FULL]),
+    (WIDE, of("causal"), [CAUSAL, CAUSAL]),
+    (WIDE, of("causal_bottom_right"), [BOTTOM_RIGHT] * 2),
+    (WIDE, of("sliding_window", window=0), [PADDING_0] * 2),
+    (WIDE, of("sliding_window", window=1), [WINDOW_1] * 2),
+    (WIDE, of("sliding_window", window=3), [WINDOW_3] * 2),
+    (WIDE, of("sliding_window", window=2**31 - 1), [CAUSAL] * 2),
+    (WIDE, of("prefix_lm", prefix=0), [CAUSAL] * 2),
+    (WIDE, of("prefix_lm", prefix=2), [PREFIX_2] * 2),
+    (WIDE, of("prefix_lm", prefix=9), [FULL] * 2),
+    (WIDE, of("document", lengths=[2, 0, 3, 2]), [DOCUMENTS_2_0_3_2] * 2),
+    (WIDE, of("document", lengths=[2, 0, 3, 9]), [DOCUMENTS_2_0_3_2] * 2),
+    (WIDE, of("padding", lengths=[3, 0]), [PADDING_3, PADDING_0]),
+    (WIDE, of("padding", lengths=[0, 7]), [PADDING_0, FULL]),
+    (TALL, of("causal"), [TALL_CAUSAL] * 2),
+    (TALL, of("causal_bottom_right"), [TALL_BOTTOM_RIGHT] * 2),
+    (TALL, of("sliding_window", window=2), [TALL_WINDOW_2] * 2),
+    (TALL, of("document", lengths=[1, 4, 1]), [TALL_DOCUMENTS_1_4_1] * 2),
     (
         WIDE,
-        Spec.of("expression", text="(q_idx % 3 <= kv_idx) & (abs(q_idx - kv_idx) // 2 < b + 1)"),
+        of("expression", text="(q_idx % 3 <= kv_idx) & (abs(q_idx - kv_idx) // 2 < b + 1)"),
         [WRITTEN_IN_0, WRITTEN_IN_1],
     ),
-    (WIDE, Spec.of("neighborhood", canvas=[2, 3], kernel=[1, 2]), [CELLS_1_BY_2] * 2),
-    (WIDE, Spec.of("neighborhood", canvas=[2, 3], kernel=[2, 1]), [CELLS_2_BY_1] * 2),
-    (WIDE, Spec.of("neighborhood", canvas=[1, 1], kernel=[1, 1]), [ONE_CELL] * 2),
-    (CANVAS, Spec.of("neighborhood", canvas=[3, 4], kernel=[3, 3]), [CANVAS_3_BY_4]),
-    (NINE, Spec.of("neighborhood", canvas=[3, 3], kernel=[2, 2]), [EVEN_3_BY_3]),
-    (
-        CANVAS,
-        Spec.of("neighborhood_tiled", canvas=[3, 4], kernel=[1, 3], tile=[2, 3]),
-        [TILED_3_BY_4],
-    ),
-    (
-        CANVAS,
-        Spec.of("neighborhood_tiled", canvas=[3, 4], kernel=[3, 3], tile=[1, 4]),
-        [CANVAS_3_BY_4],
-    ),
-    (CANVAS, Spec.of("neighborhood_morton", canvas=[3, 4], kernel=[1, 3]), [MORTON_3_BY_4]),
+    (WIDE, of("neighborhood", canvas=[2, 3], kernel=[1, 2]), [CELLS_1_BY_2] * 2),
+    (WIDE, of("neighborhood", canvas=[2, 3], kernel=[2, 1]), [CELLS_2_BY_1] * 2),
+    (WIDE, of("neighborhood", canvas=[1, 1], kernel=[1, 1]), [ONE_CELL] * 2),
+    (CANVAS, of("neighborhood", canvas=[3, 4], kernel=[3, 3]), [CANVAS_3_BY_4]),
+    (NINE, of("neighborhood", canvas=[3, 3], kernel=[2, 2]), [EVEN_3_BY_3]),
+    (CANVAS, of("neighborhood_tiled", canvas=[3, 4], kernel=[1, 3], tile=[2, 3]), [TILED_3_BY_4]),
+    (CANVAS, of("neighborhood_tiled", canvas=[3, 4], kernel=[3, 3], tile=[1, 4]), [CANVAS_3_BY_4]),
+    (CANVAS, of("neighborhood_morton", canvas=[3, 4], kernel=[1, 3]), [MORTON_3_BY_4]),
     (
         WIDE,
-        Spec.of("documents", query_lengths=[2, 0, 3, 0], kv_lengths=[1, 2, 4, 0]),
+        of("documents", query_lengths=[2, 0, 3, 0], kv_lengths=[1, 2, 4, 0]),
         [TWO_DOCUMENTS_AND_EMPTY_ONES] * 2,
     ),
     (
         WIDE,
-        Spec.of("documents", query_lengths=[2, 0, 9], kv_lengths=[1, 2, 9]),
+        of("documents", query_lengths=[2, 0, 9], kv_lengths=[1, 2, 9]),
         [TWO_DOCUMENTS_AND_EMPTY_ONES] * 2,
     ),
-    (LAST, Spec.of("offset", Spec.of("causal_bottom_right"), rows=2), [LATER_BOTTOM_RIGHT]),
-    (LAST, Spec.of("offset", Spec.of("causal"), rows=4), [LATER_BOTTOM_RIGHT]),
-    (WIDE, Spec.of("offset", Spec.of("sliding_window", window=3), rows=3), [LATER_WINDOW_3] * 2),
+    (LAST, of("offset", of("causal_bottom_right"), rows=2), [LATER_BOTTOM_RIGHT]),
+    (LAST, of("offset", of("causal"), rows=4), [LATER_BOTTOM_RIGHT]),
+    (WIDE, of("offset", of("sliding_window", window=3), rows=3), [LATER_WINDOW_3] * 2),
+    (WIDE, of("offset", of("document", lengths=[2, 2, 5]), rows=2), [LATER_DOCUMENTS] * 2),
     (
         WIDE,
-        Spec.of("offset", Spec.of("document", lengths=[2, 2, 5]), rows=2),
-        [LATER_DOCUMENTS] * 2,
-    ),
-    (
-        WIDE,
-        Spec.of("offset", Spec.of("offset", Spec.of("sliding_window", window=3), rows=1), rows=2),
+        of("offset", of("offset", of("sliding_window", window=3), rows=1), rows=2),
         [LATER_WINDOW_3] * 2,
     ),
     (
         WIDE,
-        Spec.of("and", Spec.of("causal"), Spec.of("padding", lengths=[3, 0])),
+        of("and", of("causal"), of("padding", lengths=[3, 0])),
         ["1......\n11.....\n111....\n111....\n111....", PADDING_0],
     ),
     (
         WIDE,
-        Spec.of("or", Spec.of("sliding_window", window=1), Spec.of("padding", lengths=[1, 0])),
+        of("or", of("sliding_window", window=1), of("padding", lengths=[1, 0])),
         ["1......\n11.....\n1.1....\n1..1...\n1...1..", WINDOW_1],
     ),
-    (
-        WIDE,
-        Spec.of("not", Spec.of("causal")),
-        [".111111\n..11111\n...1111\n....111\n.....11"] * 2,
-    ),
-    (WIDE, Spec.of("and", Spec.of("full"), Spec.of("causal"), Spec.of("full")), [CAUSAL] * 2),
-    (WIDE, Spec.of("not", Spec.of("full")), [PADDING_0] * 2),
+    (WIDE, of("not", of("causal")), [".111111\n..11111\n...1111\n....111\n.....11"] * 2),
+    (WIDE, of("and", of("full"), of("causal"), of("full")), [CAUSAL] * 2),
+    (WIDE, of("not", of("full")), [PADDING_0] * 2),
 ]
 
 
@@ -340,22 +323,12 @@ def test_mask_is_the_table_typed_by_hand(
     shape = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     expected = torch.stack([typed(table) for table in tables])[:, None].expand(shape)
     assert torch.equal(seen.expand(shape), expected)
-
-
-@pytest.mark.parametrize(("dimensions", "spec", "tables"), TABLES, ids=lambda v: str(v)[:60])
-def test_mask_works_on_0d_indices_under_vmap(
-    dimensions: Dimensions, spec: Spec, tables: list[str]
-) -> None:
-    over_keys = torch.vmap(build_mask(spec, dimensions), in_dims=(None, None, None, 0))
+    # On 0-d indices under vmap, as FlexAttention calls it.
+    over_keys = torch.vmap(mask, in_dims=(None, None, None, 0))
     over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
-    for b, table in enumerate(tables):
-        seen = over_rows(
-            torch.tensor(b),
-            torch.tensor(0),
-            torch.arange(dimensions.query),
-            torch.arange(dimensions.kv),
-        )
-        assert torch.equal(seen, typed(table))
+    rows, keys, h = torch.arange(dimensions.query), torch.arange(dimensions.kv), torch.tensor(0)
+    for b in range(dimensions.batch):
+        assert torch.equal(over_rows(torch.tensor(b), h, rows, keys), expected[b, 0])
 
 
 def test_every_mask_has_a_table() -> None:
@@ -391,11 +364,11 @@ def test_every_cell_sees_a_whole_window(sides: tuple[int, int]) -> None:
 
 
 def test_a_z_curve_leaves_out_what_lies_outside() -> None:
-    assert neighborhoods.morton_order((4, 4)).tolist() == [
+    assert masks.morton_order((4, 4)).tolist() == [
         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15
     ]  # fmt: skip
-    assert neighborhoods.morton_order((3, 3)).tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
-    assert neighborhoods.morton_order((1, 5)).tolist() == [0, 1, 2, 3, 4]
+    assert masks.morton_order((3, 3)).tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
+    assert masks.morton_order((1, 5)).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_documents_beyond_the_memory_cost_nothing() -> None:
@@ -405,6 +378,6 @@ def test_documents_beyond_the_memory_cost_nothing() -> None:
 
 
 def test_compositions_need_a_part() -> None:
-    for composition in (compose.and_masks, compose.or_masks, scores.chain_scores):
+    for composition in (masks.and_masks, masks.or_masks, scores.chain_scores):
         with pytest.raises(TypeError):
             composition()

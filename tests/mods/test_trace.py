@@ -1,7 +1,5 @@
 """The trace of a mod says what the mod says; what cannot be traced says why."""
 
-# every mod has FlexAttention's whole signature
-
 from __future__ import annotations
 
 import dataclasses
@@ -10,18 +8,21 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from tests.mods.sample_mods import any_mask, any_score, planted
 
 from attncheck.core.errors import TraceError
 from attncheck.core.formats import fp32
 from attncheck.inputs.problem import Problem
 from attncheck.mods import masks, scores
-from attncheck.mods.expression import Expression, Structure
+from attncheck.mods.expression import Expression
 from attncheck.mods.library import build_mask, build_score
-from attncheck.mods.masks import MASKS
-from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
+from attncheck.mods.trace import (
+    count_disagreements,
+    trace_derivative,
+    trace_mask,
+    trace_score,
+)
 from attncheck.subjects.kernel_mods import mask_expression, score_expression
 
 if TYPE_CHECKING:
@@ -30,47 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
-
-PLAIN_MASKS = [
-    Spec.of("full"),
-    Spec.of("causal"),
-    Spec.of("causal_bottom_right"),
-    Spec.of("sliding_window", window=20),
-    Spec.of("prefix_lm", prefix=3),
-    Spec.of("document", lengths=[3, 0, 40, 40]),
-    Spec.of("padding", lengths=[3, 50]),
-    Spec.of("documents", query_lengths=[3, 0, 99], kv_lengths=[0, 9, 41]),
-    Spec.of("neighborhood", canvas=[5, 8], kernel=[3, 4]),
-    Spec.of("neighborhood_tiled", canvas=[5, 8], kernel=[3, 3], tile=[2, 3]),
-    Spec.of("neighborhood_morton", canvas=[5, 8], kernel=[3, 3]),
-    Spec.of("offset", Spec.of("causal_bottom_right"), rows=3),
-    Spec.of("expression", text="(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)"),
-]
-PLAIN_SCORES = [
-    Spec.of("none"),
-    Spec.of("alibi"),
-    Spec.of("softcap", cap=30.0),
-    Spec.of("relative_bias", distance=4, seed=1),
-    Spec.of("bias", seed=1, per_batch=0, per_head=1),
-    Spec.of("offset", Spec.of("bias", seed=1, per_batch=1, per_head=0), rows=3),
-    Spec.of("temperature", temperature=2.5),
-    Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.1) + kv_idx / 3"),
-]
-any_mask = st.recursive(
-    st.sampled_from(PLAIN_MASKS),
-    lambda parts: st.one_of(
-        st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("and", *of)),
-        st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("or", *of)),
-        parts.map(lambda of: Spec.of("not", of)),
-        parts.map(lambda of: Spec.of("offset", of, rows=2)),
-    ),
-    max_leaves=6,
-)
-any_score = st.recursive(
-    st.sampled_from(PLAIN_SCORES),
-    lambda parts: st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of("chain", *of)),
-    max_leaves=6,
-)
 
 
 @given(spec=any_mask)
@@ -87,66 +47,44 @@ def test_trace_of_any_score_agrees_with_its_callable(spec: Spec) -> None:
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
 
 
-def test_every_library_mod_is_drawn() -> None:
-    assert {spec.name for spec in PLAIN_MASKS} | {"and", "or", "not"} == set(MASKS)
-    assert {spec.name for spec in PLAIN_SCORES} | {"chain"} == set(SCORES)
-
-
 READABLE = {
-    "full": "true",
-    "causal": "q_idx >= kv_idx",
-    "causal_bottom_right": "(q_idx + 13) >= kv_idx",
-    "sliding_window": "((q_idx - kv_idx) < 20) & (q_idx >= kv_idx)",
-    "prefix_lm": "(kv_idx < 3) | (q_idx >= kv_idx)",
-    "document": "tensor0[q_idx] == tensor0[kv_idx]",
-    "padding": "kv_idx < tensor0[b]",
-    "documents": "tensor0[q_idx] == tensor1[kv_idx]",
-    "neighborhood": (
-        "(((((q_idx < 40) & (kv_idx < 40)) & "
-        "(((kv_idx // 8) - minimum(maximum((q_idx // 8) - 1, 0), 2)) >= 0)) & "
-        "(((kv_idx // 8) - minimum(maximum((q_idx // 8) - 1, 0), 2)) < 3)) & "
-        "(((kv_idx % 8) - minimum(maximum((q_idx % 8) - 2, 0), 4)) >= 0)) & "
-        "(((kv_idx % 8) - minimum(maximum((q_idx % 8) - 2, 0), 4)) < 4)"
+    Spec.of("full"): "true",
+    Spec.of("causal"): "q_idx >= kv_idx",
+    Spec.of("causal_bottom_right"): "(q_idx + 13) >= kv_idx",
+    Spec.of("sliding_window", window=20): "((q_idx - kv_idx) < 20) & (q_idx >= kv_idx)",
+    Spec.of("prefix_lm", prefix=3): "(kv_idx < 3) | (q_idx >= kv_idx)",
+    Spec.of("document", lengths=[99]): "tensor0[q_idx] == tensor0[kv_idx]",
+    Spec.of("padding", lengths=[3, 50]): "kv_idx < tensor0[b]",
+    Spec.of("neighborhood", canvas=[1, 8], kernel=[1, 3]): (
+        "(((((q_idx < 8) & (kv_idx < 8)) & "
+        "(((kv_idx // 8) - minimum(maximum((q_idx // 8) - 0, 0), 0)) >= 0)) & "
+        "(((kv_idx // 8) - minimum(maximum((q_idx // 8) - 0, 0), 0)) < 1)) & "
+        "(((kv_idx % 8) - minimum(maximum((q_idx % 8) - 1, 0), 5)) >= 0)) & "
+        "(((kv_idx % 8) - minimum(maximum((q_idx % 8) - 1, 0), 5)) < 3)"
     ),
-    "neighborhood_tiled": None,  # some pages
-    "neighborhood_morton": None,
-    "offset causal_bottom_right": "((q_idx + 3) + 10) >= kv_idx",
-    "offset bias": "score + float64(tensor1[b, q_idx + 3, kv_idx])",
-    "none": "score",
-    "alibi": "score + (float64(tensor0[h]) * (kv_idx - q_idx))",
-    "softcap": "tanh(score / 30.0) * 30.0",
-    "relative_bias": ("score + float64(tensor3[h, minimum(maximum(kv_idx - q_idx, -4), 4) + 4])"),
-    "bias": "score + float64(tensor0[h, q_idx, kv_idx])",
-    "temperature": "score / 2.5",
-    "(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)": (
+    Spec.of("offset", Spec.of("causal_bottom_right"), rows=3): "((q_idx + 3) + 10) >= kv_idx",
+    Spec.of("expression", text="(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)"): (
         "((minimum(q_idx, 9) % 4) <= (kv_idx // 2)) | not(((h * 3) - b) != 3)"
     ),
-    "where(q_idx % 2 == 0, score, -score * 0.1) + kv_idx / 3": (
+    Spec.of("none"): "score",
+    Spec.of("alibi"): "score + (float64(tensor0[h]) * (kv_idx - q_idx))",
+    Spec.of("softcap", cap=30.0): "tanh(score / 30.0) * 30.0",
+    Spec.of("relative_bias", distance=4, seed=1): (
+        "score + float64(tensor3[h, minimum(maximum(kv_idx - q_idx, -4), 4) + 4])"
+    ),
+    Spec.of("bias", seed=1, per_batch=0, per_head=1): "score + float64(tensor0[h, q_idx, kv_idx])",
+    Spec.of("temperature", temperature=2.5): "score / 2.5",
+    Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.1) + kv_idx / 3"): (
         f"where((q_idx % 2) == 0, score, neg(score) * {fp32(0.1)}) + (float64(kv_idx) / 3.0)"
     ),
 }
 
 
-def readable(spec: Spec) -> str | None:
-    return READABLE[str(spec.values.get("text", " ".join(part.name for part in spec.walk())))]
-
-
-@pytest.mark.parametrize("spec", PLAIN_MASKS, ids=str)
-def test_a_mask_can_be_read(spec: Spec) -> None:
-    assert readable(spec) in {str(trace_mask(build_mask(spec, DIMENSIONS))), None}
-
-
-@pytest.mark.parametrize("spec", PLAIN_SCORES, ids=str)
-def test_a_score_mod_can_be_read(spec: Spec) -> None:
-    assert str(trace_score(build_score(spec, DIMENSIONS))) == readable(spec)
-
-
-def with_op(expression: Expression, op: str, other: str) -> Expression:
-    """``expression`` with one operation planted in place of another."""
-    structure = expression.structure
-    nodes = tuple(dataclasses.replace(n, op=other) if n.op == op else n for n in structure.nodes)
-    assert nodes != structure.nodes
-    return Expression(Structure(structure.inputs, nodes), expression.captured)
+@pytest.mark.parametrize(("spec", "text"), READABLE.items(), ids=str)
+def test_a_trace_can_be_read(spec: Spec, text: str) -> None:
+    is_score = "score" in text
+    build, trace = (build_score, trace_score) if is_score else (build_mask, trace_mask)
+    assert str(trace(build(spec, DIMENSIONS))) == text
 
 
 @pytest.mark.parametrize(
@@ -166,7 +104,7 @@ def test_a_planted_operation_in_a_mask_is_noticed(spec: Spec, op: str, other: st
     dimensions = dataclasses.replace(DIMENSIONS, query=1000, kv=1013)
     mod = build_mask(spec, dimensions)
     assert count_disagreements(trace_mask(mod), mod, dimensions) == 0
-    assert count_disagreements(with_op(trace_mask(mod), op, other), mod, dimensions) > 0
+    assert count_disagreements(planted(trace_mask(mod), op, other), mod, dimensions) > 0
 
 
 @pytest.mark.parametrize("number", [17, -17, 123_456, -123_456])
@@ -188,7 +126,7 @@ def test_a_planted_operation_is_noticed_where_no_draw_would_hit(
             continue  # the same everywhere
         expression = trace_mask(mod)
         assert count_disagreements(expression, mod, dimensions) == 0
-        assert count_disagreements(with_op(expression, "lt", "le"), mod, dimensions) > 0
+        assert count_disagreements(planted(expression, "lt", "le"), mod, dimensions) > 0
 
 
 @pytest.mark.parametrize("distance", [-4, -1, 0, 1, 4])
@@ -228,11 +166,9 @@ def test_a_number_off_by_one_is_noticed(number: int) -> None:
     mod = build_score(Spec.of("relative_bias", distance=4, seed=1), DIMENSIONS)
     expression = trace_score(mod)
     captured = list(expression.captured)
-    wrong = captured[number]
-    assert isinstance(wrong, int)
-    captured[number] = wrong - 1 if number else wrong + 1
-    planted = Expression(expression.structure, tuple(captured))
-    assert count_disagreements(planted, mod, DIMENSIONS) > 0
+    captured[number] += -1 if number else 1
+    wrong = Expression(expression.structure, tuple(captured))
+    assert count_disagreements(wrong, mod, DIMENSIONS) > 0
 
 
 def test_a_score_in_fp32_is_noticed() -> None:
@@ -258,40 +194,67 @@ def test_a_tensor_captured_once_is_one_slot() -> None:
     assert len(expression.captured) == 1
 
 
-BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-FLAGS = torch.tensor([True, False, True])
-POWER = torch.tensor(3.0)
-TENTH = torch.tensor([0.1], dtype=torch.float64)
-
-SUPPORTED: dict[str, Callable[..., Tensor]] = {
-    "floor division": lambda s, b, h, q, k: s + (q - k) // 3,
-    "remainder": lambda s, b, h, q, k: s + (q - k) % 5,
-    "div floor": lambda s, b, h, q, k: s + torch.div(q - k, 3, rounding_mode="floor"),
-    "negative divisor": lambda s, b, h, q, k: s + (q - k) // -3 + (k - q) % -4,
-    "where with a number": lambda s, b, h, q, k: torch.where(q > k, s, -float("inf")),
-    "where of numbers": lambda s, b, h, q, k: s * torch.where(q > k, 1.0, 2.0),
-    "0-d tensor": lambda s, b, h, q, k: s * POWER,
-    # A tensor of one element promotes fp32 to float64, one of no dimension does not.
-    "1-d number": lambda s, b, h, q, k: s + BIAS[h, b] * TENTH,
-    "0-d number": lambda s, b, h, q, k: s + BIAS[h, b] * TENTH[0],
-    "tensor in the mod": lambda s, b, h, q, k: s + torch.tensor([0.5, 0.25, 4.0])[h],
-    "a row of a table": lambda s, b, h, q, k: s + BIAS[1][h],
-    "a fixed column": lambda s, b, h, q, k: s + BIAS[h, 2],
-    "negative index": lambda s, b, h, q, k: s + BIAS[h, -1 - h],
-    "flags": lambda s, b, h, q, k: torch.where(FLAGS[h], s, -s),
-    "logical": lambda s, b, h, q, k: torch.where(torch.logical_xor(q, h) & (k > 1), s, s.abs()),
-    "rsub": lambda s, b, h, q, k: s + (1 - q) - (2.5 - s),
-    "minimum": lambda s, b, h, q, k: torch.minimum(s, q) + torch.maximum(s, k * 0.5),
-    "one-sided clamps": lambda s, b, h, q, k: s.clamp(min=-1) + s.clamp(max=2) + s.clamp_min(0),
-    "exp": lambda s, b, h, q, k: torch.exp(-(s * s)) + torch.tanh(s),
-    "views": lambda s, b, h, q, k: s.unsqueeze(-1).squeeze(-1) + torch.ones_like(s) * BIAS[h, b],
-    "bool as number": lambda s, b, h, q, k: s + (q > k) - (h == 1) * 2,
-    "xor of whole numbers": lambda s, b, h, q, k: s + ((q ^ k) & 3),
-    "nan": lambda s, b, h, q, k: torch.where(q == k, float("nan"), s),
-}
+FEW, MANY = Dimensions(batch=1, heads=2, query=5, kv=7), Dimensions(batch=2, heads=4, query=9, kv=9)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_neighbouring_operations_are_traced(name: str) -> None:
-    mod = SUPPORTED[name]
-    assert count_disagreements(trace_score(mod), mod, DIMENSIONS) == 0
+def built(dimensions: Dimensions, name: str, *parts: Spec, **arguments):
+    return build_mask(Spec.of(name, *parts, **arguments), dimensions)
+
+
+def test_a_library_mask_is_traced_once_whatever_the_lengths():
+    assert trace_mask(built(FEW, "causal")) is trace_mask(built(MANY, "causal"))
+    both = Spec.of("causal"), Spec.of("sliding_window", window=3)
+    assert trace_mask(built(FEW, "and", *both)) is trace_mask(built(MANY, "and", *both))
+    assert trace_mask(masks.causal) is not trace_score(scores.none)
+
+
+def test_another_number_in_the_closure_is_another_trace():
+    first, second = (trace_mask(masks.sliding_window(window)) for window in (3, 4))
+    assert (first.captured, second.captured) == ((3,), (4,))
+    assert trace_mask(masks.sliding_window(3)) is first
+    bottom = [trace_mask(built(sizes, "causal_bottom_right")) for sizes in (FEW, MANY)]
+    assert bottom[0].captured == (2,)
+    assert bottom[0] is not bottom[1]
+
+
+def test_numbers_that_are_equal_and_not_the_same_are_told_apart():
+    kept = [trace_mask(masks.sliding_window(window)) for window in (1, True, 1.0)]
+    assert len({id(expression) for expression in kept}) == 3
+
+
+def test_tensors_are_compared_by_what_they_hold_now():
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    first = trace_mask(masks.padding(lengths))
+    assert trace_mask(masks.padding(lengths.clone())) is first
+    assert trace_mask(masks.padding(lengths.long())) is not first
+    other = trace_mask(masks.padding(lengths + 1))
+    assert other.captured[0].tolist() == [4, 6]
+    assert first.captured[0].tolist() == [3, 5]
+
+
+def test_derivatives_are_kept_like_traces():
+    first = trace_derivative(scores.softcap(30.0))
+    assert trace_derivative(scores.softcap(30.0)) is first
+    assert trace_derivative(scores.softcap(31.0)) is not first
+    assert first is not trace_score(scores.softcap(30.0))
+
+
+def test_somebody_elses_mod_is_traced_every_time():
+    reach = 3
+
+    def near(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < reach
+
+    def composed():
+        return masks.and_masks(masks.causal, near)
+
+    before = [trace_mask(mod).captured for mod in (near, composed())]
+    reach = 4
+    after = [trace_mask(mod).captured for mod in (near, composed())]
+    assert (before, after) == ([(3,), (3,)], [(4,), (4,)])
+
+
+def test_a_mod_that_cannot_be_traced_is_refused_each_time():
+    for _ in range(2):
+        with pytest.raises(TraceError, match="cannot be traced"):
+            trace_mask(masks.sliding_window(None))

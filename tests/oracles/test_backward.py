@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.core.errors import ProblemError, UsageError
+from attncheck.core.errors import ProblemError
 from attncheck.core.outputs import GRADIENTS
 from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Problem
@@ -63,32 +63,12 @@ def test_equals_torchs_autograd_of_the_definition(backward, mask, score, sink, a
 
 
 @every_backward
-@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (40, 1), (33, 17), (16, 32)], ids=str)
-def test_any_lengths(backward, shape, allowance):
-    query, kv = shape
-    inputs = tiny(query=query, kv=kv, mask=Spec.of("causal_bottom_right"))
-    exact = Definition.of(inputs).gradients(inputs)
-    assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
-
-
-@every_backward
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("dlse", [False, True], ids=["", "dLSE"])
 def test_any_group_with_and_without_a_loss_of_lse(backward, kv_heads, dlse, allowance):
     inputs = tiny(kv_heads=kv_heads, dlse=dlse)
     exact = Definition.of(inputs).gradients(inputs)
     assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
-
-
-@every_backward
-def test_a_loss_of_lse_alone(backward, allowance):
-    inputs = tiny(sink=True, mask=Spec.of("causal"))
-    inputs = inputs.replace(dout=torch.zeros_like(inputs.dout))
-    found = backward(inputs)
-    exact = Definition.of(inputs).gradients(inputs)
-    assert not allowed_of(inputs, allowance).misses(found, exact)
-    assert (found.dv == 0).all()
-    assert (found.dq != 0).any()
 
 
 @every_backward
@@ -155,18 +135,6 @@ def test_nan_reaches_whatever_attends_to_it_and_nothing_else(backward):
 
 
 @every_backward
-def test_a_score_mods_minus_infinity_hides_as_a_mask_does(backward, allowance, monkeypatch):
-    masked = tiny(mask=Spec.of("causal"))
-    exact, allowed = Definition.of(masked).gradients(masked), allowed_of(masked, allowance)
-
-    def hides(s, b, h, q, k):
-        return torch.where(q >= k, s, -math.inf)
-
-    monkeypatch.setattr(Problem, "score_mod", lambda problem, device: hides)
-    assert not allowed.misses(backward(tiny()), exact)
-
-
-@every_backward
 def test_a_score_mod_of_single_indices_is_mapped(backward, monkeypatch):
     plain = backward(tiny(score=Spec.of("alibi")))
     alibi = tiny(score=Spec.of("alibi")).problem.score_mod("cpu")
@@ -220,15 +188,6 @@ def test_streaming_is_the_same_with_and_without_bounded_scores(sink, allowance, 
     assert not allowed_of(inputs, allowance).misses(bounded, general.gradients())
 
 
-@every_backward
-def test_scores_of_a_thousand(backward, allowance):
-    inputs = tiny(scale=200.0, mask=Spec.of("causal"), dtype="fp16")
-    known = Definition.of(inputs)
-    assert known.lse.max() > 1000
-    exact = known.gradients(inputs)
-    assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
-
-
 def test_truth_has_gradients_where_the_problem_has_a_backward():
     inputs = tiny(sink=True, score=Spec.of("alibi"), dcaptured=True)
     found, forward = oracles.truth(inputs), oracles.truth(inputs.forward())
@@ -251,9 +210,3 @@ def test_truth_has_gradients_where_the_problem_has_a_backward():
 def test_it_needs_a_loss(backward):
     with pytest.raises(ProblemError, match="no backward"):
         backward(tiny().forward())
-
-
-@pytest.mark.parametrize("blocks", [(0, 1), (1, 0)])
-def test_a_block_has_a_row_and_a_key(blocks):
-    with pytest.raises(UsageError, match="must be at least 1"):
-        _flash2(tiny(), *blocks)

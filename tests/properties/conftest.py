@@ -14,7 +14,7 @@ from hypothesis.errors import NoSuchExample
 
 from attncheck.cases.tier import TIERS
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.suite.property_session import Asked, UnderTest, cases
+from attncheck.suite.property_session import PropertySpec, UnderTest, cases
 from attncheck.suite.pytest_options import MARK
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Suite:
 
     @property
     @cache  # noqa: B019  # one object, as long as the session
-    def properties(self) -> dict[str, Asked]:
+    def properties(self) -> dict[str, PropertySpec]:
         """What each property asks, by ``module.test`` without ``test_``."""
         found = {}
         for path in sorted((ROOT / "properties").glob("test_*.py")):
@@ -62,7 +62,9 @@ class Suite:
         subject = self.planted(fault)
         return UnderTest(subject.name, subject, "cpu", dtype=dtype, family=family, tier=TIER)
 
-    def failing(self, kernel: UnderTest, asked: Asked, *, shrink: bool = False) -> Case | None:
+    def failing(
+        self, kernel: UnderTest, asked: PropertySpec, *, shrink: bool = False
+    ) -> Case | None:
         """A Case that ``kernel`` fails, among as many as the tier draws; None if there is none."""
         phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
         try:

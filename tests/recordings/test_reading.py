@@ -61,18 +61,8 @@ def refusal(file):
     return text.removeprefix(f"recording {str(file)!r} ")
 
 
-def test_the_file_of_these_tests_is_a_good_one(file):
-    write(file)
-    (recording,) = load(file)
-    assert recording.problem().shape == "B1 H4/2 Q3 K5 D8/6"
-
-
 def test_missing(file):
     assert refusal(file) == "is not there: attncheck.capture writes one."
-
-
-def test_a_folder(tmp_path):
-    assert refusal(tmp_path) == "is not a file."
 
 
 def test_no_permission(file, monkeypatch):
@@ -115,20 +105,9 @@ def test_metadata_of_another_form(text, file):
     assert refusal(file).startswith("has metadata that are none of version 1: ")
 
 
-def test_metadata_nested_beyond_all_measure(file):
-    nested = "[" * 100_000 + "]" * 100_000
-    save_file(tensors(), file, {"attncheck": f'{{"other": {nested}}}'})
-    assert refusal(file) == "has metadata that are none of version 1: nested too deeply."
-
-
 def test_another_version(file):
     write(file, version=2, more={"of": "it"})
     assert refusal(file) == "is of version 2: this attncheck reads version 1."
-
-
-def test_no_call(file):
-    save_file({}, file, {"attncheck": '{"version": 1, "calls": []}'})
-    assert refusal(file) == "holds no call."
 
 
 @pytest.mark.parametrize(
@@ -162,21 +141,10 @@ def test_a_call_that_is_no_problem(call, fact, file):
     assert refusal(file).startswith(f"call 'layer/0': {fact}")
 
 
-@pytest.mark.parametrize("name", ["", " ", "\t", "\n", "two\nlines", "\x1b[2J"])
-def test_a_call_without_a_name_to_show(name, file):
-    write(file, call={"name": name})
-    assert refusal(file) == f"call {name!r}: its name must be printable, and not blank."
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_missing_tensor(name, file):
     write(file, stored=tensors(**{name: None}))
     assert refusal(file) == f"call 'layer/0' has no tensor '0.{name}'."
-
-
-def test_a_missing_mask(file):
-    write(file, call={"mask": "bool"})
-    assert refusal(file) == "call 'layer/0' has no tensor '0.mask'."
 
 
 def test_a_tensor_too_many(file):
@@ -238,3 +206,23 @@ def refusal_of(file):
         load(file)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_a_folder(tmp_path):
+    assert refusal(tmp_path) == "is not a file."
+
+
+def test_metadata_nested_beyond_all_measure(file):
+    nested = "[" * 100_000 + "]" * 100_000
+    save_file(tensors(), file, {"attncheck": f'{{"other": {nested}}}'})
+    assert refusal(file) == "has metadata that are none of version 1: nested too deeply."
+
+
+def test_no_call(file):
+    save_file({}, file, {"attncheck": '{"version": 1, "calls": []}'})
+    assert refusal(file) == "holds no call."
+
+
+def test_a_missing_mask(file):
+    write(file, call={"mask": "bool"})
+    assert refusal(file) == "call 'layer/0' has no tensor '0.mask'."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.cases.variants import chosen, plan
+from attncheck.cases.variants import choose_cell, plan_cells
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
@@ -12,7 +12,9 @@ from attncheck.verify.verify import pairs
 
 
 def asked(*variants, dtypes=("fp32",), shapes=("1x2x5x4",)):
-    cells = plan(dtypes=dtypes, variants=variants, shapes=shapes, distributions=["normal"], seed=0)
+    cells = plan_cells(
+        dtypes=dtypes, variants=variants, shapes=shapes, distributions=["normal"], seed=0
+    )
     return pairs(cells, [Ideal(), Sdpa("math")], "cpu")
 
 
@@ -34,18 +36,18 @@ EVERYTHING = asked("full", "causal", "softmax", dtypes=("fp32", "bf16"))
     ],
 )
 def test_a_whole_name_finds_its_cell(asked_for, found):
-    assert name(chosen(asked_for, EVERYTHING)) == found
+    assert name(choose_cell(asked_for, EVERYTHING)) == found
 
 
 def test_what_distinguishes_nothing_may_be_left_out():
     only = asked("causal", shapes=("1x2/1x5x4",))
-    assert name(chosen("ideal/causal", only)) == ("ideal", "causal", 1, "fp32")
-    assert name(chosen("ideal", only)) == ("ideal", "causal", 1, "fp32")
+    assert name(choose_cell("ideal/causal", only)) == ("ideal", "causal", 1, "fp32")
+    assert name(choose_cell("ideal", only)) == ("ideal", "causal", 1, "fp32")
 
 
 def test_an_ambiguous_name_lists_the_cells():
     with pytest.raises(UsageError) as excinfo:
-        chosen("ideal/full/MHA", EVERYTHING)
+        choose_cell("ideal/full/MHA", EVERYTHING)
     assert str(excinfo.value) == (
         "cell 'ideal/full/MHA' is one of ideal/full/MHA/fp32, ideal/full/MHA/bf16: "
         "name one of them."
@@ -55,7 +57,7 @@ def test_an_ambiguous_name_lists_the_cells():
 def test_cells_that_share_a_name_are_told_apart_by_their_problems():
     two = asked("full", shapes=("1x2/2x5x4", "1x2/2x6x4"))
     with pytest.raises(UsageError, match=r"is one of 2 problems .* ask for one shape") as excinfo:
-        chosen("ideal/full/MHA/fp32", two)
+        choose_cell("ideal/full/MHA/fp32", two)
     assert "Q5" in str(excinfo.value)
     assert "Q6" in str(excinfo.value)
 
@@ -75,7 +77,7 @@ def test_cells_that_share_a_name_are_told_apart_by_their_problems():
 )
 def test_an_unknown_name_lists_what_there_is(asked_for, there_are):
     with pytest.raises(UnknownName) as excinfo:
-        chosen(asked_for, EVERYTHING)
+        choose_cell(asked_for, EVERYTHING)
     assert str(excinfo.value) == f"cell {asked_for!r} is not known: choose from {there_are}"
 
 
@@ -84,4 +86,4 @@ def test_a_name_with_a_slash_is_a_name():
         name = "my/kernel"
 
     both = pairs([cell for cell, _ in asked("full")][:1], [Mine(), Ideal()], "cpu")
-    assert name(chosen("my/kernel/full", both))[0] == "my/kernel"
+    assert name(choose_cell("my/kernel/full", both))[0] == "my/kernel"

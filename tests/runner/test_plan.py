@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from attncheck.cases import variants as plan_room
-from attncheck.cases.variants import ALL, DEFAULT_SHAPES, FURTHER, VARIANTS, Shape, Variant, plan
+from attncheck.cases.variants import (
+    ALL,
+    DEFAULT_SHAPES,
+    FURTHER,
+    VARIANTS,
+    Shape,
+    Variant,
+    plan_cells,
+)
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Problem
@@ -21,7 +29,7 @@ def cells(**changes):
         "distributions": ["normal"],
         "seed": 0,
     }
-    return plan(**(asked | changes))
+    return plan_cells(**(asked | changes))
 
 
 def test_a_shape_says_everything():

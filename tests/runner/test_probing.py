@@ -12,7 +12,7 @@ from attncheck.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
 from attncheck.surveys import capability_detection
-from attncheck.surveys.capability_detection import probed, proposed
+from attncheck.surveys.capability_detection import detect_capabilities, propose_table
 
 
 def attention(q, k, v, diagonal=None, hidden=-math.inf):
@@ -91,7 +91,8 @@ def ask(monkeypatch):
     """``ask(function, aspect, …)``: a probe of these aspects alone, and of two head_dims."""
     monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
     every, lengths, empty = (
-        getattr(capability_detection, name) for name in ("trials", "lengths", "empty_rows")
+        getattr(capability_detection, name)
+        for name in ("all_trials", "length_trials", "empty_row_trials")
     )
 
     def run(found, *aspects, conventions=("sdpa",), relations=()):
@@ -101,12 +102,14 @@ def ask(monkeypatch):
         monkeypatch.setattr(
             capability_detection, "all_trials", lambda base, device: some(every(base, device))
         )
-        monkeypatch.setattr(capability_detection, "lengths", lambda n: some(lengths(n)))
-        monkeypatch.setattr(capability_detection, "empty_rows", lambda base: some(empty(base)))
+        monkeypatch.setattr(capability_detection, "length_trials", lambda n: some(lengths(n)))
+        monkeypatch.setattr(
+            capability_detection, "empty_row_trials", lambda base: some(empty(base))
+        )
         few = {name: capability_detection.RELATIONS[name] for name in relations}
         monkeypatch.setattr(capability_detection, "RELATIONS", few)
         candidate = Candidate(kernel="mine", target=found, name="mine", entry="mine.py::kernel")
-        return probed(
+        return detect_capabilities(
             candidate.adopted,
             conventions,
             ConventionOptions(),
@@ -124,7 +127,7 @@ def verdicts(found, aspect):
 def test_a_kernel_that_takes_one_head_dim(ask):
     found = ask(only_64, "head_dims")
     assert verdicts(found, "head_dims") == {"64": "takes", "80": "refuses"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.head_dims == (64,)
     assert not comments["head_dims"]
 
@@ -132,7 +135,7 @@ def test_a_kernel_that_takes_one_head_dim(ask):
 def test_a_wrong_head_dim_stays_in_the_table_with_its_reason(ask):
     found = ask(half_at_80, "head_dims")
     assert verdicts(found, "head_dims") == {"64": "takes", "80": "wrong"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.head_dims == "any"  # all that was tried: 80 is a fault, and no refusal
     assert len(comments["head_dims"]) == 1
     assert comments["head_dims"][0].startswith("80: wrong, to be mended, refused")
@@ -141,7 +144,7 @@ def test_a_wrong_head_dim_stays_in_the_table_with_its_reason(ask):
 def test_what_raises_is_left_out_and_said(ask):
     found = ask(raises_at_80, "head_dims")
     assert verdicts(found, "head_dims") == {"64": "takes", "80": "raises"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.head_dims == (64,)
     assert "80: raises, and is left out: RuntimeError: no kernel [31m for 80" in render_table(
         table, "kernels.mine", comments
@@ -153,7 +156,7 @@ def test_an_lse_in_base_2_is_found_out(ask):
     assert found.options.lse == "base2"
     assert verdicts(found, "lse") == {"base2": "takes"}
     assert set(verdicts(found, "dtypes").values()) == {"takes", "refuses"}
-    assert proposed(found, "mine.py::kernel")[0].lse == "base2"
+    assert propose_table(found, "mine.py::kernel")[0].lse == "base2"
     # As a natural logarithm, which nobody has declared, it is wrong.
     candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
     natural = capability_detection._Probe(
@@ -164,7 +167,7 @@ def test_an_lse_in_base_2_is_found_out(ask):
 
 
 def test_a_kernel_without_lse(ask):
-    table, _ = proposed(ask(only_64), "mine.py::kernel")
+    table, _ = propose_table(ask(only_64), "mine.py::kernel")
     assert table.lse is False
 
 
@@ -172,7 +175,7 @@ def test_a_causal_flag_that_is_aligned_the_other_way_is_found_out(ask):
     found = ask(bottom_right, "masks")
     assert found.options.causal == "bottom_right"
     assert found.options.empty_row == ""
-    assert proposed(found, "mine.py::kernel")[0].causal == "bottom_right"
+    assert propose_table(found, "mine.py::kernel")[0].causal == "bottom_right"
     assert ask(right, "masks").options.causal == ""
 
 
@@ -185,20 +188,20 @@ def test_the_convention_by_which_it_is_right(ask):
 def test_what_rows_without_keys_give_is_found_out(ask):
     found = ask(mean_of_nothing, "empty_row")
     assert found.options.empty_row == "mean"
-    assert proposed(found, "mine.py::kernel")[0].empty_row == "mean"
+    assert propose_table(found, "mine.py::kernel")[0].empty_row == "mean"
 
 
 def test_lengths_that_must_be_multiples(ask):
     found = ask(multiples_of_32, "lengths")
-    table, _ = proposed(found, "mine.py::kernel")
+    table, _ = propose_table(found, "mine.py::kernel")
     assert table.length_multiple == 32
     assert table.rectangular is True  # one query was not asked for
-    assert proposed(ask(right, "lengths"), "x")[0].length_multiple is None
+    assert propose_table(ask(right, "lengths"), "x")[0].length_multiple is None
 
 
 def test_causal_for_equal_lengths_alone_is_an_override(ask):
     found = ask(square_causal, "masks")
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.rectangular is True
     (override,) = table.override
     assert override.when.mask == ("causal",)
@@ -210,7 +213,7 @@ def test_causal_for_equal_lengths_alone_is_an_override(ask):
 def test_a_promise_that_is_broken_is_not_proposed(ask):
     found = ask(not_repeatable, relations=("repeat",))
     assert verdicts(found, "promises") == {"repeat": "wrong"}
-    table, comments = proposed(found, "mine.py::kernel")
+    table, comments = propose_table(found, "mine.py::kernel")
     assert table.promises == ("hidden",)
     assert comments["promises"][0].startswith("repeat is not promised: out[")
     assert verdicts(ask(right, relations=("repeat",)), "promises") == {"repeat": "takes"}
@@ -243,7 +246,7 @@ def test_nan_is_a_wrong_answer(ask):
 
 def test_a_subject_says_itself_what_it_takes(ask):
     found = ask(Ideal(), "head_dims", "dtypes", "scores", "empty_row", conventions=("native",))
-    table, comments = proposed(found, "ideal")
+    table, comments = propose_table(found, "ideal")
     assert not [one for one in found.tried if one.verdict == "wrong"]
     assert (table.head_dims, table.scores) == ("any", ("any",))
     assert (table.lse, table.empty_row) == (True, "zero")
@@ -259,7 +262,7 @@ def parsed(text):
 
 @pytest.mark.parametrize("aspect", ["masks", "scores", "dtypes", "head_dims", "gqa", "scale"])
 def test_every_trial_changes_one_thing_of_the_base(aspect):
-    base = next(iter(capability_detection.bases()))
+    base = next(iter(capability_detection.base_problems()))
     trials = [one for one in capability_detection.all_trials(base, "cpu") if one.aspect == aspect]
     assert trials
     for one in trials:

@@ -10,7 +10,7 @@ import torch
 
 import attncheck
 from attncheck.cases import variants
-from attncheck.cases.variants import Shape, own_variant, plan, recorded
+from attncheck.cases.variants import Shape, own_variant, plan_cells, recorded_cells
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.inputs import input_tensors
@@ -83,7 +83,7 @@ def test_names_of_the_library(mask, score, name, specs):
 def test_mods_of_a_file_are_planned_like_any(mine):
     variant = own_variant(f"{mine}::mask", f"{mine}::score")
     assert variant.name == "mine.py::mask mine.py::score"
-    cells = plan(
+    cells = plan_cells(
         dtypes=["fp16", "e4m3"],
         variants=[],
         own=variant,
@@ -137,7 +137,7 @@ def test_what_cannot_be_a_mod_is_one_line(mask, score, error, says):
 def test_mods_that_a_command_line_cannot_name_are_not_offered(mine, record):
     own_variant(f"{mine}::mask", f"{mine}::score")
     q, hidden = torch.ones(1, 2, 3, 4), torch.zeros(3, 3).masked_fill_(torch.eye(3) > 0, -math.inf)
-    recorded(record((q, q, q, hidden), (q, q, q, hidden + 0.5)), ())
+    recorded_cells(record((q, q, q, hidden), (q, q, q, hidden + 0.5)), ())
     for mask, score, says in (("a", None, COMPLETE_MASKS), (None, "a", COMPLETE_SCORES)):
         with pytest.raises(UnknownName, match=says):
             own_variant(mask, score)
@@ -145,16 +145,16 @@ def test_mods_that_a_command_line_cannot_name_are_not_offered(mine, record):
 
 def test_recordings_are_measured_in_the_dtypes_that_kernels_have():
     with pytest.raises(UnknownName, match="dtype 'fp64' is not known: choose from bf16"):
-        recorded("nowhere.safetensors", ["fp64"])
+        recorded_cells("nowhere.safetensors", ["fp64"])
     with pytest.raises(UsageError, match=r"nowhere\.safetensors"):
-        recorded("nowhere.safetensors", ["fp16"])
+        recorded_cells("nowhere.safetensors", ["fp16"])
 
 
 def test_recorded_calls_come_in_each_dtype_asked_for_or_their_own():
-    its_own = recorded(str(RECORDING), ())
+    its_own = recorded_cells(str(RECORDING), ())
     names = [cell.variant for cell in its_own]
     assert len(set(names)) == len(names) > 0
-    two = recorded(str(RECORDING), ["fp16", "e4m3"])
+    two = recorded_cells(str(RECORDING), ["fp16", "e4m3"])
     assert [(c.variant, c.problem.dtype) for c in two] == [
         (name, dtype) for dtype in ("fp16", "e4m3") for name in names
     ]
@@ -162,8 +162,8 @@ def test_recorded_calls_come_in_each_dtype_asked_for_or_their_own():
 
 
 def test_a_dtype_asked_for_twice_is_measured_once():
-    once = recorded(str(RECORDING), ["bf16", "fp16"])
-    assert recorded(str(RECORDING), ["bf16", "fp16", "bf16"]) == once
+    once = recorded_cells(str(RECORDING), ["bf16", "fp16"])
+    assert recorded_cells(str(RECORDING), ["bf16", "fp16", "bf16"]) == once
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,14 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused(dtype, number, says, sig
         one = torch.ones(1, 2, 3, 4)
         file = record((one, one, one), tuple(tensors.values()))
         if says is None:
-            drawn = input_tensors.draw_inputs(recorded(file, [dtype] if dtype else [])[1].problem)
+            drawn = input_tensors.draw_inputs(
+                recorded_cells(file, [dtype] if dtype else [])[1].problem
+            )
             fmt = drawn.problem.formats.products
             assert round_to(getattr(drawn, name).double(), fmt).isfinite().all()
             continue
         with pytest.raises(UsageError) as error:
-            recorded(file, [dtype])
+            recorded_cells(file, [dtype])
         assert str(error.value) == (
             f"{name} of call 'call-1' has 3 numbers {says}: "
             "choose another dtype, such as its own, fp32."
@@ -204,7 +206,7 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused(dtype, number, says, sig
 @pytest.mark.parametrize("size", [FORMATS["fp32"].max, 2.0**-126, 2.0**-149, 0.0])
 def test_in_fp8_every_recorded_number_is_in_range(dtype, size, record):
     q = torch.full((1, 2, 3, 4), size)
-    (cell,) = recorded(record((q, -q, q)), [dtype])
+    (cell,) = recorded_cells(record((q, -q, q)), [dtype])
     drawn = input_tensors.draw_inputs(cell.problem)
     assert all(tensor.float().isfinite().all() for tensor in drawn.tensors().values())
 
@@ -215,4 +217,4 @@ def test_what_does_not_fit_into_memory_is_refused_beforehand(monkeypatch):
 
     monkeypatch.setattr(variants, "check_memory", too_large)
     with pytest.raises(ProblemError, match="too large"):
-        recorded(str(RECORDING), ())
+        recorded_cells(str(RECORDING), ())

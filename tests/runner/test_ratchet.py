@@ -22,13 +22,13 @@ from tests.runner.planted_losses import (
 )
 
 from attncheck.baseline.comparison import (
-    ALARM,
-    Pair,
-    beside,
+    FALSE_ALARM,
+    ErrorPair,
+    compare_answers,
     compare_runs,
-    growth,
-    improbable,
-    ratio,
+    log_probability,
+    mean_ratio,
+    tiling_growth,
 )
 from attncheck.capabilities.subject import Tiling
 from attncheck.mods.spec import Spec
@@ -87,7 +87,7 @@ def test_another_tiling_is_never_worse(dtype: str, distribution: str) -> None:
     sides = [[answer(one, ideal(one, tiling)) for one in known] for tiling in TILINGS]
     found: Counter[str] = Counter()
     for before, after in itertools.permutations(sides, 2):
-        found += standings(beside(before, after, ENVIRONMENTS))
+        found += standings(compare_answers(before, after, ENVIRONMENTS))
     assert found.total() == 20 * len(SIZES)
     assert set(found) <= {"identical", "within rounding"}, found
 
@@ -109,7 +109,7 @@ def test_a_loss_is_worse_and_its_repair_better(
     dtype: str, before: dict[str, Any], loss: dict[str, Any]
 ) -> None:
     right, wrong = run(dtype, **before), run(dtype, **loss)
-    found = beside(right, wrong, ENVIRONMENTS)
+    found = compare_answers(right, wrong, ENVIRONMENTS)
     assert standings(found)["worse"] >= 2, found  # few rows, or short ones, may not tell
     assert found[0].standing == "worse"
     assert "out's error" in found[0].reason
@@ -117,11 +117,11 @@ def test_a_loss_is_worse_and_its_repair_better(
     assert found[0].before is not None
     assert found[0].after is not None
     assert found[0].after > found[0].before
-    assert standings(beside(wrong, right, ENVIRONMENTS))["better"] >= 2
+    assert standings(compare_answers(wrong, right, ENVIRONMENTS))["better"] >= 2
 
 
 def test_the_same_bits_are_identical() -> None:
-    found = beside(run("bf16"), run("bf16"), ENVIRONMENTS)
+    found = compare_answers(run("bf16"), run("bf16"), ENVIRONMENTS)
     assert standings(found) == {"identical": len(SIZES)}
     assert {change.reason for change in found} == {"the same bits"}
 
@@ -136,7 +136,7 @@ def _accuracy(relative: float, freedom: float = 1000.0, ensemble: float = 1.0) -
 
 
 def _change(before: Record, after: Record) -> Change:
-    (found,) = beside([answered(before)], [answered(after)], ENVIRONMENTS)
+    (found,) = compare_answers([answered(before)], [answered(after)], ENVIRONMENTS)
     return found
 
 
@@ -209,12 +209,12 @@ def test_a_loss_that_no_case_shows_alone_shows_in_all_together() -> None:
         digit = "1" if relative > 1 else "0"
         return [answered(replace(record, digest=digit * 32)) for record in records]
 
-    together = beside(side(1.0), side(1.3), ENVIRONMENTS)
+    together = compare_answers(side(1.0), side(1.3), ENVIRONMENTS)
     assert standings(together) == {"worse": 40}
     assert "in 40 bf16 cases together is 1.3 × what it was" in together[0].reason
-    alone = beside(side(1.0)[:1], side(1.3)[:1], ENVIRONMENTS)
+    alone = compare_answers(side(1.0)[:1], side(1.3)[:1], ENVIRONMENTS)
     assert standings(alone) == {"within rounding": 1}
-    assert standings(beside(side(1.3), side(1.0), ENVIRONMENTS)) == {"better": 40}
+    assert standings(compare_answers(side(1.3), side(1.0), ENVIRONMENTS)) == {"better": 40}
 
 
 def test_a_case_that_is_worse_by_itself_accuses_no_other() -> None:
@@ -225,7 +225,7 @@ def test_a_case_that_is_worse_by_itself_accuses_no_other() -> None:
         )
         return [answered(record) for record in records]
 
-    found = beside(side(1.0, 1.0, 1.0), side(3.0, 1.01, 1.01), ENVIRONMENTS)
+    found = compare_answers(side(1.0, 1.0, 1.0), side(3.0, 1.01, 1.01), ENVIRONMENTS)
     assert standings(found) == {"worse": 1, "within rounding": 2}
 
 
@@ -236,7 +236,7 @@ def test_structured_inputs_are_not_counted_together() -> None:
         case = {**record.case, "problem": problem}
         return [answered(replace(record, case=case, case_id=f"case{i}")) for i in range(40)]
 
-    assert standings(beside(side(1.0), side(1.3), ENVIRONMENTS)) == {"within rounding": 40}
+    assert standings(compare_answers(side(1.0), side(1.3), ENVIRONMENTS)) == {"within rounding": 40}
 
 
 def _baseline(answers: tuple[Answer, ...], **environment: str) -> Baseline:
@@ -301,8 +301,8 @@ def test_the_worse_of_two_answers_to_one_case_counts() -> None:
         assert "crash now" in found.reason
 
 
-def _pair(before: float, after: float, freedom: float, *ensemble: float) -> Pair:
-    return Pair(
+def _pair(before: float, after: float, freedom: float, *ensemble: float) -> ErrorPair:
+    return ErrorPair(
         before=before,
         after=after,
         freedom_before=freedom,
@@ -321,7 +321,7 @@ def test_chance_is_a_bound_of_what_a_simulation_finds() -> None:
     sizes = [(4, 3), (12, 1)]
     for freedom, several in sizes:
         found = [
-            improbable([_pair(chi(freedom), chi(freedom), freedom) for _ in range(several)])
+            log_probability([_pair(chi(freedom), chi(freedom), freedom) for _ in range(several)])
             for _ in range(3000)
         ]
         for level in (0.3, 0.1, 0.02):
@@ -330,14 +330,16 @@ def test_chance_is_a_bound_of_what_a_simulation_finds() -> None:
 
 
 def test_growth_is_the_square_of_what_the_ensemble_spans() -> None:
-    assert growth([_pair(1, 1, 10, 1.0, 1.2)]) == pytest.approx(1.44)
+    assert tiling_growth([_pair(1, 1, 10, 1.0, 1.2)]) == pytest.approx(1.44)
     # Chance moves the members of one case this way and those of another that way.
-    assert growth([_pair(1, 1, 10, 1.0, 1.2), _pair(1, 1, 10, 1.2, 1.0)]) == pytest.approx(1.0)
-    assert growth([_pair(1, 1, 10)]) == 1.0
+    assert tiling_growth([_pair(1, 1, 10, 1.0, 1.2), _pair(1, 1, 10, 1.2, 1.0)]) == pytest.approx(
+        1.0
+    )
+    assert tiling_growth([_pair(1, 1, 10)]) == 1.0
 
 
 def test_nothing_larger_is_not_improbable() -> None:
-    assert improbable([_pair(1.0, 0.5, 100)]) == 0.0
-    assert improbable([_pair(1.0, 1.19, 1e6, 1.0, 1.1)]) == 0.0  # another tiling explains it
-    assert improbable([_pair(1.0, 1.5, 1e6, 1.0, 1.1)]) < math.log(ALARM)
-    assert ratio([_pair(1.0, 1.5, 100)]) == pytest.approx(1.5)
+    assert log_probability([_pair(1.0, 0.5, 100)]) == 0.0
+    assert log_probability([_pair(1.0, 1.19, 1e6, 1.0, 1.1)]) == 0.0  # another tiling explains it
+    assert log_probability([_pair(1.0, 1.5, 1e6, 1.0, 1.1)]) < math.log(FALSE_ALARM)
+    assert mean_ratio([_pair(1.0, 1.5, 100)]) == pytest.approx(1.5)

@@ -56,7 +56,7 @@ def script(tmp_path):
         subject = load_subject(kernel)
         record = run_again(subject, asked, device="cpu")
         path = tmp_path / name
-        text = standalone_script.script(
+        text = standalone_script.render_script(
             subject,
             asked,
             record,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attncheck.cases import strategies
-from attncheck.cases.strategies.problems import problems, supported
+from attncheck.cases.strategies.problems import nearest_supported, problems
 from attncheck.core.errors import ProblemError
 from attncheck.mods.library import check_captures
 from attncheck.mods.spec import Dimensions, Spec
@@ -38,7 +38,7 @@ def test_problems_ask_for_their_gradients(drawn) -> None:
 
 def test_the_nearest_problem_keeps_them(drawn) -> None:
     (problem,) = drawn(problems(**OF_READS, dcaptured=True), 1)[:1]
-    found = supported(problem, lambda p: p.head_dim == 64, ("bf16",))
+    found = nearest_supported(problem, lambda p: p.head_dim == 64, ("bf16",))
     assert found is not None
     assert found.dcaptured
     with pytest.raises(ProblemError, match="dcaptured=True has no meaning for score mod 'none'"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncheck.cases.strategies.problems import supported
+from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.inputs.problem import Problem
 
 PLAIN = Problem(query=64, dtype="fp32")
@@ -11,13 +11,13 @@ UNLIKE = Problem(query=3, kv=40, heads=4, kv_heads=2, head_dim=48, value_dim=16,
 
 def asked_of(problem: Problem) -> list[Problem]:
     asked: list[Problem] = []
-    assert supported(problem, lambda p: bool(asked.append(p)), ("bf16",)) is None
+    assert nearest_supported(problem, lambda p: bool(asked.append(p)), ("bf16",)) is None
     return asked
 
 
 def test_what_is_taken_is_asked_once() -> None:
     asked: list[Problem] = []
-    assert supported(PLAIN, lambda p: not asked.append(p), ("bf16",)) is PLAIN
+    assert nearest_supported(PLAIN, lambda p: not asked.append(p), ("bf16",)) is PLAIN
     assert asked == [PLAIN]
 
 

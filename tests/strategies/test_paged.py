@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attncheck.cases import strategies
-from attncheck.cases.strategies.problems import supported
+from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.cases.strategies.sizes import ODD_PAGE_SIZES, PAGE_SIZES
 from attncheck.core.errors import UsageError
 from attncheck.core.paged_layout import Paging
@@ -66,7 +66,7 @@ def test_the_nearest_problem_keeps_its_pages() -> None:
     def of_64(p: Problem) -> bool:
         return p.head_dim == 64
 
-    found = supported(problem, of_64, ("bf16",))
+    found = nearest_supported(problem, of_64, ("bf16",))
     assert found is not None
     assert (found.head_dim, found.paging) == (64, problem.paging)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import find, given
 
-from attncheck.cases.strategies.problems import problems, supported
+from attncheck.cases.strategies.problems import nearest_supported, problems
 from attncheck.inputs.problem import Problem
 
 
@@ -29,9 +29,9 @@ def test_either_shrinks_to_none():
 def test_a_kernel_without_sinks_is_asked_what_it_takes():
     """Where both are drawn: of what must have a sink nothing is left for it."""
     with_sink = Problem(query=8, sink=True)
-    taken = supported(with_sink, lambda p: not p.sink, ("bf16",), drops=["sink"])
+    taken = nearest_supported(with_sink, lambda p: not p.sink, ("bf16",), drops=["sink"])
     assert taken == with_sink.replace(sink=False)
-    assert supported(with_sink, lambda p: not p.sink, ("bf16",)) is None
-    kept = supported(with_sink, lambda p: p.head_dim == 128, ("bf16",), drops=["sink"])
+    assert nearest_supported(with_sink, lambda p: not p.sink, ("bf16",)) is None
+    kept = nearest_supported(with_sink, lambda p: p.head_dim == 128, ("bf16",), drops=["sink"])
     assert kept is not None
     assert kept.sink

@@ -16,7 +16,7 @@ def test_a_script_of_gradients_is_refused_in_one_line(tmp_path):
     plain = Case(problem=Problem(query=16, head_dim=16, dtype="fp32"))
     record = run_case(Ideal(), plain, device="cpu")
     path = tmp_path / "repro.py"
-    assert standalone_script.script(Ideal(), plain, record, path=path, **asked)
+    assert standalone_script.render_script(Ideal(), plain, record, path=path, **asked)
     case = Case(problem=plain.problem.replace(backward=True))
     with pytest.raises(UsageError, match=r"^the script would ask for out and LSE: .*gradients\.$"):
-        standalone_script.script(Ideal(), case, record, path=path, **asked)
+        standalone_script.render_script(Ideal(), case, record, path=path, **asked)

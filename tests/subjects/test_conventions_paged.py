@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attncheck.capabilities.subject import Subject
-from attncheck.cases import check_questions
+from attncheck.cases import check_cases
 from attncheck.conventions.declarations import adopted
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
@@ -312,7 +312,7 @@ def test_check_asks_it_with_pages():
 
         return subject_of(kernel)
 
-    question = next(q for q in check_questions.questions("bf16", [16]) if q.name == "padding")
+    question = next(q for q in check_cases.check_cases("bf16", [16]) if q.name == "padding")
     for size, status in ((16, "pass"), (256, "pass"), (100, "unsupported")):
         subject = of_pages(size)
         record = run_case(subject, question.case, device="cpu")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from attncheck.cases.variants import plan
+from attncheck.cases.variants import plan_cells
 from attncheck.conventions.call_tensors import inputs_page_table, paged_inputs, sequence_lengths
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
@@ -154,7 +154,7 @@ def test_relations_hold(mask):
 
 
 def test_rmse_measures_it():
-    cells = plan(
+    cells = plan_cells(
         dtypes=["bf16"],
         variants=["full", "paged", "paged_decode"],
         shapes=["1x2x64x16"],

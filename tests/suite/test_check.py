@@ -67,9 +67,9 @@ def test_what_it_does_not_take_is_said_and_is_no_failure() -> None:
 def test_all_that_is_wrong_is_said_at_once(monkeypatch) -> None:
     from attncheck.suite import python_api as room
 
-    asked = room.questions("bf16")
+    asked = room.check_cases("bf16")
     monkeypatch.setattr(
-        room, "questions", lambda _: [one for one in asked if one.name.startswith("causal")]
+        room, "check_cases", lambda _: [one for one in asked if one.name.startswith("causal")]
     )
     with pytest.raises(AssertionError) as raised:
         attncheck.check(bottom_right, device="cpu")
@@ -80,7 +80,7 @@ def test_all_that_is_wrong_is_said_at_once(monkeypatch) -> None:
 def test_nothing_tested_is_no_pass(monkeypatch) -> None:
     from attncheck.suite import python_api as room
 
-    monkeypatch.setattr(room, "questions", lambda _: [type("One", (), {"case": FP8})])
+    monkeypatch.setattr(room, "check_cases", lambda _: [type("One", (), {"case": FP8})])
     with pytest.raises(AssertionError, match="nothing was tested: sdpa-math takes none of 1"):
         attncheck.check("sdpa-math", device="cpu", dtypes="e4m3")
 

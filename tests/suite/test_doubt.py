@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attncheck import oracles
-from attncheck.cases.check_questions import questions
+from attncheck.cases.check_cases import check_cases
 from attncheck.inputs.problem import Case, Problem
-from attncheck.reporting import check_page
+from attncheck.reporting.check_document import check_document, check_outcome
+from attncheck.reporting.rendering import render
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.property_session import UnderTest
-from attncheck.suite.wrong_answers import DoesNotHold
+from attncheck.suite.wrong_answers import WrongAnswer
 from attncheck.verify.verify import verify
 
 
@@ -29,12 +30,12 @@ def broken(monkeypatch):
 
 def test_a_property_does_not_pass(broken):
     case = Case(problem=Problem(query=8, head_dim=16, dtype="fp32"))
-    with pytest.raises(DoesNotHold, match="ORACLE"):
+    with pytest.raises(WrongAnswer, match="ORACLE"):
         UnderTest("ideal", Ideal(), "cpu").must_hold(case)
 
 
 def test_check_says_so(broken):
-    (question,) = [each for each in questions("bf16") if each.name == "one-query"]
+    (question,) = [each for each in check_cases("bf16") if each.name == "one-query"]
     report = verify(Ideal(), [(question.name, question.case)], device="cpu")
-    assert check_page.exit_status(report) == "in doubt"
-    assert "IN DOUBT" in check_page.render(report, "table")
+    assert check_outcome(report) == "in doubt"
+    assert "IN DOUBT" in render(report, "table", check_document)

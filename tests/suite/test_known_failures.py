@@ -12,7 +12,7 @@ from attncheck.core.errors import UsageError
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.known_failures import known_failures, read
+from attncheck.suite.known_failures import known_failures, read_known_failures
 from attncheck.suite.property_session import Kernel, Param, Session
 from attncheck.suite.pytest_options import MARK, Options
 
@@ -86,7 +86,7 @@ def test_what_is_wrong_in_it_is_said_in_one_line(tmp_path, text: str, message: s
     path = tmp_path / "k.toml"
     path.write_text(text)
     with pytest.raises(UsageError) as raised:
-        read(path)
+        read_known_failures(path)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -94,7 +94,7 @@ def test_what_is_wrong_in_it_is_said_in_one_line(tmp_path, text: str, message: s
 def test_an_entry_matches_by_patterns(tmp_path) -> None:
     path = tmp_path / "k.toml"
     path.write_text(entry(test='"test_*.py::*"', dtypes='["bf16", "fp16"]', families='["causal"]'))
-    (found,) = read(path)
+    (found,) = read_known_failures(path)
     kernel = Kernel(name="my-ideal", id="my-ideal", subject=Ideal())
     param = Param(kernel=kernel, dtype="fp16", family="causal")
     assert found.matches("test_b.py::test_x", param, "cpu")
@@ -107,7 +107,7 @@ def test_an_entry_matches_by_patterns(tmp_path) -> None:
 def test_an_entry_about_every_dtype_is_asked_in_that_of_the_test(tmp_path) -> None:
     path = tmp_path / "k.toml"
     path.write_text(entry())
-    (found,) = read(path)
+    (found,) = read_known_failures(path)
     assert found.dtypes == ()
     assert found.case_in("fp32").problem == CAUSAL.problem.replace(dtype="fp32")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.suite.outcomes import command
+from attncheck.suite.outcomes import pytest_command
 
 pytest_plugins = ["pytester"]
 
@@ -19,4 +19,4 @@ pytest_plugins = ["pytester"]
     ],
 )
 def test_the_command_names_no_folder(args: list[str], said: str) -> None:
-    assert command(args) == said
+    assert pytest_command(args) == said

@@ -15,8 +15,8 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import pytest_options
-from attncheck.suite.property_session import UnderTest, asks, cases, search
-from attncheck.suite.wrong_answers import DoesNotHold
+from attncheck.suite.property_session import UnderTest, asks, cases, search_cases
+from attncheck.suite.wrong_answers import WrongAnswer
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
@@ -77,8 +77,8 @@ def holds(kernel: UnderTest, case: Case) -> None:
 
 def test_it_ends_with_the_smallest_case_and_its_diagnosis() -> None:
     kernel = under_test(Halves())
-    with pytest.raises(DoesNotHold, match=r"FAIL bound compare: out\[0, \d, ") as raised:
-        search(holds, kernel, CASES)
+    with pytest.raises(WrongAnswer, match=r"FAIL bound compare: out\[0, \d, ") as raised:
+        search_cases(holds, kernel, CASES)
     assert Case.from_json(raised.value.record.case).problem.kv == 7
     assert kernel.tally.problems["fail"] > 1
 
@@ -87,24 +87,24 @@ def test_a_failure_of_another_case_is_raised_as_itself() -> None:
     def beside(case: Case) -> list[Case]:
         return [Case(problem=case.problem.replace(kv=case.problem.kv + 6))]
 
-    with pytest.raises(DoesNotHold) as raised:
-        search(holds, under_test(Halves()), CASES, beside)
+    with pytest.raises(WrongAnswer) as raised:
+        search_cases(holds, under_test(Halves()), CASES, beside)
     assert Case.from_json(raised.value.record.case).problem.kv == 7
 
 
 def test_a_kernel_that_fails_now_and_then_is_told_so() -> None:
-    with pytest.raises(DoesNotHold, match="It does not fail every time"):
-        search(holds, under_test(Seldom()), CASES)
+    with pytest.raises(WrongAnswer, match="It does not fail every time"):
+        search_cases(holds, under_test(Seldom()), CASES)
 
 
 def test_a_kernel_that_refuses_everything_as_it_is_called_is_skipped() -> None:
     with pytest.raises(pytest.skip.Exception, match="takes no such problem on cpu: not on Mondays"):
-        search(holds, under_test(Refusing()), CASES)
+        search_cases(holds, under_test(Refusing()), CASES)
 
 
 def test_a_property_of_nothing_fails() -> None:
     with pytest.raises(pytest.fail.Exception, match="nothing was tested"):
-        search(holds, under_test(Ideal()), CASES.filter(lambda _: False))
+        search_cases(holds, under_test(Ideal()), CASES.filter(lambda _: False))
 
 
 def test_what_is_drawn_is_the_same_every_time_and_another_for_each_kernel() -> None:
@@ -112,7 +112,7 @@ def test_what_is_drawn_is_the_same_every_time_and_another_for_each_kernel() -> N
         kernel = under_test(Ideal())
         kernel.name = name
         seen: list[int] = []
-        search(lambda _, case: seen.append(case.problem.kv), kernel, CASES)
+        search_cases(lambda _, case: seen.append(case.problem.kv), kernel, CASES)
         return seen
 
     assert drawn("a") == drawn("a")
@@ -139,7 +139,7 @@ def test_a_kernel_that_refuses_the_first_few_is_not_asked_hundreds() -> None:
     kernel = under_test(picky := Picky())
     (mark,) = _property.pytestmark
     with pytest.raises(pytest.skip.Exception, match="head_dim must be 512"):
-        search(holds, kernel, cases(kernel, mark.args[0]))
+        search_cases(holds, kernel, cases(kernel, mark.args[0]))
     assert picky.asked < 200 * MOST_NEAR
 
 
@@ -150,5 +150,7 @@ def _property(kernel: UnderTest, case: Case) -> None: ...
 def test_a_kernel_that_takes_few_is_asked_as_often_as_any() -> None:
     kernel = under_test(Ideal())
     rare = st.integers(1, 400).filter(lambda kv: kv % 20 == 3)
-    search(holds, kernel, rare.map(lambda kv: Case(problem=Problem(query=1, kv=kv, head_dim=2))))
+    search_cases(
+        holds, kernel, rare.map(lambda kv: Case(problem=Problem(query=1, kv=kv, head_dim=2)))
+    )
     assert kernel.tally.total >= 20

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.cases.mask_samples import NOT_CONCERNED, Kind, refusal, samples
+from attncheck.cases.mask_samples import NOT_APPLICABLE, ProblemKind, refusal, sample_problems
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.sizes import pagings
 from attncheck.subjects.ideal import Ideal
@@ -15,7 +15,7 @@ from attncheck.suite.pytest_options import MARK, SOFTMAX, Options
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
-    from attncheck.suite.property_session import Asked
+    from attncheck.suite.property_session import PropertySpec
 
 
 class Narrow(Ideal):
@@ -41,7 +41,7 @@ class Raising(Ideal):
         raise RuntimeError("no driver")
 
 
-def asked(*families: str, **more: object) -> Asked:
+def asked(*families: str, **more: object) -> PropertySpec:
     @asks("compare", families=families, **more)
     def test_it(kernel: object, case: object) -> None: ...
 
@@ -80,7 +80,7 @@ def test_a_dtype_that_is_not_taken_is_said_once() -> None:
 def test_what_was_asked_for_by_name_and_does_not_concern_it_is_said() -> None:
     found = session(Narrow(), kernels=("narrow",), dtypes=("e4m3",))
     assert not found.params(asked("full"))
-    assert found.untaken == {"narrow": {"e4m3": NOT_CONCERNED}}
+    assert found.untaken == {"narrow": {"e4m3": NOT_APPLICABLE}}
 
 
 def test_a_property_of_some_dtypes_is_asked_of_these() -> None:
@@ -94,7 +94,7 @@ def test_a_kernel_that_raises_when_it_is_asked_is_tested() -> None:
 
 @pytest.mark.parametrize("family", [*MASK_FAMILIES, SOFTMAX])
 def test_every_family_has_samples(family: str) -> None:
-    found = samples(family, "bf16")
+    found = sample_problems(family, "bf16")
     assert found
     assert not refusal(Ideal(), family, "bf16", "cpu")
     named = {"packed": "documents"}.get(family, family)  # documents alike
@@ -137,26 +137,28 @@ def test_properties_of_pages_are_asked_of_kernels_of_pages() -> None:
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
 def test_every_family_has_samples_in_pages(family: str) -> None:
-    assert all(each.paging for each in samples(family, "bf16", Kind(paged=True)))
-    assert not refusal(OfPages(), family, "bf16", "cpu", Kind(paged=True))
-    assert refusal(OfPages(), family, "bf16", "cpu") == NOT_CONCERNED
+    assert all(each.paging for each in sample_problems(family, "bf16", ProblemKind(paged=True)))
+    assert not refusal(OfPages(), family, "bf16", "cpu", ProblemKind(paged=True))
+    assert refusal(OfPages(), family, "bf16", "cpu") == NOT_APPLICABLE
 
 
 def test_a_softmax_has_no_pages() -> None:
-    assert not samples(SOFTMAX, "bf16", Kind(paged=True))
+    assert not sample_problems(SOFTMAX, "bf16", ProblemKind(paged=True))
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
 def test_every_family_has_samples_with_a_backward(family: str) -> None:
-    assert all(each.backward for each in samples(family, "bf16", Kind(backward=True)))
-    assert not refusal(Ideal(), family, "bf16", "cpu", Kind(backward=True))
-    assert not samples(family, "e4m3", Kind(backward=True))
+    assert all(
+        each.backward for each in sample_problems(family, "bf16", ProblemKind(backward=True))
+    )
+    assert not refusal(Ideal(), family, "bf16", "cpu", ProblemKind(backward=True))
+    assert not sample_problems(family, "e4m3", ProblemKind(backward=True))
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
 def test_every_family_has_samples_of_what_score_mods_read(family: str) -> None:
-    kind = Kind(backward=True, captured=True)
-    assert all(each.dcaptured for each in samples(family, "bf16", kind))
+    kind = ProblemKind(backward=True, captured=True)
+    assert all(each.dcaptured for each in sample_problems(family, "bf16", kind))
     assert not refusal(Ideal(), family, "bf16", "cpu", kind)
     without = Ideal()
     without.captured = False

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.cases.mask_samples import NOT_CONCERNED, Kind, refusal, samples
+from attncheck.cases.mask_samples import NOT_APPLICABLE, ProblemKind, refusal, sample_problems
 from attncheck.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.pytest_options import MARK
 
 if TYPE_CHECKING:
-    from attncheck.suite.property_session import Asked
+    from attncheck.suite.property_session import PropertySpec
 
 PROPERTIES = Path(__file__).parents[2] / "properties" / "test_sink.py"
 
 
-def asked_by_the_suite() -> list[Asked]:
+def asked_by_the_suite() -> list[PropertySpec]:
     spec = importlib.util.spec_from_file_location("of_the_suite_sink", PROPERTIES)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -43,14 +43,14 @@ def test_every_property_of_sinks_says_so():
 
 @pytest.mark.parametrize("family", ["full", "causal", "padding"])
 def test_samples_have_a_sink(family):
-    assert all(problem.sink for problem in samples(family, "bf16", Kind(sink=True)))
-    assert not any(problem.sink for problem in samples(family, "bf16"))
-    assert not samples("softmax", "bf16", Kind(sink=True))
+    assert all(problem.sink for problem in sample_problems(family, "bf16", ProblemKind(sink=True)))
+    assert not any(problem.sink for problem in sample_problems(family, "bf16"))
+    assert not sample_problems("softmax", "bf16", ProblemKind(sink=True))
 
 
 def test_kernels_without_sinks_are_not_concerned():
     for subject, takes in ((adopted(plain, "plain"), False), (adopted(with_sinks, "with"), True)):
-        said = refusal(subject, "causal", "bf16", "cpu", Kind(sink=True))
-        assert said == ("" if takes else NOT_CONCERNED)
+        said = refusal(subject, "causal", "bf16", "cpu", ProblemKind(sink=True))
+        assert said == ("" if takes else NOT_APPLICABLE)
         assert not refusal(subject, "causal", "bf16", "cpu")
-    assert not refusal(Ideal(), "causal", "bf16", "cpu", Kind(sink=True))
+    assert not refusal(Ideal(), "causal", "bf16", "cpu", ProblemKind(sink=True))

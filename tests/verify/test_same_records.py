@@ -9,18 +9,18 @@ from click.testing import CliRunner
 
 import attncheck
 from attncheck.capabilities.named_kernels import builtin_names, subject_named
-from attncheck.cases.check_questions import questions
+from attncheck.cases.check_cases import check_cases
 from attncheck.cli.check import check
 from attncheck.core.json_numbers import to_plain_data
 from attncheck.gate.choices import Choices
-from attncheck.gate.gate_worker import Gate
+from attncheck.gate.gate_worker import GateWorker
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.verify import verify
 from attncheck.workers.units import Unit
 
 SMALL = Problem(heads=2, kv_heads=1, query=3, kv=5, head_dim=16, dtype="bf16")
 TYPED = ("one-key", "decode-one-query")
-CASES = {each.name: each.case for each in questions("bf16") if each.name in TYPED} | {
+CASES = {each.name: each.case for each in check_cases("bf16") if each.name in TYPED} | {
     "softmax": Case(problem=Problem(operation="softmax", query=3, kv=5)),
     "backward": Case(problem=SMALL.replace(backward=True)),
     "repeat": Case(problem=SMALL, question="repeat"),
@@ -37,7 +37,10 @@ def facts(record) -> dict:
 
 @pytest.mark.parametrize("name", builtin_names())
 def test_the_same_case_gives_the_same_record_whoever_asks(name: str) -> None:
-    gate, subject = Gate(Choices.of({"tier": "smoke", "isolated": False})), subject_named(name)
+    gate, subject = (
+        GateWorker(Choices.of({"tier": "smoke", "isolated": False})),
+        subject_named(name),
+    )
     by_name = {}
     for named, case in CASES.items():
         (loop,) = verify(subject, [case], device="cpu").records

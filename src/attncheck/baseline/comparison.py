@@ -2,11 +2,11 @@
 
 Two kernels that round as often and as finely err by different numbers, and their mean squares over
 a Case are two draws of one population: their ratio is one of F's, with as many degrees of freedom
-as there are independent errors. ``docs/baseline.md`` derives what is computed here.
+as there are independent errors. ``docs/how-to/baseline.md`` derives what is computed here.
 
 Nothing here is a tolerance. Bits are compared first; then what the judge says, in the order of
 ``comparable.KINDS``; then errors, by how improbable it is that chance alone made them so much
-larger (``chance``). ``docs/baseline.md`` has the derivation.
+larger (``chance``). ``docs/how-to/baseline.md`` has the derivation.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Answer, BaselineStanding, Stage
 
 __all__ = [
-    "ALARM",
-    "KEPT",
-    "KINDS",
+    "FALSE_ALARM",
+    "KEPT_STATUSES",
     "STAGES",
-    "Pair",
-    "beside",
-    "comparable",
+    "STATUS_ORDER",
+    "ErrorPair",
+    "comparable_entries",
+    "compare_answers",
     "compare_runs",
-    "growth",
-    "improbable",
-    "joined",
+    "log_probability",
+    "mean_ratio",
     "measurements",
-    "ordered",
-    "ratio",
+    "merge_changes",
+    "sort_changes",
+    "tiling_growth",
 ]
 
 
@@ -53,7 +53,7 @@ _STEPS = 100  # of a ternary search: each leaves two thirds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class ErrorPair:
     """The errors of one tensor on one Case, before and after; none of them 0.
 
     Attributes:
@@ -74,9 +74,9 @@ class Pair:
         """What it counts among others: the inverse of the variance of the logarithm of F."""
         return self.freedom_before * self.freedom_after / (self.freedom_before + self.freedom_after)
 
-    def reversed(self) -> Pair:
+    def reversed(self) -> ErrorPair:
         """What was before is after."""
-        return Pair(
+        return ErrorPair(
             before=self.after,
             after=self.before,
             freedom_before=self.freedom_after,
@@ -85,12 +85,12 @@ class Pair:
         )
 
 
-def ratio(pairs: Sequence[Pair]) -> float:
+def mean_ratio(pairs: Sequence[ErrorPair]) -> float:
     """After ÷ before: the weighted geometric mean of the pairs."""
     return math.exp(_mean(pairs, [math.log(p.after) - math.log(p.before) for p in pairs]))
 
 
-def growth(pairs: Sequence[Pair]) -> float:
+def tiling_growth(pairs: Sequence[ErrorPair]) -> float:
     """By which factor another tiling alone may change the errors.
 
     The square of the largest ÷ the smallest of the ensemble, each member's errors taken together
@@ -102,14 +102,14 @@ def growth(pairs: Sequence[Pair]) -> float:
     return math.exp(2 * (max(sizes) - min(sizes))) if sizes else 1.0
 
 
-def improbable(pairs: Sequence[Pair]) -> float:
+def log_probability(pairs: Sequence[ErrorPair]) -> float:
     """Natural logarithm of a bound of the probability of a ``ratio`` this large; 0 where not.
 
     Of kernels that are equally accurate but for ``growth``. Chernoff's bound: for every s > 0 the
     probability that T ≥ t is at most E[exp(s·T)]·exp(−s·t), and of T, a weighted mean of the
     logarithms of independent ratios F, that expectation is a product of gamma functions.
     """
-    excess = 2 * math.log(ratio(pairs) / growth(pairs))
+    excess = 2 * math.log(mean_ratio(pairs) / tiling_growth(pairs))
     if excess <= 0:
         return 0.0
     whole = math.fsum(pair.weight for pair in pairs)
@@ -124,12 +124,12 @@ def improbable(pairs: Sequence[Pair]) -> float:
     return min(0.0, exponent(_least(exponent, end)))
 
 
-def _mean(pairs: Sequence[Pair], values: Sequence[float]) -> float:
+def _mean(pairs: Sequence[ErrorPair], values: Sequence[float]) -> float:
     whole = math.fsum(pair.weight for pair in pairs)
     return math.fsum(p.weight / whole * v for p, v in zip(pairs, values, strict=True))
 
 
-def _moment(pair: Pair, u: float) -> float:
+def _moment(pair: ErrorPair, u: float) -> float:
     """Of F, with (after, before) degrees of freedom, ln E[F^u]; u < freedom before ÷ 2."""
     above, below = pair.freedom_after / 2, pair.freedom_before / 2
     gammas = math.lgamma(above + u) - math.lgamma(above)
@@ -149,7 +149,7 @@ def _least(function: Callable[[float], float], end: float) -> float:
     return (low + high) / 2
 
 
-KINDS: dict[Status, int] = {
+STATUS_ORDER: dict[Status, int] = {
     "pass": 0,
     "warn": 1,
     "inconclusive": 1,
@@ -164,7 +164,7 @@ KINDS: dict[Status, int] = {
 """What is said of a kernel, from the best to the worst."""
 
 
-KEPT: frozenset[Status] = frozenset({"pass", "warn", "inconclusive", "unsupported"})
+KEPT_STATUSES: frozenset[Status] = frozenset({"pass", "warn", "inconclusive", "unsupported"})
 """What a baseline may keep: a wrong answer is wrong whatever was before."""
 
 STAGES: frozenset[Stage] = frozenset({"baseline"})
@@ -182,7 +182,7 @@ def measurements(answers: Iterable[Answer]) -> Iterator[Record]:
     return (a.record for a in answers if a.stage in STAGES and not a.smallest_of)
 
 
-def comparable(
+def comparable_entries(
     records: Iterable[Record], environments: Mapping[str, Environment]
 ) -> dict[Key, tuple[Entry, bool]]:
     """What can be held against a baseline: the entry, and whether roundings are independent in it.
@@ -192,11 +192,13 @@ def comparable(
     """
     found: dict[Key, tuple[Entry, bool]] = {}
     for record in records:
-        if record.status not in KINDS or (record.status in _JUDGED and not _measured(record)):
+        if record.status not in STATUS_ORDER or (
+            record.status in _JUDGED and not _measured(record)
+        ):
             continue
         for entry in baseline_entries([record], environments):
             other = found.get(entry.key)
-            if other is None or KINDS[other[0].status] < KINDS[entry.status]:
+            if other is None or STATUS_ORDER[other[0].status] < STATUS_ORDER[entry.status]:
                 found[entry.key] = entry, _independent(record)
     return found
 
@@ -229,12 +231,12 @@ _TELLING: tuple[BaselineStanding, ...] = (
 )
 
 
-def ordered(changes: Iterable[Change]) -> tuple[Change, ...]:
+def sort_changes(changes: Iterable[Change]) -> tuple[Change, ...]:
     """The worst first, then by kernel and case."""
     return tuple(sorted(changes, key=lambda c: (_ORDER.index(c.standing), c.kernel, c.case_id)))
 
 
-def joined(names: Sequence[str], of: Sequence[Iterable[Change]]) -> tuple[Change, ...]:
+def merge_changes(names: Sequence[str], of: Sequence[Iterable[Change]]) -> tuple[Change, ...]:
     """Changes beside several things as those beside one: of each case what tells most.
 
     Args:
@@ -249,10 +251,10 @@ def joined(names: Sequence[str], of: Sequence[Iterable[Change]]) -> tuple[Change
             other = found.get(key)
             if other is None or _TELLING.index(one.standing) < _TELLING.index(other.standing):
                 found[key] = replace(one, reason=reason)
-    return ordered(found.values())
+    return sort_changes(found.values())
 
 
-ALARM = 1e-4
+FALSE_ALARM = 1e-4
 """Most that is allowed for the probability that a run calls any right kernel worse by chance."""
 
 
@@ -277,14 +279,14 @@ def compare_runs(
     Returns:
         The worst first, then by kernel and case.
     """
-    after = comparable(measurements(answers), environments)
+    after = comparable_entries(measurements(answers), environments)
     asked = {(entry.kernel, entry.device) for entry, _ in after.values()}
     before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in asked}
     known = baseline.environments | {environment_id(one): one for one in environments.values()}
     return _beside(before, after, known, complete=complete)
 
 
-def beside(
+def compare_answers(
     before: Iterable[Answer],
     after: Iterable[Answer],
     environments: Mapping[str, Environment],
@@ -299,8 +301,8 @@ def beside(
         environments: Of both, by the ids that their Records have.
         complete: As of ``changes``.
     """
-    old = comparable(measurements(before), environments)
-    new = comparable(measurements(after), environments)
+    old = comparable_entries(measurements(before), environments)
+    new = comparable_entries(measurements(after), environments)
     known = {environment_id(one): one for one in environments.values()}
     return _beside({k: e for k, (e, _) in old.items()}, new, known, complete=complete)
 
@@ -313,7 +315,7 @@ class _Case:
     after: Entry
     independent: bool
 
-    def pairs(self) -> dict[TensorName, Pair]:
+    def pairs(self) -> dict[TensorName, ErrorPair]:
         """Errors that are 0 on neither side, and where ideal kernels have some too."""
         found = {}
         for name, old in self.before.tensors.items():
@@ -323,8 +325,8 @@ class _Case:
         return found
 
 
-def _pair(old: BaselineTensor, new: BaselineTensor, least: float) -> Pair:
-    return Pair(
+def _pair(old: BaselineTensor, new: BaselineTensor, least: float) -> ErrorPair:
+    return ErrorPair(
         before=max(old.relative, least),
         after=max(new.relative, least),
         freedom_before=old.freedom,
@@ -363,7 +365,7 @@ def _beside(
     found += [_change(None, after[key][0], "new", "") for key in after if key not in before]
     if complete:
         found += _gone(before, after)
-    return ordered(found)
+    return sort_changes(found)
 
 
 def _gone(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[Change]:
@@ -378,7 +380,7 @@ def _gone(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[
 
 def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
     """How every case stands, and why: by itself, else together with others of its kind."""
-    groups: dict[tuple[str, str, TensorName, int], dict[Key, Pair]] = defaultdict(dict)
+    groups: dict[tuple[str, str, TensorName, int], dict[Key, ErrorPair]] = defaultdict(dict)
     unequal = {k: c for k, c in both.items() if not _equal(c)}
     for key, case in unequal.items():
         for name, pair in case.pairs().items():
@@ -387,7 +389,7 @@ def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
                 groups[kind][key] = pair
     several = {kind: of for kind, of in groups.items() if len(of) > 1}
     tests = len(several) + sum(len(case.before.tensors) for case in unequal.values())
-    limit = math.log(ALARM / max(tests, 1))
+    limit = math.log(FALSE_ALARM / max(tests, 1))
     found = {key: _alone(case, limit) for key, case in both.items()}
     for (_, dtype, name, _), of in several.items():
         _together(dtype, name, of, limit, found)
@@ -400,7 +402,7 @@ def _equal(case: _Case) -> bool:
 
 def _alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     old, new = case.before, case.after
-    step = KINDS[new.status] - KINDS[old.status]
+    step = STATUS_ORDER[new.status] - STATUS_ORDER[old.status]
     bits = "the same bits" if _equal(case) else ""
     if step:
         said = f"{old.status} before, {new.status} now"
@@ -424,11 +426,11 @@ def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[BaselineSta
     pair = case.pairs().get(name)
     if pair is None:
         return _exact(name, case, limit)
-    if improbable([pair]) < limit:
+    if log_probability([pair]) < limit:
         return "worse", f"{name}'s error is {_sentence([pair])}"
-    if improbable([pair.reversed()]) < limit:
-        return "better", f"{name}'s error is {ratio([pair]):.3g} × what it was"
-    return "within rounding", f"{name} {ratio([pair]):.3g} ×"
+    if log_probability([pair.reversed()]) < limit:
+        return "better", f"{name}'s error is {mean_ratio([pair]):.3g} × what it was"
+    return "within rounding", f"{name} {mean_ratio([pair]):.3g} ×"
 
 
 def _exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
@@ -443,15 +445,15 @@ def _exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStandin
     if not largest:
         return _standing(standing), f"{said}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
     spread = held.ensemble if all(held.ensemble) else ()
-    pair = Pair(
+    pair = ErrorPair(
         before=largest,
         after=held.relative,
         freedom_before=held.freedom,
         freedom_after=held.freedom,
         ensemble=spread,
     )
-    if improbable([pair]) < limit:
-        times = f"{ratio([pair]):.3g} × the largest of ideal kernels'"
+    if log_probability([pair]) < limit:
+        times = f"{mean_ratio([pair]):.3g} × the largest of ideal kernels'"
         return _standing(standing), f"{said}: RMSE {held.rmse:.3g}, {times}"
     return "within rounding", f"{said}: no more than ideal kernels may err by"
 
@@ -463,7 +465,7 @@ def _standing(said: str) -> BaselineStanding:
 def _together(
     dtype: str,
     name: str,
-    of: Mapping[Key, Pair],
+    of: Mapping[Key, ErrorPair],
     limit: float,
     found: dict[Key, tuple[BaselineStanding, str]],
 ) -> None:
@@ -473,9 +475,11 @@ def _together(
     if len(pairs) < 2:  # what is said of a case by itself is no reason to accuse others
         return
     for standing, turned in (("worse", pairs), ("better", [pair.reversed() for pair in pairs])):
-        if improbable(turned) >= limit:
+        if log_probability(turned) >= limit:
             continue
-        sentence = _sentence(pairs) if standing == "worse" else f"{ratio(pairs):.3g} × what it was"
+        sentence = (
+            _sentence(pairs) if standing == "worse" else f"{mean_ratio(pairs):.3g} × what it was"
+        )
         for key, pair in zip(left, turned, strict=True):
             if pair.after > pair.before:
                 own = found[key][1]
@@ -485,10 +489,10 @@ def _together(
                 found[key] = _standing(standing), reason
 
 
-def _sentence(pairs: Sequence[Pair]) -> str:
-    chance = math.floor(improbable(pairs) / math.log(10)) + 1
-    tiling = f"another tiling explains {growth(pairs):.3g} ×"
-    return f"{ratio(pairs):.3g} × what it was; {tiling}, chance the rest with p < 1e{chance}"
+def _sentence(pairs: Sequence[ErrorPair]) -> str:
+    chance = math.floor(log_probability(pairs) / math.log(10)) + 1
+    tiling = f"another tiling explains {tiling_growth(pairs):.3g} ×"
+    return f"{mean_ratio(pairs):.3g} × what it was; {tiling}, chance the rest with p < 1e{chance}"
 
 
 def _versions(case: _Case, environments: Mapping[str, Environment]) -> str:

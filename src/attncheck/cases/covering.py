@@ -34,11 +34,11 @@ __all__ = [
     "SHAPES",
     "STORED",
     "Exclusion",
-    "covering",
-    "problem_of",
-    "restored",
-    "said",
-    "values_of",
+    "covering_rows",
+    "restore_lost_pairs",
+    "row_name",
+    "row_problem",
+    "row_values",
 ]
 
 
@@ -46,7 +46,7 @@ Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
 """Names of axes, and whether values of theirs cannot be together."""
 
 
-def covering(
+def covering_rows(
     axes: Mapping[str, Sequence[Hashable]], strength: int, exclusions: Sequence[Exclusion] = ()
 ) -> list[dict[str, Any]]:
     """Rows that together have every possible choice of values of any ``strength`` axes.
@@ -170,7 +170,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 _PAGE = 16
 
 
-def problem_of(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
+def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
     """The Problem of one value of each axis.
 
     Args:
@@ -204,7 +204,7 @@ def problem_of(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
     )
 
 
-def said(row: Mapping[str, Any]) -> str:
+def row_name(row: Mapping[str, Any]) -> str:
     """What reports call it: ``causal alibi sink backward``."""
     words = [row["mask"], row["score"], row["stored"], row["backward"]]
     return " ".join(word for word in words if word and word not in {"none", "plain"})
@@ -232,9 +232,9 @@ def _score(name: str, sizes: Shape) -> Spec:
 Row = dict[str, Any]
 
 
-def values_of(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:
+def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:
     """What ``problem``, to which ``row`` was moved, has of each axis; None of no value of it."""
-    row_was = problem_of(row, shapes, 0)
+    row_was = row_problem(row, shapes, 0)
     stored = "paged" if problem.paging is not None else "sink" if problem.sink else "plain"
     return {
         "mask": row["mask"] if _has_mask(problem, row_was.mask.name) else None,
@@ -259,7 +259,7 @@ def _has_mask(problem: Problem, name: str) -> bool:
     return problem.mask.name == name
 
 
-def restored(
+def restore_lost_pairs(
     axes: Mapping[str, Sequence[Any]],
     had: Sequence[Row],
     shapes: str,
@@ -326,7 +326,7 @@ def _possible(row: Row) -> bool:
 
 def _supported(row: Row, shapes: str, supports: Callable[[Problem], bool]) -> bool:
     try:
-        return supports(problem_of(row, shapes, 0))
+        return supports(row_problem(row, shapes, 0))
     except ProblemError:
         return False
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attncheck.cases.strategies.problems import supported
+from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.core.formats import DTYPES
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
@@ -17,14 +17,14 @@ from attncheck.verify.executor import Executor, Failure, InProcess
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
 
-__all__ = ["NOT_CONCERNED", "PLAIN", "Kind", "refusal", "samples"]
+__all__ = ["NOT_APPLICABLE", "PLAIN_KIND", "ProblemKind", "refusal", "sample_problems"]
 
 
 _PAGE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class ProblemKind:
     """What all Problems of a property have.
 
     Attributes:
@@ -47,11 +47,11 @@ class Kind:
         return {"paging": paging, "sink": self.sink, "backward": self.backward, **read}
 
 
-PLAIN = Kind()
+PLAIN_KIND = ProblemKind()
 """Attention without any of it."""
 
 
-NOT_CONCERNED = "such problems do not concern it"
+NOT_APPLICABLE = "such problems do not concern it"
 
 # Whole tiles, and lengths that fit none; short ones, and one row, for kernels that take no others.
 _LENGTHS = ((64, 64), (77, 93), (16, 16), (1, 64), (1, 1))
@@ -67,10 +67,10 @@ _MASKS: dict[str, Spec] = {
 }
 
 
-def samples(family: str, dtype: str, kind: Kind = PLAIN) -> tuple[Problem, ...]:
+def sample_problems(family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> tuple[Problem, ...]:
     """Problems of ``family`` in ``dtype``, plainest first; none where there can be none."""
     if family == SOFTMAX:
-        able = dtype in SOFTMAX_DTYPES and kind == PLAIN
+        able = dtype in SOFTMAX_DTYPES and kind == PLAIN_KIND
         return (Problem(operation=SOFTMAX, query=4, kv=64, dtype=dtype),) if able else ()
     if kind.backward and DTYPES[dtype].scaled:
         return ()
@@ -85,7 +85,7 @@ def refusal(
     family: str,
     dtype: str,
     device: str,
-    kind: Kind = PLAIN,
+    kind: ProblemKind = PLAIN_KIND,
     executor: Executor | None = None,
 ) -> str:
     """Why ``subject`` takes no sample of ``family`` in ``dtype``, nor one near; empty if it does.
@@ -103,13 +103,13 @@ def refusal(
         reasons[said] += 1
         return False
 
-    for problem in samples(family, dtype, kind):
+    for problem in sample_problems(family, dtype, kind):
         if not executor.concerns(subject, problem):
             continue
-        if supported(problem, takes, (dtype,)) is not None:
+        if nearest_supported(problem, takes, (dtype,)) is not None:
             return ""
     # Shapes were moved until they fit: what it says only then is not about them.
-    return min(reasons, key=lambda reason: reasons[reason], default=NOT_CONCERNED)
+    return min(reasons, key=lambda reason: reasons[reason], default=NOT_APPLICABLE)
 
 
 def _mask(family: str, query: int, kv: int) -> Spec:

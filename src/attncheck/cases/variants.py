@@ -36,10 +36,10 @@ __all__ = [
     "Variant",
     "check_measured",
     "check_memory",
-    "chosen",
+    "choose_cell",
     "own_variant",
-    "plan",
-    "recorded",
+    "plan_cells",
+    "recorded_cells",
 ]
 
 
@@ -293,7 +293,7 @@ class Cell:
         )
 
 
-def plan(
+def plan_cells(
     *,
     dtypes: Sequence[str],
     variants: Sequence[str],
@@ -373,7 +373,7 @@ def check_memory(problem: Problem) -> None:
 _Asked = tuple["Cell", "Subject"]
 
 
-def chosen(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple[Cell, Subject]:
+def choose_cell(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple[Cell, Subject]:
     """The one that is called ``name``: ``KERNEL/VARIANT[/HEADS[/DTYPE]]``.
 
     Args:
@@ -455,7 +455,7 @@ def _spec(
     return Spec.of(text)
 
 
-def recorded(path: str, dtypes: Sequence[str]) -> list[Cell]:
+def recorded_cells(path: str, dtypes: Sequence[str]) -> list[Cell]:
     """The recorded calls of a safetensors file, in their own dtype or in each of ``dtypes``.
 
     Raises UsageError for a file that is not a recording (``recording_file.load``), and for numbers

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.options import device_option, quiet_option
 from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_probe
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.subjects.load import Candidate
-    from attncheck.surveys.capability_detection import Probed
+    from attncheck.surveys.capability_detection import DetectedCapabilities
 
 __all__ = ["init"]
 
@@ -78,15 +77,15 @@ def init(  # noqa: PLR0913  # one parameter per option
     return 0
 
 
-def _table(kernel: Candidate, found: Probed, path: Path, name: str) -> str:
+def _table(kernel: Candidate, found: DetectedCapabilities, path: Path, name: str) -> str:
     """The proposal, with what only its author can say kept from the table that it replaces."""
     from msgspec.structs import replace
 
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import entry_from, table_header
-    from attncheck.surveys.capability_detection import proposed
+    from attncheck.surveys.capability_detection import propose_table
 
-    proposal, comments = proposed(found, entry_from(kernel.entry, path))
+    proposal, comments = propose_table(found, entry_from(kernel.entry, path))
     before = kernel.capabilities
     if before is not None:
         kept = ("arithmetic", "backward", "sources", "max_query", "max_kv", "override")
@@ -94,7 +93,7 @@ def _table(kernel: Candidate, found: Probed, path: Path, name: str) -> str:
     return render_table(proposal, table_header(path, name), comments)
 
 
-def _next(path: Path, name: str, *, dry_run: bool, found: Probed) -> str:
+def _next(path: Path, name: str, *, dry_run: bool, found: DetectedCapabilities) -> str:
     from attncheck.surveys.capability_detection import is_capability
 
     lines = [f"{'would be written' if dry_run else 'written'} to {path}"]
@@ -111,7 +110,7 @@ def _next(path: Path, name: str, *, dry_run: bool, found: Probed) -> str:
     return "\n".join(lines)
 
 
-def _nothing(spec: str, found: Probed) -> int:
+def _nothing(spec: str, found: DetectedCapabilities) -> int:
     reason = next((one.reason for one in found.tried if one.reason), "it refuses everything")
     click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
     return NOTHING_TAKEN

@@ -87,7 +87,7 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
 
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
-    from attncheck.cases.variants import ALL, DEFAULT_SHAPES, plan
+    from attncheck.cases.variants import ALL, DEFAULT_SHAPES, plan_cells
     from attncheck.core.formats import DTYPES
 
     why = subject.absent(device)
@@ -95,7 +95,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
         return {"absent": why}
     support: dict[str, Any] = {}
     for dtype in (d.name for d in DTYPES.values() if d.measured):
-        cells = plan(
+        cells = plan_cells(
             dtypes=[dtype],
             variants=[ALL],
             shapes=[DEFAULT_SHAPES[device]],

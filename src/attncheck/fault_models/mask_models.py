@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.fault_model import Parameters
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Dimensions, MaskMod, Spec
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Dimensions, Spec
 
 __all__ = ["MODELS", "mask_without"]
 
@@ -89,17 +90,18 @@ def _(call: ExactAttention) -> Iterator[Rows]:
 
 
 def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
-    parts = [spec for spec in problem.mask.walk() if spec.name == "padding"]
-    if not parts:
+    parts = {spec.name: spec for spec in problem.mask.walk()}
+    if not {"padding", "prefix_lm"} <= set(parts):
         return None
-    mask, there = problem.mask_mod(device), build_mask(parts[0], problem.dimensions, device)
+    mask = problem.mask_mod(device)
+    there = build_mask(parts["padding"], problem.dimensions, device)
     return lambda *at: mask(*at) | ~there(*at)
 
 
 _model(
     "padding-as-prefix",
     "padding is taken for a part of the prefix: all rows see it",
-    applies=lambda problem: has_mask("padding")(problem) and has_mask("prefix_lm")(problem),
+    applies=has_mask("prefix_lm"),
     steps=Steps(mask=_padding_seen),
 )
 

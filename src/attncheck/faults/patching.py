@@ -5,8 +5,7 @@ A patch has hunks with an empty line between, of lines that begin with a mark:
 * ``-`` is taken out, ``+`` put in, and a space stays. What is marked otherwise than ``+`` must be
   consecutive in exactly one place of exactly one source, but for indentation, comments and empty
   lines; what is put in is indented like what it stands beside.
-* A hunk of ``+`` alone is appended to the source that the next hunk, or else the one before,
-  changes.
+* A hunk of ``+`` alone is appended to the source that the first hunk of all patches changes.
 """
 
 from __future__ import annotations

@@ -30,15 +30,15 @@ from attncheck.faults.fault_selection import FILE, file_fault_reference
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import NotPlanted, plant
 from attncheck.gate.choices import Choices
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import Known, describing, priority
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units, priority
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.process import Deadlines
 from attncheck.workers.units import Done
 
 if TYPE_CHECKING:
@@ -92,13 +92,13 @@ class GateRun:
             "dtypes": unit.dtype,
             "stages": stages,
         }
-        self._gate = Gate(Choices.of(options), Known(()), lambda: self.recording)
+        self._gate = GateWorker(Choices.of(options), KnownFailures(()), lambda: self.recording)
         self._is_watched = not unit.alone
         self._queue: list[tuple[tuple[int, ...], int, Unit]] = []
         self._seen: set[str] = set()
         self.problems, self.seconds = 0, 0.0
         self.environment: dict[str, object] = {}
-        self._add(describing([kernel], device=unit.device, tier=unit.tier, convention=""))
+        self._add(describe_units([kernel], device=unit.device, tier=unit.tier, convention=""))
 
     def close(self) -> None:
         """End what was started."""
@@ -243,7 +243,7 @@ class FaultScorer:
         if host not in HOSTS:
             raise UsageError(f"host {host!r} is not known: choose from {', '.join(HOSTS)}.")
         fault = fault_named(name)
-        how = fault.hosts.get(host)  # type: ignore[call-overload]  # one of HOSTS
+        how = fault.hosts.get(host)
         if how is None:
             raise UsageError(f"{name} is not planted in {host}.")
         score: FaultScore | ControlScore
@@ -254,7 +254,7 @@ class FaultScorer:
         else:
             score = ControlScore(control=name, outcome="harness", **facts)
         try:
-            kernel = plant(fault, host, folder)  # type: ignore[arg-type]  # one of HOSTS
+            kernel = plant(fault, host, folder)
         except NotPlanted as error:
             return replace(score, reason=str(error))
         if isinstance(score, ControlScore):

@@ -23,8 +23,8 @@ from attncheck.core.errors import UsageError
 from attncheck.faults.continuous_faults import continuous_fault_named
 from attncheck.faults.peer_rules import FORWARD_RULES, GRADIENT_RULES, PeerReference
 from attncheck.gate.choices import Choices
-from attncheck.gate.gate_worker import Gate
-from attncheck.gate.plan import Known, describing, priority
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import KnownFailures, describe_units, priority
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
@@ -144,9 +144,9 @@ def measure_sensitivity(
             "seed": seed,
         }
     )
-    gate = Gate(choices, Known(()))
+    gate = GateWorker(choices, KnownFailures(()))
     try:
-        units = list(_asked(gate, device, tier))
+        units = list(_gate_questions(gate, device, tier))
         kernels = _Kernels(fault, dtype)
         verdicts = [_verdict_question(unit, kernels) for unit in units]
         rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
@@ -195,10 +195,10 @@ class _Kernels:
         return self._kernels[number]
 
 
-def _asked(gate: Gate, device: str, tier: str) -> Iterator[Unit]:
+def _gate_questions(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
     """All questions of the tier to the ideal kernel, probes first: they are the most sensitive."""
     queue: list[tuple[tuple[int, ...], int, Unit]]
-    queue = [((0,), 0, describing(["ideal"], device=device, tier=tier, convention="")[0])]
+    queue = [((0,), 0, describe_units(["ideal"], device=device, tier=tier, convention="")[0])]
     number, seen = 1, set[str]()
     while queue:
         *_, unit = heapq.heappop(queue)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from attncheck.cases.tier import GateTier, gate_tier_named
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.formats import DTYPES
-from attncheck.gate.sources import Tree
+from attncheck.gate.sources import CommitTree
 from attncheck.records.baseline_entries import baseline_text
 from attncheck.records.run_reports import STAGES, Stage
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from attncheck.records.baseline_entries import Baseline
 
-__all__ = ["Choices", "Held", "stages_named"]
+__all__ = ["BaselineCases", "Choices", "parse_stages"]
 
 
 Value = str | int | float | bool
@@ -50,23 +50,23 @@ class Choices:
     timeout: float = 0.0
     failures: str = ""
     sanitizer: bool = False
-    tree: Tree | None = None
-    held: Held | None = None
+    tree: CommitTree | None = None
+    held: BaselineCases | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Value]) -> Choices:
         """What ``options`` said; raises UsageError for what it could not have said."""
         return cls(
             tier=gate_tier_named(str(options["tier"])),
-            stages=stages_named(_words(options.get("stages", ""))),
+            stages=parse_stages(_words(options.get("stages", ""))),
             dtypes=_dtypes(_words(options.get("dtypes", ""))),
             seed=int(options.get("seed", 0)),
             isolated=bool(options.get("isolated", True)),
             timeout=float(options.get("timeout", 0.0)),
             failures=str(options.get("failures", "")),
             sanitizer=bool(options.get("sanitizer", False)),
-            tree=Tree.read(str(options["tree"])) if options.get("tree") else None,
-            held=Held.read(str(options["held"])) if options.get("held") else None,
+            tree=CommitTree.read(str(options["tree"])) if options.get("tree") else None,
+            held=BaselineCases.read(str(options["held"])) if options.get("held") else None,
         )
 
     def options(self) -> dict[str, Value]:
@@ -93,7 +93,7 @@ class Choices:
         return found | ({"against": self.tree.commit} if self.tree else {})
 
 
-def stages_named(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
+def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
     """Stages in their order; all where none is named.
 
     Raises:
@@ -122,7 +122,7 @@ def _words(value: Value) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class BaselineCases:
     """The Cases of a baseline.
 
     Attributes:

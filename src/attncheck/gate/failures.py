@@ -10,7 +10,7 @@ from attncheck.core.errors import ProblemError
 from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.plan import KNOWN
-from attncheck.gate.planning import moved
+from attncheck.gate.planning import move_case
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from attncheck.gate.choices import Choices
-    from attncheck.gate.kernel_hosts import AnyHost
+    from attncheck.gate.kernel_hosts import KernelHost
     from attncheck.gate.planning import Planning
     from attncheck.records.record import Record
     from attncheck.workers.units import Unit
 
-__all__ = ["SHRUNK", "Failures", "alike", "smaller", "smallest"]
+__all__ = ["SHRUNK_STATUSES", "FailureLog", "fails_alike", "plainer_cases", "shrink_case"]
 
 
 _LENGTHS = (1, 2, 3, 8, 16, 17, 32, 64, 65)
 _DIMS = (16, 64, 32, 128)
 
 
-def smallest(
+def shrink_case(
     failed: Record,
     ask: Callable[[Case], Record],
     supports: Callable[[Problem], bool],
@@ -59,20 +59,20 @@ def smallest(
     found = True
     while found:
         found = False
-        for case in smaller(Case.from_json(best.case)):
+        for case in plainer_cases(Case.from_json(best.case)):
             if case.id in refused or not supports(case.problem):
                 continue
             if clock() >= end:
                 return None if best is failed else best
             refused.add(case.id)
             record = ask(case)
-            if alike(record, failed):
+            if fails_alike(record, failed):
                 best, found = record, True
                 break
     return None if best is failed else best
 
 
-def alike(record: Record, failed: Record) -> bool:
+def fails_alike(record: Record, failed: Record) -> bool:
     """Whether both are wrong in the same way."""
     if record.status not in FAILED_STATUSES or record.status != failed.status:
         return False
@@ -80,13 +80,13 @@ def alike(record: Record, failed: Record) -> bool:
     return len(rules) == 1
 
 
-def smaller(case: Case) -> Iterator[Case]:
+def plainer_cases(case: Case) -> Iterator[Case]:
     """Cases one step plainer than ``case``, the largest steps first."""
     for changes in _changes(case.problem):
         try:
             problem = question_problem(case.question, case.problem.replace(**changes))
             if unfit_reason(case.question, problem) is None:
-                yield moved(case, problem)
+                yield move_case(case, problem)
         except ProblemError:  # documents that must cover a length, say
             continue
 
@@ -183,13 +183,13 @@ def _dims(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"head_dim": dim, "value_dim": dim, "scale": scale}
 
 
-SHRUNK = frozenset({"fail", "error", "crash"})
+SHRUNK_STATUSES = frozenset({"fail", "error", "crash"})
 """What is made smaller: what hangs takes as long each time."""
 
 _DIAGNOSED = 24  # failures of one kernel of which it is looked for what is wrong
 
 
-class Failures:
+class FailureLog:
     """Of all kernels of a lane; of many alike only the first few are looked into.
 
     Args:
@@ -201,7 +201,7 @@ class Failures:
         self._shrunk: dict[str, set[str]] = {}
         self._diagnosed: dict[str, set[str]] = {}
 
-    def diagnosed(self, record: Record, unit: Unit, host: AnyHost) -> Record:
+    def diagnosed(self, record: Record, unit: Unit, host: KernelHost) -> Record:
         """``record`` with what may be wrong, where it is a failure unlike those before."""
         if record.status != "fail" or record.reason.startswith(KNOWN):
             return record
@@ -214,7 +214,7 @@ class Failures:
     def smaller(
         self,
         unit: Unit,
-        host: AnyHost,
+        host: KernelHost,
         ask: Callable[[Case], Record],
         planning: Callable[[], Planning],
     ) -> tuple[Record, str] | None:
@@ -234,9 +234,9 @@ class Failures:
         if not _is_new(self._shrunk, unit.kernel, mark, tier.shrinks):
             return None
         first = ask(case)
-        if first.status not in SHRUNK:
+        if first.status not in SHRUNK_STATUSES:
             return None
-        found = smallest(first, ask, planning().supports, seconds=tier.shrinking)
+        found = shrink_case(first, ask, planning().supports, seconds=tier.shrinking)
         if found is None:
             return None
         how = _how(unit, host)
@@ -268,5 +268,5 @@ def _is_new(seen: dict[str, set[str]], kernel: str, mark: str, most: int) -> boo
     return True
 
 
-def _how(unit: Unit, host: AnyHost) -> dict[str, Any]:
+def _how(unit: Unit, host: KernelHost) -> dict[str, Any]:
     return {"device": unit.device, "executor": host.executor}

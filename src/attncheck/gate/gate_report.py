@@ -9,8 +9,8 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.baseline import comparison
-from attncheck.baseline.comparison import joined, measurements
-from attncheck.gate.sources import named_alike
+from attncheck.baseline.comparison import measurements, merge_changes
+from attncheck.gate.sources import rename_kernels
 from attncheck.records.record import Environment
 from attncheck.records.run_reports import STAGES, GateReport
 from attncheck.reporting.gate_verdict import failing_statuses, policy_of, questions
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Answer, Change, Stage
     from attncheck.workers.journal_format import JournalContent
 
-__all__ = ["command_of", "header", "report"]
+__all__ = ["build_report", "command_line", "journal_header"]
 
 
-def header(
+def journal_header(
     kernels: tuple[str, ...],
     *,
     device: str,
@@ -49,7 +49,7 @@ def header(
     }
 
 
-def command_of(head: Mapping[str, Any]) -> str:
+def command_line(head: Mapping[str, Any]) -> str:
     """A command line that asks the same."""
     words = ["attncheck", "gate", *map(str, head.get("kernels", ()))]
     for name in ("tier", "device", "convention"):
@@ -67,7 +67,7 @@ def command_of(head: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def report(
+def build_report(
     content: JournalContent,
     *,
     command: str = "",
@@ -86,7 +86,7 @@ def report(
     environments, answers = _environments(content), _answers(content, tuple(kernels))
     missing = content.unanswered
     found = GateReport(
-        command=command or str(head.get("typed") or "") or command_of(head),
+        command=command or str(head.get("typed") or "") or command_line(head),
         tier=str(head.get("tier", "")),
         started=str(head.get("started", "")),
         seconds=round(content.seconds, 1),
@@ -138,7 +138,7 @@ def _beside(
     if head.get("against"):
         names.append(f"commit {str(head['against'])[:12]}")
         found.append(_of_commit(content, answers, environments))
-    return {"baseline": " and ".join(names), "changes": joined(names, found)}
+    return {"baseline": " and ".join(names), "changes": merge_changes(names, found)}
 
 
 def _of_commit(
@@ -162,7 +162,9 @@ def _of_commit(
             names.update({answer.record.kernel: here for answer in done.answers})
             missing.update({here: str(done.facts["missing"])} if "missing" in done.facts else {})
     after = [answer for answer in answers if answer.unit in asked]
-    found = comparison.beside(named_alike(before, names), after, environments, complete=False)
+    found = comparison.compare_answers(
+        rename_kernels(before, names), after, environments, complete=False
+    )
     return tuple(
         replace(change, reason=missing[change.kernel])
         if change.standing == "new" and change.kernel in missing

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from attncheck.core.errors import UsageError
 from attncheck.gate.choices import Choices
-from attncheck.gate.failures import SHRUNK, Failures
-from attncheck.gate.kernel_hosts import Hosts, Missing
-from attncheck.gate.plan import Known, asks, plan
-from attncheck.gate.planning import Planning, Remembering
-from attncheck.gate.sources import loaded
-from attncheck.gate.stages import VARIANT, sanitized
+from attncheck.gate.failures import SHRUNK_STATUSES, FailureLog
+from attncheck.gate.kernel_hosts import KernelHosts, MissingKernelError
+from attncheck.gate.plan import KnownFailures, drawn_units, plan_kernel
+from attncheck.gate.planning import CachingExecutor, Planning
+from attncheck.gate.sources import file_hashes
+from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
@@ -34,17 +34,17 @@ from attncheck.workers.units import Done, Unit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.gate.kernel_hosts import AnyHost
+    from attncheck.gate.kernel_hosts import KernelHost
 
-__all__ = ["Gate", "work"]
+__all__ = ["GateWorker", "work"]
 
 
-def work(**options: Any) -> Gate:
+def work(**options: Any) -> GateWorker:
     """The Work of a lane; raises UsageError for options that are none of a gate's."""
-    return Gate(Choices.of(options))
+    return GateWorker(Choices.of(options))
 
 
-class Gate:
+class GateWorker:
     """Does the units of a gate, one after the other.
 
     Args:
@@ -56,19 +56,19 @@ class Gate:
     def __init__(
         self,
         choices: Choices,
-        known: Known | None = None,
+        known: KnownFailures | None = None,
         here: Callable[[], InProcess] = InProcess,
     ) -> None:
         self._choices = choices
-        self._hosts = Hosts(choices, here)
+        self._hosts = KernelHosts(choices, here)
         self._given = known
         self._device = self._key = self._told = ""
-        self._remembering: tuple[AnyHost, Remembering] | None = None
-        self._failures = Failures(choices)
+        self._remembering: tuple[KernelHost, CachingExecutor] | None = None
+        self._failures = FailureLog(choices)
 
     @cached_property
-    def _known(self) -> Known:
-        return self._given or Known()
+    def _known(self) -> KnownFailures:
+        return self._given or KnownFailures()
 
     def close(self) -> None:
         """End the kernel's process."""
@@ -79,7 +79,7 @@ class Gate:
         start = time.perf_counter()
         try:
             done = self._confirmed(unit)
-        except Missing as error:
+        except MissingKernelError as error:
             done = Done(unit=unit.id, facts={"missing": str(error)})
         except UsageError as error:  # of its Case, not of what was typed
             done = Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
@@ -126,17 +126,17 @@ class Gate:
             return Done(unit=unit.id, facts={"usage": str(error)}, harness=str(error))
         return self._did(unit, host)
 
-    def _did(self, unit: Unit, host: AnyHost) -> Done:
+    def _did(self, unit: Unit, host: KernelHost) -> Done:
         if unit.kind == "describe":
             return self._described(unit, host)
         if unit.kind == "draw":
             planning = self._planning(unit, host)
-            units = asks(unit, planning, self._known)
+            units = drawn_units(unit, planning, self._known)
             return Done(unit=unit.id, units=tuple(units), answers=tuple(planning.refused))
         if unit.kind == "shrink":
             return self._made_smaller(unit, host)
-        if unit.variant.startswith(VARIANT):
-            return sanitized(unit, self._planning(unit, host))
+        if unit.variant.startswith(SANITIZER_VARIANT):
+            return sanitize_kernel(unit, self._planning(unit, host))
         return self._asked(unit, host)
 
     def _get_ready(self, device: str) -> None:
@@ -150,12 +150,12 @@ class Gate:
         prepare(device)
         self._device, self._key = device, fingerprint(environment(device))
 
-    def _planning(self, unit: Unit, host: AnyHost) -> Planning:
+    def _planning(self, unit: Unit, host: KernelHost) -> Planning:
         if self._remembering is None or self._remembering[0] is not host:
-            self._remembering = (host, Remembering(host.executor))
+            self._remembering = (host, CachingExecutor(host.executor))
         return Planning(unit, host.subject, self._remembering[1], self._choices, self._key)
 
-    def _described(self, unit: Unit, host: AnyHost) -> Done:
+    def _described(self, unit: Unit, host: KernelHost) -> Done:
         facts: dict[str, Any] = {
             "kernel": unit.kernel,
             "name": host.subject.name,
@@ -164,14 +164,14 @@ class Gate:
             "environment": msgspec.to_builtins(environment(unit.device)),
         }
         if isinstance(host, IsolatedKernel) and not unit.commit:
-            facts |= loaded(host.files())
+            facts |= file_hashes(host.files())
         if facts["absent"]:
             return Done(unit=unit.id, facts=facts)
         planning = self._planning(unit, host)
-        units = plan(planning)
+        units = plan_kernel(planning)
         return Done(unit=unit.id, facts=facts, units=tuple(units), answers=tuple(planning.refused))
 
-    def _asked(self, unit: Unit, host: AnyHost) -> Done:
+    def _asked(self, unit: Unit, host: KernelHost) -> Done:
         case, start = Case.from_json(unit.case), time.perf_counter()
         compiled = _compiling(host)
         record, attempts = self._record(unit, host, case)
@@ -189,11 +189,11 @@ class Gate:
             attempts=attempts,
             failure="" if before else self._failures.kept(record, unit),
         )
-        shrinks = record.status in SHRUNK and not before
+        shrinks = record.status in SHRUNK_STATUSES and not before
         units = (replace(unit, kind="shrink"),) if shrinks else ()
         return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
-    def _record(self, unit: Unit, host: AnyHost, case: Case) -> tuple[Record, int]:
+    def _record(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
         def ask() -> Record:
             said = {"device": unit.device, "variant": unit.variant, "environment": self._key}
             how: dict[str, Any] = {"executor": host.executor, **said}
@@ -206,7 +206,7 @@ class Gate:
             return ask(), 1
         return confirm_death(host, ask)  # type: ignore[arg-type]  # it has a process: a Host
 
-    def _made_smaller(self, unit: Unit, host: AnyHost) -> Done:
+    def _made_smaller(self, unit: Unit, host: KernelHost) -> Done:
         """A smaller Case that fails alike; of many alike failures only the first few are shrunk."""
         start = time.perf_counter()
         found = self._failures.smaller(
@@ -253,7 +253,7 @@ class Gate:
         return {"kernel": unit.kernel, "name": unit.kernel, "summary": "", "environment": where}
 
 
-def _compiling(host: AnyHost) -> float:
+def _compiling(host: KernelHost) -> float:
     """Seconds so far; of kernels in this process nobody listens."""
     return host.executor.compiling if isinstance(host.executor, IsolatedExecutor) else 0.0
 

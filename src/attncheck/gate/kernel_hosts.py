@@ -8,7 +8,7 @@ from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedKernel
-from attncheck.workers.process import Deadlines
+from attncheck.verify.remote_kernel import Deadlines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Executor
     from attncheck.workers.units import Unit
 
-__all__ = ["AnyHost", "Hosts", "Missing"]
+__all__ = ["KernelHost", "KernelHosts", "MissingKernelError"]
 
 
-class AnyHost(Protocol):
+class KernelHost(Protocol):
     """A kernel, and how to call it."""
 
     @property
@@ -55,11 +55,11 @@ class _Here:
         """There is nothing to end."""
 
 
-class Missing(AttncheckError):
+class MissingKernelError(AttncheckError):
     """The kernel of another commit that is not there."""
 
 
-class Hosts:
+class KernelHosts:
     """One kernel of each commit at a time: its process ends when another kernel is asked for.
 
     Args:
@@ -70,9 +70,9 @@ class Hosts:
     def __init__(self, choices: Choices, here: Callable[[], Executor] = InProcess) -> None:
         self._choices = choices
         self._executor = here
-        self._hosts: dict[str, tuple[tuple[str, str, str], AnyHost]] = {}
+        self._hosts: dict[str, tuple[tuple[str, str, str], KernelHost]] = {}
 
-    def of(self, unit: Unit) -> AnyHost:
+    def of(self, unit: Unit) -> KernelHost:
         """The host of a unit's kernel.
 
         Raises:
@@ -101,25 +101,25 @@ class Hosts:
         for commit in tuple(self._hosts):
             self.end(commit)
 
-    def _here(self, unit: Unit) -> AnyHost:
+    def _here(self, unit: Unit) -> KernelHost:
         if not self._choices.isolated:
             return _Here(unit.kernel, unit.convention, self._executor())
         return IsolatedKernel(unit.kernel, **self._how(unit))
 
-    def _before(self, unit: Unit) -> AnyHost:
+    def _before(self, unit: Unit) -> KernelHost:
         """The kernel of another commit; always in a process: two of one name share none."""
         tree = self._choices.tree
         if tree is None or tree.commit != unit.commit:
-            raise Missing(f"commit {unit.commit} is not part of this run.")
+            raise MissingKernelError(f"commit {unit.commit} is not part of this run.")
         side = tree.kernel(unit.kernel)
         if side.missing:
-            raise Missing(side.missing)
+            raise MissingKernelError(side.missing)
         try:
             host = IsolatedKernel(
                 side.kernel, folder=side.folder, paths=side.paths, **self._how(unit)
             )
         except UsageError as error:
-            raise Missing(f"{tree.ref}: {error}") from None
+            raise MissingKernelError(f"{tree.ref}: {error}") from None
         if strayed := tree.strayed(host.files()):
             host.close()
             raise UsageError(f"--against {tree.ref}: {strayed}.")

@@ -10,23 +10,29 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.cases.mask_samples import NOT_CONCERNED, samples
+from attncheck.cases.mask_samples import NOT_APPLICABLE, sample_problems
 from attncheck.cases.tier import tier_named
 from attncheck.core.errors import UsageError
-from attncheck.gate.stages import bounds, contract, measurements, probing, surroundings
+from attncheck.gate.stages import (
+    baseline_units,
+    bound_units,
+    contract_units,
+    probe_units,
+    surrounding_units,
+)
 from attncheck.inputs.problem import Case
 from attncheck.inputs.question_parameters import check_parameters
 from attncheck.probes import PROBES
 from attncheck.records.failures import MOST_KEPT, is_id, load_failure
 from attncheck.records.run_reports import STAGES
 from attncheck.relations import RELATIONS
-from attncheck.suite.known_failures import FILE, KnownFailure, read
+from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
 from attncheck.suite.property_catalogue import (
-    Drawing,
+    DrawingKernel,
     Property,
-    drawn,
-    folder,
+    draw_property_cases,
     properties,
+    properties_folder,
     property_named,
 )
 from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
@@ -43,14 +49,14 @@ if TYPE_CHECKING:
 __all__ = [
     "KNOWN",
     "REPLAYED",
-    "Known",
-    "asks",
-    "chosen",
-    "describing",
-    "plan",
+    "KnownFailures",
+    "choose_pairs",
+    "describe_units",
+    "drawn_units",
+    "plan_kernel",
     "priority",
-    "replays",
-    "searches",
+    "property_units",
+    "replay_units",
 ]
 
 
@@ -61,7 +67,7 @@ _EXCUSED = frozenset({"fail", "error"})
 _LOST = frozenset({"crash", "timeout", "oom"})
 
 
-class Known:
+class KnownFailures:
     """The entries beside the properties.
 
     Attributes:
@@ -70,8 +76,8 @@ class Known:
 
     def __init__(self, entries: tuple[KnownFailure, ...] | None = None) -> None:
         if entries is None:
-            path = folder() / FILE
-            entries = read(path) if path.exists() else ()
+            path = properties_folder() / FILE
+            entries = read_known_failures(path) if path.exists() else ()
         self.entries = entries
 
     def of_draw(self, unit: Unit) -> KnownFailure | None:
@@ -144,12 +150,12 @@ _STAGE: Stage = "properties"
 Pair = tuple[str, str]
 
 
-def searches(planning: Planning) -> Iterator[Unit]:
+def property_units(planning: Planning) -> Iterator[Unit]:
     """What is to be drawn: a property, a dtype and a family each."""
     used: Counter[str] = Counter()
     for each in properties():
         pairs = _pairs(planning, each)
-        for dtype, family in chosen(pairs, planning.choices.tier.combinations, used):
+        for dtype, family in choose_pairs(pairs, planning.choices.tier.combinations, used):
             yield Unit(
                 kind="draw",
                 stage=_STAGE,
@@ -163,7 +169,7 @@ def searches(planning: Planning) -> Iterator[Unit]:
             )
 
 
-def chosen(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[Pair]:
+def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[Pair]:
     """Up to ``most`` of ``pairs`` (0: all), each value and each pair as often as the others.
 
     Args:
@@ -188,7 +194,7 @@ def chosen(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[Pair]:
     return found
 
 
-def asks(unit: Unit, planning: Planning, known: Known) -> list[Unit]:
+def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Unit]:
     """The Cases of a draw, as questions; of a known failure its own Case.
 
     Raises:
@@ -199,7 +205,7 @@ def asks(unit: Unit, planning: Planning, known: Known) -> list[Unit]:
     cases: list[Case] = [] if entry is None else [entry.case_in(unit.dtype)]
     if entry is None or entry.depends_on:
         tier = planning.choices.tier
-        kernel = Drawing(
+        kernel = DrawingKernel(
             unit.kernel,
             planning.subject,
             unit.device,
@@ -208,7 +214,9 @@ def asks(unit: Unit, planning: Planning, known: Known) -> list[Unit]:
             tier=tier_named(tier.name),
             executor=planning.executor,
         )
-        cases += drawn(kernel, asked, unit.test, tier.drawn, seed=planning.choices.seed)
+        cases += draw_property_cases(
+            kernel, asked, unit.test, tier.drawn, seed=planning.choices.seed
+        )
         planning.reason = kernel.refused or planning.reason
     if not cases:
         _drop(planning, unit, planning.reason)
@@ -229,7 +237,7 @@ def _pairs(planning: Planning, each: Property) -> list[Pair]:
             said = planning.refusal(family, dtype, asked.kind)
             if not said:
                 found.append((dtype, family))
-            elif said != NOT_CONCERNED:
+            elif said != NOT_APPLICABLE:
                 refused.setdefault(family, said)
     taken = {family for _, family in found}
     for family, said in refused.items():
@@ -248,7 +256,7 @@ def _draw_of(planning: Planning, each: Property, family: str) -> Unit:
 def _drop(planning: Planning, unit: Unit, reason: str) -> None:
     """Keep that a property is not asked of a family, on the plainest Problem that it has."""
     kind = property_named(unit.test).asked.kind
-    for problem in samples(unit.family, unit.dtype, kind)[:1]:
+    for problem in sample_problems(unit.family, unit.dtype, kind)[:1]:
         planning.drop(_STAGE, Case(problem=problem), unit.family, reason)
 
 
@@ -258,7 +266,7 @@ def _launched(planning: Planning, each: Property) -> bool:
     if not all(name in RELATIONS and RELATIONS[name].relaunched for name in names):
         return True
     dtype = next(iter(planning.dtypes), "")
-    problem = next(iter(samples("full", dtype)), None) if dtype else None
+    problem = next(iter(sample_problems("full", dtype)), None) if dtype else None
     if problem is None:
         return False
     try:
@@ -273,13 +281,15 @@ REPLAYED = "failed before"
 """Variant of a Case that failed in an earlier run."""
 
 
-def plan(planning: Planning) -> list[Unit]:
+def plan_kernel(planning: Planning) -> list[Unit]:
     """The work, each piece once; it follows from the kernel, the choices and nothing else."""
     found = chain.from_iterable(_of(planning, stage) for stage in planning.choices.stages)
     return list({unit.id: unit for unit in found}.values())
 
 
-def describing(kernels: Sequence[str], *, device: str, tier: str, convention: str) -> list[Unit]:
+def describe_units(
+    kernels: Sequence[str], *, device: str, tier: str, convention: str
+) -> list[Unit]:
     """The first work of a gate: what each kernel is."""
     return [
         Unit(
@@ -304,20 +314,20 @@ def priority(unit: Unit) -> tuple[int, ...]:
 def _of(planning: Planning, stage: Stage) -> Iterator[Unit]:
     match stage:
         case "contract":
-            yield from contract(planning)
+            yield from contract_units(planning)
         case "probes":
-            yield from probing(planning)
+            yield from probe_units(planning)
         case "bounds":
-            yield from bounds(planning)
+            yield from bound_units(planning)
         case "properties":
-            yield from searches(planning)
+            yield from property_units(planning)
         case "memory" | "determinism":
-            yield from surroundings(planning, stage)
+            yield from surrounding_units(planning, stage)
         case "baseline":
-            yield from measurements(planning)
+            yield from baseline_units(planning)
 
 
-def replays(
+def replay_units(
     kernels: Sequence[str],
     folder: Path | str,
     *,

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.cases.mask_samples import NOT_CONCERNED, PLAIN, Kind, refusal
+from attncheck.cases.mask_samples import NOT_APPLICABLE, PLAIN_KIND, ProblemKind, refusal
 from attncheck.cases.strategies.families import MASK_FAMILIES
-from attncheck.cases.strategies.problems import supported
+from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case, Problem
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Stage
     from attncheck.verify.executor import Execution, Executor, Origin
 
-__all__ = ["Planning", "Remembering", "moved"]
+__all__ = ["CachingExecutor", "Planning", "move_case"]
 
 
 _DROPS = ("sink", "dlse")
@@ -65,7 +65,7 @@ class Planning:
         self.choices, self.environment = choices, environment
         self.refused: list[Answer] = []
         self.reason = ""
-        self._refusals: dict[tuple[str, str, Kind], str] = {}
+        self._refusals: dict[tuple[str, str, ProblemKind], str] = {}
         self._dtypes: tuple[str, ...] | None = None
 
     @property
@@ -83,7 +83,7 @@ class Planning:
 
     def supports(self, problem: Problem) -> bool:
         """Whether the kernel takes ``problem``; where even asking raises it is to be asked."""
-        said: str | Failure | None = NOT_CONCERNED
+        said: str | Failure | None = NOT_APPLICABLE
         if self.executor.concerns(self.subject, problem):
             said = self.executor.refusal(self.subject, problem, self.device)
         if isinstance(said, str):
@@ -92,9 +92,9 @@ class Planning:
 
     def nearest(self, problem: Problem) -> Problem | None:
         """``problem`` itself, the nearest that the kernel takes, or None."""
-        return supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
+        return nearest_supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
 
-    def refusal(self, family: str, dtype: str, kind: Kind = PLAIN) -> str:
+    def refusal(self, family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> str:
         """Why it takes nothing of a mask family in a dtype; empty if it does."""
         key = (family, dtype, kind)
         if key not in self._refusals:
@@ -155,7 +155,7 @@ class Planning:
         return found
 
     def _takes(self, dtype: str) -> bool:
-        kinds = (PLAIN, Kind(paged=True), Kind(sink=True))
+        kinds = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True))
         return any(
             not self.refusal(family, dtype, kind)
             for kind in kinds
@@ -163,7 +163,7 @@ class Planning:
         )
 
 
-def moved(case: Case, problem: Problem) -> Case:
+def move_case(case: Case, problem: Problem) -> Case:
     """The question of ``case`` asked of ``problem``, with the nearest numbers that it allows."""
     chosen = {}
     for name, values in allowed_parameters(case.question, problem).items():
@@ -175,7 +175,7 @@ def moved(case: Case, problem: Problem) -> Case:
 _MOST = 20_000
 
 
-class Remembering:
+class CachingExecutor:
     """An executor of one kernel that remembers what it said of each Problem; not that it failed.
 
     Args:

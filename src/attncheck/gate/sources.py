@@ -42,7 +42,16 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Answer
     from attncheck.workers.journal_format import JournalContent
 
-__all__ = ["Side", "Tree", "changed", "differs", "fingerprint", "loaded", "named_alike", "tree"]
+__all__ = [
+    "CommitTree",
+    "OtherKernel",
+    "changed_kernels",
+    "changed_source",
+    "commit_tree",
+    "file_hashes",
+    "rename_kernels",
+    "source_fingerprint",
+]
 
 
 _PACKAGES = ("attncheck", "torch", "triton", "numpy")
@@ -51,7 +60,7 @@ _LARGEST = 2**28  # bytes of one that is read
 _FILES = "files"  # of a description's facts
 
 
-def fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> str:
+def source_fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> str:
     """Sixteen hexadecimal digits of the files of ``kernels``, their tables, and our versions.
 
     Of a kernel in a module nothing is known but its configured ``sources``: no kernel is imported.
@@ -72,7 +81,7 @@ def fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> str:
     return found.hexdigest()[:16]
 
 
-def loaded(names: Iterable[str]) -> dict[str, dict[str, str]]:
+def file_hashes(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Facts of a kernel's description: the SHA-256 of each file that its process has loaded.
 
     Files below the working directory are named from there. The names are foreign: what is no
@@ -84,7 +93,7 @@ def loaded(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {_FILES: hashes}
 
 
-def differs(before: JournalContent) -> str:
+def changed_source(before: JournalContent) -> str:
     """What of the kernels is another than as ``before`` began, or cannot be told; empty for none.
 
     No kernel is imported: files that were loaded then are read now.
@@ -157,7 +166,7 @@ def _version(package: str) -> str:
 _SECONDS = 120
 
 
-def changed(kernels: Sequence[str], ref: str) -> tuple[str, ...]:
+def changed_kernels(kernels: Sequence[str], ref: str) -> tuple[str, ...]:
     """Those of ``kernels`` whose ``sources`` or entry file differ from the commit ``ref``.
 
     What is not committed, and what git does not know yet, counts too. A kernel that says nothing
@@ -251,7 +260,7 @@ _OURS = "attncheck"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class OtherKernel:
     """A kernel in the tree of another commit.
 
     Attributes:
@@ -269,7 +278,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tree:
+class CommitTree:
     """The files of a commit.
 
     Attributes:
@@ -302,7 +311,7 @@ class Tree:
             here=Path(said["here"]),
         )
 
-    def kernel(self, kernel: str) -> Side:
+    def kernel(self, kernel: str) -> OtherKernel:
         """What ``kernel`` is in this tree.
 
         Args:
@@ -328,7 +337,7 @@ class Tree:
             missing = "" if inside.is_file() else f"{self.ref} has no file {path.as_posix()}"
             file = str(inside) if Path(file).is_absolute() else file
         folder = folder if folder.is_dir() else self.root
-        return Side(
+        return OtherKernel(
             kernel=f"{file}{colons}{name}",
             folder=str(folder),
             paths=self._paths(folder),
@@ -377,7 +386,7 @@ class Tree:
 
 
 @contextmanager
-def tree(ref: str, start: Path | None = None) -> Iterator[Tree]:
+def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
     """The files of the commit ``ref``, in a folder of their own, until the end of the block.
 
     A worktree of the repository that ``start`` lies in, detached and outside of it. It is removed
@@ -398,7 +407,7 @@ def tree(ref: str, start: Path | None = None) -> Iterator[Tree]:
     root = temporary / "tree"
     try:
         _run_git(repository, "worktree", "add", "--detach", "--quiet", str(root), commit)
-        yield Tree(
+        yield CommitTree(
             ref=ref,
             commit=commit,
             repository=repository,
@@ -410,7 +419,7 @@ def tree(ref: str, start: Path | None = None) -> Iterator[Tree]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def named_alike(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple[Answer, ...]:
+def rename_kernels(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple[Answer, ...]:
     """``answers`` of a tree's kernels under the names of those that are here.
 
     Args:

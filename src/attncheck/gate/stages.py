@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from attncheck.capabilities.capability_table import ALIASES
 from attncheck.capabilities.configuration import read_configuration
-from attncheck.cases.check_questions import questions
+from attncheck.cases.check_cases import check_cases
 from attncheck.cases.covering import (
     BACKWARD,
     DIMS,
@@ -20,17 +20,17 @@ from attncheck.cases.covering import (
     SCORES,
     SHAPES,
     STORED,
-    covering,
-    problem_of,
-    restored,
-    said,
-    values_of,
+    covering_rows,
+    restore_lost_pairs,
+    row_name,
+    row_problem,
+    row_values,
 )
-from attncheck.cases.mask_samples import NOT_CONCERNED, Kind
+from attncheck.cases.mask_samples import NOT_APPLICABLE, ProblemKind
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.paged_layout import Paging
-from attncheck.gate.planning import moved
+from attncheck.gate.planning import move_case
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Case, Problem
 from attncheck.mods.library import FULL
 from attncheck.mods.spec import Spec
@@ -46,26 +46,26 @@ from attncheck.workers.units import Done
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attncheck.cases.check_questions import Question
+    from attncheck.cases.check_cases import CheckCase
     from attncheck.gate.planning import Planning
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.records.run_reports import Stage
     from attncheck.workers.units import Unit
 
 __all__ = [
-    "VARIANT",
+    "SANITIZER_VARIANT",
     "axes_of",
-    "bounds",
-    "contract",
-    "measurements",
-    "probing",
-    "sanitized",
-    "sanitizing",
-    "surroundings",
+    "baseline_units",
+    "bound_units",
+    "contract_units",
+    "probe_units",
+    "sanitize_kernel",
+    "sanitizer_units",
+    "surrounding_units",
 ]
 
 
-VARIANT = "compute-sanitizer"
+SANITIZER_VARIANT = "compute-sanitizer"
 """With a tool's name after it, the variant of its units."""
 
 _STAGE: Stage = "memory"
@@ -80,7 +80,7 @@ _PROBLEMS: tuple[dict[str, Any], ...] = (
 )
 
 
-def sanitizing(planning: Planning) -> Iterator[Unit]:
+def sanitizer_units(planning: Planning) -> Iterator[Unit]:
     """A unit for each tool, each with all problems: most of its time its process takes to begin.
 
     Where there is none, nothing is asked: one answer says so, and fails nothing.
@@ -93,15 +93,15 @@ def sanitizing(planning: Planning) -> Iterator[Unit]:
     why = _ON_A_CPU if planning.device == "cpu" else ""
     why = why or ("" if sanitizer.sanitizer() else sanitizer.ABSENT)
     if why:
-        planning.drop(_STAGE, found[0], VARIANT, why)
+        planning.drop(_STAGE, found[0], SANITIZER_VARIANT, why)
         return
     for tool in _TOOLS:
-        yield planning.ask(_STAGE, found[0], f"{VARIANT} {tool}")
+        yield planning.ask(_STAGE, found[0], f"{SANITIZER_VARIANT} {tool}")
 
 
-def sanitized(unit: Unit, planning: Planning) -> Done:
+def sanitize_kernel(unit: Unit, planning: Planning) -> Done:
     """What the tool of ``unit`` says of the kernel: an answer for each problem."""
-    tool = unit.variant.removeprefix(VARIANT).strip()
+    tool = unit.variant.removeprefix(SANITIZER_VARIANT).strip()
     records = sanitizer.sanitized(
         unit.kernel,
         _sanitizer_cases(planning),
@@ -234,7 +234,7 @@ _DECLARED_MASKS = {
 }
 
 
-def contract(planning: Planning) -> Iterator[Unit]:
+def contract_units(planning: Planning) -> Iterator[Unit]:
     """The questions, in every dtype that the kernel takes."""
     asked: set[str] = set()
     # Backwards last: each has kernels of its own to be compiled, and forwards are wrong more often.
@@ -334,7 +334,7 @@ def _mask(name: str) -> dict[str, Any]:
 _PROBES: Stage = "probes"
 
 
-def probing(planning: Planning) -> Iterator[Unit]:
+def probe_units(planning: Planning) -> Iterator[Unit]:
     """Each probe of ``attncheck check``: in one of the dtypes in turn, or in every one.
 
     Moved to the nearest layout that the kernel takes, as far as the probe may be asked there.
@@ -351,16 +351,16 @@ def probing(planning: Planning) -> Iterator[Unit]:
                 yield unit
 
 
-def _probes(dtype: str) -> list[Question]:
-    return [one for one in questions(dtype) if one.case.question != COMPARE]
+def _probes(dtype: str) -> list[CheckCase]:
+    return [one for one in check_cases(dtype) if one.case.question != COMPARE]
 
 
-def _unit(planning: Planning, question: Question) -> Unit | None:
+def _unit(planning: Planning, question: CheckCase) -> Unit | None:
     case = question.case
     for problem in planning.concerned(case.problem):
         (found,) = planning.fitting(case.question, [problem]) or (None,)
         if found is not None:
-            return planning.ask(_PROBES, moved(case, found), question.name)
+            return planning.ask(_PROBES, move_case(case, found), question.name)
     planning.drop(_PROBES, case, question.name, planning.reason)
     return None
 
@@ -369,35 +369,35 @@ _BOUNDS: Stage = "bounds"
 # Of an axis with many values the first few, where there is little time: those that find most.
 _FEW = {"heads": 5, "dims": 4, "distribution": 4}
 _FAMILIES = {"varlen": "documents"}
-_KINDS = {"plain": Kind(), "sink": Kind(sink=True), "paged": Kind(paged=True)}
+_KINDS = {"plain": ProblemKind(), "sink": ProblemKind(sink=True), "paged": ProblemKind(paged=True)}
 _ROWS = ((4, 64), (3, 77), (64, 1), (1, 129))
 
 
-def bounds(planning: Planning) -> Iterator[Unit]:
+def bound_units(planning: Planning) -> Iterator[Unit]:
     """The questions; what the kernel does not take is moved to the nearest that it does.
 
     Pairs that are lost on the way have a row of their own, where the kernel takes one.
     """
     tier, asked = planning.choices.tier, set()
     shapes, axes = tier.sizes_on(planning.device), axes_of(planning)
-    rows, had = covering(axes, tier.strength, EXCLUSIONS), []
+    rows, had = covering_rows(axes, tier.strength, EXCLUSIONS), []
     for number, row in enumerate(rows):
-        problem = problem_of(row, shapes, planning.choices.seed + number)
-        unit = planning.asked_nearest(_BOUNDS, problem, said(row))
+        problem = row_problem(row, shapes, planning.choices.seed + number)
+        unit = planning.asked_nearest(_BOUNDS, problem, row_name(row))
         if unit is None:
             continue
-        had.append(values_of(row, Case.from_json(unit.case).problem, shapes))
+        had.append(row_values(row, Case.from_json(unit.case).problem, shapes))
         if unit.id not in asked:
             asked.add(unit.id)
             yield unit
-    lost = restored(axes, had, shapes, planning.supports)
+    lost = restore_lost_pairs(axes, had, shapes, planning.supports)
     for number, row in enumerate(lost, len(rows)):
-        problem = problem_of(row, shapes, planning.choices.seed + number)
-        yield planning.ask(_BOUNDS, Case(problem=problem), said(row))
+        problem = row_problem(row, shapes, planning.choices.seed + number)
+        yield planning.ask(_BOUNDS, Case(problem=problem), row_name(row))
     yield from _softmax(planning)
 
 
-def measurements(planning: Planning) -> Iterator[Unit]:
+def baseline_units(planning: Planning) -> Iterator[Unit]:
     """Stage baseline: some of the same Cases, evenly, measured so that runs can be compared.
 
     Where there is a baseline, its own Cases too: which ones a plan has depends on all that the
@@ -417,7 +417,7 @@ def _measured(planning: Planning) -> Iterator[Unit]:
     """Those of the plan."""
     quiet = copy(planning)
     quiet.refused = []  # the bounds have said it
-    found, most = list(bounds(quiet)), planning.choices.tier.measured
+    found, most = list(bound_units(quiet)), planning.choices.tier.measured
     step = max(1, len(found) / most) if most else 1
     for number in range(min(len(found), most or len(found))):
         yield replace(found[int(number * step)], stage="baseline")
@@ -481,24 +481,24 @@ def _masks(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
         reasons = [_taken_of_bounds(planning, mask, _KINDS[how]) for how in stored]
         if "" in reasons:
             found.append(mask)
-        elif spoken := [reason for reason in reasons if reason != NOT_CONCERNED]:
+        elif spoken := [reason for reason in reasons if reason != NOT_APPLICABLE]:
             _drop(planning, {"mask": mask}, mask, spoken[0])
     return tuple(found)
 
 
-def _taken_of_bounds(planning: Planning, mask: str, kind: Kind) -> str:
+def _taken_of_bounds(planning: Planning, mask: str, kind: ProblemKind) -> str:
     """Why no Problem of a mask is taken in any dtype; empty where one is."""
-    said = NOT_CONCERNED
+    said = NOT_APPLICABLE
     for dtype in planning.dtypes:
         reason = planning.refusal(_FAMILIES.get(mask, mask), dtype, kind)
         if not reason:
             return ""
-        said = said if reason == NOT_CONCERNED else reason
+        said = said if reason == NOT_APPLICABLE else reason
     return said
 
 
 def _backward(planning: Planning) -> tuple[str, ...]:
-    kind = Kind(backward=True)
+    kind = ProblemKind(backward=True)
     able = any(_taken_of_bounds(planning, mask, kind) == "" for mask in MASKS)
     return BACKWARD if able else BACKWARD[:1]
 
@@ -542,7 +542,7 @@ def _plain(planning: Planning, **chosen: str) -> Problem:
         "dims": "64",
         "distribution": "normal",
     }
-    return problem_of(row | chosen, planning.choices.tier.sizes_on(planning.device), 0)
+    return row_problem(row | chosen, planning.choices.tier.sizes_on(planning.device), 0)
 
 
 def _softmax(planning: Planning) -> Iterator[Unit]:
@@ -553,7 +553,7 @@ def _softmax(planning: Planning) -> Iterator[Unit]:
         if dtype in SOFTMAX_DTYPES and not planning.refusal(SOFTMAX, dtype)
     ]
     axes = {"dtype": dtypes, "rows": _ROWS, "distribution": ("normal", "large_logits", "uniform")}
-    for number, row in enumerate(covering(axes, 2)):
+    for number, row in enumerate(covering_rows(axes, 2)):
         rows, columns = row["rows"]
         problem = Problem(
             operation=SOFTMAX,
@@ -643,10 +643,10 @@ _ALSO: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def surroundings(planning: Planning, stage: Stage) -> Iterator[Unit]:
+def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
     """The questions of ``stage``, each on a few layouts, in the dtypes in turn."""
     if stage == "memory":
-        yield from sanitizing(planning)
+        yield from sanitizer_units(planning)
     dtypes, layouts = planning.dtypes, planning.choices.tier.layouts
     asked: set[str] = set()
     for number, question in enumerate(_questions(stage)):
@@ -675,7 +675,9 @@ def _also(planning: Planning, stage: Stage, question: str) -> Iterator[Unit]:
     )
     problem = next(able, None)
     if problem is not None:
-        yield planning.ask(stage, moved(Case(problem=problem, question=question), problem), name)
+        yield planning.ask(
+            stage, move_case(Case(problem=problem, question=question), problem), name
+        )
 
 
 def _cases(planning: Planning, question: str, dtype: str, turn: int) -> Iterator[tuple[str, Case]]:
@@ -690,7 +692,7 @@ def _cases(planning: Planning, question: str, dtype: str, turn: int) -> Iterator
             if unfit_reason(question, problem) is None and _launched(planning, question, problem):
                 for chosen in _chosen(question, problem):
                     case = Case(problem=problem, question=question, parameters=chosen)
-                    yield name, moved(case, problem)
+                    yield name, move_case(case, problem)
                 return
 
 

@@ -145,7 +145,7 @@ def _sink_gradient(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedReads:
-    """What a score mod reads from float tensors, as ``mods.captured.reads`` has it.
+    """What a score mod reads from float tensors, as ``mods.captured_reads.trace_reads`` has it.
 
     Attributes:
         reads: Of each read the derivative of the score mod with respect to the number read; which

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
 
-__all__ = ["LARGEST", "Calling", "calling", "script"]
+__all__ = ["LARGEST", "KernelCall", "kernel_call", "render_script"]
 
 
 _BACKENDS = {
@@ -94,7 +94,7 @@ _NOTE_INTERPRETED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calling:
+class KernelCall:
     """Source of a script.
 
     Attributes:
@@ -115,9 +115,9 @@ class Calling:
     notes: tuple[str, ...] = ()
 
 
-def calling(
+def kernel_call(
     subject: Subject, problem: Problem, kernel: str, convention: str, *, device: str, folder: Path
-) -> Calling:
+) -> KernelCall:
     """How ``subject`` is had, and called on ``problem``.
 
     Args:
@@ -146,7 +146,7 @@ def calling(
     return _named(made, call, notes=(_NOTE_OURS,))
 
 
-def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str) -> Calling:
+def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str) -> KernelCall:
     interpreted = inner.triton and device == "cpu"
     made = _FUNCTION.format(first=_INTERPRETED if interpreted else "", had=had)
     plain = inner.options.empty_row in {"", "zero"}
@@ -158,7 +158,7 @@ def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str
     )
 
 
-def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> Calling:
+def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall:
     """Attncheck's own way to torch's functions, as somebody would write it down."""
     function: Any
     if isinstance(inner, Sdpa):
@@ -188,13 +188,13 @@ def _source(subject: FunctionSubject, problem: Problem) -> str:
 
 def _named(
     made: str, call: str, *, unasked: frozenset[str] = frozenset(), notes: tuple[str, ...] = ()
-) -> Calling:
+) -> KernelCall:
     name = f"call_{zlib.crc32(call.encode()):08x}"
     reads_mask = re.search(r"\bmask\b", call) is not None
     call = call.replace("def call(", f"def {name}(", 1)
     if "torch.nn.attention" in made + call:
         call = f"import torch.nn.attention.flex_attention\n\n\n{call}"
-    return Calling(
+    return KernelCall(
         kernel=made.rstrip("\n"),
         name=name,
         source=call.rstrip("\n"),
@@ -262,7 +262,7 @@ from __future__ import annotations
 '''
 
 
-def script(  # what was asked of whom, what was answered, and where it goes
+def render_script(  # what was asked of whom, what was answered, and where it goes
     subject: Subject,
     case: Case,
     record: Record,
@@ -299,7 +299,9 @@ def script(  # what was asked of whom, what was answered, and where it goes
         )
     memory = _Memory()
     how = [
-        calling(subject, run.inputs.problem, kernel, convention, device=device, folder=path.parent)
+        kernel_call(
+            subject, run.inputs.problem, kernel, convention, device=device, folder=path.parent
+        )
         for run in asked
     ]
     said = {
@@ -356,7 +358,7 @@ def _tensors(run: ExactRun, more: Mapping[str, torch.Tensor]) -> Iterator[torch.
         yield from (part for part in (outputs.out, outputs.lse) if part is not None)
 
 
-def _told(run: ExactRun, how: Calling, memory: _Memory) -> dict[str, Any]:
+def _told(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
     """A run as data."""
     inputs, problem = run.inputs.tensors(), run.inputs.problem
     if how.reads_mask:
@@ -406,12 +408,12 @@ def _note(found: Judgement | None) -> str:
     )
 
 
-def _calls(how: list[Calling]) -> Iterator[str]:
+def _calls(how: list[KernelCall]) -> Iterator[str]:
     """How the kernel is had, and each way it is called, once."""
     yield from dict.fromkeys(source for one in how for source in (one.kernel, one.source))
 
 
-def _data(said: dict[str, Any], how: list[Calling], memory: _Memory) -> Iterator[str]:
+def _data(said: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
     """What was asked, and the memory of its tensors."""
     text = pprint.pformat(said, width=96, sort_dicts=False)
     for name in {one.name for one in how}:  # functions, where data has their names

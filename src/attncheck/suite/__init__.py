@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.suite.property_session import Asked, UnderTest, asks, cases
+    from attncheck.suite.property_session import PropertySpec, UnderTest, asks, cases
 
-__all__ = ["Asked", "UnderTest", "asks", "cases"]
+__all__ = ["PropertySpec", "UnderTest", "asks", "cases"]
 
 # Imported when they are asked for: pytest's plugin reads its options from this room, and must not
 # make every pytest of the environment load torch and Hypothesis.
 _MODULES = {
-    "Asked": "attncheck.suite.property_session",
+    "PropertySpec": "attncheck.suite.property_session",
     "UnderTest": "attncheck.suite.property_session",
     "asks": "attncheck.suite.property_session",
     "cases": "attncheck.suite.property_session",

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
     from attncheck.suite.property_session import Param, Session, UnderTest
 
-__all__ = ["FILE", "KnownFailure", "ask_again", "asked", "known_failures", "param_of", "read"]
+__all__ = [
+    "FILE",
+    "KnownFailure",
+    "applicable_tests",
+    "known_failures",
+    "param_of",
+    "read_known_failures",
+    "rerun_known_failure",
+]
 
 
 FILE = "known_failures.toml"
@@ -92,7 +100,7 @@ class KnownFailure:
         return Case(problem=problem, question=self.case.question, parameters=self.case.parameters)
 
 
-def read(path: Path) -> tuple[KnownFailure, ...]:
+def read_known_failures(path: Path) -> tuple[KnownFailure, ...]:
     """The entries of a file, in order.
 
     Raises:
@@ -158,7 +166,7 @@ def _case(data: Any, where: str) -> Case:
         raise UsageError(f"{where}: case: {error}") from None
 
 
-def asked(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+def applicable_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """``items`` without properties that concern none of the kernels."""
     return [item for item in items if not item.name.endswith(f"[{NOT_ASKED}]")]
 
@@ -191,7 +199,7 @@ def known_failures(
     return known
 
 
-def ask_again(entry: KnownFailure, kernel: UnderTest) -> bool:
+def rerun_known_failure(entry: KnownFailure, kernel: UnderTest) -> bool:
     """Ask the entry's Case: xfail where it fails still, and that is the whole test.
 
     Where it holds, that is a failure; but of an entry that depends on the machine it says that this
@@ -228,7 +236,7 @@ def _entries(given: str, folder: Path) -> tuple[KnownFailure, ...]:
     if not given and not path.exists():
         return ()
     try:
-        return read(path)
+        return read_known_failures(path)
     except UsageError as error:
         raise pytest.UsageError(f"--known-failures: {error}") from None
 

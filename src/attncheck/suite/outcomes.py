@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from attncheck.suite.property_session import UnderTest
     from attncheck.suite.pytest_options import Options
 
-__all__ = ["WORKER_OUTPUT", "Outcomes", "Written", "attach", "command", "summary_lines"]
+__all__ = [
+    "WORKER_OUTPUT",
+    "Outcomes",
+    "ReportWriter",
+    "attach_outcome",
+    "pytest_command",
+    "summary_lines",
+]
 
 
 WORKER_OUTPUT = "attncheck"
@@ -28,7 +35,7 @@ WORKER_OUTPUT = "attncheck"
 _ATTACHED = "attncheck"
 
 
-def attach(report: pytest.TestReport, item: pytest.Item, kernel: UnderTest | None) -> None:
+def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTest | None) -> None:
     """Say in ``report`` what became of a test of a kernel; pytest-xdist takes it along.
 
     Args:
@@ -193,7 +200,7 @@ def _by_reason(untaken: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]
 _OPTION = "--attncheck-report"
 
 
-class Written:
+class ReportWriter:
     """A plugin in the process that talks to the user: writes the report when all is done.
 
     Args:
@@ -207,10 +214,10 @@ class Written:
 
     def __init__(self, options: Options, args: Sequence[str], outcomes: Outcomes) -> None:
         from attncheck.core.errors import UsageError
-        from attncheck.reporting.files import check_writable
+        from attncheck.reporting.rendering import check_writable
 
         self._options = options
-        self._command = command(args)
+        self._command = pytest_command(args)
         self._outcomes = outcomes
         try:
             check_writable(options.report, "properties")
@@ -220,12 +227,10 @@ class Written:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Write properties.json and properties.md, and say so."""
-        from attncheck.reporting import suite_pages
-        from attncheck.reporting.files import write_texts
+        from attncheck.reporting.rendering import write_report
 
-        report = self._report()
-        texts = {f"properties.{fmt}": suite_pages.render(report, fmt) for fmt in ("json", "md")}
-        written = write_texts(texts, self._options.report)
+        formats = ("json", "md")
+        written = write_report(self._report(), self._options.report, "properties", formats=formats)
         terminalreporter.line(f"written: {', '.join(map(str, written))}")
 
     def _report(self) -> PropertyReport:
@@ -248,7 +253,7 @@ class Written:
         )
 
 
-def command(args: Sequence[str]) -> str:
+def pytest_command(args: Sequence[str]) -> str:
     """``pytest`` with its arguments: without the report's folder, and paths by their last name."""
     said, rest = ["pytest"], list(args)
     while rest:

@@ -25,9 +25,16 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite.property_session import Asked
+    from attncheck.suite.property_session import PropertySpec
 
-__all__ = ["Drawing", "Property", "drawn", "folder", "properties", "property_named"]
+__all__ = [
+    "DrawingKernel",
+    "Property",
+    "draw_property_cases",
+    "properties",
+    "properties_folder",
+    "property_named",
+]
 
 
 _PACKAGE = "attncheck_properties"
@@ -45,11 +52,11 @@ class Property:
     """
 
     id: str
-    asked: Asked
+    asked: PropertySpec
     summary: str
 
 
-def folder() -> Path:
+def properties_folder() -> Path:
     """Where the properties are: beside the package that is installed, else of the clone.
 
     Raises:
@@ -65,7 +72,7 @@ def folder() -> Path:
 @cache
 def properties() -> tuple[Property, ...]:
     """All of them, in the order of files and of tests in each."""
-    found = folder()
+    found = properties_folder()
     _package(found)
     return tuple(
         each
@@ -115,7 +122,7 @@ class _NothingTakenError(BaseException):
     """No Exception, which Hypothesis would keep for a failure of the test."""
 
 
-class Drawing(UnderTest):
+class DrawingKernel(UnderTest):
     """A kernel that is asked what it takes; where it never takes anything, not for ever."""
 
     waited = 0
@@ -128,7 +135,9 @@ class Drawing(UnderTest):
         return super().supports(problem)
 
 
-def drawn(kernel: Drawing, asked: Asked, test: str, count: int, *, seed: int = 0) -> list[Case]:
+def draw_property_cases(
+    kernel: DrawingKernel, asked: PropertySpec, test: str, count: int, *, seed: int = 0
+) -> list[Case]:
     """``count`` Cases of a property for the kernel's dtype and family; fewer where it takes fewer.
 
     They follow from the arguments and from what the kernel takes: each kernel, dtype and family

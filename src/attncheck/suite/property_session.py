@@ -20,8 +20,8 @@ from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable, Unsatisfi
 from attncheck.capabilities import named_kernels
 from attncheck.capabilities.configuration import read_configuration
 from attncheck.capabilities.subject import Subject
-from attncheck.cases.check_questions import questions
-from attncheck.cases.mask_samples import NOT_CONCERNED, PLAIN, Kind, refusal
+from attncheck.cases.check_cases import check_cases
+from attncheck.cases.mask_samples import NOT_APPLICABLE, PLAIN_KIND, ProblemKind, refusal
 from attncheck.cases.strategies.families import MASK_FAMILIES, family_named
 from attncheck.cases.strategies.problems import problems, softmax_problems
 from attncheck.cases.strategies.sizes import parameters, shapes
@@ -36,7 +36,7 @@ from attncheck.records.run_reports import Tally
 from attncheck.relations import RELATIONS
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import MARK, SOFTMAX, choose_gpu
-from attncheck.suite.wrong_answers import DoesNotHold
+from attncheck.suite.wrong_answers import WrongAnswer
 from attncheck.verify import question_fit
 from attncheck.verify import question_fit as of_kernels
 from attncheck.verify.environment import default_device, prepare, require_device
@@ -55,22 +55,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NOT_ASKED",
-    "Asked",
     "Kernel",
     "Param",
+    "PropertySpec",
     "Session",
     "UnderTest",
     "asks",
     "cases",
     "configured_kernels",
+    "gpu_is_lost",
     "has_launches_for",
-    "is_gone",
     "kernels",
     "parametrize_kernels",
     "parametrize_problems",
-    "ready",
-    "search",
-    "skip_where_lost",
+    "prepare_device",
+    "search_cases",
+    "skip_without_gpu",
     "variations",
 ]
 
@@ -255,9 +255,9 @@ class UnderTest:
         self._guide(record)
         if record.status in UNTRUSTED_STATUSES:
             self.failed = record
-            if record.status == "error" and self.device == "cuda" and is_gone():
+            if record.status == "error" and self.device == "cuda" and gpu_is_lost():
                 self.lost = record  # whatever is asked now fails alike: this one did it
-            raise DoesNotHold(
+            raise WrongAnswer(
                 record, kernel=self.name, device=self.device, diagnose=self._diagnosed
             )
 
@@ -289,7 +289,7 @@ _TILE = 16  # the smallest that kernels use
 _FLAKY = "It does not fail every time: of the runs of this very case, at least one held."
 
 
-def search(
+def search_cases(
     test: Callable[[UnderTest, Case], None],
     kernel: UnderTest,
     cases: SearchStrategy[Case],
@@ -332,7 +332,7 @@ def search(
     except Flaky:
         if kernel.failed is None:
             raise
-        raise DoesNotHold(
+        raise WrongAnswer(
             kernel.failed, kernel=kernel.name, device=kernel.device, remark=_FLAKY
         ) from None
     if kernel.tally.total and kernel.tally.total == kernel.tally.problems.get("inconclusive"):
@@ -370,7 +370,7 @@ def _nothing_tested(kernel: UnderTest) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PropertySpec:
     """What a property asks.
 
     Attributes:
@@ -392,9 +392,9 @@ class Asked:
     where: Callable[[Problem], bool] | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ProblemKind:
         """What all its Problems have."""
-        return Kind(
+        return ProblemKind(
             paged="pagings" in self.problems,
             sink=self.problems.get("sinks", False) is True,
             backward=self.problems.get("backward", False),
@@ -431,7 +431,7 @@ def asks(
     for family in families:
         if family != SOFTMAX:
             family_named(family)
-    asked = Asked(
+    asked = PropertySpec(
         questions=questions,
         families=tuple(families),
         dtypes=tuple(dtypes),
@@ -445,7 +445,9 @@ def asks(
         @functools.wraps(test)
         def of_kernel(kernel: UnderTest) -> None:
             __tracebackhide__ = True
-            search(test, kernel, cases(kernel, asked), functools.partial(_beside, kernel, asked))
+            search_cases(
+                test, kernel, cases(kernel, asked), functools.partial(_beside, kernel, asked)
+            )
 
         # What pytest reads: Hypothesis gives the case.
         kernel = inspect.signature(test).parameters["kernel"]
@@ -458,7 +460,7 @@ def asks(
 
 
 @st.composite
-def cases(draw: st.DrawFn, kernel: UnderTest, asked: Asked) -> Case:
+def cases(draw: st.DrawFn, kernel: UnderTest, asked: PropertySpec) -> Case:
     """Cases of a property for one kernel, dtype and family; they shrink to the plainest."""
     question = draw(st.sampled_from(asked.questions))
     problem = of_kernels.question_problem(question, draw(_problems(kernel, asked, question)))
@@ -466,7 +468,7 @@ def cases(draw: st.DrawFn, kernel: UnderTest, asked: Asked) -> Case:
     return Case(problem=problem, question=question, parameters=chosen)
 
 
-def _beside(kernel: UnderTest, asked: Asked, case: Case) -> Iterator[Case]:
+def _beside(kernel: UnderTest, asked: PropertySpec, case: Case) -> Iterator[Case]:
     """What is asked together with ``case``: more on a GPU, where its kernel is compiled now."""
 
     def fits(question: str, problem: Problem) -> bool:
@@ -482,7 +484,7 @@ def _beside(kernel: UnderTest, asked: Asked, case: Case) -> Iterator[Case]:
     )
 
 
-def _problems(kernel: UnderTest, asked: Asked, question: str) -> SearchStrategy[Problem]:
+def _problems(kernel: UnderTest, asked: PropertySpec, question: str) -> SearchStrategy[Problem]:
     def fits(problem: Problem) -> bool:
         return kernel.supports(problem) and asked.fits(question, problem)
 
@@ -513,7 +515,7 @@ class Kernel:
     subject: Subject
 
 
-def ready(options: Options) -> str:
+def prepare_device(options: Options) -> str:
     """Where kernels run, and this process made ready for it, before any is loaded.
 
     Raises:
@@ -613,13 +615,13 @@ class Session:
     untaken: dict[str, dict[str, str]] = field(default_factory=dict)
     lost_by: str = ""
     compiling: Compiling = field(default_factory=Compiling)
-    _refusals: dict[tuple[str, str, str, Kind], str] = field(default_factory=dict)
+    _refusals: dict[tuple[str, str, str, ProblemKind], str] = field(default_factory=dict)
     _none_taken: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     @cached_property
     def device(self) -> str:
         """``cpu`` or ``cuda``; this process is made ready for it."""
-        return ready(self.options)
+        return prepare_device(self.options)
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -631,7 +633,7 @@ class Session:
         """Those of the project's configuration, where none was asked for."""
         return () if self.options.kernels else configured_kernels(self.device)
 
-    def params(self, asked: Asked) -> list[Param]:
+    def params(self, asked: PropertySpec) -> list[Param]:
         """The tests that a property becomes, in order."""
         return [
             Param(kernel=kernel, dtype=dtype, family=family, refused=refused)
@@ -639,7 +641,7 @@ class Session:
             if has_launches_for(kernel.subject, asked.questions)
             for dtype in self._dtypes(kernel, asked)
             for family in asked.families
-            if (refused := self._refusal_of(asked, kernel, family, dtype)) != NOT_CONCERNED
+            if (refused := self._refusal_of(asked, kernel, family, dtype)) != NOT_APPLICABLE
         ]
 
     def plain_params(self) -> list[Param]:
@@ -662,7 +664,7 @@ class Session:
             compiling=self.compiling,
         )
 
-    def _dtypes(self, kernel: Kernel, asked: Asked) -> list[str]:
+    def _dtypes(self, kernel: Kernel, asked: PropertySpec) -> list[str]:
         """Those that are wanted and that the kernel takes somewhere in the suite."""
         wanted = [name for name, dtype in DTYPES.items() if dtype.measured]
         for only in (asked.dtypes, self.options.dtypes):
@@ -679,30 +681,35 @@ class Session:
     def _takes_none(self, kernel: Kernel, dtype: str) -> bool:
         families = (*MASK_FAMILIES, SOFTMAX)
         reasons = []
-        for kind in (PLAIN, Kind(paged=True), Kind(sink=True), Kind(backward=True)):
+        for kind in (
+            PLAIN_KIND,
+            ProblemKind(paged=True),
+            ProblemKind(sink=True),
+            ProblemKind(backward=True),
+        ):
             for family in families:
                 refusal = self._refusal(kernel, family, dtype, kind)
                 if not refusal:
                     return False
-                reasons += [refusal] if refusal != NOT_CONCERNED else []
+                reasons += [refusal] if refusal != NOT_APPLICABLE else []
         if self.options.kernels and self.options.dtypes:  # somebody asked for exactly this
-            reasons = reasons or [NOT_CONCERNED]
+            reasons = reasons or [NOT_APPLICABLE]
         if reasons:
             self.untaken.setdefault(kernel.name, {})[dtype] = reasons[0]
         return True
 
-    def _refusal_of(self, asked: Asked, kernel: Kernel, family: str, dtype: str) -> str:
+    def _refusal_of(self, asked: PropertySpec, kernel: Kernel, family: str, dtype: str) -> str:
         """Why the kernel takes no such problem as the property asks."""
         return self._refusal(kernel, family, dtype, asked.kind)
 
-    def _refusal(self, kernel: Kernel, family: str, dtype: str, kind: Kind) -> str:
+    def _refusal(self, kernel: Kernel, family: str, dtype: str, kind: ProblemKind) -> str:
         key = (kernel.name, family, dtype, kind)
         if key not in self._refusals:
             self._refusals[key] = refusal(kernel.subject, family, dtype, self.device, kind)
         return self._refusals[key]
 
 
-def is_gone() -> bool:
+def gpu_is_lost() -> bool:
     """Whether CUDA works no more in this process.
 
     An illegal or a misaligned address ends every later call with the same words.
@@ -716,7 +723,7 @@ def is_gone() -> bool:
     return False
 
 
-def skip_where_lost(session: Session) -> None:
+def skip_without_gpu(session: Session) -> None:
     """Skip a test of a process that has no GPU any more."""
     if session.lost_by:
         pytest.skip(f"this process lost its GPU in {session.lost_by}: run again without that")
@@ -748,7 +755,7 @@ def parametrize_problems(metafunc: pytest.Metafunc, dtypes: Sequence[str]) -> No
     params = [
         pytest.param(each.case.problem, id=each.name if len(dtypes) < 2 else f"{dtype}-{each.name}")
         for dtype in dtypes or ("bf16",)
-        for each in questions(dtype)
+        for each in check_cases(dtype)
         if each.case.question == "compare"
     ]
     metafunc.parametrize("problem", params, indirect=True, scope="session")

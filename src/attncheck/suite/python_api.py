@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 
 from attncheck.capabilities.subject import Subject
-from attncheck.cases.check_questions import questions
+from attncheck.cases.check_cases import check_cases
 from attncheck.core.errors import OraclesDisagree, UsageError
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.diagnose.user_tensors import UserOutputs
@@ -21,7 +21,7 @@ from attncheck.records.record import UNTRUSTED_STATUSES
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
-from attncheck.suite.wrong_answers import DoesNotHold, DoNotHold
+from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
 from attncheck.verify.environment import default_device, prepare, require_device
 from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import iter_records
@@ -78,7 +78,7 @@ def check(
     _guide(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
     wrong = [
-        DoesNotHold(
+        WrongAnswer(
             record,
             kernel=name,
             device=device,
@@ -90,7 +90,7 @@ def check(
     if len(wrong) == 1:
         raise wrong[0]
     if wrong:
-        raise DoNotHold(wrong, len(records))
+        raise WrongAnswers(wrong, len(records))
     if problem is None and all(record.status == "unsupported" for record in records):
         raise AssertionError(
             f"nothing was tested: {name} takes none of {len(records)} questions on {device}: "
@@ -141,7 +141,7 @@ def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str])
     names = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if not names:
         raise UsageError("dtypes is empty: give at least one, such as 'bf16'.")
-    return [each.case for dtype in names for each in questions(dtype)]
+    return [each.case for dtype in names for each in check_cases(dtype)]
 
 
 def _guide(records: tuple[Record, ...]) -> None:
@@ -186,7 +186,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
     """Raise AssertionError unless out, and LSE, are exact attention up to rounding.
 
     There is no tolerance: how far each element may be from the exact result follows from the
-    tensors and the arithmetic (``docs/bounds.md``). A kernel need not be there.
+    tensors and the arithmetic (``docs/explanation/bounds.md``). A kernel need not be there.
 
     Args:
         out: ``(batch, heads, query, value_dim)``, as the kernel gave it.

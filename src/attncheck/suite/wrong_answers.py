@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import Record
 
-__all__ = ["DoNotHold", "DoesNotHold"]
+__all__ = ["WrongAnswer", "WrongAnswers"]
 
 
-class DoesNotHold(AssertionError):
+class WrongAnswer(AssertionError):
     """A kernel does not answer a Case rightly.
 
     Hypothesis raises one for every example that fails on the way to the smallest; so the text is
@@ -93,7 +93,7 @@ class DoesNotHold(AssertionError):
         return f"{text}\n{self.remark}" if self.remark else text
 
 
-class DoNotHold(AssertionError):
+class WrongAnswers(AssertionError):
     """A kernel does not answer some of several Cases rightly.
 
     Attributes:
@@ -101,7 +101,7 @@ class DoNotHold(AssertionError):
         asked: How many were asked.
     """
 
-    def __init__(self, failures: Sequence[DoesNotHold], asked: int) -> None:
+    def __init__(self, failures: Sequence[WrongAnswer], asked: int) -> None:
         super().__init__(asked)
         self.failures = tuple(failures)
         self.asked = asked

@@ -47,23 +47,23 @@ __all__ = [
     "HEAD_DIMS",
     "LENGTHS",
     "Comments",
-    "Make",
-    "Probed",
+    "DetectedCapabilities",
+    "KernelFactory",
     "Trial",
-    "Tried",
+    "TrialResult",
     "Verdict",
     "all_trials",
-    "as_tried",
-    "bases",
-    "empty_rows",
-    "grouped",
+    "base_problems",
+    "detect_capabilities",
+    "empty_row_trials",
+    "group_results",
     "is_capability",
-    "lengths",
-    "of_failure",
-    "probed",
-    "proposed",
-    "rectangular",
-    "verdict_of",
+    "length_trials",
+    "propose_table",
+    "rectangular_trials",
+    "refused_result",
+    "trial_result",
+    "trial_verdict",
 ]
 
 
@@ -79,7 +79,7 @@ _OF_STATUS: dict[Status, Verdict] = {
 _OF_THE_CALL = {"contract", "alias", "mutation"}  # rules
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that was tried.
 
     Attributes:
@@ -98,7 +98,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def verdict_of(record: Record) -> Verdict:
+def trial_verdict(record: Record) -> Verdict:
     """What the kernel did with what was asked."""
     found = record.judgement
     if found is not None and found.rule in _OF_THE_CALL:
@@ -106,14 +106,14 @@ def verdict_of(record: Record) -> Verdict:
     return _OF_STATUS.get(record.status, "takes")
 
 
-def as_tried(aspect: str, what: str, record: Record, problem: Problem | str) -> Tried:
+def trial_result(aspect: str, what: str, record: Record, problem: Problem | str) -> TrialResult:
     """The answer of ``record`` to ``what``, which was asked as ``problem``."""
-    said, judgement = verdict_of(record), record.judgement
+    said, judgement = trial_verdict(record), record.judgement
     reason = record.reason
     if judgement is not None:
         told = judgement.rule not in _OF_THE_CALL | {"relation"}  # the question's name says that
         reason = f"{judgement.rule}: {judgement.reason}" if told else judgement.reason
-    return Tried(
+    return TrialResult(
         aspect=aspect,
         what=what,
         verdict=said,
@@ -122,10 +122,10 @@ def as_tried(aspect: str, what: str, record: Record, problem: Problem | str) -> 
     )
 
 
-def of_failure(aspect: str, what: str, said: str | Failure, problem: Problem) -> Tried:
+def refused_result(aspect: str, what: str, said: str | Failure, problem: Problem) -> TrialResult:
     """The answer of a kernel that gave none: it refused, or raised."""
     refuses = isinstance(said, str) or said.kind == "refused"
-    return Tried(
+    return TrialResult(
         aspect=aspect,
         what=what,
         verdict="refuses" if refuses else "raises",
@@ -168,7 +168,7 @@ class Trial:
         return base.replace(**self.changes)
 
 
-def bases() -> Iterator[Problem]:
+def base_problems() -> Iterator[Problem]:
     """Problems of which the first that the kernel takes is changed from then on."""
     for mask in (_FULL, _CAUSAL):
         for length in LENGTHS:
@@ -191,7 +191,7 @@ def all_trials(base: Problem, device: str) -> list[Trial]:
     ]
 
 
-def rectangular(base: Problem) -> Iterator[Trial]:
+def rectangular_trials(base: Problem) -> Iterator[Trial]:
     """Lengths that differ."""
     n = base.query
     for name, query, kv in (
@@ -202,7 +202,7 @@ def rectangular(base: Problem) -> Iterator[Trial]:
         yield Trial(aspect="rectangular", what=name, changes={"query": query, "kv": kv})
 
 
-def causal(base: Problem) -> tuple[Trial, Trial]:
+def causal_trials(base: Problem) -> tuple[Trial, Trial]:
     """The causal mask where lengths differ: aligned top-left, and bottom-right."""
     first, second = (
         Trial(
@@ -215,7 +215,7 @@ def causal(base: Problem) -> tuple[Trial, Trial]:
     return first, second
 
 
-def empty_rows(base: Problem) -> Iterator[Trial]:
+def empty_row_trials(base: Problem) -> Iterator[Trial]:
     """Problems with rows that see no key, some of which the kernel may be able to be asked."""
     n = base.query
     masks: dict[str, dict[str, Any]] = {
@@ -278,17 +278,17 @@ def _scores() -> Iterator[Trial]:
         yield Trial(aspect="scores", what=name, changes={"score": spec})
 
 
-def lengths(length: int) -> Iterator[Trial]:
+def length_trials(length: int) -> Iterator[Trial]:
     """Lengths that queries and keys share; 1 and 77 are multiples of no tile."""
     for other in (1, 77, *(n for n in (16, 32, 64, 128) if n != length)):
         yield Trial(aspect="lengths", what=str(other), changes={"query": other, "kv": other})
 
 
-Make = Callable[[str, ConventionOptions], Subject]
+KernelFactory = Callable[[str, ConventionOptions], Subject]
 """(convention, options) → the kernel, called so; raises UsageError where it cannot be."""
 
 
-class Probed(msgspec.Struct, frozen=True, kw_only=True):
+class DetectedCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a kernel takes.
 
     Attributes:
@@ -303,17 +303,17 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True):
     options: ConventionOptions
     base: Problem | None
     exposes_lse: bool
-    tried: tuple[Tried, ...]
+    tried: tuple[TrialResult, ...]
 
 
-def probed(
-    make: Make,
+def detect_capabilities(
+    make: KernelFactory,
     conventions: Sequence[str],
     options: ConventionOptions,
     *,
     device: str,
     advance: Callable[[str], None],
-) -> Probed:
+) -> DetectedCapabilities:
     """Try a kernel on some seventy Problems of at most 256 keys.
 
     Args:
@@ -331,7 +331,7 @@ def probed(
     probe.lse(base)
     probe.causal(base)
     trials = all_trials(base, device)
-    for each in (*trials, *lengths(base.query)):
+    for each in (*trials, *length_trials(base.query)):
         probe.ask(each.aspect, each.what, each.of(base))
     probe.rectangular(base)
     probe.empty_rows(base)
@@ -346,7 +346,7 @@ class _Probe:
 
     def __init__(
         self,
-        make: Make,
+        make: KernelFactory,
         options: ConventionOptions,
         device: str,
         advance: Callable[[str], None],
@@ -356,12 +356,12 @@ class _Probe:
         self._convention = ""
         self._subject: Subject | None = None
         self._exposes_lse = False
-        self._tried: list[Tried] = []
+        self._tried: list[TrialResult] = []
         self._taken: list[Problem] = []
 
-    def found(self, base: Problem | None) -> Probed:
+    def found(self, base: Problem | None) -> DetectedCapabilities:
         """Everything so far."""
-        return Probed(
+        return DetectedCapabilities(
             convention=self._convention,
             options=self._options,
             base=base,
@@ -387,9 +387,9 @@ class _Probe:
 
     def _first_taken(self, convention: str) -> tuple[Problem | None, Verdict]:
         """The first Problem that gets an answer; else what was said to the first of all."""
-        first: Tried | None = None
+        first: TrialResult | None = None
         assert self._subject is not None, "a convention comes first"
-        asked = [adapted_problems(self._subject, each, InProcess()) for each in bases()]
+        asked = [adapted_problems(self._subject, each, InProcess()) for each in base_problems()]
         for problem in itertools.chain.from_iterable(asked):
             answer = self._refusal(convention, problem) or self._begun(convention, problem)
             if answer.verdict in {"takes", "wrong"}:
@@ -400,14 +400,14 @@ class _Probe:
         self._tried.append(first)
         return None, first.verdict
 
-    def _begun(self, convention: str, problem: Problem) -> Tried:
+    def _begun(self, convention: str, problem: Problem) -> TrialResult:
         record = self._record(problem, "base")
         if record.status == "fail" and _of_lse(record) and not self._options.lse:
             record = self._settled("lse", ("base2",), problem) or record
         self._exposes_lse = record.lse is not None
-        return as_tried("convention", convention, record, problem)
+        return trial_result("convention", convention, record, problem)
 
-    def _refusal(self, convention: str, problem: Problem) -> Tried | None:
+    def _refusal(self, convention: str, problem: Problem) -> TrialResult | None:
         """What a kernel says that takes it not; without the exact result, which takes longer."""
         subject, executor = self._subject, InProcess()
         assert subject is not None, "a convention comes first"
@@ -416,13 +416,13 @@ class _Probe:
         if said is None:
             given = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
             said = given if isinstance(given, Failure) else None
-        return None if said is None else of_failure("convention", convention, said, problem)
+        return None if said is None else refused_result("convention", convention, said, problem)
 
     def lse(self, base: Problem) -> None:
         """Whether it gives one, as the first answer has shown."""
         base_of = self._options.lse or "natural"
         self._tried.append(
-            Tried(
+            TrialResult(
                 aspect="lse",
                 what=base_of if self._exposes_lse else "",
                 verdict="takes" if self._exposes_lse else "refuses",
@@ -433,7 +433,7 @@ class _Probe:
 
     def ask(self, aspect: str, what: str, problem: Problem) -> Verdict:
         """Try one Problem."""
-        answer = as_tried(aspect, what, self._record(problem, what), problem)
+        answer = trial_result(aspect, what, self._record(problem, what), problem)
         self._tried.append(answer)
         if answer.verdict == "takes":
             self._taken.append(problem)
@@ -441,7 +441,7 @@ class _Probe:
 
     def causal(self, base: Problem) -> None:
         """How the causal flag is aligned where lengths differ: where it is wrong, the other way."""
-        aligned = dict(zip(ALIGNMENTS, causal(base), strict=True))
+        aligned = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))
         for alignment, trial in aligned.items():
             wrong = self.ask(trial.aspect, trial.what, trial.of(base)) == "wrong"
             if wrong and not self._options.causal:
@@ -451,13 +451,13 @@ class _Probe:
     def rectangular(self, base: Problem) -> None:
         """Lengths that differ; a single query where a length of 1 is taken at all."""
         one = any(t.aspect == "lengths" and t.what == "1" and not t.reason for t in self._tried)
-        for each in rectangular(base):
+        for each in rectangular_trials(base):
             if one or each.changes["query"] > 1:
                 self.ask(each.aspect, each.what, each.of(base))
 
     def empty_rows(self, base: Problem) -> None:
         """What rows that see no key give: 0, or what else is known of kernels."""
-        for each in empty_rows(base):
+        for each in empty_row_trials(base):
             problem = each.of(base)
             verdict = self.ask(each.aspect, each.what, problem)
             if verdict == "wrong" and not self._options.empty_row:
@@ -471,10 +471,10 @@ class _Probe:
         assert subject is not None, "promises come last"
         table = Capabilities(entry=subject.name, promises=PROMISES)
         promising = Declared(subject, table, subject.name)
-        answers: list[Tried] = []
+        answers: list[TrialResult] = []
         for relation, problem in self._relations(promise):
             record = self._record(problem, relation, promising)
-            answers.append(as_tried("promises", promise, record, f"{relation} of {problem}"))
+            answers.append(trial_result("promises", promise, record, f"{relation} of {problem}"))
         broken = [one for one in answers if one.verdict != "takes"]
         self._tried += (broken or answers)[:1]
 
@@ -482,7 +482,9 @@ class _Probe:
         """Inputs that are no contiguous tensors: the numbers, and not their bits."""
         for relation, problem in self._relations("layout"):
             record = self._record(problem, relation)
-            self._tried.append(as_tried("strides", relation, record, f"{relation} of {problem}"))
+            self._tried.append(
+                trial_result("strides", relation, record, f"{relation} of {problem}")
+            )
 
     def _relations(self, promise: str) -> Iterator[tuple[str, Problem]]:
         """Those that a promise makes exact, each with what is taken and it can be asked of."""
@@ -501,7 +503,7 @@ class _Probe:
         if record is not None:
             last = self._tried.pop()
             found = f'{last.what}: right as {option} = "{getattr(self._options, option)}"'
-            self._tried.append(as_tried(last.aspect, found, record, problem))
+            self._tried.append(trial_result(last.aspect, found, record, problem))
 
     def _settled(self, option: str, values: Iterable[str], problem: Problem) -> Record | None:
         """The answer by the first of ``values`` that is right, which then holds; None: by none."""
@@ -513,7 +515,7 @@ class _Probe:
             except UsageError:  # a Subject says itself what it gives
                 break
             record = self._record(problem, f'{option} = "{value}"')
-            if verdict_of(record) == "takes":
+            if trial_verdict(record) == "takes":
                 return record
         self._called(self._convention, before)
         return None
@@ -557,7 +559,7 @@ _CAUSAL_of_proposal = ("causal", "causal_bottom_right")
 _FLAGS = ("gqa", "rectangular", "scale")
 
 
-def proposed(probed: Probed, entry: str) -> tuple[Capabilities, Comments]:
+def propose_table(probed: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
     """The table of what was found, and the lines to stand above its fields.
 
     Args:
@@ -581,11 +583,11 @@ def proposed(probed: Probed, entry: str) -> tuple[Capabilities, Comments]:
     return Capabilities(**fields), comments
 
 
-def _answers(one: Tried) -> bool:
+def _answers(one: TrialResult) -> bool:
     return one.verdict in {"takes", "wrong"}
 
 
-def _listed(name: str, tried: Sequence[Tried]) -> tuple[Any, ...] | str:
+def _listed(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
     """What gives an answer; ``any`` where everything that was tried does."""
     names = [one.what for one in tried if _answers(one)]
     if name == "head_dims":
@@ -596,20 +598,20 @@ def _listed(name: str, tried: Sequence[Tried]) -> tuple[Any, ...] | str:
     return tuple(names)
 
 
-def _flag(tried: Sequence[Tried]) -> bool | None:
+def _flag(tried: Sequence[TrialResult]) -> bool | None:
     """None where it takes a part: then it may refuse the others."""
     taken = {_answers(one) for one in tried}
     return taken.pop() if len(taken) == 1 else None
 
 
-def _mixed(tried: Sequence[Tried]) -> list[str]:
+def _mixed(tried: Sequence[TrialResult]) -> list[str]:
     if _flag(tried) is not None or not tried:
         return []
     able = ", ".join(one.what for one in tried if _answers(one))
     return [f"{tried[0].aspect}: takes {able} alone: not declared, so that it may refuse the rest"]
 
 
-def _multiple(probed: Probed) -> int | None:
+def _multiple(probed: DetectedCapabilities) -> int | None:
     """The least length of which it takes multiples; None where it takes any."""
     assert probed.base is not None, "it takes something"
     lengths = {int(one.what): _answers(one) for one in probed.tried if one.aspect == "lengths"}
@@ -619,7 +621,7 @@ def _multiple(probed: Probed) -> int | None:
     return min((*able, probed.base.query))
 
 
-def _overrides(probed: Probed, fields: Mapping[str, Any]) -> tuple[Override, ...]:
+def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
     """Where the causal mask is taken for equal lengths alone."""
     tried = [one for one in probed.tried if one.aspect == "causal"]
     causal = tuple(name for name in _CAUSAL_of_proposal if name in fields["masks"])
@@ -628,7 +630,7 @@ def _overrides(probed: Probed, fields: Mapping[str, Any]) -> tuple[Override, ...
     return (Override(when=When(mask=causal), rectangular=False),)
 
 
-def _of_the_convention(probed: Probed) -> dict[str, Any]:
+def _of_the_convention(probed: DetectedCapabilities) -> dict[str, Any]:
     """LSE and empty rows as they were found."""
     options = probed.options
     rows = [one for one in probed.tried if one.aspect == "empty_row"]
@@ -641,7 +643,7 @@ def _of_the_convention(probed: Probed) -> dict[str, Any]:
     }
 
 
-def _promises(probed: Probed) -> tuple[tuple[str, ...] | None, list[str]]:
+def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
     """Those of every kernel that it keeps, where it does not keep all; more are the author's."""
     tried = [one for one in probed.tried if one.aspect == "promises"]
     broken = {one.what: one for one in tried if one.verdict != "takes"}
@@ -659,21 +661,21 @@ def _promises(probed: Probed) -> tuple[tuple[str, ...] | None, list[str]]:
     return (None if usual == _USUAL_PROMISES else usual), lines
 
 
-def is_capability(one: Tried) -> bool:
+def is_capability(one: TrialResult) -> bool:
     """Whether it is a thing to take or not: no promise, and not how the kernel is called."""
     return one.aspect not in {"convention", "lse", "promises"}
 
 
-def grouped(tried: Iterable[Tried]) -> list[list[Tried]]:
+def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
     """By verdict and reason; wrong answers by the rule that they break."""
-    groups: dict[tuple[str, str], list[Tried]] = {}
+    groups: dict[tuple[str, str], list[TrialResult]] = {}
     for one in tried:
         why = one.reason.partition(":")[0] if one.verdict == "wrong" else one.reason
         groups.setdefault((one.verdict, why), []).append(one)
     return list(groups.values())
 
 
-def _faults(tried: Iterable[Tried]) -> list[str]:
+def _faults(tried: Iterable[TrialResult]) -> list[str]:
     """A line for what was wrong or raised."""
     said = {
         "wrong": "wrong, to be mended, refused with a ValueError, or taken out",
@@ -682,7 +684,7 @@ def _faults(tried: Iterable[Tried]) -> list[str]:
     return [
         f"{', '.join(one.what for one in group)}: {said[group[0].verdict]}: "
         f"{_short(group[0].reason)}"
-        for group in grouped(tried)
+        for group in group_results(tried)
         if group[0].verdict in said
     ]
 

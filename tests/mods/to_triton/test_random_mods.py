@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
+from tests.mods.sample_mods import planted
 
 from attncheck.core.formats import FORMATS
-from attncheck.mods.expression import Expression, Structure
 from attncheck.mods.operation_errors import Arithmetic
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Dimensions
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from attncheck.mods.expression import Expression
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=13, kv=21)
 TABLE = torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64).cos()
@@ -249,15 +250,6 @@ def test_drawn_whole_numbers_are_the_same_in_triton(term: Term, grid: Any) -> No
     assert torch.equal(grid.scored(mod, zero)[grid.existing], grid.inside(mod, zero)), term[0]
 
 
-def exchanged(expression: Expression, one: str, other: str) -> Expression:
-    """``expression`` with ``other`` in place of the operation ``one``: a planted fault."""
-    nodes = tuple(
-        dataclasses.replace(node, op=other) if node.op == one else node
-        for node in expression.structure.nodes
-    )
-    return Expression(Structure(expression.structure.inputs, nodes), expression.captured)
-
-
 def test_a_planted_operation_is_found_and_shrinks_to_it() -> None:
     """floor_divide for remainder, in drawn mods: the smallest that shows it has one remainder."""
 
@@ -269,8 +261,8 @@ def test_a_planted_operation_is_found_and_shrinks_to_it() -> None:
 
     def differs(term: Term) -> bool:
         expression, mod = traced(term)
-        planted = exchanged(expression, "remainder", "floor_divide")
-        return count_disagreements(planted, mod, DIMENSIONS, samples=64) > 0
+        wrong = planted(expression, "remainder", "floor_divide")
+        return count_disagreements(wrong, mod, DIMENSIONS, samples=64) > 0
 
     # A truth value of a whole number has a remainder of its own: a drawn start may end there.
     once = settings(max_examples=500, deadline=None, database=None, derandomize=True)

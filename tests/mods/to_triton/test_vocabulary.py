@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4) / 8
 TABLE = torch.arange(4 * 80, dtype=torch.float32).sin().reshape(4, 80)
+CUBE = torch.arange(2 * 3 * 32).reshape(2, 3, 32)
 DOCUMENT = torch.tensor([0] * 5 + [1] * 9 + [3] * 18)
 FLAGS = torch.tensor([True, False, True])
 OFFSET = torch.tensor(7)
@@ -121,6 +122,16 @@ SCORES: dict[str, Callable[..., Tensor]] = {
     "nan": lambda s, b, h, q, k: torch.where(torch.isnan(s / 0 * (q > k)), s, float("nan")),
     "full": lambda s, b, h, q, k: torch.where(q > k, torch.full_like(s, 2.0), torch.zeros_like(s)),
     "truth as numbers": lambda s, b, h, q, k: s + (q > k) * s - (h == 1) * 2 + FLAGS[h],
+    "minus infinity": lambda s, b, h, q, k: torch.where(q > k, s, -float("inf")),
+    "where of numbers": lambda s, b, h, q, k: s * torch.where(q > k, 1.0, 2.0),
+    "clamped nan": lambda s, b, h, q, k: torch.where(q == k, float("nan"), s).clamp(-1, 1),
+    "rsub": lambda s, b, h, q, k: s + (1 - q) - (2.5 - s),
+    "true division": lambda s, b, h, q, k: s + q / (k + 1) + (q - 3) / 4,
+    "negative index": lambda s, b, h, q, k: s + BIAS[h, -1 - h] + BIAS[h, 2],
+    "3-d table": lambda s, b, h, q, k: s + CUBE[b, h, k],
+    "tensor in the mod": lambda s, b, h, q, k: s + torch.tensor([0.5, 0.25, 4.0])[h],
+    "views": lambda s, b, h, q, k: s.unsqueeze(-1).squeeze(-1) + torch.ones_like(s) * BIAS[h, b],
+    "a number of 40 bits": lambda s, b, h, q, k: s + (q < 2**40),
     "to score's dtype": lambda s, b, h, q, k: s + (q - k).to(s.dtype) + k.type_as(s) + q.float(),
 }
 
@@ -139,6 +150,18 @@ def test_a_score_mod_has_the_bits_of_fp32_torch(name: str, grid: Any) -> None:
     start = grid.start()
     result, expected = grid.scored(mod, start)[grid.existing], grid.inside(mod, start).float()
     assert ((result == expected) | (result.isnan() & expected.isnan())).all()
+
+
+TENTH = torch.tensor([0.1], dtype=torch.float64)
+
+
+# A tensor of one element promotes fp32 to float64, one of no dimension does not.
+@pytest.mark.parametrize("tenth", [TENTH, TENTH[0]], ids=["1-d", "0-d"])
+def test_a_float64_number_promotes_as_in_torch(tenth: Tensor, grid: Any) -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + BIAS[h, b] * tenth
+
+    assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
 
 
 ALIKE: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.distributions import Sizes
     from attncheck.mods.spec import Spec
 
-__all__ = ["AMPLITUDES", "problems", "softmax_problems", "supported"]
+__all__ = ["AMPLITUDES", "nearest_supported", "problems", "softmax_problems"]
 
 
 Supports = Callable[[Problem], bool]
@@ -134,7 +134,7 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
         return drawn
     drops = [name for name, either in (("sink", sinks), ("dlse", dlse)) if either is None]
     # Where even the nearest is refused nothing can be derived: only then it is a filter.
-    moved = drawn.map(lambda problem: supported(problem, supports, dtypes, drops=drops))
+    moved = drawn.map(lambda problem: nearest_supported(problem, supports, dtypes, drops=drops))
     return cast("SearchStrategy[Problem]", moved.filter(lambda problem: problem is not None))
 
 
@@ -203,7 +203,7 @@ _COMMON_PAGE_SIZES = (16, 64, 256)
 _LARGEST_TILE, _SMALLEST_TILE = 128, 16
 
 
-def supported(
+def nearest_supported(
     problem: Problem,
     supports: Callable[[Problem], bool],
     dtypes: Sequence[str],

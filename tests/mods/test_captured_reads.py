@@ -1,0 +1,245 @@
+"""What a score mod reads of captured tensors: the trace and torch's autograd say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mpmath
+import pytest
+import torch
+
+from attncheck.core.draws import Draws
+from attncheck.core.errors import ProblemError, TraceError
+from attncheck.core.source_files import load_member
+from attncheck.mods.ball_algebra import to_ball
+from attncheck.mods.captured_gradients import captured_tensors, leaf_gradients
+from attncheck.mods.captured_reads import count_read_numbers, read_tensors, trace_reads
+from attncheck.mods.library import build_score
+from attncheck.mods.mpmath_algebra import to_mpmath
+from attncheck.mods.running_error import RunningError
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.to_triton import to_triton
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncheck.mods.captured_reads import CapturedRead
+    from attncheck.mods.signatures import ScoreMod
+
+DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)
+UNITS = 8  # roundings: of no mod here do formula and autograd have more between them
+SOFTCAP = Spec.of("softcap", cap=2.0)
+LIBRARY = [
+    Spec.of("alibi"),
+    Spec.of("relative_bias", distance=2, seed=0),
+    *(
+        Spec.of("bias", seed=1, per_batch=batch, per_head=head)
+        for batch in (0, 1)
+        for head in (0, 1)
+    ),
+    Spec.of("chain", SOFTCAP, Spec.of("alibi")),
+    Spec.of("chain", Spec.of("bias", seed=1, per_batch=0, per_head=1), SOFTCAP, Spec.of("alibi")),
+    Spec.of("chain", Spec.of("alibi"), Spec.of("alibi")),
+    Spec.of("offset", Spec.of("relative_bias", distance=3, seed=0), rows=2),
+]
+
+SLOPES = torch.tensor([0.5, -0.25, 2.0])
+NARROW = torch.tensor([[1.5, -0.5, 0.25, 2.0, -3.0]] * 3, dtype=torch.bfloat16)
+NUMBER = torch.tensor(1.25)
+ONE = torch.tensor([-0.75])
+BUCKETS = torch.tensor([0, 2, 1, 1, 0, 2, 2], dtype=torch.int32)
+PARAMETER = torch.nn.Parameter(torch.tensor([0.1, 0.2, 0.3]))
+
+
+def cast(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The number on its way is cast to fp32; a gradient through that would be rounded."""
+    return score + (NARROW[h, q_idx % 5].float() * 0.1).to(score.dtype) * score
+
+
+def from_the_end(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score * SLOPES[-1 - h].to(score.dtype).exp()
+
+
+def by_bucket(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score + SLOPES[BUCKETS[kv_idx]].to(score.dtype)
+
+
+def of_one_number(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    capped = NUMBER * torch.tanh(score / NUMBER)
+    return capped + 2 * ONE * kv_idx + PARAMETER[h].to(score.dtype)
+
+
+def twice(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    compared = torch.where(score > ONE, score, 0.5 * score)
+    return compared * SLOPES[h].to(score.dtype) + SLOPES[b].to(score.dtype) * q_idx
+
+
+OWN = [cast, from_the_end, by_bucket, of_one_number, twice]
+EXAMPLES = Path(__file__).parents[2] / "examples" / "mods.py"
+# Of examples/mods.py all score mods that read float tensors; the others have none, or no gradient.
+WRITTEN = {
+    name: load_member(f"{EXAMPLES}::{name}", name)
+    for name in ("alibi", "relative_bias", "log_buckets", "temperature", "swin_bias")
+}
+MODS = [*(build_score(spec, DIMENSIONS) for spec in LIBRARY), *OWN, *WRITTEN.values()]
+NAMES = [*map(str, LIBRARY), *(mod.__name__ for mod in OWN), *(f"examples {n}" for n in WRITTEN)]
+
+
+def places() -> list[Tensor]:
+    """Every index, each with a drawn score, flat."""
+    sizes = (DIMENSIONS.batch, DIMENSIONS.heads, DIMENSIONS.query, DIMENSIONS.kv)
+    axes = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
+    scores = torch.from_numpy(2.0 * Draws(0).normal("score", sizes))
+    return [given.reshape(1, 1, 1, -1) for given in (scores, *axes)]
+
+
+def by_number(read: CapturedRead, count: int, at: list[Tensor], slope: Tensor) -> Tensor:
+    """Sums of a read's slopes by the number that it reads."""
+    place = read.start + read.place.evaluate(*at).expand(at[0].shape)
+    found = torch.zeros(count, dtype=torch.float64)
+    return found.index_add_(0, place.flatten(), slope.double().expand(at[0].shape).flatten())
+
+
+@pytest.mark.parametrize("mod", MODS, ids=NAMES)
+def test_the_trace_and_autograd_agree_on_every_number(mod: ScoreMod) -> None:
+    found, at = trace_reads(mod), places()
+    count = count_read_numbers(mod)
+    traced = torch.zeros(count, dtype=torch.float64)
+    size = torch.zeros_like(traced)
+    for read in found:
+        slope = read.slope.evaluate(*at)
+        traced += by_number(read, count, at, slope)
+        size += by_number(read, count, at, slope.abs() + 1.0)  # 1 − tanh²
+    order = {id(tensor): at for at, tensor in enumerate(read_tensors(found))}
+    run = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in read_tensors(found)]
+    for leaf, slope in leaf_gradients(mod, *at):
+        if slope is not None:
+            leaf.add(slope, run[order[id(leaf.tensor)]])
+    said = torch.cat([part.flatten() for part in run])
+    off = (traced - said).abs() - UNITS * 2.0**-53 * at[0].numel() * size
+    assert said.any()
+    assert off.max() <= 0
+
+
+@pytest.mark.parametrize("mod", MODS, ids=NAMES)
+def test_both_have_the_same_tensors_in_the_same_order(mod: ScoreMod) -> None:
+    traced, run = read_tensors(trace_reads(mod)), captured_tensors(mod)
+    assert [id(tensor) for tensor in traced] == [id(tensor) for tensor in run]
+    assert count_read_numbers(mod) == sum(tensor.numel() for tensor in run)
+
+
+def test_starts_follow_on_each_other() -> None:
+    mod = build_score(LIBRARY[7], DIMENSIONS)
+    assert [(read.start, read.tensor.shape) for read in trace_reads(mod)] == [
+        (0, (3, 5, 7)),
+        (105, (3,)),
+    ]
+    assert [read.start for read in trace_reads(twice)] == [0, 0]
+    assert count_read_numbers(twice) == 3
+
+
+@pytest.mark.parametrize("spec", [Spec.of("none"), SOFTCAP], ids=str)
+def test_a_mod_without_tensors_reads_none(spec: Spec) -> None:
+    mod = build_score(spec, DIMENSIONS)
+    assert trace_reads(mod) == ()
+    assert count_read_numbers(mod) == 0
+    assert captured_tensors(mod) == ()
+
+
+@pytest.mark.parametrize("mod", MODS, ids=NAMES)
+def test_expressions_are_of_the_vocabulary_of_every_reader(mod: ScoreMod) -> None:
+    for read in trace_reads(mod):
+        for expression in (read.place, read.slope):
+            assert "def score_mod(" in to_triton(expression).source
+        axes = [axis[..., :3].numpy() for axis in places()]
+        given = [torch.from_numpy(axis) for axis in axes]
+        meant = read.slope.evaluate(*given).double().expand(given[0].shape)
+        context = mpmath.MPContext()
+        context.dps = 50
+        digits = to_mpmath(read.slope, context)(*axes)
+        near = torch.tensor([float(x) for x in digits.flat], dtype=torch.float64)
+        assert torch.allclose(near.expand(3), meant.flatten(), rtol=1e-6, atol=1e-6)
+        flat = to_mpmath(read.place, context)(*axes)
+        assert flat.flatten().tolist() == read.place.evaluate(*given).flatten().tolist()
+        assert to_ball(read.slope, 100)(*axes) is not None
+        scores, *indices = (tensor[0] for tensor in given)
+        error = RunningError(read.slope).at(scores, torch.zeros_like(scores), *indices)
+        assert error.radius.isfinite().all()
+
+
+def computed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score + (-SLOPES)[h].to(score.dtype)
+
+
+def test_a_tensor_computed_from_a_captured_one_is_refused() -> None:
+    with pytest.raises(
+        TraceError, match=r"'computed' has no derivative to what it captures .* neg"
+    ):
+        trace_reads(computed)
+    with pytest.raises(ProblemError, match=r"computes with a whole tensor of shape \(3,\)"):
+        captured_tensors(computed)
+
+
+def test_a_tensor_that_is_compared_alone_has_no_gradient() -> None:
+    def step(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where(score > SLOPES[h], score, 0.5 * score)
+
+    assert trace_reads(step) == ()
+    assert captured_tensors(step) == ()
+
+
+TABLE = torch.tensor([[0.5, 1.0], [2.0, -1.0], [0.25, 3.0]])
+LEARNT = torch.nn.Parameter(torch.tensor(0.5))
+
+
+def test_a_parameter_of_one_number_may_be_cast() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * LEARNT.to(score.dtype) + SLOPES[h].to(score.dtype)
+
+    assert [id(tensor) for tensor in captured_tensors(mod)] == [id(LEARNT), id(SLOPES)]
+    assert [id(tensor) for tensor in read_tensors(trace_reads(mod))] == [id(LEARNT), id(SLOPES)]
+
+
+def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + TABLE[h, 1].to(score.dtype) * kv_idx
+
+    at = places()
+    ((leaf, slope),) = leaf_gradients(mod, *at)
+    found = torch.zeros(TABLE.shape, dtype=torch.float64)
+    leaf.add(slope, found)
+    of_heads = [float(at[4][at[2] == head].sum()) for head in range(DIMENSIONS.heads)]
+    assert found.tolist() == [[0.0, total] for total in of_heads]
+    with pytest.raises(TraceError, match="select"):
+        trace_reads(mod)
+
+
+def test_who_asks_for_no_gradients_is_refused() -> None:
+    """The trace forgets where they are not asked for."""
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        with torch.no_grad():
+            held = SLOPES[h] * 2
+        return score * held + SLOPES[h] * kv_idx
+
+    with pytest.raises(ProblemError, match=r"under torch\.no_grad"):
+        captured_tensors(mod)
+
+
+def test_another_order_than_the_traces_is_refused() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + torch.mul(other=ONE, input=NUMBER) * SLOPES[h] * kv_idx
+
+    with pytest.raises(TraceError, match="other tensors than its trace, or in another order"):
+        trace_reads(mod)
+
+
+def test_a_mod_that_writes_in_place_writes_once() -> None:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score *= ONE
+        return score
+
+    at = places()
+    ((_, slope),) = leaf_gradients(mod, *at)
+    assert torch.equal(slope, at[0])
