@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.examine import planted_processes as of_processes
 from tests.gate import planted_faults as of_calls
+from tests.verify import planted_processes as of_processes
 
 from attncheck import oracles
 from attncheck.gate.gate_worker import work

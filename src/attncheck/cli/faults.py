@@ -290,7 +290,7 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
         head,
         work="attncheck.faults.scoring:work",
         options={"file": head["file"]},
-        lanes=worker_places(options.jobs, device),
+        workers=worker_places(options.jobs, device),
     )
     report = fault_report(content, selection, command=options.typed)
     return say_how_it_ended(end, _write_and_show(interrupts, report, options))
@@ -356,7 +356,7 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
             "convention": suite.convention,
             "folder": str(suite.folder),
         },
-        lanes=[WorkerPlace()] * (options.jobs or min(_cores(), _MOST_RUNS)),
+        workers=[WorkerPlace()] * (options.jobs or min(_cores(), _MOST_RUNS)),
         check=lambda: check_scorable(suite, names, host),
     )
     report = _own_tests_report(content, selection, suite, command=options.typed)
@@ -473,7 +473,6 @@ def _run(
     """
     from attncheck.core.files import check_names
     from attncheck.faults.fault_selection import priority
-    from attncheck.workers.pool import run_units
 
     seconds = parse_seconds(asked.max_time, "--max-time")
     check_names(asked.directory, [JOURNAL])
@@ -489,7 +488,6 @@ def _run(
         resume=resume,
         quiet=asked.quiet,
         verbose=asked.verbose,
-        run=run_units,
         seconds=seconds,
         priority=priority,
         **how,

@@ -344,6 +344,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         UsageError: for a kernel that cannot be loaded.
     """
     from attncheck.gate.plan import priority
+    from attncheck.workers.pool import Cluster
     from attncheck.workers.units import Shard
 
     if not run.choices.isolated:
@@ -366,23 +367,9 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
             return False
         return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
 
-    how: dict[str, Any] = {
-        "work": "attncheck.gate.gate_worker:work",
-        "options": run.choices.options(),
-        "seconds": parse_seconds(options.max_time, "--max-time"),
-        "stop": stop,
-        "priority": priority,
-        "mine": Shard.parse(run.shard).has,
-    }
-    if options.cluster is None:
-        from attncheck.workers.pool import run_units
-
-        how |= {"run": run_units, "lanes": worker_places(options.jobs, run.device)}
-    else:
-        from attncheck.workers.ray_pool import run_on_cluster
-
-        how |= {"run": run_on_cluster, "address": options.cluster}
-        how |= {"device": run.device, "most": options.jobs}
+    workers: Any = worker_places(options.jobs, run.device)
+    if options.cluster is not None:
+        workers = Cluster(address=options.cluster, device=run.device, most=options.jobs)
     ended = run_with_journal(
         units,
         run.head,
@@ -391,7 +378,13 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         resume=resume,
         quiet=options.quiet,
         verbose=options.verbose,
-        **how,
+        work="attncheck.gate.gate_worker:work",
+        options=run.choices.options(),
+        seconds=parse_seconds(options.max_time, "--max-time"),
+        stop=stop,
+        priority=priority,
+        mine=Shard.parse(run.shard).has,
+        workers=workers,
     )
     if usage:
         raise UsageError(usage[0])

@@ -165,7 +165,7 @@ def measured_kind(digits: int) -> ReportKind:
 
 def certified_kind() -> ReportKind:
     """Proven errors; raises UsageError where python-flint is not installed."""
-    from attncheck.surveys.oracle_survey import certify_oracles
+    from attncheck.surveys.oracle_certificates import certify_oracles
 
     return ReportKind(
         name="certificates",

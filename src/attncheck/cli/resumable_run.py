@@ -101,7 +101,7 @@ def say_resumed(before: JournalContent, path: Path) -> None:
     click.echo(f"attncheck: goes on with {path}, {done} done (--fresh begins anew).", err=True)
 
 
-def run_with_journal(  # noqa: PLR0913  # one run, said once
+def run_with_journal(  # one run, said once
     units: Sequence[Unit],
     head: Mapping[str, Any],
     counter: RunCounter,
@@ -110,7 +110,6 @@ def run_with_journal(  # noqa: PLR0913  # one run, said once
     resume: bool,
     quiet: bool,
     verbose: bool,
-    run: Callable[..., RunEnd],
     check: Callable[[], None] = lambda: None,
     **how: Any,
 ) -> tuple[RunEnd, JournalContent]:
@@ -124,20 +123,20 @@ def run_with_journal(  # noqa: PLR0913  # one run, said once
         resume: Whether to go on with a journal that is there.
         quiet: Whether no progress is shown.
         verbose: Whether all that is new is shown.
-        run: ``workers.pool.run_units``, or the same on a cluster.
         check: Raises UsageError where nothing can be done; called once it is known that the journal
             is this run's.
-        how: What else ``run`` takes.
+        how: What else ``workers.pool.run_units`` takes.
 
     Raises:
         JournalError: where the journal holds another run that is not finished.
     """
     from attncheck.workers.journal import Journal
+    from attncheck.workers.pool import run_units
 
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()
         with run_progress(counter, quiet=quiet, verbose=verbose) as told:
-            end = run(units, journal=journal, told=told, **how)
+            end = run_units(units, journal=journal, told=told, **how)
         journal.end(end.why)
     return end, journal.content
 

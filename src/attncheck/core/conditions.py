@@ -71,7 +71,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GradientConditions:
-    """What a bound of gradients has to know of some rows besides, exactly; float64.
+    """Exact quantities of some rows that bounds of gradients need besides; float64.
 
     As in Conditions a sink is the last key; its value product is 0 and its slope 1.
 
@@ -99,7 +99,7 @@ class GradientConditions:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreModError:
-    """What a score mod makes of an error of its score, and adds of its own; ``(heads, rows, kv)``.
+    """Errors of a score mod: of its score's error, and its own; ``(heads, rows, kv)``.
 
     Nothing of a sink, which it does not see: its error stays as it is.
 
@@ -124,7 +124,7 @@ class ScoreModError:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReadConditions:
-    """What one place in a score mod's text reads of captured tensors, ``(heads, rows, kv)``.
+    """One read of captured tensors in a score mod's text, ``(heads, rows, kv)``.
 
     Nothing of a sink, which reads none.
 

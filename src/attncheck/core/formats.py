@@ -86,7 +86,7 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """What a Problem's ``dtype`` means, place by place.
+    """Meaning of a Problem's ``dtype``, place by place.
 
     Attributes:
         name: Name on the command line.

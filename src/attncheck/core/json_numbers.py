@@ -72,7 +72,7 @@ def words_to_record_numbers(record: Any) -> Any:
 
 
 def source_name(source: Path | str) -> str:
-    """What a message calls it."""
+    """Return the name of a source in a message."""
     return one_line(str(source)) if isinstance(source, Path) else "the text"
 
 

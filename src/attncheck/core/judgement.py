@@ -39,7 +39,7 @@ Rule = Literal[
     "determinism",
     "regression",
 ]
-"""What a verdict other than ``pass`` rests on, in the order in which the rules are asked.
+"""Rule that a verdict other than ``pass`` rests on, in the order in which they are asked.
 
 ``finite``: NaN or infinite where the exact result is not. ``empty rows``: a row that sees no key is
 not exactly 0 and −∞, or a gradient of it or of a key that no row sees not exactly 0. ``structure``:
@@ -136,7 +136,7 @@ class BlindSpot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How accurate a kernel is beside others of the same arithmetic.
+    """Accuracy of a kernel beside others of the same arithmetic.
 
     Attributes:
         z: Largest over heads of rms(error ÷ predicted standard deviation); None where no head has

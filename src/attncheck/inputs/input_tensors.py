@@ -36,7 +36,7 @@ _LARGEST_SINK = 2.0**100  # beside scores that nearly overflow; in log2 units a 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Descale:
-    """What stored fp8 numbers are to be multiplied by: fp32, ``(batch, kv_heads)`` each.
+    """Factors of stored fp8 numbers: fp32, ``(batch, kv_heads)`` each.
 
     A head of q takes that of the key head it reads.
     """
@@ -98,7 +98,7 @@ class Inputs:
 
     @property
     def device(self) -> torch.device:
-        """Where all the tensors are."""
+        """Device of all the tensors."""
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from attncheck.core.draws import Draws
     from attncheck.inputs.distributions import Drawn, Sizes
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "DTYPES",
@@ -122,7 +123,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def tensor_name(call: int, tensor: str) -> str:
-    """What tensor ``q``, ``k``, ``v`` or ``mask`` of a call is called in the file."""
+    """Return the name in the file of a call's tensor ``q``, ``k``, ``v`` or ``mask``."""
     return f"{call}.{tensor}"
 
 

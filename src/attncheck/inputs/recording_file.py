@@ -32,7 +32,7 @@ __all__ = ["call_fact", "load", "tensor_fact"]
 
 
 def call_fact(call: Call) -> str | None:
-    """What is wrong with a call's description; None where nothing is."""
+    """Return what is wrong with a call's description; None where nothing is."""
     if not call.name.strip() or not call.name.isprintable():
         return "its name must be printable, and not blank"
     try:
@@ -45,7 +45,7 @@ def call_fact(call: Call) -> str | None:
 
 
 def tensor_fact(call: Call, name: str, tensor: Tensor) -> str | None:
-    """What is wrong with q, k, v or the mask of a call; None where nothing is."""
+    """Return what is wrong with q, k, v or the mask of a call; None where nothing is."""
     return _mask_fact(call, tensor) if name == "mask" else _fact(call, name, tensor)
 
 

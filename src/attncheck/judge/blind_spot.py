@@ -102,7 +102,7 @@ def blind_spot(
 
 @dataclass(slots=True)
 class _Exposed:
-    """What the blocks of rows seen so far would have exposed."""
+    """Faults that the blocks of rows so far would have exposed."""
 
     smallest: float = math.inf
     scale: float = math.inf
@@ -261,7 +261,7 @@ def _least_ratio(allowance: Tensor, derivative: Tensor) -> float:
 
 
 def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
-    """What the allowances of ``rows`` expose of single keys.
+    """Find the faults of single keys that the allowances of ``rows`` expose.
 
     Returns the smallest relative error of one key's weight (infinite where none), the visible (row,
     key) pairs of rows that see two keys or more of which one dropped would be seen, and all such
@@ -333,7 +333,7 @@ def _farthest_of_top(rows: _AllowedRows, top: Tensor, without: Tensor) -> Tensor
 
 
 def _times_allowed(moved: Tensor, allowance: Tensor) -> Tensor:
-    """How many times its allowance each moves; 0 of what does not move or is not judged."""
+    """Multiples of its allowance that each moves; 0 of what does not move or is not judged."""
     return moved.clamp_min(0.0) / allowance.clamp_min(_LEAST)
 
 

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulator:
-    """How a sum of products is added up.
+    """Way in which a sum of products is added up.
 
     Attributes:
         name: What reports call it.
@@ -72,7 +72,7 @@ class Accumulator:
         return self.block is not None and 2.0**-self.alignment > 2 * self.format.unit_roundoff
 
     def step_loss(self) -> tuple[float, float]:
-        """What a step loses at most: of its largest term, and of the running sum (B2)."""
+        """Largest loss of a step: of its largest term, and of the running sum (B2)."""
         assert self.block is not None
         return (self.block + 1) * 2.0**-self.alignment, 2.0 ** (1 - self.result)
 
@@ -316,7 +316,7 @@ FP64_ORACLE = Arithmetic(
 
 
 def default(dtype: Dtype, capability: tuple[int, int] | None = None) -> Arithmetic:
-    """What is assumed of a kernel that declares nothing.
+    """Return the arithmetic that is assumed of a kernel that declares nothing.
 
     Args:
         dtype: Of the Problem.

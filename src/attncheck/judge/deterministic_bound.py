@@ -58,7 +58,7 @@ def deterministic_bound(
     scores: ScoreError,
     mod: ScoreModError | None = None,
 ) -> DeterministicBound:
-    """What no kernel of this arithmetic passes on these inputs, whatever its tiles and order.
+    """Bound the errors of every kernel of this arithmetic, whatever its tiles and order.
 
     Args:
         conditions: Of the rows.
@@ -113,7 +113,7 @@ def _settled(term: Tensor, dead: Tensor, unknown: Tensor) -> Tensor:
 def _softmax_terms(
     conditions: Conditions, arithmetic: Arithmetic, moved: Weights, sums: SumError
 ) -> dict[str, Tensor]:
-    """What the bound is made of before out is rounded, each ``(heads, rows, kv)``."""
+    """Terms of the bound before out is rounded, by name, each ``(heads, rows, kv)``."""
     change = moved.changed
     smallest = 2.0**arithmetic.computes.min_exponent
     count = additions(conditions, arithmetic)
@@ -132,7 +132,7 @@ def _value_terms(
     moved: Weights,
     sums: SumError,
 ) -> dict[str, Tensor]:
-    """What the bound is made of before out is rounded, each ``(heads, rows, value_dim)``."""
+    """Terms of the bound before out is rounded, by name, each ``(heads, rows, value_dim)``."""
     values, touched = finite_values(conditions)
     size, exact = values.abs(), conditions.out
     # B10, B12 and B15: what the weights' errors make of out; never beyond the values.
@@ -199,7 +199,7 @@ def _underflow(
 
 
 def _overflows(conditions: Conditions, arithmetic: Arithmetic, size: Tensor) -> Tensor:
-    """Where the unnormalised sum may pass fp32's largest number, or V that of tf32.
+    """Elements whose unnormalised sum may pass fp32's largest number, or V that of tf32.
 
     In any tile's frame: before the largest score has come, lesser ones have weights of 1.
     """

@@ -253,7 +253,7 @@ class _TensorError:
         return torch.maximum(self.unit, own)
 
     def growth(self, expected: Tensor) -> float:
-        """How much larger the prediction is than the exact result."""
+        """Ratio of the largest predicted number to the largest exact one."""
         both = [x[x.isfinite()].abs() for x in (expected, self.exact)]
         if not all(x.numel() for x in both):
             return 1.0

@@ -178,7 +178,7 @@ def settled(
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowGradients:
-    """What these rows' gradients may be off by, float64.
+    """Largest errors of these rows' gradients, float64.
 
     Attributes:
         rows: Which rows.
@@ -213,7 +213,7 @@ def row_gradients(
     reads: Sequence[ReadConditions] = (),
     numbers: int = 0,
 ) -> RowGradients:
-    """What no backward of this arithmetic passes in these rows, whatever its tiles and order.
+    """Bound every backward of this arithmetic in these rows, whatever its tiles and order.
 
     Args:
         known: Of the rows.

@@ -233,7 +233,7 @@ def _score_statistics(
 
 
 def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tuple[Tensor, Tensor]:
-    """What the score mod makes of an error, and adds of its own."""
+    """Slope with which the score mod passes an error on, and the error of its own."""
     if mod is None:
         return torch.ones_like(scores.radius), torch.zeros_like(scores.radius)
     if mod.likely is None:
@@ -344,7 +344,7 @@ def quadrature(
 def _excess(
     weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
 ) -> Tensor:
-    """What groups of several keys add to Σ (weight · (v − center))²."""
+    """Amount that groups of several keys add to Σ (weight · (v − center))²."""
     heads, rows, _ = weight.shape
     dim = values.shape[-1]
     # Keys that share a group with another, in order of row and group; one number each.

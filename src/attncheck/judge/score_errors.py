@@ -97,7 +97,7 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
 
 
 def likely_radius(scores: ScoreError, sigmas: float) -> Tensor:
-    """What the random part of the error does not pass by ``sigmas`` standard deviations (B22)."""
+    """Radius that the random part of the error keeps to, of ``sigmas`` deviations (B22)."""
     return torch.minimum(scores.radius, sigmas * scores.variance.sqrt())
 
 
@@ -179,7 +179,7 @@ def _or_infinite(conditions: Conditions, arithmetic: Arithmetic, radius: Tensor)
 
 
 def overflows(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Which finite numbers a product may read as infinite: rounded to tf32 those near the end."""
+    """Mark the finite numbers that a product may read as infinite: near the end of tf32."""
     if not arithmetic.operand_error or arithmetic.truncates:
         return torch.zeros_like(operand, dtype=torch.bool)
     return operand.abs() > arithmetic.products.max
@@ -267,7 +267,7 @@ def _products(q: Tensor, k: Tensor, d: int) -> Tensor:
 
 
 def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
-    """What alignment cuts off the products of one step: ``unit``, a last bit, at most of each."""
+    """Amount that alignment cuts off the products of one step: a last bit of each at most."""
     # The last bit of a product of 2p significant bits lies 2p − 1 below its first.
     whole = 2.0 ** (2 * significand - 1) * unit
     lost = torch.zeros_like(unit)

@@ -49,13 +49,13 @@ class Saved:
     measured: bool = True
 
     def delta_shift(self, known: GradientConditions) -> Tensor:
-        """What the error of out makes of delta, ``(heads, rows, 1)``; 0 where not measured."""
+        """Change of delta by the error of out, ``(heads, rows, 1)``; 0 where not measured."""
         if not self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).sum(-1, keepdim=True)
 
     def delta_error(self, known: GradientConditions) -> Tensor:
-        """What it makes of delta at most where it is not measured, ``(heads, rows, 1)``; else 0."""
+        """Largest change of delta by it where it is not measured, ``(heads, rows, 1)``; else 0."""
         if self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).abs().sum(-1, keepdim=True)

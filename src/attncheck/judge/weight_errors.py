@@ -197,7 +197,7 @@ def log_sum_base(conditions: Conditions, arithmetic: Arithmetic, before: Tensor)
 
 
 def shares(errors: Exponents, by: Tensor) -> dict[str, Tensor]:
-    """What share each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
+    """Share that each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
 
     Args:
         errors: Of the exponents.

@@ -45,7 +45,7 @@ class Traced:
 
 
 Operand: TypeAlias = "Traced | Tensor | int | float"
-"""What an operation is applied to; a Tensor or a number here is a constant of the mod."""
+"""An operand of an operation; a Tensor or a number here is a constant of the mod."""
 
 
 @dataclass(slots=True)

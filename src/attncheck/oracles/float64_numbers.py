@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
 
 __all__ = ["Float64", "Nonfinite"]
@@ -49,7 +49,7 @@ class Nonfinite:
         return cls(values.masked_fill(~finite, 0.0), torch.cat(kinds, dim=-1).to(values.dtype))
 
     def seen_by(self, attended: Tensor) -> Tensor:
-        """What to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
+        """Amount to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
         return poison(attended.to(self.marks.dtype) @ self.marks)
 
 

@@ -129,7 +129,7 @@ def flash1_forward(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block(Generic[A]):
-    """What one query block has come to, after some key blocks.
+    """Results of one query block after some key blocks.
 
     Attributes:
         out: The paper's O, attention over the keys so far: ``(batch, heads, rows, value_dim)``.

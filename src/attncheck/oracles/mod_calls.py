@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 __all__ = ["Indices", "is_identity", "scored", "scored_with_slope", "slope", "visible"]
 
@@ -29,7 +29,7 @@ _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Indices:
-    """Where a tile lies.
+    """Indices of a tile.
 
     Attributes:
         b: ``(batch, 1, 1, 1)``.
@@ -68,7 +68,7 @@ class Indices:
 
 
 def visible(mask_mod: MaskMod, indices: Indices) -> Tensor:
-    """Where a row sees a key: bool, four axes of the indices' size, or of size 1 where all agree.
+    """Mask visibility: bool, four axes of the indices' size, or of size 1 where all agree.
 
     A callable that cannot broadcast is called under ``torch.vmap``, as FlexAttention does.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.oracles.number_system import Array, Numbers
 
 __all__ = [
@@ -96,7 +96,6 @@ class Recurrence(Protocol):
 
     def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
         """Out and LSE of ``inputs`` as numbers of the system."""
-        ...
 
 
 class Backward(Protocol):
@@ -104,7 +103,6 @@ class Backward(Protocol):
 
     def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Gradients[A]:
         """Gradients of ``inputs`` as numbers of the system; raises ProblemError without a loss."""
-        ...
 
 
 def query_and_key_blocks(
@@ -133,7 +131,7 @@ def sink_of(numbers: Numbers[A], inputs: Inputs) -> A | None:
 
 
 def some(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
-    """Which rows have anything to weigh, a key or a sink: bool ``(batch, heads, query, 1)``.
+    """Mark the rows that have anything to weigh: bool ``(batch, heads, query, 1)``.
 
     Args:
         numbers: The number system.
@@ -167,7 +165,6 @@ class Softmax(Protocol):
         self, numbers: Numbers[A], scores: A, attended: Tensor, sink: A | None = None, /
     ) -> tuple[A, A]:
         """Weights of the keys, and LSE; ``sink`` broadcasts to ``(batch, heads, query, 1)``."""
-        ...
 
 
 def naive(

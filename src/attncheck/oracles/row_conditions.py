@@ -101,7 +101,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
 
 
 def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
-    """What the mask alone shows, bool ``(heads, rows, kv)``; of a softmax everything.
+    """Mask visibility of the rows, bool ``(heads, rows, kv)``; of a softmax everything.
 
     As in Conditions a sink is the last key.
     """
@@ -205,7 +205,7 @@ def _pieces(problem: Problem, query: Tensor) -> Iterator[Rows]:
 
 
 def row_indices(problem: Problem, rows: Rows) -> Iterator[tuple[slice, Indices]]:
-    """Where the rows lie, one sequence at a time: which of the heads here, and their indices."""
+    """Yield where the rows lie, one sequence at a time: a slice of the heads, and indices."""
     device, first = rows.query.device, rows.heads.start
     for b in range(first // problem.heads, (rows.heads.stop - 1) // problem.heads + 1):
         start = max(first, b * problem.heads)
@@ -268,7 +268,7 @@ def _promoted(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """What a softmax has of q, k and v: a last axis of 0."""
+    """The q, k and v of a softmax: their last axis is 0."""
     heads, kv = len(rows.heads), inputs.problem.kv
     q, k, v = (
         torch.empty((heads, length, 0), dtype=torch.float64, device=inputs.device)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
 
 __all__ = [
     "LARGEST_BOUNDED_SCORE",
@@ -90,7 +90,7 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
 
 
 class _Tiles:
-    """What all tiles of one call share: promoted tensors, mods and the score buffer."""
+    """Data that all tiles of one call share: promoted tensors, mods and the score buffer."""
 
     def __init__(self, inputs: Inputs, visibility: Visibility) -> None:
         problem = self.problem = inputs.problem
@@ -171,7 +171,7 @@ class _Rows:
         return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
 
     def visible(self, run: Run) -> Tensor:
-        """What a partial tile sees."""
+        """Mask visibility of a partial tile."""
         return self.tiles.visibility.tile(self.heads, self.rows, run.keys)
 
     @property
@@ -376,7 +376,7 @@ def head_ranges(problem: Problem, blocks: Blocks, rows: int) -> Iterator[Heads]:
 
 
 class Visibility:
-    """Which tiles of a mask see nothing, something or everything.
+    """Classes of a mask's tiles: those that see nothing, something or everything.
 
     The mask is evaluated strip by strip, in memory of the order of a tile, and classified on its
     device; only the classes travel to the host, once for a range of heads (once in all when the
@@ -401,7 +401,7 @@ class Visibility:
         return self._runs[key][block]
 
     def tile(self, heads: Heads, rows: range, keys: range) -> Tensor:
-        """What a partial tile sees; bool, as ``indices.visible`` gives it.
+        """Mask visibility of a partial tile; bool, as ``mod_calls.visible`` gives it.
 
         A mask that is the same for all heads is evaluated once for a query block.
         """

@@ -72,7 +72,7 @@ def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outpu
 
 
 class _Sums:
-    """What all tiles of one call share: promoted tensors, mods, buffers, and the gradients.
+    """Data that all tiles of one call share: promoted tensors, mods, buffers, gradients.
 
     Axes are ``(batch, kv_heads, group, query, …)`` of what belongs to rows and
     ``(batch, kv_heads, kv, …)`` of what belongs to keys.
@@ -188,7 +188,7 @@ class _Rows:
         return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
 
     def visible(self, run: Run) -> Tensor:
-        """What a partial tile sees."""
+        """Mask visibility of a partial tile."""
         return self.sums.visibility.tile(self.heads, self.rows, run.keys)
 
     def add(self, run: Run) -> None:
