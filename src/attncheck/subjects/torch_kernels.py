@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.judge.declared_arithmetic import Arithmetic
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 __all__ = ["Flex", "Sdpa"]
 
