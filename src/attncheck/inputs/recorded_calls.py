@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from attncheck.core.draws import Draws
     from attncheck.inputs.distributions import Drawn, Sizes
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "DTYPES",

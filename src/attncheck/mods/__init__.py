@@ -1,6 +1,6 @@
 """Masks and score mods, written once in FlexAttention's signature.
 
-* By name: ``spec`` (what a Problem stores), ``masks`` and ``scores`` (the callables and the tables
+* By name: ``signatures``, ``spec`` (what a Problem stores), ``masks`` and ``scores`` (the callables and the tables
   that build them), ``formula`` (mods written as text), ``mod_files`` (mods from users' files),
   ``library`` (checks a Spec and builds its callable).
 * As data: ``expression`` (the vocabulary, a small graph over it, and ``evaluate``), ``trace`` (from

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import Dimensions, MaskMod
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "EMPTY",

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from attncheck.core.errors import ProblemError
 
 if TYPE_CHECKING:
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 __all__ = ["CapturedSums", "Leaf", "captured_tensors", "leaf_gradients"]
 

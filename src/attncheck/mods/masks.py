@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import Argument, Dimensions, MaskMod, Values
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Argument, Dimensions, Values
 
 __all__ = [
     "MASKS",

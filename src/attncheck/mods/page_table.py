@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.paged_layout import Paging
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 __all__ = [
     "PageTable",

@@ -9,12 +9,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "ANY_SEED",
@@ -22,8 +19,6 @@ __all__ = [
     "Check",
     "Dimensions",
     "Entry",
-    "MaskMod",
-    "ScoreMod",
     "Spec",
     "Values",
     "build_entry",
@@ -36,12 +31,6 @@ __all__ = [
     "rows_and_columns",
     "whole_number",
 ]
-
-MaskMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
-"""``mask(b, h, q_idx, kv_idx)``: index tensors in, a bool tensor (True: the row sees it) out."""
-
-ScoreMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
-"""``score(score, b, h, q_idx, kv_idx)``: the scaled q·k and its indices in, another score out."""
 
 Argument = int | float | str | tuple[int, ...]
 
