@@ -227,5 +227,3 @@ def test_nothing_tested_is_no_pass():
         command="", tier="smoke", started="", seconds=0.0, environments={}, kernels={}
     )
     assert gate_exit_code(nothing) == 5
-
-
