@@ -17,7 +17,8 @@ from attncheck.faults.catalogue import FAULTS, fault_named
 from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import KnownFailures, describe_units, priority
+from attncheck.gate.plan import describe_units, priority
+from attncheck.gate.property_stage import KnownFailures
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 
 LONGEST = 60.0

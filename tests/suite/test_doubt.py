@@ -9,7 +9,7 @@ from attncheck.cases.check_cases import check_cases
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting import check_page
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.property_session import UnderTest
+from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
 from attncheck.verify.verify import verify
 

@@ -63,12 +63,12 @@ def listed(asked: FaultsAsked) -> int:
 
 def where(asked: FaultsAsked) -> tuple[str, str]:
     """Device and tier, also where nobody says; raises UsageError for what is not there."""
-    from attncheck.cases.tier import default_tier, gate_tier_named
+    from attncheck.cases.tier import default_tier, tier_named
     from attncheck.verify.environment import default_device, require_device
 
     device = asked.device or default_device()
     require_device(device)
-    return device, gate_tier_named(asked.tier or default_tier(device)).name
+    return device, tier_named(asked.tier or default_tier(device)).name
 
 
 def _chosen(asked: FaultsAsked, file: Path | None, device: str, tier: str) -> FaultSelection:

@@ -92,7 +92,7 @@ def asked(  # noqa: PLR0913  # one parameter per option
     """
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
-    from attncheck.cases.tier import default_tier, gate_tier_named
+    from attncheck.cases.tier import default_tier, tier_named
     from attncheck.conventions.declarations import convention_named
     from attncheck.gate.choices import BaselineCases, Choices, parse_stages
     from attncheck.gate.gate_report import journal_header
@@ -106,8 +106,8 @@ def asked(  # noqa: PLR0913  # one parameter per option
     part = str(Shard.parse(shard))
     device = device or default_device()
     require_device(device)
-    chosen = gate_tier_named(tier or default_tier(device))
-    if part and chosen.draws_anew and seed is None:
+    chosen = tier_named(tier or default_tier(device))
+    if part and chosen.random and seed is None:
         raise UsageError(
             f"--shard {part}: each run of tier {chosen.name} draws other numbers: "
             "give all parts the same --seed N."
@@ -141,7 +141,7 @@ def asked(  # noqa: PLR0913  # one parameter per option
         )
 
     head = head_of(choices)
-    if chosen.draws_anew and seed is None:
+    if chosen.random and seed is None:
         seed = _seed_of(head, there(directory, fresh=fresh))
         choices = Choices.of(options | {"seed": seed})
         head["seed"] = seed

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from attncheck import oracles
-from attncheck.cases.variants import VARIANTS, Variant, plan_cells
+from attncheck.cases.variants import SHARP, VARIANTS, plan_cells
 from attncheck.core.balls import flint_version
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
@@ -28,9 +28,7 @@ from attncheck.inputs.problem import Case
 from attncheck.judge.declared_arithmetic import FP64_ORACLE, default
 from attncheck.judge.verdict_rules import PROVEN
 from attncheck.mods.ball_algebra import BALLS
-from attncheck.mods.library import FULL
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import BITS, Ball, enclosed, proven_error
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.row_conditions import sampled_rows, samples_all_rows
@@ -70,7 +68,6 @@ __all__ = [
     "MOST_CERTIFIED_PRODUCTS",
     "MOST_PRODUCTS",
     "ORACLES",
-    "SHARP",
     "agreement",
     "certify_oracles",
     "distances",
@@ -78,13 +75,6 @@ __all__ = [
     "survey_oracles",
 ]
 
-
-SHARP = Variant(
-    name="sharp",
-    summary="every key, every score times 16: beyond the exponents of fp64",
-    mods=lambda _: (FULL, Spec.of("temperature", temperature=2.0**-4)),
-)
-"""No kernel is measured on it: what it shows is where the naive softmax ends."""
 
 DEFAULT_VARIANTS = ("full", "causal", SHARP.name, "softmax")
 
@@ -104,7 +94,7 @@ def oracle_plan(
     """Each variant on each distribution, in the order in which a report shows them.
 
     Args:
-        variants: Names of ``runner.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
+        variants: Names of ``cases.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
         dtype: Of the inputs.
         shape: As typed.
