@@ -25,7 +25,7 @@ _TITLES = {
 _ABOUT = """Made by `benchmarks/calibration.py`. A judgement's figure is its largest error ÷ bound
 over all elements; columns show the largest, the 99th percentile and the median of those. Above 1 is
 a kernel beyond the bound. *probable* is the probabilistic bound (p < 1e-6 a problem on generic
-inputs; structured ones may exceed it). z, spread and residual: `docs/bounds.md`."""
+inputs; structured ones may exceed it). z, spread and residual: `docs/explanation/bounds.md`."""
 
 
 def page(summaries: list[dict[str, Any]]) -> str:

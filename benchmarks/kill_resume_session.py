@@ -9,14 +9,15 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from attncheck.workers import pool, worker_pool
+from attncheck.workers import worker_main
 from attncheck.workers.journal import Journal
+from attncheck.workers.pool import WorkerPlace, run_units
 from attncheck.workers.units import Done, Unit
-from attncheck.workers.worker_pool import ProcessPool, WorkerPlace
 
 if TYPE_CHECKING:
     from attncheck.workers.pool import RunEvent
@@ -119,55 +120,62 @@ JOURNALS = {"right": Journal, "hasty": Hasty, "forgetful": Forgetful}
 
 
 class _Forked:
-    """A process that is a copy of this one, as far as a lane is concerned."""
+    """In place of ``subprocess.Popen``: a worker that is a copy of this process.
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self._code = pid, 0
-        self._ended = False
+    It has imported everything: what is tried here is not how long that takes.
+    """
 
-    def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
-        if not self._ended:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._ended, self._code = pid != 0, os.waitstatus_to_exitcode(status)
-        return self._code if self._ended else None
+    def __init__(
+        self, command: list[str], *, env: dict[str, str], pass_fds: tuple[int, ...], **_: Any
+    ) -> None:
+        (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                self._run(command, env, pass_fds, its_out, its_err)
+            finally:
+                os._exit(1)
+        os.close(its_out)
+        os.close(its_err)
+        self.stdout, self.stderr = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
 
-    def wait(self, timeout: float = 60.0) -> int:
-        """Its exit status."""
-        until = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("lane", timeout)
-            time.sleep(0.001)
-        return self._code
-
-    def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-class _Warm(ProcessPool):
-    """Lanes that have imported everything: what is tried here is not how long that takes."""
-
-    def _launch(self, descriptor: int, printed: IO[bytes], environment: dict[str, str]) -> Any:
-        del environment
-        parent = os.getpid()
-        pid = os.fork()
-        if pid:
-            return _Forked(pid)
+    def _run(
+        self, command: list[str], env: dict[str, str], kept: tuple[int, ...], out: int, err: int
+    ) -> None:
         os.setsid()
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
         # As a new process: whoever waits for the end of a pipe would wait for this copy too.
-        os.closerange(3, descriptor)
-        os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+        low = 3
+        for descriptor in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(low, descriptor)
+            low = descriptor + 1
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        try:
-            worker_pool.main(descriptor, parent)
-        finally:
-            os._exit(1)
+        os.environ.update(env)
+        sys.argv = ["-c", *command[3:]]
+        worker_main.main()
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Its exit status; raises TimeoutExpired."""
+        until = time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > until:
+                raise subprocess.TimeoutExpired("worker", timeout)
+            else:
+                time.sleep(0.001)
+        return self.returncode
+
+
+def _guard_or_fork(command: list[str], **how: Any) -> Any:
+    return _Forked(command, **how) if how.get("pass_fds") else _POPEN(command, **how)
+
+
+_POPEN = subprocess.Popen
 
 
 def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -> None:
@@ -178,7 +186,7 @@ def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -
         number: Of the plan.
         journal: Which, of ``JOURNALS``.
         told_to: The descriptor.
-        cold: Whether lanes are new processes, as they are for users, or copies of this one.
+        cold: Whether workers are new processes, as they are for users, or copies of this one.
     """
 
     def told(event: RunEvent) -> None:
@@ -186,14 +194,14 @@ def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -
             token = event.done.facts.get("token", "-")
             os.write(told_to, f"{event.done.unit} {token}\n".encode())
 
-    pool.ProcessPool = ProcessPool if cold else _Warm
+    if not cold:
+        subprocess.Popen = _guard_or_fork  # type: ignore[assignment,misc]  # of this process alone
     with JOURNALS[journal].open(path, {"command": f"plan {number}"}, resume=True) as opened:
-        lanes = [WorkerPlace()] * (1 + number % 2)
-        pool.run_units(
+        run_units(
             Plan(number).units(),
             work="kill_resume_session:work",
             options={},
             journal=opened,
-            lanes=lanes,
+            workers=[WorkerPlace()] * (1 + number % 2),
             told=told,
         )

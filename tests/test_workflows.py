@@ -127,7 +127,12 @@ def shown_commands():
             for words in commands_in(step.get("run", "")):
                 if "${options[@]}" not in words:  # the gate's own step is run below
                     yield f"{name}: {shlex.join(words)}", words
-    for page in ("docs/ci.md", "docs/demo.md", "README.md", "docs/quickstart.md"):
+    for page in (
+        "docs/tutorial/ci.md",
+        "docs/tutorial/demo.md",
+        "README.md",
+        "docs/tutorial/quickstart.md",
+    ):
         text = (ROOT / page).read_text()
         blocks = re.findall(r"^```console.*?\n(.*?)^```$", text, re.M | re.S)
         lines = [line[2:] for block in blocks for line in block.splitlines() if line[:2] == "$ "]
@@ -311,7 +316,7 @@ def test_what_is_installed(act, tmp_path):
 # The pages.
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/ci.md"])
+@pytest.mark.parametrize("page", ["docs/tutorial/ci.md"])
 def test_a_page_shows_what_is_shipped(page):
     """Each of its YAML blocks is a part of one of the files, to the letter."""
     text = (ROOT / page).read_text()
@@ -325,7 +330,7 @@ def test_a_page_shows_what_is_shipped(page):
 
 
 def test_the_page_has_a_table_of_all_inputs():
-    text = (ROOT / "docs/ci.md").read_text()
+    text = (ROOT / "docs/tutorial/ci.md").read_text()
     (table,) = re.findall(r"^\| input \|.*\n\|[-| ]+\n((?:\|.*\n)+)", text, re.M)
     named = [re.match(r"\| `([\w-]+)` \|", line)[1] for line in table.splitlines()]
     assert named == list(ACTION["inputs"])

@@ -48,7 +48,7 @@ _OWN = {
         "attncheck.cli",
         "attncheck.verify.evidence",
         "attncheck.verify.executor",
-        "attncheck.reporting.screen",
+        "attncheck.reporting.rendering",
         "attncheck.verify.verify",
         "attncheck.capabilities.configuration",
     ),

@@ -14,8 +14,9 @@ from attncheck.cli.blocks import blocks
 from attncheck.core.errors import AttncheckError
 from attncheck.mods.masks import MASKS
 from attncheck.mods.spec import Dimensions, Spec
+from attncheck.records.json_reports import load_report
 from attncheck.records.survey_reports import BlockRecord, BlockReport
-from attncheck.reporting import block_pages
+from attncheck.reporting.rendering import render, show
 from attncheck.surveys.block_survey import mask_of, survey_blocks
 
 MINE = """
@@ -61,7 +62,7 @@ def run(*arguments):
 def records(*arguments):
     done = run(*arguments, "--json")
     assert done.exception is None
-    return block_pages.load(done.stdout).records
+    return load_report(done.stdout, BlockReport).records
 
 
 def counted(record):
@@ -177,13 +178,13 @@ def test_a_page_shows_what_its_report_says_and_nothing_else():
         records=(record,),
     )
     stream = io.StringIO()
-    block_pages.show(report, as_json=False, stream=stream)
+    show(report, stream=stream)
     page = stream.getvalue()
     assert "planted · B6 H7 Q8 K9" in page
     assert "\x1b" not in page
     assert "3×5 77 11 22 44 12.5% 9.50×" in " ".join(page.split())
     assert "  ·▒█\n  █▒·\n" in page
-    assert block_pages.load(block_pages.written(report)) == report
+    assert load_report(render(report, "json"), BlockReport) == report
 
 
 def test_masks_as_they_are_typed(in_folder):

@@ -13,7 +13,9 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 from attncheck import oracles
 from attncheck.cli import main
 from attncheck.core.outputs import Outputs
-from attncheck.reporting import certificate_pages
+from attncheck.records.json_reports import load_report
+from attncheck.records.survey_reports import CertificateReport
+from attncheck.reporting.rendering import render
 
 TINY = ("--certify", "--shape", "1x2/1x5x4", "--distribution", "normal", "-q")
 
@@ -35,7 +37,7 @@ def attncheck(monkeypatch, capfd, tmp_path):
 def test_every_variant_is_proven(attncheck, tmp_path):
     code, out, err = attncheck(*TINY, "--format", "json", "--out", "here")
     assert (code, err) == (0, "")
-    report = certificate_pages.load(out)
+    report = load_report(out, CertificateReport)
     variants = [record.variant for record in report.truths]
     assert variants == ["full", "causal", "alibi", "softcap", "sharp", "softmax"]
     every = ["truth", "naive", "safe", "online", "flash1", "flash2", "split"]
@@ -46,7 +48,7 @@ def test_every_variant_is_proven(attncheck, tmp_path):
     written = tmp_path / "here"
     assert sorted(p.name for p in written.iterdir()) == ["certificates.json", "certificates.md"]
     assert (written / "certificates.json").read_text() == out
-    assert (written / "certificates.md").read_text() == certificate_pages.render(report, "md")
+    assert (written / "certificates.md").read_text() == render(report, "md")
 
 
 @pytest.mark.parametrize(

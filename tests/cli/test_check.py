@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck import reporting
+from attncheck.records.json_reports import load_report
+from attncheck.records.record import Report
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_kernel.py"
 QUICK = ("--question", "decode-causal", "--question", "causal-tall")
@@ -61,7 +62,7 @@ def test_a_right_kernel(tmp_path):
     assert sum(" pass " in line for line in lines) == 2
     assert "PASS my_kernel.py::attention: 2 questions" in lines
     assert sorted(p.name for p in (tmp_path / "reports").iterdir()) == ["check.json", "check.md"]
-    report = reporting.load((tmp_path / "reports" / "check.json").read_text())
+    report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
     assert [record.variant for record in report.records] == ["decode-causal", "causal-tall"]
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.cli.demo_search import at_edges, drawn
+from attncheck.cli.demo import search_tile_edges, search_with_hypothesis
 from attncheck.subjects.load import load_subject
 from attncheck.verify.environment import prepare
 
@@ -81,14 +81,14 @@ def mended(tmp_path):
 def test_the_mended_kernel_passes_the_same_questions(mended):
     """So that what is found is what was planted."""
     subject = load_subject(mended)
-    assert at_edges(subject, "cpu") is None
+    assert search_tile_edges(subject, "cpu") is None
     # Under the planted one's name: of another Hypothesis would draw other problems.
-    assert drawn(verb.KERNEL, subject, "cpu", most=60) is None
+    assert search_with_hypothesis(verb.KERNEL, subject, "cpu", most=60) is None
 
 
 def test_without_hypothesis_it_is_found_at_the_edges_of_tiles():
     prepare("cpu")
-    found = at_edges(load_subject(verb.KERNEL), "cpu")
+    found = search_tile_edges(load_subject(verb.KERNEL), "cpu")
     assert found is not None
     assert WRONG in found.smallest.judgement.reason
     assert found.smallest.case["problem"]["kv"] == 32
@@ -104,7 +104,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch, capsys):
 
 def test_what_is_not_caught_has_its_own_code(monkeypatch, tmp_path, mended, attncheck, capsys):
     from attncheck.cli import attncheck as command
-    from attncheck.cli.interrupts import Interrupts
+    from attncheck.cli.standard_output import Interrupts
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb, "_usual_test", lambda _: [])

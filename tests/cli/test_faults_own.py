@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attncheck.cli.faults_own import header
+from attncheck.cli.faults import own_tests_header
 from attncheck.faults.fault_selection import FaultSelection, select_faults
 from attncheck.faults.user_suite import UserSuite
 from attncheck.records.fault_scores import OwnTestsScore
@@ -70,7 +70,7 @@ def interrupted(project):
         fault=FAULTS[0], category="x", host="ideal", status="missed", seconds=4321
     )
     path = Path("reports/faults/results.jsonl")
-    with Journal.open(path, header(suite, these, typed=""), resume=False) as journal:
+    with Journal.open(path, own_tests_header(suite, these, typed=""), resume=False) as journal:
         journal.queued(these.units)
         (unit,) = (each for each in these.units if each.kernel.startswith(FAULTS[0]))
         journal.begun(unit)
@@ -106,7 +106,7 @@ def test_another_run_that_is_not_finished_is_left_alone(run, project, interrupte
 def test_a_run_is_of_the_tests_as_they_are(project):
     def sources():
         suite = UserSuite(command="test_mine.py", replace="mine:attention")
-        return header(suite, FaultSelection(units=()), typed="")["sources"]
+        return own_tests_header(suite, FaultSelection(units=()), typed="")["sources"]
 
     before = sources()
     assert sources() == before

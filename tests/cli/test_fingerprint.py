@@ -10,8 +10,10 @@ from click.testing import CliRunner
 
 from attncheck.cli.fingerprint import fingerprint
 from attncheck.core.errors import AttncheckError, UsageError
-from attncheck.records.survey_reports import FIELDS
-from attncheck.reporting import fingerprint_page
+from attncheck.records.json_reports import load_report
+from attncheck.records.survey_reports import FIELDS, FingerprintReport
+from attncheck.reporting.exit_codes import exit_code
+from attncheck.reporting.rendering import show
 
 MINE = """
 import torch
@@ -76,12 +78,12 @@ def test_a_finite_sentinel_exits_with_1(in_folder):
 
 def test_json_comes_back_as_the_report_it_was(in_folder):
     done = run("mine.py::Planted", "--dtype", "fp16", "--json")
-    report = fingerprint_page.load(done.output)
+    report = load_report(done.output, FingerprintReport)
     assert (report.kernel, report.device) == ("planted", "cpu")
     assert [record.dtype for record in report.records] == ["fp16"]
-    assert fingerprint_page.exit_status(report) == "differs"
+    assert exit_code(report) == 1
     page = io.StringIO()
-    fingerprint_page.show(report, "md", page)
+    show(report, "md", page)
     assert "| sentinel | −10000 | −∞ | differs |" in page.getvalue()
 
 
@@ -119,4 +121,4 @@ def test_what_cannot_be_asked_is_a_usage_error(arguments, said):
 
 def test_another_text_is_no_report():
     with pytest.raises(UsageError, match="FingerprintReport"):
-        fingerprint_page.load('{"schema": 0}')
+        load_report('{"schema": 0}', FingerprintReport)

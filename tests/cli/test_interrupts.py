@@ -89,7 +89,7 @@ def until(holds):
 @pytest.mark.parametrize(
     ("module", "what"),
     [
-        ("attncheck.reporting", INTERRUPTED),
+        ("attncheck.reporting.rendering", INTERRUPTED),
         ("numpy.linalg", INTERRUPTED),
         ("torch", AS_ANOTHER_ERROR),
         ("torch.nn", SWALLOWED),

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from attncheck.reporting import mod_pages
+from attncheck.records.json_reports import load_report
+from attncheck.records.survey_reports import ModReport
 
 FAST = ("--shape", "1x2x5/6", "--device", "cpu", "-q")
 
@@ -87,7 +88,7 @@ def folder(tmp_path_factory):
 def test_all_worlds_say_the_same_of_good_mods(folder):
     run = fresh("good.py", *FAST, "--format", "json", cwd=folder)
     assert (run.returncode, run.stderr) == (0, "")
-    report = mod_pages.load(run.stdout)
+    report = load_report(run.stdout, ModReport)
     assert report.command == f"attncheck mods good.py {' '.join(FAST)} --format json"
     assert (report.file, report.shape) == ("good.py", "B1 H2 Q5 K6")
     assert [(r.name, r.kind) for r in report.records] == [
@@ -95,8 +96,8 @@ def test_all_worlds_say_the_same_of_good_mods(folder):
         ("limited", "mask"),
         ("softcap", "score mod"),
     ]
-    assert {"mpmath", "triton-flash2", "ideal", "flex"} <= set(report.worlds)
-    assert not [name for name in report.worlds if name.startswith("sdpa")]
+    assert {"mpmath", "triton-flash2", "ideal", "flex"} <= set(report.backends)
+    assert not [name for name in report.backends if name.startswith("sdpa")]
     for record in report.records:
         assert {answer.status for answer in record.answers.values()} == {"equal"}
         assert GOOD.splitlines()[record.line - 1].startswith(f"def {record.name}(")

@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from attncheck.core.errors import UsageError
-from attncheck.reporting import oracle_pages
+from attncheck.records.json_reports import load_report
+from attncheck.records.survey_reports import OracleReport
+from attncheck.reporting.rendering import render
 from attncheck.surveys.oracle_survey import survey_oracles
 
 PROMISED = 1e-13 * 2.0**53  # units; what the manual says of ordinary inputs
@@ -33,16 +35,16 @@ def tiny(tmp_path_factory):
 def test_standard_output_is_the_report_alone(tiny):
     run, folder = tiny
     assert (run.returncode, run.stderr) == (0, "")
-    report = oracle_pages.load(run.stdout)
+    report = load_report(run.stdout, OracleReport)
     assert report.command == f"attncheck oracles {' '.join(TINY)} --format json"
     written = folder / "here" / "too"
     assert sorted(p.name for p in written.iterdir()) == ["oracles.json", "oracles.md"]
     assert (written / "oracles.json").read_text() == run.stdout
-    assert (written / "oracles.md").read_text() == oracle_pages.render(report, "md")
+    assert (written / "oracles.md").read_text() == render(report, "md")
 
 
 def test_every_oracle_is_measured_on_every_variant(tiny):
-    report = oracle_pages.load(tiny[0].stdout)
+    report = load_report(tiny[0].stdout, OracleReport)
     attention = ["naive", "safe", "online", "flash1", "flash2", "split", "streaming"]
     asked = {}
     for record in report.records:
@@ -60,7 +62,7 @@ def test_every_oracle_is_measured_on_every_variant(tiny):
 
 
 def test_all_oracles_are_near_and_agree_to_forty_digits(tiny):
-    report = oracle_pages.load(tiny[0].stdout)
+    report = load_report(tiny[0].stdout, OracleReport)
     for record in report.records:
         if record.oracle != "naive":
             assert record.out.units < PROMISED, record
@@ -69,12 +71,12 @@ def test_all_oracles_are_near_and_agree_to_forty_digits(tiny):
 
 
 def test_where_the_naive_softmax_overflows_is_shown(tiny):
-    report = oracle_pages.load(tiny[0].stdout)
+    report = load_report(tiny[0].stdout, OracleReport)
     (naive,) = [r for r in report.records if (r.variant, r.oracle) == ("sharp", "naive")]
     rows = naive.rows
     assert rows.overflowed > 0
     assert naive.out.nonfinite > 0
-    table = oracle_pages.render(report, "table")
+    table = render(report, "table")
     assert f"naive overflows in {rows.overflowed} of {rows.total} rows" in table
     assert "nan" not in table
 
@@ -122,7 +124,7 @@ def test_a_planted_fault_shows(warm_python, tmp_path, fault, code, says):
     run = warm_python.run("-c", program, *words, cwd=tmp_path)
     assert run.returncode == code, run.stderr
     assert says in run.stdout
-    report = oracle_pages.load((tmp_path / "here" / "oracles.json").read_text())
+    report = load_report((tmp_path / "here" / "oracles.json").read_text(), OracleReport)
     units = {record.oracle: record.out.units for record in report.records}
     if not code:  # a billionth is millions of units, and nothing else moves
         assert units["flash2"] > PROMISED
@@ -191,7 +193,7 @@ def test_a_fault_planted_in_many_digits_shows(warm_python, tmp_path, name, fault
     run = warm_python.run("-c", program, *WINDOWED, "-q", "--out", "here", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (code, "")
     assert says in run.stdout
-    report = oracle_pages.load((tmp_path / "here" / "oracles.json").read_text())
+    report = load_report((tmp_path / "here" / "oracles.json").read_text(), OracleReport)
     assert [a.holds(report.must_agree) for a in report.agreements] == [not code]
 
 
@@ -210,7 +212,7 @@ def test_by_default_what_does_not_exist_is_left_out(attncheck, tmp_path):
     given = ("--dtype", "e4m3", "--shape", "1x1x2x2", "--distribution", "normal", "-q")
     run = attncheck("oracles", *given, "--format", "json", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    report = oracle_pages.load(run.stdout)
+    report = load_report(run.stdout, OracleReport)
     assert {record.variant for record in report.records} == {"full", "causal", "sharp"}
 
 
@@ -251,7 +253,7 @@ def test_a_score_mod_is_evaluated_in_many_digits(attncheck, tmp_path):
     given = (*TINY, "--variant", "softcap", "--dtype", "fp16", "--format", "json")
     run = attncheck("oracles", *given, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    report = oracle_pages.load(run.stdout)
+    report = load_report(run.stdout, OracleReport)
     assert all(record.out.units < PROMISED for record in report.records)
 
 

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from attncheck.core.source_files import import_file
+from attncheck.records.json_reports import load_report
 from attncheck.records.record import Report
-from attncheck.reporting import gate_files, gate_pages, render
+from attncheck.records.run_reports import GateReport
+from attncheck.reporting.rendering import GATE_FORMATS, render, write_gate
 
 made = import_file(Path(__file__).parents[1] / "reporting" / "gate_reports.py", "gate reports")
 
@@ -23,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text("open('imported', 'w')\ndef forward(q, k, v): pass\n")
     answers = [made.answer(made.wrong("evil.py::forward")), made.answer(made.measured("k"))]
     report = made.report(*answers)
-    gate_files.write(report, tmp_path / "gate", {answers[0].failure: "print('asked')\n"})
+    write_gate(report, tmp_path / "gate", {answers[0].failure: "print('asked')\n"})
     records = tuple(answer.record for answer in report.answers)
     rmse = Report(
         command="attncheck rmse",
@@ -43,11 +45,11 @@ def run(attncheck, folder, *words, code=0):
     return done
 
 
-@pytest.mark.parametrize("fmt", gate_pages.FORMATS)
+@pytest.mark.parametrize("fmt", GATE_FORMATS)
 def test_a_gate_is_shown_in_every_format(attncheck, folder, fmt):
     shown = run(attncheck, folder, "gate/gate.json", "--format", fmt).stdout
-    report = gate_pages.load(folder / "gate" / "gate.json")
-    assert shown == gate_pages.render(report, fmt)
+    report = load_report(folder / "gate" / "gate.json", GateReport)
+    assert shown == render(report, fmt)
 
 
 def test_its_files_are_written_with_the_scripts_beside_it(attncheck, folder):
@@ -141,7 +143,7 @@ def test_a_journal_is_read(attncheck, folder):
             journal.begun(unit)
             journal.done(Done(unit=unit.id, **told))
     shown = run(attncheck, folder, "results.jsonl", "--format", "json").stdout
-    found = gate_pages.load(shown)
+    found = load_report(shown, GateReport)
     assert found.answers == (answer,)
     assert found.kernels == {"k": "s"}
     assert found.unfinished == 0

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from attncheck.cli import attncheck
-from attncheck.cli.interrupts import Interrupts
+from attncheck.cli.standard_output import Interrupts
 from attncheck.core.errors import UsageError
 from attncheck.diagnose.reproduce import new_failure, run_again
 from attncheck.inputs.problem import Case, Problem

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from attncheck.faults import catalogue
-from attncheck.faults.fault import Control, Fault, ideal
+from attncheck.faults.fault import Control, Fault, Host
 from attncheck.faults.scoring import FaultScorer, rank_of
 from attncheck.inputs.problem import Case
 from attncheck.records.fault_scores import ControlScore, FaultScore
@@ -30,7 +30,7 @@ def fault(name, new, *, old=RESCALED):
         when="always",
         seen="something",
         reports="this test",
-        ideal=ideal(f"-{old}\n+{new}\n", dtypes=("fp32",)),
+        ideal=Host(patch=f"-{old}\n+{new}\n", dtypes=("fp32",)),
     )
 
 

@@ -18,7 +18,10 @@ from attncheck.records.fault_scores import (
     SensitivityReport,
     SmallestFault,
 )
-from attncheck.reporting import figures, sensitivity_pages
+from attncheck.records.json_reports import load_report
+from attncheck.reporting import number_text
+from attncheck.reporting.exit_codes import exit_code
+from attncheck.reporting.rendering import render
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
 
@@ -137,15 +140,15 @@ def report(size=2.0**-9):
 
 
 def test_the_page_says_what_each_sees():
-    page = sensitivity_pages.render(report(), "md")
-    assert figures.scientific(2.0**-9) in page.replace("\\", "")
+    page = render(report(), "md")
+    assert number_text.scientific(2.0**-9) in page.replace("\\", "")
     assert "none" in page
     assert "probes: ones" in page
-    assert sensitivity_pages.load(sensitivity_pages.render(report(), "json")) == report()
+    assert load_report(render(report(), "json"), SensitivityReport) == report()
     with pytest.raises(UsageError, match="schema"):
-        sensitivity_pages.load("{}")
+        load_report("{}", SensitivityReport)
 
 
 @pytest.mark.parametrize(("size", "code"), [(0.1, 0), (None, 1)])
 def test_a_fault_that_the_gate_sees_in_no_size_fails(size, code):
-    assert sensitivity_pages.exit_code(report(size)) == code
+    assert exit_code(report(size)) == code

@@ -20,7 +20,7 @@ from attncheck.gate.property_stage import KnownFailures
 from attncheck.gate.sources import CommitTree, commit_tree
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.reporting.gate_verdict import exit_code
+from attncheck.reporting.gate_verdict import Policy, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Shard, Unit
 
@@ -107,7 +107,7 @@ def test_what_may_be_flaky_is_not_worse(repository):
 
     def standings(command):
         found = build_report(content, command=command)
-        return {change.standing for change in found.changes}, exit_code(found, flaky=2)
+        return {change.standing for change in found.changes}, gate_exit_code(found, Policy(flaky=2))
 
     assert standings("attncheck gate mine --flaky 1") == ({"worse"}, 1)
     assert standings("attncheck gate mine --flaky 2") == ({"within rounding"}, 0)

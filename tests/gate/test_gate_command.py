@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.cli.gate_asked import asked
-from attncheck.cli.gate_run import ran
+from attncheck.cli.gate import GateOptions, plan_run, run_gate
 from attncheck.core.errors import UsageError
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import REPLAYED
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure
+from attncheck.records.json_reports import load_report
 from attncheck.records.record import Record
-from attncheck.reporting import gate_pages
+from attncheck.records.run_reports import GateReport
 from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes
 from attncheck.workers.journal_format import JournalError, read_journal
 from attncheck.workers.units import Done
@@ -79,26 +79,25 @@ def attncheck_here(monkeypatch):
     return run
 
 
-def this_run(shard="", seed=None, directory="reports/gate", stage="contract"):
-    """What ``attncheck gate ideal --tier nightly`` is to do; nothing is done."""
-    return asked(
-        ("ideal",),
+def these_options(shard="", seed=None, directory="reports/gate", stage="contract"):
+    """Those of ``attncheck gate ideal --tier nightly``."""
+    return GateOptions(
         tier="nightly",
         device="cpu",
         dtypes=("fp32",),
-        convention="",
         stages=(stage,),
-        skipped=(),
         seed=seed,
         shard=shard,
-        timeout=0.0,
-        isolated=False,
-        sanitizer=False,
-        tree=None,
-        baseline=None,
+        in_process=True,
         directory=str(directory),
-        fresh=False,
+        jobs=1,
+        quiet=True,
     )
+
+
+def this_run(*args, **options):
+    """What it is to do; nothing is done."""
+    return plan_run(these_options(*args, **options), ("ideal",))
 
 
 def part(shard, seed, folder):
@@ -160,9 +159,8 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch, capsys):
     with Journal.open(tmp_path / "results.jsonl", this_run(seed=7).head, resume=False) as journal:
         journal.queued(this_run(seed=7).units)
     this = this_run(seed=8, directory=tmp_path)
-    how = {"fresh": False, "jobs": 1, "seconds": None, "cluster": None, "first": False}
     with pytest.raises(JournalError, match="holds another run: seed is 7 there and 8 here"):
-        ran(this, directory=str(tmp_path), quiet=True, verbose=False, **how)
+        run_gate(this, these_options(seed=8, directory=tmp_path))
     assert "goes on" not in capsys.readouterr().err
 
 
@@ -173,7 +171,7 @@ def test_a_wrong_kernel_is_1_with_all_files(tmp_path):
     folder = tmp_path / "reports" / "gate"
     names = {path.name for path in folder.iterdir()}
     assert names >= {"results.jsonl", "gate.json", "report.html", "junit.xml", "summary.md"}
-    report = gate_pages.load(folder / "gate.json")
+    report = load_report(folder / "gate.json", GateReport)
     assert {answer.record.status for answer in report.answers} >= {"fail"}
     assert report.stages == ("contract",)
     kept = {path.stem for path in (tmp_path / "reports" / "failures").iterdir()}
@@ -207,7 +205,7 @@ def test_nothing_tested_is_5_and_a_stopped_run_goes_on(tmp_path):
 def test_the_first_failure_stops_the_run(tmp_path):
     done = gate(f"{PLANTED}::of_another_dtype", *LITTLE, "-x", "--in-process", cwd=tmp_path)
     assert done.returncode == 1
-    report = gate_pages.load(tmp_path / "reports" / "gate" / "gate.json")
+    report = load_report(tmp_path / "reports" / "gate" / "gate.json", GateReport)
     assert report.unfinished
     assert "stopped" in report.unfinished_because
     assert "--in-process" in done.stderr

@@ -10,7 +10,7 @@ import pytest
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
-from attncheck.workers.process import Deadlines
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.workers.units import Unit
 
 sys.path.insert(0, str(Path(__file__).parent))

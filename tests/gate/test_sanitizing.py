@@ -13,7 +13,7 @@ from attncheck.core.judgement import Judgement
 from attncheck.gate.planning import Planning
 from attncheck.gate.stages import sanitize_kernel, sanitizer_units
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.reporting.gate_content import missing
+from attncheck.reporting.gate_document import not_covered
 from attncheck.subjects.load import load_subject
 from attncheck.verify import sanitizer
 from attncheck.verify.executor import InProcess
@@ -56,7 +56,7 @@ def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, 
         shard="",
         answers=(answer,),
     )
-    assert [line for line in missing(report) if said in line] == [
+    assert [line for line in not_covered(report) if said in line] == [
         f"ideal takes 1 of the questions not: {answer.record.reason}"
     ]
 

@@ -7,9 +7,10 @@ import pytest
 
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
+from attncheck.records.json_reports import load_report
 from attncheck.records.record import Environment
 from attncheck.records.survey_reports import Certificate, CertificateReport, ProvenError
-from attncheck.reporting import certificate_pages
+from attncheck.reporting.rendering import render
 
 PROBLEM = {
     "mask": {"name": "full"},
@@ -83,10 +84,11 @@ SAMPLE = report(
 
 def test_the_table_reads_so():
     assert (
-        certificate_pages.render(SAMPLE, "table")
+        render(SAMPLE, "table")
         == """\
 attncheck oracles --certify
-cpu · x86_64 · torch 2.13 · Python 3.11.9 · attncheck 1 · python-flint 0.9.0, balls of 128 bits
+cpu · x86_64 · torch 2.13 · triton missing · Python 3.11.9 · attncheck 1 · \
+python-flint 0.9.0, balls of 128 bits
 allowance of a kernel in fp32: products of fp32
 
 full · fp32 · B1 Q24 K16 D8/4 · heads 2/1 · seed 3 · out
@@ -125,23 +127,21 @@ Largest share of the truth: 1.25e-10.
 def test_what_the_numbers_alone_would_hide_is_said(changes, says, holds):
     changed = record(**changes)
     for fmt in ("table", "md"):
-        assert says in certificate_pages.render(report(changed), fmt)
-        assert says not in certificate_pages.render(SAMPLE, fmt)
+        assert says in render(report(changed), fmt)
+        assert says not in render(SAMPLE, fmt)
     assert changed.holds(0.01) is holds
     assert changed.within_a_priori is ("a_priori" not in says and "assumed" not in says)
 
 
 def test_of_other_oracles_only_what_is_not_proven_is_remarked():
-    text = certificate_pages.render(
-        report(record(), record("naive", out=proven(share=0.5))), "table"
-    )
+    text = render(report(record(), record("naive", out=proven(share=0.5))), "table")
     assert "5.00e-01" in text
     assert "inconclusive\n" not in text.split("error:")[0]
 
 
 def test_json_comes_back():
-    text = certificate_pages.render(SAMPLE, "json")
-    assert certificate_pages.load(text) == SAMPLE
+    text = render(SAMPLE, "json")
+    assert load_report(text, CertificateReport) == SAMPLE
     assert [r.oracle for r in SAMPLE.truths] == ["truth", "truth"]
 
 
@@ -154,12 +154,12 @@ def test_json_comes_back():
     ],
 )
 def test_other_json_is_refused(change, says):
-    data = change(json.loads(certificate_pages.render(SAMPLE, "json")))
+    data = change(json.loads(render(SAMPLE, "json")))
     with pytest.raises(UsageError, match=says):
-        certificate_pages.load(json.dumps(data))
+        load_report(json.dumps(data), CertificateReport)
 
 
 def test_a_case_without_a_certificate_of_the_truth_is_shown_all_the_same():
     only = msgspec.structs.replace(SAMPLE, records=SAMPLE.records[1:2])
     for fmt in ("table", "md"):
-        assert "25e-10" in certificate_pages.render(only, fmt)  # in Markdown 1\.25e-10
+        assert "25e-10" in render(only, fmt)  # in Markdown 1\.25e-10

@@ -12,8 +12,9 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.records.failures import KeptFailure
 from attncheck.records.problem_summary import problem_of
-from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text, problem_line
-from attncheck.reporting.explain import as_explanation
+from attncheck.reporting.check_document import explanation
+from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text
+from attncheck.reporting.terminal import plain_text
 
 PROBLEM = Problem(query=1, kv=2, head_dim=1, mask=Spec.of("causal"))
 HIDDEN = """\
@@ -95,7 +96,7 @@ def test_a_bound_names_its_parts_and_its_arithmetic(make):
 
 @pytest.mark.parametrize(
     ("status", "head"),
-    [("error", "ERROR compare: RuntimeError: planted"), ("unsupported", "NOT TAKEN compare: ")],
+    [("error", "ERROR compare: RuntimeError: planted"), ("unsupported", "NOT SUPPORTED compare: ")],
 )
 def test_what_was_not_judged_has_its_reason(make, status, head):
     text = diagnosis_text(make.refused("k", status, "RuntimeError: planted"), kernel="k")
@@ -141,12 +142,12 @@ def test_bounds_of_both_runs_are_named(make, hidden):
 )
 def test_a_problem_is_one_line_as_it_calls_itself(make, problem):
     record = make.record(case=Case(problem=problem).to_json())
-    assert problem_line(problem_of(record)) == str(problem)
+    assert problem_of(record).full_line == str(problem)
 
 
 def test_the_explanation_of_a_relation_has_no_bounds(make, hidden):
-    page = as_explanation(hidden)
+    page = plain_text(explanation(hidden))
     assert "fail: relation: out[0, 0, 0, 0] = nan" in page
-    assert "allowed       0, bit for bit\n  wrong         1 of 1 elements\n" in page
+    assert "allowed    0, bit for bit\n  wrong      1 of 1 elements\n" in page
     assert "bound" not in page.replace("the element", "")
     assert "judged as" not in page

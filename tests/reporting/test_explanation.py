@@ -13,17 +13,24 @@ from attncheck.core.judgement import Place
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.declared_arithmetic import default
 from attncheck.mods.spec import Spec
-from attncheck.reporting import explain, terms
-from attncheck.reporting.explain import as_explanation, explanation_lines, show_explanation
+from attncheck.reporting import check_document, diagnosis_text
+from attncheck.reporting.check_document import explanation
+from attncheck.reporting.rendering import show
+from attncheck.reporting.terminal import plain_text
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence import Evidence, budget, gradient_allowance
+
+
+def as_page(record, width=120):
+    return plain_text(explanation(record), width)
+
 
 MEANINGS = {"output rounding": "out is rounded once", "weights": "what scores make of them"}
 
 
 @pytest.fixture(autouse=True)
 def meanings(monkeypatch):
-    monkeypatch.setattr(explain, "TERMS", MEANINGS)
+    monkeypatch.setattr(check_document, "TERMS", MEANINGS)
 
 
 def test_it_looks_as_it_did(make, matches_snapshot):
@@ -36,14 +43,14 @@ def test_it_looks_as_it_did(make, matches_snapshot):
         worst=make.worst(got=1.0821875),
         out_over_bound=26.88,
     )
-    matches_snapshot("explanation.txt", as_explanation(record))
+    matches_snapshot("explanation.txt", as_page(record))
 
 
 def test_each_part_has_its_share_and_its_meaning_the_largest_first(make):
     worst = make.worst(budget={"weights": 0.0078125, "output rounding": 0.0234375})
-    lines = as_explanation(make.judged(worst=worst)).splitlines()
+    lines = as_page(make.judged(worst=worst)).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("what is allowed there"))
-    assert [line.split() for line in lines[at + 1 : at + 3]] == [
+    assert [line.split() for line in lines[at + 2 : at + 4]] == [
         ["output", "rounding", "2.34e-02", "75", "%", *MEANINGS["output rounding"].split()],
         ["weights", "7.81e-03", "25", "%", *MEANINGS["weights"].split()],
     ]
@@ -60,40 +67,40 @@ def test_each_part_has_its_share_and_its_meaning_the_largest_first(make):
     ],
 )
 def test_what_the_element_is_stands_above_it(make, status, rule, title):
-    assert f"\n{title}" in as_explanation(make.judged(status=status, rule=rule, reason="why"))
+    assert f"\n{title}" in as_page(make.judged(status=status, rule=rule, reason="why"))
 
 
 def test_a_row_of_lse_has_no_dim(make):
     worst = make.worst(tensor="lse", at=make.lse().max_at)
-    assert "lse[0, 0, 3] (batch, head, query)" in as_explanation(make.judged(worst=worst))
+    assert "lse[0, 0, 3] (batch, head, query)" in as_page(make.judged(worst=worst))
 
 
 def test_an_allowance_of_0_divides_nothing(make):
     worst = make.worst(allowance=0.0, budget={"weights": 0.0})
-    assert "allowed       0\n" in as_explanation(make.judged(worst=worst))
+    assert "allowed    0\n" in as_page(make.judged(worst=worst))
 
 
 @pytest.mark.parametrize("got", [math.nan, math.inf])
 def test_what_is_not_finite_is_shown(make, got):
-    assert f"got           {got}\n" in as_explanation(make.judged(worst=make.worst(got=got)))
+    assert f"got        {got}\n" in as_page(make.judged(worst=make.worst(got=got)))
 
 
 @pytest.mark.parametrize("status", ["error", "unsupported"])
 def test_what_was_not_judged_has_its_reason(make, status):
-    page = as_explanation(make.refused("k", status, "RuntimeError: planted"))
+    page = as_page(make.refused("k", status, "RuntimeError: planted"))
     assert page.splitlines()[1:] == [f"{status}: RuntimeError: planted"]
 
 
 def test_nothing_compared_is_explained_all_the_same(make):
     record = make.judged(worst=None, precision=None, out_over_bound=None, lse_over_bound=None)
-    page = as_explanation(record)
-    assert "out —" in page
+    page = as_page(record)
+    assert "bound (a proof), 512 rows     —" in page
     assert "what is allowed there" not in page
 
 
 def test_foreign_text_is_inert(make):
     worst = make.worst(tile="\x1b[31mtile", budget={"\x1b[31mpart\n": 1.0})
-    page = as_explanation(make.judged("\x1b[31mred\nline", worst=worst))
+    page = as_page(make.judged("\x1b[31mred\nline", worst=worst))
     assert page.startswith("red line · full")
     assert "\x1b" not in page
 
@@ -102,13 +109,13 @@ def test_a_stream_gets_what_a_string_is(make, monkeypatch):
     for name in ("COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     stream = io.StringIO()
-    show_explanation(make.record(), stream)
-    assert stream.getvalue() == as_explanation(make.record())
+    show(make.record(), "table", stream, explanation)
+    assert stream.getvalue() == as_page(make.record())
 
 
 def test_the_page_keeps_to_its_width(make, monkeypatch):
-    monkeypatch.setattr(explain, "TERMS", {"weights": "word " * 60})
-    assert max(map(len, as_explanation(make.record()).splitlines())) <= 120
+    monkeypatch.setattr(check_document, "TERMS", {"weights": "word " * 60})
+    assert max(map(len, as_page(make.record()).splitlines())) <= 120
 
 
 PROBLEMS = [
@@ -129,7 +136,7 @@ def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_wei
     arithmetic = replace(default(problem.formats), sums_rounded_weights=sums_rounded_weights)
     for dim in (-1, 0):
         parts = budget(evidence, arithmetic, Place(batch=0, head=0, query=8, dim=dim))
-        assert set(parts) <= set(terms.TERMS)
+        assert set(parts) <= set(diagnosis_text.TERMS)
 
 
 @pytest.mark.parametrize("problem", BACKWARDS, ids=str)
@@ -143,13 +150,13 @@ def test_every_part_of_a_gradients_allowance_has_a_meaning(problem, declared):
     arithmetic = replace(default(problem.formats), **declared)
     found = gradient_allowance(evidence, arithmetic, Ideal().run(evidence.inputs))
     assert set(found.terms) == set(evidence.truth.gradients())
-    assert set().union(*found.terms.values()) <= set(terms.TERMS)
+    assert set().union(*found.terms.values()) <= set(diagnosis_text.TERMS)
 
 
 def test_gradients_have_a_row_each_within_80_columns(make):
     far = Place(batch=1, head=15, query=4095, dim=127)
     record = make.backward(sink=True, gradients={"dk": make.gradient(max_at=far, rmse=2.12)})
-    lines = "".join(f"{line.plain}\n" for line in explanation_lines(record, 80)).splitlines()
+    lines = as_page(record, 80).splitlines()
     assert " ".join(map(str.strip, lines[:2])).endswith(" · seed 0 · backward")
     at, times = lines.index("gradients"), ("2.00e+03×", "1.06e+03×")
     assert [line.split() for line in lines[at + 1 : at + 6]] == [
@@ -163,10 +170,10 @@ def test_gradients_have_a_row_each_within_80_columns(make):
 
 
 def test_without_a_backward_nothing_is_said_of_gradients(make):
-    page = as_explanation(make.record())
+    page = as_page(make.record())
     assert "gradients" not in page
     assert "backward" not in page
 
 
 def test_every_term_has_a_line():
-    assert all(text and "\n" not in text for text in terms.TERMS.values())
+    assert all(text and "\n" not in text for text in diagnosis_text.TERMS.values())

@@ -19,7 +19,7 @@ from attncheck.records.failures import (
     keep_failure,
     load_failure,
 )
-from attncheck.reporting.as_json import as_json
+from attncheck.records.json_reports import report_json
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_an_id_is_looked_up_in_reports(make, reports):
     case, asked = "abcdefghij", "attncheck check mine.py::f --convention=flash_attn"
     records = [make.record("mine.py::f"), make.record("other", case_id="othercasex")]
     (reports / "h200").mkdir(parents=True)
-    (reports / "h200" / "check.json").write_text(as_json(make.report(*records, command=asked)))
+    (reports / "h200" / "check.json").write_text(report_json(make.report(*records, command=asked)))
     (reports / "other.json").write_text(f'{{"id": "{case}"}}')
     found = find_reproduction(case, reports)
     assert (found.kernel, found.convention, found.device) == ("mine.py::f", "flash_attn", "cpu")
@@ -75,7 +75,7 @@ def test_of_several_kernels_one_is_chosen(make, reports):
     records = [make.record(kernel, status="fail") for kernel in kernels[:2]]
     report = make.report(*records, make.record("three"))
     reports.mkdir()
-    (reports / "rmse.json").write_text(as_json(report))
+    (reports / "rmse.json").write_text(report_json(report))
     with pytest.raises(UsageError, match=r"abcdefghij was asked of one, two: choose .* --kernel"):
         find_reproduction("abcdefghij", reports)
     assert find_reproduction("abcdefghij", reports, "two").kernel == "two"

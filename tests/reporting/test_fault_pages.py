@@ -17,8 +17,10 @@ from attncheck.records.fault_scores import (
     Total,
     WrongAnswer,
 )
+from attncheck.records.json_reports import load_report
 from attncheck.records.record import Explanation
-from attncheck.reporting import fault_pages, own_pages
+from attncheck.reporting.exit_codes import exit_code
+from attncheck.reporting.rendering import render
 
 FIRST = WrongAnswer(
     stage="probes",
@@ -78,22 +80,22 @@ def line(text, start):
 
 
 def test_one_line_says_all_of_a_fault():
-    text = fault_pages.render(report(CAUGHT), "table")
+    text = render(report(CAUGHT), "table")
     said = line(text, "missing-alpha")
-    assert said.startswith("missing-alpha caught probes ones bf16 full B1 H1 Q1")
+    assert said.startswith("missing-alpha online softmax caught probes ones bf16 full B1 H1 Q1")
     assert said.endswith("23 6.6 9 0/19 2")
     assert text.rstrip().endswith("1 of 1 faults caught.")
 
 
 def test_a_missed_fault_shows_as_missed():
-    text = fault_pages.render(report(CAUGHT, MISSED), "table")
-    assert line(text, "window-left").startswith("window-left missed — —")
-    assert "└ the window is one wider: 250 problems, and all were right" in text
+    text = render(report(CAUGHT, MISSED), "table")
+    assert line(text, "window-left").startswith("window-left sliding window missed — —")
+    assert "└ the window is one wider: 250 problems, and every answer was right" in text
     assert "1 of 2 faults caught." in text
 
 
 def test_a_flagged_control_shows_as_flagged():
-    text = fault_pages.render(report(controls=(CLEAN, FLAGGED)), "table")
+    text = render(report(controls=(CLEAN, FLAGGED)), "table")
     assert line(text, "lazy") == "lazy ideal flagged 250 30.0"
     assert line(text, "split") == "split ideal clean 250 30.0"
     assert "└ probes ones: fail on bf16 full B1 H2 Q77 K93 D64: row 4 | is wrong" in text
@@ -101,7 +103,7 @@ def test_a_flagged_control_shows_as_flagged():
 
 
 def test_what_has_no_score_says_why():
-    text = fault_pages.render(report(BROKEN, SAME, NOWHERE, unfinished=3), "table")
+    text = render(report(BROKEN, SAME, NOWHERE, unfinished=3), "table")
     assert "└ NameError: x" in text
     assert line(text, "same") == "same the bits are the same"
     assert line(text, "race") == "race no threads"
@@ -123,7 +125,7 @@ def test_what_has_no_score_says_why():
     ],
 )
 def test_the_exit_code(found, code):
-    assert fault_pages.exit_code(found) == code
+    assert exit_code(found) == code
 
 
 def test_markdown_has_the_score_of_each_category_and_the_reason():
@@ -131,17 +133,17 @@ def test_markdown_has_the_score_of_each_category_and_the_reason():
         Total(host="ideal", caught=1, missed=1, unscored=2, seconds=6.64, problems=23.0),
         Total(host="ideal", category="online softmax", caught=1, peers={"2×": 1}),
     )
-    text = fault_pages.render(report(CAUGHT, MISSED, totals=totals), "md")
+    text = render(report(CAUGHT, MISSED, totals=totals), "md")
     assert "| online softmax | 1/1 | 0 | — | — | 1/1 | — | — |" in text
-    assert "| all | 1/2 | 1 | 6\\.6 | 23 | 0/2 | — | — | 2 not scored |" in text
+    assert "| all | 1/2 | **1** | 6.6 | 23 | 0/2 | — | — | 2 not scored |" in text
     assert "fail (structure): row 4 &#124; is wrong" in text
 
 
 def test_json_comes_back():
     found = report(CAUGHT, MISSED, NOWHERE, controls=(FLAGGED,))
-    assert fault_pages.load(fault_pages.render(found, "json")) == found
+    assert load_report(render(found, "json"), FaultReport) == found
     with pytest.raises(UsageError, match="schema is 7"):
-        fault_pages.load('{"schema": 7}')
+        load_report('{"schema": 7}', FaultReport)
 
 
 def own(*statuses):
@@ -160,7 +162,7 @@ def own(*statuses):
 
 
 def test_of_ones_own_tests_what_shows_is_scored():
-    text = own_pages.render(own("caught", "missed", "not shown", "not reached"), "table")
+    text = render(own("caught", "missed", "not shown", "not reached"), "table")
     assert line(text, "f0") == "f0 gqa caught test_a.py::test_b 0.0"
     assert line(text, "f1").startswith("f1 gqa missed")
     assert line(text, "all") == "all 1/2 1 1 1 0"
@@ -177,11 +179,11 @@ def test_of_ones_own_tests_what_shows_is_scored():
     ],
 )
 def test_the_exit_code_of_ones_own_tests(statuses, code):
-    assert own_pages.exit_code(own(*statuses)) == code
+    assert exit_code(own(*statuses)) == code
 
 
 def test_what_has_no_score_yet_is_said_and_has_its_exit_code():
     report = replace(own("caught"), unfinished=2, unfinished_because="interrupted")
-    assert own_pages.exit_code(report) == 3
-    assert "2 have no score: interrupted." in own_pages.render(report, "table")
-    assert own_pages.exit_code(replace(own("missed"), unfinished=1)) == 1
+    assert exit_code(report) == 3
+    assert "2 have no score: interrupted." in render(report, "table")
+    assert exit_code(replace(own("missed"), unfinished=1)) == 1

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from attncheck.core.source_files import import_file
-from attncheck.reporting.gate_html import as_html
+from attncheck.reporting.gate_document import gate_page
+from attncheck.reporting.html import html_text
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -72,7 +73,9 @@ class Visit:
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(as_html(made.sample(), {"pyidwkg7fj": "print(1)\n"}), encoding="utf-8")
+    path.write_text(
+        html_text(gate_page(made.sample(), {"pyidwkg7fj": "print(1)\n"})), encoding="utf-8"
+    )
     return path
 
 
@@ -98,7 +101,9 @@ def hostile(tmp_path_factory):
         ),
     )
     path = tmp_path_factory.mktemp("page") / "hostile.html"
-    path.write_text(as_html(report, {"abcdefghij": "\n".join(HOSTILE)}), encoding="utf-8")
+    path.write_text(
+        html_text(gate_page(report, {"abcdefghij": "\n".join(HOSTILE)})), encoding="utf-8"
+    )
     return path
 
 

@@ -14,8 +14,10 @@ import pytest
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import import_file
-from attncheck.reporting import gate_json, gate_pages
-from attncheck.reporting.gate_github import MOST
+from attncheck.records.json_reports import load_report
+from attncheck.records.run_reports import GateReport
+from attncheck.reporting.ci_formats import MOST_ANNOTATIONS
+from attncheck.reporting.rendering import GATE_FORMATS, render
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
@@ -26,30 +28,30 @@ def sample():
 
 
 def test_the_formats_are_those_of_the_manual():
-    assert set(gate_pages.FORMATS) == {
+    assert set(GATE_FORMATS) == {
         *("table", "json", "csv", "md", "html", "junit", "sarif", "github")
     }
 
 
 def test_another_format_names_those_that_there_are(sample):
     with pytest.raises(UnknownName, match="junit"):
-        gate_pages.render(sample, "yaml")
+        render(sample, "yaml")
 
 
 # JSON
 
 
 def test_json_comes_back_as_it_was(sample):
-    assert gate_pages.load(gate_pages.render(sample, "json")) == sample
+    assert load_report(render(sample, "json"), GateReport) == sample
 
 
 def test_numbers_that_json_has_no_word_for_come_back():
     wrong = made.wrong(share=math.inf)
     change = made.Change(kernel="k", case_id="c", standing="worse", before=0.0, after=math.inf)
     report = made.report(made.answer(wrong), changes=(change,))
-    text = gate_pages.render(report, "json")
+    text = render(report, "json")
     json.loads(text, parse_constant=pytest.fail)
-    assert gate_pages.load(text) == report
+    assert load_report(text, GateReport) == report
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_numbers_that_json_has_no_word_for_come_back():
 )
 def test_json_that_is_no_gate_is_refused_in_one_line(broken, fact):
     with pytest.raises(UsageError, match=fact) as caught:
-        gate_json.load(broken)
+        load_report(broken, GateReport)
     assert "\n" not in str(caught.value)
 
 
@@ -76,14 +78,14 @@ def test_json_that_is_no_gate_is_refused_in_one_line(broken, fact):
 def test_an_answer_without_its_facts_is_refused(changes, fact):
     report = made.report(made.answer(made.record(**changes)))
     with pytest.raises(UsageError, match=fact):
-        gate_json.load(gate_pages.render(report, "json"))
+        load_report(render(report, "json"), GateReport)
 
 
 # CSV
 
 
 def test_csv_has_a_row_an_answer(sample):
-    rows = list(csv.DictReader(io.StringIO(gate_pages.render(sample, "csv"))))
+    rows = list(csv.DictReader(io.StringIO(render(sample, "csv"))))
     assert [row["unit"] for row in rows] == [answer.unit for answer in sample.answers]
     assert {row["stage"] for row in rows} == {answer.stage for answer in sample.answers}
     worst = next(row for row in rows if row["status"] == "fail" and row["out_rmse"])
@@ -94,7 +96,7 @@ def test_csv_has_a_row_an_answer(sample):
 
 
 def suites(report):
-    return ET.fromstring(gate_pages.render(report, "junit"))  # noqa: S314  # our own
+    return ET.fromstring(render(report, "junit"))  # noqa: S314  # our own
 
 
 def test_junit_counts_what_is_in_it(sample):
@@ -190,7 +192,7 @@ def assert_sarif(data):
 
 
 def test_sarif_has_what_its_schema_asks_for(sample):
-    data = json.loads(gate_pages.render(sample, "sarif"))
+    data = json.loads(render(sample, "sarif"))
     assert_sarif(data)
     levels = [result["level"] for result in data["runs"][0]["results"]]
     assert levels.count("error") == 22 + 1  # failures, and one that is worse than the baseline
@@ -200,7 +202,7 @@ def test_sarif_has_what_its_schema_asks_for(sample):
 def test_sarif_knows_a_result_again_by_kernel_and_case():
     def prints(seed, kernel="k"):
         report = made.report(made.answer(made.wrong(kernel, asked={"seed": seed})), seconds=seed)
-        (result,) = json.loads(gate_pages.render(report, "sarif"))["runs"][0]["results"]
+        (result,) = json.loads(render(report, "sarif"))["runs"][0]["results"]
         return result["partialFingerprints"]
 
     assert prints(1) == prints(1)
@@ -210,7 +212,7 @@ def test_sarif_knows_a_result_again_by_kernel_and_case():
 
 def test_a_passing_sarif_has_no_result():
     report = made.report(made.answer(made.record()))
-    data = json.loads(gate_pages.render(report, "sarif"))
+    data = json.loads(render(report, "sarif"))
     assert_sarif(data)
     assert data["runs"][0]["results"] == []
 
@@ -222,7 +224,7 @@ COMMAND = re.compile(r"::(error|warning|notice) ((?:\w+=[^,:\r\n]*,?)+)::([^\r\n
 
 
 def commands(report):
-    lines = gate_pages.render(report, "github").splitlines()
+    lines = render(report, "github").splitlines()
     return [COMMAND.fullmatch(line).groups() for line in lines]
 
 
@@ -239,7 +241,7 @@ def test_github_shows_ten_of_each_level_and_counts_the_rest():
     found = commands(made.report(*answers, absent=absent))
     levels = [level for level, _, _ in found]
     assert {level: levels.count(level) for level in levels} == dict.fromkeys(
-        ("error", "warning", "notice"), MOST
+        ("error", "warning", "notice"), MOST_ANNOTATIONS
     )
     assert "15 more failures, 15 more warnings, 16 more notices" in found[-1][2]
 

@@ -16,9 +16,17 @@ import pytest
 
 from attncheck.core.errors import UsageError
 from attncheck.core.source_files import import_file
-from attncheck.reporting import gate_files, gate_pages
-from attncheck.reporting.gate_html import as_html
-from attncheck.reporting.gate_markdown import LARGEST, as_markdown
+from attncheck.records.json_reports import load_report
+from attncheck.records.run_reports import GateReport
+from attncheck.reporting.gate_document import gate_page
+from attncheck.reporting.html import html_text
+from attncheck.reporting.rendering import (
+    GATE_FORMATS,
+    LARGEST_SUMMARY,
+    gate_markdown,
+    render,
+    write_gate,
+)
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
@@ -43,7 +51,7 @@ TEXTS = [*HOSTILE, "long " + "x" * 100_000]
 FORBIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-TEXT_FORMATS = [fmt for fmt in gate_pages.FORMATS if fmt != "json"]
+TEXT_FORMATS = [fmt for fmt in GATE_FORMATS if fmt != "json"]
 
 
 def hostile(text):
@@ -74,6 +82,10 @@ def hostile(text):
     )
 
 
+def as_html(report, scripts=None):
+    return html_text(gate_page(report, scripts))
+
+
 class Tags(HTMLParser):
     """Tags and their attributes' names; addresses and ids."""
 
@@ -93,7 +105,7 @@ class Tags(HTMLParser):
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("fmt", TEXT_FORMATS)
 def test_nothing_unseen_reaches_a_page(fmt, text):
-    page = gate_pages.render(hostile(text), fmt)
+    page = render(hostile(text), fmt)
     assert not FORBIDDEN.search(page)
     page.encode()
 
@@ -125,13 +137,13 @@ def test_a_script_of_a_failure_is_text():
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_junit_is_xml_whatever_it_says(text):
-    root = ET.fromstring(gate_pages.render(hostile(text), "junit"))  # noqa: S314  # our own
+    root = ET.fromstring(render(hostile(text), "junit"))  # noqa: S314  # our own
     assert (root.get("tests"), root.get("errors")) == ("8", "4")
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_sarif_is_json_with_addresses_of_the_repository(text):
-    data = json.loads(gate_pages.render(hostile(text), "sarif"))
+    data = json.loads(render(hostile(text), "sarif"))
     for result in data["runs"][0]["results"]:
         (location,) = result["locations"]
         assert location["physicalLocation"]["artifactLocation"]["uri"] == "pyproject.toml"
@@ -139,7 +151,7 @@ def test_sarif_is_json_with_addresses_of_the_repository(text):
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_every_line_for_github_is_a_command_of_ours(text):
-    page, tame = (gate_pages.render(hostile(t), "github") for t in (text, "tame"))
+    page, tame = (render(hostile(t), "github") for t in (text, "tame"))
     heads = [line.partition(" ")[0] for line in page.splitlines()]
     assert heads == [line.partition(" ")[0] for line in tame.splitlines()]
     for line in page.splitlines():
@@ -148,22 +160,22 @@ def test_every_line_for_github_is_a_command_of_ours(text):
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_no_text_in_csv_is_a_formula(text):
-    for row in csv.reader(io.StringIO(gate_pages.render(hostile(text), "csv"))):
+    for row in csv.reader(io.StringIO(render(hostile(text), "csv"))):
         for cell in row:
             assert not cell.startswith(("=", "+", "@", "\t", "\r"))
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_json_comes_back(text):
-    page = gate_pages.render(hostile(text), "json")
-    again = gate_pages.load(page)
-    assert gate_pages.render(again, "json") == page
+    page = render(hostile(text), "json")
+    again = load_report(page, GateReport)
+    assert render(again, "json") == page
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_fence_of_the_summary_is_ended_by_what_is_in_it(text):
     def fences(text):
-        page = gate_pages.render(hostile(text), "md")
+        page = render(hostile(text), "md")
         lines = [line for line in page.splitlines() if re.match("`{3,}", line)]
         return len(lines), len([line for line in page.splitlines() if line.startswith("#")])
 
@@ -176,14 +188,14 @@ def test_the_summary_stays_below_its_limit_and_says_what_it_leaves_out():
         made.answer(made.record(f"kernel{i}", status="error", reason=reason)) for i in range(400)
     ]
     report = made.report(*answers, kernels={}, changes=())
-    page = as_markdown(report)
-    assert len(page.encode()) <= LARGEST
+    page = gate_markdown(report)
+    assert len(page.encode()) <= LARGEST_SUMMARY
     assert "more kinds of failure" in page
 
 
 @pytest.mark.parametrize("largest", [2_000, 3_000, 3_500, 4_000])
 def test_a_smaller_limit_is_kept_too(largest):
-    page = as_markdown(made.sample(), largest=largest)
+    page = gate_markdown(made.sample(), largest=largest)
     assert len(page.encode()) <= largest
     assert "gate.json has" in page
 
@@ -191,13 +203,13 @@ def test_a_smaller_limit_is_kept_too(largest):
 @pytest.mark.parametrize("name", ["../evil", "a/b", "", "A", "x" * 41, "a\n", "<script>"])
 def test_a_script_has_the_name_of_an_id_or_nothing_is_written(tmp_path, name):
     with pytest.raises(UsageError, match="is no id"):
-        gate_files.write(made.sample(), tmp_path, {name: "print()"})
+        write_gate(made.sample(), tmp_path, {name: "print()"})
     assert list(tmp_path.rglob("*")) == []
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_files_have_names_of_our_own(tmp_path, text):
-    paths = gate_files.write(hostile(text), tmp_path / "out", {"abc234defg": text})
+    paths = write_gate(hostile(text), tmp_path / "out", {"abc234defg": text})
     names = {p.relative_to(tmp_path / "out").as_posix() for p in paths}
     assert names == {
         *("gate.json", "report.html", "junit.xml", "results.sarif", "summary.md"),

@@ -14,12 +14,18 @@ import pytest
 
 from attncheck.core.errors import UsageError
 from attncheck.core.source_files import import_file
-from attncheck.reporting import gate_files, gate_maps
-from attncheck.reporting.gate_curves import curves
-from attncheck.reporting.gate_html import MOST, as_html
-from attncheck.reporting.gate_matrix import matrix
+from attncheck.reporting.gate_charts import charts, heat_map, level, results_table
+from attncheck.reporting.gate_document import MOST_ON_PAGE, gate_page
+from attncheck.reporting.html import html_text
+from attncheck.reporting.rendering import write_gate
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
+
+
+def as_html(report, scripts=None):
+    return html_text(gate_page(report, scripts or {}))
+
+
 MINE = "myfa.py::forward"
 
 
@@ -115,9 +121,9 @@ def test_a_script_too_large_for_the_page_is_named(sample):
 
 
 def test_more_failures_than_the_page_shows_are_counted():
-    answers = [made.answer(made.wrong(f"kernel{i}")) for i in range(MOST + 7)]
+    answers = [made.answer(made.wrong(f"kernel{i}")) for i in range(MOST_ON_PAGE + 7)]
     page = as_html(made.report(*answers))
-    assert page.count('class="card failure"') == MOST
+    assert page.count('class="card failure"') == MOST_ON_PAGE
     assert "and 7 more kinds of failure" in page
 
 
@@ -144,10 +150,12 @@ def test_the_matrix_has_a_sign_for_each_outcome():
         made.answer(made.measured(MINE, mask={"name": "full"}, score={"name": "alibi"})),
         made.answer(made.wrong("another")),
     ]
-    found = matrix(made.report(*answers), MINE)
-    assert found.columns == ("fp32", "fp16", "bf16", "e4m3")
-    rows = {name: [cell.sign + cell.text for cell in cells] for name, cells in found.rows}
-    assert rows == {"causal": ["!1/1", "✗1/1", "✓1", "–1"], "full + alibi": ["", "", "✓1", ""]}
+    table = results_table(made.report(*answers), MINE)
+    assert [column.heading for column in table.columns][1:] == ["fp32", "fp16", "bf16", "e4m3"]
+    assert [[cell.text for cell in row.cells] for row in table.rows] == [
+        ["causal", "! 1/1", "✗ 1/1", "✓ 1", "– 1"],
+        ["full + alibi", "", "", "✓ 1", ""],
+    ]
 
 
 def test_curves_take_the_largest_of_each_length():
@@ -155,7 +163,7 @@ def test_curves_take_the_largest_of_each_length():
         made.answer(made.measured(MINE, share=share, kv=kv, seed=seed))
         for kv, seed, share in ((64, 0, 0.1), (64, 1, 0.4), (4096, 0, 0.2))
     ]
-    shares, _ = curves(made.report(*answers), MINE)
+    shares, _ = charts(made.report(*answers), MINE)
     (series,) = shares.series
     assert [point.text for point in series.points] == [
         "bf16, 64 keys: 0.40",
@@ -167,26 +175,26 @@ def test_curves_take_the_largest_of_each_length():
 @pytest.mark.parametrize("share", [float("inf"), float("nan"), 1e300])
 def test_what_is_not_finite_is_drawn_at_the_top(share):
     answers = [made.answer(made.measured(MINE, share=s, kv=kv)) for s, kv in ((0.5, 8), (share, 9))]
-    shares, _ = curves(made.report(*answers), MINE)
+    shares, _ = charts(made.report(*answers), MINE)
     (series,) = shares.series
     assert 0 <= series.points[1].y < series.points[0].y < 250
     as_html(made.report(*answers))
 
 
 def test_one_length_is_no_curve():
-    assert curves(made.report(made.answer(made.measured(MINE))), MINE) == ()
+    assert charts(made.report(made.answer(made.measured(MINE))), MINE) == ()
 
 
 def test_neighbours_of_one_level_are_drawn_as_one():
-    drawn = gate_maps.drawing(made.wrong())
+    drawn = heat_map(made.wrong())
     assert [(tile.level, tile.width) for tile in drawn.tiles[:3]] == [(1, 26), (5, 26), (1, 52)]
     assert drawn.tiles[1].text == "head 0, rows 64–127: 38 × what is allowed"
 
 
-@pytest.mark.parametrize(("share", "level"), [(0.0, 0), (1.0, 2), (1.1, 3), (1e9, 6)])
-def test_levels_have_one_as_a_border(share, level):
-    assert gate_maps.level(share) == level
-    assert gate_maps.level(float("nan")) == 6
+@pytest.mark.parametrize(("share", "place"), [(0.0, 0), (1.0, 2), (1.1, 3), (1e9, 6)])
+def test_levels_have_one_as_a_border(share, place):
+    assert level(share) == place
+    assert level(float("nan")) == 6
 
 
 @pytest.mark.parametrize("share", [1.0, 1.5, float("nan")])
@@ -199,12 +207,12 @@ def test_a_map_of_right_outs_is_not_drawn_for_a_wrong_gradient(share, tensor):
         judgement=msgspec.structs.replace(record.judgement, worst=worst),
         error_map=msgspec.structs.replace(record.error_map, values=((0.2, share), (0.1, 0.0))),
     )
-    assert (gate_maps.drawing(record) is None) == (tensor == "dq" and share == 1.0)
+    assert (heat_map(record) is None) == (tensor == "dq" and share == 1.0)
 
 
 def test_a_map_of_one_cell_is_not_drawn():
     record = msgspec.structs.replace(made.wrong(), error_map=made.error_map(1, 1, bad=0))
-    assert gate_maps.drawing(record) is None
+    assert heat_map(record) is None
 
 
 # Files
@@ -214,6 +222,6 @@ def test_nothing_is_written_where_something_cannot_be(tmp_path):
     (tmp_path / "junit.xml").mkdir()
     (tmp_path / "gate.json").write_text("old")
     with pytest.raises(UsageError, match="cannot be written"):
-        gate_files.write(made.sample(), tmp_path, {"abcdefghij": "x"})
+        write_gate(made.sample(), tmp_path, {"abcdefghij": "x"})
     assert (tmp_path / "gate.json").read_text() == "old"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "gate.json"]

@@ -9,26 +9,27 @@ import pytest
 from rich.cells import cell_len
 
 from attncheck.core.source_files import import_file
-from attncheck.reporting import gate_pages
-from attncheck.reporting.gate_table import MOST, table_lines
+from attncheck.reporting.gate_document import MOST_ON_TERMINAL, gate_document
+from attncheck.reporting.rendering import render, show
+from attncheck.reporting.terminal import document_lines
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 
 @pytest.mark.parametrize(("fmt", "suffix"), [("table", "txt"), ("md", "md")])
 def test_a_run_as_it_is_shown(matches_snapshot, fmt, suffix):
-    matches_snapshot(f"gate.{suffix}", gate_pages.render(made.sample(), fmt))
+    matches_snapshot(f"gate.{suffix}", render(made.sample(), fmt))
 
 
 def test_the_verdict_is_the_last_line():
     report = made.report(made.answer(made.measured("k")))
-    assert gate_pages.render(report, "table").splitlines()[-1] == "PASS 1 question"
+    assert render(report, "table").splitlines()[-1] == "PASS 1 question"
 
 
 def test_more_failures_than_are_shown_are_counted():
-    answers = [made.answer(made.wrong(f"kernel{i}")) for i in range(MOST + 3)]
-    page = gate_pages.render(made.report(*answers), "table")
-    assert page.count("Reproduce: attncheck repro ") == MOST
+    answers = [made.answer(made.wrong(f"kernel{i}")) for i in range(MOST_ON_TERMINAL + 3)]
+    page = render(made.report(*answers), "table")
+    assert page.count("Reproduce: attncheck repro ") == MOST_ON_TERMINAL
     assert "and 3 more kinds of failure" in page
 
 
@@ -36,7 +37,9 @@ def test_more_failures_than_are_shown_are_counted():
 def test_tables_keep_to_the_width(width):
     answers = [made.answer(made.record("kernel" * 20, status="unsupported", reason="why " * 50))]
     report = made.report(*answers, kernels={"kernel" * 20: "s " * 100}, harness=("x" * 300,))
-    assert max(cell_len(line.plain) for line in table_lines(report, width)) <= max(width, 90)
+    assert max(
+        cell_len(line.plain) for line in document_lines(gate_document(report), width)
+    ) <= max(width, 90)
 
 
 def test_what_was_not_looked_at_is_said():
@@ -49,19 +52,19 @@ def test_what_was_not_looked_at_is_said():
         unfinished_because="an interrupt",
         harness=("disk full",),
     )
-    page = gate_pages.render(report, "table")
+    page = render(report, "table")
     for said in (
         "the gate itself: disk full",
-        "3 questions were not asked: an interrupt. The same command goes on.",
+        "3 questions not asked: an interrupt. Run the same command again to go on.",
         "gone is absent: needs a GPU",
         "not part of this run: contract, probes, properties, memory, determinism, baseline",
         "this is part 2/4",
-        "k takes 1 of the questions not: no fp8",
+        "k does not support 1 question: no fp8",
     ):
         assert said in page
 
 
 def test_show_writes_what_render_gives():
     stream = io.StringIO()
-    gate_pages.show(made.sample(), "github", stream)
-    assert stream.getvalue() == gate_pages.render(made.sample(), "github")
+    show(made.sample(), "github", stream)
+    assert stream.getvalue() == render(made.sample(), "github")

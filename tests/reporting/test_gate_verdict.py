@@ -8,10 +8,27 @@ import msgspec
 import pytest
 
 from attncheck.core.source_files import import_file
-from attncheck.reporting.gate_content import missing
-from attncheck.reporting.gate_verdict import Policy, exit_code, failing, policy_of, sentence
+from attncheck.reporting.gate_document import not_covered
+from attncheck.reporting.gate_verdict import (
+    Policy,
+    failure_groups,
+    gate_exit_code,
+    gate_verdict,
+    policy_of,
+)
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
+
+
+def exit_code(report, **policy):
+    return gate_exit_code(report, Policy(**policy))
+
+
+def sentence(report):
+    verdict = gate_verdict(report)
+    return f"{verdict.word}  {verdict.text}"
+
+
 WRONG = ("fail", "error", "crash", "timeout", "oom")
 
 
@@ -79,9 +96,9 @@ def test_a_kernel_of_which_nothing_was_tested_is_five_and_named(status):
 
     report = beside("pass")
     assert exit_code(report) == 5
-    assert sentence(report, Policy()).startswith("NOT ALL TESTED  ")
-    assert "1 kernel untested" in sentence(report, Policy())
-    assert "other is untested: no answer says anything of it" in list(missing(report))
+    assert sentence(report).startswith("NOT ALL TESTED  ")
+    assert "1 kernel untested" in sentence(report)
+    assert "other is untested: no answer says anything of it" in list(not_covered(report))
     assert exit_code(beside("fail")) == 1
     assert exit_code(beside("pass", harness=("no disk",))) == 3
     assert exit_code(beside("pass", unfinished=1)) == 3
@@ -91,7 +108,7 @@ def test_a_kernel_of_which_nothing_was_tested_is_five_and_named(status):
 def test_an_absent_kernel_is_untested():
     report = of("pass", absent={"gone": "no GPU"})
     assert exit_code(report) == 5
-    assert "gone is absent: no GPU" in list(missing(report))
+    assert "gone is absent: no GPU" in list(not_covered(report))
 
 
 def test_what_is_worse_than_its_baseline_fails():
@@ -129,16 +146,16 @@ def test_a_smaller_case_is_no_question_of_its_own():
     first = made.answer(original)
     smallest = made.answer(made.wrong(asked={"query": 2}), smallest_of=original.case_id)
     report = made.report(first, smallest)
-    (one,) = failing(report, Policy())
+    (one,) = failure_groups(report)
     assert (one.answer, one.smallest, one.shown) == (first, smallest, smallest)
-    assert sentence(report, Policy()) == "FAIL  1 of 1 question failed"
+    assert sentence(report) == "FAIL  1 of 1 question failed"
 
 
 def test_a_smaller_case_belongs_to_its_own_kernel():
     original = made.wrong()
     other = msgspec.structs.replace(made.wrong("other"), kernel="other")
     smallest = made.answer(other, smallest_of=original.case_id)
-    (one,) = failing(made.report(made.answer(original), smallest), Policy())
+    (one,) = failure_groups(made.report(made.answer(original), smallest))
     assert one.smallest is None
 
 
@@ -147,7 +164,7 @@ def test_alike_failures_are_one_and_the_largest_is_shown():
         made.answer(made.wrong(share=share, asked={"seed": seed}))
         for seed, share in enumerate((3.0, 300.0))
     )
-    (one,) = failing(made.report(small, large), Policy())
+    (one,) = failure_groups(made.report(small, large))
     assert (one.answer, one.others) == (large, (small,))
 
 
@@ -156,7 +173,7 @@ def test_nan_is_the_largest():
         made.answer(made.wrong(share=share, asked={"seed": seed}))
         for seed, share in enumerate((3.0, float("nan"), 8.0))
     ]
-    (one,) = failing(made.report(*some), Policy())
+    (one,) = failure_groups(made.report(*some))
     assert one.answer is some[1]
 
 
@@ -166,14 +183,16 @@ def test_a_lost_process_comes_before_a_bound_and_a_bound_before_precision():
         made.answer(made.wrong(rule="bound", asked={"seed": 2})),
         made.answer(made.record(asked={"seed": 3}, status="crash", reason="SIGSEGV")),
     ]
-    found = failing(made.report(*answers), Policy())
+    found = failure_groups(made.report(*answers))
     assert [one.answer for one in found] == answers[::-1]
 
 
 def test_what_is_allowed_to_be_flaky_is_no_failure():
     report = of("pass", "flaky")
-    assert len(failing(report, Policy())) == 1
-    assert failing(report, Policy(flaky=1)) == ()
+    assert len(failure_groups(report)) == 1
+    assert (
+        failure_groups(msgspec.structs.replace(report, command="attncheck gate k --flaky 1")) == ()
+    )
 
 
 def test_the_sentence_counts_everything():
@@ -186,7 +205,7 @@ def test_the_sentence_counts_everything():
         unfinished=4,
         harness=("no disk",),
     )
-    assert sentence(report, Policy()) == (
-        "FAIL  1 of 3 questions failed, 1 not as the baseline, 4 not asked, 1 warn, 1 not taken, "
-        "1 of the gate itself"
+    assert sentence(report) == (
+        "FAIL  1 of 3 questions failed, 1 not as the baseline, 4 not asked, 1 warn, "
+        "1 not supported, 1 error of the gate itself"
     )

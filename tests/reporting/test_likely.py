@@ -6,11 +6,7 @@ import msgspec
 import pytest
 
 from attncheck.records.record import Diagnosis, Explanation, TileMap
-from attncheck.reporting.diagnosis_text import likely_facts, tile_lines
-
-
-class Told(msgspec.Struct):
-    diagnosis: object = msgspec.UNSET
+from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 
 
 def explanation(sentence, share=0.998, explains_all=True, **parameters):
@@ -20,7 +16,7 @@ def explanation(sentence, share=0.998, explains_all=True, **parameters):
 
 
 def lines(*ranked, tied=0):
-    return list(likely_facts(Told(Diagnosis(ranked=ranked, tied=tied, tried=45))))
+    return list(explanation_facts(Diagnosis(ranked=ranked, tied=tied, tried=45)))
 
 
 def test_one_that_explains_all():
@@ -39,7 +35,7 @@ def test_ties_are_told():
 
 def test_what_is_proven_comes_before_what_explains():
     ranked = (explanation("it reads beside", 1.0, of="v"), explanation("else", 0.7, False))
-    found = list(likely_facts(Told(Diagnosis(ranked=ranked, tied=1, tried=0))))
+    found = list(explanation_facts(Diagnosis(ranked=ranked, tied=1, tried=0)))
     assert found == [
         ("likely", "it reads beside [of v]"),
         ("perhaps", "else (explains 70 % of the error)"),
@@ -57,14 +53,14 @@ def test_none_fits():
 
 
 def test_nobody_looked():
-    assert list(likely_facts(Told())) == []
+    assert list(explanation_facts(msgspec.UNSET)) == []
 
 
 @pytest.mark.parametrize(("rows", "shown"), [(4, True), (1, False)])
 def test_tiles_are_drawn_where_there_are_several(rows, shown):
     values = tuple(tuple(1.0 if i == j else 0.0 for j in range(8)) for i in range(rows))
     tiles = TileMap(rows=16, keys=32, values=values)
-    found = list(tile_lines(Told(Diagnosis(ranked=(), tied=0, tried=1, tiles=tiles))))
+    found = list(tile_picture(Diagnosis(ranked=(), tied=0, tried=1, tiles=tiles)))
     assert bool(found) is shown
     if shown:
         assert found[0] == "weights that are off; a line is 16 rows, a column 32 keys"

@@ -11,9 +11,8 @@ import pytest
 
 from attncheck.core.source_files import import_file
 from attncheck.records.record import ErrorMap
-from attncheck.reporting import screen
-from attncheck.reporting.diagnosis_text import diagnosis_text
-from attncheck.reporting.map_text import map_lines
+from attncheck.reporting.diagnosis_text import diagnosis_text, map_lines
+from attncheck.reporting.terminal import print_text
 
 made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
@@ -70,12 +69,12 @@ def test_the_diagnosis_has_it():
 
 def test_a_stream_without_shades_gets_other_signs():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    screen.put("·░▒▓█ ÷", stream)
+    print_text("·░▒▓█ ÷", stream)
     stream.flush()
     assert stream.buffer.getvalue() == b".-+#@ ?"
 
 
 def test_a_stream_that_has_them_keeps_them():
     stream = io.StringIO()
-    screen.put("·░▒▓█ ÷", stream)
+    print_text("·░▒▓█ ÷", stream)
     assert stream.getvalue() == "·░▒▓█ ÷"

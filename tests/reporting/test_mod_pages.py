@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from attncheck.core.errors import UnknownName, UsageError
+from attncheck.records.json_reports import load_report
 from attncheck.records.record import Environment
 from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
-from attncheck.reporting import mod_pages
+from attncheck.reporting.rendering import render, show
 
 EQUAL = ModAnswer(status="equal")
 
@@ -28,7 +29,7 @@ def report(*records):
         mpmath="1.3.0",
         file="mine.py",
         shape="B1 H2 Q8 K8 D4",
-        worlds={"mpmath": "m", "flex": "f"},
+        backends={"mpmath": "m", "flex": "f"},
         records=records,
     )
 
@@ -42,10 +43,10 @@ LONG = record("long", "score mod", " + ".join(["score"] * 40), flex=ABSENT)
 
 def test_the_table_reads_so():
     assert (
-        mod_pages.render(report(record(), WRONG, LONG), "table")
+        render(report(record(), WRONG, LONG), "table")
         == """\
 attncheck mods mine.py
-cpu · torch 2.13 · triton missing · mpmath 1.3.0 · attncheck 1
+cpu · x86_64 · torch 2.13 · triton missing · Python 3.11 · attncheck 1 · mpmath 1.3.0
 
 mine.py · B1 H2 Q8 K8 D4
   mod     kind       expression                                                                \
@@ -68,13 +69,13 @@ equal: as the callable says, at every place. Whole expressions: --format json.
 def test_a_narrow_terminal_cuts_expressions_alone(monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
     stream = io.StringIO()
-    mod_pages.show(report(record(), WRONG, LONG), stream=stream)
-    head, *rows = stream.getvalue().splitlines()[4:9]
+    show(report(record(), WRONG, LONG), stream=stream)
+    head, *rows = stream.getvalue().splitlines()[5:10]
     assert head.split() == ["mod", "kind", "expression", "mpmath", "flex"]
     assert max(map(len, [head, *rows])) <= 70
     assert rows[-1].endswith("score…  equal   —")
     monkeypatch.setenv("COLUMNS", "20")
-    mod_pages.show(report(record(), LONG), stream=stream)
+    show(report(record(), LONG), stream=stream)
     assert "  long    score mod  score + score…  equal\n" in stream.getvalue()
 
 
@@ -93,11 +94,11 @@ def test_no_line_is_wider_than_the_terminal_and_every_kernel_has_its_column(
     whole = msgspec.structs.replace(
         report(*rows),
         command="attncheck mods mine.py" + " --kernel triton-flash" * 9,
-        worlds={"mpmath": "m"} | dict.fromkeys(names, "k"),
+        backends={"mpmath": "m"} | dict.fromkeys(names, "k"),
     )
     monkeypatch.setenv("COLUMNS", str(width))
     stream = io.StringIO()
-    mod_pages.show(whole, stream=stream)
+    show(whole, stream=stream)
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     headings = [line.split() for line in lines if line.startswith("  mod  ")]
@@ -107,14 +108,14 @@ def test_no_line_is_wider_than_the_terminal_and_every_kernel_has_its_column(
 
 
 def test_an_absence_for_all_mods_is_said_once():
-    text = mod_pages.render(report(record(flex=ABSENT), record("other", flex=ABSENT)), "table")
+    text = render(report(record(flex=ABSENT), record("other", flex=ABSENT)), "table")
     assert "— flex: torch.compile is broken here\n" in text
 
 
 def test_json_comes_back_whole():
     whole = report(record(), WRONG, LONG)
-    text = mod_pages.render(whole, "json")
-    assert mod_pages.load(text) == whole
+    text = render(whole, "json")
+    assert load_report(text, ModReport) == whole
     assert json.loads(text)["records"][2]["expression"] == LONG.expression
 
 
@@ -122,17 +123,17 @@ def test_foreign_text_is_harmless():
     foreign = "x | y \x1b[31m\n<b> \ud800"
     wrong = ModAnswer(status="error", detail=foreign)
     bad = report(record("m", expression=foreign, flex=wrong))
-    assert json.loads(mod_pages.render(bad, "json"))["records"][0]["expression"].endswith("\\ud800")
+    assert json.loads(render(bad, "json"))["records"][0]["expression"].endswith("\\ud800")
     for fmt in ("table", "md"):
-        text = mod_pages.render(bad, fmt)
+        text = render(bad, fmt)
         assert "\x1b" not in text
         assert "\ud800" not in text
-    assert "<b>" not in mod_pages.render(bad, "md")
+    assert "<b>" not in render(bad, "md")
 
 
 def test_another_schema_and_another_format_are_refused():
-    other = msgspec.structs.replace(report(record()), schema=2)
-    with pytest.raises(UsageError, match="schema is 2, this version reads 1"):
-        mod_pages.load(mod_pages.render(other, "json"))
-    with pytest.raises(UnknownName, match="choose from json, md, table"):
-        mod_pages.render(other, "pdf")
+    other = msgspec.structs.replace(report(record()), schema=1)
+    with pytest.raises(UsageError, match="schema is 1, this version reads 2"):
+        load_report(render(other, "json"), ModReport)
+    with pytest.raises(UnknownName, match="choose from csv, html, json, md, table"):
+        render(other, "pdf")

@@ -8,9 +8,10 @@ import pytest
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
+from attncheck.records.json_reports import load_report
 from attncheck.records.record import Environment
 from attncheck.records.survey_reports import Agreement, Distance, OracleRecord, OracleReport, Rows
-from attncheck.reporting import oracle_pages
+from attncheck.reporting.rendering import render, show
 
 AT = Place(batch=0, head=1, query=2, dim=3)
 PROBLEM = {
@@ -97,10 +98,11 @@ SAMPLE = report(
 
 def test_the_table_reads_so():
     assert (
-        oracle_pages.render(SAMPLE, "table")
+        render(SAMPLE, "table")
         == """\
 attncheck oracles --digits 50
-cpu · x86_64 · torch 2.13 · Python 3.11.9 · attncheck 1 · mpmath 1.3.0 on Python's integers
+cpu · x86_64 · torch 2.13 · triton missing · Python 3.11.9 · attncheck 1 · mpmath 1.3.0 on \
+Python's integers
 
 full · bf16 · B1 Q24 K16 D8/4 · heads 2/1 · seed 3 · out in units of 2^-53 Σ p|v|
   distribution     naive  safe  50 digits
@@ -114,12 +116,12 @@ full · bf16 · B1 Q24 K16 D8/4 · heads 2/1 · seed 3 · LSE in units of 2^-53 
   large_logits  overflow     0
 
 softmax · bf16 · B1 H2 R24 C16 · seed 3 · out in units of 2^-53 p
-  distribution  naive  safe  50 digits
-  normal         1.23  1.23      1e-51
+  distribution     naive  safe  50 digits
+  normal            1.23  1.23      1e-51
 
 softmax · bf16 · B1 H2 R24 C16 · seed 3 · LSE in units of 2^-53 max(1, |LSE|)
-  distribution  naive  safe
-  normal            0     0
+  distribution     naive  safe
+  normal               0     0
 
 Largest error of each fp64 oracle against the safe one in 50 digits; 0: the very same numbers.
 2^-53 is half the distance from 1 to the next fp64 number: one rounding is at most 1.
@@ -144,7 +146,7 @@ maximum subtracted.
 )
 def test_what_is_not_finite_is_said(rows, cell, remark):
     for fmt in ("table", "md"):
-        text = oracle_pages.render(report(naive(**rows), record(distribution="large_logits")), fmt)
+        text = render(report(naive(**rows), record(distribution="large_logits")), fmt)
         assert cell in text
         assert remark in text
         assert "nan" not in text.lower().replace("nan or infinite", "")
@@ -155,13 +157,13 @@ def test_nan_of_no_known_cause_and_wrong_dead_rows_are_said():
     broken = msgspec.structs.replace(
         broken, out=Distance(units=None, at=None, compared=0, nonfinite=160)
     )
-    text = oracle_pages.render(report(broken), "table")
+    text = render(report(broken), "table")
     assert "not finite" in text
     assert "online is not finite in 2 of 40 rows, is wrong in 8 rows that see no key\n" in text
 
 
 def test_all_equal_at_many_digits_is_a_zero():
-    text = oracle_pages.render(report(record(), log10=None), "table")
+    text = render(report(record(), log10=None), "table")
     assert text.splitlines()[5].split() == ["normal", "1.23", "0"]
 
 
@@ -187,11 +189,11 @@ def test_all_equal_at_many_digits_is_a_zero():
 )
 def test_recurrences_that_disagree_are_named(apart, cell, remark):
     found = report(record(), **apart)
-    lines = oracle_pages.render(found, "table").splitlines()
+    lines = render(found, "table").splitlines()
     assert lines[5].split() == ["normal", "1.23", cell]
     assert lines[6].strip() == f"└ {remark}"
-    assert remark in oracle_pages.render(found, "md")
-    assert oracle_pages.load(oracle_pages.render(found, "json")) == found
+    assert remark in render(found, "md")
+    assert load_report(render(found, "json"), OracleReport) == found
 
 
 @pytest.mark.parametrize(
@@ -200,13 +202,13 @@ def test_recurrences_that_disagree_are_named(apart, cell, remark):
 )
 def test_units_have_two_decimals(units, shown):
     distance = Distance(units=units, at=AT, compared=192)
-    text = oracle_pages.render(report(record(out=distance)), "table")
+    text = render(report(record(out=distance)), "table")
     assert text.splitlines()[5].split() == ["normal", shown, "1e-51"]
 
 
 def test_json_comes_back():
-    text = oracle_pages.render(SAMPLE, "json")
-    assert oracle_pages.load(text) == SAMPLE
+    text = render(SAMPLE, "json")
+    assert load_report(text, OracleReport) == SAMPLE
     assert json.loads(text)["records"][2]["rows"]["overflowed"] == 37
 
 
@@ -222,28 +224,28 @@ def test_json_comes_back():
     ],
 )
 def test_other_json_is_refused(change, says):
-    data = change(json.loads(oracle_pages.render(SAMPLE, "json")))
+    data = change(json.loads(render(SAMPLE, "json")))
     with pytest.raises(UsageError, match=says):
-        oracle_pages.load(json.dumps(data))
+        load_report(json.dumps(data), OracleReport)
     with pytest.raises(UsageError, match="is no OracleReport"):
-        oracle_pages.load("{")
+        load_report("{", OracleReport)
 
 
 def test_markdown_has_a_table_for_each_section():
-    text = oracle_pages.render(SAMPLE, "md")
+    text = render(SAMPLE, "md")
     assert text.count("## ") == 4
     assert text.count("\n| --- |") == 4
-    assert "| large\\_logits | overflow" in text.replace("large_logits", "large\\_logits")
+    assert "| large\\_logits | **overflow**" in text.replace("large_logits", "large\\_logits")
 
 
 def test_another_format_is_refused():
-    with pytest.raises(UnknownName, match="choose from json, md, table"):
-        oracle_pages.render(SAMPLE, "csv")
+    with pytest.raises(UnknownName, match="choose from csv, html, json, md, table"):
+        render(SAMPLE, "pdf")
 
 
 def test_a_stream_gets_the_same_table_and_no_colours(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     stream = io.StringIO()
-    oracle_pages.show(SAMPLE, stream=stream)
-    assert stream.getvalue() == oracle_pages.render(SAMPLE, "table")
+    show(SAMPLE, stream=stream)
+    assert stream.getvalue() == render(SAMPLE, "table")

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from attncheck.core.errors import UsageError
-from attncheck.reporting.marks import page
-from attncheck.reporting.plot import check_plots, drawn, write_plots
+from attncheck.reporting.image_files import check_plots, report_image, write_plots
+from attncheck.reporting.rmse_plot import plot_of
 
 pytest.importorskip("matplotlib", reason="plots need the extra plot")
 
-from attncheck.reporting.plot_figure import figure
+from attncheck.reporting.rmse_plot import figure
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -55,7 +55,7 @@ def test_a_panel_for_each_dtype_and_seed(make):
         for seed in (0, 1)
     ]
     report = make.report(*records)
-    assert [panel.title for panel in page(report).panels] == [
+    assert [panel.title for panel in plot_of(report).panels] == [
         f"{dtype} · B1 Q128 K96 D64 · normal · seed {seed}"
         for dtype in ("bf16", "fp16", "e4m3")
         for seed in (0, 1)
@@ -68,7 +68,7 @@ def test_a_panel_for_each_dtype_and_seed(make):
 def test_the_marks_of_a_slot_stand_side_by_side_in_the_order_of_the_report(make):
     kernels = dict.fromkeys(("third", "first", "second"), "")
     records = [make.record(name) for name in sorted(kernels)]
-    shown = page(make.report(*records, kernels=kernels))
+    shown = plot_of(make.report(*records, kernels=kernels))
     (panel,) = shown.panels
     order = sorted(panel.marks, key=lambda mark: mark.middle)
     assert [mark.kernel for mark in order] == list(kernels) == list(shown.kernels)
@@ -90,7 +90,7 @@ def test_what_differs_from_the_title_stands_in_the_label(make):
         make.record(variant="decode", asked={"query": 4}),
         make.record(variant="decode", heads="GQA", asked={"query": 4, "kv_heads": 2}),
     )
-    (column,) = page(report).columns
+    (column,) = plot_of(report).columns
     assert [label for label, *_ in column.variants] == ["causal", "decode (Q4)"]
     assert [slot.heads for slot in column.slots] == ["MHA", "MHA", "GQA"]
 
@@ -148,12 +148,12 @@ def test_foreign_names_are_shown_as_they_are_in_one_line(make):
     texts = words(report)
     for name in ("_hidden", "$x^2$", "a b", "n" * 23 + "…", "?"):
         assert name in texts
-    assert drawn(report, ".svg")  # mathematics that is none raises nothing
+    assert report_image(report, ".svg")  # mathematics that is none raises nothing
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_same_report_gives_the_same_bytes(sample, suffix):
-    assert drawn(sample, suffix) == drawn(sample, suffix)
+    assert report_image(sample, suffix) == report_image(sample, suffix)
 
 
 def test_files_are_images_of_their_kind(sample, tmp_path):
@@ -170,9 +170,9 @@ def test_files_are_images_of_their_kind(sample, tmp_path):
 def test_a_users_settings_change_no_image(sample):
     import matplotlib as mpl
 
-    before = drawn(sample, ".svg")
+    before = report_image(sample, ".svg")
     with mpl.rc_context({"font.size": 30, "axes.facecolor": "black"}):
-        assert drawn(sample, ".svg") == before
+        assert report_image(sample, ".svg") == before
         assert mpl.rcParams["font.size"] == 30
 
 

@@ -7,9 +7,20 @@ import os
 
 import pytest
 
+from attncheck.core import files
 from attncheck.core.errors import UsageError
-from attncheck.reporting import check_writable, files, load, render, write
-from attncheck.reporting.as_json import LARGEST
+from attncheck.records.json_reports import LARGEST_REPORT, load_report
+from attncheck.records.record import Report
+from attncheck.reporting import rendering
+from attncheck.reporting.rendering import check_writable, render, write_report
+
+
+def load(source):
+    return load_report(source, Report)
+
+
+def write(report, directory):
+    return write_report(report, directory, "rmse")
 
 
 def edited(sample, change):
@@ -123,8 +134,8 @@ def test_load_reads_a_file_and_names_it_when_it_cannot(tmp_path, sample):
 def test_load_refuses_a_file_that_is_too_large(tmp_path):
     path = tmp_path / "large.json"
     with path.open("wb") as file:
-        file.truncate(LARGEST + 1)
-    with pytest.raises(UsageError, match=f"larger than {LARGEST} bytes"):
+        file.truncate(LARGEST_REPORT + 1)
+    with pytest.raises(UsageError, match=f"larger than {LARGEST_REPORT} bytes"):
         load(path)
 
 
@@ -152,7 +163,7 @@ def test_failed_rendering_leaves_the_old_files(tmp_path, sample, monkeypatch):
     def fail(report):
         raise RuntimeError("no")
 
-    monkeypatch.setitem(files._WRITERS, "csv", fail)
+    monkeypatch.setattr(rendering, "report_csv", fail)
     with pytest.raises(RuntimeError):
         write(load(tmp_path / "rmse.json"), tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old

@@ -13,8 +13,14 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
 from attncheck.core.sanitize_text import for_markdown, one_line
-from attncheck.reporting import render
-from attncheck.reporting.as_table import as_table
+from attncheck.reporting.measurement_document import measurement_document
+from attncheck.reporting.rendering import render
+from attncheck.reporting.terminal import PLAIN_WIDTH, plain_text
+
+
+def as_table(report, width=PLAIN_WIDTH):
+    return plain_text(measurement_document(report), width)
+
 
 HOSTILE = [
     "<script>alert(1)</script>",

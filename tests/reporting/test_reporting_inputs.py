@@ -9,8 +9,15 @@ import re
 import pytest
 
 from attncheck.core.errors import UsageError
-from attncheck.reporting import load, render
-from attncheck.reporting.as_table import as_table
+from attncheck.records.json_reports import load_report
+from attncheck.records.record import Report
+from attncheck.reporting.measurement_document import measurement_document
+from attncheck.reporting.rendering import render
+from attncheck.reporting.terminal import PLAIN_WIDTH, plain_text
+
+
+def as_table(report, width=PLAIN_WIDTH):
+    return plain_text(measurement_document(report), width)
 
 
 def csv_rows(text):
@@ -22,13 +29,14 @@ def test_the_cost_of_rounding_the_inputs_has_a_column_of_its_own(make):
     report = make.report(make.record(out=out))
     assert re.search(r"×ideal +inputs +max error ", render(report, "table"))
     assert re.search(
-        r"flash2_forward +pass .* 1\.50e-03 .*× +6\.25e-02 +9\.00e-03 ", as_table(report)
+        r"flash2_forward +pass .* 1\.50e-03 .*× +6\.25e-02 +9\.00e-03 ",
+        as_table(report),
     )
     assert "| ×ideal | inputs | max error |" in render(report, "md")
     assert re.search(r"× \| 6\.25e-02 \| 9\.00e-03 \|", render(report, "md"))
     (row,) = csv_rows(render(report, "csv"))
     assert row["out_input_rmse"] == "0.0625"
-    assert load(render(report, "json")).records[0].out.input_rmse == 0.0625
+    assert load_report(render(report, "json"), Report).records[0].out.input_rmse == 0.0625
 
 
 @pytest.mark.parametrize("fmt", ["table", "md"])
@@ -55,11 +63,11 @@ def test_how_to_read_it_is_said_once(fmt, sample):
 def test_it_goes_before_the_error_itself_does(make):
     pages = {width: as_table(make.sample(), width=width) for width in range(40, 121, 5)}
     for width, page in pages.items():
-        heading = next(line for line in page.splitlines() if line.startswith("kernel "))
+        heading = next(line for line in page.splitlines() if line.startswith("  kernel "))
         assert "RMSE" in heading
         assert "×ideal" in heading
         assert ("inputs" in heading) != ("inputs" in page.partition("Left out at")[2]), width
-    assert "inputs" in next(x for x in pages[115].splitlines() if x.startswith("kernel "))
+    assert "inputs" in next(x for x in pages[115].splitlines() if x.startswith("  kernel "))
 
 
 def softmaxes(make):
@@ -124,8 +132,8 @@ def test_softmax_and_attention_of_equal_sizes_are_not_mixed(make):
 
 def test_json_reads_back(make):
     text = render(softmaxes(make), "json")
-    assert load(text) == softmaxes(make)
-    assert render(load(text), "table") == render(softmaxes(make), "table")
+    assert load_report(text, Report) == softmaxes(make)
+    assert render(load_report(text, Report), "table") == render(softmaxes(make), "table")
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

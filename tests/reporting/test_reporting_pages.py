@@ -14,7 +14,8 @@ import pytest
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
 from attncheck.records.record import Environment
-from attncheck.reporting import FORMATS, figures, render
+from attncheck.reporting import number_text
+from attncheck.reporting.rendering import FORMATS, render
 
 
 def csv_rows(text):
@@ -35,9 +36,9 @@ def test_empty_report_renders(fmt, make):
         assert "0 cells.\n" in page
 
 
-def test_unknown_format_lists_the_known():
-    with pytest.raises(UsageError, match="choose from csv, json, md, table"):
-        render(None, "xml")
+def test_unknown_format_lists_the_known(make):
+    with pytest.raises(UsageError, match="choose from csv, html, json, md, table"):
+        render(make.report(), "xml")
 
 
 def test_csv_numbers_are_in_full(make):
@@ -80,7 +81,7 @@ def test_same_words_of_error_and_unsupported_are_two_notes(make):
 
 def test_long_reason_is_cut_on_pages_only(make):
     report = make.report(make.refused("a", "error", "y" * 3000))
-    assert "1000 more characters in the JSON" in render(report, "md")
+    assert "1009 more characters in the JSON" in render(report, "md")
     assert "y" * 3000 in render(report, "json")
     assert "y" * 3000 in render(report, "csv")
 
@@ -209,7 +210,7 @@ def test_a_thousand_records_are_instant(make):
     ],
 )
 def test_ratio(error, reference, text):
-    assert figures.ratio(error, reference) == text
+    assert number_text.ratio(error, reference) == text
 
 
 @pytest.mark.parametrize(
@@ -226,13 +227,13 @@ def test_ratio(error, reference, text):
     ],
 )
 def test_duration(seconds, text):
-    assert figures.duration(seconds) == text
+    assert number_text.duration(seconds) == text
 
 
 def test_scientific_and_place():
-    assert figures.scientific(0.0015312) == "1.53e-03"
-    assert figures.scientific(1e-6, signed=True) == "+1.00e-06"
-    assert [figures.scientific(x) for x in (-0.0, math.nan, -math.inf)] == ["0", "nan", "-inf"]
-    assert figures.place(Place(batch=0, head=1, query=2, dim=3)) == "0,1,2,3"
-    assert figures.place(Place(batch=0, head=1, query=2)) == "0,1,2"
-    assert figures.place(None) == "—"
+    assert number_text.scientific(0.0015312) == "1.53e-03"
+    assert number_text.scientific(1e-6, signed=True) == "+1.00e-06"
+    assert [number_text.scientific(x) for x in (-0.0, math.nan, -math.inf)] == ["0", "nan", "-inf"]
+    assert number_text.place(Place(batch=0, head=1, query=2, dim=3)) == "0,1,2,3"
+    assert number_text.place(Place(batch=0, head=1, query=2), "lse") == "0,1,2"
+    assert number_text.place(None) == "—"

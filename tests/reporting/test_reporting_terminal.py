@@ -8,10 +8,13 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from attncheck.reporting import render, show
-from attncheck.reporting.as_table import as_table
-from attncheck.reporting.content import _TF32, HOW_TO_READ
-from attncheck.reporting.screen import PLAIN_WIDTH
+from attncheck.reporting.measurement_document import _TF32, HOW_TO_READ, measurement_document
+from attncheck.reporting.rendering import render, show
+from attncheck.reporting.terminal import PLAIN_WIDTH, plain_text
+
+
+def as_table(report, width=PLAIN_WIDTH):
+    return plain_text(measurement_document(report), width)
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.reporting.source_lines import Location, locate
+from attncheck.reporting.ci_formats import Location, locate
 
 SOURCE = """raise SystemExit("imported")
 

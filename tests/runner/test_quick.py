@@ -14,8 +14,9 @@ from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
 from attncheck.mods.library import FULL
-from attncheck.reporting import check_page
-from attncheck.reporting.blind_spots import insensitive
+from attncheck.reporting.blind_spots import missed_faults
+from attncheck.reporting.check_document import check_document, check_outcome, worst_record
+from attncheck.reporting.rendering import render
 from attncheck.verify.verify import verify
 
 
@@ -96,9 +97,9 @@ def test_one_key_is_its_value_and_a_row_of_no_key_is_seen():
 def test_a_right_kernel_passes_all_of_it_and_nothing_is_out_of_sight():
     report = answered(PLANTED.RIGHT["wrapped"], *NAMED)
     assert {record.status for record in report.records} == {"pass"}
-    assert check_page.exit_status(report) == "pass"
-    assert check_page.worst(report) is None
-    assert insensitive(report.records) == ()
+    assert check_outcome(report) == "pass"
+    assert worst_record(report) is None
+    assert missed_faults(report.records) == ()
     assert all(record.seconds is None for record in report.records)
 
 
@@ -111,12 +112,12 @@ def test_other_right_kernels_pass_what_they_take(name, known):
     report = answered(PLANTED.RIGHT[name], *SOME, known=known)
     statuses = {record.status for record in report.records}
     assert statuses <= {"pass", "unsupported"}
-    assert check_page.exit_status(report) == "pass"
+    assert check_outcome(report) == "pass"
 
 
 def test_weights_that_are_rounded_after_the_division_are_right_too():
     report = answered(PLANTED.RIGHT["unfused"], "two_level-ragged", known=FP16)
-    assert check_page.exit_status(report) == "pass"
+    assert check_outcome(report) == "pass"
 
 
 # Wrong ones: the question that shows the fault, and the rule.
@@ -159,8 +160,8 @@ def test_a_planted_fault_is_shown(fault, question, rule):
     report = answered(PLANTED.WRONG[fault], question)
     (record,) = report.records
     assert (record.status, record.judgement.rule) == ("fail", rule), record.judgement.reason
-    assert check_page.exit_status(report) == "fail"
-    assert check_page.worst(report) == record
+    assert check_outcome(report) == "fail"
+    assert worst_record(report) == record
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,8 @@ def test_what_is_no_answer_breaks_a_rule_of_the_call(fault, rule, reason):
     (record,) = report.records
     found = record.judgement
     assert (record.status, found.rule, found.reason) == ("fail", rule, reason)
-    assert check_page.exit_status(report) == "fail"
-    page = check_page.render(report, "md")
+    assert check_outcome(report) == "fail"
+    page = render(report, "md", check_document)
     assert f"{rule}: {reason}".replace("_", "\\_") in page
 
 
@@ -189,7 +190,7 @@ def test_what_is_raised_is_an_error():
     report = answered(PLANTED.WRONG["raises"], "plain")
     said = [(r.status, r.reason) for r in report.records]
     assert said == [("error", "RuntimeError: planted")]
-    assert check_page.exit_status(report) == "fail"
+    assert check_outcome(report) == "fail"
 
 
 def test_every_planted_fault_is_shown_here():
@@ -202,19 +203,19 @@ def test_a_refusal_is_no_fault():
     assert [record.status for record in report.records] == ["pass", "unsupported", "unsupported"]
     assert report.records[2].reason == "ValueError: head_dim=80 must be 64"
     nothing = answered(PLANTED.refuses_all, "plain")
-    assert check_page.exit_status(nothing) == "untested"
+    assert check_outcome(nothing) == "untested"
 
 
 # The page.
 
 
 def page(report, fmt="table"):
-    return check_page.render(report, fmt)
+    return render(report, fmt, check_document)
 
 
 def test_an_exact_probe_is_shown_before_everything_else():
     report = answered(PLANTED.WRONG["causal sees the next key"], "causal", "decode-causal")
-    assert check_page.worst(report).variant == "decode-causal"
+    assert worst_record(report).variant == "decode-causal"
     text = page(report)
     assert "FAIL planted: 2 of 2 questions failed" in text
     assert "key 1 is too many" in text
@@ -224,7 +225,7 @@ def test_an_exact_probe_is_shown_before_everything_else():
 def test_the_larger_share_is_the_worse():
     report = answered(PLANTED.WRONG["zeros"], "plain", "one-hot")
     shares = {r.variant: r.judgement.out_over_bound for r in report.records}
-    assert check_page.worst(report).variant == max(shares, key=shares.get)
+    assert worst_record(report).variant == max(shares, key=shares.get)
 
 
 def test_an_error_is_shown_where_nothing_else_is():
@@ -244,8 +245,8 @@ def test_a_pass_says_what_it_rests_on(fmt):
 def test_a_plan_that_is_blind_is_no_pass():
     """Asked no more than whether one key gives its value: no scale, no key can be missed."""
     report = answered(PLANTED.RIGHT["torch's"], "one-key")
-    assert "a scale 1 % off" in insensitive(report.records)
-    assert check_page.exit_status(report) == "fail"
+    assert "a scale 1 % off" in missed_faults(report.records)
+    assert check_outcome(report) == "fail"
     assert "insensitive: no question would have noticed" in page(report)
     assert "insensitive" in page(report, "md")
 
@@ -256,7 +257,7 @@ def test_a_question_asked_by_name_need_not_see_everything():
     report = answered(PLANTED.RIGHT["torch's"], "one-key")
     command = "attncheck check planted --question one-key"
     report = msgspec.structs.replace(report, command=command)
-    assert check_page.exit_status(report) == "pass"
+    assert check_outcome(report) == "pass"
     assert "insensitive" not in page(report)
 
 

@@ -7,7 +7,8 @@ import pytest
 from attncheck import oracles
 from attncheck.cases.check_cases import check_cases
 from attncheck.inputs.problem import Case, Problem
-from attncheck.reporting import check_page
+from attncheck.reporting.check_document import check_document, check_outcome
+from attncheck.reporting.rendering import render
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
@@ -36,5 +37,5 @@ def test_a_property_does_not_pass(broken):
 def test_check_says_so(broken):
     (question,) = [each for each in check_cases("bf16") if each.name == "one-query"]
     report = verify(Ideal(), [(question.name, question.case)], device="cpu")
-    assert check_page.exit_status(report) == "in doubt"
-    assert "IN DOUBT" in check_page.render(report, "table")
+    assert check_outcome(report) == "in doubt"
+    assert "IN DOUBT" in render(report, "table", check_document)

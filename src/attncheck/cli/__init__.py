@@ -23,7 +23,6 @@ from attncheck.cli.faults import faults
 from attncheck.cli.fingerprint import fingerprint
 from attncheck.cli.gate import gate
 from attncheck.cli.init import init
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.list import list_
 from attncheck.cli.merge import merge
 from attncheck.cli.mods import mods
@@ -32,7 +31,7 @@ from attncheck.cli.probe import probe
 from attncheck.cli.report import report
 from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
-from attncheck.cli.standard_output import Group, discard
+from attncheck.cli.standard_output import Group, Interrupts, discard
 from attncheck.core.errors import AttncheckError, UsageError
 
 __all__ = ["main"]

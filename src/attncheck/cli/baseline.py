@@ -2,23 +2,131 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from attncheck.cli.options import format_option
 from attncheck.cli.standard_output import Group, Verb, standard_output
+from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
-    from attncheck.cli.measurements import Measured
-    from attncheck.records.baseline_entries import Baseline, Entry
-    from attncheck.records.run_reports import Change
+    from attncheck.records.baseline_entries import Baseline, Entry, Key
+    from attncheck.records.record import Environment, Record
+    from attncheck.records.run_reports import Answer, Change, GateReport
 
-__all__ = ["baseline"]
+__all__ = ["Measurements", "baseline", "baseline_path", "read_measurements"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Measurements:
+    """What the files say.
+
+    Attributes:
+        answers: Of all stages.
+        by_record: Environments by the ids that Records have.
+        environments: Environments by ``baseline_record.fingerprint``.
+        entries: What a baseline would keep, right or wrong.
+        problems: What each case is, in a few words, by its id.
+        complete: Whether everything was asked that was to be.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    by_record: dict[str, Environment] = field(default_factory=dict)
+    environments: dict[str, Environment] = field(default_factory=dict)
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    complete: bool = True
+
+
+def baseline_path(typed: str | None) -> Path:
+    """Where the baseline is: as typed, or beside the project's configuration, or here."""
+    from attncheck.capabilities.configuration import nearest_tables
+    from attncheck.records.baseline_entries import BASELINE_FILE
+
+    if typed is not None:
+        return Path(typed)
+    configuration, _ = nearest_tables()
+    return configuration.parent / BASELINE_FILE if configuration else Path(BASELINE_FILE)
+
+
+def read_measurements(sources: Sequence[str]) -> Measurements:
+    """What the files ``sources`` say; later ones take the place of earlier ones.
+
+    Raises:
+        UsageError: for what is no report of attncheck's, or has nothing for a baseline.
+    """
+    from attncheck.baseline.comparison import comparable_entries, measurements
+    from attncheck.records.baseline_entries import environment_id
+
+    found = Measurements()
+    for source in sources:
+        answers, environments, complete = _read(Path(source))
+        found.complete &= complete
+        found.by_record |= environments
+        found.answers += answers
+        records = list(measurements(answers))
+        kept = comparable_entries(records, environments)
+        if not kept:
+            raise UsageError(f"{one_line(source)} has nothing for a baseline: {_why(records)}.")
+        found.entries |= {key: entry for key, (entry, _) in kept.items()}
+        found.problems |= {record.case_id: _problem(record) for record in records}
+    found.environments = {environment_id(one): one for one in found.by_record.values()}
+    return found
+
+
+def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
+    """Answers, environments, and whether all was asked."""
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.record import Report
+    from attncheck.records.run_reports import Answer
+
+    if path.suffix != ".jsonl" and not _of_a_gate(path):
+        records = load_report(path, Report)
+        answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
+        return answers, records.environments, False
+    report = _gate(path)
+    return list(report.answers), report.environments, not report.unfinished and not report.shard
+
+
+def _of_a_gate(path: Path) -> bool:
+    from attncheck.core import json_numbers
+    from attncheck.records.json_reports import LARGEST_GATE
+
+    data = json_numbers.read_json(path, "report", LARGEST_GATE)
+    return isinstance(data, dict) and "answers" in data
+
+
+def _gate(path: Path) -> GateReport:
+    if path.suffix == ".jsonl":
+        from attncheck.gate.gate_report import build_report
+        from attncheck.workers.journal_format import read_journal
+
+        return build_report(read_journal(path))
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.run_reports import GateReport
+
+    return load_report(path, GateReport)
+
+
+def _problem(record: Record) -> str:
+    """``bf16 causal B1 H2 Q128 K128 D64``."""
+    from attncheck.inputs.problem import Case
+
+    problem = Case.from_json(record.case).problem
+    return " ".join(part for part in (problem.dtype, record.variant, problem.shape) if part)
+
+
+def _why(records: Sequence[Record]) -> str:
+    if not records:
+        return "no answer of the stage 'baseline' is in it"
+    return "none of its records has an accuracy: attncheck gate measures it"
+
 
 _TAKEN = ("worse", "better", "new", "gone")
 
@@ -55,16 +163,15 @@ def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
 
     What fails cannot be kept: a baseline excuses no wrong answer. Commit the file.
     """
-    from attncheck.cli.measurements import measured, path_of
     from attncheck.core.errors import UsageError
     from attncheck.records.baseline_entries import make_baseline
 
-    path = path_of(file)
+    path = baseline_path(file)
     if path.exists() and not force:
         raise UsageError(
             f"{path} is there: take changes over with attncheck baseline accept, or add --force."
         )
-    found = measured(sources)
+    found = read_measurements(sources)
     wrong = _wrong(found.entries.values()) or _failed(found)
     if wrong:
         return _refused(wrong)
@@ -96,21 +203,19 @@ def diff(
 
     Exit code 1 when a case is worse.
     """
-    from attncheck.cli.as_typed import as_typed
-    from attncheck.cli.measurements import measured, path_of
-    from attncheck.core.errors import UnknownName
-    from attncheck.reporting import baseline_pages
+    from attncheck.cli.options import typed_command
+    from attncheck.records.run_reports import BaselineComparison
+    from attncheck.reporting import rendering
 
-    if fmt not in baseline_pages.FORMATS:
-        raise UnknownName("format", fmt, baseline_pages.FORMATS)
-    path = path_of(file)
-    found = measured(sources)
+    rendering.check_format(fmt)
+    path = baseline_path(file)
+    found = read_measurements(sources)
     changes = _chosen(_changes(path, found), kernels, cases)
-    report = baseline_pages.Beside(
-        command=as_typed(), baseline=path.name, problems=found.problems, changes=changes
+    report = BaselineComparison(
+        command=typed_command(), baseline=path.name, problems=found.problems, changes=changes
     )
     with standard_output():
-        baseline_pages.show(report, fmt)
+        rendering.show(report, fmt)
     bad = {"worse", "better", "gone"} if strict else {"worse"}
     return int(any(change.standing in bad for change in changes))
 
@@ -134,11 +239,10 @@ def accept(
     What is worse needs a reason, which stands in the file from then on. What is within rounding
     stays as it was, unless its case is named: else a baseline would creep.
     """
-    from attncheck.cli.measurements import measured, path_of
     from attncheck.core.errors import UsageError
 
-    path = path_of(file)
-    found = measured(sources)
+    path = baseline_path(file)
+    found = read_measurements(sources)
     changes = _chosen(_changes(path, found), kernels, cases)
     taken = [c for c in changes if c.standing in _TAKEN or c.case_id in cases]
     worse = [change for change in taken if change.standing == "worse"]
@@ -153,14 +257,14 @@ def accept(
         )
     gone = {(change.kernel, change.case_id) for change in taken if change.standing == "gone"}
     _put(path, _after(path, found, entries, gone, reason.strip(), worse))
-    from attncheck.reporting.baseline_pages import tally
+    from attncheck.reporting.score_documents import tally
 
     with standard_output():
         click.echo(f"{path}: {tally(taken)} taken over")
     return 0
 
 
-def _changes(path: Path, found: Measured) -> tuple[Change, ...]:
+def _changes(path: Path, found: Measurements) -> tuple[Change, ...]:
     from attncheck.baseline.comparison import compare_runs
     from attncheck.records.baseline_entries import read_baseline
 
@@ -189,7 +293,7 @@ def _chosen(
     )
 
 
-def _entries(taken: Iterable[Change], found: Measured) -> list[Entry]:
+def _entries(taken: Iterable[Change], found: Measurements) -> list[Entry]:
     """What the changes that are taken over say now, on whichever architecture."""
     wanted = {(change.kernel, change.case_id) for change in taken}
     return [entry for entry in found.entries.values() if (entry.kernel, entry.case) in wanted]
@@ -197,7 +301,7 @@ def _entries(taken: Iterable[Change], found: Measured) -> list[Entry]:
 
 def _after(  # what becomes of a baseline
     path: Path,
-    found: Measured,
+    found: Measurements,
     entries: Iterable[Entry],
     gone: set[tuple[str, str]],
     reason: str,
@@ -228,7 +332,7 @@ def _wrong(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _failed(found: Measured) -> list[tuple[str, str, str]]:
+def _failed(found: Measurements) -> list[tuple[str, str, str]]:
     """The same of whatever else a gate has asked: there is no baseline of a kernel that fails."""
     from attncheck.records.record import FAILED_STATUSES
 
@@ -250,8 +354,8 @@ def _refused(wrong: Sequence[tuple[str, str, str]]) -> int:
 
 
 def _put(path: Path, kept: Baseline) -> None:
+    from attncheck.core.files import write_texts
     from attncheck.records.baseline_entries import baseline_text
-    from attncheck.reporting.files import write_texts
 
     files: dict[str, Any] = {path.name: baseline_text(kept)}
     write_texts(files, path.parent, what="the baseline", instead="--baseline")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.options import typed_command
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 __all__ = ["blocks"]
 
@@ -77,7 +76,7 @@ def blocks(  # noqa: PLR0913  # one parameter per option
     in the partial ones.
     """
     from attncheck.mods.spec import Dimensions
-    from attncheck.reporting import block_pages
+    from attncheck.reporting import rendering
     from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -87,8 +86,8 @@ def blocks(  # noqa: PLR0913  # one parameter per option
         Dimensions(batch=batch, heads=heads, query=query, kv=kv or query),
         wanted,
         mapped=mapped,
-        command=as_typed(argument=mask if "::" in mask else ""),
+        command=typed_command(argument=mask if "::" in mask else ""),
         done=interrupts.check,
     )
     with standard_output():
-        block_pages.show(report, as_json=as_json)
+        rendering.show(report, "json" if as_json else "table")

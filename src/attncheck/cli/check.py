@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import device_option, format_option, out_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.options import (
+    device_option,
+    format_option,
+    out_option,
+    quiet_option,
+    typed_command,
+)
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
@@ -20,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record, Report
 
 __all__ = ["check"]
-
-_EXIT_CODES = {"pass": 0, "fail": 1, "in doubt": 3, "untested": 5}
 
 
 @click.command(cls=Verb)
@@ -89,33 +92,36 @@ def check(  # noqa: PLR0913  # one parameter per option
     # Before torch is imported. Its threads wait for each other many times a question, and where
     # others are using the machine, waiting busily costs twenty times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from attncheck.core.errors import UnknownName
-    from attncheck.reporting import check_page, check_writable
+    from attncheck.reporting import rendering
+    from attncheck.reporting.check_document import check_document, check_verdict
+    from attncheck.reporting.exit_codes import check_exit_code
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.verify import assemble_report
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    if fmt not in check_page.FORMATS:
-        raise UnknownName("format", fmt, check_page.FORMATS)
+    rendering.check_format(fmt)
     device = device or default_device()
     require_device(device)
     asked = _questions(dtypes, head_dims, names)
     prepare(device)  # before the file's own Triton functions are decorated
     subject = load_subject(spec, convention)
-    check_writable(directory, "check")
-    report = assemble_report([subject], (), device=device, command=as_typed(argument=spec))
+    rendering.check_writable(directory, "check")
+    report = assemble_report([subject], (), device=device, command=typed_command(argument=spec))
     report = _answered(interrupts, report, subject, asked, device, live=fmt == "table", quiet=quiet)
     report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
-        check_page.write(report, directory)
+        rendering.write_report(
+            report, directory, "check", formats=("json", "md"), document=check_document
+        )
     with standard_output():
         if fmt == "table":
+            # The questions have been shown one by one.
             typed = shlex.join(["attncheck", *sys.argv[1:]])
-            check_page.show(lambda width: check_page.verdict(report, width, command=typed))
+            rendering.show(report, document=lambda whole: check_verdict(whole, typed))
         else:
-            click.echo(check_page.render(report, fmt), nl=False)
-    return _EXIT_CODES[check_page.exit_status(report)]
+            rendering.show(report, fmt, document=check_document)
+    return check_exit_code(report)
 
 
 def _questions(
@@ -149,12 +155,13 @@ def _answered(
     from msgspec.structs import replace
 
     from attncheck.cli.progress import progress
-    from attncheck.reporting import check_page
+    from attncheck.reporting.check_document import check_document, check_section
+    from attncheck.reporting.terminal import head_lines, print_lines, row_lines
     from attncheck.verify.verify import iter_records
 
     if live:
         with standard_output():
-            check_page.show(lambda width: check_page.head(report, width))
+            print_lines(lambda width: head_lines(check_document(report), width), sys.stdout)
     cases = [(question.name, question.case) for question in asked]
     records: list[Record] = []
     before = ""
@@ -163,9 +170,11 @@ def _answered(
             interrupts.check()
             advance(record.variant)
             if live:
-                dtype = str(record.case["problem"]["dtype"])
-                _show_row(record, first=dtype != before)
-                before = dtype
+                section = check_section([record])
+                first = section.title != before
+                before = section.title
+                with standard_output():
+                    print_lines(partial(row_lines, section, first=first), sys.stdout)
             records.append(record)
     return replace(report, records=tuple(records))
 
@@ -175,17 +184,10 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
     from msgspec.structs import replace
 
     from attncheck.diagnose.diagnosis import diagnose_failure
-    from attncheck.reporting import check_page
+    from attncheck.reporting.check_document import worst_record
 
-    bad = check_page.worst(report)
+    bad = worst_record(report)
     if bad is None:
         return report
     told = diagnose_failure(bad, subject, device=device)
     return replace(report, records=tuple(told if one is bad else one for one in report.records))
-
-
-def _show_row(record: Record, *, first: bool) -> None:
-    from attncheck.reporting import check_page
-
-    with standard_output():
-        check_page.show(lambda width: check_page.row(record, width, first=first))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import textwrap
 import time
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.options import device_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,10 +22,23 @@ if TYPE_CHECKING:
     import torch
 
     from attncheck.capabilities.subject import Subject
-    from attncheck.cli.demo_search import Found
+    from attncheck.cases.tier import Tier
+    from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
+    from attncheck.suite.under_test import UnderTest
 
-__all__ = ["KERNEL", "MENDED", "PLANTED", "demo", "source"]
+__all__ = [
+    "DTYPE",
+    "KERNEL",
+    "MENDED",
+    "PLANTED",
+    "DemoFailure",
+    "demo",
+    "search_tile_edges",
+    "search_with_hypothesis",
+    "source",
+]
+
 
 KERNEL = "attncheck.demo.flash_attention:attention"
 """The kernel, as every command names it."""
@@ -82,7 +96,7 @@ def demo(
     if kernel_file is not None:
         return _copy(Path(kernel_file))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
-    from attncheck.reporting.files import check_names
+    from attncheck.core.files import check_names
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
 
@@ -112,7 +126,7 @@ def source() -> str:
 
 
 def _copy(path: Path) -> int:
-    from attncheck.reporting.files import write_texts
+    from attncheck.core.files import write_texts
 
     write_texts({path.name: source()}, path.parent, what="the kernel", instead="--kernel-file")
     _say(f"Written to {path}. Next: attncheck check {path}::attention", gap=False)
@@ -145,31 +159,30 @@ def _usual_test(device: str) -> Iterator[str]:
         yield f"   {verdict}  {shape}  off by {off:.1e} at most"
 
 
-def _find(subject: Subject, device: str, *, quiet: bool) -> Found | None:
-    from attncheck.cli.demo_search import at_edges, drawn
+def _find(subject: Subject, device: str, *, quiet: bool) -> DemoFailure | None:
 
     try:
         import hypothesis  # noqa: F401  # whether it is here
         import pytest  # noqa: F401  # the suite's
     except ImportError:
         _say(_STORY["no extra"])
-        return at_edges(subject, device)
+        return search_tile_edges(subject, device)
     _say(_STORY["search"])
     if not quiet:
         click.echo("   drawing …", err=True)
-    return drawn(KERNEL, subject, device) or at_edges(subject, device)
+    return search_with_hypothesis(KERNEL, subject, device) or search_tile_edges(subject, device)
 
 
-def _tell(found: Found, device: str) -> None:
+def _tell(found: DemoFailure, device: str) -> None:
     from attncheck.diagnose.reproduce import new_failure
     from attncheck.records.failures import keep_failure
     from attncheck.records.problem_summary import problem_of
-    from attncheck.reporting.diagnosis_text import kept_failure_text, problem_line
+    from attncheck.reporting.diagnosis_text import kept_failure_text
 
     kept = new_failure(found.smallest, kernel=KERNEL, device=device)
     keep_failure(kept)
     if found.after:
-        told = [f"   problem {found.before} fails: {problem_line(problem_of(found.first))}"]
+        told = [f"   problem {found.before} fails: {problem_of(found.first).full_line}"]
         told += [f"   the smallest that does, after {found.after} more:"]
     else:
         told = [f"   problem {found.before} fails:"]
@@ -185,10 +198,9 @@ def _tell(found: Found, device: str) -> None:
 
 def _script(record: Record, identifier: str, device: str) -> Path:
     """Written beside the failure; where it lies."""
+    from attncheck.core.files import write_texts
     from attncheck.inputs.problem import Case
     from attncheck.records.problem_summary import problem_of
-    from attncheck.reporting.diagnosis_text import problem_line
-    from attncheck.reporting.files import write_texts
     from attncheck.standalone.standalone_script import render_script
     from attncheck.subjects.load import load_subject
     from attncheck.verify.question_fit import question_summary
@@ -197,7 +209,7 @@ def _script(record: Record, identifier: str, device: str) -> Path:
     case = Case.from_json(record.case)
     facts = {
         "kernel": f"{KERNEL} on {device}",
-        "problem": problem_line(problem_of(record)),
+        "problem": problem_of(record).full_line,
         "asks": question_summary(case.question),
     }
     text = render_script(
@@ -229,8 +241,115 @@ def _say_lines(lines: Iterator[str] | list[str]) -> None:
     """Each as it comes: somebody is reading."""
     import sys
 
-    from attncheck.reporting import screen
+    from attncheck.reporting.terminal import print_text
 
     for line in lines:
         with standard_output():
-            screen.put(f"{line}\n", sys.stdout)
+            print_text(f"{line}\n", sys.stdout)
+
+
+DTYPE = "fp16"
+"""In which the kernel is asked: Triton's interpreter has it right without repairs."""
+
+_QUESTION = "decode"  # an exact probe, which tells in words which keys a row has counted
+_TILES = (16, 32, 64, 128)
+_MOST = 150  # problems that are drawn: every thirtieth would do
+_LONGEST = 90  # where no second length fails, to which it would be shrunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoFailure:
+    """A wrong answer, and the way to it.
+
+    Attributes:
+        first: The first answer that was wrong.
+        smallest: The answer to the smallest Case that still fails.
+        before: Problems that were answered until then, the first wrong one too.
+        after: Those that it took to shrink it.
+    """
+
+    first: Record
+    smallest: Record
+    before: int
+    after: int
+
+
+def search_with_hypothesis(
+    name: str, subject: Subject, device: str, most: int = _MOST
+) -> DemoFailure | None:
+    """What Hypothesis finds and shrinks; None where it finds nothing.
+
+    Args:
+        name: What the kernel is asked for by.
+        subject: The kernel.
+        device: ``cpu`` or ``cuda``.
+        most: Problems that are drawn, where none fails.
+
+    Raises:
+        ImportError: where Hypothesis or pytest, which the suite is made for, is not installed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # Else Hypothesis leaves a folder where somebody only wanted to look.
+        os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", folder)
+        return _searched(name, subject, device, most)
+
+
+def search_tile_edges(subject: Subject, device: str) -> DemoFailure | None:
+    """The shortest of the lengths at the edges of tiles that fails, asked one after the other."""
+    from attncheck.inputs.problem import Problem
+    from attncheck.probes import cases
+    from attncheck.verify.run_case import run_case
+
+    lengths = sorted({tile + step for tile in _TILES for step in (-1, 0, 1)})
+    for count, length in enumerate(lengths, 1):
+        problem = Problem(query=1, kv=length, head_dim=16, heads=1, dtype=DTYPE)
+        case: Case = cases(_QUESTION, problem)[0]
+        record = run_case(subject, case, device=device)
+        if record.status in {"fail", "error"}:
+            return DemoFailure(first=record, smallest=record, before=count, after=0)
+    return None
+
+
+def _searched(name: str, subject: Subject, device: str, most: int) -> DemoFailure | None:
+    from attncheck.suite import pytest_options
+    from attncheck.suite.property_spec import PropertySpec, cases
+    from attncheck.suite.search import search_cases
+    from attncheck.suite.under_test import UnderTest
+    from attncheck.suite.wrong_answers import WrongAnswer
+
+    pytest_options.register()
+    kernel = UnderTest(name, subject, device, dtype=DTYPE, family="full", tier=_tier(most))
+    asked = PropertySpec(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
+    first: list[tuple[Record, int]] = []
+
+    def count_keys(kernel: UnderTest, case: Case) -> None:
+        try:
+            kernel.must_hold(case)
+        except WrongAnswer as wrong:
+            first.append((wrong.record, kernel.tally.total))
+            raise
+        kernel.share = 0.0  # draw on, and do not climb to where rounding is largest
+
+    try:
+        search_cases(count_keys, kernel, cases(kernel, asked))
+    except WrongAnswer as wrong:
+        record, before = first[0]
+        after = kernel.tally.total - before
+        return DemoFailure(first=record, smallest=wrong.record, before=before, after=after)
+    return None
+
+
+def _tier(most: int) -> Tier:
+    from attncheck.cases.tier import Tier
+
+    return Tier(
+        name="demo",
+        examples=most,
+        examples_interpreted=most,
+        examples_gpu=most,
+        longest=_LONGEST,
+        longest_gpu=_LONGEST,
+        most_heads=2,
+        repeats_gpu=1,
+        profile="attncheck-ci",
+    )

@@ -2,23 +2,189 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from attncheck.cli.faults_options import FaultsAsked, faults_options
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.standard_output import Verb
+from attncheck.cli.options import apply_options, device_option, quiet_option, typed_command
+from attncheck.cli.progress import progress, time_left
+from attncheck.cli.resumable_run import (
+    JOURNAL,
+    differing_keys,
+    existing_journal,
+    parse_seconds,
+    run_with_journal,
+    say_how_it_ended,
+    say_resumed,
+    started_now,
+    worker_places,
+)
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.sanitize_text import one_line, shortened
 
-__all__ = ["faults"]
+if TYPE_CHECKING:
+    from attncheck.faults.fault import HostName
+    from attncheck.faults.fault_selection import FaultSelection
+    from attncheck.faults.user_suite import UserSuite
+    from attncheck.records.fault_scores import FaultSensitivity, OwnTestsReport
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.pool import RunEnd, RunEvent
+
+__all__ = ["FaultOptions", "faults", "own_tests_header", "planted_header"]
+
+_MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
+_PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOptions:
+    """What was typed, by the names of the options below."""
+
+    host: str
+    names: tuple[str, ...]
+    categories: tuple[str, ...]
+    tier: str | None
+    device: str | None
+    file: str | None
+    command: str | None
+    replace: str | None
+    convention: str
+    small: bool
+    dtypes: tuple[str, ...]
+    jobs: int | None
+    json_file: str | None
+    md_file: str | None
+    controls: bool | None
+    listed: bool
+    fresh: bool
+    max_time: str | None
+    directory: str
+    quiet: bool
+    verbose: bool
+
+    @property
+    def outputs(self) -> list[tuple[Path, str]]:
+        """Files that are asked for, each with its format."""
+        named = ((self.json_file, "json"), (self.md_file, "md"))
+        return [(Path(file), fmt) for file, fmt in named if file]
+
+    @property
+    def typed(self) -> str:
+        """The command line, for a report."""
+        return typed_command(files={"--kernel-file", "--json", "--md"})
+
+
+_WHICH = (
+    click.option(
+        "--host",
+        default="all",
+        show_default=True,
+        metavar="NAME",
+        help="In which kernel faults are planted: triton, ideal or all.",
+    ),
+    click.option(
+        "--fault", "names", multiple=True, metavar="ID", help="Only this one (repeatable)."
+    ),
+    click.option(
+        "--category",
+        "categories",
+        multiple=True,
+        metavar="NAME",
+        help="Only faults of this category (repeatable).",
+    ),
+    click.option(
+        "--tier",
+        metavar="NAME",
+        help="How hard the gate asks: smoke, pr or nightly (default: smoke on a cpu, pr on cuda).",
+    ),
+    device_option(
+        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+        "interpreted)."
+    ),
+)
+_OF_WHOM = (
+    click.option(
+        "--kernel-file",
+        "file",
+        metavar="FILE.py",
+        help='Score on faults of your own: FAULTS = {"id": kernel, …} of the file, or its public '
+        "functions and Subjects, each of which is wrong.",
+    ),
+    click.option(
+        "--pytest",
+        "command",
+        metavar="ARGS",
+        help='Score your own tests: what follows pytest, such as "tests/ -k attn". They run once '
+        "with a right kernel in place of your function, then once with each fault.",
+    ),
+    click.option(
+        "--replace",
+        metavar="package.module:NAME",
+        help="With --pytest: the function that they test.",
+    ),
+    click.option(
+        "--convention",
+        default="",
+        metavar="NAME",
+        help="With --pytest: how the function is called (default: what it shows).",
+    ),
+    click.option(
+        "--sensitivity",
+        "small",
+        is_flag=True,
+        help="How small a fault is still seen: of the softmax scale, of one weight, of few bits.",
+    ),
+    click.option(
+        "--dtype",
+        "dtypes",
+        multiple=True,
+        metavar="NAME",
+        help="With --sensitivity: only in this dtype (repeatable).",
+    ),
+)
+_RUN = (
+    click.option(
+        "--jobs",
+        type=click.IntRange(1, 256),
+        metavar="N",
+        help="Faults at work at the same time (default: by cores and GPUs, at most 4 for each).",
+    ),
+    click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON."),
+    click.option("--md", "md_file", metavar="FILE", help="Write the report as Markdown."),
+    click.option(
+        "--controls/--no-controls",
+        default=None,
+        help="Whether changes that are no faults are asked too (default: where no fault or "
+        "category is named).",
+    ),
+    click.option("--list", "listed", is_flag=True, help="Show the faults, and run none."),
+    click.option("--fresh", is_flag=True, help="Forget an unfinished run, in place of going on."),
+    click.option("--max-time", metavar="TIME", help="Stop then, such as 10m; resumable."),
+    click.option(
+        "--out",
+        "directory",
+        default="reports/faults",
+        show_default=True,
+        metavar="DIR",
+        help="Folder for the journal.",
+    ),
+    quiet_option,
+    click.option("-v", "--verbose", is_flag=True, help="Each score in a line as it is known."),
+)
 
 
 @click.command(cls=Verb)
-@faults_options
+@apply_options((*_WHICH, *_OF_WHOM, *_RUN))
 @click.make_pass_decorator(Interrupts, ensure=True)
-def faults(interrupts: Interrupts, /, **options: Any) -> int:
+def faults(interrupts: Interrupts, /, **typed: Any) -> int:
     """Score the gate: plant faults that real kernels had, and see which it catches.
 
     Each is planted in a copy of a kernel of ours, and asked everything that `attncheck gate` asks,
@@ -28,30 +194,361 @@ def faults(interrupts: Interrupts, /, **options: Any) -> int:
     5 when nothing was, 130 when it was interrupted twice.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
-    asked = FaultsAsked(**options)
+    from attncheck.core.files import check_names
+
     interrupts.check()  # imports take a while, and may have swallowed one
-    _check(asked)
-    if asked.command is not None and not asked.listed:
-        from attncheck.cli.faults_own import own
-
-        return own(interrupts, asked)
-    if asked.small:
-        from attncheck.cli.faults_sensitivity import sensitive
-
-        return sensitive(interrupts, asked)
-    from attncheck.cli.faults_planted import listed, planted
-
-    return listed(asked) if asked.listed else planted(interrupts, asked)
-
-
-def _check(asked: FaultsAsked) -> None:
-    """Raises UsageError for files that cannot be written, and options that say nothing."""
-    from attncheck.core.errors import UsageError
-    from attncheck.reporting.files import check_names
-
-    for each, _ in asked.outputs:
-        check_names(Path(each).parent, [Path(each).name], instead="file")
-    if asked.command is None and (asked.replace is not None or asked.convention):
+    options = FaultOptions(**typed)
+    for path, _ in options.outputs:
+        check_names(path.parent, [path.name], instead="file")
+    if options.command is None and (options.replace is not None or options.convention):
         raise UsageError("--replace and --convention say what --pytest tests: give it too.")
-    if asked.dtypes and not asked.small:
+    if options.dtypes and not options.small:
         raise UsageError("--dtype says in what --sensitivity asks: give it too.")
+    if options.listed:
+        return _list(options)
+    if options.command is not None:
+        return _score_own_tests(interrupts, options)
+    if options.small:
+        return _measure_sensitivities(interrupts, options)
+    return _score_gate(interrupts, options)
+
+
+def _list(options: FaultOptions) -> int:
+    """Show what is chosen, and run nothing; return the exit code."""
+    from attncheck.faults.catalogue import CONTROLS, FAULTS
+
+    selection = _selection(options, *_device_and_tier(options))
+    with standard_output():
+        for kernel in dict.fromkeys(kernel.rpartition("@")[0] for kernel in selection.names):
+            one: Any = FAULTS.get(kernel) or CONTROLS.get(kernel)
+            places = " and ".join(one.hosts) or "nowhere" if one else "file"
+            category = FAULTS[kernel].category if kernel in FAULTS else "control" if one else "own"
+            click.echo(f"{kernel} ({category}; {places}): {one.summary if one else kernel}")
+    return 0
+
+
+def _device_and_tier(options: FaultOptions) -> tuple[str, str]:
+    """Device and tier, also where nobody says; raises UsageError for what is not there."""
+    from attncheck.cases.tier import default_tier, tier_named
+    from attncheck.verify.environment import default_device, require_device
+
+    device = options.device or default_device()
+    require_device(device)
+    return device, tier_named(options.tier or default_tier(device)).name
+
+
+def _kernel_file(options: FaultOptions) -> Path | None:
+    return Path(options.file).absolute() if options.file else None
+
+
+def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
+    """The faults and controls that are chosen.
+
+    Raises:
+        UsageError: for options that say nothing together.
+        UnknownName: for a host, fault or category that there is not.
+    """
+    from attncheck.faults.fault import HOSTS
+    from attncheck.faults.fault_selection import select_faults, select_from_file
+    from attncheck.verify.environment import prepare
+
+    hosts = dict.fromkeys((*HOSTS, "all"))
+    if options.host not in hosts:
+        raise UnknownName("host", options.host, hosts)
+    if file := _kernel_file(options):
+        if options.categories or options.controls or options.host != "all":
+            raise UsageError(
+                "--kernel-file brings faults of its own: leave --host, --category and --controls "
+                "out."
+            )
+        prepare(device)  # whether Triton is interpreted is decided as the file is imported
+        return select_from_file(file, names=options.names, device=device, tier=tier)
+    some = options.names or options.categories
+    return select_faults(
+        hosts=HOSTS if options.host == "all" else (options.host,),
+        names=options.names,
+        categories=options.categories,
+        controls=not some if options.controls is None else options.controls,
+        device=device,
+        tier=tier,
+    )
+
+
+# The gate on planted faults
+
+
+def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
+    """Score what is chosen, write and show the report; return the exit code."""
+    from attncheck.faults.score_report import fault_report
+
+    device, tier = _device_and_tier(options)
+    selection, file = _selection(options, device, tier), _kernel_file(options)
+    head = planted_header(selection, device=device, tier=tier, file=file, typed=options.typed)
+    end, content = _run(
+        options,
+        selection,
+        head,
+        work="attncheck.faults.scoring:work",
+        options={"file": head["file"]},
+        workers=worker_places(options.jobs, device),
+    )
+    report = fault_report(content, selection, command=options.typed)
+    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
+
+
+def planted_header(
+    selection: FaultSelection, *, device: str, tier: str, file: Path | None, typed: str
+) -> dict[str, Any]:
+    """What the journal begins with: what makes two runs the same, and when the first began."""
+    from attncheck.faults.fault_selection import source_digest
+
+    return {
+        "faults": list(selection.names),
+        "device": device,
+        "tier": tier,
+        "file": str(file) if file else "",
+        "sources": source_digest(file),
+        "started": started_now(),
+        "typed": typed,
+    }
+
+
+# Somebody's own tests, with faulty kernels for their function
+
+
+def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
+    """Score the tests, write and show the report; return the exit code.
+
+    Raises:
+        UsageError: where no function is named, or the suite cannot be scored.
+        UnknownName: for a fault or category that there is not.
+    """
+    from attncheck.faults.fault_selection import select_faults
+    from attncheck.faults.user_suite import UserSuite, check_scorable
+    from attncheck.workers.worker_pool import WorkerPlace
+
+    assert options.command is not None, "who calls this has one"
+    if options.replace is None:
+        raise UsageError("--pytest needs --replace package.module:name, the function it tests.")
+    suite = UserSuite(
+        command=options.command, replace=options.replace, convention=options.convention
+    )
+    host: HostName = "triton" if options.host == "triton" else "ideal"
+    selection = select_faults(
+        hosts=(host,),
+        names=options.names,
+        categories=options.categories,
+        controls=False,
+        device="cuda",  # what a fault needs is for the suite to have: nothing is left out
+        tier="",
+    )
+    if not selection.units:
+        raise UsageError(f"none of these faults is planted in {host}: nothing is to be scored.")
+    names = [unit.kernel.rpartition("@")[0] for unit in selection.units]
+    end, content = _run(
+        options,
+        selection,
+        own_tests_header(suite, selection, typed=options.typed),
+        work="attncheck.faults.user_suite:suite_work",
+        options={
+            "command": suite.command,
+            "replace": suite.replace,
+            "convention": suite.convention,
+            "folder": str(suite.folder),
+        },
+        workers=[WorkerPlace()] * (options.jobs or min(_cores(), _MOST_RUNS)),
+        check=lambda: check_scorable(suite, names, host),
+    )
+    report = _own_tests_report(content, selection, suite, command=options.typed)
+    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
+
+
+def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str) -> dict[str, Any]:
+    """What the journal begins with: what makes two runs the same, and when the first began."""
+    from attncheck.faults.fault_selection import source_digest
+    from attncheck.faults.user_suite import project_digest
+
+    return {
+        "pytest": suite.command,
+        "replace": suite.replace,
+        "convention": suite.convention,
+        "folder": str(suite.folder),
+        "faults": list(selection.names),
+        "sources": f"{source_digest(None)} {project_digest(suite)}",
+        "started": started_now(),
+        "typed": typed,
+    }
+
+
+def _own_tests_report(
+    content: JournalContent, selection: FaultSelection, suite: UserSuite, *, command: str
+) -> OwnTestsReport:
+    """What the journal says of each fault, in the order of the catalogue."""
+    from attncheck.faults.catalogue import fault_named
+    from attncheck.records.fault_scores import OwnTestsReport, OwnTestsScore
+
+    scores: list[OwnTestsScore] = []
+    for unit in selection.units:
+        done = content.results.get(unit.id)
+        if done is None:
+            continue
+        if "score" in done.facts:
+            scores.append(msgspec.convert(done.facts["score"], OwnTestsScore))
+            continue
+        name, _, host = unit.kernel.rpartition("@")
+        category = getattr(fault_named(name), "category", "control")
+        status: Any = {"status": "not scored", "reason": done.harness}
+        scores.append(OwnTestsScore(fault=name, category=category, host=host, **status))
+    return OwnTestsReport(
+        command=command,
+        pytest=suite.command,
+        replace=suite.replace,
+        unfinished=len(selection.units) - len(scores),
+        unfinished_because=content.why,
+        scores=tuple(scores),
+    )
+
+
+# How small a fault is still seen
+
+
+def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int:
+    """Measure the smallest size of each continuous fault that is seen, in each dtype.
+
+    Raises UnknownName for a fault, dtype or tier that there is not.
+    """
+    from attncheck.core.formats import DTYPES
+    from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
+    from attncheck.gate.choices import Choices
+    from attncheck.records.fault_scores import SensitivityReport
+
+    device, tier = _device_and_tier(options)
+    names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
+    every = [name for name, dtype in DTYPES.items() if dtype.measured]
+    dtypes = Choices.of({"tier": tier, "dtypes": ",".join(options.dtypes or every)}).dtypes
+    pairs = [(name, dtype) for dtype in dtypes for name in names]
+    seen: dict[tuple[str, str], FaultSensitivity] = {}
+    jobs = min(options.jobs or (_cores() if device == "cpu" else 1), len(pairs))
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        progress(len(pairs), quiet=options.quiet) as advance,
+        ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
+    ):
+        running = {pool.submit(_sensitivity, *each, tier, device): each for each in pairs}
+        for done in as_completed(running):
+            seen[running[done]] = done.result()
+            advance(" ".join(running[done]))
+    report = SensitivityReport(command=options.typed, seen=tuple(seen[each] for each in pairs))
+    return _write_and_show(interrupts, report, options)
+
+
+def _sensitivity(fault: str, dtype: str, tier: str, device: str) -> FaultSensitivity:
+    """One piece of work, in a process of its own."""
+    from attncheck.faults.sensitivity import measure_sensitivity
+
+    return measure_sensitivity(fault, dtype, tier=tier, device=device)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+# What all of them share
+
+
+def _run(
+    asked: FaultOptions, selection: FaultSelection, head: dict[str, Any], **how: Any
+) -> tuple[RunEnd, JournalContent]:
+    """Do what is selected; return how that ended, and what the journal says then.
+
+    Args:
+        asked: What was typed: where the journal is, how long, whether anew, what is told.
+        selection: What is to be done; what the journal has is not done again.
+        head: What the journal begins with.
+        how: As ``run_with_journal`` and ``workers.pool.run_units`` have it.
+
+    Raises:
+        UsageError: for a time or a folder that cannot be.
+        JournalError: where the journal holds another run that is not finished.
+    """
+    from attncheck.core.files import check_names
+    from attncheck.faults.fault_selection import priority
+
+    seconds = parse_seconds(asked.max_time, "--max-time")
+    check_names(asked.directory, [JOURNAL])
+    before = existing_journal(asked.directory, fresh=asked.fresh)
+    resume = not asked.fresh
+    if before is not None:
+        resume = _resumes(before, head, Path(asked.directory) / JOURNAL)
+    return run_with_journal(
+        selection.units,
+        head,
+        FaultProgress(),
+        directory=asked.directory,
+        resume=resume,
+        quiet=asked.quiet,
+        verbose=asked.verbose,
+        seconds=seconds,
+        priority=priority,
+        **how,
+    )
+
+
+def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
+    """Whether the journal that is there is resumed; of a run that is finished it is forgotten.
+
+    So is one of another attncheck: its scores say nothing of the one that is here.
+    """
+    differs = differing_keys(before, head)
+    if not before.unfinished:
+        return False
+    if differs - _PER_RUN - {"sources"}:
+        return True  # the journal says what is another
+    if "sources" in differs:
+        click.echo(f"attncheck: sources have changed since {path}: all is asked anew.", err=True)
+        return False
+    say_resumed(before, path)
+    return True
+
+
+class FaultProgress:
+    """How far ``attncheck faults`` is, as far as has been heard."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+
+    def hear(self, event: RunEvent) -> list[str]:
+        """Count; return what is new, in a line."""
+        if event.done is None:
+            return []
+        score = event.done.facts.get("score") or {"outcome": "harness"}
+        # Of a gate's score, or of somebody's own tests.
+        outcome = str(score.get("outcome") or score["status"])
+        self.outcomes[outcome] += 1
+        if event.kind != "done":
+            return []
+        first = (score.get("caught") or {}).get("first") or {}
+        by = f" by {first['stage']} {first['question']}" if first else ""
+        counts = f" after {score['problems']} problems, {score['seconds']:.1f} s" if first else ""
+        reason = f": {score['reason']}" if score.get("reason") else ""
+        return [shortened(one_line(f"{event.unit.kernel}: {outcome}{by}{counts}{reason}"))]
+
+    def line(self, event: RunEvent) -> str:
+        """``faults 12/95, 11 caught, 1 missed, about 35 s left``."""
+        parts = [f"faults {event.finished}/{event.known}"]
+        parts += [f"{count} {outcome}" for outcome, count in self.outcomes.items()]
+        parts += [time_left(event.left)] if event.left is not None else []
+        return ", ".join(parts)
+
+
+def _write_and_show(interrupts: Interrupts, report: msgspec.Struct, options: FaultOptions) -> int:
+    """Write each file in its format, then show the table; return the report's exit code."""
+    from attncheck.core.files import write_texts
+    from attncheck.reporting import exit_codes, rendering
+
+    for path, fmt in options.outputs:
+        with interrupts.writing(str(path.parent)):
+            write_texts({path.name: rendering.render(report, fmt)}, path.parent, instead="file")
+    with standard_output():
+        rendering.show(report)
+    return exit_codes.exit_code(report)

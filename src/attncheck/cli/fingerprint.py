@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import device_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.options import device_option, quiet_option, typed_command
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.records.survey_reports import FingerprintReport
 
 __all__ = ["fingerprint"]
-
-_EXIT_CODES = {"agrees": 0, "differs": 1, "untested": 5}
 
 
 @click.command(cls=Verb)
@@ -65,7 +61,7 @@ def fingerprint(  # one parameter per option
     from attncheck.cases.variants import check_measured
     from attncheck.core.errors import UsageError
     from attncheck.core.formats import DTYPES
-    from attncheck.reporting import fingerprint_page
+    from attncheck.reporting.exit_codes import exit_code
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
 
@@ -92,14 +88,14 @@ def fingerprint(  # one parameter per option
             advance(dtype)
 
         report = survey_arithmetic(
-            subject, asked, device=device, command=as_typed(argument=kernel), done=done
+            subject, asked, device=device, command=typed_command(argument=kernel), done=done
         )
     _show(report, as_json=as_json)
-    return _EXIT_CODES[fingerprint_page.exit_status(report)]
+    return exit_code(report)
 
 
 def _show(report: FingerprintReport, *, as_json: bool) -> None:
-    from attncheck.reporting import fingerprint_page
+    from attncheck.reporting import rendering
 
     with standard_output():
-        fingerprint_page.show(report, "json" if as_json else "table")
+        rendering.show(report, "json" if as_json else "table")

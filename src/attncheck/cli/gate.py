@@ -3,142 +3,214 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import device_option, format_option
-from attncheck.cli.standard_output import Verb
+from attncheck.cli.options import apply_options, device_option, format_option, typed_command
+from attncheck.cli.progress import time_left
+from attncheck.cli.resumable_run import (
+    JOURNAL,
+    differing_keys,
+    existing_journal,
+    parse_seconds,
+    run_with_journal,
+    say_how_it_ended,
+    say_resumed,
+    started_now,
+    worker_places,
+)
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.sanitize_text import one_line, shortened
+from attncheck.records.record import FAILED_STATUSES
 
-__all__ = ["gate"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from attncheck.gate.choices import Choices
+    from attncheck.gate.sources import CommitTree
+    from attncheck.records.baseline_entries import Baseline
+    from attncheck.records.run_reports import Answer, GateReport
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.pool import RunEnd, RunEvent
+    from attncheck.workers.units import Done, Unit
+
+__all__ = ["FAILURES", "GateOptions", "GateProgress", "GateRun", "gate", "plan_run", "run_gate"]
+
+FAILURES = "reports/failures"
+"""Where failures are kept, and attncheck repro looks for them."""
+
+_PER_RUN = {"seed", "started", "typed"}  # of a journal's header: no part of the plan
+_OF_SOURCES = frozenset({"sources", "started", "seed", "typed"})
+_SCRIPTS, _SCRIPT_SECONDS = 5, 120
+_FEWEST, _LEAST = 10, 0.05  # results, and the share of all, from which the rest is estimated
+
+_OPTIONS = (
+    click.argument("kernels", nargs=-1, metavar="[KERNEL]…"),
+    click.option(
+        "--tier", metavar="NAME", help="smoke, pr or nightly (default: smoke on a cpu, pr on cuda)."
+    ),
+    device_option(
+        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+        "interpreted)."
+    ),
+    click.option(
+        "--dtype",
+        "dtypes",
+        multiple=True,
+        metavar="NAME",
+        help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: all that a kernel takes).",
+    ),
+    click.option(
+        "--convention",
+        default="",
+        metavar="NAME",
+        help="How the kernels are called (default: the first that fits, or as configured).",
+    ),
+    click.option(
+        "--stage",
+        "stages",
+        multiple=True,
+        metavar="NAME",
+        help="contract, probes, bounds, properties, memory, determinism or baseline (repeatable; "
+        "default: all).",
+    ),
+    click.option("--skip", "skipped", multiple=True, metavar="NAME", help="Leave a stage out."),
+    click.option("-x", "--exitfirst", is_flag=True, help="Stop at the first failure."),
+    click.option(
+        "--jobs",
+        type=click.IntRange(1, 256),
+        metavar="N",
+        help="Kernels at work at the same time (default: by cores and GPUs, at most 4 for each).",
+    ),
+    click.option("--timeout", metavar="TIME", help="Of one call of a kernel, such as 90s."),
+    click.option("--max-time", metavar="TIME", help="Stop then, such as 10m; resumable."),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, 10**18),
+        metavar="N",
+        help="Which numbers are drawn (default: others each time in tier nightly, else the same).",
+    ),
+    click.option("--shard", default="", metavar="I/N", help="Ask the I-th of N parts."),
+    click.option(
+        "--changed-since",
+        metavar="REF",
+        help="Only kernels whose sources git says have changed since then.",
+    ),
+    click.option(
+        "--against",
+        metavar="REF",
+        help="Ask the kernels of another commit too; fail where these are worse.",
+    ),
+    click.option("--baseline", metavar="FILE", help="Fail where a kernel is worse than it was."),
+    click.option("--strict", is_flag=True, help="Warnings and inconclusive answers fail too."),
+    click.option("--strict-baseline", is_flag=True, help="What is better or gone fails too."),
+    click.option(
+        "--flaky",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Answers that may be flaky.",
+    ),
+    click.option(
+        "--sanitizer",
+        is_flag=True,
+        help="A few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
+    ),
+    click.option(
+        "--cluster", metavar="ADDRESS", help="A Ray cluster to work on: auto, local, or an address."
+    ),
+    click.option("--fresh", is_flag=True, help="Forget an unfinished run, in place of going on."),
+    click.option(
+        "--in-process",
+        is_flag=True,
+        help="For a debugger: call kernels in the judge's process, where they can break it.",
+    ),
+    format_option("table, json, csv, md, html, junit, sarif or github"),
+    click.option(
+        "--out",
+        "directory",
+        default="reports/gate",
+        show_default=True,
+        metavar="DIR",
+        help="Folder for the journal and the reports.",
+    ),
+    click.option("-q", "--quiet", is_flag=True, help="No progress."),
+    click.option("-v", "--verbose", is_flag=True, help="Each failure in a line as it is found."),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateOptions:
+    """What was typed, by the names of the options above."""
+
+    kernels: tuple[str, ...] = ()
+    tier: str | None = None
+    device: str | None = None
+    dtypes: tuple[str, ...] = ()
+    convention: str = ""
+    stages: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    exitfirst: bool = False
+    jobs: int | None = None
+    timeout: str | None = None
+    max_time: str | None = None
+    seed: int | None = None
+    shard: str = ""
+    changed_since: str | None = None
+    against: str | None = None
+    baseline: str | None = None
+    strict: bool = False
+    strict_baseline: bool = False
+    flaky: int = 0
+    sanitizer: bool = False
+    cluster: str | None = None
+    fresh: bool = False
+    in_process: bool = False
+    fmt: str = "table"
+    directory: str = "reports/gate"
+    quiet: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRun:
+    """One run of the gate.
+
+    Attributes:
+        kernels: As asked for.
+        device: Of all of them.
+        choices: What is asked.
+        shard: ``2/4``; empty for the whole.
+        head: What the journal begins with.
+        units: The first work.
+    """
+
+    kernels: tuple[str, ...]
+    device: str
+    choices: Choices
+    shard: str
+    head: dict[str, Any]
+    units: tuple[Unit, ...]
 
 
 @click.command(cls=Verb)
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]…")
-@click.option(
-    "--tier", metavar="NAME", help="smoke, pr or nightly (default: smoke on a cpu, pr on cuda)."
-)
-@device_option(
-    "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-    "interpreted)."
-)
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    metavar="NAME",
-    help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: all that a kernel takes).",
-)
-@click.option(
-    "--convention",
-    default="",
-    metavar="NAME",
-    help="How the kernels are called (default: the first that fits, or as configured).",
-)
-@click.option(
-    "--stage",
-    "stages",
-    multiple=True,
-    metavar="NAME",
-    help="contract, probes, bounds, properties, memory, determinism or baseline (repeatable; "
-    "default: all).",
-)
-@click.option("--skip", "skipped", multiple=True, metavar="NAME", help="Leave a stage out.")
-@click.option("-x", "--exitfirst", is_flag=True, help="Stop at the first failure.")
-@click.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    metavar="N",
-    help="Kernels at work at the same time (default: by cores and GPUs, at most 4 for each).",
-)
-@click.option("--timeout", metavar="TIME", help="Of one call of a kernel, such as 90s.")
-@click.option("--max-time", metavar="TIME", help="Stop then, such as 10m; resumable.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 10**18),
-    metavar="N",
-    help="Which numbers are drawn (default: others each time in tier nightly, else the same).",
-)
-@click.option("--shard", default="", metavar="I/N", help="Ask the I-th of N parts.")
-@click.option(
-    "--changed-since",
-    metavar="REF",
-    help="Only kernels whose sources git says have changed since then.",
-)
-@click.option(
-    "--against",
-    metavar="REF",
-    help="Ask the kernels of another commit too; fail where these are worse.",
-)
-@click.option("--baseline", metavar="FILE", help="Fail where a kernel is worse than it was.")
-@click.option("--strict", is_flag=True, help="Warnings and inconclusive answers fail too.")
-@click.option("--strict-baseline", is_flag=True, help="What is better or gone fails too.")
-@click.option(
-    "--flaky",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Answers that may be flaky.",
-)
-@click.option(
-    "--sanitizer",
-    is_flag=True,
-    help="A few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
-)
-@click.option(
-    "--cluster", metavar="ADDRESS", help="A Ray cluster to work on: auto, local, or an address."
-)
-@click.option("--fresh", is_flag=True, help="Forget an unfinished run, in place of going on.")
-@click.option(
-    "--in-process",
-    is_flag=True,
-    help="For a debugger: call kernels in the judge's process, where they can break it.",
-)
-@format_option("table, json, csv, md, html, junit, sarif or github")
-@click.option(
-    "--out",
-    "directory",
-    default="reports/gate",
-    show_default=True,
-    metavar="DIR",
-    help="Folder for the journal and the reports.",
-)
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
-@click.option("-v", "--verbose", is_flag=True, help="Each failure in a line as it is found.")
+@apply_options(_OPTIONS)
 @click.make_pass_decorator(Interrupts, ensure=True)
-def gate(  # noqa: PLR0913  # one parameter per option
-    interrupts: Interrupts,
-    /,
-    *,
-    kernels: tuple[str, ...],
-    tier: str | None,
-    device: str | None,
-    dtypes: tuple[str, ...],
-    convention: str,
-    stages: tuple[str, ...],
-    skipped: tuple[str, ...],
-    exitfirst: bool,
-    jobs: int | None,
-    timeout: str | None,
-    max_time: str | None,
-    seed: int | None,
-    shard: str,
-    changed_since: str | None,
-    against: str | None,
-    baseline: str | None,
-    strict: bool,
-    strict_baseline: bool,
-    flaky: int,
-    sanitizer: bool,
-    cluster: str | None,
-    fresh: bool,
-    in_process: bool,
-    fmt: str,
-    directory: str,
-    quiet: bool,
-    verbose: bool,
-) -> int:
+def gate(interrupts: Interrupts, /, **typed: Any) -> int:
     """Ask kernels everything that a change of them needs: is every answer right, and repeatable?
 
     KERNEL is FILE.py::NAME, package.module:NAME, a kernel of `attncheck list`, or a name of
@@ -149,58 +221,389 @@ def gate(  # noqa: PLR0913  # one parameter per option
     when nothing was tested, 130 when it was interrupted twice.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
-    from attncheck.cli.gate_asked import JOURNAL, asked, changed_only, seconds_of
-    from attncheck.cli.gate_finish import finished, known_baseline
-    from attncheck.cli.gate_run import beside, ran
-    from attncheck.reporting import gate_pages
-    from attncheck.reporting.files import check_names
+    from attncheck.core.files import check_names
+    from attncheck.records.baseline_entries import read_baseline
+    from attncheck.reporting.rendering import GATE_FORMATS, check_format
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    gate_pages.check_format(fmt)
-    seconds = seconds_of(max_time, "--max-time")
-    call = seconds_of(timeout, "--timeout") or 0.0
-    known = known_baseline(baseline)
-    kernels, unchanged = changed_only(kernels, changed_since)
-    if unchanged and not kernels:
-        click.echo(f"attncheck: no kernel has changed since {changed_since}.", err=True)
-        return 0
-    check_names(directory, [JOURNAL, "gate.json"])
-    with beside(against, kernels, cluster=cluster) as tree:
-        this = asked(
-            kernels,
-            tier=tier,
-            device=device,
-            dtypes=dtypes,
-            convention=convention,
-            stages=stages,
-            skipped=skipped,
-            seed=seed,
-            shard=shard,
-            timeout=call,
-            isolated=not in_process,
-            sanitizer=sanitizer,
-            tree=tree,
-            baseline=known[1] if known else None,
-            directory=directory,
-            fresh=fresh,
+    options = GateOptions(**typed)
+    check_format(options.fmt, GATE_FORMATS)
+    parse_seconds(options.max_time, "--max-time")
+    parse_seconds(options.timeout, "--timeout")
+    file = Path(options.baseline) if options.baseline is not None else None
+    baseline = (file.name, read_baseline(file)) if file else None
+    kernels = _kernels_of(options.kernels)
+    if options.changed_since is not None:
+        from attncheck.gate.sources import changed_kernels
+
+        kernels = changed_kernels(kernels, options.changed_since)
+        if not kernels:
+            unchanged = f"no kernel has changed since {options.changed_since}"
+            click.echo(f"attncheck: {unchanged}.", err=True)
+            return 0
+    check_names(options.directory, [JOURNAL, "gate.json"])
+    with _other_commit(options, kernels) as tree:
+        run = plan_run(options, kernels, tree=tree, baseline=baseline[1] if baseline else None)
+        end, content = run_gate(run, options)
+    return _finish(interrupts, options, end, content, baseline)
+
+
+def plan_run(
+    options: GateOptions,
+    kernels: tuple[str, ...],
+    *,
+    tree: CommitTree | None = None,
+    baseline: Baseline | None = None,
+) -> GateRun:
+    """Plan what is to be done; raises UsageError for what cannot be.
+
+    With a baseline or a tree the stage baseline has to be part of it: something is to be compared.
+
+    Args:
+        options: What was typed.
+        kernels: Which.
+        tree: Files of another commit.
+        baseline: What the kernels are compared with.
+    """
+    if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
+        raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
+    from attncheck.cases.tier import default_tier, tier_named
+    from attncheck.conventions.declarations import convention_named
+    from attncheck.gate.choices import BaselineCases, Choices, parse_stages
+    from attncheck.gate.gate_report import journal_header
+    from attncheck.gate.plan import describe_units, replay_units
+    from attncheck.gate.sources import source_fingerprint
+    from attncheck.verify.environment import default_device, require_device
+    from attncheck.workers.units import Shard
+
+    if options.convention:
+        convention_named(options.convention)
+    shard = str(Shard.parse(options.shard))
+    device = options.device or default_device()
+    require_device(device)
+    tier = tier_named(options.tier or default_tier(device))
+    draws_anew = tier.random and options.seed is None
+    if shard and draws_anew:
+        raise UsageError(
+            f"--shard {shard}: each run of tier {tier.name} draws other numbers: "
+            "give all parts the same --seed N."
         )
-        ended, content = ran(
-            this,
-            directory=directory,
-            fresh=fresh,
-            jobs=jobs,
-            seconds=seconds,
-            cluster=cluster,
-            first=exitfirst,
-            quiet=quiet,
-            verbose=verbose,
+    chosen: dict[str, Any] = {
+        "tier": tier.name,
+        "seed": options.seed or 0,
+        "stages": ",".join(parse_stages(options.stages, options.skipped)),
+        "dtypes": ",".join(options.dtypes),
+        "isolated": not options.in_process,
+        "timeout": parse_seconds(options.timeout, "--timeout") or 0.0,
+        "failures": str(Path(FAILURES).absolute()),
+        "sanitizer": options.sanitizer,
+        "tree": tree.spelled() if tree else "",
+        "held": BaselineCases.of(baseline).spelled() if baseline else "",
+    }
+    choices = Choices.of(chosen)
+    if (baseline or tree) and "baseline" not in choices.stages:
+        raise UsageError(
+            "--baseline and --against compare what the stage 'baseline' measures: it is left out."
         )
-    return finished(
-        interrupts,
-        ended,
-        content,
-        directory=directory,
-        fmt=fmt,
-        baseline=known,
-        policy={"strict": strict, "strict_baseline": strict_baseline, "flaky": flaky},
+    if options.sanitizer and "memory" not in choices.stages:
+        raise UsageError("--sanitizer is part of the stage 'memory': it is left out.")
+    sources = source_fingerprint(kernels, (options.directory, str(Path(FAILURES).parent)))
+    head = journal_header(
+        kernels,
+        device=device,
+        convention=options.convention,
+        started=started_now(),
+        plan=choices.plan() | {"sources": sources},
+        shard=shard,
+        typed=_typed_command(kernels),
     )
+    if draws_anew:
+        head["seed"] = _seed_of(head, existing_journal(options.directory, fresh=options.fresh))
+        choices = Choices.of(chosen | {"seed": head["seed"]})
+    common = {"device": device, "tier": tier.name, "convention": options.convention}
+    units = describe_units(kernels, **common)
+    if not shard:  # else: what failed on this machine is unknown to the other parts
+        units += replay_units(
+            kernels, FAILURES, stages=choices.stages, dtypes=choices.dtypes, **common
+        )
+    return GateRun(
+        kernels=kernels,
+        device=device,
+        choices=choices,
+        shard=shard,
+        head=head,
+        units=tuple(units),
+    )
+
+
+def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent]:
+    """Do what is planned; return how it ended, and what the journal says then.
+
+    Raises:
+        JournalError: where the journal holds another run that is not finished.
+        UsageError: for a kernel that cannot be loaded.
+    """
+    from attncheck.gate.plan import priority
+    from attncheck.workers.pool import Cluster
+    from attncheck.workers.units import Shard
+
+    if not run.choices.isolated:
+        click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)
+    before = existing_journal(options.directory, fresh=options.fresh)
+    resume = not options.fresh
+    if before is not None:
+        resume = _resumes(before, run.head, Path(options.directory) / JOURNAL)
+    units = [unit for unit in run.units if not (resume and _is_replayed(unit, before))]
+    known = [*units, *(before.units.values() if resume and before else ())]
+    of_other_commit = {unit.id for unit in known if unit.commit}
+    usage: list[str] = []
+
+    def stop(done: Done) -> bool:
+        of_other_commit.update(unit.id for unit in done.units if unit.commit)
+        if "usage" in done.facts:
+            usage.append(str(done.facts["usage"]))
+            return True
+        if not options.exitfirst or done.unit in of_other_commit:  # of that one nothing fails
+            return False
+        return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
+
+    workers: Any = worker_places(options.jobs, run.device)
+    if options.cluster is not None:
+        workers = Cluster(address=options.cluster, device=run.device, most=options.jobs)
+    ended = run_with_journal(
+        units,
+        run.head,
+        GateProgress(),
+        directory=options.directory,
+        resume=resume,
+        quiet=options.quiet,
+        verbose=options.verbose,
+        work="attncheck.gate.gate_worker:work",
+        options=run.choices.options(),
+        seconds=parse_seconds(options.max_time, "--max-time"),
+        stop=stop,
+        priority=priority,
+        mine=Shard.parse(run.shard).has,
+        workers=workers,
+    )
+    if usage:
+        raise UsageError(usage[0])
+    return ended
+
+
+def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
+    """Whether the journal that is there is resumed; of a run that is finished it is forgotten.
+
+    So is one whose kernels were others: their answers say nothing of those that are here.
+    """
+    differs = differing_keys(before, head)
+    if not before.unfinished:
+        return False
+    if differs - _OF_SOURCES or ("seed" in differs and "sources" not in differs):
+        return True  # the journal says what is another
+    from attncheck.gate.sources import changed_source
+
+    if changed := "the kernel has changed" if "sources" in differs else changed_source(before):
+        click.echo(f"attncheck: {one_line(changed)} since {path}: all is asked anew.", err=True)
+        return False
+    say_resumed(before, path)
+    return True
+
+
+@contextmanager
+def _other_commit(options: GateOptions, kernels: tuple[str, ...]) -> Iterator[CommitTree | None]:
+    """The files of the commit --against, until the end of the block; None where there is none.
+
+    Raises:
+        UsageError: for a commit that is not here, or a kernel that is no part of any.
+    """
+    if options.against is None:
+        yield None
+        return
+    from attncheck.gate.sources import commit_tree
+
+    if options.cluster is not None:
+        raise UsageError("--against has the files of the commit here alone: leave --cluster out.")
+    with commit_tree(options.against) as tree:
+        for kernel in kernels:
+            tree.kernel(kernel)
+        yield tree
+
+
+def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The kernels: those typed, each once; else those that the project names.
+
+    No kernel is imported.
+
+    Raises:
+        UsageError: where there is none, or a name that nobody knows.
+    """
+    from attncheck.capabilities.configuration import read_configuration
+    from attncheck.subjects.load import is_reference, kernel_names
+
+    if not words:
+        named = tuple(read_configuration().kernels)
+        if not named:
+            raise UsageError(
+                "no kernel is named: give one, or name yours in [tool.attncheck.kernels] "
+                "(attncheck init)."
+            )
+        return named
+    for kernel in words:
+        file, colons, _ = kernel.partition("::")
+        if colons and not Path(file).is_file():
+            raise UsageError(f"kernel {kernel!r}: there is no file {file!r}.")
+        if not is_reference(kernel) and kernel not in kernel_names():
+            raise UnknownName("kernel", kernel, kernel_names())
+    return tuple(dict.fromkeys(words))
+
+
+def _seed_of(head: dict[str, Any], journal: JournalContent | None) -> int:
+    """Which draw: that of the journal where it is of the same plan, else another one."""
+    if journal is not None:
+        there = {k: v for k, v in journal.head.items() if k not in _PER_RUN}
+        if there == {k: v for k, v in head.items() if k not in _PER_RUN}:
+            return int(journal.head.get("seed", 0))
+    return secrets.randbelow(10**6)
+
+
+def _is_replayed(unit: Any, before: JournalContent | None) -> bool:
+    """Whether a failure of before is of this very run."""
+    if unit.kind != "ask" or before is None or unit.id in before.units:
+        return False
+    records = (a.record for done in before.results.values() for a in done.answers)
+    case = unit.case
+    return any(record.case == case for record in records)
+
+
+class GateProgress:
+    """How far a gate is, as far as has been heard."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self.stage = "starting"
+        self._known: dict[str, str] = {}  # kind of each unit, by its id
+        self._over: set[str] = set()
+        self._took: dict[str, list[float]] = {}
+        self._most = 1
+
+    def hear(self, event: RunEvent) -> list[str]:
+        """Count; return the failures that are new, a line each."""
+        self._learn(event)
+        if event.unit.commit:  # of another commit nothing fails
+            return []
+        if event.kind == "begun":
+            self.stage = "smaller failures" if event.unit.kind == "shrink" else event.unit.stage
+        answers = event.done.answers if event.done else ()
+        wrong = [a for a in answers if a.record.status in FAILED_STATUSES and not a.smallest_of]
+        self.failed += len(wrong)
+        return [_failure_line(answer) for answer in wrong] if event.kind == "done" else []
+
+    def left(self, event: RunEvent) -> float | None:
+        """Seconds that the known rest takes, each unit as long as those of its stage have taken.
+
+        Of a stage that has not begun, as long as all have. None as long as too little is done.
+        """
+        took = [seconds for each in self._took.values() for seconds in each]
+        if len(took) < max(_FEWEST, event.known * _LEAST):
+            return None
+        rest = Counter(kind for id_, kind in self._known.items() if id_ not in self._over)
+        if not rest:
+            return 0.0
+        work = sum(fmean(self._took.get(kind, took)) * count for kind, count in rest.items())
+        # Some of those are another shard's, and some nobody has told us of.
+        return work / rest.total() * (event.known - event.finished) / self._most
+
+    def _learn(self, event: RunEvent) -> None:
+        unit, done = event.unit, event.done
+        self._known[unit.id] = _kind(unit)
+        self._most = max(self._most, event.running)
+        if done is None:
+            return
+        self._over.add(unit.id)
+        for each in done.units:
+            self._known.setdefault(each.id, _kind(each))
+        if event.kind == "done" and unit.kind != "describe":
+            self._took.setdefault(_kind(unit), []).append(done.seconds)
+
+    def line(self, event: RunEvent) -> str:
+        """``bounds 120/243, 2 failed, about 35 s left``."""
+        said = [f"{self.stage} {event.finished}/{event.known}"]
+        said += [f"{self.failed} failed"] if self.failed else []
+        left = self.left(event)
+        said += [time_left(left)] if left is not None else []
+        return ", ".join(said)
+
+
+def _kind(unit: Unit) -> str:
+    """Units of one kind take about as long."""
+    return unit.stage if unit.kind == "ask" else f"{unit.kind} {unit.stage}"
+
+
+def _failure_line(answer: Answer) -> str:
+    record = answer.record
+    reason = record.reason or (record.judgement.reason if record.judgement else "")
+    question = str(record.case.get("question", ""))
+    said = f"{record.kernel} {answer.stage} {question} {record.variant}: {record.status}: {reason}"
+    return shortened(one_line(said))
+
+
+def _finish(
+    interrupts: Interrupts,
+    options: GateOptions,
+    end: RunEnd,
+    content: JournalContent,
+    baseline: tuple[str, Baseline] | None,
+) -> int:
+    """Write the files, show the summary; return the exit code."""
+    from attncheck.gate.gate_report import build_report
+    from attncheck.reporting.gate_verdict import Policy, gate_exit_code
+    from attncheck.reporting.rendering import show, write_gate
+
+    command = _typed_command(content.head.get("kernels", ()))
+    report = build_report(content, command=command, baseline=baseline)
+    scripts = {} if end.why == "interrupted" else _failure_scripts(report)
+    with interrupts.writing(options.directory):
+        write_gate(report, options.directory, scripts)
+    with standard_output():
+        show(report, options.fmt)
+    policy = Policy(
+        strict=options.strict, strict_baseline=options.strict_baseline, flaky=options.flaky
+    )
+    return say_how_it_ended(end, gate_exit_code(report, policy))
+
+
+def _typed_command(kernels: Iterable[str]) -> str:
+    """The command line, with files without their folders: a report may be read elsewhere."""
+    command = typed_command(files={"--baseline"})
+    for kernel in kernels:
+        file, colons, name = str(kernel).partition("::")
+        if colons:
+            shown = f"{Path(file).name}{colons}{name}"
+            command = command.replace(shlex.quote(str(kernel)), shlex.quote(shown))
+    return command
+
+
+def _failure_scripts(report: GateReport) -> dict[str, str]:
+    """Standalone scripts of the worst failures, each written by a process of its own."""
+    from attncheck.reporting.gate_verdict import failure_groups
+
+    scripts: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for group in failure_groups(report)[:_SCRIPTS]:
+            if not group.shown.failure or group.shown.record.status not in {"fail", "error"}:
+                continue
+            path = Path(folder) / f"{group.id}.py"
+            words = [sys.executable, "-m", "attncheck", "repro", group.id, "--script", str(path)]
+            try:
+                subprocess.run(  # noqa: S603  # our own
+                    [*words, "--reports", str(Path(FAILURES).parent)],
+                    capture_output=True,
+                    check=False,
+                    stdin=subprocess.DEVNULL,
+                    timeout=_SCRIPT_SECONDS,
+                )
+                scripts[group.id] = path.read_text(encoding="utf-8")
+            except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+                continue  # of attncheck's own kernels there is none
+    return scripts

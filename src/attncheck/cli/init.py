@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.options import device_option, quiet_option
 from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_probe
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.subjects.load import Candidate

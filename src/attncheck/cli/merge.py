@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 __all__ = ["merge"]
 
@@ -28,8 +27,8 @@ def merge(interrupts: Interrupts, /, *, journals: tuple[str, ...], target: str) 
     Exit code 3 when a shard is missing, or has not finished.
     """
     from attncheck.core.errors import UsageError
+    from attncheck.core.files import write_files
     from attncheck.core.sanitize_text import one_line
-    from attncheck.reporting.files import write_files
     from attncheck.workers import journal as parts
     from attncheck.workers.journal_format import read_journal
 

@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import device_option, format_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
-from attncheck.cli.subjects import named, unconcerned
+from attncheck.cli.options import (
+    device_option,
+    format_option,
+    load_kernels,
+    not_applicable,
+    quiet_option,
+    typed_command,
+)
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.capabilities.subject import Subject
     from attncheck.mods.spec import Dimensions
-    from attncheck.records.survey_reports import ModReport
 
 __all__ = ["mods"]
 
-FAILED = 1
 DEFAULT_SHAPE = "2x2x40/48"
 
 
@@ -69,14 +71,13 @@ def mods(
     traced.
     """
     from attncheck.cli.progress import progress
-    from attncheck.core.errors import UnknownName
-    from attncheck.reporting import mod_pages
+    from attncheck.reporting import rendering
+    from attncheck.reporting.exit_codes import exit_code
     from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
     from attncheck.verify.environment import default_device, require_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    if fmt not in mod_pages.FORMATS:
-        raise UnknownName("format", fmt, mod_pages.FORMATS)
+    rendering.check_format(fmt)
     device = device or default_device()
     require_device(device)
     dimensions = dimensions_of(shape)
@@ -96,12 +97,12 @@ def mods(
             file=name,
             dimensions=dimensions,
             device=device,
-            command=as_typed(files={"--kernel"}, argument=file),
+            command=typed_command(files={"--kernel"}, argument=file),
             done=done,
         )
     with standard_output():
-        mod_pages.show(report, fmt)
-    return _exit_code(report)
+        rendering.show(report, fmt)
+    return exit_code(report)
 
 
 def _refuse(
@@ -129,13 +130,8 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
     if not kernels:
         subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
         return [subject for subject in subjects if takes_any_mod(subject, device)]
-    subjects = named(kernels)
+    subjects = load_kernels(kernels)
     for subject in subjects:
         if not concerns_mods(subject):
-            raise UsageError(unconcerned(subject))
+            raise UsageError(not_applicable(subject))
     return subjects
-
-
-def _exit_code(report: ModReport) -> int:
-    answers = [answer for record in report.records for answer in record.answers.values()]
-    return FAILED if {a.status for a in answers} - {"equal", "unsupported"} else 0

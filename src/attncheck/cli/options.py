@@ -1,15 +1,32 @@
-"""Options that several verbs have, each written once."""
+"""Options that several verbs have, and what was typed."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
-__all__ = ["device_option", "format_option", "out_option", "quiet_option", "seed_option"]
+    from attncheck.capabilities.subject import Subject
+
+__all__ = [
+    "apply_options",
+    "device_option",
+    "format_option",
+    "load_kernels",
+    "not_applicable",
+    "out_option",
+    "quiet_option",
+    "seed_option",
+    "typed_command",
+]
+
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -22,6 +39,11 @@ seed_option = click.option(
 )
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
+
+
+def apply_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    """A decorator of all ``options``, in the order in which ``--help`` shows them."""
+    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
 def device_option(what: str) -> Callable[[F], F]:
@@ -50,4 +72,58 @@ def out_option(files: str) -> Callable[[F], F]:
         show_default=True,
         metavar="DIR",
         help=f"Folder for {files}.",
+    )
+
+
+def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
+    """The command line for a report.
+
+    Args:
+        files: Options that take a file, or ``FILE.py::NAME``: the file is named without its folder.
+        argument: A word that stands without an option and is a file likewise.
+    """
+    words = iter(sys.argv[1:])
+    kept = ["attncheck"]
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option == "--out":
+            value = value if equals else next(words, "")
+        elif option in files:
+            value = _without_folder(value if equals else next(words, ""))
+            kept += [f"{option}={value}"] if equals else [option, value]
+        else:
+            kept.append(_without_folder(word) if word == argument else word)
+    return shlex.join(kept)
+
+
+def _without_folder(text: str) -> str:
+    """``file.py::name`` of ``some/folder/file.py::name``."""
+    path, separator, name = text.partition("::")
+    return Path(path).name + separator + name if path else text
+
+
+def load_kernels(kernels: Iterable[str]) -> list[Subject]:
+    """The kernels called ``kernels``, each once.
+
+    Raises:
+        UsageError: for one that cannot be (``subjects.load``), or two that reports would call the
+            same.
+    """
+    from attncheck.core.errors import UsageError
+    from attncheck.subjects.load import load_subject
+
+    by_name: dict[str, Subject] = {}
+    for kernel in dict.fromkeys(kernels):
+        subject = load_subject(kernel)
+        if subject.name in by_name:
+            raise UsageError(f"kernel {kernel!r}: another one is called {subject.name!r} too.")
+        by_name[subject.name] = subject
+    return list(by_name.values())
+
+
+def not_applicable(subject: Subject) -> str:
+    """What is wrong with asking by name for a kernel that nothing asked for concerns."""
+    return (
+        f"kernel {subject.name!r} is for other operations or dtypes than are asked for: "
+        "see attncheck list."
     )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.options import format_option, quiet_option, seed_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.options import format_option, quiet_option, seed_option, typed_command
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
-__all__ = ["oracles"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
-FAILED = 1
+    from attncheck.inputs.problem import Problem
+
+__all__ = ["ReportKind", "certified_kind", "measured_kind", "oracles"]
+
+
 DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
 DEFAULT_DTYPE, CERTIFIED_DTYPE = "bf16", "fp32"
 DEFAULT_DIGITS = 50
@@ -95,18 +101,17 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     With --certify the errors are proven on balls. Exit code 1 when that of the one that kernels are
     compared with is not proven, or to be more than a hundredth of what a kernel is allowed only.
     """
-    from attncheck.cli.oracle_reports import certified, measured
     from attncheck.cli.progress import progress
-    from attncheck.core.errors import UnknownName, UsageError
-    from attncheck.reporting import by_format, files
+    from attncheck.core.errors import UsageError
+    from attncheck.reporting import rendering
+    from attncheck.reporting.exit_codes import exit_code
     from attncheck.surveys.oracle_survey import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
 
     if certify and digits is not None:
         raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")
-    kind = certified() if certify else measured(digits or DEFAULT_DIGITS)
+    kind = certified_kind() if certify else measured_kind(digits or DEFAULT_DIGITS)
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    if fmt not in by_format.FORMATS:
-        raise UnknownName("format", fmt, by_format.FORMATS)
+    rendering.check_format(fmt)
     cells = oracle_plan(
         variants=variants,
         distributions=distributions,
@@ -116,7 +121,7 @@ def oracles(  # noqa: PLR0913  # one parameter per option
         default=CERTIFIED_VARIANTS if certify else DEFAULT_VARIANTS,
     )
     if directory is not None:
-        files.check_writable(directory, kind.name)
+        rendering.check_writable(directory, kind.name)
     with progress(len(cells), quiet=quiet) as advance:
 
         def done(what: str) -> None:
@@ -124,11 +129,45 @@ def oracles(  # noqa: PLR0913  # one parameter per option
             advance(what)
 
         named = [(cell.variant, cell.problem) for cell in cells]
-        report = kind.make(named, as_typed(), done)
+        report = kind.make(named, typed_command(), done)
     if directory is not None:
-        texts = {f"{kind.name}.{s}": kind.render(report, s) for s in ("json", "md")}
         with interrupts.writing(directory):
-            files.write_texts(texts, directory)
+            rendering.write_report(report, directory, kind.name, formats=("json", "md"))
     with standard_output():
-        kind.show(report, fmt)
-    return FAILED if kind.failed(report) else 0
+        rendering.show(report, fmt)
+    return exit_code(report)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportKind:
+    """A report, how it is made and how it is shown.
+
+    Attributes:
+        name: Of its files.
+        make: Variants and Problems, the command line, and what is told of each → the report.
+    """
+
+    name: str
+    make: Callable[[Sequence[tuple[str, Problem]], str, Callable[[str], None]], Any]
+
+
+def measured_kind(digits: int) -> ReportKind:
+    """Distances from the exact result in so many digits."""
+    from attncheck.surveys.oracle_survey import survey_oracles
+
+    return ReportKind(
+        name="oracles",
+        make=lambda named, command, done: survey_oracles(
+            named, digits=digits, command=command, done=done
+        ),
+    )
+
+
+def certified_kind() -> ReportKind:
+    """Proven errors; raises UsageError where python-flint is not installed."""
+    from attncheck.surveys.oracle_certificates import certify_oracles
+
+    return ReportKind(
+        name="certificates",
+        make=lambda named, command, done: certify_oracles(named, command=command, done=done),
+    )

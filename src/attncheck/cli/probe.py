@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.options import device_option, quiet_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
+    from attncheck.reporting.document import Document, Look
     from attncheck.subjects.load import Candidate
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
@@ -58,7 +60,7 @@ def probe(
     """
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import default_path, entry_from, table_header
-    from attncheck.cli import probe_page
+    from attncheck.reporting.terminal import document_lines, print_lines, print_text
     from attncheck.surveys.capability_detection import propose_table
 
     device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
@@ -71,9 +73,10 @@ def probe(
         if as_json:
             click.echo(json.dumps(_as_json(name, device, found, table), indent=2))
         else:
-            probe_page.show(kernel.name, found, device)
+            page = _document(kernel.name, found, device)
+            print_lines(lambda width: document_lines(page, width), sys.stdout)
             if table:
-                probe_page.show_table(table)
+                print_text(f"\n{table}", sys.stdout)
     return 0 if found.base is not None else NOTHING_TAKEN
 
 
@@ -138,3 +141,47 @@ def _as_json(name: str, device: str, found: DetectedCapabilities, table: str) ->
         "tried": msgspec.to_builtins(found.tried),
         "table": table,
     }
+
+
+_OF_PROMISES = {"takes": "keeps", "wrong": "breaks"}
+_LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable", "wrong": "bad"}
+
+
+def _document(name: str, found: DetectedCapabilities, device: str) -> Document:
+    """What was tried of the kernel called ``name``: a row an aspect and verdict."""
+    from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
+    from attncheck.surveys.capability_detection import group_results, is_capability
+
+    rows = []
+    for aspect, several in groupby(found.tried, key=lambda one: one.aspect):
+        for i, group in enumerate(group_results(several)):
+            verdict = group[0].verdict
+            word = _OF_PROMISES.get(verdict, verdict) if aspect == "promises" else verdict
+            names = ", ".join(dict.fromkeys(one.what for one in group))
+            what = ": ".join(part for part in (names, group[0].reason) if part)
+            look = _LOOKS[verdict]
+            rows.append(Row((Cell("" if i else aspect), Cell(word, look), Cell(what, look))))
+    what_column = Column("what", words=True, wrap=True)
+    columns = (Column("aspect", words=True), Column("verdict", words=True), what_column)
+    convention = f" · {found.convention} convention" if found.base is not None else ""
+    verdicts = [one.verdict for one in filter(is_capability, found.tried)]
+    wrong = verdicts.count("wrong")
+    sentence = f"{verdicts.count('takes')} taken, {wrong} wrong"
+    if wrong:
+        sentence += (
+            ": what is wrong stays in the table, so that checks fail until the kernel is mended, "
+            "refuses it with a ValueError, or you take it out"
+        )
+    if found.base is None:
+        sentence = "the kernel takes nothing that was tried"
+    return Document(
+        title="attncheck probe",
+        facts=(f"{name} · {device}{convention}",),
+        sections=(
+            Section(
+                f"changes of {found.base}" if found.base is not None else "",
+                (Table(columns, tuple(rows)),) if rows else (),
+            ),
+        ),
+        closing=(Note(f"{sentence[0].upper()}{sentence[1:]}.", "plain"),),
+    )

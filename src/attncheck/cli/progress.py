@@ -1,79 +1,116 @@
-"""How far a long run is: a bar with an ETA on a terminal, a line now and then elsewhere."""
+"""Progress of long runs: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from attncheck.workers.pool import RunEvent
 
-__all__ = ["progress"]
+__all__ = ["RunCounter", "progress", "run_progress", "time_left"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
-Advance = Callable[[str], None]
+
+class RunCounter(Protocol):
+    """What a run's progress is counted by."""
+
+    def hear(self, event: RunEvent) -> list[str]:
+        """Count ``event``; return what is new, in lines."""
+
+    def line(self, event: RunEvent) -> str:
+        """Return how far the run is."""
 
 
 @contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Advance]:
-    """Yields ``advance(what)``, to be called once for each of ``total`` pieces of work.
+def progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield ``advance(what)``, to be called once for each of ``total`` pieces of work.
 
     Everything goes to standard error, so that standard output is the report alone.
     """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda _: None
-    elif console.is_terminal:
-        with _bar(total, console) as advance:
-            yield advance
-    else:
-        yield _lines(total)
-
-
-@contextmanager
-def _bar(total: int, console: Console) -> Iterator[Advance]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
+    start, count = time.monotonic(), 0
+    with _shown(quiet=quiet, estimates=True) as (update, _):
 
         def advance(what: str) -> None:
-            bar.update(task, advance=1, description=what)
+            nonlocal count
+            count += 1
+            left = (time.monotonic() - start) / count * (total - count)
+            update(count, total, what, f"{count}/{total} cells, {time_left(left)} ({what})")
 
         yield advance
 
 
-def _lines(total: int) -> Advance:
-    start = last = time.monotonic()
-    count = 0
+@contextmanager
+def run_progress(
+    counter: RunCounter, *, quiet: bool, verbose: bool
+) -> Iterator[Callable[[RunEvent], None]]:
+    """Yield what hears of every event of a run; with ``verbose`` all that is new is shown."""
+    with _shown(quiet=quiet, estimates=False) as (update, say):
 
-    def advance(what: str) -> None:
-        nonlocal last, count
-        count += 1
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
-            left = (now - start) / count * (total - count)
-            with suppress(OSError):  # nobody follows: no reason to end the run
-                click.echo(f"{count}/{total} cells, about {left:.0f} s left ({what})", err=True)
+        def told(event: RunEvent) -> None:
+            for text in counter.hear(event):
+                if verbose:
+                    say(text)
+            line = counter.line(event)
+            update(event.finished, event.known, line, line)
 
-    return advance
+        yield told
+
+
+def time_left(seconds: float) -> str:
+    """``about 35 s left``."""
+    text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"about {text} left"
+
+
+Update = Callable[[int, int, str, str], None]
+"""Finished, known, what stands beside the bar, and the line elsewhere."""
+
+
+@contextmanager
+def _shown(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None]]]:
+    """Yield what shows how far a run is, and what shows a line of its own."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda *_: None, lambda _: None
+    elif console.is_terminal:
+        with _bar(console, estimates=estimates) as shown:
+            yield shown
+    else:
+        last = time.monotonic()
+
+        def update(*counts_and_words: Any) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                _say(counts_and_words[-1])
+
+        yield update, _say
+
+
+@contextmanager
+def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None]]]:
+    from rich import progress as rich
+
+    counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
+    columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
+    with rich.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(finished: int, known: int, what: str, _: str) -> None:
+            said = what.replace("[", "\\[")  # a kernel's name is no markup
+            bar.update(task, total=known, completed=finished, description=said)
+
+        yield update, lambda text: bar.console.print(text, markup=False, highlight=False)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody follows: no reason to end the run
+        click.echo(text, err=True)

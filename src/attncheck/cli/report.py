@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.records.record import Report
@@ -60,16 +59,18 @@ def _loaded(path: Path) -> GateReport | Report:
     """Raises UsageError for what is neither, in one line."""
     from attncheck.core import json_numbers
     from attncheck.core.errors import UsageError
-    from attncheck.reporting import gate_json, load
+    from attncheck.records.json_reports import LARGEST_GATE, load_report
+    from attncheck.records.record import Report
+    from attncheck.records.run_reports import GateReport
 
     if path.suffix == ".jsonl":
         return _of_journal(path)
-    data = json_numbers.read_json(path, "report", gate_json.LARGEST)
+    data = json_numbers.read_json(path, "report", LARGEST_GATE)
     keys = set(data) if isinstance(data, dict) else set()
     if "tier" in keys and "started" in keys:
-        return gate_json.load(path)
+        return load_report(path, GateReport)
     if "records" in keys:
-        return load(path)
+        return load_report(path, Report)
     fact = "it has neither records nor the answers of a gate"
     raise UsageError(json_numbers.refusal_message(json_numbers.source_name(path), "report", fact))
 
@@ -88,36 +89,36 @@ def _of_journal(path: Path) -> GateReport:
 def _show_gate(
     interrupts: Interrupts, found: GateReport, path: Path, fmt: str, directory: str | None
 ) -> None:
-    from attncheck.reporting import gate_files, gate_pages
+    from attncheck.reporting.rendering import GATE_FORMATS, SCRIPTS, check_format, show, write_gate
 
-    gate_pages.check_format(fmt)
+    check_format(fmt, GATE_FORMATS)
     if directory is not None:
-        scripts = _scripts(found, path.parent / gate_files.SCRIPTS)
+        scripts = _scripts(found, path.parent / SCRIPTS)
         with interrupts.writing(directory):
-            gate_files.write(found, directory, scripts)
+            write_gate(found, directory, scripts)
     with standard_output():
-        gate_pages.show(found, fmt)
+        show(found, fmt)
 
 
 def _show(interrupts: Interrupts, found: Report, fmt: str, directory: str | None) -> None:
-    from attncheck import reporting
     from attncheck.core.errors import UnknownName
+    from attncheck.reporting import rendering
 
-    if fmt not in reporting.FORMATS:
-        raise UnknownName("format of this report", fmt, reporting.FORMATS)
+    if fmt not in rendering.FORMATS:
+        raise UnknownName("format of this report", fmt, rendering.FORMATS)
     if directory is not None:
         with interrupts.writing(directory):
-            reporting.write(found, directory, "report")
+            rendering.write_report(found, directory, "report")
     with standard_output():
-        reporting.show(found, fmt)
+        rendering.show(found, fmt)
 
 
 def _scripts(found: GateReport, folder: Path) -> dict[str, str]:
     """Those of its failures that lie beside the report, by id."""
-    from attncheck.reporting.gate_verdict import failing, policy_of
+    from attncheck.reporting.gate_verdict import failure_groups
 
     scripts = {}
-    for one in failing(found, policy_of(found)):
+    for one in failure_groups(found):
         path = folder / f"{one.id}.py"
         try:
             if one.id.isalnum() and path.stat().st_size <= _LARGEST_SCRIPT:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.options import device_option
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
@@ -92,7 +91,7 @@ def repro(  # one parameter per option
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
     from attncheck.records.failures import find_reproduction
-    from attncheck.reporting.plot import check_plots
+    from attncheck.reporting.image_files import check_plots
 
     check_plots(plots)
     found = find_reproduction(wanted, reports, kernel or "")
@@ -171,17 +170,16 @@ def _write(  # who is asked what
     convention: str,
     device: str,
 ) -> None:
+    from attncheck.core.files import write_texts
     from attncheck.core.sanitize_text import one_line
     from attncheck.records.problem_summary import problem_of
-    from attncheck.reporting.diagnosis_text import problem_line
-    from attncheck.reporting.files import write_texts
     from attncheck.standalone.standalone_script import render_script
     from attncheck.verify.question_fit import question_summary
 
     path = Path(file)
     facts = {
         "kernel": f"{kernel} on {device}",
-        "problem": problem_line(problem_of(record)),
+        "problem": problem_of(record).full_line,
         "asks": question_summary(case.question),
     }
     text = render_script(
@@ -201,8 +199,7 @@ def _draw(record: Record, plots: tuple[str, ...], *, kernel: str) -> None:
     """Where the error is; of what is right, or wrong everywhere alike, that there is no picture."""
     if not plots:
         return
-    from attncheck.reporting.error_figure import is_mapped
-    from attncheck.reporting.plot import write_error_plots
+    from attncheck.reporting.image_files import is_mapped, write_error_plots
 
     if is_mapped(record):
         write_error_plots(record, plots, kernel=kernel)
@@ -220,8 +217,8 @@ def _show(record: Record, found: Reproduction, *, kernel: str, device: str) -> N
     import sys
 
     from attncheck.records.record import FAILED_STATUSES
-    from attncheck.reporting import screen
     from attncheck.reporting.diagnosis_text import diagnosis_text
+    from attncheck.reporting.terminal import print_text
     from attncheck.verify.question_fit import question_summary
 
     said = diagnosis_text(
@@ -235,4 +232,4 @@ def _show(record: Record, found: Reproduction, *, kernel: str, device: str) -> N
     if same and record.status not in FAILED_STATUSES | {"unsupported"}:
         said += f"\n{_HOLDS_NOW}"
     with standard_output():
-        screen.put(f"{said}\n", sys.stdout)
+        print_text(f"{said}\n", sys.stdout)

@@ -5,31 +5,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
-from attncheck.cli.as_typed import as_typed
-from attncheck.cli.explain import explain
-from attncheck.cli.interrupts import Interrupts
 from attncheck.cli.options import (
     device_option,
     format_option,
+    load_kernels,
+    not_applicable,
     out_option,
     quiet_option,
     seed_option,
+    typed_command,
 )
-from attncheck.cli.rmse_asked import (
-    cells_of,
-    given,
-    refuse_beside,
-    refuse_unconcerned,
-    subjects_of,
-    without_gradients,
-)
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.cases.variants import Cell
     from attncheck.records.record import Report
 
-__all__ = ["rmse"]
+__all__ = [
+    "chosen_cells",
+    "chosen_kernels",
+    "explain_cell",
+    "refuse_not_applicable",
+    "refuse_options_with",
+    "rmse",
+    "was_typed",
+    "without_gradients",
+]
+
 
 FAILED, IN_DOUBT, NOTHING_TESTED = 1, 3, 5
 _WRITES_NOTHING = "prints one cell and writes no files"
@@ -171,14 +178,14 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     """
     _check(fmt, plots)
     if sources:
-        refuse_beside("--from", _MEASURES, "shows what was measured")
-        directory = directory if given("directory") else ""
+        refuse_options_with("--from", _MEASURES, "shows what was measured")
+        directory = directory if was_typed("directory") else ""
         return _shown_again(interrupts, sources, fmt, directory, plots)
     if backward:
-        refuse_beside("--backward", ("plots",), "gives gradients, which a plot does not show")
-    from attncheck import reporting
+        refuse_options_with("--backward", ("plots",), "gives gradients, which a plot does not show")
     from attncheck.cli.progress import progress
     from attncheck.inputs.problem import Case
+    from attncheck.reporting import rendering
     from attncheck.verify.environment import default_device, require_device
     from attncheck.verify.verify import (
         applicable_subjects,
@@ -190,8 +197,8 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     interrupts.check()  # the imports above take a while, and may have swallowed one
     device = device or default_device()
     require_device(device)
-    subjects = subjects_of(kernels, device)
-    cells = cells_of(
+    subjects = chosen_kernels(kernels, device)
+    cells = chosen_cells(
         variants=variants,
         mask=mask,
         score=score,
@@ -204,15 +211,15 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         backward=backward,
     )
     if kernels:
-        refuse_unconcerned(cells, subjects)
+        refuse_not_applicable(cells, subjects)
     elif unasked := without_gradients(cells, subjects):
         click.echo(f"attncheck: without gradients, and so without a row: {unasked}.", err=True)
     if explained is not None:
-        refuse_beside("--explain", ("fmt", "directory", "plots"), _WRITES_NOTHING)
-        return _exit_code(explain(explained, cells, subjects, device))
+        refuse_options_with("--explain", ("fmt", "directory", "plots"), _WRITES_NOTHING)
+        return _exit_code(explain_cell(explained, cells, subjects, device))
     problems = [cell.problem for cell in cells]
     total = sum(map(len, case_subjects(problems, subjects, device)))
-    reporting.check_writable(directory)
+    rendering.check_writable(directory)
     records = []
     with progress(total, quiet=quiet) as advance:
         cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
@@ -226,25 +233,23 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         applicable_subjects(problems, subjects),
         records,
         device=device,
-        command=as_typed(files=_FILES),
+        command=typed_command(files=_FILES),
     )
     with interrupts.writing(directory):
-        reporting.write(report, directory)
+        rendering.write_report(report, directory, "rmse")
         _draw(report, plots)
     with standard_output():
-        reporting.show(report, fmt)
+        rendering.show(report, fmt)
     return _exit_code(report)
 
 
 def _check(fmt: str, plots: tuple[str, ...]) -> None:
     """Raises UsageError for a format or a plot that cannot be."""
-    from attncheck import reporting
-    from attncheck.core.errors import UnknownName
+    from attncheck.reporting import rendering
 
-    if fmt not in reporting.FORMATS:
-        raise UnknownName("format", fmt, reporting.FORMATS)
+    rendering.check_format(fmt)
     if plots:
-        from attncheck.reporting.plot import check_plots
+        from attncheck.reporting.image_files import check_plots
 
         check_plots(plots)
 
@@ -263,18 +268,20 @@ def _shown_again(
     """
     from pathlib import Path
 
-    from attncheck import reporting
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.record import Report, join_reports
+    from attncheck.reporting import rendering
 
-    report = reporting.joined([reporting.load(Path(source)) for source in sources])
+    report = join_reports([load_report(Path(source), Report) for source in sources])
     if plots:
-        from attncheck.reporting.plot import write_plots
+        from attncheck.reporting.image_files import write_plots
 
         write_plots(report, plots)
     if directory:
         with interrupts.writing(directory):
-            reporting.write(report, directory)
+            rendering.write_report(report, directory, "rmse")
     with standard_output():
-        reporting.show(report, fmt)
+        rendering.show(report, fmt)
     return _exit_code(report)
 
 
@@ -282,7 +289,7 @@ def _draw(report: Report, plots: tuple[str, ...]) -> None:
     """Draw what was measured just now; where that is nothing, say so and no more."""
     if not plots:
         return
-    from attncheck.reporting.plot import measured, write_plots
+    from attncheck.reporting.image_files import measured, write_plots
 
     if measured(report):
         write_plots(report, plots)
@@ -299,3 +306,128 @@ def _exit_code(report: Report) -> int:
     if statuses & UNTRUSTED_STATUSES:
         return IN_DOUBT
     return 0 if statuses - {"unsupported"} else NOTHING_TESTED
+
+
+def chosen_cells(  # noqa: PLR0913  # one parameter per option
+    *,
+    variants: tuple[str, ...],
+    mask: str | None,
+    score: str | None,
+    recording: str | None,
+    dtypes: tuple[str, ...],
+    shapes: tuple[str, ...],
+    distributions: tuple[str, ...],
+    seed: int,
+    device: str,
+    backward: bool,
+) -> list[Cell]:
+    """What the options ask for: recorded inputs, own mods, or variants."""
+    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan_cells, recorded_cells
+    from attncheck.verify.environment import prepare
+
+    if recording is not None:
+        replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
+        refuse_options_with("--inputs", replaced)
+        return _asking(recorded_cells(recording, dtypes), backward=backward)
+    own = mask is not None or score is not None
+    if own:
+        refuse_options_with("--mask or --score", ("variants",))
+        prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
+    return plan_cells(
+        dtypes=dtypes or ("bf16",),
+        variants=variants,
+        own=own_variant(mask, score) if own else None,
+        shapes=shapes or (DEFAULT_SHAPES[device],),
+        distributions=distributions or ("normal",),
+        seed=seed,
+        backward=backward,
+    )
+
+
+def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
+    """The recorded cells; raises ProblemError where gradients are asked for and cannot be."""
+    from attncheck.cases.variants import check_memory
+
+    if backward:
+        cells = [cell.asking(backward=True) for cell in cells]
+        for cell in cells:
+            check_memory(cell.problem)
+    return cells
+
+
+def refuse_not_applicable(cells: list[Cell], subjects: list[Subject]) -> None:
+    """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
+    from attncheck.core.errors import UsageError
+    from attncheck.verify.verify import applicable_subjects
+
+    for subject in subjects:
+        if not applicable_subjects([cell.problem for cell in cells], [subject]):
+            if without_gradients(cells, [subject]):
+                raise UsageError(f"kernel {subject.name!r} gives no gradients: see attncheck list.")
+            raise UsageError(not_applicable(subject))
+
+
+def without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
+    """The kernels that no backward of ``cells`` concerns, though its forward does; by comma."""
+    from attncheck.verify.verify import applicable_subjects
+
+    if not any(cell.problem.backward for cell in cells):
+        return ""
+    asked = applicable_subjects([cell.problem for cell in cells], subjects)
+    others = [subject for subject in subjects if subject not in asked]
+    forward = [cell.asking(backward=False).problem for cell in cells]
+    return ", ".join(subject.name for subject in applicable_subjects(forward, others))
+
+
+def refuse_options_with(
+    option: str, others: tuple[str, ...], says: str = "already says what to compute"
+) -> None:
+    """Raises UsageError when an option that ``option`` takes the place of is given too.
+
+    Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
+    """
+    from attncheck.core.errors import UsageError
+
+    parameters = click.get_current_context().command.params
+    typed = [p.opts[0] for p in parameters if p.name in others and was_typed(p.name)]
+    if typed:
+        raise UsageError(f"{option} {says}: leave out {' and '.join(typed)}.")
+
+
+def chosen_kernels(kernels: tuple[str, ...], device: str) -> list[Subject]:
+    """The kernels asked for, or all built in."""
+    from attncheck.capabilities import named_kernels
+    from attncheck.verify.environment import prepare
+
+    if any(":" in kernel for kernel in kernels):
+        prepare(device)  # before the file's own Triton functions are decorated
+    return load_kernels(kernels or named_kernels.builtin_names())
+
+
+def was_typed(name: str) -> bool:
+    """Whether the option of this parameter was typed, be it as its default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
+def explain_cell(
+    name: str, cells: Sequence[Cell], subjects: Sequence[Subject], device: str
+) -> Report:
+    """Measure the one cell called ``name``, and show what its verdict is made of.
+
+    Raises UsageError where ``name`` names none of ``cells``, or several.
+    """
+    from attncheck.cases.variants import choose_cell
+    from attncheck.inputs.problem import Case
+    from attncheck.reporting.check_document import explanation
+    from attncheck.reporting.rendering import show
+    from attncheck.verify.verify import case_subjects, verify
+
+    concerned = case_subjects([cell.problem for cell in cells], subjects, device)
+    cell, subject = choose_cell(name, list(zip(cells, concerned, strict=True)))
+    asked = [(cell.variant, Case(problem=cell.problem))]
+    report = verify(subject, asked, device=device, applicable_only=True, timed=True)
+    (record,) = report.records
+    with standard_output():
+        show(record, document=explanation)
+    return report

@@ -1,63 +1,54 @@
-"""The catalogue: all faults and controls, by id."""
+"""The catalogue: all faults and controls by id, read from the files in ``entries``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+import msgspec
 
 from attncheck.core.errors import UnknownName
-from attncheck.faults.entries import (
-    execution_faults,
-    mask_faults,
-    memory_faults,
-    precision_faults,
-    score_faults,
-    shape_faults,
-    softmax_faults,
+from attncheck.faults.fault import Control, Fault
+
+__all__ = ["CATEGORIES", "CONTROLS", "FAULTS", "SHARED_PATCHES", "fault_named"]
+
+CATEGORIES = (
+    *("mask alignment", "sliding window", "tail tile", "fully masked rows", "sentinels"),
+    *("online softmax", "scale and units", "softcap", "score mods", "gqa", "strides"),
+    *("integer overflow", "head dim", "precision", "fp8", "split kv", "paged kv", "block mask"),
+    *("documents", "degenerate shapes", "determinism", "backward", "sinks"),
 )
-from attncheck.faults.entries.control_changes import CONTROLS as _CONTROLS
+"""What faults are about, in the order of reports."""
 
-if TYPE_CHECKING:
-    from attncheck.faults.fault import Control, Fault
 
-__all__ = ["CATEGORIES", "CONTROLS", "FAULTS", "fault_named"]
+def _entries(name: str) -> dict[str, Any]:
+    file = files("attncheck.faults") / "entries" / f"{name}.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
-CATEGORIES: dict[str, tuple[Fault, ...]] = {
-    "mask alignment": mask_faults.MASK_ALIGNMENT,
-    "sliding window": mask_faults.SLIDING_WINDOW,
-    "tail tile": shape_faults.TAIL_TILE,
-    "fully masked rows": softmax_faults.FULLY_MASKED_ROWS,
-    "sentinels": softmax_faults.SENTINELS,
-    "online softmax": softmax_faults.ONLINE_SOFTMAX,
-    "scale and units": score_faults.SCALE_AND_UNITS,
-    "softcap": score_faults.SOFTCAP,
-    "score mods": score_faults.SCORE_MODS,
-    "gqa": memory_faults.GQA,
-    "strides": memory_faults.STRIDES,
-    "integer overflow": shape_faults.INTEGER_OVERFLOW,
-    "head dim": shape_faults.HEAD_DIM,
-    "precision": precision_faults.PRECISION,
-    "fp8": precision_faults.FP8,
-    "split kv": execution_faults.SPLIT_KV,
-    "paged kv": memory_faults.PAGED_KV,
-    "block mask": mask_faults.BLOCK_MASK,
-    "documents": mask_faults.DOCUMENTS,
-    "degenerate shapes": shape_faults.DEGENERATE_SHAPES,
-    "determinism": execution_faults.DETERMINISM,
-    "backward": execution_faults.BACKWARD,
-    "sinks": softmax_faults.SINKS,
-}
-"""Faults by what they are about."""
 
-FAULTS: dict[str, Fault] = {
-    fault.id: replace(fault, category=category)
-    for category, faults in CATEGORIES.items()
-    for fault in faults
-}
+def _faults() -> dict[str, Fault]:
+    by_category: dict[str, Any] = {}
+    for name in ("mask", "shape", "softmax", "score", "memory", "precision", "execution"):
+        by_category |= _entries(f"{name}_faults")
+    return {
+        name: msgspec.convert(entry | {"id": name, "category": category}, Fault)
+        for category in CATEGORIES
+        for name, entry in by_category[category].items()
+    }
+
+
+FAULTS: dict[str, Fault] = _faults()
 """Every fault, category by category."""
 
-CONTROLS: dict[str, Control] = {control.id: control for control in _CONTROLS}
+CONTROLS: dict[str, Control] = {
+    name: msgspec.convert(entry | {"id": name}, Control)
+    for name, entry in _entries("control_changes").items()
+}
 """Changes that leave a kernel right: nothing may flag them."""
+
+SHARED_PATCHES: dict[str, str] = _entries("shared_patches")
+"""Patches of several faults, by the names that ``Host.first`` and ``last`` have."""
 
 
 def fault_named(name: str) -> Fault | Control:

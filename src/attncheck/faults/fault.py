@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-__all__ = [
-    "HOSTS",
-    "Control",
-    "Fault",
-    "Host",
-    "HostName",
-    "decode",
-    "flash1",
-    "flash2",
-    "ideal",
-    "paged",
-    "varlen",
-]
+import msgspec
+
+__all__ = ["HOSTS", "Control", "Fault", "Host", "HostName"]
 
 HostName = Literal["ideal", "triton"]
 HOSTS: tuple[HostName, ...] = ("ideal", "triton")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kernel of ours and what is done to it.
 
     Attributes:
         kernel: Its name, as ``attncheck list`` has it.
-        patches: What is changed in a copy of its sources, one after the other (``patching``): what
-            faults share comes first.
+        patch: What is changed in a copy of its sources (``patching``).
+        first, last: Names of shared patches that are applied before and after.
         model: Of the ideal kernel, the fault model whose steps it gets, ``id`` or ``id:number``:
             such a fault is written once, and its prediction is its planting.
         dtypes: In which it is asked: those in which the fault is one. The first is enough to catch
@@ -41,45 +28,19 @@ class Host:
         needs: What it cannot be asked without: ``cuda``, where the interpreter cannot show it.
     """
 
-    kernel: str
-    patches: tuple[str, ...] = ()
+    kernel: str = "ideal"
+    patch: str = ""
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     model: str = ""
     dtypes: tuple[str, ...] = ("bf16",)
     equivalent: str = ""
     needs: Literal["", "cuda"] = ""
 
 
-def ideal(
-    *patches: str,
-    model: str = "",
-    dtypes: tuple[str, ...] = ("bf16",),
-    needs: Literal["", "cuda"] = "",
-) -> Host:
-    """Return how the ideal kernel gets a fault: the steps of ``model``, or ``patches``."""
-    return Host(kernel="ideal", patches=patches, model=model, dtypes=dtypes, needs=needs)
-
-
-def _triton(
-    kernel: str,
-    *patches: str,
-    dtypes: tuple[str, ...] = ("bf16",),
-    needs: Literal["", "cuda"] = "",
-) -> Host:
-    return Host(kernel=kernel, patches=patches, dtypes=dtypes, needs=needs)
-
-
-# How a Triton kernel of ours gets a fault: by patches of its sources.
-flash1 = partial(_triton, "triton-flash1")
-flash2 = partial(_triton, "triton-flash2")
-varlen = partial(_triton, "triton-varlen")
-decode = partial(_triton, "triton-decode")
-paged = partial(_triton, "triton-paged")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planted:
-    id: str
+class _Planted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     summary: str
+    id: str = ""
     ideal: Host | None = None
     triton: Host | None = None
 
@@ -90,12 +51,12 @@ class _Planted:
         return {name: host for name, host in both.items() if host is not None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault(_Planted):
+class Fault(_Planted, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fault that some published kernel had.
 
     Attributes:
         id: Words with hyphens.
+        category: What it is about.
         summary: What the kernel does wrong, in one line.
         ideal, triton: How it is planted; in neither where ``unplanted`` says why.
         when: On which problems.
@@ -106,20 +67,18 @@ class Fault(_Planted):
         discrete: Whether it is there or not, rather than larger or smaller: a diagnosis may be
             expected to name it.
         named: Fault models of a diagnosis that name it, the best first.
-        category: What it is about; set by the catalogue.
     """
 
     when: str
     seen: str
     reports: str
+    category: str = ""
     unplanted: str = ""
     discrete: bool = True
     named: tuple[str, ...] = ()
-    category: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Control(_Planted):
+class Control(_Planted, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A change to a kernel that leaves it right: nothing may flag it.
 
     Attributes:

@@ -107,7 +107,7 @@ def select_faults(
             elif score is not None:
                 controls_settled.append(score)
             elif host in fault.hosts:
-                dtype = fault.hosts[host].dtypes[0]  # type: ignore[index]  # one of HOSTS
+                dtype = fault.hosts[host].dtypes[0]
                 units.append(_unit(f"{fault.id}@{host}", device, tier, dtype))
     return FaultSelection(
         units=tuple(units), settled=tuple(settled.values()), controls=tuple(controls_settled)
@@ -173,7 +173,8 @@ def source_digest(file: Path | None) -> str:
     """Return sixteen hexadecimal digits of all that decides a score: attncheck, and the file."""
     digest = hashlib.sha256()
     root = Path(attncheck.__file__).parent
-    for path in [*sorted(root.rglob("*.py")), *([file] if file else [])]:
+    sources = [*root.rglob("*.py"), *(root / "faults" / "entries").glob("*.toml")]
+    for path in [*sorted(sources), *([file] if file else [])]:
         digest.update(str(path.relative_to(root) if path.is_relative_to(root) else path).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import attncheck
 from attncheck.capabilities import named_kernels
+from attncheck.faults.catalogue import SHARED_PATCHES
 from attncheck.faults.patching import NotPlanted, apply_patches
 
 if TYPE_CHECKING:
@@ -92,9 +93,12 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     label = f"{fault.id}_{host}".replace("-", "_")
     kernel = named_kernels.BUILTIN[how.kernel]
     module = kernel.module
-    if how.patches:
+    own = [how.patch] if how.patch else []
+    shared = [[SHARED_PATCHES[name] for name in names] for names in (how.first, how.last)]
+    patches = [*shared[0], *own, *shared[1]]
+    if patches:
         try:
-            _copy(how.patches, folder / f"planted_{label}")
+            _copy(patches, folder / f"planted_{label}")
         except NotPlanted as error:
             raise NotPlanted(f"{fault.id} in {how.kernel}: {error}") from None
         module = f"planted_{label}.{module.removeprefix('attncheck.')}"
@@ -114,7 +118,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     return f"{path}::Planted"
 
 
-def _copy(patches: tuple[str, ...], package: Path) -> None:
+def _copy(patches: list[str], package: Path) -> None:
     """Write a package of all that is copied, changed by ``patches``."""
     sources = {
         name: (_ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")

@@ -38,8 +38,8 @@ from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, 
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.process import Deadlines
 from attncheck.workers.units import Done
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class FaultScorer:
         if host not in HOSTS:
             raise UsageError(f"host {host!r} is not known: choose from {', '.join(HOSTS)}.")
         fault = fault_named(name)
-        how = fault.hosts.get(host)  # type: ignore[call-overload]  # one of HOSTS
+        how = fault.hosts.get(host)
         if how is None:
             raise UsageError(f"{name} is not planted in {host}.")
         score: FaultScore | ControlScore
@@ -255,7 +255,7 @@ class FaultScorer:
         else:
             score = ControlScore(control=name, outcome="harness", **facts)
         try:
-            kernel = plant(fault, host, folder)  # type: ignore[arg-type]  # one of HOSTS
+            kernel = plant(fault, host, folder)
         except NotPlanted as error:
             return replace(score, reason=str(error))
         if isinstance(score, ControlScore):

@@ -8,7 +8,7 @@ from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedKernel
-from attncheck.workers.process import Deadlines
+from attncheck.verify.remote_kernel import Deadlines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -83,6 +83,7 @@ def taken(conditions: Conditions, accumulator: Accumulator) -> Tensor | None:
     """
     if accumulator.block is None:
         return None
+    # Steps are cut at multiples of the block from key 0, whatever the row sees.
     seen = conditions.seen
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % accumulator.block))
     held = padded.reshape(*seen.shape[:-1], -1, accumulator.block).any(-1)
@@ -90,7 +91,7 @@ def taken(conditions: Conditions, accumulator: Accumulator) -> Tensor | None:
 
 
 def sum_accumulator(arithmetic: Arithmetic) -> Accumulator:
-    """What rows are summed in: plain additions, unless a product sums the rounded weights."""
+    """Accumulator of the row sum: plain additions, unless a product sums the rounded weights."""
     if arithmetic.sums_rounded_weights and arithmetic.values.block is not None:
         return arithmetic.values
     return FP64 if arithmetic.computes.name == "fp64" else FP32
@@ -111,8 +112,9 @@ def sum_bias(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
 
 
 def division(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """What is left of any O after it is divided by the row sum is (1 + this) · O at most (B14)."""
+    """Relative error of dividing by the row sum: O becomes (1 + this) · O at most (B14)."""
     # A division by a GPU's approximation is within 2 ulps; then the factor, itself rounded.
+    # O may be divided once more where parts are merged.
     last = (6 + (4 if arithmetic.splits > 1 else 0)) * arithmetic.unit
     return (1 + last / (1 - last)) / (1 - sum_of_weights(conditions, arithmetic)) - 1
 

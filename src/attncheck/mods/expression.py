@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import hashlib
 import json
 import math
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
+import msgspec
 import numpy as np
 import torch
 
 from attncheck.core.errors import ProblemError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -58,7 +59,7 @@ Value = TypeVar("Value")
 LEAVES = frozenset({"input", "number", "tensor", "true", "false"})
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
-"""What a mask is called with; a score mod has the score before them."""
+"""Arguments of a mask; a score mod has the score before them."""
 
 
 # --- the vocabulary ---------------------------------------------------------------------------
@@ -232,7 +233,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Algebra(Generic[Value]):
-    """What an evaluation makes of the nodes of an expression.
+    """Leaves and operations of an evaluation, as functions.
 
     Attributes:
         leaf: (node, what it stands for) → value. A leaf stands for the input, the captured number
@@ -366,15 +367,39 @@ def _bare(text: str) -> str:
 FORMAT = "attncheck expression 1"
 
 _READABLE = 64  # elements of a tensor that are written as a list of numbers
-_NAMED = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("float16", "bfloat16", "float32", "float64"),
-    )
-}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_NotFinite = Literal["inf", "-inf", "nan"]
+_Dtype = Literal[
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+]
+
+
+class _Tensor(msgspec.Struct):
+    """A captured tensor: its numbers, or the base64 of its little-endian bytes."""
+
+    dtype: _Dtype
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    values: list[bool | int | float | _NotFinite] | None = None
+    base64: str | None = None
+
+
+class _Document(msgspec.Struct):
+    """The JSON object of ``expression_to_json``."""
+
+    format: Literal["attncheck expression 1"]
+    inputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    captured: list[int | float | _NotFinite | _Tensor]
 
 
 def expression_to_json(expression: Expression) -> dict[str, Any]:
@@ -384,10 +409,15 @@ def expression_to_json(expression: Expression) -> dict[str, Any]:
     bytes. NaN and ±∞, for which JSON has no numbers, are the strings ``nan``, ``inf``, ``-inf``.
     Where the tensors are is not written.
     """
+    nodes = []
+    for node in expression.structure.nodes:
+        written = dataclasses.asdict(node) | {"operands": list(node.operands)}
+        nothing = {"operands": [], "name": "", "slot": -1, "rank": 0}
+        nodes.append({key: v for key, v in written.items() if v != nothing.get(key)})
     return {
         "format": FORMAT,
         "inputs": list(expression.structure.inputs),
-        "nodes": [_node_to_json(node) for node in expression.structure.nodes],
+        "nodes": nodes,
         "captured": [_captured_to_json(value) for value in expression.captured],
     }
 
@@ -404,104 +434,57 @@ def expression_from_json(data: Any) -> Expression:
     Raises:
         ProblemError: for anything else; in one line, with the node or the captured value.
     """
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise ProblemError(f"an expression is a JSON object with format {FORMAT!r}.")
-    for key in ("inputs", "nodes", "captured"):
-        if not isinstance(data.get(key), list):
-            raise ProblemError(f"an expression's {key} are a list, not {_short(data.get(key))}.")
-    inputs = tuple(data["inputs"])
-    if inputs not in (INDICES, ("score", *INDICES)):
+    try:
+        read = msgspec.convert(data, _Document)
+    except msgspec.ValidationError as error:
+        raise ProblemError(f"it is no expression of format {FORMAT!r}: {error}.") from None
+    if read.inputs not in (INDICES, ("score", *INDICES)):
         raise ProblemError(
             f"an expression's inputs are {', '.join(INDICES)}, for a score mod after score; "
-            f"not {_short(data['inputs'])}."
+            f"not {', '.join(read.inputs)}."
         )
-    captured = tuple(_captured(f"captured[{i}]", v) for i, v in enumerate(data["captured"]))
-    nodes: list[Node] = []
-    for item in data["nodes"]:
-        nodes.append(_node(f"nodes[{len(nodes)}]", item, inputs, nodes, captured))
-    expression = Expression(Structure(inputs, tuple(nodes)), captured)
+    captured = tuple(_captured(f"captured[{i}]", value) for i, value in enumerate(read.captured))
+    expression = Expression(Structure(read.inputs, read.nodes), captured)
+    for position in range(len(read.nodes)):
+        _check_node(expression, position)
     _check_kinds(expression)
     return expression
 
 
-def _node_to_json(node: Node) -> dict[str, Any]:
-    written: dict[str, Any] = {"op": node.op, "kind": node.kind}
-    if node.operands:
-        written["operands"] = list(node.operands)
-    if node.name:
-        written["name"] = node.name
-    if node.slot >= 0:
-        written["slot"] = node.slot
-    if node.rank:
-        written["rank"] = node.rank
-    return written
-
-
-def _node(
-    where: str,
-    data: Any,
-    inputs: tuple[str, ...],
-    before: list[Node],
-    captured: tuple[Captured, ...],
-) -> Node:
-    """Return the node that ``data`` says, which must be one that can be evaluated after others."""
-    if not isinstance(data, Mapping):
-        raise ProblemError(f"{where} is an object, not {_short(data)}.")
-    operands = data.get("operands", [])
-    if not isinstance(operands, list) or not all(_is_whole(i, 0, len(before)) for i in operands):
-        raise ProblemError(f"{where}.operands={_short(operands)} must be numbers of earlier nodes.")
-    if not isinstance(data.get("name", ""), str) or not isinstance(data.get("rank", 0), int):
-        raise ProblemError(f"{where} needs a name that is text and a rank that is a number.")
-    for key, allowed in (("op", (*sorted(LEAVES), *sorted(OPERATIONS))), ("kind", _KINDS)):
-        value = data.get(key)
-        if not isinstance(value, str) or value not in allowed:
-            able = ", ".join(allowed)
-            raise ProblemError(f"{where}.{key}={_short(value)} must be one of {able}.")
-    node = Node(
-        data["op"],
-        data["kind"],
-        tuple(operands),
-        data.get("name", ""),
-        data.get("slot", -1),
-        data.get("rank", 0),
-    )
-    wanted = _operands_wanted(node, before)
-    if len(operands) != wanted:
-        raise ProblemError(f"{where} is {node.op} of {len(operands)} operands: it takes {wanted}.")
+def _check_node(expression: Expression, position: int) -> None:
+    """Raise ProblemError unless a node can be evaluated after those before it."""
+    nodes, inputs = expression.structure.nodes, expression.structure.inputs
+    node, where = nodes[position], f"nodes[{position}]"
+    if node.op not in LEAVES and node.op not in OPERATIONS:
+        able = ", ".join((*sorted(LEAVES), *sorted(OPERATIONS)))
+        raise ProblemError(f"{where}.op={node.op!r} must be one of {able}.")
+    if not all(0 <= operand < position for operand in node.operands):
+        raise ProblemError(f"{where}.operands={node.operands} must be numbers of earlier nodes.")
+    wanted = 0 if node.op in LEAVES else OPERATIONS[node.op].arity
+    if node.op == "index":
+        table = nodes[node.operands[0]] if node.operands else None
+        wanted = 1 + table.rank if table is not None and table.op == "tensor" else -1
+    if len(node.operands) != wanted:
+        count = len(node.operands)
+        raise ProblemError(f"{where} is {node.op} of {count} operands: it takes {wanted}.")
     if node.op == "input" and node.name not in inputs:
         raise ProblemError(f"{where}.name={node.name!r} is no input.")
-    if node.op == "cast" and node.name not in _DTYPES:
+    if node.op == "cast" and node.name not in get_args(_Dtype):
         raise ProblemError(f"{where}.name={node.name!r} is no dtype of a cast.")
-    if node.op in {"number", "tensor"}:
-        _check_slot(where, node, captured)
-    return node
+    if node.op in {"number", "tensor"} and not _fits_slot(node, expression.captured):
+        raise ProblemError(f"{where} is not what captured[{node.slot}] is.")
 
 
-_KINDS = ("bool", "int", "float")
-
-
-def _operands_wanted(node: Node, before: list[Node]) -> int:
-    if node.op in LEAVES:
-        return 0
-    if node.op != "index":
-        return OPERATIONS[node.op].arity
-    table = before[node.operands[0]] if node.operands else None
-    return 1 + table.rank if table is not None and table.op == "tensor" else -1
-
-
-def _check_slot(where: str, node: Node, captured: tuple[Captured, ...]) -> None:
-    if not _is_whole(node.slot, 0, len(captured)):
-        raise ProblemError(f"{where}.slot={node.slot!r} must be one of {len(captured)} slots.")
+def _fits_slot(node: Node, captured: tuple[Captured, ...]) -> bool:
+    if not 0 <= node.slot < len(captured):
+        return False
     value = captured[node.slot]
     if isinstance(value, torch.Tensor):
-        fits = node.op == "tensor" and node.rank == value.ndim
-        fits = fits and _DTYPES.get(node.name) == value.dtype
-    else:
-        fits = node.op == "number" and _is_whole(node.rank, 0, 64)
-        fits = fits and node.kind == ("int" if isinstance(value, int) else "float")
-        fits = fits and (node.name == "" or node.name in _DTYPES)
-    if not fits:
-        raise ProblemError(f"{where} is not what captured[{node.slot}] is.")
+        name = str(value.dtype).removeprefix("torch.")
+        return (node.op, node.rank, node.name) == ("tensor", value.ndim, name)
+    kind = "int" if isinstance(value, int) else "float"
+    dtype = node.name == "" or node.name in get_args(_Dtype)
+    return (node.op, node.kind) == ("number", kind) and dtype and 0 <= node.rank < 64
 
 
 def _check_kinds(expression: Expression) -> None:
@@ -540,56 +523,41 @@ def _number_to_json(value: float) -> float | str:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _captured(where: str, data: Any) -> Captured:
-    if not isinstance(data, Mapping):
-        return _number(where, data)
-    name, shape = data.get("dtype"), data.get("shape")
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise ProblemError(f"{where}.dtype={_short(name)} must be one of {', '.join(_DTYPES)}.")
-    if not isinstance(shape, list) or not all(_is_whole(size, 0, 2**63) for size in shape):
-        raise ProblemError(f"{where}.shape={_short(shape)} must be a list of sizes.")
-    flat = _elements(where, data, _DTYPES[name])
-    if flat.numel() != math.prod(shape):
-        raise ProblemError(f"{where} has {flat.numel()} values: shape {shape} needs another count.")
-    return flat.reshape(shape)
-
-
-def _elements(where: str, data: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    if "base64" in data:
-        try:
-            raw = base64.b64decode(data["base64"], validate=True)
-            bits = np.frombuffer(raw, f"<{'u' if dtype.itemsize == 1 else 'i'}{dtype.itemsize}")
-        except (binascii.Error, TypeError, ValueError):
-            raise ProblemError(f"{where}.base64 is not base64 of whole elements.") from None
-        return torch.from_numpy(bits.astype(bits.dtype.newbyteorder("="))).view(dtype)
-    values = data.get("values")
-    if not isinstance(values, list):
+def _captured(where: str, data: int | float | str | _Tensor) -> Captured:
+    if not isinstance(data, _Tensor):
+        return float(data) if isinstance(data, str) else data
+    dtype: torch.dtype = getattr(torch, data.dtype)
+    if data.base64 is not None:
+        flat = _from_bytes(where, data.base64, dtype)
+    elif data.values is not None:
+        flat = _from_numbers(where, data.values, dtype)
+    else:
         raise ProblemError(f"{where} has neither values nor base64.")
-    if dtype is torch.bool and all(isinstance(value, bool) for value in values):
-        return torch.tensor(values, dtype=dtype)
-    numbers = [_number(f"{where}.values", value) for value in values]
+    if flat.numel() != math.prod(data.shape):
+        raise ProblemError(
+            f"{where} has {flat.numel()} values: shape {data.shape} needs another count."
+        )
+    return flat.reshape(data.shape)
+
+
+def _from_bytes(where: str, text: str, dtype: torch.dtype) -> Tensor:
+    try:
+        raw = base64.b64decode(text, validate=True)
+        bits = np.frombuffer(raw, f"<{'u' if dtype.itemsize == 1 else 'i'}{dtype.itemsize}")
+    except (binascii.Error, ValueError):
+        raise ProblemError(f"{where}.base64 is not base64 of whole elements.") from None
+    return torch.from_numpy(bits.astype(bits.dtype.newbyteorder("="))).view(dtype)
+
+
+def _from_numbers(where: str, values: list[Any], dtype: torch.dtype) -> Tensor:
+    numbers = [float(value) if isinstance(value, str) else value for value in values]
     try:
         tensor = torch.tensor(numbers, dtype=dtype)
         held: list[float] = tensor.tolist()
     except (RuntimeError, TypeError, ValueError, OverflowError):
         held = []
-    if held != numbers:
+    # 1 == True: a truth value is none of the numbers of another dtype, and the other way round.
+    of_truth = all(isinstance(number, bool) == (dtype is torch.bool) for number in numbers)
+    if held != numbers or not of_truth:
         raise ProblemError(f"{where}.values hold a number that {dtype} does not.")
     return tensor
-
-
-def _number(where: str, data: Any) -> int | float:
-    if isinstance(data, str) and data in _NAMED:
-        return _NAMED[data]
-    if isinstance(data, bool) or not isinstance(data, int | float):
-        raise ProblemError(f"{where}={_short(data)} must be a number or a tensor.")
-    return data
-
-
-def _is_whole(value: object, low: int, end: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value < end
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

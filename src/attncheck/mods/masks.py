@@ -5,7 +5,7 @@ Indices are integer tensors: 0-d under ``vmap``, or any shapes that broadcast. T
 no torch.
 """
 
-# ruff: noqa: ARG001  (every mask has FlexAttention's whole signature, whatever it reads of it)
+# ruff: noqa: ARG001, ARG005  (every mask has FlexAttention's whole signature, whatever it reads of it)
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import Argument, Dimensions, MaskMod, Values
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Argument, Dimensions, Values
 
 __all__ = [
     "MASKS",
@@ -63,29 +64,17 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 def causal_bottom_right(offset: int) -> MaskMod:
     """Row i sees the keys j ≤ i + offset; with offset = kv − query the last row sees every key."""
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return q_idx + offset >= kv_idx
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
 
 
 def sliding_window(window: int) -> MaskMod:
     """Row i sees the ``window`` keys that end with its own: i − window < j ≤ i; 0 sees nothing."""
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx - kv_idx < window) & (q_idx >= kv_idx)
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < window) & (q_idx >= kv_idx)
 
 
 def prefix_lm(prefix: int) -> MaskMod:
     """Row i sees the first ``prefix`` keys and the keys j ≤ i."""
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx < prefix) | (q_idx >= kv_idx)
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx)
 
 
 def document(document_of: Tensor) -> MaskMod:
@@ -104,11 +93,7 @@ def documents(query_of: Tensor, kv_of: Tensor) -> MaskMod:
         query_of: Which document a row belongs to, integers (query,).
         kv_of: Which document a key belongs to, integers (kv,).
     """
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return query_of[q_idx] == kv_of[kv_idx]
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: query_of[q_idx] == kv_of[kv_idx]
 
 
 def padding(lengths: Tensor) -> MaskMod:
@@ -117,11 +102,7 @@ def padding(lengths: Tensor) -> MaskMod:
     Args:
         lengths: Keys that are not padding, integers (batch,).
     """
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx < lengths[b]
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: kv_idx < lengths[b]
 
 
 # --- neighborhoods ----------------------------------------------------------------------------
@@ -236,20 +217,12 @@ def or_masks(first: MaskMod, *rest: MaskMod) -> MaskMod:
 
 def not_mask(part: MaskMod) -> MaskMod:
     """A row sees the keys that ``part`` hides from it."""
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return part(b, h, q_idx, kv_idx).logical_not()
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: part(b, h, q_idx, kv_idx).logical_not()
 
 
 def offset_mask(part: MaskMod, *, rows: int) -> MaskMod:
     """Row i sees what row i + ``rows`` sees in ``part``: decoding behind ``rows`` earlier ones."""
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return part(b, h, q_idx + rows, kv_idx)
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: part(b, h, q_idx + rows, kv_idx)
 
 
 def shifted_dimensions(values: Values, dimensions: Dimensions) -> Dimensions:
@@ -261,7 +234,7 @@ def shifted_dimensions(values: Values, dimensions: Dimensions) -> Dimensions:
 
 
 def _document_of(lengths: tuple[int, ...], positions: int, device: str) -> Tensor:
-    """Which document each of the first ``positions`` belongs to, int32."""
+    """Return the number of the document of each of the first ``positions``, int32."""
     import torch
 
     ends = torch.tensor(lengths).cumsum(0)

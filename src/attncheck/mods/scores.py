@@ -5,7 +5,7 @@ any arithmetic, so that the float64 oracle computes in float64 (a product of an 
 an integer tensor would be rounded to fp32). Importing this imports no torch.
 """
 
-# ruff: noqa: ARG001  (every score mod has FlexAttention's whole signature, whatever it reads)
+# ruff: noqa: ARG001, ARG005  (every score mod has FlexAttention's whole signature, whatever it reads)
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from attncheck.mods.spec import ANY_SEED, Entry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod, Values
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions, Values
 
 __all__ = [
     "SCORES",
@@ -51,11 +52,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     Args:
         slopes: One number a query head, fp32 (heads,).
     """
-
-    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + slopes[h].to(score.dtype) * (kv_idx - q_idx)
-
-    return biased
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h].to(score.dtype) * (kv_idx - q_idx)
 
 
 def bias(table: Tensor) -> ScoreMod:
@@ -65,20 +62,12 @@ def bias(table: Tensor) -> ScoreMod:
         table: fp32 (batch or 1, heads or 1, query, kv).
     """
     read = table_reader(table)
-
-    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + read(b, h, q_idx, kv_idx).to(score.dtype)
-
-    return biased
+    return lambda score, b, h, q_idx, kv_idx: score + read(b, h, q_idx, kv_idx).to(score.dtype)
 
 
 def softcap(cap: float) -> ScoreMod:
     """Bends scores into (−cap, cap): cap · tanh(score / cap) (Gemma 2 report, 2024, section 2)."""
-
-    def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return cap * (score / cap).tanh()
-
-    return capped
+    return lambda score, b, h, q_idx, kv_idx: cap * (score / cap).tanh()
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
@@ -98,11 +87,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 def temperature(temperature: float) -> ScoreMod:
     """Divides every score by ``temperature``."""
-
-    def tempered(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score / temperature
-
-    return tempered
+    return lambda score, b, h, q_idx, kv_idx: score / temperature
 
 
 def table_reader(table: Tensor) -> MaskMod:
@@ -138,11 +123,7 @@ def chain_scores(first: ScoreMod, *rest: ScoreMod) -> ScoreMod:
 
 def offset_score(part: ScoreMod, *, rows: int) -> ScoreMod:
     """Row i gets what row i + ``rows`` gets from ``part``."""
-
-    def scored(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return part(score, b, h, q_idx + rows, kv_idx)
-
-    return scored
+    return lambda score, b, h, q_idx, kv_idx: part(score, b, h, q_idx + rows, kv_idx)
 
 
 # --- the library ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
 
 __all__ = ["Float64", "Nonfinite"]
@@ -44,12 +44,13 @@ class Nonfinite:
         """
         if math.isfinite(values.sum().item()):
             return None
+        # Side by side in one tensor: a single product counts all three kinds.
         finite = values.isfinite()
         kinds = (values.isnan(), values == math.inf, values == -math.inf)
         return cls(values.masked_fill(~finite, 0.0), torch.cat(kinds, dim=-1).to(values.dtype))
 
     def seen_by(self, attended: Tensor) -> Tensor:
-        """What to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
+        """Amount to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
         return poison(attended.to(self.marks.dtype) @ self.marks)
 
 
@@ -170,6 +171,7 @@ class Float64:
         attended: Tensor,
     ) -> Tensor:
         """Torch's autograd of the callable, with what it reads in float64."""
+        # Made for each tile: the callable's captured tensors are found by calling it.
         sums = CapturedSums(score_mod, self.device)
         sums.add(scores, indices.axes, factors, attended)
         return sums.sums.view(1, 1, 1, -1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.oracles.number_system import Array, Numbers
 
 __all__ = [
@@ -96,7 +96,6 @@ class Recurrence(Protocol):
 
     def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
         """Out and LSE of ``inputs`` as numbers of the system."""
-        ...
 
 
 class Backward(Protocol):
@@ -104,7 +103,6 @@ class Backward(Protocol):
 
     def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Gradients[A]:
         """Gradients of ``inputs`` as numbers of the system; raises ProblemError without a loss."""
-        ...
 
 
 def query_and_key_blocks(
@@ -133,7 +131,7 @@ def sink_of(numbers: Numbers[A], inputs: Inputs) -> A | None:
 
 
 def some(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
-    """Which rows have anything to weigh, a key or a sink: bool ``(batch, heads, query, 1)``.
+    """Mark the rows that have anything to weigh: bool ``(batch, heads, query, 1)``.
 
     Args:
         numbers: The number system.
@@ -156,6 +154,7 @@ def start(numbers: Numbers[A], shape: Sequence[int], sink: A | None) -> tuple[A,
     """
     if sink is None:
         return numbers.full(shape, -math.inf), numbers.full(shape, 0.0)
+    # exp(−∞ − (−∞)) would be NaN: such a sink starts as if there were none.
     weighs = ~numbers.is_minus_infinity(sink)
     return numbers.full(shape, 0.0) + sink, numbers.select(weighs, numbers.full(shape, 1.0), 0.0)
 
@@ -167,7 +166,6 @@ class Softmax(Protocol):
         self, numbers: Numbers[A], scores: A, attended: Tensor, sink: A | None = None, /
     ) -> tuple[A, A]:
         """Weights of the keys, and LSE; ``sink`` broadcasts to ``(batch, heads, query, 1)``."""
-        ...
 
 
 def naive(
@@ -179,6 +177,7 @@ def naive(
     −745.1: weights are NaN then, or LSE is infinite. That is left as it is; whoever asks for this
     softmax wants to see it.
     """
+    # Nothing is subtracted, on purpose: this is the definition.
     alive = some(numbers, attended, sink)
     exponentials = numbers.exp(scores)
     total = numbers.rowsum(exponentials)
@@ -310,7 +309,7 @@ class Scores(Generic[A]):
         return Sloped(scores, attended, slopes, kept, indices)
 
     def captured(self, tile: Sloped[A], dz: A) -> A | None:
-        """Gradients of the numbers that the score mod reads, by this tile; None if not asked for.
+        """Gradients of the numbers that the score mod reads, by this tile; None without dcaptured.
 
         Args:
             tile: As ``with_slopes`` gives it.
@@ -327,6 +326,7 @@ class Scores(Generic[A]):
 
     def _after(self, products: A, indices: Indices) -> tuple[A, Tensor]:
         """After score mod and mask, and what is attended."""
+        # The original callable, never its traced expression: kernels use that one.
         scores = self.numbers.score(self.score_mod, products, indices)
         attended = visible(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
         return self.numbers.select(attended, scores, -math.inf), attended

@@ -1,6 +1,6 @@
 """Rounding margins: how far rounding can move what a probe counts, and so when counting is safe.
 
-Derived in ``docs/probes.md``, section "What rounding does to a count".
+Derived in ``docs/reference/probes.md``, section "What rounding does to a count".
 """
 
 from __future__ import annotations

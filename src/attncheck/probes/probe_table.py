@@ -51,7 +51,7 @@ __all__ = ["ALL_PROBES", "Probe"]
 class Probe:
     """Inputs whose right answer is known beforehand, on any Problem of attention.
 
-    All of it is pure: no kernel, no oracle. ``docs/probes.md`` proves what each shows.
+    All of it is pure: no kernel, no oracle. ``docs/reference/probes.md`` proves what each shows.
 
     Attributes:
         name: The question of a Case.

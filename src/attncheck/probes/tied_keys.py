@@ -1,7 +1,7 @@
 """The exact rule of probes: where largest scores tie, out counts the values of their keys.
 
-``docs/probes.md`` proves that a right kernel's counts are off by less than a quarter, and so never
-by a half.
+``docs/reference/probes.md`` proves that a right kernel's counts are off by less than a quarter,
+and so never by a half.
 """
 
 from __future__ import annotations

@@ -17,24 +17,16 @@ from msgspec.structs import replace
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError, UsageError
-from attncheck.core.outputs import TensorName  # noqa: TC001  # msgspec reads the annotations
+from attncheck.core.outputs import TensorName
 from attncheck.core.sanitize_text import one_line
-
-# msgspec reads the annotations
-from attncheck.records.record import (
-    Environment,  # noqa: TC001  # msgspec reads the annotations
-    Status,  # noqa: TC001
-)
+from attncheck.records.record import Environment, Record, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from attncheck.records.record import Record
-
 __all__ = [
     "BASELINE_FILE",
-    "BASELINE_SCHEMA",
     "LARGEST_BASELINE",
     "Baseline",
     "BaselineTensor",
@@ -48,7 +40,7 @@ __all__ = [
     "read_baseline",
 ]
 
-BASELINE_SCHEMA = 1
+_SCHEMA = 1
 
 BASELINE_FILE = "attncheck-baseline.json"
 """What the file is called, in the folder of the project."""
@@ -65,7 +57,7 @@ _PAIR: TypeAlias = tuple[str, Any]
 
 
 class BaselineTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept of one tensor; the numbers of ``record.Accuracy``, and two yardsticks.
+    """What is kept of one tensor; the numbers of ``record.Accuracy``, and two measured.
 
     Attributes:
         rmse: Root mean square error.
@@ -134,7 +126,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         entries: Sorted by their keys.
     """
 
-    schema: int = BASELINE_SCHEMA
+    schema: int = _SCHEMA
     attncheck: str
     environments: dict[str, Environment]
     entries: tuple[Entry, ...]
@@ -209,8 +201,8 @@ def read_baseline(source: Path | str) -> Baseline:
         raw = source if isinstance(source, str) else source.read_text(encoding="utf-8")
         json.loads(raw, object_pairs_hook=_each_once)
         schema = data.get("schema") if isinstance(data, dict) else None
-        if schema != BASELINE_SCHEMA or isinstance(schema, bool):
-            raise UsageError(f"schema is {schema!r}, this version reads {BASELINE_SCHEMA}")  # noqa: TRY301
+        if schema != _SCHEMA or isinstance(schema, bool):
+            raise UsageError(f"schema is {schema!r}, this version reads {_SCHEMA}")  # noqa: TRY301
         baseline = msgspec.convert(data, Baseline)
         _check(baseline)
     except (UsageError, OSError, ValueError, RecursionError) as error:
@@ -242,19 +234,19 @@ def _held(record: Record) -> dict[TensorName, BaselineTensor]:
     if not isinstance(record.accuracy, dict):
         return {}
     gradients = record.gradients if isinstance(record.gradients, dict) else {}
-    beside: dict[TensorName, Any] = {"out": record.out, **gradients}
-    found = {}
+    errors: dict[TensorName, Any] = {"out": record.out, **gradients}
+    tensors = {}
     for name, one in record.accuracy.items():
-        yardsticks = beside.get(name)
-        found[name] = BaselineTensor(
+        measured = errors.get(name)
+        tensors[name] = BaselineTensor(
             rmse=_short(one.rmse),
-            ideal=_short(yardsticks.ideal_rmse) if yardsticks else None,
-            floor=_short(yardsticks.floor_rmse) if yardsticks else None,
+            ideal=_short(measured.ideal_rmse) if measured else None,
+            floor=_short(measured.floor_rmse) if measured else None,
             relative=_short(one.relative),
             freedom=_short(one.freedom),
             ensemble=tuple(map(_short, one.ensemble)),
         )
-    return found
+    return tensors
 
 
 def _short(number: float) -> float:
@@ -271,11 +263,12 @@ def _lines(lines: list[str]) -> str:
 
 
 def _each_once(pairs: list[_PAIR]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1)
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice!r} is there twice")
-    return found
+    return fields
 
 
 def _check(baseline: Baseline) -> None:

@@ -12,20 +12,17 @@ import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError
+from attncheck.core.files import write_texts
 from attncheck.core.sanitize_text import one_line
+from attncheck.records.json_reports import LARGEST_REPORT, load_report
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, Environment, Record
-from attncheck.reporting.as_json import LARGEST, load
-from attncheck.reporting.files import write_texts
+from attncheck.records.record import FAILED_STATUSES, Environment, Record, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.records.record import Report
-
 __all__ = [
     "FAILURE_FOLDER",
-    "FAILURE_SCHEMA",
     "MOST_KEPT",
     "KeptFailure",
     "Reproduction",
@@ -35,8 +32,15 @@ __all__ = [
     "load_failure",
 ]
 
+FAILURE_FOLDER = "failures"
+"""Name of the folder of failures, in that of the reports."""
+MOST_KEPT = 200
+"""Failures that a folder keeps; the oldest goes when one more comes."""
 
-FAILURE_SCHEMA = 1
+_SCHEMA = 1
+_LARGEST = 2**22  # bytes of one failure, case or problem
+_MOST_FILES = 2000  # that are looked through for an id
+_ID = re.compile(r"[a-z2-7]{10}")
 
 
 class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +59,7 @@ class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         environment: Where.
     """
 
-    schema: int = FAILURE_SCHEMA
+    schema: int = _SCHEMA
     id: str
     kernel: str
     convention: str = ""
@@ -64,16 +68,6 @@ class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     test: str = ""
     record: Record
     environment: Environment
-
-
-FAILURE_FOLDER = "failures"
-"""Name of the folder of failures, in that of the reports."""
-MOST_KEPT = 200
-"""Failures that a folder keeps; the oldest goes when one more comes."""
-
-_LARGEST = 2**22  # bytes of one failure, case or problem
-_MOST_FILES = 2000  # that are looked through for an id
-_ID = re.compile(r"[a-z2-7]{10}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +101,7 @@ def keep_failure(
 ) -> Path:
     """Write ``failed`` to ``directory``/ID.json, whole or not at all, in place of an older one.
 
-    Of more than ``KEPT`` failures the oldest are removed.
+    Of more than ``MOST_KEPT`` failures the oldest are removed.
 
     Raises:
         UsageError: where the directory cannot be written to, or for an id that is none.
@@ -123,7 +117,7 @@ def keep_failure(
 
 
 def load_failure(source: Path | str) -> KeptFailure:
-    """The failure that ``keep`` wrote.
+    """The failure that ``keep_failure`` wrote.
 
     Args:
         source: A Path is read, a str is the JSON itself.
@@ -184,8 +178,8 @@ def _by_age(folder: Path) -> list[Path]:
 
 def _failed(data: Any, name: str) -> KeptFailure:
     schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != FAILURE_SCHEMA or isinstance(schema, bool):
-        fact = f"schema is {schema!r}, this version reads {FAILURE_SCHEMA}"
+    if schema != _SCHEMA or isinstance(schema, bool):
+        fact = f"schema is {schema!r}, this version reads {_SCHEMA}"
         raise UsageError(json_numbers.refusal_message(name, "failure", fact))
     try:
         record = json_numbers.words_to_record_numbers(data.get("record"))
@@ -228,7 +222,7 @@ def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduct
     """What one file holds under an id; why it cannot be read goes to ``broken``."""
     try:
         with path.open("rb") as file:
-            text = file.read(LARGEST + 1)
+            text = file.read(LARGEST_REPORT + 1)
         if wanted.encode() not in text and path.stem != wanted:
             return
         if path.parent.name == FAILURE_FOLDER:
@@ -236,7 +230,7 @@ def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduct
             if wanted in {failed.id, failed.record.case_id}:
                 yield _found(failed, path)
             return
-        report = load(path)
+        report = load_report(path, Report)
     except UsageError as error:
         broken.append(str(error))
     except OSError as error:

@@ -6,15 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
-# msgspec reads the annotations
-from attncheck.records.record import Environment, Explanation, Status  # noqa: TC001
+from attncheck.records.record import Environment, Explanation, Status
 
 __all__ = [
     "ATTNCHECK_RULE",
-    "FAULT_SCHEMA",
     "OUTCOMES",
     "SCORED",
-    "SENSITIVITY_SCHEMA",
     "ControlScore",
     "Detection",
     "FaultOutcome",
@@ -30,11 +27,6 @@ __all__ = [
     "WrongAnswer",
 ]
 
-
-# msgspec reads the annotations
-
-
-FAULT_SCHEMA = 1
 
 FaultOutcome = Literal[
     "caught",
@@ -234,7 +226,7 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         totals: Of each host, and of each of its categories.
     """
 
-    schema: int = FAULT_SCHEMA
+    schema: int = 1
     command: str
     tier: str
     device: str
@@ -286,7 +278,7 @@ class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         scores: In the order of the catalogue.
     """
 
-    schema: int = FAULT_SCHEMA
+    schema: int = 1
     command: str
     pytest: str
     replace: str
@@ -294,8 +286,6 @@ class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     unfinished_because: str = ""
     scores: tuple[OwnTestsScore, ...]
 
-
-SENSITIVITY_SCHEMA = 1
 
 ATTNCHECK_RULE = "attncheck"
 """In place of a rule's name: the gate."""
@@ -356,6 +346,6 @@ class SensitivityReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         seen: Fault by fault, dtype by dtype.
     """
 
-    schema: int = SENSITIVITY_SCHEMA
+    schema: int = 1
     command: str
     seen: tuple[FaultSensitivity, ...]

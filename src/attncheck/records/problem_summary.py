@@ -1,13 +1,16 @@
-"""The Problem of a Record, read from the Case that it carries."""
+"""The Problem of a Record, read from the Case that it carries: what reports sort by and show."""
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from attncheck.core.errors import UsageError
+from attncheck.core.paged_layout import Paging
 from attncheck.core.sanitize_text import one_line
+from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from attncheck.records.record import Record
@@ -55,8 +58,13 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def backward_too(self) -> str:
         """``backward``, with what else there is of it; empty of a forward alone."""
-        said = "" if not self.backward else "backward of out and LSE" if self.dlse else "backward"
-        return f"{said} to captured numbers" if self.dcaptured else said
+        text = "" if not self.backward else "backward of out and LSE" if self.dlse else "backward"
+        return f"{text} to captured numbers" if self.dcaptured else text
+
+    @property
+    def head_counts(self) -> str:
+        """``4``, or ``4/2`` where query heads share key heads."""
+        return str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
 
     @property
     def line(self) -> str:
@@ -65,13 +73,34 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         return " · ".join([self.dtype, self.shape, *heads, f"seed {self.seed}"])
 
     @property
-    def head_counts(self) -> str:
-        """``4``, or ``4/2`` where query heads share key heads."""
-        return str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+    def full_line(self) -> str:
+        """All of it: ``bf16 causal B1 H4/2 Q128 K96 D64 normal seed 0``."""
+        if self.operation == "softmax":
+            mods, shape = [self.operation], self.shape
+        else:
+            mods = [str(Spec.from_json(self.mask))]
+            shape = self.shape.replace(" Q", f" H{self.head_counts} Q", 1)
+        if self.score.get("name") != "none":
+            mods.append(str(Spec.from_json(self.score)))
+        mods += ["sink"] if self.sink else []
+        mods += [str(Paging.from_json(self.paging))] if self.paging else []
+        flags = {"backward": self.backward, "dLSE": self.dlse, "dcaptured": self.dcaptured}
+        mods += [name for name, is_set in flags.items() if is_set]
+        scale = "" if self._has_usual_scale else f" scale {self.scale:g}"
+        parts = [self.dtype, *mods, shape, self.distribution, f"seed {self.seed}"]
+        return " ".join(parts) + scale
+
+    @property
+    def _has_usual_scale(self) -> bool:
+        """Whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
+        if self.operation == "softmax":
+            return True
+        (usual,) = struct.unpack("<f", struct.pack("<f", self.head_dim**-0.5))
+        return bool(self.scale == usual)
 
 
 def problem_of(record: Record | OracleRecord | Certificate) -> ProblemSummary:
-    """The Problem of ``record``; raises UsageError when its Case holds none."""
+    """Return the Problem of ``record``; raises UsageError when its Case holds none."""
     try:
         return msgspec.convert(record.case.get("problem"), ProblemSummary)
     except msgspec.ValidationError as error:

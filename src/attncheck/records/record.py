@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-# msgspec reads the annotations
-from attncheck.core.judgement import Judgement, Place  # noqa: TC001
-from attncheck.core.outputs import TensorName  # noqa: TC001
+from attncheck.core.errors import UsageError
+from attncheck.core.judgement import Judgement, Place
+from attncheck.core.outputs import TensorName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "FAILED_STATUSES",
-    "REPORT_SCHEMA",
     "UNTRUSTED_STATUSES",
     "Accuracy",
     "Diagnosis",
@@ -26,9 +28,8 @@ __all__ = [
     "Report",
     "Status",
     "TileMap",
+    "join_reports",
 ]
-
-REPORT_SCHEMA = 3
 
 Status = Literal[
     "pass",
@@ -294,9 +295,44 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         absent: Kernels that can run nothing here → why (one line each).
     """
 
-    schema: int = REPORT_SCHEMA
+    schema: int = 3
     command: str
     environments: dict[str, Environment]
     kernels: dict[str, str]
     absent: dict[str, str]
     records: tuple[Record, ...]
+
+
+def join_reports(reports: Sequence[Report]) -> Report:
+    """Join the parts of a run into one Report: records in the order given, commands in a row.
+
+    A kernel is absent where it is in every report that asked for it.
+
+    Raises:
+        UsageError: where two reports measured the same kernel on the same Case and machine.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    records = tuple(record for report in reports for record in report.records)
+    seen: set[tuple[str, str, str]] = set()
+    for record in records:
+        place = record.kernel, record.environment, f"{record.variant} {record.case}"
+        if place in seen:
+            raise UsageError(
+                f"{record.kernel} on {record.variant} {record.heads} is in two of the reports: "
+                "give each part of a run once."
+            )
+        seen.add(place)
+    present = {name for report in reports for name in set(report.kernels) - set(report.absent)}
+    return Report(
+        command="; ".join(dict.fromkeys(report.command for report in reports)),
+        environments={key: env for report in reports for key, env in report.environments.items()},
+        kernels={name: text for report in reports for name, text in report.kernels.items()},
+        absent={
+            name: why
+            for report in reports
+            for name, why in report.absent.items()
+            if name not in present
+        },
+        records=records,
+    )

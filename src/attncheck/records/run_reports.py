@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from attncheck.records.record import Environment, Record  # noqa: TC001  # msgspec reads them
+from attncheck.records.record import Environment, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
 __all__ = [
-    "GATE_SCHEMA",
-    "PROPERTY_SCHEMA",
     "STAGES",
     "Answer",
+    "BaselineComparison",
     "BaselineStanding",
     "Change",
     "GateReport",
@@ -27,8 +25,6 @@ __all__ = [
     "join_property_reports",
 ]
 
-
-GATE_SCHEMA = 1
 
 Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determinism", "baseline"]
 """What is asked, in this order."""
@@ -86,6 +82,24 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     after: float | None = None
 
 
+class BaselineComparison(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What has become of the cases of a baseline.
+
+    Attributes:
+        schema: Version of this layout.
+        command: The command line that made it, without paths.
+        baseline: The file or the commit that the cases are compared with.
+        problems: What each case is, in a few words, by its id.
+        changes: The worst first.
+    """
+
+    schema: int = 1
+    command: str
+    baseline: str
+    problems: dict[str, str] = {}
+    changes: tuple[Change, ...]
+
+
 class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a gate found.
 
@@ -109,7 +123,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         answers: In the order of stages, kernels, cases.
     """
 
-    schema: int = GATE_SCHEMA
+    schema: int = 1
     command: str
     tier: str
     started: str
@@ -126,9 +140,6 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     baseline: str = ""
     changes: tuple[Change, ...] = ()
     answers: tuple[Answer, ...] = ()
-
-
-PROPERTY_SCHEMA = 1
 
 
 class Tally(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -193,7 +204,7 @@ class PropertyReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         outcomes: In the order of files, tests, kernels.
     """
 
-    schema: int = PROPERTY_SCHEMA
+    schema: int = 1
     command: str
     environment: Environment
     tier: str

@@ -6,19 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
-# msgspec reads the annotations
-from attncheck.core.judgement import Place  # noqa: TC001
-from attncheck.records.record import Environment  # noqa: TC001
+from attncheck.core.judgement import Place
+from attncheck.records.record import Environment
 
 __all__ = [
-    "BLOCK_SCHEMA",
-    "CERTIFICATE_SCHEMA",
     "EMPTY",
     "FIELDS",
-    "FINGERPRINT_SCHEMA",
     "FULL",
-    "MOD_SCHEMA",
-    "ORACLE_SCHEMA",
     "PARTIAL",
     "TRUTH",
     "Agreement",
@@ -40,9 +34,6 @@ __all__ = [
     "Rows",
 ]
 
-
-ORACLE_SCHEMA = 1
-CERTIFICATE_SCHEMA = 1
 
 TRUTH = "truth"
 """The oracle that kernels are compared with, in certificates."""
@@ -151,7 +142,7 @@ class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         agreements: One a Case.
     """
 
-    schema: int = ORACLE_SCHEMA
+    schema: int = 1
     command: str
     environment: Environment
     mpmath: str
@@ -244,7 +235,7 @@ class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         records: One a Case and oracle.
     """
 
-    schema: int = CERTIFICATE_SCHEMA
+    schema: int = 1
     command: str
     environment: Environment
     flint: str
@@ -260,11 +251,8 @@ class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return tuple(record for record in self.records if record.oracle == TRUTH)
 
 
-MOD_SCHEMA = 1
-
-
 class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one world says of a mod, beside what the callable itself says.
+    """What one backend makes of a mod, compared with what the callable itself says.
 
     Attributes:
         status: ``equal``; ``different``; ``unknown`` where it differs nowhere, but somewhere
@@ -285,7 +273,7 @@ class ModRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         kind: ``mask`` or ``score mod``.
         line: Where it is defined; None where nothing says so.
         expression: As traced.
-        answers: By world.
+        answers: By backend.
     """
 
     name: str
@@ -305,21 +293,19 @@ class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         mpmath: Version of mpmath.
         file: Name of the file, without its folder.
         shape: The index ranges, such as ``B2 H2 Q40 K48``: every place in them is compared.
-        worlds: Name of each world → what it is, in a line.
+        backends: Name of each backend → what it is, in a line.
         records: One a mod, in the order of the file.
     """
 
-    schema: int = MOD_SCHEMA
+    schema: int = 2
     command: str
     environment: Environment
     mpmath: str
     file: str
     shape: str
-    worlds: dict[str, str]
+    backends: dict[str, str]
     records: tuple[ModRecord, ...]
 
-
-BLOCK_SCHEMA = 1
 
 EMPTY, PARTIAL, FULL = "0", "1", "2"
 """Kinds of tile in a map."""
@@ -366,7 +352,7 @@ class BlockReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         records: One a size of tile, in the order asked for.
     """
 
-    schema: int = BLOCK_SCHEMA
+    schema: int = 1
     command: str
     attncheck: str
     mask: dict[str, Any]
@@ -377,8 +363,6 @@ class BlockReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv: int
     records: tuple[BlockRecord, ...]
 
-
-FINGERPRINT_SCHEMA = 1
 
 FIELDS: dict[str, str] = {
     "products": "bits of an operand that a product reads",
@@ -446,7 +430,7 @@ class FingerprintReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         records: One a dtype, in the order asked for.
     """
 
-    schema: int = FINGERPRINT_SCHEMA
+    schema: int = 1
     command: str
     kernel: str
     device: str

@@ -1,4 +1,4 @@
-"""How small a fault the problems of a report would have shown, in words."""
+"""Blind spots: how small a fault the problems of a report would have shown, in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from attncheck.records.problem_summary import problem_of
-from attncheck.reporting.figures import percent
+from attncheck.reporting.number_text import percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import BlindSpot
     from attncheck.records.record import Record
 
-__all__ = ["insensitive", "visible"]
+__all__ = ["missed_faults", "visible_faults"]
 
 _SCALE = 0.01  # the class of fault "a scale 1 % off"
 
 
-def visible(records: Iterable[Record]) -> str:
-    """What the problems of ``records`` would have shown, from the easiest to the hardest.
+def visible_faults(records: Iterable[Record]) -> str:
+    """Describe what the problems of ``records`` would have shown, the easiest first.
 
     ``would have shown: the scale off by 0.12–0.43 %, half, zeros; not: …``; empty where nothing
     was judged.
     """
-    found = [(record, spot) for record, spot in _spots(records)]
-    if not found:
+    by_record = list(_spots(records))
+    if not by_record:
         return ""
-    spots = [spot for _, spot in found]
-    scaled = [spot for record, spot in found if problem_of(record).operation != "softmax"]
+    spots = [spot for _, spot in by_record]
+    scaled = [spot for record, spot in by_record if problem_of(record).operation != "softmax"]
     facts = [
         _least("the scale off by", [spot.scale for spot in scaled]),
         _least("one key's weight off by", [spot.weight for spot in spots]),
@@ -47,14 +47,14 @@ def visible(records: Iterable[Record]) -> str:
     return "; ".join(parts)
 
 
-def insensitive(records: Sequence[Record]) -> tuple[str, ...]:
-    """Classes of fault that no problem of ``records`` would have shown."""
-    found = list(_spots(records))
-    if not found:
+def missed_faults(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return the classes of fault that no problem of ``records`` would have shown."""
+    by_record = list(_spots(records))
+    if not by_record:
         return ()
-    spots = [spot for _, spot in found]
+    spots = [spot for _, spot in by_record]
     several = [spot for spot in spots if spot.dropped_keys is not None]
-    scaled = [spot for record, spot in found if problem_of(record).operation != "softmax"]
+    scaled = [spot for record, spot in by_record if problem_of(record).operation != "softmax"]
     classes = {
         "a dropped key": several and not any(spot.dropped_keys for spot in several),
         "a scale 1 % off": scaled and not any(spot.scale <= _SCALE for spot in scaled),

@@ -3,129 +3,59 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import TYPE_CHECKING, Any
 
 from attncheck.core.outputs import AXES
-from attncheck.core.paged_layout import Paging
 from attncheck.core.sanitize_text import one_line
-from attncheck.mods.spec import Spec
-from attncheck.records.problem_summary import ProblemSummary, problem_of
-from attncheck.records.record import Diagnosis, TileMap
-from attncheck.reporting import figures
-from attncheck.reporting.map_text import map_lines
-from attncheck.reporting.verdicts import verdict_remarks
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import Diagnosis, ErrorMap, TileMap
+from attncheck.reporting import number_text
+from attncheck.reporting.number_text import plural
+from attncheck.reporting.record_text import verdict_remarks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from attncheck.core.judgement import Judgement, Worst
     from attncheck.records.failures import KeptFailure
     from attncheck.records.record import Explanation, Record, Status
 
 __all__ = [
+    "TERMS",
     "diagnosis_text",
     "explanation_facts",
+    "failure_facts",
+    "failure_heading",
     "kept_failure_text",
-    "likely_facts",
-    "problem_line",
+    "map_lines",
     "repro_command",
-    "tile_lines",
     "tile_picture",
 ]
 
-
-_SHADES = ((0.01, "·"), (0.1, "░"), (0.3, "▒"), (0.7, "▓"), (math.inf, "█"))
-_LEGEND = "of the largest: · ≤ 1 %, ░ ≤ 10 %, ▒ ≤ 30 %, ▓ ≤ 70 %, █ more"
-_LEAST_CELLS = 8
-
-
-def likely_facts(record: Record) -> Iterator[tuple[str, str]]:
-    """Label and text of each line; nothing where nobody looked."""
-    if isinstance(record.diagnosis, Diagnosis):
-        yield from explanation_facts(record.diagnosis)
-
-
-def explanation_facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    """Label and text of each line.
-
-    A fault that explains all is told with those that explain it as well; else the best few are,
-    and where none explains anything to speak of, that.
-    """
-    if not found.ranked:
-        yield "likely", f"unknown: none of {found.tried} fault models fits"
-        return
-    if not found.tried:  # the failure says it by itself: there is no share of an error
-        yield "likely", _named(found.ranked[0])
-        yield from (("perhaps", _explanation(one)) for one in found.ranked[1:])
-        return
-    certain = found.ranked[0].explains_all
-    told = found.ranked[: max(1, found.tied)] if certain else found.ranked
-    label = "likely" if certain else "perhaps"
-    for one in told:
-        yield label, _explanation(one)
-        label = "or"
-    more = found.tied - len(found.ranked)
-    if certain and more > 0:
-        yield "or", f"{more} more fault models, which explain it equally well"
-    if not certain:
-        yield "", f"none of {found.tried} fault models explains all of the error"
-
-
-def _named(one: Explanation) -> str:
-    form = ", ".join(f"{name} {_value(value)}" for name, value in one.parameters.items())
-    return f"{one.sentence}{f' [{form}]' if form else ''}"
-
-
-def _explanation(one: Explanation) -> str:
-    share = _percent(one.share)
-    rest = ", and rounding the rest" if one.explains_all and one.share < 1 else ""
-    return f"{_named(one)} (explains {share} % of the error{rest})"
-
-
-def _value(value: float | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _percent(share: float) -> str:
-    """Never rounded up to all of it."""
-    whole = math.isfinite(share) and share >= 1
-    return "100" if whole else f"{math.floor(1000 * share) / 10:.3g}" if share == share else "?"  # noqa: PLR0124
-
-
-def tile_lines(record: Record) -> Iterator[str]:
-    """The map of errors by tiles; nothing where nobody looked."""
-    if isinstance(record.diagnosis, Diagnosis):
-        yield from tile_picture(record.diagnosis)
-
-
-def tile_picture(found: Diagnosis) -> Iterator[str]:
-    """Groups of rows down, of keys to the right, then the legend; nothing where it is no picture.
-
-    That is where there are few cells, or all are alike.
-    """
-    tiles = found.tiles
-    if not isinstance(tiles, TileMap):
-        return
-    cells = [cell for line in tiles.values for cell in line]
-    signs = {_shade(cell) for cell in cells}
-    if len(cells) < _LEAST_CELLS or len(tiles.values) < 2 or len(signs) < 2:
-        return
-    yield (
-        f"weights that are off; a line is {_many(tiles.rows, 'row')}, "
-        f"a column {_many(tiles.keys, 'key')}"
-    )
-    yield from ("".join(map(_shade, line)) for line in tiles.values)
-    yield _LEGEND
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
-
-
-def _shade(share: float) -> str:
-    return next((sign for most, sign in _SHADES if share <= most), _SHADES[-1][1])
-
+TERMS = {
+    "scores": "q·k and its scale: operands as products read them, sums, and what they do to P",
+    "LSE": "LSE as the kernel gave it, which P comes from again",
+    "score mod": "the score mod in fp32: its own roundings, and how steep it makes those of scores",
+    "exponent": "the maximum subtracted, log2 e, exp2, and rescaling where the maximum moves",
+    "rounding of P": "P as the product P·V reads it",
+    "rounding of V": "V as the product P·V reads it",
+    "dO·V": "the products of dO and V added up",
+    "delta": "the sum of dO·O, taken off dO·V",
+    "saved out": "out as the kernel gave it, rounded, in delta",
+    "slope": "the score mod's derivative in fp32",
+    "products": "P times what delta left of dO·V",
+    "rounding of dS": "the gradient of scores, as the products dS·K and dSᵀ·Q read it",
+    "rounding of operands": "q, k and dO as products read them",
+    "row sum": "the sum of P added up key by key",
+    "accumulation": "P·V added up key by key; gradients likewise, key by key or row by row",
+    "division": "out divided by the row sum, whose own error is in it",
+    "underflow": "products too small to be normal numbers",
+    "logarithm": "the logarithm of the row sum, the maximum added",
+    "rounding of heads": "each head's gradient, before those that share a key head are added",
+    "rounding of parts": "gradients added up tile by tile in the output format",
+    "output rounding": "out rounded once to its format; a gradient likewise",
+}
+"""In the order in which a kernel makes the roundings."""
 
 _HEADS: dict[Status, str] = {
     "pass": "PASS",
@@ -138,31 +68,39 @@ _HEADS: dict[Status, str] = {
     "timeout": "TIMEOUT",
     "oom": "OUT OF MEMORY",
     "oracle disagrees": "ORACLE DISAGREES",
-    "unsupported": "NOT TAKEN",
+    "unsupported": "NOT SUPPORTED",
 }
 _LABEL = 11  # columns of the names on the left
-_SHOWN = 1e-3  # share of an allowance below which a part says nothing to a reader
+_LEAST_SHARE = 1e-3  # of an allowance, below which a part says nothing to a reader
 _LONGEST = 500  # characters of what somebody's code says
+
+# Largest error ÷ allowance of each sign, and largest part of the worst tile.
+_ERROR_SHADES = ((0.1, "·"), (1.0, "░"), (10.0, "▒"), (100.0, "▓"), (math.inf, "█"))
+_ERROR_LEGEND = "· ≤ 0.1, ░ ≤ 1, ▒ ≤ 10, ▓ ≤ 100, █ more"
+_TILE_SHADES = ((0.01, "·"), (0.1, "░"), (0.3, "▒"), (0.7, "▓"), (math.inf, "█"))
+_TILE_LEGEND = "of the largest: · ≤ 1 %, ░ ≤ 10 %, ▒ ≤ 30 %, ▓ ≤ 70 %, █ more"
+_LEAST_CELLS = 8  # of a map that says more than its worst element
+_MOST_LINES, _MOST_COLUMNS = 8, 48
 
 
 def repro_command(identifier: str) -> str:
-    """The command line that shows a kept failure again."""
+    """Return the command line that shows a kept failure again."""
     return f"attncheck repro {identifier}"
 
 
-def kept_failure_text(failed: KeptFailure) -> str:
-    """The diagnosis of a failure that is kept, with how to reproduce it."""
+def kept_failure_text(failure: KeptFailure) -> str:
+    """Describe a failure that is kept, and how to reproduce it."""
     return diagnosis_text(
-        failed.record,
-        kernel=failed.kernel,
-        device=failed.device,
-        question_summary=failed.question,
-        test=failed.test,
-        reproduce=repro_command(failed.id),
+        failure.record,
+        kernel=failure.kernel,
+        device=failure.device,
+        question_summary=failure.question,
+        test=failure.test,
+        reproduce=repro_command(failure.id),
     )
 
 
-def diagnosis_text(
+def diagnosis_text(  # what a Record does not know of itself
     record: Record,
     *,
     kernel: str,
@@ -171,129 +109,197 @@ def diagnosis_text(
     test: str = "",
     reproduce: str = "",
 ) -> str:
-    """What one kernel answered to one Case, in plain text: the same on every machine.
+    """Describe what one kernel answered, as lines of plain text.
 
     Args:
         record: The answer.
         kernel: As it was asked for.
-        device: ``cpu`` or ``cuda``; empty leaves it out.
-        question_summary: What the question asks, in one line.
+        device: Where; empty where that is not known.
+        question_summary: What the Case asks, in one line.
         test: The property's test.
-        reproduce: The command line that shows it again.
-
-    Raises:
-        UsageError: for a Record that holds no Problem.
+        reproduce: The command that asks again.
     """
-    interpreted = " in Triton's interpreter" if record.interpreted else ""
-    facts = {
-        "kernel": f"{kernel} on {device}{interpreted}" if device else kernel,
-        "problem": problem_line(problem_of(record)),
-        "question": ": ".join(part for part in (_question(record), question_summary) if part),
-        "test": test,
-    }
-    lines = [_head(record)]
-    lines += [_fact(name, text) for name, text in facts.items() if text]
-    lines += [_fact(name, text) for name, text in likely_facts(record)]
-    lines += _judged(record)
-    lines += _mapped(record)
-    lines += [f"Reproduce: {_said(reproduce)}"] if reproduce else []
+    facts = failure_facts(
+        record, kernel=kernel, device=device, question_summary=question_summary, test=test
+    )
+    lines = [failure_heading(record)]
+    lines += [f"  {name:<{_LABEL}}{text}" for name, text in facts]
+    lines += [f"Reproduce: {_cut(reproduce)}"] if reproduce else []
     return "\n".join(lines)
 
 
-def problem_line(problem: ProblemSummary) -> str:
-    """A Problem in one line: ``bf16 causal B1 H4/2 Q128 K96 D64 normal seed 0``."""
-    mods = [str(Spec.from_json(problem.mask))]
-    if problem.operation == "softmax":
-        shape = problem.shape
-        mods = [problem.operation]
-    else:
-        shape = problem.shape.replace(" Q", f" H{problem.head_counts} Q", 1)
-    if problem.score.get("name") != "none":
-        mods.append(str(Spec.from_json(problem.score)))
-    mods += ["sink"] if problem.sink else []
-    mods += [str(Paging.from_json(problem.paging))] if problem.paging else []
-    mods += ["backward"] if problem.backward else []
-    mods += ["dLSE"] if problem.dlse else []
-    mods += ["dcaptured"] if problem.dcaptured else []
-    scale = "" if _usual_scale(problem) else f" scale {problem.scale:g}"
-    said = [problem.dtype, *mods, shape, problem.distribution, f"seed {problem.seed}"]
-    return " ".join(said) + scale
+def failure_heading(record: Record) -> str:
+    """``FAIL bound compare: out[0, 3, 65, 7] = 0.41, but should be 0.31 …``."""
+    judgement = record.judgement
+    rule = judgement.rule if judgement else ""
+    question = str(record.case.get("question", ""))
+    reason = (judgement.reason if judgement else record.reason) or ""
+    title = " ".join(part for part in (_HEADS[record.status], rule, question) if part)
+    return _cut(f"{title}: {reason}" if reason else title)
 
 
-def _usual_scale(problem: ProblemSummary) -> bool:
-    """Whether it is 1/√head_dim in fp32; of a softmax there is none."""
-    if problem.operation == "softmax":
-        return True
-    (usual,) = struct.unpack("<f", struct.pack("<f", problem.head_dim**-0.5))
-    return bool(problem.scale == usual)
+def failure_facts(
+    record: Record, *, kernel: str, device: str = "", question_summary: str = "", test: str = ""
+) -> list[tuple[str, str]]:
+    """Labels and texts of everything that is known of an answer; arguments as ``diagnosis_text``.
 
-
-def _head(record: Record) -> str:
-    found = record.judgement
-    rule = found.rule if found else ""
-    name = _question(record).partition(" ")[0]
-    said = (found.reason if found else record.reason) or ""
-    title = " ".join(part for part in (_HEADS[record.status], rule, name) if part)
-    return _said(f"{title}: {said}" if said else title)
-
-
-def _question(record: Record) -> str:
-    """``future_keys row=3``."""
+    A text without a label goes on with the one above.
+    """
+    interpreted = " in Triton's interpreter" if record.interpreted else ""
     numbers: Any = record.case.get("parameters")
-    given = numbers.items() if isinstance(numbers, dict) else ()
-    return " ".join([str(record.case.get("question", "")), *(f"{k}={v}" for k, v in given)])
+    parameters = numbers.items() if isinstance(numbers, dict) else ()
+    question = [str(record.case.get("question", "")), *(f"{k}={v}" for k, v in parameters)]
+    asks = ": ".join(part for part in (" ".join(question), question_summary) if part)
+    pairs = [
+        ("kernel", f"{kernel} on {device}{interpreted}" if device else kernel),
+        ("problem", problem_of(record).full_line),
+        ("question", asks),
+        ("test", test),
+    ]
+    facts = [(name, text) for name, text in pairs if text]
+    facts += explanation_facts(record.diagnosis)
+    facts += _judgement_facts(record.judgement) if record.judgement else []
+    tiles = tile_picture(record.diagnosis) if isinstance(record.diagnosis, Diagnosis) else ()
+    for label, lines in (("where", map_lines(record)), ("tiles", tiles)):
+        facts += [("" if i else label, line) for i, line in enumerate(lines)]
+    return [(name, _cut(text)) for name, text in facts]
 
 
-def _judged(record: Record) -> Iterator[str]:
-    found = record.judgement
-    if found is None:
-        return
-    if found.worst is not None:
-        yield from _worst(found, found.worst)
-    if found.compared:
-        what = "rows" if found.worst and found.worst.tensor == "lse" else "elements"
-        yield _fact("wrong", f"{found.wrong} of {found.compared} {what}")
-    for remark in verdict_remarks(found):
-        yield _fact("also", remark.text)
-    if found.arithmetic:
-        yield _fact("judged as", found.arithmetic)
+def _judgement_facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
+    worst = judgement.worst
+    if worst is not None:
+        tile = f" in {worst.tile}" if worst.tile else ""
+        axes = ", ".join(AXES[worst.tensor])
+        yield "worst", f"{worst.tensor}[{number_text.element(worst)}] ({axes}){tile}"
+        yield "got", f"{worst.got:.9g}"
+        yield "should be", f"{worst.exact:.9g}"
+        allowance = number_text.scientific(worst.allowance)
+        yield "allowed", f"{allowance}{_source(judgement, worst)}"
+    if judgement.compared:
+        what = "rows" if worst and worst.tensor == "lse" else "elements"
+        yield "wrong", f"{judgement.wrong} of {judgement.compared} {what}"
+    for remark in verdict_remarks(judgement):
+        yield "also", remark.text
+    if judgement.arithmetic:
+        yield "judged as", judgement.arithmetic
 
 
-def _mapped(record: Record) -> Iterator[str]:
-    for label, lines in (("where", map_lines(record)), ("tiles", tile_lines(record))):
-        name = label
-        for line in lines:
-            yield _fact(name, line)
-            name = ""
-
-
-def _worst(found: Judgement, worst: Worst) -> Iterator[str]:
-    tile = f" in {worst.tile}" if worst.tile else ""
-    axes = ", ".join(AXES[worst.tensor])
-    yield _fact("worst", f"{worst.tensor}[{figures.element(worst)}] ({axes}){tile}")
-    yield _fact("got", f"{worst.got:.9g}")
-    yield _fact("should be", f"{worst.exact:.9g}")
-    yield _fact("allowed", f"{figures.scientific(worst.allowance)}{_source(found, worst)}")
-
-
-def _source(found: Judgement, worst: Worst) -> str:
+def _source(judgement: Judgement, worst: Worst) -> str:
     """Where the allowance comes from."""
-    if found.rule == "relation":
+    if judgement.rule == "relation":
         exactly = " (bit for bit)" if worst.allowance == 0 else ""
         return exactly or " (the judge's bounds of the runs that are compared)"
     if worst.allowance == 0:
         return " (exactly)"
     parts = sorted(worst.budget.items(), key=lambda item: -item[1])
-    shown = [f"{name} {part:.1e}" for name, part in parts if part > _SHOWN * worst.allowance]
+    shown = [f"{name} {part:.1e}" for name, part in parts if part > _LEAST_SHARE * worst.allowance]
     more = ["…"] if len(shown) < sum(part > 0 for _, part in parts) else []
     return f" = {' + '.join(shown + more)}" if shown else ""
 
 
-def _fact(name: str, text: str) -> str:
-    return f"  {name:<{_LABEL}}{_said(text)}"
+def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
+    """Labels and texts of what may be wrong; nothing where nobody looked.
+
+    A fault that explains all is told with those that explain it as well; else the best few are,
+    and where none explains anything to speak of, that.
+    """
+    if not isinstance(diagnosis, Diagnosis):
+        return
+    if not diagnosis.ranked:
+        yield "likely", f"unknown: none of {diagnosis.tried} fault models fits"
+        return
+    if not diagnosis.tried:  # the failure says it by itself: there is no share of an error
+        yield "likely", _fault(diagnosis.ranked[0])
+        yield from (("perhaps", _explained(one)) for one in diagnosis.ranked[1:])
+        return
+    certain = diagnosis.ranked[0].explains_all
+    best = diagnosis.ranked[: max(1, diagnosis.tied)] if certain else diagnosis.ranked
+    label = "likely" if certain else "perhaps"
+    for one in best:
+        yield label, _explained(one)
+        label = "or"
+    more = diagnosis.tied - len(diagnosis.ranked)
+    if certain and more > 0:
+        yield "or", f"{more} more fault models, which explain it equally well"
+    if not certain:
+        yield "", f"none of {diagnosis.tried} fault models explains all of the error"
 
 
-def _said(text: str) -> str:
+def _fault(explanation: Explanation) -> str:
+    form = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in explanation.parameters.items()
+    )
+    return f"{explanation.sentence}{f' [{form}]' if form else ''}"
+
+
+def _explained(explanation: Explanation) -> str:
+    """The fault, and how much of the error it explains: never rounded up to all of it."""
+    share = explanation.share
+    percent = "?" if math.isnan(share) else "100"
+    if share < 1:
+        percent = f"{math.floor(1000 * share) / 10:.3g}"
+    rest = ", and rounding the rest" if explanation.explains_all and share < 1 else ""
+    return f"{_fault(explanation)} (explains {percent} % of the error{rest})"
+
+
+def tile_picture(diagnosis: Diagnosis) -> Iterator[str]:
+    """Groups of rows down, of keys to the right, then the legend.
+
+    Nothing where there are few cells, or all are alike: that is no picture.
+    """
+    tiles = diagnosis.tiles
+    if not isinstance(tiles, TileMap):
+        return
+    lines = ["".join(_shade(_TILE_SHADES, [cell]) for cell in line) for line in tiles.values]
+    signs = "".join(lines)
+    if len(signs) < _LEAST_CELLS or len(lines) < 2 or len(set(signs)) < 2:
+        return
+    yield (
+        f"weights that are off; a line is {plural(tiles.rows, 'row')}, "
+        f"a column {plural(tiles.keys, 'key')}"
+    )
+    yield from lines
+    yield _TILE_LEGEND
+
+
+def map_lines(record: Record) -> Iterator[str]:
+    """Heads down, rows to the right, then the legend; nothing where one element says it all.
+
+    That is where a single cell is beyond what is allowed, or every cell, or none, and where there
+    are only a handful: a problem that was shrunk is small enough.
+    """
+    error_map = record.error_map
+    if not isinstance(error_map, ErrorMap):
+        return
+    beyond = [not share <= 1 for line in error_map.values for share in line]  # NaN is beyond
+    if len(beyond) < _LEAST_CELLS or not 1 < sum(beyond) < len(beyond):
+        return
+    heads = -(-len(error_map.values) // _MOST_LINES)
+    rows = -(-max(map(len, error_map.values)) // _MOST_COLUMNS)
+    yield (
+        f"error ÷ allowed; a line is {plural(error_map.heads * heads, 'head')}, "
+        f"a column {plural(error_map.rows * rows, 'row')}"
+    )
+    for first in range(0, len(error_map.values), heads):
+        group = error_map.values[first : first + heads]
+        yield "".join(
+            _shade(_ERROR_SHADES, [share for line in group for share in line[i : i + rows]])
+            for i in range(0, len(group[0]), rows)
+        )
+    yield _ERROR_LEGEND
+
+
+def _shade(shades: Sequence[tuple[float, str]], shares: Sequence[float]) -> str:
+    """The sign of the largest of ``shares``; NaN is as large as can be."""
+    places = [
+        next((i for i, (most, _) in enumerate(shades) if share <= most), len(shades) - 1)
+        for share in shares
+    ]
+    return shades[max(places)][1] if places else " "
+
+
+def _cut(text: str) -> str:
     """One harmless line, of a length to read."""
     line = one_line(text)
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"

@@ -214,7 +214,7 @@ class ReportWriter:
 
     def __init__(self, options: Options, args: Sequence[str], outcomes: Outcomes) -> None:
         from attncheck.core.errors import UsageError
-        from attncheck.reporting.files import check_writable
+        from attncheck.reporting.rendering import check_writable
 
         self._options = options
         self._command = pytest_command(args)
@@ -227,12 +227,10 @@ class ReportWriter:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Write properties.json and properties.md, and say so."""
-        from attncheck.reporting import suite_pages
-        from attncheck.reporting.files import write_texts
+        from attncheck.reporting.rendering import write_report
 
-        report = self._report()
-        texts = {f"properties.{fmt}": suite_pages.render(report, fmt) for fmt in ("json", "md")}
-        written = write_texts(texts, self._options.report)
+        formats = ("json", "md")
+        written = write_report(self._report(), self._options.report, "properties", formats=formats)
         terminalreporter.line(f"written: {', '.join(map(str, written))}")
 
     def _report(self) -> PropertyReport:

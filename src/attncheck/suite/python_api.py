@@ -186,7 +186,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
     """Raise AssertionError unless out, and LSE, are exact attention up to rounding.
 
     There is no tolerance: how far each element may be from the exact result follows from the
-    tensors and the arithmetic (``docs/bounds.md``). A kernel need not be there.
+    tensors and the arithmetic (``docs/explanation/bounds.md``). A kernel need not be there.
 
     Args:
         out: ``(batch, heads, query, value_dim)``, as the kernel gave it.

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from attncheck.capabilities.subject import Subject
     from attncheck.mods.interval_algebra import Interval
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = ["NotMeasurable", "Scores", "applied_mask", "applied_score", "lse_difference"]
+__all__ = ["NotMeasurable", "ScoreInputs", "applied_mask", "applied_score", "lse_interval"]
 
 _HEAD_DIM = 16  # what compiled flex_attention needs at least
 _COLUMNS = 64  # of V at a time
@@ -44,7 +44,7 @@ _LSE_ABSOLUTE = (2 * 2 * KERNEL_FP32.ulps["exp2"] + 4) * _U
 
 
 class NotMeasurable(Exception):
-    """Why a kernel's mod cannot be read.
+    """A kernel's mod cannot be read; why.
 
     Attributes:
         status: ``unsupported`` or ``error``.
@@ -56,7 +56,7 @@ class NotMeasurable(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class ScoreInputs:
     """q, k and their products, float64 numbers that fp32 holds.
 
     Attributes:
@@ -70,8 +70,8 @@ class Scores:
     scores: torch.Tensor
 
     @classmethod
-    def drawn(cls, dimensions: Dimensions) -> Scores:
-        """The same on every machine."""
+    def draw(cls, dimensions: Dimensions) -> ScoreInputs:
+        """Draw them, the same on every machine."""
         draws = Draws(0)
         q, k = (
             (draws.integers(f"mod_probes/{name}", shape, 2 * _LARGEST + 1) - _LARGEST)
@@ -99,7 +99,7 @@ def applied_mask(
     calls the mask: a subject that compiles keeps Problems of other names apart.
 
     Raises:
-        NoProbe: where the kernel does not take the problem, or fails.
+        NotMeasurable: where the kernel does not take the problem, or fails.
     """
     with _registered(library.MASKS, f"examined {name}", mask) as spec:
         problem = _problem(dimensions, value_dim=_COLUMNS, mask=spec)
@@ -118,32 +118,32 @@ def applied_score(
     subject: Subject,
     name: str,
     score: ScoreMod,
-    drawn: Scores,
+    scores: ScoreInputs,
     dimensions: Dimensions,
     device: str,
     executor: Executor,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What ``subject`` makes of ``drawn.scores``, ``(batch, heads, query, kv)``, through its LSE.
+    """Scores that ``subject`` makes of ``scores``, ``(batch, heads, query, kv)``.
 
-    One call a key: in call r row i sees key (i + r) mod kv. Which one a captured tensor says, so
-    that nothing is compiled again.
+    They are read through its LSE, in one call a key: in call r row i sees key (i + r) mod kv. Which
+    one a captured tensor says, so that nothing is compiled again.
 
     Raises:
-        NoProbe: as ``applied_mask``; also for a kernel that gives no LSE.
+        NotMeasurable: as ``applied_mask``; also for a kernel that gives no LSE.
     """
     key_of = torch.zeros(dimensions.query, dtype=torch.int64, device=device)
 
     def one_key(_b: Any, _h: Any, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         return key_of[q_idx] == kv_idx
 
-    found = torch.empty(drawn.scores.shape, dtype=torch.float64)
+    applied = torch.empty(scores.scores.shape, dtype=torch.float64)
     row = torch.arange(dimensions.query)
     with (
         _registered(library.MASKS, "one key a row", one_key) as mask,
         _registered(library.SCORES, f"examined {name}", score) as spec,
     ):
         problem = _problem(dimensions, value_dim=_HEAD_DIM, mask=mask, score=spec)
-        q, k = drawn.q.float(), drawn.k.float()
+        q, k = scores.q.float(), scores.k.float()
         inputs = Inputs(problem=problem, q=q, k=k, v=torch.zeros_like(k)).to(device)
         for r in range(dimensions.kv):
             keys = (row + r) % dimensions.kv
@@ -153,12 +153,12 @@ def applied_score(
                 raise NotMeasurable(
                     "unsupported", "it gives no LSE, from which a score could be read"
                 )
-            found[:, :, row, keys] = lse.cpu().double()
-    return found.numpy()
+            applied[:, :, row, keys] = lse.cpu().double()
+    return applied.numpy()
 
 
-def lse_difference(scores: Interval) -> Interval:
-    """Where the LSE of a row that sees one key lies, the kernel's score being in ``scores``.
+def lse_interval(scores: Interval) -> Interval:
+    """Interval of the LSE of a row that sees one key, the kernel's score being in ``scores``.
 
     An LSE through base 2 is (m + log2 l)·ln 2 with m = fp32(s·log2 e), l = exp2(s·log2 e − m), and
     u = 2^-24. Relative to s there are 6 roundings of at most u each: both constants, both products,

@@ -18,9 +18,8 @@ from attncheck.records.survey_reports import BlockRecord, BlockReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
-    from attncheck.mods.spec import Dimensions, MaskMod
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = ["blocks_of", "mask_of", "survey_blocks"]
 
@@ -30,7 +29,7 @@ _BLOCK = re.compile(f"{_SIZE}x{_SIZE}")
 
 
 def mask_of(text: str) -> Spec:
-    """The mask as typed: a name of the library, a Spec in JSON, or ``FILE.py::NAME``.
+    """Return the mask as typed: a name of the library, a Spec in JSON, or ``FILE.py::NAME``.
 
     Raises:
         UsageError: for a text that is none of these, or a mask of a file that cannot be
@@ -54,21 +53,11 @@ def mask_of(text: str) -> Spec:
 
 
 def blocks_of(text: str) -> tuple[int, int]:
-    """Rows and keys of a tile, of ``ROWSxKEYS``; raises UsageError for anything else."""
+    """Return rows and keys of a tile, of ``ROWSxKEYS``; raises UsageError for anything else."""
     match = _BLOCK.fullmatch(text.strip().lower())
     if not match:
         raise UsageError(f"block {text!r} is not ROWSxKEYS, such as 128x64.")
     return int(match[1]), int(match[2])
-
-
-def _check_count(dimensions: Dimensions, rows: int, keys: int) -> None:
-    tiles = -(-dimensions.query // rows) * -(-dimensions.kv // keys)
-    tiles *= dimensions.batch * dimensions.heads
-    if tiles > _MOST_TILES:
-        raise UsageError(
-            f"tiles of {rows}x{keys} are {tiles:,}: at most {_MOST_TILES:,} are counted. Ask for "
-            "larger tiles, or for shorter lengths."
-        )
 
 
 def survey_blocks(
@@ -80,7 +69,7 @@ def survey_blocks(
     command: str,
     done: Callable[[], None] = lambda: None,
 ) -> BlockReport:
-    """The tiles of ``mask``.
+    """Count the tiles of ``mask``.
 
     Args:
         mask: Of the library, or a file's that is in it by now.
@@ -96,7 +85,13 @@ def survey_blocks(
         UsageError: for tiles that are too many to be counted.
     """
     for rows, keys in blocks:
-        _check_count(dimensions, rows, keys)
+        tiles = -(-dimensions.query // rows) * -(-dimensions.kv // keys)
+        tiles *= dimensions.batch * dimensions.heads
+        if tiles > _MOST_TILES:
+            raise UsageError(
+                f"tiles of {rows}x{keys} are {tiles:,}: at most {_MOST_TILES:,} are counted. "
+                "Choose larger tiles, or shorter lengths."
+            )
     mod = build_mask(mask, dimensions)
     records = []
     for size in dict.fromkeys(blocks):
@@ -132,9 +127,5 @@ def _record(
         full=full,
         sparsity=empty / total,
         speedup=total / (total - empty) if total > empty else None,
-        map=_map(kinds[0, 0]) if mapped else (),
+        map=tuple("".join(map(str, row)) for row in kinds[0, 0].tolist()) if mapped else (),
     )
-
-
-def _map(kinds: Tensor) -> tuple[str, ...]:
-    return tuple("".join(map(str, row)) for row in kinds.tolist())

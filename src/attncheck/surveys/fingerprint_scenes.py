@@ -22,7 +22,7 @@ from attncheck.verify.executor import Failure
 from attncheck.verify.question_fit import adapted_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from attncheck.capabilities.subject import Subject, Tiling
     from attncheck.judge.declared_arithmetic import Arithmetic
@@ -36,9 +36,9 @@ __all__ = [
     "LN2",
     "ROWS",
     "STEPS",
-    "Declaration",
     "Grid",
     "Scene",
+    "SceneResult",
     "SceneRunner",
     "Unanswered",
     "blank_inputs",
@@ -60,7 +60,7 @@ class Scene:
     """Numbers of one call.
 
     Attributes:
-        problem: What is asked.
+        problem: What is computed.
         q: Float64 ``(heads, query, dim)``, alike in every sequence; k and v so too.
         k: ``(heads, kv, dim)``.
         v: ``(heads, kv, dim)``.
@@ -139,8 +139,8 @@ def _descale(values: torch.Tensor, top: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declaration:
-    """What a kernel gave on a scene, on the CPU.
+class SceneResult:
+    """Outputs of a kernel on a scene, on the CPU.
 
     Attributes:
         out: Float64 ``(heads, query, dim)`` of the first sequence.
@@ -157,32 +157,32 @@ class Declaration:
 
 @dataclass(slots=True, kw_only=True)
 class SceneRunner:
-    """One kernel in one dtype.
+    """One kernel in one dtype, and how it is called.
 
     Attributes:
         subject: The kernel.
         dtype: A name of ``formats.DTYPES``.
         device: ``cpu`` or ``cuda``.
         executor: How it is called.
-        asked: Scenes that it has answered.
+        calls: How many scenes it has answered.
     """
 
     subject: Subject
     dtype: str
     device: str
     executor: Executor
-    asked: int = field(default=0, init=False)
+    calls: int = field(default=0, init=False)
 
-    def finite(self, scene: Scene) -> Declaration:
-        """As ``ask``; raises Unanswered also where something of out is not finite."""
-        told = self.ask(scene)
-        if not bool(told.out.isfinite().all()):
+    def run_finite(self, scene: Scene) -> SceneResult:
+        """Run a scene; raises Unanswered also where something of out is not finite."""
+        result = self.run(scene)
+        if not bool(result.out.isfinite().all()):
             raise Unanswered(Failure(kind="error", message="its outputs are not finite"))
-        return told
+        return result
 
-    def ask(self, scene: Scene) -> Declaration:
-        """What it gives; raises Unanswered where it does not take the scene, or fails."""
-        scene = self._taken(scene)
+    def run(self, scene: Scene) -> SceneResult:
+        """Run a scene; raises Unanswered where the kernel does not take it, or fails."""
+        scene = self._adapted(scene)
         try:
             inputs = scene.inputs(self.device)
         except ProblemError as error:
@@ -190,43 +190,41 @@ class SceneRunner:
         result = self.executor.run(self.subject, inputs)
         if isinstance(result, Failure):
             raise Unanswered(result)
-        self.asked += 1
+        self.calls += 1
         outputs = result.outputs
-        return Declaration(
+        return SceneResult(
             out=outputs.out[0].double().cpu(),
             lse=None if outputs.lse is None else outputs.lse[0].double().cpu(),
             arithmetic=result.arithmetic,
             tiling=result.tiling,
         )
 
-    def _taken(self, scene: Scene) -> Scene:
+    def _adapted(self, scene: Scene) -> Scene:
         """``scene``, in pages for a kernel that takes no others; raises Unanswered for none."""
         problems = adapted_problems(self.subject, scene.problem, self.executor)
         if not self.executor.concerns(self.subject, problems[0]):
             raise Unanswered(Failure(kind="refused", message="the kernel is for other problems"))
-        refusals: list[Failure] = []
+        first: Failure | None = None
         for problem in problems:
-            refused = self.executor.refusal(self.subject, problem, self.device)
-            if not refused:
+            refusal = self.executor.refusal(self.subject, problem, self.device)
+            if not refusal:
                 return replace(scene, problem=problem)
-            refusals.append(
-                refused
-                if isinstance(refused, Failure)
-                else Failure(kind="refused", message=refused)
-            )
-        raise Unanswered(refusals[0])
+            if isinstance(refusal, str):
+                refusal = Failure(kind="refused", message=refusal)
+            first = first or refusal
+        assert first is not None, "there is a problem at least"
+        raise Unanswered(first)
 
+
+# ------------------------------------------------------------------ grids of bits
 
 STEPS = 8
 """Numbers 0 … 7 that are added to 2^b or 1.5 · 2^b."""
 
-_SPACINGS = (1, 2, 4, 8)
-_ROUNDINGS = ("nearest", "down", "up")
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Grid:
-    """How a number is held.
+    """Numbers that a sum or an operand is held in, told apart by equality alone.
 
     Attributes:
         bits: Significant ones.
@@ -240,29 +238,34 @@ class Grid:
         return f"{self.bits} bits" + (f", {self.rounding}" if self.rounding else "")
 
 
-def read_grid(seen: Sequence[float], b: int) -> Grid | None:
-    """The grid of numbers that hold 2^b + x, for x = 0, 1, … in turn, as what came of each tells.
+def read_grid(results: Sequence[float], b: int) -> Grid | None:
+    """The grid of numbers that hold 2^b + x, for x = 0, 1, … in turn.
 
     Args:
-        seen: What came of each x: equal exactly where x was held as the same number.
+        results: What came of each x: equal exactly where x was held as the same number.
         b: Binary exponent of what x was added to.
 
     Returns:
         None where all are held, where all are the same, or where no grid tells them apart so.
     """
-    told = _classes(seen)
-    for spacing in _SPACINGS[1:]:
-        for rounding in _ROUNDINGS:
-            held = [_held(x, spacing, rounding) for x in range(len(seen))]
-            if _classes(held) == told and len(set(held)) > 1:
+    classes = _classes(results)
+    rounded: dict[str, Callable[[int, int], int]] = {
+        "nearest": lambda x, spacing: round(x / spacing) * spacing,  # Python's ties go to even
+        "down": lambda x, spacing: x // spacing * spacing,
+        "up": lambda x, spacing: -(-x // spacing) * spacing,
+    }
+    for spacing in (2, 4, 8):
+        for rounding, held in rounded.items():
+            numbers = [held(x, spacing) for x in range(len(results))]
+            if _classes(numbers) == classes and len(set(numbers)) > 1:
                 bits = b + 1 - int(math.log2(spacing))
                 return Grid(bits, "nearest" if rounding == "nearest" else "truncated")
     return None
 
 
-def all_held(seen: Sequence[float]) -> bool:
-    """Whether every x is told from the others."""
-    return len(set(seen)) == len(seen) and all(map(math.isfinite, seen))
+def _classes(values: Sequence[float]) -> tuple[int, ...]:
+    """For each value the place of the first that equals it."""
+    return tuple(list(values).index(value) for value in values)
 
 
 def coarsest(ladder: Iterable[tuple[int, Sequence[float]]]) -> Grid | None:
@@ -276,27 +279,14 @@ def coarsest(ladder: Iterable[tuple[int, Sequence[float]]]) -> Grid | None:
     """
     grids: list[Grid] = []
     most = 0
-    for b, seen in ladder:
-        if not all(map(math.isfinite, seen)):
+    for b, results in ladder:
+        if not all(map(math.isfinite, results)):
             continue
-        if all_held(seen):
+        if len(set(results)) == len(results):  # every x was held
             most = max(most, b + 1)
-        found = read_grid(seen, b)
-        if found is not None:
-            grids.append(found)
+        grid = read_grid(results, b)
+        if grid is not None:
+            grids.append(grid)
     if grids:
         return min(grids)
     return Grid(most) if most else None
-
-
-def _classes(values: Sequence[float]) -> tuple[int, ...]:
-    """For each value the place of the first that equals it."""
-    return tuple(list(values).index(value) for value in values)
-
-
-def _held(x: int, spacing: int, rounding: str) -> int:
-    if rounding == "down":
-        return x // spacing * spacing
-    if rounding == "up":
-        return -(-x // spacing) * spacing
-    return round(x / spacing) * spacing  # Python's ties go to even

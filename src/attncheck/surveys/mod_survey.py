@@ -1,4 +1,8 @@
-"""Every mod of a file by every backend that evaluates it: one ModReport."""
+"""Every mod of a file by every backend that evaluates it: one ModReport.
+
+A backend is something that gives a mod a meaning: its callable in float64, its traced expression on
+mpmath numbers, and each kernel, whose mod is read out of its own results (``applied_mods``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ import torch
 from attncheck.core.errors import AttncheckError, ProblemError, UsageError
 from attncheck.core.source_files import error_line, import_file, load_attribute
 from attncheck.inputs.problem import Problem
-from attncheck.mods import mod_files
 from attncheck.mods.enclosures import Truth
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.interval_algebra import Interval, to_interval
@@ -26,16 +29,22 @@ from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.oracles.mod_calls import Indices, scored, visible
 from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
-from attncheck.surveys import applied_mods
-from attncheck.surveys.applied_mods import NotMeasurable, Scores
+from attncheck.surveys.applied_mods import (
+    NotMeasurable,
+    ScoreInputs,
+    applied_mask,
+    applied_score,
+    lse_interval,
+)
 from attncheck.verify.environment import environment
-from attncheck.verify.executor import Executor, InProcess
+from attncheck.verify.executor import InProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from attncheck.capabilities.subject import Subject
     from attncheck.mods.expression import Expression
+    from attncheck.verify.executor import Executor
 
 __all__ = [
     "DIMENSIONS",
@@ -53,18 +62,19 @@ __all__ = [
     "takes_any_mod",
 ]
 
-
-Status = Literal["equal", "different", "unknown", "unsupported", "error"]
-
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Few programs for an interpreter, but more than one block of keys, the last one short."""
 
+MOST_PLACES = 2**20
+"""Index tuples of one comparison: every one is evaluated on mpmath numbers."""
+
 _BITS = 160  # of mpmath: products of float64 numbers are exact
+_TAKES = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where a world differs.
+    """The first place where a backend differs.
 
     Attributes:
         b, h, q_idx, kv_idx: Where.
@@ -88,7 +98,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One world's meaning of a mod, compared.
+    """One backend's meaning of a mod, compared.
 
     Attributes:
         name: ``mpmath``, or a kernel's.
@@ -100,7 +110,7 @@ class Backend:
     """
 
     name: str
-    status: Status
+    status: Literal["equal", "different", "unknown", "unsupported", "error"]
     compared: int = 0
     differing: int = 0
     difference: Difference | None = None
@@ -109,26 +119,30 @@ class Backend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModBackends:
-    """A mod in all worlds.
+    """A mod by all backends.
 
     Attributes:
         name: Its name.
         kind: ``mask`` or ``score mod``.
         expression: What was traced; empty where it cannot be.
-        worlds: In the order asked; none where it cannot be traced.
+        backends: mpmath, then the kernels; none where it cannot be traced.
         reason: Why it cannot be traced, or indexes outside a tensor, in one line.
     """
 
     name: str
     kind: str
     expression: str = ""
-    worlds: tuple[Backend, ...] = ()
+    backends: tuple[Backend, ...] = ()
     reason: str = ""
 
     @property
     def agree(self) -> bool:
-        """Whether it was traced, and no world that takes it differs or fails."""
-        return not self.reason and all(w.status in {"equal", "unsupported"} for w in self.worlds)
+        """Whether it was traced, and no backend that takes it differs or fails."""
+        taken = all(each.status in {"equal", "unsupported"} for each in self.backends)
+        return not self.reason and taken
+
+
+# ------------------------------------------------------------------ one mod by its backends
 
 
 def compare_backends(
@@ -139,11 +153,10 @@ def compare_backends(
     dimensions: Dimensions = DIMENSIONS,
     executor: Executor | None = None,
 ) -> list[ModBackends]:
-    """Each mod on every index tuple: its callable in float64, on mpmath numbers, in each kernel.
+    """Compare each mod on every index tuple: its callable, mpmath, and each kernel.
 
     A mask must be the same everywhere. A score must lie in the interval of the roundings that an
-    evaluation of the traced expression may make: in float64 for the callable, in fp32 for a kernel,
-    whose mod is read out of its own results (``mod_probes``).
+    evaluation of the traced expression may make: in float64 for the callable, in fp32 for a kernel.
 
     Args:
         mods: Callables by name, their tensors on ``device``; or a Python file, imported with
@@ -159,9 +172,78 @@ def compare_backends(
     if not isinstance(mods, Mapping):
         path = Path(mods)
         with torch.device(device):
-            mods = mod_files.mods_in(import_file(path, f"mods of {str(path)!r}"))
-    examination = _Examination(dimensions, device, executor or InProcess(), tuple(subjects))
-    return [examination.of(name, mod) for name, mod in mods.items()]
+            mods = mods_in(import_file(path, f"mods of {str(path)!r}"))
+    kernels, executor = tuple(subjects), executor or InProcess()
+    results = []
+    for name, mod in mods.items():
+        kind = kind_of_mod(mod) or ""
+        backends: list[Backend] = []
+        expression, reason = None, ""
+        if not kind:
+            reason = f"{name!r} does not take {_TAKES}."
+        else:
+            try:
+                expression = _checked_expression(name, mod, dimensions, device)
+            except AttncheckError as error:
+                reason = str(error)
+        if expression is not None:
+            where = (dimensions, device, executor)
+            backends = [_backend(each, name, expression, mod, *where) for each in (None, *kernels)]
+        results.append(
+            ModBackends(
+                name=name,
+                kind=kind,
+                expression="" if expression is None else str(expression),
+                backends=tuple(backends),
+                reason=reason,
+            )
+        )
+    return results
+
+
+def _checked_expression(
+    name: str, mod: Callable[..., Any], dimensions: Dimensions, device: str
+) -> Expression:
+    """Trace a mod; raises AttncheckError where it cannot be, or indexes outside a tensor."""
+    kind = kind_of_mod(mod)
+    expression = (trace_mask if kind == "mask" else trace_score)(mod, device)
+    check_index_ranges(expression, dimensions, f"{kind} {name!r}")
+    return expression
+
+
+def _backend(
+    kernel: Subject | None,
+    mod_name: str,
+    expression: Expression,
+    mod: Callable[..., Any],
+    dimensions: Dimensions,
+    device: str,
+    executor: Executor,
+) -> Backend:
+    """The kernel's meaning, or mpmath's where there is none; never raises."""
+    name = "mpmath" if kernel is None else kernel.name
+    try:
+        if kernel is None:
+            return mpmath_backend(expression, mod, dimensions, device)
+        axes = [axis.numpy() for axis in _indices(dimensions, "cpu").axes]
+        allowed = to_interval(expression, KERNEL_FP32)
+        where = (dimensions, device, executor)
+        if expression.structure.inputs[0] != "score":
+            visible_keys = allowed(*axes)
+            assert isinstance(visible_keys, Truth)
+            weights = applied_mask(kernel, mod_name, mod, *where)
+            return _compare_mask(name, weights, visible_keys)
+        inputs = ScoreInputs.draw(dimensions)
+        scores = allowed(inputs.scores.numpy(), *axes)
+        assert isinstance(scores, Interval)
+        values = applied_score(kernel, mod_name, mod, inputs, *where)
+        return _compare_score(name, values, lse_interval(scores))
+    except NotMeasurable as reason:
+        return Backend(name=name, status=reason.status, reason=str(reason))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  (somebody's callable: SystemExit, too)
+        return Backend(name=name, status="error", reason=error_line(error))
 
 
 def mpmath_backend(
@@ -169,9 +251,9 @@ def mpmath_backend(
     mod: Callable[..., Any],
     dimensions: Dimensions,
     device: str = "cpu",
-    scores: Scores | None = None,
+    scores: ScoreInputs | None = None,
 ) -> Backend:
-    """The callable in float64 and the expression on mpmath numbers, on every index tuple.
+    """Compare the callable in float64 and the expression on mpmath numbers, on every index tuple.
 
     Args:
         expression: What should be ``mod``.
@@ -180,7 +262,7 @@ def mpmath_backend(
         device: Where its tensors are.
         scores: What a score mod gets (default: the same as for kernels).
     """
-    import mpmath  # type: ignore[import-untyped]  # mpmath ships no types
+    import mpmath
 
     context = mpmath.MPContext()
     context.prec = _BITS
@@ -190,75 +272,18 @@ def mpmath_backend(
     if expression.structure.inputs[0] != "score":
         shown = visible(mod, on_device).expand(indices.shape).cpu().numpy()
         meant = exactly(*axes)
-        return _of_mask("mpmath", shown.astype(float), Truth(meant, ~meant))
-    given = (scores or Scores.drawn(dimensions)).scores
-    value = scored(mod, given.to(device), on_device).detach().cpu().numpy()
-    allowed = to_interval(expression, TORCH_FP64)(given.numpy(), *axes)
+        return _compare_mask("mpmath", shown.astype(float), Truth(meant, ~meant))
+    inputs = (scores or ScoreInputs.draw(dimensions)).scores
+    value = scored(mod, inputs.to(device), on_device).detach().cpu().numpy()
+    allowed = to_interval(expression, TORCH_FP64)(inputs.numpy(), *axes)
     assert isinstance(allowed, Interval)
-    callable_in = _of_score("mpmath", value, allowed)
-    if callable_in.status == "different":
-        return callable_in
+    in_torch = _compare_score("mpmath", value, allowed)
+    if in_torch.status == "different":
+        return in_torch
     # What rounding to float64 moves it is no more than the last operation's own rounding.
-    meant = np.broadcast_to(exactly(given.numpy(), *axes).astype(float), value.shape)
-    mpmath_in = _of_score("mpmath", meant, allowed)
-    return mpmath_in if mpmath_in.status == "different" else callable_in
-
-
-@dataclass(frozen=True, slots=True)
-class _Examination:
-    dimensions: Dimensions
-    device: str
-    executor: Executor
-    subjects: tuple[Subject, ...]
-
-    def of(self, name: str, mod: Callable[..., Any]) -> ModBackends:
-        """One mod in all worlds."""
-        kind = mod_files.kind_of_mod(mod)
-        if kind is None:
-            takes = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
-            return ModBackends(name=name, kind="", reason=f"{name!r} does not take {takes}.")
-        trace = trace_mask if kind == "mask" else trace_score
-        try:
-            expression = trace(mod, self.device)
-            check_index_ranges(expression, self.dimensions, f"{kind} {name!r}")
-        except AttncheckError as error:
-            return ModBackends(name=name, kind=kind, reason=str(error))
-        found = [self._world(s, name, expression, mod) for s in (None, *self.subjects)]
-        return ModBackends(name=name, kind=kind, expression=str(expression), worlds=tuple(found))
-
-    def _world(
-        self, subject: Subject | None, of: str, expression: Expression, mod: Callable[..., Any]
-    ) -> Backend:
-        """The kernel's, or mpmath's."""
-        name = "mpmath" if subject is None else subject.name
-        try:
-            if subject is None:
-                return mpmath_backend(expression, mod, self.dimensions, self.device)
-            return self._kernel(subject, of, expression, mod)
-        except NotMeasurable as no:
-            return Backend(name=name, status=no.status, reason=str(no))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  (somebody's callable: SystemExit, too)
-            return Backend(name=name, status="error", reason=error_line(error))
-
-    def _kernel(
-        self, subject: Subject, of: str, expression: Expression, mod: Callable[..., Any]
-    ) -> Backend:
-        axes = [axis.numpy() for axis in _indices(self.dimensions, "cpu").axes]
-        where = (self.dimensions, self.device, self.executor)
-        function = to_interval(expression, KERNEL_FP32)
-        if expression.structure.inputs[0] != "score":
-            allowed = function(*axes)
-            assert isinstance(allowed, Truth)
-            return _of_mask(
-                subject.name, applied_mods.applied_mask(subject, of, mod, *where), allowed
-            )
-        drawn = Scores.drawn(self.dimensions)
-        scores = function(drawn.scores.numpy(), *axes)
-        assert isinstance(scores, Interval)
-        value = applied_mods.applied_score(subject, of, mod, drawn, *where)
-        return _of_score(subject.name, value, applied_mods.lse_difference(scores))
+    meant = np.broadcast_to(exactly(inputs.numpy(), *axes).astype(float), value.shape)
+    in_mpmath = _compare_score("mpmath", meant, allowed)
+    return in_mpmath if in_mpmath.status == "different" else in_torch
 
 
 def _indices(dimensions: Dimensions, device: str) -> Indices:
@@ -267,132 +292,44 @@ def _indices(dimensions: Dimensions, device: str) -> Indices:
     return Indices.of(b, h, query, kv, device)
 
 
-def _of_mask(name: str, weights: Any, allowed: Truth) -> Backend:
-    """A world that gives positive ``weights`` to visible keys and 0 to others."""
+def _compare_mask(name: str, weights: Any, allowed: Truth) -> Backend:
+    """A backend that gives positive ``weights`` to visible keys and 0 to others."""
     shows = weights > 0
     yes, no = (np.broadcast_to(a, shows.shape) for a in (allowed.yes, allowed.no))
     wrong = np.where(shows, ~yes, ~no) | ~np.isfinite(weights)
     values = np.where(np.isfinite(weights), shows.astype(float), weights)
-    return _world(name, wrong, values, (~no).astype(float), yes.astype(float))
+    return _compare(name, wrong, values, (~no).astype(float), yes.astype(float))
 
 
-def _of_score(name: str, values: Any, allowed: Interval) -> Backend:
+def _compare_score(name: str, values: Any, allowed: Interval) -> Backend:
     low, high = (np.broadcast_to(bound, values.shape) for bound in allowed.bounds())
     unknown = np.broadcast_to(allowed.unknown(), values.shape)
     inside = (low <= values) & (values <= high)
-    world = _world(name, ~inside & ~unknown, values, low, high)
-    if world.status == "equal" and unknown.any():
+    backend = _compare(name, ~inside & ~unknown, values, low, high)
+    if backend.status == "equal" and unknown.any():
         reason = f"nothing can be said at {int(unknown.sum())} places, where it may be NaN"
-        return Backend(name=name, status="unknown", compared=world.compared, reason=reason)
-    return world
+        return Backend(name=name, status="unknown", compared=backend.compared, reason=reason)
+    return backend
 
 
-def _world(name: str, wrong: Any, values: Any, low: Any, high: Any) -> Backend:
+def _compare(name: str, wrong: Any, values: Any, low: Any, high: Any) -> Backend:
     differing = int(wrong.sum())
     if not differing:
         return Backend(name=name, status="equal", compared=wrong.size)
-    first = tuple(int(i) for i in np.argwhere(wrong)[0])
-    b, h, q_idx, kv_idx = first
+    b, h, q_idx, kv_idx = first = tuple(int(i) for i in np.argwhere(wrong)[0])
     value, least, most = (float(a[first]) for a in (values, low, high))
-    difference = Difference(b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, value=value, low=least, high=most)
     return Backend(
         name=name,
         status="different",
         compared=wrong.size,
         differing=differing,
-        difference=difference,
+        difference=Difference(
+            b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, value=value, low=least, high=most
+        ),
     )
 
 
-MOST_PLACES = 2**20
-"""Index tuples of one comparison: every one is evaluated on mpmath numbers."""
-
-_SIZE = r"([1-9]\d{0,8})"
-_SHAPE = re.compile(f"{_SIZE}x{_SIZE}x{_SIZE}(?:/{_SIZE})?")
-
-
-def dimensions_of(shape: str) -> Dimensions:
-    """The index ranges ``BxHxL``, or ``BxHxQUERY/KV``; raises ProblemError for anything else."""
-    match = _SHAPE.fullmatch(shape.strip().lower())
-    if not match:
-        raise ProblemError(
-            f"shape {shape!r} is not BATCHxHEADSxLENGTH, with /KV after LENGTH, such as 2x2x40/48."
-        )
-    batch, heads, query, kv = (int(size) for size in match.groups(match[3]))
-    if batch * heads * query * kv > MOST_PLACES:
-        places = batch * heads * query * kv
-        raise ProblemError(
-            f"shape {shape!r} has {places} places (b, h, q_idx, kv_idx): at most {MOST_PLACES} are "
-            "compared."
-        )
-    return Dimensions(batch=batch, heads=heads, query=query, kv=kv)
-
-
-def mods_of_file(reference: str, device: str) -> dict[str, Callable[..., Any]]:
-    """The mods of ``FILE.py``, or the one of ``FILE.py::NAME``, their tensors on ``device``.
-
-    Raises:
-        UsageError: for a file that cannot be imported or holds no mod, or a name that is none.
-    """
-    file, separator, name = reference.partition("::")
-    what = f"mods of {reference!r}"
-    if not file or (separator and not name):
-        missing = "name after '::'" if file else "file"
-        raise UsageError(f"{what}: there is no {missing}: give FILE.py or FILE.py::NAME.")
-    with torch.device(device):
-        module = import_file(Path(file), what)
-    takes = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
-    if not name:
-        found = mods_in(module)
-        if not found:
-            raise UsageError(f"{what}: there are none: a mod is a public name that takes {takes}.")
-        return found
-    mod = load_attribute(module, Path(file), name, what)
-    if kind_of_mod(mod) is None:
-        raise UsageError(f"{what}: {name!r} is no mod: it does not take {takes}.")
-    return {name: mod}
-
-
-def refusals(
-    mods: Mapping[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
-) -> list[str]:
-    """Why each mod that cannot be compared cannot, in a line that names it and its place.
-
-    Args:
-        mods: By name.
-        file: Their file's own name.
-        dimensions: The index ranges: none may lead outside a captured tensor.
-        device: Where the tensors are that they capture.
-    """
-    reasons = []
-    for name, mod in mods.items():
-        kind = kind_of_mod(mod)
-        trace = trace_mask if kind == "mask" else trace_score
-        try:
-            check_index_ranges(trace(mod, device), dimensions, f"{kind} {name!r}")
-        except AttncheckError as error:
-            line = definition_line(mod)
-            place = f"{file}:{line}" if line else file
-            reasons.append(f"{place}: {name}: {error}")
-    return reasons
-
-
-def concerns_mods(subject: Subject) -> bool:
-    """Whether mods are a question for a kernel at all: they are none for a softmax."""
-    return InProcess().concerns(subject, Problem(query=16, head_dim=16, dtype="fp32"))
-
-
-def takes_any_mod(subject: Subject, device: str) -> bool:
-    """Whether a kernel takes any mask and score mod, in fp32: asked where no kernel is named."""
-    problem = Problem(
-        query=16,
-        head_dim=16,
-        dtype="fp32",
-        mask=Spec.of("expression", text="(q_idx + kv_idx) % 2 == 0"),
-        score=Spec.of("softcap", cap=1.0),
-    )
-    executor = InProcess()
-    return executor.concerns(subject, problem) and not executor.refusal(subject, problem, device)
+# ------------------------------------------------------------------ a file's mods
 
 
 def survey_mods(
@@ -418,8 +355,18 @@ def survey_mods(
     """
     records = []
     for name, mod in mods.items():
-        (found,) = compare_backends({name: mod}, subjects, device=device, dimensions=dimensions)
-        records.append(_record(found, definition_line(mod)))
+        (result,) = compare_backends({name: mod}, subjects, device=device, dimensions=dimensions)
+        if result.reason:
+            raise UsageError(result.reason)
+        records.append(
+            ModRecord(
+                name=name,
+                kind=cast("Any", result.kind),
+                line=definition_line(mod),
+                expression=result.expression,
+                answers={each.name: _answer(each) for each in result.backends},
+            )
+        )
         done(name)
     sizes = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     return ModReport(
@@ -428,23 +375,99 @@ def survey_mods(
         mpmath=metadata.version("mpmath"),
         file=file,
         shape=" ".join(f"{axis}{size}" for axis, size in zip("BHQK", sizes, strict=True)),
-        worlds={"mpmath": "160 bits"} | {s.name: s.summary for s in subjects},
+        backends={"mpmath": f"{_BITS} bits"} | {s.name: s.summary for s in subjects},
         records=tuple(records),
     )
 
 
-def _record(found: ModBackends, line: int | None) -> ModRecord:
-    if found.reason:
-        raise UsageError(found.reason)
-    kind = cast("Any", found.kind)
-    answers = {world.name: _answer(world) for world in found.worlds}
-    return ModRecord(
-        name=found.name, kind=kind, line=line, expression=found.expression, answers=answers
+def _answer(backend: Backend) -> ModAnswer:
+    detail = backend.reason
+    if backend.difference is not None:
+        places = f"{backend.differing} of {backend.compared} places"
+        detail = f"{places}, first {backend.difference}"
+    return ModAnswer(status=backend.status, detail=detail)
+
+
+_SIZE = r"([1-9]\d{0,8})"
+_SHAPE = re.compile(f"{_SIZE}x{_SIZE}x{_SIZE}(?:/{_SIZE})?")
+
+
+def dimensions_of(shape: str) -> Dimensions:
+    """Return the index ranges ``BxHxL`` or ``BxHxQUERY/KV``; raises ProblemError for others."""
+    match = _SHAPE.fullmatch(shape.strip().lower())
+    if not match:
+        raise ProblemError(
+            f"shape {shape!r} is not BATCHxHEADSxLENGTH, with /KV after LENGTH, such as 2x2x40/48."
+        )
+    batch, heads, query, kv = (int(size) for size in match.groups(match[3]))
+    if batch * heads * query * kv > MOST_PLACES:
+        places = batch * heads * query * kv
+        raise ProblemError(
+            f"shape {shape!r} has {places} places (b, h, q_idx, kv_idx): at most {MOST_PLACES} are "
+            "compared."
+        )
+    return Dimensions(batch=batch, heads=heads, query=query, kv=kv)
+
+
+def mods_of_file(reference: str, device: str) -> dict[str, Callable[..., Any]]:
+    """Return the mods of ``FILE.py``, or the one of ``FILE.py::NAME``, their tensors on ``device``.
+
+    Raises:
+        UsageError: for a file that cannot be imported or holds no mod, or a name that is none.
+    """
+    file, separator, name = reference.partition("::")
+    what = f"mods of {reference!r}"
+    if not file or (separator and not name):
+        missing = "name after '::'" if file else "file"
+        raise UsageError(f"{what}: there is no {missing}: give FILE.py or FILE.py::NAME.")
+    with torch.device(device):
+        module = import_file(Path(file), what)
+    if not name:
+        mods = mods_in(module)
+        if not mods:
+            raise UsageError(f"{what}: there are none: a mod is a public name that takes {_TAKES}.")
+        return mods
+    mod = load_attribute(module, Path(file), name, what)
+    if kind_of_mod(mod) is None:
+        raise UsageError(f"{what}: {name!r} is no mod: it does not take {_TAKES}.")
+    return {name: mod}
+
+
+def refusals(
+    mods: Mapping[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
+) -> list[str]:
+    """Return why each mod that cannot be compared cannot, in a line with its name and place.
+
+    Args:
+        mods: By name.
+        file: Their file's own name.
+        dimensions: The index ranges: none may lead outside a captured tensor.
+        device: Where the tensors are that they capture.
+    """
+    reasons = []
+    for name, mod in mods.items():
+        try:
+            _checked_expression(name, mod, dimensions, device)
+        except AttncheckError as error:
+            line = definition_line(mod)
+            place = f"{file}:{line}" if line else file
+            reasons.append(f"{place}: {name}: {error}")
+    return reasons
+
+
+def concerns_mods(subject: Subject) -> bool:
+    """Whether mods concern a kernel at all: they do not concern a softmax."""
+    return InProcess().concerns(subject, Problem(query=16, head_dim=16, dtype="fp32"))
+
+
+def takes_any_mod(subject: Subject, device: str) -> bool:
+    """Whether a kernel takes any mask and score mod in fp32: those are the default."""
+    problem = Problem(
+        query=16,
+        head_dim=16,
+        dtype="fp32",
+        mask=Spec.of("expression", text="(q_idx + kv_idx) % 2 == 0"),
+        score=Spec.of("softcap", cap=1.0),
     )
-
-
-def _answer(world: Backend) -> ModAnswer:
-    detail = world.reason
-    if world.difference is not None:
-        detail = f"{world.differing} of {world.compared} places, first {world.difference}"
-    return ModAnswer(status=world.status, detail=detail)
+    executor = InProcess()
+    return executor.concerns(subject, problem) and not executor.refusal(subject, problem, device)

@@ -1,4 +1,4 @@
-"""How many bits a kernel's products, sums and weights have."""
+"""Readings of products, sums and weights: how many bits each has."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ __all__ = [
 _GONE = -256.0  # log2 of a weight that no format has
 
 
-def read_query_product(asker: SceneRunner) -> Grid | None:
+def read_query_product(runner: SceneRunner) -> Grid | None:
     """Bits of q: of which x the operand 1 + x · 2^-b keeps a trace.
 
     Key b has the score 2^b − 2^b (1 + x · 2^-b) = −x in the rows of b.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
-    places, steps = _exponents(asker.dtype)
+    places, steps = _exponents(runner.dtype)
     q, k, v = blank_inputs()
     for turn, b in enumerate(places):
         k[0, 1 + turn, :2] = k.new_tensor((-(2.0**b), 2.0**b))
@@ -61,19 +60,18 @@ def read_query_product(asker: SceneRunner) -> Grid | None:
         b = places[row // steps % len(places)]
         q[0, row, 0] = 1.0 + row % steps * 2.0**-b
     # A scale of 1: where its square root is multiplied into q and k, nothing is rounded.
-    out = asker.finite(make_scene(asker.dtype, q, k, v, scale=1.0)).out[0]
+    out = runner.run_finite(make_scene(runner.dtype, q, k, v, scale=1.0)).out[0]
     return coarsest(
         (b, out[turn * steps : (turn + 1) * steps, turn].tolist()) for turn, b in enumerate(places)
     )
 
 
-def read_value_product(asker: SceneRunner) -> Grid | None:
+def read_value_product(runner: SceneRunner) -> Grid | None:
     """Bits of v: one key has all the weight, and what comes out of 1 + x · 2^-b is looked at.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
-    places, steps = _exponents(asker.dtype)
+    places, steps = _exponents(runner.dtype)
     each = DIM // STEPS
     heads = -(-len(places) // each)
     q, k, v = blank_inputs(heads)
@@ -81,7 +79,7 @@ def read_value_product(asker: SceneRunner) -> Grid | None:
     for turn, b in enumerate(places):
         for x in range(steps):
             v[turn // each, 0, turn % each * STEPS + x] = 1.0 + x * 2.0**-b
-    out = asker.finite(make_scene(asker.dtype, q, k, v)).out
+    out = runner.run_finite(make_scene(runner.dtype, q, k, v)).out
     return coarsest(
         (b, out[turn // each, 0, turn % each * STEPS :][:steps].tolist())
         for turn, b in enumerate(places)
@@ -106,14 +104,13 @@ _SCORES = range(3, 28, 2)
 _PLACES = ((0, 2, 1), (0, 2, DIM - 1), (DIM - 1, DIM - 3, 0))
 
 
-def read_score_accumulator(asker: SceneRunner) -> Grid | None:
+def read_score_accumulator(runner: SceneRunner) -> Grid | None:
     """Bits of q·k: row by row, of which x = 0 … 7 the sum 2^b + x keeps a trace.
 
     Key x of each group has the score 2^b + x in the row of b. What is held as the same number has
     the same weight.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
     q, k, v = blank_inputs(len(_PLACES))
     for head, (low, high, small) in enumerate(_PLACES):
@@ -126,9 +123,9 @@ def read_score_accumulator(asker: SceneRunner) -> Grid | None:
             k[head, key, small] = key % GROUP % STEPS
         for x in range(STEPS):
             v[head, x, x] = 1.0
-    told = asker.ask(make_scene(asker.dtype, q, k, v))
+    result = runner.run(make_scene(runner.dtype, q, k, v))
     return coarsest(
-        (b, told.out[head, row, :STEPS].tolist())
+        (b, result.out[head, row, :STEPS].tolist())
         for head in range(len(_PLACES))
         for row, b in enumerate(_SCORES)
     )
@@ -145,14 +142,13 @@ _LOW, _HIGH = range(3, 10, 2), range(11, 26, 2)
 _EACH = DIM // STEPS  # exponents of a head
 
 
-def read_value_accumulator(asker: SceneRunner) -> Grid | None:
+def read_value_accumulator(runner: SceneRunner) -> Grid | None:
     """Bits of P·V: of which x the sum 1.5 · 2^b + x − 1.5 · 2^b keeps a trace.
 
     Sixteen keys of weight 1 hold 1.5 · 2^b together, and sixteen others take it off again; one of
     weight 2^-6 holds 64 x. Each (b, x) has a column, up to a power of two.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
     ladders = [(order, ladder) for order in _ORDERS for ladder in (_LOW, _HIGH)]
     q, k, v = blank_inputs(len(ladders))
@@ -170,44 +166,39 @@ def read_value_accumulator(asker: SceneRunner) -> Grid | None:
                 for start in (first * GROUP, (first + 1) * GROUP):
                     v[head, start : start + _HALF, columns] = sign * part
             v[head, light * GROUP + _HALF, columns] = v.new_tensor(range(STEPS)) * unit
-    told = asker.ask(make_scene(asker.dtype, q, k, v))
-    return coarsest(_steps(told.out, [ladder for _, ladder in ladders]))
-
-
-def _steps(out: torch.Tensor, ladders: list[range]) -> list[tuple[int, list[float]]]:
-    return [
+    out = runner.run(make_scene(runner.dtype, q, k, v)).out
+    return coarsest(
         (b, out[head, 0, turn * STEPS : (turn + 1) * STEPS].tolist())
-        for head, ladder in enumerate(ladders)
+        for head, (_, ladder) in enumerate(ladders)
         for turn, b in enumerate(ladder)
-    ]
+    )
 
 
-_VANISHES_of_row_sums = -32.0  # log2: less than an fp32 sum of 64 notices
+_UNNOTICED = -32.0  # log2: less than an fp32 sum of 64 notices
 
 
-def sums_rounded_weights(asker: SceneRunner, held: Grid) -> bool | None:
-    """Whether rows that differ by what rounding P takes off have the same sum; None: hidden.
+def sums_rounded_weights(runner: SceneRunner, held: Grid) -> bool | None:
+    """Whether the row sum takes the rounded P: rows that differ by less have one sum; None: hidden.
 
     In each group a key of weight 1 and 14 of (1 + δ)/2, which P of ``held`` bits holds as 1/2:
     δ = 0 in even rows and just below 2^-bits in odd ones. The sums are 64 and 64 (1 + 7δ/8).
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
     q, k, v = blank_inputs()
     q[..., 0] = 1.0
     q[:, 1::2, 1] = 1.25 * 2.0**-held.bits
     for offset in range(1, GROUP - 1):
         k[0, repeat_elements(offset), 0], k[0, repeat_elements(offset), 1] = -1.0, 1.0
-    k[0, repeat_elements(GROUP - 1), 0] = _VANISHES_of_row_sums
+    k[0, repeat_elements(GROUP - 1), 0] = _UNNOTICED
     v[0, repeat_elements(0), 0] = 1.0
-    told = asker.finite(make_scene(asker.dtype, q, k, v))
-    if told.out[0, 0, 0] != told.out[0, 1, 0]:
+    result = runner.run_finite(make_scene(runner.dtype, q, k, v))
+    if result.out[0, 0, 0] != result.out[0, 1, 0]:
         return False
-    if told.lse is not None:
-        return bool(told.lse[0, 0] == told.lse[0, 1])
+    if result.lse is not None:
+        return bool(result.lse[0, 0] == result.lse[0, 1])
     # 1/8 and 1/8 · (1 − 7δ/8): more than half of the distance between neighbours of so many bits.
-    return True if held.bits <= dtype_named(asker.dtype).output.significand else None
+    return True if held.bits <= dtype_named(runner.dtype).output.significand else None
 
 
 _FULL_BITS = FORMATS["fp32"].significand
@@ -216,15 +207,14 @@ _TURN = 12  # from here on a second column of q and k makes a rise, so that fp16
 _HALVES, _QUARTERS = (1, 2, 3, 4), range(8, GROUP)
 
 
-def read_weight_significand(asker: SceneRunner) -> Grid | None:
+def read_weight_significand(runner: SceneRunner) -> Grid | None:
     """Bits of P, and how they are rounded; 24 where it stays in fp32; None on no grid.
 
     Row k has one weight A = (1 + δ)/2, where δ is about 1.4 · 2^-k, beside C = D = 1/2 exactly.
     The first column is A − C, column c is A − C − 2^-c · D: 0 exactly where A was held as C, or
     as (1 + 2^-c)/2.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
     q, k, v = blank_inputs()
     q[..., 0] = 1.0
@@ -238,12 +228,12 @@ def read_weight_significand(asker: SceneRunner) -> Grid | None:
         rise = row % _RISES + 1
         column, less = (1, 0) if rise <= _TURN else (2, _TURN)
         q[0, row, column] = 2.0 ** (1 + less - rise)
-    narrow = dtype_named(asker.dtype).scaled
+    narrow = dtype_named(runner.dtype).scaled
     most, unit = (14, 1.0) if narrow else (_RISES, 2.0**12)
     v[0, a, : most + 1], v[0, c, : most + 1] = unit, -unit
     for column in range(1, most + 1):
         v[0, d, column] = -unit * 2.0**-column
-    zero = asker.finite(make_scene(asker.dtype, q, k, v)).out[0] == 0
+    zero = runner.run_finite(make_scene(runner.dtype, q, k, v)).out[0] == 0
     return _read(zero, most)
 
 
@@ -278,38 +268,37 @@ class SmallestWeight:
     hidden: bool
 
 
-_EACH_of_weights = 7  # ladder keys of a group
-_STEPS = _EACH_of_weights * (KEYS // GROUP)  # of a head
+_LADDER_KEYS = 7  # ladder keys of a group
+_STEPS = _LADDER_KEYS * (KEYS // GROUP)  # of a head
 _HEADS = 3
-_LOW_of_weights = 2.0**15
+_LOW_VALUE = 2.0**15
 
 
-def read_smallest_weight(asker: SceneRunner, *, tall: bool = True) -> SmallestWeight:
-    """How small a weight may be, by a ladder 2^-1 … 2^-168, one key and one column each.
+def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestWeight:
+    """The smallest weight, by a ladder 2^-1 … 2^-168, one key and one column each.
 
     Every group of keys has its maximum. Row 1 has all weights smaller by √½.
 
     Args:
-        asker: The kernel.
+        runner: The kernel.
         tall: Whether values are large enough for the smallest weights of fp32 to show; otherwise
             2^15, which fp16 holds too.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
     q, k, v = blank_inputs(_HEADS)
     q[:, :, 0], q[:, :, 1], q[:, :, 2] = 64.0, 8.0, 1.0
     q[:, 1::2, 3] = 0.5
-    dtype = dtype_named(asker.dtype)
+    dtype = dtype_named(runner.dtype)
     for head in range(_HEADS):
         for step in range(_STEPS):
-            key = step // _EACH_of_weights * GROUP + 1 + step % _EACH_of_weights
+            key = step // _LADDER_KEYS * GROUP + 1 + step % _LADDER_KEYS
             exponent = head * _STEPS + step + 1
             digits = (exponent // 64, exponent // 8 % 8, exponent % 8, 1)
             k[head, key, :4] = -torch.tensor(digits, dtype=torch.float64)
-            v[head, key, step] = _height(dtype.storage, head) if tall else _LOW_of_weights
-    told = asker.finite(make_scene(asker.dtype, q, k, v))
-    there = (told.out[:, :2, :_STEPS] != 0).transpose(0, 1).reshape(2, -1)
+            v[head, key, step] = _height(dtype.storage, head) if tall else _LOW_VALUE
+    result = runner.run_finite(make_scene(runner.dtype, q, k, v))
+    there = (result.out[:, :2, :_STEPS] != 0).transpose(0, 1).reshape(2, -1)
     least, lesser = (int(row.nonzero().max()) + 1 if bool(row.any()) else 0 for row in there)
     return SmallestWeight(
         exponent=least,
@@ -320,7 +309,7 @@ def read_smallest_weight(asker: SceneRunner, *, tall: bool = True) -> SmallestWe
 
 def _height(storage: Format, head: int) -> float:
     """What values are, so that small weights show."""
-    return _LOW_of_weights if storage.name == "fp16" else 2.0 ** min(120, _STEPS * (head + 1))
+    return _LOW_VALUE if storage.name == "fp16" else 2.0 ** min(120, _STEPS * (head + 1))
 
 
 def _visible(output: Format) -> int:

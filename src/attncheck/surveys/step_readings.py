@@ -1,4 +1,4 @@
-"""How exact exp is, where a kernel's steps end, and what its hidden scores are."""
+"""Readings of exp2, of a kernel's steps over the keys, and of its hidden and subnormal scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attncheck.verify.call_checks import Unanswered
 
 if TYPE_CHECKING:
     from attncheck.core.formats import Format
-    from attncheck.surveys.fingerprint_scenes import Declaration, Grid, SceneRunner
+    from attncheck.surveys.fingerprint_scenes import Grid, SceneResult, SceneRunner
 
 __all__ = [
     "LOWEST",
@@ -60,24 +60,23 @@ class Exponential:
     places: int
 
 
-def read_exponential(asker: SceneRunner, held: Grid, *, rounded: bool) -> Exponential | None:
+def read_exponential(runner: SceneRunner, held: Grid, *, rounded: bool) -> Exponential | None:
     """The largest error of a weight in [1/2, 1) that shows; None where none would.
 
     Args:
-        asker: The kernel.
+        runner: The kernel.
         held: How P is held.
         rounded: Whether that is a format to which P is rounded, and not all that exp2 gives.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
-    fp32 = dtype_named(asker.dtype).output.significand == _BITS
+    fp32 = dtype_named(runner.dtype).output.significand == _BITS
     try:
         if fp32 and not rounded:
-            return _measured(asker)
+            return _measured(runner)
         if held.bits >= _BITS:
             return None
-        return _by_turns(asker, held)
+        return _by_turns(runner, held)
     except ProblemError:  # the grid of P is none of V's
         return None
 
@@ -87,7 +86,7 @@ _POINTS = _EACH * (KEYS // GROUP)
 _STEP = 2.0**-13
 
 
-def _measured(asker: SceneRunner) -> Exponential:
+def _measured(runner: SceneRunner) -> Exponential:
     """In fp32: weights less the next multiple of 1/128, which leaves no rounding but exp2's.
 
     A key of weight 1/2 in the same group takes off what is near: the difference of two such numbers
@@ -110,7 +109,7 @@ def _measured(asker: SceneRunner) -> Exponential:
         near = round(2.0 ** float(logits[ROWS // 2, key]) * 128) / 64
         v[0, key, point], v[0, key // GROUP * GROUP + GROUP // 2, point] = 1.0, -near
         taken.append((key, near))
-    out = asker.finite(make_scene(asker.dtype, q, k, v)).out[0]
+    out = runner.run_finite(make_scene(runner.dtype, q, k, v)).out[0]
     weights = torch.exp2(logits)
     total = weights.sum(-1)
     keys = [key for key, _ in taken]
@@ -124,7 +123,7 @@ _HEADS = 8
 _DIGITS = _BITS // 3
 
 
-def _by_turns(asker: SceneRunner, held: Grid) -> Exponential | None:
+def _by_turns(runner: SceneRunner, held: Grid) -> Exponential | None:
     """Where P is rounded: on which side of the turn from one number to the next weights fall.
 
     Arguments lie around the logarithm of a turn, as close as fp32 has them (2^-24, a third of an
@@ -154,7 +153,7 @@ def _by_turns(asker: SceneRunner, held: Grid) -> Exponential | None:
         v[head, 1, 0], v[head, 2, 0] = 1.0, -(1.0 + 2 * lower * 2.0**-held.bits)
         numbers.append(arguments)
         turns.append(turn)
-    out = asker.finite(make_scene(asker.dtype, q, k, v)).out[..., 0]
+    out = runner.run_finite(make_scene(runner.dtype, q, k, v)).out[..., 0]
     right = torch.exp2(-torch.tensor(numbers, dtype=torch.float64) * _ULP)
     beyond = right - torch.tensor(turns, dtype=torch.float64)[:, None]
     wrong = (out > 0) != (beyond > 0)
@@ -195,7 +194,7 @@ class Tiles:
     """What steps there are.
 
     Attributes:
-        keys: How many keys were asked about.
+        keys: How many keys were measured.
         starts: The first key of each step but the first; none where nothing shows one.
         order: Which end comes first; empty where it does not show.
     """
@@ -213,8 +212,8 @@ class Tiles:
 
 
 def read_tiles(
-    asker: SceneRunner, keys: int, known: Parts | None, rows: int = ROWS
-) -> tuple[Tiles, Declaration]:
+    runner: SceneRunner, keys: int, known: Parts | None, rows: int = ROWS
+) -> tuple[Tiles, SceneResult]:
     """The steps over ``keys`` keys, and what is declared of them.
 
     Neighbours have the same score, and values +1 and −1 in a column of their own: it is 0 exactly
@@ -222,13 +221,12 @@ def read_tiles(
     earlier step has been rounded before it is scaled down, one of the same step is rounded after.
 
     Args:
-        asker: The kernel.
+        runner: The kernel.
         keys: A multiple of 256.
         known: Boundaries of parts that are merged: they say nothing of the order.
         rows: How many rows there are; the first 128 are looked at.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
     pairs = _pairs(keys)
     columns = min(DIM, -(-len(pairs) // 4)) if len(pairs) > DIM else len(pairs)
@@ -246,8 +244,8 @@ def read_tiles(
     for place, (left, right) in enumerate(pairs):
         head, column = divmod(place, columns)
         v[head, left, column], v[head, right, column] = _SIZE, -_SIZE
-    told = asker.finite(make_scene(asker.dtype, q, k, v))
-    differs = (told.out[:, :ROWS, :columns] != 0).view(heads, len(_FALLS), _PEAKS, columns).any(1)
+    result = runner.run_finite(make_scene(runner.dtype, q, k, v))
+    differs = (result.out[:, :ROWS, :columns] != 0).view(heads, len(_FALLS), _PEAKS, columns).any(1)
     by_peak = differs.transpose(0, 1).reshape(_PEAKS, -1)[:, : len(pairs)]
     starts = [_boundary(*pairs[place]) for place in by_peak.any(0).nonzero().flatten().tolist()]
     merged = set(known.starts) if known is not None and known.keys == keys else set()
@@ -257,8 +255,7 @@ def read_tiles(
         if _boundary(*pairs[place]) not in merged
     }
     order = sides.pop() if len(sides) == 1 else ""
-    found = Tiles(keys=keys, starts=tuple(starts), order=order)  # type: ignore[arg-type]  # of sides
-    return found, told
+    return Tiles(keys=keys, starts=tuple(starts), order=order), result  # type: ignore[arg-type]  # of sides
 
 
 def _pairs(keys: int) -> list[tuple[int, int]]:
@@ -281,7 +278,7 @@ class Parts:
     """What is computed apart and merged.
 
     Attributes:
-        keys: How many keys were asked about.
+        keys: How many keys were measured.
         starts: The first key of each part but the first.
         declared: The number of parts that is declared.
         each_step: Whether it is declared that O is divided after each step.
@@ -298,14 +295,13 @@ class Parts:
         return len(self.starts) + 1
 
 
-def read_parts(asker: SceneRunner, keys: int, batch: int = 1, rows: int = ROWS) -> Parts:
+def read_parts(runner: SceneRunner, keys: int, batch: int = 1, rows: int = ROWS) -> Parts:
     """The parts of ``keys`` keys that are divided by sums of their own before they are added.
 
     As in ``tiles``, but no maximum ever rises: all steps round alike. Each group has another sum,
     so that what two parts are divided by, and what brings them together, is rounded otherwise.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
     pairs = [(key - 1, key) for key in range(GROUP, keys, max(GROUP, keys // DIM))]
     q, k, v = blank_inputs(1, keys, rows)
@@ -320,13 +316,13 @@ def read_parts(asker: SceneRunner, keys: int, batch: int = 1, rows: int = ROWS) 
         q[0, row, 1] = -(4 + row // 16 % 4) * 2.0 ** -(row // 64 + 3)
     for column, (left, right) in enumerate(pairs):
         v[0, left, column], v[0, right, column] = _SIZE, -_SIZE
-    told = asker.finite(make_scene(asker.dtype, q, k, v, batch=batch))
-    differs = (told.out[0, :, : len(pairs)] != 0).any(0)
+    result = runner.run_finite(make_scene(runner.dtype, q, k, v, batch=batch))
+    differs = (result.out[0, :, : len(pairs)] != 0).any(0)
     return Parts(
         keys=keys,
         starts=tuple(pairs[place][1] for place in differs.nonzero().flatten().tolist()),
-        declared=told.arithmetic.splits,
-        each_step=told.arithmetic.divides_each_step,
+        declared=result.arithmetic.splits,
+        each_step=result.arithmetic.divides_each_step,
     )
 
 
@@ -334,7 +330,7 @@ LOWEST = 126
 """Scores go down to −2^126: log2 e times that is still a number of fp32."""
 
 _FIRST = 4
-_DIGITS_of_sentinels, _BASE = 4, 8
+_PLACES, _BASE = 4, 8
 _CLOSEST = 2.0**24
 """Beyond, rounding a score that is no power of two, times log2 e, makes more than 2 of a weight."""
 
@@ -348,7 +344,7 @@ class Sentinel:
     Attributes:
         above: Natural score that the sentinel is not below; None where hidden keys never weighed.
         below: The same from the other side.
-        empty: What a row gives that sees nothing: ``0``, ``NaN``, ``a mean``; empty: not asked.
+        empty: What a row gives that sees nothing: ``0``, ``NaN``, ``a mean``; empty: not measured.
     """
 
     above: float | None = None
@@ -356,65 +352,56 @@ class Sentinel:
     empty: str = ""
 
 
-def read_sentinel(asker: SceneRunner) -> Sentinel:
+def read_sentinel(runner: SceneRunner) -> Sentinel:
     """Under a causal mask rows have ever lower scores, and hidden keys 0: when do these win?
 
     Row 2m sees scores of −L_m alone; column m is what the keys weigh that it does not see.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
-    storage = dtype_named(asker.dtype).storage
-    span = _span(storage)
+    storage = dtype_named(runner.dtype).storage
+    wide = storage.min_exponent == FORMATS["fp32"].min_exponent
+    span = DIM - 4 if wide else 2 * _top(storage) - _FIRST + 1  # powers of two that q holds
     for first in range(_FIRST, LOWEST + 1, span):
         powers = [2.0**e for e in range(first, min(first + span, LOWEST + 1))]
         # A sentinel in units of q·k as it is stored shows where that is the score: at first.
-        wide = storage.min_exponent == FORMATS["fp32"].min_exponent
         scale = 1.0 if wide else 2.0 ** (first - _FIRST)
-        wins = _hidden_win(asker, [[low] for low in powers], scale)
+        wins = _hidden_win(runner, [[low] for low in powers], scale)
         if any(wins):
-            return _within(asker, powers[wins.index(True)] / 2, scale)
-    return Sentinel(empty=_empty_row(asker))
-
-
-def _span(storage: Format) -> int:
-    """Powers of two that q holds at a time."""
-    if storage.min_exponent == FORMATS["fp32"].min_exponent:
-        return DIM - 4
-    return 2 * _top(storage) - _FIRST + 1
+            return _within(runner, powers[wins.index(True)] / 2, scale)
+    return Sentinel(empty=_empty_row(runner))
 
 
 def _top(storage: Format) -> int:
     return math.floor(math.log2(storage.max))
 
 
-def _within(asker: SceneRunner, low: float, scale: float) -> Sentinel:
+def _within(runner: SceneRunner, low: float, scale: float) -> Sentinel:
     """The same ever closer: ``low`` is not enough for hidden keys to win, twice that is."""
     known, high = [low], 2 * low
     if low > _CLOSEST:
-        return Sentinel(above=-high, below=-low, empty=_empty_row(asker))
-    for place in range(1, _DIGITS_of_sentinels + 1):
+        return Sentinel(above=-high, below=-low, empty=_empty_row(runner))
+    for place in range(1, _PLACES + 1):
         step = low * float(_BASE) ** -place
-        tried = [[*known, digit * step] for digit in range(1, _BASE)]
-        wins = _hidden_win(asker, tried, scale)
+        wins = _hidden_win(runner, [[*known, digit * step] for digit in range(1, _BASE)], scale)
         last = wins.index(True) if any(wins) else len(wins)
         if last:
             known.append(last * step)
         high = sum(known) + step
     # Keys that win are up to 128 times fewer than those that lose.
     slack = math.log(float(ROWS))
-    return Sentinel(above=-(high + slack), below=-(sum(known) - slack), empty=_empty_row(asker))
+    return Sentinel(above=-(high + slack), below=-(sum(known) - slack), empty=_empty_row(runner))
 
 
-def _hidden_win(asker: SceneRunner, lows: list[list[float]], scale: float) -> list[bool]:
+def _hidden_win(runner: SceneRunner, lows: list[list[float]], scale: float) -> list[bool]:
     """Whether hidden keys have half of the weight, of each of these sums of low scores.
 
     Args:
-        asker: The kernel.
+        runner: The kernel.
         lows: Sums, each in parts.
         scale: Of q·k as it is stored: fp16's is the Problem's, fp8's that of its descales.
     """
-    storage = dtype_named(asker.dtype).storage
+    storage = dtype_named(runner.dtype).storage
     large = 2.0**15 if storage.name == "fp16" else 2.0**60
     q, k, v = blank_inputs()
     factor = scale if storage.name == "fp16" else 1.0
@@ -428,17 +415,17 @@ def _hidden_win(asker: SceneRunner, lows: list[list[float]], scale: float) -> li
             column += 1
         v[0, row + 1 :, m] = 1.0
     v[..., DIM - 1] = 1.0
-    out = asker.ask(make_scene(asker.dtype, q, k, v, mask=_CAUSAL, scale=factor)).out[0]
+    out = runner.run(make_scene(runner.dtype, q, k, v, mask=_CAUSAL, scale=factor)).out[0]
     # With weights that overflow or vanish together, a row is its hidden keys' prey as well.
     return [not bool((out[2 * m, m] < 0.5) & (out[2 * m, DIM - 1] > 0.5)) for m in range(len(lows))]
 
 
-def _empty_row(asker: SceneRunner) -> str:
+def _empty_row(runner: SceneRunner) -> str:
     """What a row gives that sees no key."""
     q, k, v = blank_inputs(1, ROWS // 2)
     v[...] = 1.0
     try:
-        out = asker.ask(make_scene(asker.dtype, q, k, v, mask=_DEAD)).out[0, 0]
+        out = runner.run(make_scene(runner.dtype, q, k, v, mask=_DEAD)).out[0, 0]
     except (Unanswered, ProblemError):
         return ""
     if bool(torch.isnan(out).any()):
@@ -446,38 +433,39 @@ def _empty_row(asker: SceneRunner) -> str:
     return "0" if not bool(out.any()) else "a mean"
 
 
-def flushes_subnormals(asker: SceneRunner) -> tuple[str, ...]:
+def flushes_subnormals(runner: SceneRunner) -> tuple[str, ...]:
     """Which of q, k and v (or out) are 0 where they are subnormal.
 
     q of one head and k of another are half of the smallest normal number, and the product with a
     large one makes a score of −1 beside one of 0: the same weight where it was flushed. Then v is
     the subnormal one, in all keys.
 
-    Raises:
-        Unanswered: where there are no outputs.
+    Raises Unanswered where there are no outputs.
     """
-    found = [name for name in ("q", "k") if _flushed_factor(asker, name)]
-    fmt = dtype_named(asker.dtype).storage
+    flushed = [name for name in ("q", "k") if _flushed_factor(runner, name)]
+    fmt = dtype_named(runner.dtype).storage
     q, k, v = blank_inputs(1)
     v[0, :, 0] = 2.0 ** (fmt.min_exponent - 1)
     v[0, :, 1] = 1.0  # in fp8 it keeps the descale what it is
     if fmt.saturates:
-        v[0, :, 1] = 2.0 ** _top_of_subnormals(fmt.max)
-    out = asker.ask(make_scene(asker.dtype, q, k, v)).out
+        v[0, :, 1] = 2.0 ** _top(fmt)
+    out = runner.run(make_scene(runner.dtype, q, k, v)).out
     if bool((out[0, :, 0] == 0).all()):
-        found.append("v or out")
-    return tuple(found)
+        flushed.append("v or out")
+    return tuple(flushed)
 
 
-def _flushed_factor(asker: SceneRunner, name: str) -> bool:
-    fmt = dtype_named(asker.dtype).storage
-    small, large = 2.0 ** (fmt.min_exponent - 1), 2.0 ** min(100, _top_of_subnormals(fmt.max))
+def _flushed_factor(runner: SceneRunner, name: str) -> bool:
+    fmt = dtype_named(runner.dtype).storage
+    small, large = 2.0 ** (fmt.min_exponent - 1), 2.0 ** min(100, _top(fmt))
     q, k, v = blank_inputs()
     # The large one is there in any case: fp8 keeps its descale.
     q[0, :, 0], k[0, 1:, 0] = (small, -large) if name == "q" else (large, -small)
     q[0, :, 1] = k[0, :, 2] = large
     v[0, 0, 0], v[0, 1, 1] = 1.0, 1.0
-    out = asker.ask(make_scene(asker.dtype, q, k, v, scale=LN2 / (small * large))).out[0, ROWS // 2]
+    out = runner.run(make_scene(runner.dtype, q, k, v, scale=LN2 / (small * large))).out[
+        0, ROWS // 2
+    ]
     return bool(out[0] == out[1])
 
 

@@ -383,7 +383,7 @@ def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
 
 
 def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str, float]:
-    """What the allowance of one element is made of, by the names of ``docs/bounds.md``.
+    """What the allowance of one element is made of, by the names of ``docs/explanation/bounds.md``.
 
     Args:
         evidence: The Case.
@@ -663,7 +663,7 @@ class GradientAllowance:
     Attributes:
         bounds: By the gradient's name, in its own axes; exactly 0 in rows that see no key and for
             keys that no row sees, infinite where nothing is known.
-        terms: What each is made of, by the names of ``docs/bounds.md``.
+        terms: What each is made of, by the names of ``docs/explanation/bounds.md``.
     """
 
     bounds: dict[TensorName, Tensor]

@@ -17,7 +17,7 @@ from attncheck.subjects.load import load_subject
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.environment import prepare, require_device
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
-from attncheck.verify.isolated import described, from_fields, pack_outputs, to_fields
+from attncheck.verify.kernel_messages import describe_subject, from_fields, pack_outputs, to_fields
 from attncheck.verify.obligations import inputs_digest, requested_outputs
 from attncheck.verify.relation_runs import draw_case_inputs
 from attncheck.workers.transport import LARGEST_WORDS, Frame
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from attncheck.capabilities.subject import Subject
 
-__all__ = ["Compiling", "Kernel"]
+__all__ = ["Compiling", "KernelServer"]
 
 
 _MICROSECONDS = 1e-6
@@ -86,7 +86,7 @@ class Compiling:
 _LONGEST = LARGEST_WORDS // 32  # characters of a message, or a traceback: JSON has 12 bytes for one
 
 
-class Kernel:
+class KernelServer:
     """The kernel of this process."""
 
     def __init__(self) -> None:
@@ -100,6 +100,9 @@ class Kernel:
             "ask": self._ask,
             "run": self._run,
         }
+
+    def close(self) -> None:
+        """There is nothing to end: what the kernel started is killed with this process."""
 
     def answer(self, request: Frame) -> Frame:
         """The answer to ``request``; whatever is raised on the way is one too."""
@@ -120,7 +123,7 @@ class Kernel:
             prepare(self._device)
             self._subject = load_subject(words["kernel"], words["convention"] or None)
             self._compiling.listen()
-            return Frame(kind="described", words=described(self._subject))
+            return Frame(kind="described", words=describe_subject(self._subject))
         except UsageError as error:
             return Frame(kind="usage", words={"message": str(error)[:_LONGEST]})
         except AttncheckError as error:
@@ -140,7 +143,8 @@ class Kernel:
             "arithmetic": lambda: to_fields(asked.arithmetic(problem, device)),
             "files": _files,
             "launches": lambda: {
-                name: described(each) for name, each in asked.launches(problem, device).items()
+                name: describe_subject(each)
+                for name, each in asked.launches(problem, device).items()
             },
         }
         found = answers[words["what"]]()

@@ -1,20 +1,17 @@
 """Units to workers, results to the journal: the loop of a run.
 
-A *lane* is a process that does one unit at a time. ``pool`` has them on this machine, ``cluster``
-on several.
-
 ```python
 with Journal.open(path, header, resume=True) as journal:
-    ended = run(units, work="attncheck.gate.gate_worker:work", options={...}, journal=journal,
-                lanes=[Lane(gpu="0"), Lane(gpu="1")])
+    end = run_units(units, work="attncheck.gate.gate_worker:work", options={...}, journal=journal,
+                    workers=[WorkerPlace(gpu="0"), WorkerPlace(gpu="1")])
 ```
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
-import secrets
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,12 +20,12 @@ import msgspec
 
 from attncheck.workers.interruptions import Interruptions
 from attncheck.workers.journal import MOST_LOST
-from attncheck.workers.orphans import Guard
+from attncheck.workers.reaper import Guard, new_mark
 from attncheck.workers.units import Done
 from attncheck.workers.worker_pool import (
-    NAME,
+    Cluster,
     Limits,
-    ProcessPool,
+    LocalPool,
     Work,
     WorkerError,
     WorkerPlace,
@@ -36,24 +33,23 @@ from attncheck.workers.worker_pool import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from attncheck.workers.journal import Journal
     from attncheck.workers.units import Unit
     from attncheck.workers.worker_pool import WorkerNews, WorkerPool
 
 __all__ = [
+    "Cluster",
     "Limits",
     "Option",
     "RunEnd",
     "RunEvent",
-    "RunRules",
     "Schedule",
     "Why",
     "Work",
     "WorkerError",
     "WorkerPlace",
-    "dispatch",
     "given_up",
     "run_units",
 ]
@@ -96,7 +92,7 @@ class Schedule:
         self.hopeless: list[Unit] = []
 
     def __len__(self) -> int:
-        """How many units wait."""
+        """Return how many units wait."""
         return len(self._waiting) + len(self._suspects)
 
     def add(self, units: Iterable[Unit]) -> list[tuple[Unit, Done]]:
@@ -164,7 +160,7 @@ class RunEvent:
         done: Its result; None of one that begins.
         finished: Units that have a result.
         known: All units that this run has heard of: more may follow.
-        running: Units that lanes are doing.
+        running: Units that workers are doing.
         seconds: Since the run began.
         left: Seconds that the known rest will take at the pace so far; None before a first result.
     """
@@ -200,30 +196,23 @@ class RunEnd:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRules:
-    """When a run ends, and who hears of it; see ``pool.run``."""
-
-    seconds: float | None
-    stop: Callable[[Done], bool]
-    told: Callable[[RunEvent], None]
-    lost: Callable[[Unit, str], Done]
-    limits: Limits
-
-
 def given_up(unit: Unit, reason: str) -> Done:
     """What comes of a unit that was lost too often, unless the caller says otherwise."""
     return Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {reason}")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Run:
-    """The state of ``dispatch``."""
+    """The state of ``run_units``; see there."""
 
     journal: Journal
     schedule: Schedule
-    crew: WorkerPool
-    rules: RunRules
+    pool: WorkerPool[Any]
+    limits: Limits
+    seconds: float | None
+    stop: Callable[[Done], bool]
+    told: Callable[[RunEvent], None]
+    lost: Callable[[Unit, str], Done]
     began: float = field(default_factory=time.monotonic)
     running: dict[int, tuple[Unit, float]] = field(default_factory=dict)
     now_done: int = 0
@@ -231,6 +220,34 @@ class _Run:
     why: Why = ""
     at_once: bool = False
     making_room: bool = False
+
+    def loop(self, units: Sequence[Unit], interruptions: Interruptions) -> RunEnd:
+        """Do ``units`` and what follows from them; the caller closes the pool."""
+        self.journal.queued(units)
+        self.add(units)
+        while not self.at_once:
+            self.give_up()
+            self.assign()
+            waiting = len(self.schedule) or self.schedule.hopeless
+            if not self.running and (self.why or not waiting):
+                break
+            for news in self.pool.news(_LONGEST_WAIT, interruptions):
+                self.hear(news)
+            self.check_clocks(interruptions)
+        for worker in self.running:
+            self.pool.drop(worker)
+        self.journal.abandoned(unit.id for unit, _ in self.running.values())
+        left = self.schedule.known - self.finished
+        end = RunEnd(
+            why=self.why if left else "",
+            at_once=self.at_once,
+            finished=self.finished,
+            left=left,
+            elsewhere=self.schedule.elsewhere,
+            seconds=time.monotonic() - self.began,
+        )
+        self.journal.end(end.why)
+        return end
 
     def add(self, units: Sequence[Unit]) -> None:
         for unit, done in self.schedule.add(units):
@@ -242,67 +259,64 @@ class _Run:
             unit = self.schedule.hopeless.pop(0)
             times = self.journal.lost(unit)
             reason = f"its process was lost {times} times before it was done"
-            self.settle(unit, self.rules.lost(unit, reason), quarantined=True)
+            self.settle(unit, self.lost(unit, reason), quarantined=True)
 
     def assign(self) -> None:
         if self.why:
             return
-        self.crew.staff(len(self.schedule) + len(self.running), fresh=int(self.making_room))
-        for lane in self.crew.ready():
+        self.pool.staff(len(self.schedule) + len(self.running), fresh=int(self.making_room))
+        for worker in self.pool.ready():
             unit = self.schedule.peek(len(self.running))
-            if unit is None or (unit.alone and not self.is_fresh(lane)):
+            if unit is None or (unit.alone and not self.is_fresh(worker)):
                 return
             self.schedule.take()
             self.journal.begun(unit)
-            self.running[lane] = (unit, time.monotonic())
-            self.crew.give(lane, unit)
+            self.running[worker] = (unit, time.monotonic())
+            self.pool.give(worker, unit)
             self.tell("begun", unit, None)
 
-    def is_fresh(self, lane: int) -> bool:
-        """Whether a unit that is to be alone can have this lane; if not, it makes room for one."""
-        if not self.crew.used(lane):
+    def is_fresh(self, worker: int) -> bool:
+        """Return whether a unit that is to be alone can have it; if not, make room for a new one."""
+        if not self.pool.used(worker):
             self.making_room = False
             return True
         if not self.making_room:
             self.making_room = True
-            self.crew.drop(lane)
+            self.pool.drop(worker)
         return False
 
     def hear(self, news: WorkerNews) -> None:
-        unit, _ = self.running.pop(news.lane, (None, 0.0))
+        unit, _ = self.running.pop(news.worker, (None, 0.0))
         if unit is None:
             return
-        if news.done is not None and news.done.unit == unit.id:
-            if "usage" in news.done.facts:
-                self.refuse(unit, news.done)
-                return
-            attempts = max(news.done.attempts, self.journal.lost(unit))
-            self.settle(unit, msgspec.structs.replace(news.done, attempts=attempts))
+        done = news.done
+        if done is None or done.unit != unit.id:
+            self.lose(unit, news.lost or f"its process gave the result of {done!r}")
+        elif "usage" in done.facts:
+            # What cannot be asked ends the run, and is asked again when it is mended: no result.
+            self.journal.abandoned([unit.id])
+            self.stop(done)
+            self.why = self.why or "stopped early"
         else:
-            self.lose(unit, news.lost or f"its process gave the result of {news.done!r}")
-
-    def refuse(self, unit: Unit, done: Done) -> None:
-        """What cannot be asked ends the run, and is asked again when it is mended: no result."""
-        self.journal.abandoned([unit.id])
-        self.rules.stop(done)
-        self.why = self.why or "stopped early"
+            attempts = max(done.attempts, self.journal.lost(unit))
+            self.settle(unit, msgspec.structs.replace(done, attempts=attempts))
 
     def lose(self, unit: Unit, reason: str) -> None:
         times = self.journal.lost(unit)
         if times < MOST_LOST:
             self.schedule.again(unit)
         else:
-            done = self.rules.lost(unit, f"{reason}, {times} times")
+            done = self.lost(unit, f"{reason}, {times} times")
             self.settle(unit, msgspec.structs.replace(done, attempts=times), quarantined=True)
 
     def settle(self, unit: Unit, done: Done, *, quarantined: bool = False) -> None:
-        """The result is on the disk; then the rest hears of it."""
+        """Write the result to the disk; only then the rest hears of it."""
         self.journal.done(done, quarantined=quarantined)
         self.finished += 1
         self.now_done += 1
         self.add(done.units)
         self.tell("done", unit, done)
-        if self.rules.stop(done) and not self.why:
+        if self.stop(done) and not self.why:
             self.why = "stopped early"
 
     def tell(
@@ -310,7 +324,7 @@ class _Run:
     ) -> None:
         seconds = time.monotonic() - self.began
         rest = self.schedule.known - self.finished
-        self.rules.told(
+        self.told(
             RunEvent(
                 kind=kind,
                 unit=unit,
@@ -324,8 +338,8 @@ class _Run:
         )
 
     def check_clocks(self, interruptions: Interruptions) -> None:
-        now, limits = time.monotonic(), self.rules.limits
-        until = self.began + (float("inf") if self.rules.seconds is None else self.rules.seconds)
+        now, limits = time.monotonic(), self.limits
+        until = self.began + (float("inf") if self.seconds is None else self.seconds)
         if interruptions.count:
             self.why = "interrupted"
         elif now >= until and not self.why:
@@ -333,55 +347,11 @@ class _Run:
         if interruptions.count > 1 or (self.why and now >= until + limits.grace):
             self.at_once = True
             return
-        for lane, (unit, begun) in list(self.running.items()):
+        for worker, (unit, begun) in list(self.running.items()):
             if now - begun > limits.unit:
-                del self.running[lane]
-                self.crew.drop(lane)
+                del self.running[worker]
+                self.pool.drop(worker)
                 self.lose(unit, f"its process did not come back within {limits.unit:g} s")
-
-    def ended(self) -> RunEnd:
-        left = self.schedule.known - self.finished
-        return RunEnd(
-            why=self.why if left else "",
-            at_once=self.at_once,
-            finished=self.finished,
-            left=left,
-            elsewhere=self.schedule.elsewhere,
-            seconds=time.monotonic() - self.began,
-        )
-
-
-def dispatch(
-    units: Sequence[Unit],
-    schedule: Schedule,
-    crew: WorkerPool,
-    *,
-    journal: Journal,
-    rules: RunRules,
-    interruptions: Interruptions,
-) -> RunEnd:
-    """Does ``units`` and what follows from them; the caller closes the crew.
-
-    Raises:
-        AttncheckError: where the journal cannot be written, or no lane can be started.
-    """
-    run = _Run(journal, schedule, crew, rules)
-    journal.queued(units)
-    run.add(units)
-    while not run.at_once:
-        run.give_up()
-        run.assign()
-        if not run.running and (run.why or not (len(schedule) or schedule.hopeless)):
-            break
-        for news in crew.news(_LONGEST_WAIT, interruptions):
-            run.hear(news)
-        run.check_clocks(interruptions)
-    for lane in run.running:
-        crew.drop(lane)
-    journal.abandoned(unit.id for unit, _ in run.running.values())
-    ended = run.ended()
-    journal.end(ended.why)
-    return ended
 
 
 Option = str | int | float | bool
@@ -393,7 +363,7 @@ def run_units(  # noqa: PLR0913  # one run, said once
     work: str,
     options: Mapping[str, Option],
     journal: Journal,
-    lanes: Sequence[WorkerPlace],
+    workers: Sequence[WorkerPlace] | Cluster,
     seconds: float | None = None,
     stop: Callable[[Done], bool] = lambda _: False,
     told: Callable[[RunEvent], None] = lambda _: None,
@@ -402,27 +372,28 @@ def run_units(  # noqa: PLR0913  # one run, said once
     lost: Callable[[Unit, str], Done] = given_up,
     limits: Limits | None = None,
 ) -> RunEnd:
-    """Does ``units`` and what follows from them, each once; what the journal has is not done again.
+    """Do ``units`` and what follows from them, each once; what the journal has is not done again.
 
-    A result is in the journal, on the disk, before ``told`` hears of it. A lane that dies, or whose
-    Work raises, is replaced; its unit is done once more when nothing else is, in a new lane, and
-    given up when that is lost too. Interrupts: the first ends it when the running units are done,
-    the second at once; SIGTERM is as the first. No process is left when it returns or raises, nor
-    when this process is killed.
+    A result is in the journal, on the disk, before ``told`` hears of it. A worker that dies, or
+    whose Work raises, is replaced; its unit is done once more when nothing else is, in a new
+    worker, and given up when that is lost too. Interrupts: the first ends it when the running units
+    are done, the second at once; SIGTERM is as the first. No process is left when it returns or
+    raises, nor when this process is killed.
 
     Args:
         units: What is known from the outset; ``Done.units`` follow.
-        work: Factory of the lanes' Work, ``module:function``, called with ``options`` by name.
+        work: Factory of the workers' Work, ``module:function``, called with ``options`` by name.
         options: See there.
         journal: Open for writing.
-        lanes: One process each, at most; they are started when there is something to do.
+        workers: Where each process of this machine works; they are started when there is something
+            to do. Or a cluster, each node of which must find the same attncheck and kernels.
         seconds: No unit is begun after so long; running ones have ``limits.grace`` more.
         stop: Whether a result ends the run, as the first interrupt does. Not asked of results that
             the journal had.
         told: Hears of everything, in this thread.
         priority: Of a unit; least first.
         mine: Whether this run does a unit, or another shard.
-        lost: The result of a unit that is given up, from the reason; unless told, a harness error.
+        lost: The result of a unit that is given up, from the reason; a harness error by default.
         limits: Of time.
 
     Returns:
@@ -430,23 +401,40 @@ def run_units(  # noqa: PLR0913  # one run, said once
 
     Raises:
         JournalError: where the journal cannot be written. What ``told`` heard of is safe.
-        UsageError: where the factory raises one.
-        LaneError: where no lane can be started.
+        UsageError: where the factory raises one; where there is no such cluster, or no Ray.
+        WorkerError: where no worker can be started.
     """
     limits = limits or Limits()
-    schedule = Schedule(journal, priority=priority, mine=mine)
-    rules = RunRules(seconds=seconds, stop=stop, told=told, lost=lost, limits=limits)
-    name = secrets.token_hex(8)
-    with Interruptions() as interruptions, Guard(NAME, name):
-        crew = ProcessPool(lanes, WorkerSetup(work=work, options=dict(options)), name, limits)
-        try:
-            return dispatch(
-                units,
-                schedule,
-                crew,
-                journal=journal,
-                rules=rules,
-                interruptions=interruptions,
-            )
-        finally:
-            crew.close()
+    setup = WorkerSetup(work=work, options=dict(options))
+    with contextlib.ExitStack() as stack:
+        interruptions = stack.enter_context(Interruptions())
+        run = _Run(
+            journal=journal,
+            schedule=Schedule(journal, priority=priority, mine=mine),
+            pool=stack.enter_context(_pool(workers, setup, limits)),
+            limits=limits,
+            seconds=seconds,
+            stop=stop,
+            told=told,
+            lost=lost,
+        )
+        return run.loop(units, interruptions)
+
+
+@contextlib.contextmanager
+def _pool(
+    workers: Sequence[WorkerPlace] | Cluster, setup: WorkerSetup, limits: Limits
+) -> Iterator[WorkerPool[Any]]:
+    """Within, workers of a run; none of their processes outlives it."""
+    if isinstance(workers, Cluster):
+        from attncheck.workers.ray_pool import RayPool, joined_cluster
+
+        with (
+            joined_cluster(workers) as ray,
+            contextlib.closing(RayPool(ray, workers, setup, limits)) as actors,
+        ):
+            yield actors
+        return
+    mark = new_mark()
+    with Guard(mark), contextlib.closing(LocalPool(workers, setup, mark, limits)) as processes:
+        yield processes

@@ -1,4 +1,9 @@
-"""A child process: started, listened to, and killed with all that it started."""
+"""A worker: a child process that is started, spoken to, and killed with all that it started.
+
+Kernels that may crash and units of a run are done in processes of this one kind: one transport
+(``transport``), one way to start and to die. What the worker does is the server that it makes,
+``module:function``, in ``worker_main``.
+"""
 
 from __future__ import annotations
 
@@ -12,72 +17,57 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.errors import AttncheckError
 from attncheck.core.sanitize_text import one_line
-from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
+from attncheck.workers.reaper import MARK, kill_family, new_mark
+from attncheck.workers.transport import KEY, BrokenFrame, Closed, Receiver, Sender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "Connection",
-    "Deadlines",
-    "Died",
-    "Ended",
-    "HostError",
-    "Late",
-    "Process",
-    "Tail",
-    "oom_kills",
-]
+    from attncheck.workers.transport import Frame
 
-
-_HOSTS = Path("/proc/vmstat")
-_GROUPS = Path("/sys/fs/cgroup")
-
-
-def oom_kills() -> int:
-    """How many processes it has killed so, as far as this one can see; 0 where nobody counts."""
-    places = (_HOSTS, _events())
-    return sum(_counted(place) for place in places)
-
-
-def _events() -> Path:
-    """What the control group of this process counts (version 2)."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1]
-    except (OSError, IndexError):
-        return _GROUPS / "memory.events"
-    return _GROUPS / group.rpartition(":")[2].lstrip("/") / "memory.events"
-
-
-def _counted(place: Path) -> int:
-    try:
-        words = (line.split() for line in place.read_text().splitlines())
-        return sum(int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill")
-    except (OSError, ValueError):
-        return 0
-
+__all__ = ["Died", "HostError", "Tail", "Worker", "oom_kills"]
 
 KEPT = 1 << 16
 """Bytes that are kept of what a process prints, the last ones."""
 
-_MARK = "ATTNCHECK_WORKER"  # in the environment of a process and of all that it starts
 _CHUNK = 1 << 16
 _PIPE = 1 << 20  # bytes that a pipe may hold
 _PERIOD = 0.1  # seconds between two looks at whether a silent process is still there
-_ROUNDS, _ROUND = 100, 0.02  # how often, and seconds apart, a family is looked for until it is gone
+_PAUSE = 0.02  # seconds between two looks at whether one that is to end has ended
+_LAST_LINES = 3  # of standard error, which a message ends with
+_LONGEST_LINE = 300  # characters
+
+# The worker finds modules where this process does, and not in the folder that it is in.
+_CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import main; main()"
 
 
-class Ended(AttncheckError):
+class HostError(AttncheckError):
+    """A worker cannot be had, or does not answer as ours does."""
+
+
+class Died(HostError):
+    """A worker died, was killed at its deadline, or had no memory left.
+
+    Attributes:
+        kind: ``crash``, ``timeout`` or ``oom``.
+        trace: The last of what it printed to standard error.
+    """
+
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.trace = kind, trace
+
+
+class _Ended(Exception):
     """The process is no more."""
 
 
-class Late(AttncheckError):
+class _Late(Exception):
     """It was not ready until the deadline."""
 
 
@@ -105,51 +95,61 @@ class Tail:
         return self._kept.decode(errors="replace")
 
     def lines(self, count: int) -> str:
-        """Its last ``count`` lines that say something, harmless and in one."""
+        """Return its last ``count`` lines that say something, harmless and in one."""
         said = [line for line in map(one_line, self.text.splitlines()) if line]
-        return " | ".join(said[-count:])
+        return " | ".join(line[-_LONGEST_LINE:] for line in said[-count:])
 
 
-class Process:
+class Worker:
     """A child process in a session of its own, with a pipe to it and one from it.
 
-    Nothing reads what it prints but ``wait``, which is where its owner spends its time; a child
-    that prints while nobody asks it anything waits until somebody does.
+    Nothing reads what it prints but ``receive``, ``send`` and ``take_in``, which is where its owner
+    spends its time; a child that prints while nobody asks it anything waits until somebody does.
 
     Args:
-        command: (numbers of the descriptors to read from and to write to) → what to run.
-        environment: Its environment.
-        folder: Its working directory.
+        server: What it makes and asks for answers, ``module:function``.
+        environment: What is another there than here.
+        folder: Its working directory; empty for this one's.
+        paths: Where it and what it starts look for modules first.
+        mark: By which it and what it starts are known; a new one by default.
+        grace: Seconds that it has to end by itself when nobody writes to it any more.
 
     Attributes:
         pid: Its number.
-        requests: Descriptor that its owner writes to; non-blocking.
-        replies: The one that its owner reads from; non-blocking.
+        replies: Descriptor that answers come from; non-blocking.
         stdout, stderr: What it prints.
     """
 
     def __init__(
         self,
-        command: Callable[[int, int], Sequence[str]],
+        server: str,
         *,
-        environment: Mapping[str, str],
-        folder: str,
+        environment: Mapping[str, str] | None = None,
+        folder: str = "",
+        paths: tuple[str, ...] = (),
+        mark: str = "",
+        grace: float = 0.0,
     ) -> None:
-        self._mark = secrets.token_hex(16)
-        its_requests, self.requests = os.pipe()
+        self._mark = mark or new_mark()
+        its_requests, self._requests = os.pipe()
         self.replies, its_replies = os.pipe()
-        self._owned = [self.requests, self.replies]
+        self._owned = [self._requests, self.replies]
+        surroundings = {**os.environ, **(environment or {}), MARK: self._mark}
+        if paths:
+            places = (*paths, os.environ.get("PYTHONPATH", ""))
+            surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+        self._oom_kills = oom_kills()
         try:
-            self._process = subprocess.Popen(  # noqa: S603  # this Python
-                command(its_requests, its_replies),
+            self._process = subprocess.Popen(  # noqa: S603  # this Python, our own code
+                _command(server, paths, its_requests, its_replies, grace),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 cwd=folder or None,
-                env={**environment, _MARK: self._mark},
+                env=surroundings,
                 pass_fds=(its_requests, its_replies),
-                start_new_session=True,
+                start_new_session=True,  # the terminal's Ctrl-C is ours to hear
             )
         except BaseException:
             self._release()
@@ -165,39 +165,137 @@ class Process:
             self._process.stdout.fileno(): self.stdout,
             self._process.stderr.fileno(): self.stderr,
         }
-        for descriptor in (self.requests, self.replies, *self._printed):
+        for descriptor in (self._requests, self.replies, *self._printed):
             os.set_blocking(descriptor, False)
+        # Who forgets a worker does not mean it to live on.
         self._forgotten = weakref.finalize(self, _end_forgotten, self._process, self._mark)
+        key = secrets.token_bytes(KEY)
+        os.write(self._requests, key)
+        self._deadline = 0.0
+        self._fate: Died | None = None
+        self._sender, self._receiver = Sender(self._requests, key), Receiver(self.replies, key)
 
-    def wait(self, descriptor: int, deadline: float, *, writing: bool = False) -> None:
-        """Return when ``descriptor`` is ready; all the while take in what the process prints.
+    def exchange(self, frame: Frame, *, seconds: float, most: int, what: str) -> Frame:
+        """Return the answer to ``frame``.
 
         Args:
-            descriptor: ``requests`` or ``replies``.
-            deadline: By ``time.monotonic``.
-            writing: Whether to write to it.
+            frame: The request.
+            seconds: Until it is late.
+            most: Bytes beside JSON that an answer may have.
+            what: That is asked, for the message of one that is late.
 
         Raises:
-            Ended: when the process is no more and the descriptor not ready.
-            Late: when it was not ready until ``deadline``.
+            Died: when there is no answer; the worker is killed.
         """
+        self._deadline = time.monotonic() + seconds
+        try:
+            self._sender.send(frame, lambda: self._wait(writing=True))
+            return self._receiver.receive(most=most, ready=lambda: self._wait(writing=False))
+        except BaseException as error:  # noqa: BLE001  # sorted there
+            self._fail(error, seconds, what)
+
+    def send(self, frame: Frame, *, seconds: float) -> None:
+        """Send a request, of which the answer is received later; raises Died."""
+        self._deadline = time.monotonic() + seconds
+        try:
+            self._sender.send(frame, lambda: self._wait(writing=True))
+        except BaseException as error:  # noqa: BLE001  # sorted there
+            self._fail(error, seconds, "a request")
+
+    def receive(self, *, seconds: float, most: int) -> Frame:
+        """Receive the answer to what was sent; raises Died, also where ``send`` did."""
+        if self._fate is not None:
+            raise self._fate
+        self._deadline = time.monotonic() + seconds
+        try:
+            return self._receiver.receive(most=most, ready=lambda: self._wait(writing=False))
+        except BaseException as error:  # noqa: BLE001  # sorted there
+            self._fail(error, seconds, "with a result")
+
+    def _fail(self, error: BaseException, seconds: float, what: str) -> NoReturn:
+        kind = "crash"
+        if isinstance(error, _Late):
+            kind, message = "timeout", f"it did not answer {what} in {seconds:g} s"
+        elif isinstance(error, _Ended | Closed):
+            kind, message = self._cause_of_death(self.await_end(5.0))
+        elif isinstance(error, BrokenFrame):
+            message = f"what its process sent is no answer: {error}"
+        else:  # an interrupt, between two frames or within one
+            self.kill(5.0)
+            raise error
+        self.kill(5.0)
+        trace = "\n".join(map(one_line, self.stderr.text.splitlines()))
+        last = self._last_words()
+        whole = f"{message}; it said: {last}" if last else f"{message}."
+        self._fate = Died(kind, whole, trace)
+        raise self._fate from None
+
+    def _cause_of_death(self, code: int | None) -> tuple[str, str]:
+        """Kind and message of an end that nobody here asked for."""
+        if code is None:
+            return "crash", "its process closed its pipe and went on"
+        if code >= 0:
+            return "crash", f"its process ended with exit code {code} before it answered"
+        name = _signal_name(-code)
+        if -code == signal.SIGKILL and oom_kills() > self._oom_kills:
+            return "oom", "its process was killed because the machine had no memory left"
+        if "bad_alloc" in self.stderr.text[-4096:]:
+            return "oom", f"its process died of {name}: it had no memory left"
+        return "crash", f"its process died of {name} before it answered"
+
+    def _last_words(self) -> str:
+        """The last lines of its standard error; of faulthandler's the place."""
+        _, fatal, dump = self.stderr.text.rpartition("Fatal Python error: ")
+        if not fatal:
+            return self.stderr.lines(_LAST_LINES)
+        what = one_line(dump.partition("\n")[0])
+        # Other threads, such as the one that listens to us, are dumped before it.
+        at_fault = dump.rpartition("Current thread ")[2]
+        lines = [one_line(line) for line in at_fault.splitlines()]
+        places = [line for line in lines if line.startswith("File ")]
+        return ", ".join([what, *places[:1]])
+
+    def _wait(self, *, writing: bool) -> None:
+        """Return when the pipe is ready; all the while take in what the process prints."""
+        descriptor = self._requests if writing else self.replies
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT if writing else select.POLLIN)
         for printed in self._printed:
             poll.register(printed, select.POLLIN)
         while True:
             gone = self.ended is not None
-            left = deadline - time.monotonic()
+            left = self._deadline - time.monotonic()
             if left <= 0:
-                raise Late("it took too long.")
+                raise _Late
             ready = dict(poll.poll(0 if gone else 1000 * min(left, _PERIOD)))
             for printed in ready.keys() & self._printed.keys():
-                if self._take_in(printed) == b"":
+                if self._read_printed(printed) == b"":
                     poll.unregister(printed)
             if descriptor in ready:
                 return
             if gone:
-                raise Ended("it is no more.")
+                raise _Ended
+
+    @property
+    def failed(self) -> bool:
+        """Whether ``send`` or ``receive`` raised Died, which the next one raises too."""
+        return self._fate is not None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What to wait for where there are many workers: answers, and what is printed."""
+        return (self.replies, *self._printed)
+
+    def take_in(self, ready: Sequence[int]) -> bool:
+        """Take in what is printed on those of ``descriptors`` that are ready.
+
+        Returns:
+            Whether an answer, or the end of the process, is there to ``receive``.
+        """
+        for printed in set(ready) & self._printed.keys():
+            if self._read_printed(printed) == b"":
+                del self._printed[printed]  # at its end, which would be ready for ever
+        return self.replies in ready or self.ended is not None
 
     @property
     def ended(self) -> int | None:
@@ -205,19 +303,19 @@ class Process:
         if self._process.returncode is not None:
             return self._process.returncode
         # It stays a zombie until its family is gone: else its number could be another's.
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if state is None:
             return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
     def await_end(self, seconds: float) -> int | None:
-        """``ended``, after at most so many seconds; takes in what is printed until then."""
+        """Return ``ended`` after at most so many seconds; takes in what is printed until then."""
         deadline = time.monotonic() + seconds
         while self.ended is None and time.monotonic() < deadline:
-            ready, _, _ = select.select(list(self._printed), [], [], _ROUND)
-            taken = [self._take_in(printed) for printed in ready]
+            ready, _, _ = select.select(list(self._printed), [], [], _PAUSE)
+            taken = [self._read_printed(printed) for printed in ready]
             if not any(taken):
-                time.sleep(_ROUND)  # at their end: there is nothing to wait for
+                time.sleep(_PAUSE)  # at their end: there is nothing to wait for
         return self.ended
 
     def kill(self, seconds: float) -> None:
@@ -226,20 +324,27 @@ class Process:
         Args:
             seconds: For how long to wait for the end of what a driver does not let go of.
         """
-        _end_family(self.pid, self._mark)
+        if not self._owned:
+            return
+        kill_family(self._mark, self.pid)
         for printed in self._printed:
             left = _PIPE  # no more: whoever is not killed may write on
-            while left > 0 and (part := self._take_in(printed)):
+            while left > 0 and (part := self._read_printed(printed)):
                 left -= len(part)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._forgotten.detach()
         self._release()
 
+    def stop(self) -> None:
+        """Write to it no more: it ends by itself, if it can."""
+        if self._requests in self._owned:
+            os.close(self._requests)
+            self._owned.remove(self._requests)
+
     def end(self, seconds: float) -> None:
-        """Let it end by itself, which it does when nobody writes to it any more; then ``kill``."""
-        os.close(self.requests)
-        self._owned.remove(self.requests)
+        """Let it end by itself for so long; then ``kill``."""
+        self.stop()
         self.await_end(seconds)
         self.kill(seconds)
 
@@ -259,7 +364,7 @@ class Process:
         for stream in (process.stdout, process.stderr) if process is not None else ():
             stream.close()
 
-    def _take_in(self, printed: int) -> bytes | None:
+    def _read_printed(self, printed: int) -> bytes | None:
         """What is there of it now: None for nothing, and no bytes at its end."""
         try:
             part = os.read(printed, _CHUNK)
@@ -271,313 +376,41 @@ class Process:
         return part
 
 
+def _command(
+    server: str, paths: tuple[str, ...], requests: int, replies: int, grace: float
+) -> list[str]:
+    # Linux ends a process with the thread that started it, which may end before this process does.
+    bound = threading.current_thread() is threading.main_thread()
+    code = _CODE.format(path=[*paths, *(entry for entry in sys.path if isinstance(entry, str))])
+    numbers = (requests, replies, os.getpid(), int(bound))
+    return [sys.executable, "-c", code, *map(str, numbers), server, str(grace)]
+
+
 def _end_forgotten(process: subprocess.Popen[bytes], mark: str) -> None:
-    _end_family(process.pid, mark)
+    kill_family(mark, process.pid)
     process.wait()
 
 
-def _end_family(pid: int, mark: str) -> None:
-    """Kill the process, its group, and whoever descends from it or carries its mark."""
-    with suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
-    killed: set[int] = set()
-    for _ in range(_ROUNDS):
-        found = _family(pid, mark)
-        for each in found - killed:
-            with suppress(OSError):
-                os.kill(each, signal.SIGKILL)
-        # One that is about to end has no environment any more, and is there for a while.
-        killed |= found
-        if all(_about(each) is None for each in killed):
-            return
-        time.sleep(_ROUND)
-
-
-def _family(pid: int, mark: str) -> set[int]:
-    """Processes alive that descend from ``pid``, are of its session, or carry ``mark``.
-
-    A daemon has left the tree and the session; its environment it keeps, unless it went to the
-    length of giving itself another, which only the tree can tell, as long as its parent lives.
-    """
-    parents: dict[int, int] = {}
-    found = set()
-    for entry in os.scandir("/proc") if Path("/proc/self/stat").exists() else ():
-        if not entry.name.isdigit():
-            continue
-        each = int(entry.name)
-        about = _about(each)
-        if about is None:
-            continue
-        parents[each], session = about
-        if pid in {each, session} or _carries(each, mark):
-            found.add(each)
-    while more := {each for each, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
-
-
-def _about(pid: int) -> tuple[int, int] | None:
-    """Parent and session of a process; None of one that is dead."""
-    try:
-        # After the name, which is anything, in brackets: state, parent, group, session.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    if len(fields) < 4 or fields[0] in {b"Z", b"X"}:
-        return None
-    return int(fields[1]), int(fields[3])
-
-
-def _carries(pid: int, mark: str) -> bool:
-    try:
-        return f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-
-
-_MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
-_MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
-_CODE = (
-    "import sys; sys.path[:] = {path!r}; from attncheck.workers.kernel_worker import main; main()"
-)
-_SAID = 3  # lines of standard error that a message ends with
-
-
-class HostError(AttncheckError):
-    """A kernel's process cannot be had, or does not answer as ours does."""
-
-
-class Died(HostError):
-    """A kernel's process died, was killed at its deadline, or had no memory left.
-
-    Attributes:
-        kind: ``crash``, ``timeout`` or ``oom``.
-        trace: The last of what it printed to standard error.
-    """
-
-    def __init__(self, kind: str, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.kind, self.trace = kind, trace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Seconds that a kernel's process may take.
-
-    Attributes:
-        start: To start Python and import torch, before anything of the kernel's runs.
-        load: To import the kernel.
-        call: To answer one question: to draw the inputs and call the kernel.
-        imports: So many more the first time in a process: torch imports half of itself then.
-        compile: To do the same for the first time with these shapes and mods on a GPU.
-        close: To end by itself.
-    """
-
-    start: float = 120.0
-    load: float = 120.0
-    call: float = 60.0
-    imports: float = 30.0
-    compile: float = 180.0
-    close: float = 5.0
-
-
-class Connection:
-    """Frames to and from one kernel in a process of its own.
-
-    Args:
-        kernel: As ``subjects.load.load`` takes it.
-        convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
-        gpu: What the process sees of the GPUs (``CUDA_VISIBLE_DEVICES``); empty for what this one
-            sees.
-        deadlines: How long it may take.
-        folder: Its working directory, which references to files are relative to; empty for this
-            one's.
-        paths: Where it and what it starts look for modules first.
-
-    Attributes:
-        described: What the process says of the kernel.
-        started: Processes so far.
-
-    Raises:
-        UsageError: where there is no such kernel.
-        HostError: where it cannot be loaded for another reason.
-    """
-
-    def __init__(
-        self,
-        kernel: str,
-        *,
-        convention: str,
-        device: str,
-        gpu: str,
-        deadlines: Deadlines,
-        folder: str,
-        paths: tuple[str, ...] = (),
-    ) -> None:
-        self.device, self.deadlines = device, deadlines
-        self._words = {"kernel": kernel, "convention": convention, "device": device}
-        self._gpu, self._folder, self._paths = gpu, folder, paths
-        self._process: Process | None = None
-        self.started, self._cases, self._at_first = 0, 0, 0
-        self._deadline = 0.0
-        self.described = self._start()
-
-    @property
-    def pid(self) -> int | None:
-        """The number of the process; None while there is none."""
-        return None if self._process is None else self._process.pid
-
-    def ask(self, kind: str, words: dict[str, Any], *, seconds: float, most: int = 0) -> Frame:
-        """The answer to a question.
-
-        Args:
-            kind: Of the question.
-            words: Its JSON.
-            seconds: Until it is killed.
-            most: Bytes beside JSON that an answer may have.
-
-        Raises:
-            Died: when there is none. The next question starts another process.
-            HostError: when no process can be had, of which the kernel knows nothing.
-        """
-        if self._process is None:
-            try:
-                self._start()
-            except UsageError as error:
-                raise Died("crash", f"loaded once more it said: {error}") from None
-        return self._exchange(Frame(kind=kind, words=words), seconds, most)
-
-    @property
-    def new(self) -> bool:
-        """Whether the next question is the first to call the kernel in its process."""
-        return self._process is None or self._cases == 0
-
-    def count_case(self) -> None:
-        """One more call was made: see whether its process has done enough."""
-        self._cases += 1
-        if self._process is None:
-            return
-        if self._cases >= _MOST_CASES or self._process.memory > self._at_first + _MOST_GROWTH:
-            self.end()
-
-    def end(self) -> None:
-        """Let the process end; the next question starts another."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.end(self.deadlines.close)
-
-    def kill(self) -> None:
-        """The same, at once."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill(self.deadlines.close)
-
-    def _start(self) -> dict[str, Any]:
-        self._process = process = Process(
-            self._command, environment=self._environment(), folder=self._folder
-        )
-        key = secrets.token_bytes(KEY)
-        self._sender = Sender(process.requests, key, self._ready(process, writing=True))
-        self._receiver = Receiver(process.replies, key, self._ready(process, writing=False))
-        self.started, self._cases = self.started + 1, 0
-        self._kills = oom_kills()
-        os.write(process.requests, key)
-        try:
-            self._exchange(Frame(kind="start", words={}), self.deadlines.start, 0)
-        except Died as error:  # before anything of the kernel's runs: the machine's fault, or ours
-            raise HostError(f"no process of its own can be had: {error}") from None
-        self._at_first = process.memory
-        answer = self._exchange(self._load(), self.deadlines.load, 0)
-        if answer.kind == "described":
-            return answer.words
-        self.kill()
-        message = str(answer.words.get("message"))
-        raise (UsageError if answer.kind == "usage" else HostError)(message)
-
-    def _load(self) -> Frame:
-        import torch
-
-        return Frame(kind="load", words={**self._words, "threads": torch.get_num_threads()})
-
-    def _environment(self) -> dict[str, str]:
-        found = {**os.environ, "CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {**os.environ}
-        if self._paths:
-            places = (*self._paths, os.environ.get("PYTHONPATH", ""))
-            found["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-        return found
-
-    def _command(self, requests: int, replies: int) -> list[str]:
-        # Linux ends a process with the thread that started it, which may end before this one does.
-        bound = threading.current_thread() is threading.main_thread()
-        numbers = (requests, replies, os.getpid(), int(bound))
-        code = _CODE.format(path=[*self._paths, *sys.path])
-        return [sys.executable, "-c", code, *map(str, numbers)]
-
-    def _ready(self, process: Process, *, writing: bool) -> Callable[[], None]:
-        descriptor = process.requests if writing else process.replies
-        return lambda: process.wait(descriptor, self._deadline, writing=writing)
-
-    def _exchange(self, frame: Frame, seconds: float, most: int) -> Frame:
-        process = self._process
-        assert process is not None
-        self._deadline = time.monotonic() + seconds
-        try:
-            self._sender.send(frame)
-            return self._receiver.receive(most=most)
-        except Late:
-            late = f"it did not answer {_ASKED[frame.kind]} in {seconds:g} s"
-            self._died(process, "timeout", late)
-        except (Ended, Closed):
-            code = process.await_end(self.deadlines.close)
-            self._died(process, *self._cause(process, code))
-        except BrokenFrame as error:
-            self._died(process, "crash", f"what its process sent is no answer: {error}")
-        except BaseException:  # an interrupt, between two frames or within one
-            self.kill()
-            raise
-
-    def _cause(self, process: Process, code: int | None) -> tuple[str, str]:
-        """Kind and message of an end that nobody here asked for."""
-        if code is None:
-            return "crash", "its process closed its pipe and went on"
-        if code >= 0:
-            return "crash", f"its process ended with exit code {code} before it answered"
-        name = _name(-code)
-        if -code == signal.SIGKILL and oom_kills() > self._kills:
-            return "oom", "its process was killed because the machine had no memory left"
-        if "bad_alloc" in process.stderr.text[-4096:]:
-            return "oom", f"its process died of {name}: it had no memory left"
-        return "crash", f"its process died of {name} before it answered"
-
-    def _died(self, process: Process, kind: str, message: str) -> NoReturn:
-        self.kill()
-        said = _said(process)
-        trace = "\n".join(map(one_line, process.stderr.text.splitlines()))
-        raise Died(kind, f"{message}; it said: {said}" if said else f"{message}.", trace) from None
-
-
-_ASKED = {
-    "start": "whether it had started",
-    "load": "what the kernel is",
-    "ask": "a question about a problem",
-    "run": "with outputs",
-}
-
-
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def _said(process: Process) -> str:
-    """The last lines of its standard error; of faulthandler's the place."""
-    text = process.stderr.text
-    _, fatal, dump = text.rpartition("Fatal Python error: ")
-    if not fatal:
-        return process.stderr.lines(_SAID)
-    lines = [one_line(line) for line in dump.splitlines()]
-    places = [line for line in lines if line.startswith("File ")]
-    return ", ".join([lines[0], *places[:1]])
+def oom_kills() -> int:
+    """Return how many processes the machine has killed for want of memory; 0 where nobody counts.
+
+    As far as this process can see: of the host, and of its control group (version 2).
+    """
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1]
+        events = group.rpartition(":")[2].lstrip("/")
+    except (OSError, IndexError):
+        events = ""
+    counted = 0
+    for place in (Path("/proc/vmstat"), Path("/sys/fs/cgroup") / events / "memory.events"):
+        with suppress(OSError, ValueError):
+            words = (line.split() for line in place.read_text().splitlines())
+            counted += sum(int(w[1]) for w in words if len(w) == 2 and w[0] == "oom_kill")
+    return counted

@@ -69,15 +69,18 @@ class Sender:
     Args:
         descriptor: To write to.
         key: The key of both sides.
-        ready: Returns when something can be written, or raises; None where writing waits for that.
     """
 
-    def __init__(self, descriptor: int, key: bytes, ready: Ready | None = None) -> None:
-        self._descriptor, self._key, self._ready = descriptor, key, ready
+    def __init__(self, descriptor: int, key: bytes) -> None:
+        self._descriptor, self._key = descriptor, key
         self._sequence = 0
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: Frame, ready: Ready | None = None) -> None:
         """Send it whole.
+
+        Args:
+            frame: What to send.
+            ready: Returns when something can be written, or raises; None where writing waits.
 
         Raises:
             BrokenFrame: for one that no receiver would take.
@@ -90,12 +93,12 @@ class Sender:
         self._sequence += 1
         header = _HEADER.pack(_MAGIC, kind, self._sequence, len(words), len(frame.data))
         for part in (header, words, frame.data, _checksum(self._key, header, words, frame.data)):
-            self._write(memoryview(part))
+            self._write(memoryview(part), ready)
 
-    def _write(self, left: memoryview) -> None:
+    def _write(self, left: memoryview, ready: Ready | None) -> None:
         while left:
-            if self._ready is not None:
-                self._ready()
+            if ready is not None:
+                ready()
             try:
                 left = left[_WRITE(self._descriptor, left[:_CHUNK]) :]
             except BlockingIOError:
@@ -110,31 +113,31 @@ class Receiver:
     Args:
         descriptor: To read from.
         key: The key of both sides.
-        ready: Returns when something can be read, or raises; None where reading waits for that.
     """
 
-    def __init__(self, descriptor: int, key: bytes, ready: Ready | None = None) -> None:
-        self._descriptor, self._key, self._ready = descriptor, key, ready
+    def __init__(self, descriptor: int, key: bytes) -> None:
+        self._descriptor, self._key = descriptor, key
         self._sequence = 0
 
-    def receive(self, *, most: int) -> Frame:
-        """The next frame.
+    def receive(self, *, most: int, ready: Ready | None = None) -> Frame:
+        """Return the next frame.
 
         Args:
             most: Bytes after its JSON, at most.
+            ready: Returns when something can be read, or raises; None where reading waits.
 
         Raises:
             BrokenFrame: when what came is none, or is larger.
             Closed: when nobody writes any more.
         """
-        header = self._read(_HEADER.size)
+        header = self._read(_HEADER.size, ready)
         magic, kind, sequence, of_words, of_data = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise BrokenFrame("what came begins as no frame does.")
         if of_words > LARGEST_WORDS or of_data > most:
             raise BrokenFrame(f"a frame of {of_words} and {of_data} bytes, of at most {most}.")
-        words, data = self._read(of_words), self._read(of_data)
-        checksum = self._read(_CHECKSUM)
+        words, data = self._read(of_words, ready), self._read(of_data, ready)
+        checksum = self._read(_CHECKSUM, ready)
         if not _SAME(checksum, _checksum(self._key, header, words, data)):
             raise BrokenFrame("a frame whose checksum is not the one of its bytes and our key.")
         self._sequence += 1
@@ -142,12 +145,12 @@ class Receiver:
             raise BrokenFrame(f"frame {sequence} where {self._sequence} is the next.")
         return Frame(kind=kind.rstrip(b"\x00").decode("ascii"), words=_object(words), data=data)
 
-    def _read(self, count: int) -> bytearray:
+    def _read(self, count: int, ready: Ready | None) -> bytearray:
         found = bytearray(count)
         left = memoryview(found)
         while left:
-            if self._ready is not None:
-                self._ready()
+            if ready is not None:
+                ready()
             try:
                 part = _READ(self._descriptor, min(len(left), _CHUNK))
             except BlockingIOError:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import UsageError
-from attncheck.records.run_reports import Answer, Stage  # noqa: TC001  # msgspec reads them
+from attncheck.records.run_reports import Answer, Stage
 
 __all__ = ["MOST_SHARDS", "Done", "Shard", "Unit"]
 

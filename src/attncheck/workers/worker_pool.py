@@ -1,31 +1,26 @@
-"""Worker processes on this machine, each of which does one unit at a time.
+"""Workers that do one unit at a time: what is sent to them, and those of this machine.
 
-It hears and answers on a socket that nobody else knows, so that what it prints is nothing but
-print. It ends with the process that started it.
+``ray_pool`` has those of a cluster. Both have the same life: a worker makes its ``Work`` once, does
+one unit after the other, and is replaced by another when it is lost.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
+import selectors
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from multiprocessing.connection import Connection, wait
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
-from attncheck.workers.orphans import end
+from attncheck.workers.process import Died, Worker
+from attncheck.workers.transport import Frame
 from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
@@ -34,10 +29,11 @@ if TYPE_CHECKING:
     from attncheck.workers.interruptions import Interruptions
 
 __all__ = [
-    "LARGEST",
-    "NAME",
+    "Cluster",
     "Limits",
-    "ProcessPool",
+    "LocalPool",
+    "Member",
+    "UnitServer",
     "Work",
     "WorkerError",
     "WorkerNews",
@@ -47,20 +43,30 @@ __all__ = [
     "WorkerSetup",
     "do_unit",
     "from_bytes",
-    "main",
     "make_work",
     "to_bytes",
 ]
 
+M = TypeVar("M", bound=msgspec.Struct)
+
+_LARGEST = 1 << 27  # bytes of one message
+_LONGEST_REASON = 500  # characters
+_MOST_FAILED_STARTS = 3
+_SEND = 60.0  # seconds until a worker that does not read is lost
+
+
+class WorkerError(AttncheckError):
+    """No worker can be started; the command line exits with 3."""
+
 
 class Work(Protocol):
-    """What a lane's process makes once, by the factory ``module:function`` of a run."""
+    """What a worker makes once, by the factory ``module:function`` of a run."""
 
     def do(self, unit: Unit) -> Done:
-        """What comes of ``unit``. Raising costs a new process, and twice makes a harness error."""
+        """Do ``unit``. Raising costs a new process, and twice makes a harness error."""
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """End what it has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +74,11 @@ class Limits:
     """Seconds that things may take.
 
     Attributes:
-        unit: One unit, from being sent to its result, before its lane is taken for hung. Far above
-            every deadline within.
-        start: A lane, until it can do a unit.
+        unit: One unit, from being sent to its result, before its worker is taken for hung. Far
+            above every deadline within.
+        start: A worker, until it can do a unit.
         grace: Running units, where the time of a run is up.
-        close: A lane, to end what it has started.
+        close: A worker, to end what it has started.
     """
 
     unit: float = 3600.0
@@ -82,68 +88,48 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerNews:
-    """Something of a lane.
+class WorkerPlace:
+    """Where one worker of this machine works.
 
     Attributes:
-        lane: Which.
-        done: The result of the unit that it did.
-        lost: Why it is gone, with the unit that it did; its place is free.
+        gpu: What CUDA_VISIBLE_DEVICES is there; empty to leave it as it is here.
+        threads: What OMP_NUM_THREADS is there; 0 to leave it as it is here.
     """
 
-    lane: int
-    done: Done | None = None
-    lost: str = ""
+    gpu: str = ""
+    threads: int = 0
+
+    def environment(self) -> dict[str, str]:
+        """Return what is another there than here."""
+        environment = {}
+        if self.gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpu
+        if self.threads:
+            environment["OMP_NUM_THREADS"] = str(self.threads)
+        return environment
 
 
-class WorkerPool(Protocol):
-    """The lanes of a run, by number."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A Ray cluster whose nodes do the work, in place of this machine.
 
-    def staff(self, wanted: int, *, fresh: int) -> None:
-        """Start lanes, up to the most that there may be.
+    Attributes:
+        address: ``auto`` for the one that this machine is a node of; ``local`` for one that ends
+            with the run.
+        device: ``cuda``: each worker has a GPU of its own; ``cpu``: a core.
+        most: Workers; None for as many as the cluster has GPUs or cores.
+    """
 
-        Args:
-            wanted: How many there are to be, those that are being started counted.
-            fresh: How many of them at least that have been given no unit.
-        """
-
-    def ready(self) -> Sequence[int]:
-        """Lanes that can be given a unit now; those that have done none first."""
-
-    def used(self, lane: int) -> bool:
-        """Whether it has been given a unit."""
-
-    def give(self, lane: int, unit: Unit) -> None:
-        """It is to do ``unit``."""
-
-    def drop(self, lane: int) -> None:
-        """End it now, with all processes that it has started."""
-
-    def news(self, seconds: float, interruptions: Interruptions) -> Sequence[WorkerNews]:
-        """What happened; waits so long for something, or for an interrupt.
-
-        Raises:
-            AttncheckError: where lanes cannot be started.
-        """
-
-
-M = TypeVar("M", bound=msgspec.Struct)
-
-LARGEST = 2**27
-"""Bytes of the largest message."""
-
-NAME = "ATTNCHECK_LANE"
-"""The environment variable by which a lane and all processes that it starts are known."""
-
-_PR_SET_PDEATHSIG = 1
-_LONGEST_REASON = 500
+    address: str
+    device: str = "cpu"
+    most: int | None = None
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):
-    """The first message to a lane.
+    """The first message to a worker.
 
     Attributes:
-        work: Its factory, ``module:function``.
+        work: Factory of its Work, ``module:function``.
         options: Of that.
     """
 
@@ -152,7 +138,7 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
 
 
 class WorkerReply(msgspec.Struct, kw_only=True):
-    """A message from a lane: it is ready, has done a unit, or ends since something was raised.
+    """A message from a worker: it is ready, has done a unit, or something was raised.
 
     Attributes:
         done: The result of the unit.
@@ -165,69 +151,39 @@ class WorkerReply(msgspec.Struct, kw_only=True):
     usage: bool = False
 
 
-def make_work(hello: WorkerSetup) -> tuple[Work | None, WorkerReply]:
-    """The Work that a lane is told to make, and its answer; None where that says why not."""
-    try:
-        return _factory(hello.work)(**hello.options), WorkerReply()
-    except Exception as error:  # noqa: BLE001  # the other side says it
-        return None, WorkerReply(raised=_reason(error), usage=isinstance(error, UsageError))
-
-
-def do_unit(work: Work, raw: bytes) -> WorkerReply:
-    """The answer to the message that is a unit."""
-    try:
-        return WorkerReply(done=work.do(from_bytes(raw, Unit)))
-    except BaseException as error:  # noqa: BLE001  # a new lane tries once more, and says it
-        return WorkerReply(raised=_reason(error))
-
-
 def to_bytes(message: msgspec.Struct) -> bytes:
-    """A message, for ``from_bytes`` of its type."""
+    """Return a message for ``from_bytes`` of its type."""
     try:
         return msgspec.msgpack.encode(message)
     except UnicodeEncodeError:  # a lone surrogate in a foreign text
         return msgspec.msgpack.encode(json_numbers.to_plain_data(message))
 
 
-def from_bytes(raw: bytes, kind: type[M]) -> M:
-    """The message that ``to_bytes`` has made.
-
-    Raises:
-        msgspec.MsgspecError: for anything else.
-    """
+def from_bytes(raw: bytes | bytearray, kind: type[M]) -> M:
+    """Return the message that ``to_bytes`` has made; raises MsgspecError for anything else."""
     return msgspec.msgpack.decode(raw, type=kind)
 
 
-def main(descriptor: int, parent: int) -> None:
-    """The life of a lane.
-
-    Args:
-        descriptor: Of the socket.
-        parent: Process that started it.
-    """
-    _die_with(parent)
-    with Connection(descriptor) as socket:
-        work, first = make_work(from_bytes(socket.recv_bytes(LARGEST), WorkerSetup))
-        socket.send_bytes(to_bytes(first))
-        if work is None:
-            return
-        try:
-            while raw := _next(socket):
-                answer = do_unit(work, raw)
-                socket.send_bytes(to_bytes(answer))
-                if answer.raised:
-                    return
-        finally:
-            work.close()
-
-
-def _factory(work: str) -> Callable[..., Work]:
-    module, _, function = work.partition(":")
+def make_work(setup: WorkerSetup) -> tuple[Work | None, WorkerReply]:
+    """Return the Work that a worker is to make, and its reply; None where that says why not."""
+    module, _, function = setup.work.partition(":")
     try:
         factory: Callable[..., Work] = getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"no work {work!r}: {_reason(error)}.") from error
-    return factory
+        reason = f"no work {setup.work!r}: {_reason(error)}."
+        return None, WorkerReply(raised=reason, usage=True)
+    try:
+        return factory(**setup.options), WorkerReply()
+    except Exception as error:  # noqa: BLE001  # the other side says it
+        return None, WorkerReply(raised=_reason(error), usage=isinstance(error, UsageError))
+
+
+def do_unit(work: Work, raw: bytes | bytearray) -> WorkerReply:
+    """Return the reply to the message that is a unit."""
+    try:
+        return WorkerReply(done=work.do(from_bytes(raw, Unit)))
+    except BaseException as error:  # noqa: BLE001  # a new worker tries once more, and says it
+        return WorkerReply(raised=_reason(error))
 
 
 def _reason(error: BaseException) -> str:
@@ -238,239 +194,236 @@ def _reason(error: BaseException) -> str:
     return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}…"
 
 
-def _next(socket: Connection) -> bytes:
-    """The next message; empty where there is none, since the other side has closed."""
-    try:
-        return socket.recv_bytes(LARGEST)
-    except (EOFError, ConnectionError):
-        return b""
+class UnitServer:
+    """What a worker process does: makes its Work, then one unit after the other."""
 
+    def __init__(self) -> None:
+        self._work: Work | None = None
 
-def _die_with(parent: int) -> None:
-    """SIGKILL as soon as the process ``parent`` is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was gone before
-        os._exit(1)
+    def answer(self, request: Frame) -> Frame:
+        """Return the reply to a setup or a unit."""
+        if self._work is None:
+            self._work, reply = make_work(from_bytes(request.data, WorkerSetup))
+        else:
+            reply = do_unit(self._work, request.data)
+        return Frame(kind="reply", words={}, data=to_bytes(reply))
 
-
-_MOST_FAILED_STARTS = 3
-_LAST_WORDS = 2000  # bytes of what a lane that died has printed
-
-# Not -m: the lane finds modules where this process does, and not in the folder that it is in.
-_CODE = (
-    "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_pool import main; "
-    "main({descriptor}, {parent})"
-)
-
-
-class WorkerError(AttncheckError):
-    """No lane can be started; the command line exits with 3."""
+    def close(self) -> None:
+        """End what the Work has started."""
+        if self._work is not None:
+            self._work.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlace:
-    """Where one lane works.
+class WorkerNews:
+    """Something of a worker.
 
     Attributes:
-        gpu: What CUDA_VISIBLE_DEVICES is there; empty to leave it as it is here.
-        threads: What OMP_NUM_THREADS is there; 0 to leave it as it is here.
+        worker: Which.
+        done: The result of the unit that it did.
+        lost: Why it is gone, with the unit that it did; its place is free.
     """
 
-    gpu: str = ""
-    threads: int = 0
+    worker: int
+    done: Done | None = None
+    lost: str = ""
 
-    def environment(self) -> dict[str, str]:
-        """What is another there than here."""
-        environment = {}
-        if self.gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = self.gpu
-        if self.threads:
-            environment["OMP_NUM_THREADS"] = str(self.threads)
-        return environment
+
+H = TypeVar("H")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Process:
-    """One lane that lives."""
+class Member(Generic[H]):
+    """One worker that lives: how to reach it, and what it is at."""
 
-    process: subprocess.Popen[bytes]
-    socket: Connection
-    printed: IO[bytes]
-    name: str
+    handle: H
+    busy: Any = None  # what answers when it has started or has done its unit; None when it is free
     began: float = field(default_factory=time.monotonic)
     ready: bool = False
     used: bool = False
-    busy: bool = False
 
 
-class ProcessPool:
-    """A ``dispatch.Crew`` of processes here; see there for what its methods do."""
+class WorkerPool(ABC, Generic[H]):
+    """The workers of a run, by number.
 
-    def __init__(
-        self, lanes: Sequence[WorkerPlace], hello: WorkerSetup, name: str, limits: Limits
-    ) -> None:
-        """None is started.
+    Args:
+        setup: What each is told first.
+        limits: Of time.
+    """
+
+    def __init__(self, setup: WorkerSetup, limits: Limits) -> None:
+        """None is started."""
+        self._setup, self._limits = to_bytes(setup), limits
+        self._members: dict[int, Member[H]] = {}
+        self._failed = 0
+
+    @abstractmethod
+    def staff(self, wanted: int, *, fresh: int) -> None:
+        """Start workers, up to the most that there may be.
 
         Args:
-            lanes: Where each works.
-            hello: What each is told first.
-            name: By which they and what they start are known.
-            limits: Of time.
+            wanted: How many there are to be, those that are being started counted.
+            fresh: How many of them at least that have been given no unit.
         """
-        self._places, self._hello, self._name, self._limits = list(lanes), hello, name, limits
-        self._lanes: dict[int, _Process] = {}
-        self._failed = self._started = 0
 
-    def staff(self, wanted: int, *, fresh: int) -> None:
-        """See ``Crew``; at most one for each place."""
-        unused = sum(not lane.used for lane in self._lanes.values())
-        for place in range(len(self._places)):
-            if len(self._lanes) >= wanted and unused >= fresh:
-                return
-            if place not in self._lanes:
-                self._lanes[place] = self._start(place)
-                unused += 1
+    @abstractmethod
+    def give(self, worker: int, unit: Unit) -> None:
+        """Have it do ``unit``."""
 
-    def ready(self) -> list[int]:
-        """See ``Crew``."""
-        free = [n for n, lane in self._lanes.items() if lane.ready and not lane.busy]
-        return sorted(free, key=lambda n: (self._lanes[n].used, n))
+    @abstractmethod
+    def drop(self, worker: int) -> None:
+        """Kill it now, with all processes that it has started."""
 
-    def used(self, lane: int) -> bool:
-        """See ``Crew``."""
-        return lane in self._lanes and self._lanes[lane].used
+    @abstractmethod
+    def news(self, seconds: float, interruptions: Interruptions) -> Sequence[WorkerNews]:
+        """Return what happened; waits so long for something, or for an interrupt.
 
-    def give(self, lane: int, unit: Unit) -> None:
-        """See ``Crew``."""
-        one = self._lanes[lane]
-        one.used = one.busy = True
-        _send(one.socket, unit)
+        Raises:
+            UsageError: where the factory of the Work raised one.
+            WorkerError: where workers cannot be started.
+        """
 
-    def drop(self, lane: int) -> None:
-        """See ``Crew``; it is killed, with all processes that carry its name."""
-        one = self._lanes.pop(lane)
-        one.process.kill()
-        one.process.wait()
-        end(NAME, one.name)
-        one.socket.close()
-        one.printed.close()
-
-    def news(self, seconds: float, interruptions: Interruptions) -> list[WorkerNews]:
-        """See ``Crew``."""
-        sockets = {lane.socket: number for number, lane in self._lanes.items()}
-        heard = wait([*sockets, interruptions.fileno()], seconds)
-        interruptions.heard()
-        news = [self._hear(sockets[one]) for one in heard if isinstance(one, Connection)]
-        now = time.monotonic()
-        for number, lane in list(self._lanes.items()):
-            if not lane.ready and now - lane.began > self._limits.start:
-                self._fail(f"it is not ready within {self._limits.start:g} s")
-                self.drop(number)
-        return [one for one in news if one is not None]
-
+    @abstractmethod
     def close(self) -> None:
         """End all: those that do nothing may end what they have started first."""
-        for number, lane in list(self._lanes.items()):
-            if lane.busy or not lane.ready:
-                self.drop(number)
-            else:
-                lane.socket.close()  # it hears that
-        until = time.monotonic() + self._limits.close
-        for number, lane in list(self._lanes.items()):
-            with suppress(subprocess.TimeoutExpired):
-                lane.process.wait(max(0.0, until - time.monotonic()))
+
+    def ready(self) -> list[int]:
+        """Return workers that can be given a unit now; those that have done none first."""
+        free = [n for n, member in self._members.items() if member.ready and member.busy is None]
+        return sorted(free, key=lambda n: (self._members[n].used, n))
+
+    def used(self, worker: int) -> bool:
+        """Return whether it has been given a unit."""
+        return worker in self._members and self._members[worker].used
+
+    def _unused(self) -> int:
+        return sum(not member.used for member in self._members.values())
+
+    def _hear(self, number: int, reply: WorkerReply) -> WorkerNews | None:
+        """What follows from a reply; one that raised is dropped."""
+        member = self._members[number]
+        if reply.raised:
             self.drop(number)
-
-    def _start(self, place: int) -> _Process:
-        self._started += 1
-        name = f"{self._name}.{self._started}."
-        ours, theirs = socket.socketpair()
-        printed = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the lane is dropped
-        try:
-            process = self._launch(theirs.fileno(), printed, self._environment(place, name))
-        except OSError as error:
-            raise WorkerError(f"no process can be started: {error.strerror}.") from None
-        theirs.close()
-        connection = Connection(ours.detach())
-        _send(connection, self._hello)
-        return _Process(process=process, socket=connection, printed=printed, name=name)
-
-    def _environment(self, place: int, name: str) -> dict[str, str]:
-        return os.environ | self._places[place].environment() | {NAME: name}
-
-    def _launch(
-        self, descriptor: int, printed: IO[bytes], environment: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        """A process whose ``lane.main`` hears on ``descriptor``."""
-        path = [entry for entry in sys.path if isinstance(entry, str)]
-        code = _CODE.format(path=path, descriptor=descriptor, parent=os.getpid())
-        return subprocess.Popen(  # noqa: S603  # our own code
-            [sys.executable, "-P", "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=[descriptor],
-            start_new_session=True,  # the terminal's Ctrl-C is ours to hear
-        )
-
-    def _hear(self, number: int) -> WorkerNews | None:
-        lane = self._lanes[number]
-        try:
-            answered = from_bytes(lane.socket.recv_bytes(LARGEST), WorkerReply)
-        except (EOFError, OSError, msgspec.MsgspecError) as error:
-            return self._gone(number, self._obituary(lane, error))
-        if answered.raised:
-            if answered.usage and not lane.ready:
-                raise UsageError(answered.raised)
-            return self._gone(number, answered.raised)
-        if not lane.ready:
-            lane.ready, self._failed = True, 0
+            if member.ready:
+                return WorkerNews(worker=number, lost=reply.raised)
+            if reply.usage:
+                raise UsageError(reply.raised)
+            self._fail(reply.raised)
             return None
-        lane.busy = False
-        return WorkerNews(lane=number, done=answered.done)
-
-    def _gone(self, number: int, why: str) -> WorkerNews | None:
-        ready = self._lanes[number].ready
-        self.drop(number)
-        if ready:
-            return WorkerNews(lane=number, lost=why)
-        self._fail(why)
+        member.busy = None
+        if member.ready:
+            return WorkerNews(worker=number, done=reply.done)
+        member.ready, self._failed = True, 0
         return None
 
+    def _late_starts(self) -> list[int]:
+        now = time.monotonic()
+        return [
+            number
+            for number, member in self._members.items()
+            if not member.ready and now - member.began > self._limits.start
+        ]
+
     def _fail(self, why: str) -> None:
-        """A lane was lost before it could do anything."""
+        """Count a worker that was lost before it could do anything."""
         self._failed += 1
         if self._failed >= _MOST_FAILED_STARTS:
             raise WorkerError(f"the processes that do the work cannot be started: {why}.")
 
-    def _obituary(self, lane: _Process, error: Exception) -> str:
-        """How it died, and the last line that it printed."""
-        with suppress(subprocess.TimeoutExpired):
-            lane.process.wait(1.0)
-        code = lane.process.poll()
-        how = (
-            f"its process sent what is no answer: {one_line(str(error))}"
-            if code is None
-            else f"its process died: {_death(code)}"
-        )
-        size = lane.printed.seek(0, os.SEEK_END)
-        lane.printed.seek(max(0, size - _LAST_WORDS))
-        words = lane.printed.read().decode(errors="replace").strip().splitlines()
-        return f"{how} ({one_line(words[-1])[:300]})" if words and words[-1].strip() else how
 
+class LocalPool(WorkerPool[Worker]):
+    """Workers that are processes of this machine, spawned, never forked.
 
-def _send(socket_: Connection, message: msgspec.Struct) -> None:
-    with suppress(ConnectionError):  # it is gone, which is heard when it is waited for
-        socket_.send_bytes(to_bytes(message))
+    Args:
+        places: Where each works: one process each, at most.
+        setup: What each is told first.
+        mark: With which their own marks begin.
+        limits: Of time.
+    """
 
+    def __init__(
+        self, places: Sequence[WorkerPlace], setup: WorkerSetup, mark: str, limits: Limits
+    ) -> None:
+        super().__init__(setup, limits)
+        self._places, self._mark, self._started = list(places), mark, 0
 
-def _death(code: int) -> str:
-    """An exit status in words."""
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    def staff(self, wanted: int, *, fresh: int) -> None:
+        """See ``WorkerPool``; at most one for each place."""
+        for number, place in enumerate(self._places):
+            if len(self._members) >= wanted and self._unused() >= fresh:
+                return
+            if number not in self._members:
+                self._members[number] = Member(handle=self._start(place), busy=True)
+
+    def _start(self, place: WorkerPlace) -> Worker:
+        self._started += 1
+        try:
+            worker = Worker(
+                f"{__name__}:UnitServer",
+                environment=place.environment(),
+                mark=f"{self._mark}{self._started}.",
+                grace=self._limits.close,
+            )
+        except OSError as error:
+            raise WorkerError(f"no process can be started: {error.strerror}.") from None
+        self._send(worker, self._setup)
+        return worker
+
+    def give(self, worker: int, unit: Unit) -> None:
+        """See ``WorkerPool``."""
+        member = self._members[worker]
+        member.used = member.busy = True
+        self._send(member.handle, to_bytes(unit))
+
+    def _send(self, worker: Worker, message: bytes) -> None:
+        with suppress(Died):  # it is killed, which is heard when it is waited for
+            worker.send(Frame(kind="unit", words={}, data=message), seconds=_SEND)
+
+    def drop(self, worker: int) -> None:
+        """See ``WorkerPool``."""
+        self._members.pop(worker).handle.kill(self._limits.close)
+
+    def news(self, seconds: float, interruptions: Interruptions) -> list[WorkerNews]:
+        """See ``WorkerPool``."""
+        ready = self._ready_descriptors(seconds, interruptions)
+        interruptions.heard()
+        news = []
+        for number, member in list(self._members.items()):
+            if member.handle.failed or member.handle.take_in(ready):
+                news.append(self._hear(number, self._reply(member.handle)))
+        for number in self._late_starts():
+            self.drop(number)
+            self._fail(f"it is not ready within {self._limits.start:g} s")
+        return [one for one in news if one is not None]
+
+    def _ready_descriptors(self, seconds: float, interruptions: Interruptions) -> set[int]:
+        workers = [member.handle for member in self._members.values()]
+        if any(worker.failed for worker in workers):
+            return set()
+        with selectors.DefaultSelector() as selector:
+            selector.register(interruptions.fileno(), selectors.EVENT_READ)
+            for worker in workers:
+                for descriptor in worker.descriptors:
+                    selector.register(descriptor, selectors.EVENT_READ)
+            return {key.fd for key, _ in selector.select(seconds)}
+
+    def _reply(self, worker: Worker) -> WorkerReply:
+        try:
+            frame = worker.receive(seconds=_SEND, most=_LARGEST)
+            return from_bytes(frame.data, WorkerReply)
+        except Died as error:
+            return WorkerReply(raised=str(error).removesuffix("."))
+        except msgspec.MsgspecError as error:
+            return WorkerReply(raised=f"its process sent what is no answer: {one_line(str(error))}")
+
+    def close(self) -> None:
+        """See ``WorkerPool``."""
+        for number, member in list(self._members.items()):
+            if member.busy or not member.ready:
+                self.drop(number)
+            else:
+                member.handle.stop()
+        until = time.monotonic() + self._limits.close
+        for number, member in list(self._members.items()):
+            member.handle.await_end(max(0.0, until - time.monotonic()))
+            self.drop(number)

@@ -1,0 +1,122 @@
+"""Files on disk: written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["check_names", "write_files", "write_texts"]
+
+
+def check_names(
+    directory: Path | str,
+    names: Iterable[str],
+    *,
+    what: str = "reports",
+    instead: str = "--out",
+) -> None:
+    """Raise UsageError unless ``write_files`` could write files of these names there now.
+
+    Args:
+        directory: Where; it may have to be made.
+        names: Of the files.
+        what: They are, for the message of an error.
+        instead: What to choose another of then.
+    """
+    directory = Path(directory)
+    try:
+        place = _nearest_directory(directory)
+        # No name is taken: the file is gone when it is closed, also where it could be made.
+        with tempfile.TemporaryFile(dir=place):
+            pass
+        for name in names:
+            if (directory / name).is_dir():
+                raise IsADirectoryError(0, f"{name} is a directory")
+    except (OSError, ValueError) as error:
+        raise UsageError(_refusal(directory, error, what, instead)) from None
+
+
+def write_texts(
+    texts: Mapping[str, str],
+    directory: Path | str,
+    *,
+    what: str = "reports",
+    instead: str = "--out",
+) -> tuple[Path, ...]:
+    """``write_files`` of texts in UTF-8."""
+    files = {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
+    return write_files(files, directory, what=what, instead=instead)
+
+
+def write_files(
+    files: Mapping[str, bytes],
+    directory: Path | str,
+    *,
+    what: str = "reports",
+    instead: str = "--out",
+) -> tuple[Path, ...]:
+    """Write each file, by its name, into ``directory``, which is made if need be.
+
+    Each replaces the old one in one step: a reader finds the old files or the new ones.
+
+    Args:
+        files: What they hold, by name, which may have one folder before it.
+        directory: Where.
+        what: They are, for the message of an error.
+        instead: What to choose another of then.
+
+    Raises:
+        UsageError: where the directory cannot be written to.
+    """
+    directory = Path(directory)
+    paths = {directory / name: content for name, content in files.items()}
+    drafts: dict[Path, Path] = {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, content in paths.items():
+            path.parent.mkdir(exist_ok=True)
+            drafts[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            with drafts[path].open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # a replaced file must not turn out empty after a crash
+        for path, draft in drafts.items():
+            draft.replace(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(_refusal(directory, error, what, instead)) from None
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+    return tuple(paths)
+
+
+def _nearest_directory(directory: Path) -> Path:
+    """``directory``, or where its first missing part would be made."""
+    try:
+        directory.stat()
+    except FileNotFoundError:
+        if directory.is_symlink() or directory.parent == directory:
+            raise
+        return _nearest_directory(directory.parent)
+    if not directory.is_dir():
+        raise NotADirectoryError(0, "Not a directory")
+    return directory
+
+
+def _refusal(
+    directory: Path, error: OSError | ValueError, what: str = "reports", instead: str = "--out"
+) -> str:
+    reason = getattr(error, "strerror", None) or str(error)
+    return (
+        f"{what} cannot be written to {one_line(str(directory))!r}: {one_line(reason)}; "
+        f"choose another {instead}."
+    )

@@ -1,0 +1,108 @@
+"""Reports as JSON, and back: the only format that is read again, and strictly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from attncheck.core import json_numbers
+from attncheck.core.errors import UsageError
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import Report
+from attncheck.records.run_reports import GateReport
+from attncheck.records.survey_reports import CertificateReport, OracleReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from attncheck.records.record import Record
+
+__all__ = ["LARGEST_GATE", "LARGEST_REPORT", "load_report", "report_json"]
+
+LARGEST_REPORT = 2**26
+"""Bytes of the largest report that is read: some 40,000 records."""
+
+LARGEST_GATE = 2**28
+"""Bytes of the largest gate's report: some 100,000 answers."""
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def report_json(report: msgspec.Struct) -> str:
+    """Write ``report`` as indented JSON, keys in the order of its fields; see ``json_numbers``."""
+    return json_numbers.to_json_text(report)
+
+
+def load_report(source: Path | str, kind: type[R]) -> R:
+    """Read the report of type ``kind`` that ``report_json`` wrote.
+
+    Args:
+        source: A Path is read, a str is the JSON itself.
+        kind: Its type; the default of its field ``schema`` is the version that is read.
+
+    Raises:
+        UsageError: for anything else: unreadable, too large, no JSON, unknown or missing fields,
+            another schema version, a Record without a problem or environment.
+    """
+    what = {Report: "report", GateReport: "gate's report"}.get(kind, kind.__name__)
+    data = json_numbers.read_json(
+        source, what, LARGEST_GATE if kind is GateReport else LARGEST_REPORT
+    )
+
+    def refused(fact: str) -> UsageError:
+        return UsageError(
+            json_numbers.refusal_message(json_numbers.source_name(source), what, fact)
+        )
+
+    schema = data.get("schema") if isinstance(data, dict) else None
+    known = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
+    if schema != known or isinstance(schema, bool):
+        raise refused(f"schema is {schema!r}, this version reads {known}")
+    try:
+        report = msgspec.convert(_with_numbers(data, kind), kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise refused(str(error)) from None
+    if isinstance(report, OracleReport | CertificateReport):
+        for one in report.records:
+            problem_of(one)
+    elif isinstance(report, Report | GateReport):
+        for record in _records(report):
+            problem_of(record)
+            if record.environment not in report.environments:
+                raise refused(f"no environment {record.environment!r}")
+    return report
+
+
+def _records(report: Report | GateReport) -> Iterable[Record]:
+    if isinstance(report, Report):
+        return report.records
+    return (answer.record for answer in report.answers)
+
+
+def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:
+    """``data`` with numbers for JSON's words (``"nan"``), where a number can stand."""
+    changes: dict[type, dict[str, Callable[[Any], Any]]] = {
+        Report: {"records": json_numbers.words_to_record_numbers},
+        GateReport: {"answers": _answer, "changes": _change},
+    }
+    converted = {
+        name: [convert(one) for one in data[name]]
+        for name, convert in changes.get(kind, {}).items()
+        if isinstance(data.get(name), list)
+    }
+    return data | converted
+
+
+def _answer(answer: Any) -> Any:
+    if not isinstance(answer, dict):
+        return answer
+    return answer | {"record": json_numbers.words_to_record_numbers(answer.get("record"))}
+
+
+def _change(change: Any) -> Any:
+    if not isinstance(change, dict):
+        return change
+    numbers = {name: change[name] for name in ("before", "after") if name in change}
+    return change | json_numbers.words_to_numbers(numbers)

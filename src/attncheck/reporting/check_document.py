@@ -1,0 +1,354 @@
+"""The pages of ``attncheck check``, and of one Record in full: what its verdict is made of."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from attncheck.core.judgement import Rule
+from attncheck.core.outputs import AXES
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
+from attncheck.reporting import number_text
+from attncheck.reporting.blind_spots import missed_faults, visible_faults
+from attncheck.reporting.diagnosis_text import TERMS, explanation_facts
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    Facts,
+    Note,
+    Row,
+    Section,
+    Table,
+    Verdict,
+)
+from attncheck.reporting.measurement_document import environment_lines, profiles, share_cell
+from attncheck.reporting.record_text import (
+    JUDGED,
+    STATUS_LOOKS,
+    footnote,
+    gradient_shares,
+    gradients_of,
+    verdict_remarks,
+)
+
+if TYPE_CHECKING:
+    from attncheck.core.judgement import Judgement, Precision, Worst
+    from attncheck.records.record import Record, Report
+
+__all__ = [
+    "check_document",
+    "check_outcome",
+    "check_section",
+    "check_verdict",
+    "explanation",
+    "worst_record",
+]
+
+_COLUMNS = (
+    Column("question", words=True, least=20),
+    Column("verdict", words=True, least=10),
+    Column("out/bound", least=9),
+    Column("LSE/bound", least=9),
+    Column("problem", words=True, wrap=True),
+)
+_RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
+_OPTION = "--question"
+_REMEDY = (
+    "A kernel that does not take a question's sizes says so by raising ValueError or "
+    "NotImplementedError; --head-dim names those that it takes."
+)
+_READING = "out/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault."
+
+
+def check_document(report: Report) -> Document:
+    """Every question, the verdict, and the worst case in full."""
+    end = check_verdict(report, report.command)
+    dtypes = dict.fromkeys(problem_of(record).dtype for record in report.records)
+    sections = [
+        check_section([one for one in report.records if problem_of(one).dtype == dtype])
+        for dtype in dtypes
+    ]
+    kernels = (f"{name} · {summary}" for name, summary in report.kernels.items())
+    return Document(
+        title=end.title,
+        verdict=end.verdict,
+        command=report.command,
+        facts=(*environment_lines(report), *kernels),
+        sections=(*sections, *end.sections),
+        notes=(Note(_READING), *end.notes),
+        closing=end.closing,
+    )
+
+
+def check_section(records: list[Record]) -> Section:
+    """The answers to questions in one dtype, a row each."""
+    rows = []
+    for record in records:
+        judgement = record.judgement
+        shares = (judgement.out_over_bound, judgement.lse_over_bound) if judgement else (None, None)
+        refused = record.status == "unsupported"
+        status = number_text.NOTHING if refused else record.status
+        # A refusal's reason stands in place of its problem; any other has a line of its own.
+        remark = "" if record.status == "pass" or refused else footnote(record)
+        rows.append(
+            Row(
+                (
+                    Cell(record.variant),
+                    Cell(status, STATUS_LOOKS[record.status]),
+                    *map(share_cell, shares),
+                    Cell(record.reason if refused else _problem(record), "dim"),
+                ),
+                (Note(remark, STATUS_LOOKS[record.status]),) if remark else (),
+            )
+        )
+    return Section(problem_of(records[0]).dtype, (Table(_COLUMNS, tuple(rows)),))
+
+
+def check_verdict(report: Report, command: str) -> Document:
+    """What comes below the questions: the worst case, how to see it again, the verdict.
+
+    Args:
+        report: All Records.
+        command: The command line, with its folders where the reader is the one who typed it.
+    """
+    worst, blind = worst_record(report), _blind(report)
+    sections: list[Section] = []
+    notes: list[Note] = []
+    closing: list[Note] = []
+    if worst is None:
+        notes += [Note(f"judged as {profile}") for profile in profiles(report.records)]
+        notes += [Note(seen)] if (seen := visible_faults(report.records)) else []
+        closing += [Note(blind, "bad")] if blind else []
+    else:
+        sections += explanation(worst).sections
+        words = shlex.split(command)
+        if worst.variant not in words:
+            words += [_OPTION, worst.variant]
+        closing.append(Note(f"Reproduce: {shlex.join(words)}", "plain"))
+        closing += [Note(_REMEDY)] if worst.status == "error" else []
+    return Document(
+        title="attncheck check",
+        verdict=_sentence(report),
+        sections=tuple(sections),
+        notes=tuple(notes),
+        closing=tuple(closing),
+    )
+
+
+def worst_record(report: Report) -> Record | None:
+    """The failure that says most: by the order of the rules, then by its size; None if none."""
+
+    def rank(record: Record) -> tuple[int, float]:
+        judgement = record.judgement
+        if judgement is None:
+            return len(_RULES), 0.0
+        if judgement.rule == "structure":  # names the row and the key, the first ones most readably
+            return -1, 0.0
+        shares = [judgement.out_over_bound, judgement.lse_over_bound]
+        shares += gradient_shares(record).values()
+        return _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
+
+    return min((r for r in report.records if r.status in FAILED_STATUSES), key=rank, default=None)
+
+
+def check_outcome(report: Report) -> str:
+    """``fail``; ``in doubt``: oracles disagree; ``pass``; ``untested``: nothing was answered."""
+    if worst_record(report) is not None or _blind(report):
+        return "fail"
+    if any(r.status in UNTRUSTED_STATUSES for r in report.records):
+        return "in doubt"
+    return "pass" if any(r.status in JUDGED for r in report.records) else "untested"
+
+
+def _problem(record: Record) -> str:
+    problem = problem_of(record)
+    parts = [problem.mask["name"], problem.shape, f"H{problem.head_counts}"]
+    parts += [problem.distribution] if record.case.get("question") == "compare" else []
+    return " ".join(parts)
+
+
+def _sentence(report: Report) -> Verdict:
+    name = next(iter(report.kernels), "")
+    count = Counter[str](record.status for record in report.records)
+    failed, judged = (
+        sum(count[status] for status in statuses)
+        for statuses in (FAILED_STATUSES, FAILED_STATUSES | JUDGED)
+    )
+    questions = number_text.plural(judged, "question")
+    odd = [f"{count[status]} {status}" for status in ("warn", "inconclusive") if count[status]]
+    odd += [f"{count['unsupported']} not supported"] if count["unsupported"] else []
+    rest = "".join(f", {part}" for part in odd)
+    match check_outcome(report):
+        case "fail" if failed:
+            return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}", "bad")
+        case "fail":
+            blind = f"{questions} passed, but none of them could have seen a whole class of fault"
+            return Verdict("FAIL", f"{name}: {blind}{rest}", "bad")
+        case "in doubt":
+            doubt = "the oracles disagree, so nothing is said of the kernel"
+            return Verdict("IN DOUBT", f"{name}: {doubt}{rest}", "bad")
+        case "pass":
+            return Verdict("PASS", f"{name}: {questions}{rest}", "good")
+    return Verdict("NOTHING TESTED", f"{name}: it supports none of the questions{rest}", "notable")
+
+
+def _blind(report: Report) -> str:
+    """What no question would have noticed; nothing where not all of them were asked."""
+    words = shlex.split(report.command)
+    if any(word.partition("=")[0] == _OPTION for word in words):
+        return ""
+    missed = missed_faults(report.records)
+    return f"insensitive: no question would have noticed {', or '.join(missed)}" if missed else ""
+
+
+def explanation(record: Record) -> Document:
+    """One Record in full: its worst element, what is allowed there, and of what that is made."""
+    look = STATUS_LOOKS[record.status]
+    reason = footnote(record)
+    blocks: list[Note | Facts] = [
+        Note(f"{record.status}: {reason}" if reason else record.status, look)
+    ]
+    blocks += [Note(f"└ {one.text}", one.look) for one in verdict_remarks(record.judgement)]
+    likely = tuple(explanation_facts(record.diagnosis))
+    blocks += [Facts(likely)] if likely else []
+    sections = [Section(_record_title(record), tuple(blocks))]
+    judgement = record.judgement
+    notes: list[Note] = []
+    if judgement is not None:
+        sections += [_worst(judgement, judgement.worst)] if judgement.worst else []
+        sections += _budget(judgement.worst) if judgement.worst else []
+        if judgement.arithmetic:  # of a relation no bound was asked about
+            sections.append(_shares(judgement))
+            sections += _gradients(record)
+            sections += [_precision(judgement.precision)] if judgement.precision else []
+            seen = visible_faults([record])
+            notes = [Note(f"judged as {judgement.arithmetic}"), *([Note(seen)] if seen else [])]
+            if notes:
+                sections.append(Section("", tuple(notes)))
+    return Document(title=_record_title(record), sections=tuple(sections))
+
+
+def _record_title(record: Record) -> str:
+    problem = problem_of(record)
+    heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
+    parts = [record.kernel, record.variant, heads, problem.dtype, problem.shape]
+    parts += [problem.distribution, f"seed {problem.seed}", problem.backward_too]
+    return " · ".join(part for part in parts if part)
+
+
+def _worst(judgement: Judgement, worst: Worst) -> Section:
+    """The element that a failure rests on, else the largest error as a part of its bound."""
+    rests = judgement.status == "fail" and judgement.rule != "precision"
+    title = "the element that shows it" if rests else "the largest error ÷ bound"
+    error = abs(worst.got - worst.exact)
+    share = (
+        f", {number_text.share(error / worst.allowance)} × what is allowed"
+        if worst.allowance
+        else ""
+    )
+    exactly = ", bit for bit" if judgement.rule == "relation" and not worst.allowance else ""
+    what = "rows" if worst.tensor == "lse" else "elements"
+    pairs = {
+        "in": worst.tile,
+        "got": f"{worst.got:.9g}",
+        "should be": f"{worst.exact:.9g}",
+        "error": number_text.scientific(error) + share,
+        "allowed": number_text.scientific(worst.allowance) + exactly,
+        "wrong": f"{judgement.wrong} of {judgement.compared} {what}" if judgement.compared else "",
+    }
+    element = f"{worst.tensor}[{number_text.element(worst)}] ({', '.join(AXES[worst.tensor])})"
+    facts = Facts(tuple((name, text) for name, text in pairs.items() if text))
+    return Section(f"{title}: {element}", (facts,))
+
+
+def _budget(worst: Worst) -> list[Section]:
+    """What is allowed there, the largest part first."""
+    if not worst.budget:
+        return []
+    total = sum(worst.budget.values())
+    columns = (
+        Column("part", words=True),
+        Column("size"),
+        Column("of all"),
+        Column("what it is", words=True, wrap=True),
+    )
+    rows = tuple(
+        Row(
+            (
+                Cell(name),
+                Cell(number_text.scientific(part)),
+                Cell(_part(part / total) if total > 0 else ""),
+                Cell(TERMS.get(name, ""), "dim"),
+            )
+        )
+        for name, part in sorted(worst.budget.items(), key=lambda item: -item[1])
+    )
+    title = f"what is allowed there, {number_text.scientific(worst.allowance)}"
+    return [Section(title, (Table(columns, rows),))]
+
+
+def _part(share: float) -> str:
+    least = 1e-4  # a line says that it is there; how little it is says nothing
+    return f"{number_text.percent(share)} %" if share == 0 or share >= least else "<0.01 %"
+
+
+def _shares(judgement: Judgement) -> Section:
+    """The largest error ÷ bound, over the whole tensor and over sampled rows."""
+    rows = f"{judgement.rows - judgement.rows_unbounded} rows"
+    shares = {
+        f"bound (a proof), {rows}": (judgement.out_over_bound, judgement.lse_over_bound),
+        f"probable bound, {judgement.rows_sampled} rows": (
+            judgement.out_over_probable,
+            judgement.lse_over_probable,
+        ),
+    }
+    columns = (Column("", words=True), Column("out"), Column("LSE"))
+    table = [Row((Cell(name), *map(share_cell, pair))) for name, pair in shares.items()]
+    return Section("largest error ÷", (Table(columns, tuple(table)),))
+
+
+def _gradients(record: Record) -> list[Section]:
+    columns = ("÷ bound", "RMSE", "×floor", "×ideal", "max error", "at")
+    shares = gradient_shares(record)
+    rows = []
+    for name, errors in gradients_of(record).items():
+        texts = (
+            number_text.scientific(errors.rmse),
+            number_text.ratio(errors.rmse, errors.floor_rmse),
+            number_text.ratio(errors.rmse, errors.ideal_rmse),
+            number_text.scientific(errors.max_error),
+            number_text.place(errors.max_at, name),
+        )
+        rows.append(Row((Cell(name), share_cell(shares.get(name)), *map(Cell, texts))))
+    table = Table((Column("", words=True), *map(Column, columns)), tuple(rows))
+    return [Section("gradients", (table,))] if rows else []
+
+
+def _precision(precision: Precision) -> Section:
+    numbers = {
+        "z": ("rms error ÷ predicted, largest over heads", precision.z),
+        "spread": ("RMSE ÷ the worst of an ensemble of ideal kernels", precision.spread),
+        "residual": (
+            "distance from the emulation at its own tiling ÷ that one's error",
+            precision.residual,
+        ),
+        "bias": ("mean error ÷ RMSE", precision.bias),
+        "slope": ("of the error on the exact result", precision.slope),
+        "ulp": ("median and 99th percentile of the error, in units of out", None),
+        "frobenius": ("‖error‖ ÷ ‖exact‖", precision.frobenius),
+    }
+    rows = []
+    for name, (meaning, number) in numbers.items():
+        text = number_text.NOTHING if number is None else f"{number:.3g}"
+        if name == "ulp":
+            text = f"{precision.ulp_p50:.2g}, {precision.ulp_p99:.2g}"
+        rows.append(Row((Cell(name), Cell(text), Cell(meaning, "dim"))))
+    columns = (
+        Column("", words=True),
+        Column("", words=True),
+        Column("what it is", words=True, wrap=True),
+    )
+    return Section("precision", (Table(columns, tuple(rows)),))

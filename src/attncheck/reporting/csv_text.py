@@ -1,0 +1,170 @@
+"""Records as CSV: one row each, every number in full and under a name of its own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+from attncheck.core.judgement import BlindSpot, Judgement, Place, Precision, Worst
+from attncheck.core.outputs import GRADIENTS
+from attncheck.core.sanitize_text import for_spreadsheet
+from attncheck.records.problem_summary import ProblemSummary, problem_of
+from attncheck.records.record import Environment, GradientErrors, LseErrors, OutErrors
+from attncheck.reporting.number_text import quotient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import msgspec
+
+    from attncheck.records.record import Record, Report
+    from attncheck.records.run_reports import GateReport
+    from attncheck.reporting.document import Document
+
+__all__ = ["document_csv", "gate_csv", "report_csv"]
+
+_OF_RECORD = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
+_OF_ANSWER = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")
+_PARTS: dict[str, type[msgspec.Struct]] = {
+    "worst": Worst,
+    "precision": Precision,
+    "blind_spot": BlindSpot,
+}
+
+Field = tuple[str, Any]
+"""A heading, and the value under it; None where there is none."""
+
+
+def report_csv(report: Report) -> str:
+    """``report`` as CSV; numbers as Python's repr, text so that no spreadsheet runs it.
+
+    Errors of gradients have columns where the report has gradients.
+    """
+    return _written(_record_rows(report.records, report.environments))
+
+
+def gate_csv(report: GateReport) -> str:
+    """``report`` as CSV: the columns of a report, one row an answer, what the gate knows first."""
+    rows = _record_rows([answer.record for answer in report.answers], report.environments)
+    head = [*_OF_ANSWER, "compiling", *next(rows)]
+    written = [head]
+    for answer, row in zip(report.answers, rows, strict=True):
+        own = [answer.unit, answer.stage, answer.test, answer.attempts]
+        own += [answer.smallest_of, answer.failure, answer.seconds, answer.compiling]
+        written.append([*own, *row])
+    return _written(written)
+
+
+def document_csv(document: Document) -> str:
+    """The tables of ``document``, each below its section's title, an empty line between them."""
+    from attncheck.reporting.document import Table
+
+    rows: list[Sequence[Any]] = []
+    for section in document.sections:
+        for table in (block for block in section.blocks if isinstance(block, Table)):
+            rows += [[]] if rows else []
+            rows.append([section.title])
+            rows.append([*table.groups, *(column.heading for column in table.columns), "remark"])
+            for row in table.rows:
+                cells = [cell.text.strip() for cell in row.cells]
+                cells += [""] * (len(table.columns) - len(cells))
+                rows.append([*row.group, *cells, "; ".join(note.text for note in row.remarks)])
+    return _written(rows)
+
+
+def _record_rows(
+    records: Iterable[Record], environments: dict[str, Environment]
+) -> Iterator[list[Any]]:
+    """The headings, then the values of each record."""
+    records = list(records)
+    backward = any(isinstance(record.gradients, dict) and record.gradients for record in records)
+    yield [name for name, _ in _fields(None, None, backward=backward)]
+    for record in records:
+        environment = environments[record.environment]
+        yield [value for _, value in _fields(record, environment, backward=backward)]
+
+
+def _fields(
+    record: Record | None, environment: Environment | None, *, backward: bool
+) -> Iterator[Field]:
+    """All columns of ``record`` in reading order; of None their names alone."""
+    yield from zip(_OF_RECORD, _of_record(record), strict=True)
+    problem = None if record is None else problem_of(record)
+    yield from ((name, getattr(problem, name, None)) for name in ProblemSummary.__struct_fields__)
+    out = record.out if record else None
+    yield from _errors("out", OutErrors, out, compared=True)
+    yield from _errors("lse", LseErrors, record.lse if record else None)
+    if backward:
+        gradients = record.gradients if record and isinstance(record.gradients, dict) else {}
+        for tensor in GRADIENTS:
+            yield from _errors(tensor, GradientErrors, gradients.get(tensor), compared=True)
+    yield from _verdict(record.judgement if record else None)
+    for name in ("seconds", "interpreted", "tiling", "environment"):
+        yield name, getattr(record, name, None)
+    yield from ((name, getattr(environment, name, None)) for name in Environment.__struct_fields__)
+
+
+def _of_record(record: Record | None) -> tuple[str, ...]:
+    if record is None:
+        return ("",) * len(_OF_RECORD)
+    reason = record.reason or (record.judgement.reason if record.judgement else "")
+    return record.case_id, record.kernel, record.variant, record.heads, record.status, reason
+
+
+def _errors(
+    tensor: str, kind: type[msgspec.Struct], errors: Any, *, compared: bool = False
+) -> Iterator[Field]:
+    """A tensor's errors, and where it is ``compared`` its ratios to floor and ideal kernel."""
+    for name in kind.__struct_fields__:
+        if name == "max_at":
+            at = getattr(errors, name, None)
+            yield from ((f"{tensor}_at_{axis}", getattr(at, axis, None)) for axis in _AXES)
+        else:
+            yield f"{tensor}_{name}", getattr(errors, name, None)
+    if compared:
+        for name in ("floor", "ideal"):
+            over = quotient(errors.rmse, getattr(errors, f"{name}_rmse")) if errors else None
+            yield f"{tensor}_over_{name}", over
+
+
+_AXES = Place.__struct_fields__
+
+
+def _verdict(judgement: Judgement | None) -> Iterator[Field]:
+    """Every number of a Judgement, those of its parts behind the part's name."""
+    for name in Judgement.__struct_fields__:
+        value = getattr(judgement, name, None)
+        if name in _PARTS:
+            for inner in _PARTS[name].__struct_fields__:
+                field = getattr(value, inner, None)
+                if inner == "at":
+                    for axis in _AXES:
+                        yield f"{name}_at_{axis}", getattr(field, axis, None)
+                else:
+                    yield f"{name}_{inner}", field
+        elif name == "gradients_over_bound":
+            shares = value if isinstance(value, dict) else {}
+            yield from ((f"{tensor}_over_bound", shares.get(tensor)) for tensor in GRADIENTS)
+        elif name not in {"status", "reason"}:  # the record's own columns have them
+            yield name, value
+
+
+def _written(rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([_text(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, dict):
+        return for_spreadsheet(json.dumps(value, separators=(",", ":")))
+    if isinstance(value, tuple):
+        return for_spreadsheet(", ".join(map(str, value)))
+    return for_spreadsheet(str(value))

@@ -1,0 +1,309 @@
+"""The document model: what a page says, whatever it is written as.
+
+Every kind of report becomes a ``Document`` by one function, and every format is written from one:
+``terminal``, ``markdown``, ``html`` and ``csv_text`` know nothing of attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "BOTTOM",
+    "LEFT",
+    "RIGHT",
+    "STYLES",
+    "TOP",
+    "Axis",
+    "Block",
+    "Card",
+    "Cell",
+    "Chart",
+    "Column",
+    "Document",
+    "Facts",
+    "HeatMap",
+    "Look",
+    "Note",
+    "Picture",
+    "Point",
+    "Row",
+    "Section",
+    "Series",
+    "Table",
+    "Tile",
+    "Verdict",
+]
+
+Look = Literal["plain", "dim", "good", "notable", "bad"]
+
+STYLES: dict[Look, str] = {
+    "plain": "",
+    "dim": "dim",
+    "good": "green",
+    "notable": "yellow",
+    "bad": "red",
+}
+"""rich's words for each look, on a terminal."""
+
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 12.0, 208.0
+"""Where the axes of a ``Chart`` are, in the drawing's own units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A piece of text in a table; may be foreign, as every text of a document may.
+
+    Attributes:
+        text: What is shown.
+        look: How.
+        spoken: The same in words, for those who hear the page; empty where the text says it.
+        code: Whether it is a name that somebody types.
+    """
+
+    text: str
+    look: Look = "plain"
+    spoken: str = ""
+    code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line of prose."""
+
+    text: str
+    look: Look = "dim"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        heading: Above it.
+        words: Whether it holds words, which begin in line; numbers end in line.
+        spare: Where a terminal is narrow, columns of 1 go first, then those of 2, and so on; those
+            of 0 stay.
+        cut: Whether its texts may be cut where the page is narrow.
+        wrap: Whether its texts go on below where the page is narrow: of a last column of words.
+        most: Columns of a terminal that its texts take at most.
+        least: Those that it takes at least, so that rows shown one by one stand in line.
+    """
+
+    heading: str
+    words: bool = False
+    spare: int = 0
+    cut: bool = False
+    wrap: bool = False
+    most: int = 10_000
+    least: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        cells: One for each column; fewer where there is no more to say.
+        remarks: What the cells alone would hide.
+        group: What neighbouring rows share, one text for each of the table's ``groups``.
+    """
+
+    cells: tuple[Cell, ...]
+    remarks: tuple[Note, ...] = ()
+    group: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under headings.
+
+    Attributes:
+        columns: See ``Column``.
+        rows: See ``Row``.
+        groups: Headings of what rows share: columns on a page, a line above rows on a terminal.
+        keys: How many columns, from the left, say what a row is: where a terminal is too narrow for
+            the others, they are shown in several tables, which all begin with these. 0 for none.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    groups: tuple[str, ...] = ()
+    keys: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Labels with a text each; a text without a label goes on with the one above."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Lines of signs that stand as they are.
+
+    Attributes:
+        title: What they show.
+        lines: Of one length; cut where the terminal ends.
+        cut_note: What to say then; ``{shown}`` and ``{all}`` are columns.
+    """
+
+    title: str
+    lines: tuple[str, ...]
+    cut_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Neighbouring cells of one level in a heat map, in its own units."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """A drawing of where errors are: heads down, rows to the right.
+
+    Attributes:
+        width, height: Of all tiles.
+        tiles: In reading order.
+        levels: Names of the levels, for a legend.
+        description: For those who do not see it.
+        caption: What is drawn.
+    """
+
+    width: float
+    height: float
+    tiles: tuple[Tile, ...]
+    levels: tuple[str, ...]
+    description: str
+    caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of a series: where it is drawn, and what it says."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one colour and mark, which ``place`` chooses."""
+
+    name: str
+    place: int
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A logarithmic axis: where each of its labels is."""
+
+    ticks: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Curves on two logarithmic axes.
+
+    Attributes:
+        title: What is drawn.
+        description: The same for those who do not see it, with the largest value.
+        x, y: Axes.
+        x_name: What the x axis counts.
+        limit: Where a line is drawn across, and what it means.
+        series: One a colour.
+    """
+
+    title: str
+    description: str
+    x: Axis
+    y: Axis
+    x_name: str
+    limit: tuple[float, str]
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A failure in full.
+
+    Attributes:
+        kernel: Whose.
+        heading: What is wrong, in a line.
+        meaning: What that means, for readers who see it for the first time.
+        facts: Labels and texts.
+        map: Where the errors are; None where that says nothing.
+        command: What shows it again.
+        script: Text of a script that asks the same; empty where there is none to show.
+        script_file: Where that lies.
+        others: Ids of what fails alike.
+        other_count: How many of those there are.
+    """
+
+    kernel: str
+    heading: str
+    meaning: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+    map: HeatMap | None = None
+    command: str = ""
+    script: str = ""
+    script_file: str = ""
+    others: str = ""
+    other_count: int = 0
+
+
+Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Blocks under a title; a short name stands in a page's list of sections."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What it comes to: a word such as ``FAIL``, and the rest of the sentence."""
+
+    word: str
+    text: str
+    look: Look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A page.
+
+    Attributes:
+        title: Of a page that is read elsewhere.
+        verdict: Comes last on a terminal and first on a page; None where there is none.
+        counters: Names, numbers and looks that a page begins with.
+        command: The command line that made it.
+        facts: Where and when, a line each.
+        sections: In reading order.
+        notes: How to read it, and the arithmetic that was assumed.
+        closing: What it comes to, the last lines.
+    """
+
+    title: str
+    verdict: Verdict | None = None
+    counters: tuple[tuple[str, int, Look], ...] = ()
+    command: str = ""
+    facts: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
+    notes: tuple[Note, ...] = ()
+    closing: tuple[Note, ...] = ()

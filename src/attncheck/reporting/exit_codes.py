@@ -1,0 +1,129 @@
+"""Exit codes that reports deserve; a gate's is in ``gate_verdict``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from attncheck.records.fault_scores import (
+    ATTNCHECK_RULE,
+    FaultReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report
+from attncheck.records.survey_reports import (
+    CertificateReport,
+    FingerprintReport,
+    ModReport,
+    OracleReport,
+)
+from attncheck.reporting.check_document import check_outcome
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from attncheck.records.record import Status
+
+__all__ = [
+    "FAILED",
+    "INCOMPLETE",
+    "INTERRUPTED",
+    "PASSED",
+    "UNTESTED",
+    "USAGE",
+    "check_exit_code",
+    "exit_code",
+    "record_exit_code",
+]
+
+PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
+"""What the command line may end with; 3 also where the infrastructure failed."""
+
+
+def exit_code(report: msgspec.Struct) -> int:
+    """Return what a verb ends with that made ``report``, which is of any kind but a gate's."""
+    match report:
+        case Report():
+            code = _of_statuses({record.status for record in report.records})
+        case FaultReport():
+            code = _of_faults(report)
+        case OwnTestsReport():
+            code = _of_own_tests(report)
+        case SensitivityReport():
+            # The gate must see each fault of some size.
+            unseen = any(one.rules[ATTNCHECK_RULE].size is None for one in report.seen)
+            code = FAILED if unseen else PASSED
+        case FingerprintReport():
+            code = _of_fingerprint(report)
+        case ModReport():
+            answers = [answer for record in report.records for answer in record.answers.values()]
+            code = FAILED if {a.status for a in answers} - {"equal", "unsupported"} else PASSED
+        case OracleReport():
+            code = _of_oracles(report)
+        case CertificateReport():
+            # The truth's error may be too much of an allowance, or more than is assumed of it.
+            proven = (r.holds(report.limit) and r.within_a_priori for r in report.truths)
+            code = PASSED if all(proven) else FAILED
+        case _:
+            code = PASSED
+    return code
+
+
+def check_exit_code(report: Report) -> int:
+    """Return what ``attncheck check`` ends with: where all pass, blind spots fail too."""
+    codes = {"pass": PASSED, "fail": FAILED, "in doubt": INCOMPLETE, "untested": UNTESTED}
+    return codes[check_outcome(report)]
+
+
+def record_exit_code(status: Status) -> int:
+    """Return what ``attncheck repro`` ends with: a flaky answer fails too."""
+    return FAILED if status == "flaky" else _of_statuses({status})
+
+
+def _of_statuses(statuses: set[Status]) -> int:
+    if statuses & FAILED_STATUSES:
+        return FAILED
+    if statuses & UNTRUSTED_STATUSES:
+        return INCOMPLETE
+    return PASSED if statuses - {"unsupported"} else UNTESTED
+
+
+def _of_faults(report: FaultReport) -> int:
+    """0 where all is caught and no control flagged; 3 where not all has a score."""
+    faults = Counter(score.outcome for score in report.scores)
+    controls = Counter(score.outcome for score in report.controls)
+    if faults["missed"] or controls["flagged"]:
+        return FAILED
+    if report.unfinished or faults["harness"] or controls["harness"]:
+        return INCOMPLETE
+    return PASSED if faults["caught"] or controls["clean"] else UNTESTED
+
+
+def _of_own_tests(report: OwnTestsReport) -> int:
+    """0 where all that were shown are caught; 3 where one has no score."""
+    count = Counter(score.status for score in report.scores)
+    if count["missed"]:
+        return FAILED
+    if count["not scored"] or report.unfinished:
+        return INCOMPLETE
+    return PASSED if count["caught"] else UNTESTED
+
+
+def _of_fingerprint(report: FingerprintReport) -> int:
+    """1 where something read differs from what is declared, and is not finer."""
+    if not any(record.calls for record in report.records):
+        return UNTESTED
+    readings = (reading for record in report.records for reading in record.readings)
+    return FAILED if any(reading.standing == "differs" for reading in readings) else PASSED
+
+
+def _of_oracles(report: OracleReport) -> int:
+    """1 where one that must not is not finite, wrong in a row without keys, or they disagree."""
+    wrong = any(
+        (record.rows.nonfinite and record.oracle not in report.may_overflow)
+        or record.rows.dead_wrong
+        for record in report.records
+    )
+    agreed = all(agreement.holds(report.must_agree) for agreement in report.agreements)
+    return PASSED if agreed and not wrong else FAILED

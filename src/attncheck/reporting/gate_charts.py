@@ -1,0 +1,260 @@
+"""Drawings of a gate's page: results by mask and dtype, error against length, where errors are."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from attncheck.records.problem_summary import ProblemSummary, problem_of
+from attncheck.records.record import ErrorMap
+from attncheck.reporting import number_text
+from attncheck.reporting.document import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    Axis,
+    Cell,
+    Chart,
+    Column,
+    HeatMap,
+    Point,
+    Row,
+    Series,
+    Table,
+    Tile,
+)
+from attncheck.reporting.gate_verdict import questions, status_sides
+from attncheck.reporting.number_text import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from attncheck.records.record import Record, Status
+    from attncheck.records.run_reports import GateReport
+
+__all__ = ["LEVELS", "charts", "heat_map", "level", "results_table"]
+
+_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most exact first
+
+
+def results_table(report: GateReport, kernel: str) -> Table:
+    """How ``kernel`` answered, by mask and score mod and by dtype."""
+    counts: dict[str, dict[str, Counter[Status]]] = {}
+    for answer in questions(report):
+        if answer.record.kernel == kernel:
+            problem = problem_of(answer.record)
+            by_dtype = counts.setdefault(_mods(problem), {})
+            by_dtype.setdefault(problem.dtype, Counter())[answer.record.status] += 1
+    order = {name: i for i, name in enumerate(_DTYPES)}
+    dtypes = {dtype for by_dtype in counts.values() for dtype in by_dtype}
+    ordered = sorted(dtypes, key=lambda name: (order.get(name, len(order)), name))
+    sides = status_sides(report)
+    rows = (
+        Row((Cell(mods), *(_result(by_dtype.get(dtype, Counter()), *sides) for dtype in ordered)))
+        for mods, by_dtype in counts.items()
+    )
+    columns = (Column("mask + score mod", words=True, cut=True), *map(Column, ordered))
+    return Table(columns, tuple(rows))
+
+
+def _mods(problem: ProblemSummary) -> str:
+    if problem.operation == "softmax":
+        return "softmax"
+    mask, score = str(problem.mask.get("name", "")), str(problem.score.get("name", ""))
+    parts = [mask] + ([score] if score not in {"none", ""} else [])
+    parts += ["sink"] * problem.sink + ["paged"] * bool(problem.paging)
+    return " + ".join(parts + ["backward"] * problem.backward)
+
+
+def _result(
+    count: Counter[Status], failing: frozenset[Status], doubtful: frozenset[Status]
+) -> Cell:
+    """How it went: a sign that says the colour, a count, and the same in words."""
+    total = count.total()
+    if not total:
+        return Cell("", "dim", "not asked")
+    answered = total - count["unsupported"]
+    for sign, look, statuses, said in (
+        ("✗", "bad", failing, "failed"),
+        ("!", "notable", doubtful, "are doubtful"),
+    ):
+        number = sum(count[status] for status in statuses)
+        if number:
+            words = f"{number} of {answered} {said}"
+            return Cell(f"{sign} {number}/{answered}", look, words)  # type: ignore[arg-type]  # of a tuple
+    if answered:
+        return Cell(f"✓ {answered}", "good", f"all {answered} passed")
+    return Cell(f"– {total}", "dim", f"{total} not supported")
+
+
+# Where errors are
+
+LEVELS: tuple[tuple[float, str], ...] = (
+    (0.1, "≤ 0.1"),
+    (0.5, "≤ 0.5"),
+    (1.0, "≤ 1"),
+    (3.0, "≤ 3"),
+    (10.0, "≤ 10"),
+    (100.0, "≤ 100"),
+    (math.inf, "> 100"),
+)
+"""Largest share of each level, and how a legend calls it; above 1 is wrong."""
+
+_MAP_WIDTH, _MAP_HEIGHT = 320.0, 220.0
+_LEAST_CELL, _LARGEST_CELL = 6.0, 26.0
+
+
+def level(share: float) -> int:
+    """Return the place of ``share`` in ``LEVELS``; of NaN the last."""
+    return next((i for i, (most, _) in enumerate(LEVELS) if share <= most), len(LEVELS) - 1)
+
+
+def heat_map(record: Record, *, before_shrinking: bool = False) -> HeatMap | None:
+    """Draw where the errors of ``record`` are; None where that is not known, or says nothing.
+
+    Nothing is said by a map of a single cell, nor by one of a right out where LSE or a gradient is
+    wrong.
+    """
+    error_map = record.error_map
+    if not isinstance(error_map, ErrorMap) or sum(map(len, error_map.values)) <= 1:
+        return None
+    worst = None if record.judgement is None else record.judgement.worst
+    beyond = sum(not share <= 1 for line in error_map.values for share in line)  # NaN too
+    if not beyond and worst is not None and worst.tensor != "out":
+        return None
+    columns, lines = max(map(len, error_map.values)), len(error_map.values)
+    wide = max(_LEAST_CELL, min(_LARGEST_CELL, _MAP_WIDTH / columns))
+    high = max(_LEAST_CELL, min(_LARGEST_CELL, _MAP_HEIGHT / lines))
+    heads = f"{lines} groups of {error_map.heads} heads" if error_map.heads > 1 else "heads"
+    cell = f"{plural(error_map.heads, 'head')} × {plural(error_map.rows, 'row')}"
+    before = ", of the problem before it was shrunk" if before_shrinking else ""
+    return HeatMap(
+        width=columns * wide,
+        height=lines * high,
+        tiles=tuple(
+            tile
+            for i, line in enumerate(error_map.values)
+            for tile in _tiles(error_map, i, line, wide, high)
+        ),
+        levels=tuple(name for _, name in LEVELS),
+        description=f"largest error ÷ allowance of out over {heads} down and tiles of "
+        f"{error_map.rows} rows to the right: beyond it in {beyond} of {columns * lines} cells",
+        caption=f"Largest error of out ÷ what is allowed; a cell is {cell}{before}",
+    )
+
+
+def _tiles(
+    error_map: ErrorMap, i: int, line: tuple[float, ...], wide: float, high: float
+) -> list[Tile]:
+    """Line ``i`` of the map, neighbours of one level as one tile: pages stay small."""
+    tiles, start = [], 0
+    for place, cells in groupby(line, key=level):
+        shares = list(cells)
+        worst = max(shares, key=lambda share: (math.isnan(share), share))
+        first, last = start * error_map.rows, (start + len(shares)) * error_map.rows - 1
+        head = i * error_map.heads
+        several = f"heads {head}–{head + error_map.heads - 1}"
+        heads = f"head {head}" if error_map.heads == 1 else several
+        text = f"{heads}, rows {first}–{last}: {number_text.share(worst)} × what is allowed"
+        tiles.append(Tile(start * wide, i * high, len(shares) * wide, high, place, text))
+        start += len(shares)
+    return tiles
+
+
+# Error against length
+
+_MOST_TICKS = 6
+_CEILING = 1e12  # what is infinite is drawn there
+_COLOURS = 6
+
+
+def charts(report: GateReport, kernel: str) -> tuple[Chart, ...]:
+    """Two drawings of ``kernel``; none where it was compared at one length only."""
+    records = [a.record for a in questions(report) if a.record.kernel == kernel]
+
+    def share(record: Record) -> float | None:
+        return record.judgement.out_over_bound if record.judgement and record.out else None
+
+    def over_ideal(record: Record) -> float | None:
+        out = record.out
+        return number_text.quotient(out.rmse, out.ideal_rmse) if out else None
+
+    drawn = (
+        _chart(records, "max error ÷ bound", "the bound", share),
+        _chart(records, "RMSE ÷ RMSE of the ideal kernel", "the ideal kernel", over_ideal),
+    )
+    return tuple(chart for chart in drawn if chart is not None)
+
+
+def _chart(
+    records: Iterable[Record], title: str, limit: str, value: Callable[[Record], float | None]
+) -> Chart | None:
+    """The largest ``value`` at each number of keys, a series a dtype."""
+    largest: dict[str, dict[int, float]] = {}
+    for record in records:
+        number = value(record)
+        if number is None or number <= 0:
+            continue
+        problem = problem_of(record)
+        by_length = largest.setdefault(problem.dtype, {})
+        drawn = number if number < _CEILING else _CEILING  # NaN compares as less
+        by_length[problem.kv] = max(by_length.get(problem.kv, 0.0), drawn)
+    lengths = sorted({kv for by_length in largest.values() for kv in by_length})
+    values = [number for by_length in largest.values() for number in by_length.values()]
+    if len(lengths) < 2:
+        return None
+    x = _Scale(lengths[0], lengths[-1], LEFT + 12, RIGHT - 12)
+    y = _Scale(min(*values, 1.0), max(*values, 1.0), BOTTOM, TOP, whole=True)
+    series = tuple(
+        Series(
+            dtype,
+            place % _COLOURS,
+            tuple(
+                Point(x(kv), y(number), f"{dtype}, {kv:,} keys: {number_text.share(number)}")
+                for kv, number in sorted(by_length.items())
+            ),
+        )
+        for place, (dtype, by_length) in enumerate(largest.items())
+    )
+    labelled: list[int] = []
+    for kv in lengths:  # those whose labels do not touch
+        if not labelled or x(kv) - x(labelled[-1]) >= (RIGHT - LEFT) / _MOST_TICKS:
+            labelled.append(kv)
+    return Chart(
+        title=title,
+        description=f"{title} against the number of keys, {lengths[0]:,} to {lengths[-1]:,}, both "
+        f"logarithmic; the largest is {number_text.share(max(values))}",
+        x=Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
+        y=Axis(y.ticks),
+        x_name="keys",
+        limit=(y(1.0), limit),
+        series=series,
+    )
+
+
+class _Scale:
+    """A logarithmic scale from ``low`` to ``high``, drawn from ``start`` to ``end``."""
+
+    def __init__(
+        self, low: float, high: float, start: float, end: float, *, whole: bool = False
+    ) -> None:
+        self._low, self._high = math.log10(low), math.log10(high)
+        if whole:
+            self._low, self._high = math.floor(self._low), math.ceil(self._high)
+        if self._low == self._high:
+            self._high += 1
+        self._start, self._end = start, end
+
+    def __call__(self, number: float) -> float:
+        part = (math.log10(number) - self._low) / (self._high - self._low)
+        return self._start + part * (self._end - self._start)
+
+    @property
+    def ticks(self) -> tuple[tuple[float, str], ...]:
+        """Powers of ten, a handful."""
+        low, high = int(self._low), int(self._high)
+        step = max(1, math.ceil((high - low) / _MOST_TICKS))
+        return tuple((self(10.0**n), f"{10.0**n:g}") for n in range(low, high + 1, step))

@@ -1,0 +1,351 @@
+"""The page of a gate: counts, what changed, failures worst first, and what was not looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.run_reports import STAGES
+from attncheck.reporting import number_text
+from attncheck.reporting.diagnosis_text import failure_facts, failure_heading, repro_command
+from attncheck.reporting.document import (
+    Card,
+    Cell,
+    Column,
+    Document,
+    Look,
+    Note,
+    Row,
+    Section,
+    Table,
+)
+from attncheck.reporting.gate_charts import charts, heat_map, results_table
+from attncheck.reporting.gate_verdict import (
+    failure_groups,
+    gate_verdict,
+    questions,
+    status_sides,
+    untested_kernels,
+)
+from attncheck.reporting.record_text import environment_facts, rule_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from attncheck.records.record import Status
+    from attncheck.records.run_reports import Answer, Change, GateReport, Stage
+    from attncheck.reporting.document import Block
+    from attncheck.reporting.gate_verdict import FailureGroup
+
+__all__ = [
+    "MOST_ON_PAGE",
+    "MOST_ON_TERMINAL",
+    "failure_card",
+    "gate_document",
+    "gate_page",
+    "not_covered",
+]
+
+MOST_ON_TERMINAL = 5
+"""Failures that a terminal shows in full."""
+MOST_ON_PAGE = 50
+"""Failures that the page of HTML shows."""
+
+_MOST_REASONS = 5
+_MOST_CHANGES = 20
+_MOST_NAMED = 3
+_MOST_IDS = 200
+_LARGEST_SCRIPT = 2**18  # characters of one that a page shows; a larger one lies beside it
+_LARGEST_SCRIPTS = 2**22  # of all together
+_STANDING_LOOKS: dict[str, Look] = {
+    "identical": "plain",
+    "within rounding": "plain",
+    "better": "notable",
+    "worse": "bad",
+    "new": "plain",
+    "gone": "plain",
+}
+_READING = (
+    "odd: warn, inconclusive, flaky, or the oracle disagrees; work: time in kernel, oracle and "
+    "judge."
+)
+_METHOD = (
+    "Every answer is compared with the exact result, which is computed in fp64 with a proven "
+    "error; the bound is what rounding can explain at most, derived from the kernel's declared "
+    "arithmetic and never from a tolerance. attncheck repro ID asks one question again."
+)
+
+
+def gate_document(
+    report: GateReport, *, most: int = MOST_ON_TERMINAL, where: str = "--out has all of them"
+) -> Document:
+    """``report`` for a terminal or a summary.
+
+    Args:
+        report: What was found.
+        most: Failures that are shown in full.
+        where: Where the others are.
+    """
+    sections = (
+        _counts(report),
+        *_baseline(report),
+        *_failures(report, most, where),
+        *_not_covered(report),
+    )
+    return Document(
+        title="attncheck gate",
+        verdict=gate_verdict(report),
+        command=report.command,
+        facts=(*_run_facts(report), *_kernel_lines(report)),
+        sections=sections,
+    )
+
+
+def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> Document:
+    """``report`` as a page of its own: the failures first, with drawings and scripts.
+
+    Args:
+        report: What was found.
+        scripts: The text of a standalone script by the id of its failure.
+    """
+    verdict = gate_verdict(report)
+    arithmetics = (a.record.judgement.arithmetic for a in report.answers if a.record.judgement)
+    profiles = (profile for profile in dict.fromkeys(arithmetics) if profile)
+    made = (*_environment_lines(report), *(f"judged as {profile}" for profile in profiles))
+    return Document(
+        title="attncheck gate",
+        verdict=verdict,
+        counters=tuple(_counters(report)),
+        command=report.command,
+        facts=tuple(_run_facts(report))[:1],
+        sections=(
+            *_failures(report, MOST_ON_PAGE, "gate.json has all of them", scripts or {}),
+            _counts(report, reading=True),
+            *_kernel_sections(report),
+            *_baseline(report),
+            *_not_covered(report),
+            Section("How it was made", (*map(Note, made), Note(_METHOD)), name="How it was made"),
+        ),
+    )
+
+
+def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False) -> Card:
+    """A failure in full: what was asked, what is wrong, and how to see it again.
+
+    Args:
+        report: Where it is from.
+        group: The failure, and what fails alike.
+        drawn: Whether a map of the errors is drawn; else facts show it in signs.
+    """
+    answer = group.shown
+    record = answer.record
+    environment = report.environments.get(record.environment)
+    device = "" if environment is None else "cpu" if environment.device == "cpu" else "cuda"
+    test = answer.test or group.answer.test
+    facts = failure_facts(record, kernel=record.kernel, device=device, test=test)
+    if group.smallest is not None:
+        facts.append(("shrunk", f"from {problem_of(group.answer.record).full_line}"))
+    ids = [one.failure or one.record.case_id for one in group.others]
+    if ids:
+        cut = ", …" if len(ids) > _MOST_NAMED else ""
+        facts.append(("like it", f"{len(ids):,} more: {', '.join(ids[:_MOST_NAMED])}{cut}"))
+    error_map = None
+    if drawn:
+        error_map = heat_map(record) or heat_map(group.answer.record, before_shrinking=True)
+    return Card(
+        kernel=record.kernel,
+        heading=failure_heading(record),
+        meaning=rule_text(record),
+        facts=tuple((name, one_line(text)) for name, text in facts),
+        map=error_map,
+        command=repro_command(group.id),
+        others=", ".join(ids[:_MOST_IDS]) + (", …" if ids[_MOST_IDS:] else ""),
+        other_count=len(ids),
+    )
+
+
+def not_covered(report: GateReport) -> Iterator[str]:
+    """What was not looked at, and why, a line each."""
+    yield from (f"the gate itself: {line}" for line in report.harness)
+    if report.unfinished:
+        why = f": {report.unfinished_because.rstrip('.')}" if report.unfinished_because else ""
+        unasked = f"{number_text.plural(report.unfinished, 'question')} not asked"
+        yield f"{unasked}{why}. Run the same command again to go on."
+    yield from (f"{kernel} is absent: {reason}" for kernel, reason in report.absent.items())
+    for kernel in untested_kernels(report):
+        if kernel not in report.absent:
+            yield f"{kernel} is untested: no answer says anything of it"
+    left = [stage for stage in STAGES if stage not in report.stages]
+    if left:
+        yield f"not part of this run: {', '.join(left)}"
+    if report.shard:
+        yield f"this is part {report.shard} of a run that was shared out"
+    reasons = Counter(
+        (answer.record.kernel, answer.record.reason or "no reason given")
+        for answer in questions(report)
+        if answer.record.status == "unsupported"
+    )
+    for (kernel, reason), count in reasons.most_common(_MOST_REASONS):
+        yield f"{kernel} does not support {number_text.plural(count, 'question')}: {reason}"
+    if len(reasons) > _MOST_REASONS:
+        rest = sum(count for _, count in reasons.most_common()[_MOST_REASONS:])
+        others = number_text.plural(len(reasons) - _MOST_REASONS, "other reason")
+        yield f"{number_text.plural(rest, 'more question')} not supported, for {others}"
+
+
+def _run_facts(report: GateReport) -> Iterator[str]:
+    """When, how long and how fast; then where."""
+    parts = [f"tier {report.tier}", report.started, number_text.duration(report.seconds).strip()]
+    parts += [*_pace(report), *([f"part {report.shard}"] if report.shard else [])]
+    yield " · ".join(parts)
+    yield from _environment_lines(report)
+
+
+def _pace(report: GateReport) -> Iterator[str]:
+    """``2.6 questions a second`` and ``61 % of the work in compilers``, as far as known."""
+    asked = [a for a in questions(report) if a.record.status != "unsupported"]
+    work = sum(answer.seconds for answer in asked)
+    compiling = sum(answer.compiling for answer in asked)
+    if asked and report.seconds > 0:
+        yield f"{len(asked) / report.seconds:.2g} questions a second"
+    if compiling:
+        yield f"{100 * compiling / work:.0f} % of the work in compilers"
+
+
+def _environment_lines(report: GateReport) -> Iterator[str]:
+    for environment in report.environments.values():
+        repairs = ", ".join(environment.interpreter)
+        repaired = f" · Triton's interpreter, repaired: {repairs}" if repairs else ""
+        yield environment_facts(environment) + repaired
+
+
+def _kernel_lines(report: GateReport) -> Iterator[str]:
+    for name, summary in report.kernels.items():
+        yield f"{name} · {summary}" if summary else name
+
+
+def _stage_counts(report: GateReport) -> dict[tuple[str, Stage], list[Answer]]:
+    """Answers by kernel and stage, kernels as asked for."""
+    groups: dict[tuple[str, Stage], list[Answer]] = {}
+    for answer in questions(report):
+        groups.setdefault((answer.record.kernel, answer.stage), []).append(answer)
+    order = {name: i for i, name in enumerate(report.kernels)}
+    keys = sorted(groups, key=lambda key: (order.get(key[0], len(order)), STAGES.index(key[1])))
+    return {key: groups[key] for key in keys}
+
+
+def _number(count: int, look: Look = "plain") -> Cell:
+    return Cell(f"{count:,}", look) if count else Cell(number_text.NOTHING, "dim")
+
+
+def _sum(status: Counter[Status], statuses: Iterable[Status]) -> int:
+    return sum(status[one] for one in statuses)
+
+
+def _counts(report: GateReport, *, reading: bool = False) -> Section:
+    names = ("asked", "passed", "failed", "odd", "not supported", "work")
+    words = (Column("kernel", words=True, cut=True), Column("stage", words=True))
+    failing, doubtful = status_sides(report)
+    rows = []
+    for (kernel, stage), answers in _stage_counts(report).items():
+        status = Counter(answer.record.status for answer in answers)
+        cells = (
+            _number(status.total() - status["unsupported"]),
+            _number(status["pass"]),
+            _number(_sum(status, failing), "bad"),
+            _number(_sum(status, doubtful), "notable"),
+            _number(status["unsupported"]),
+            Cell(number_text.duration(sum(answer.seconds for answer in answers))),
+        )
+        rows.append(Row((Cell(kernel), Cell(stage), *cells)))
+    table = Table((*words, *map(Column, names)), tuple(rows))
+    blocks: tuple[Block, ...] = (table, Note(_READING)) if reading else (table,)
+    return Section("by kernel and stage", blocks if rows else (), name="Counts")
+
+
+def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:
+    """What the page begins with; what there is none of is left out, but for what was asked."""
+    status = Counter(answer.record.status for answer in questions(report))
+    failing, doubtful = status_sides(report)
+    yield "asked", status.total() - status["unsupported"], "plain"
+    worse = sum(change.standing == "worse" for change in report.changes)
+    counters: tuple[tuple[str, int, Look], ...] = (
+        ("failed", _sum(status, failing), "bad"),
+        ("odd", _sum(status, doubtful), "notable"),
+        ("passed", status["pass"], "good"),
+        ("regressed", worse, "bad"),
+        ("not supported", status["unsupported"], "plain"),
+        ("left to ask", report.unfinished, "notable"),
+        ("harness errors", len(report.harness), "bad"),
+    )
+    yield from (counter for counter in counters if counter[1])
+
+
+def _baseline(report: GateReport) -> list[Section]:
+    """How many cases of each kernel stand how, then those that are worse or better."""
+    if not report.changes:
+        return []
+    rows = []
+    for kernel in dict.fromkeys(change.kernel for change in report.changes):
+        count = Counter(c.standing for c in report.changes if c.kernel == kernel)
+        cells = (_number(count[standing], look) for standing, look in _STANDING_LOOKS.items())  # type: ignore[index]  # its keys are standings
+        rows.append(Row((Cell(kernel), *cells)))
+    columns = (Column("kernel", words=True, cut=True), *map(Column, _STANDING_LOOKS))
+    shown = [c for s in ("worse", "better") for c in report.changes if c.standing == s]
+    blocks: list[Block] = [Table(columns, tuple(rows))]
+    blocks += map(_change, shown[:_MOST_CHANGES])
+    more = len(shown) - _MOST_CHANGES
+    blocks += [Note(f"and {more:,} more")] if more > 0 else []
+    title = f"compared with the baseline {report.baseline}"
+    return [Section(title, tuple(blocks), name="Baseline")]
+
+
+def _change(change: Change) -> Note:
+    look: Look = "bad" if change.standing == "worse" else "notable"
+    return Note(f"{change.standing}: {change.kernel} {change.case_id}: {change.reason}", look)
+
+
+def _failures(
+    report: GateReport, most: int, where: str, scripts: Mapping[str, str] | None = None
+) -> list[Section]:
+    groups = failure_groups(report)
+    if not groups:
+        return []
+    cards: list[Block] = []
+    left = _LARGEST_SCRIPTS
+    for group in groups[:most]:
+        script = (scripts or {}).get(group.id, "")
+        card = failure_card(report, group, drawn=scripts is not None)
+        if script:
+            fits = len(script) <= min(left, _LARGEST_SCRIPT)
+            left -= len(script) if fits else 0
+            file = f"repro/{group.id}.py"
+            card = replace(card, script=script if fits else "", script_file=file)
+        cards.append(card)
+    more = len(groups) - len(cards)
+    if more:
+        cards.append(Note(f"and {number_text.plural(more, 'more kind')} of failure: {where}."))
+    return [Section("failures, worst first", tuple(cards), name="Failures")]
+
+
+def _not_covered(report: GateReport) -> list[Section]:
+    notes = tuple(Note(line) for line in not_covered(report))
+    return [Section("not covered", notes, name="Not covered")] if notes else []
+
+
+def _kernel_sections(report: GateReport) -> Iterator[Section]:
+    answered = (answer.record.kernel for answer in report.answers)
+    for name in dict.fromkeys([*report.kernels, *answered]):
+        summary = report.kernels.get(name, "")
+        blocks: list[Block] = [Note(summary)] if summary else []
+        table = results_table(report, name)
+        if table.rows:
+            blocks += [table, Note("✓ all passed, ✗ failed, ! odd, – not supported")]
+        curves = charts(report, name)
+        if curves:
+            largest = "The largest over all problems of a length; both axes are logarithmic."
+            blocks += [*curves, Note(largest)]
+        yield Section(name, tuple(blocks), name=name)

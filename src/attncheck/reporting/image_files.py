@@ -1,0 +1,351 @@
+"""Plots as image files; and where a Record's error is, as a figure: tiles, heads and rows.
+
+matplotlib, the extra ``plot``, is imported when one is drawn and not before.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attncheck.core.errors import UsageError
+from attncheck.core.files import check_names, write_files
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import Diagnosis, ErrorMap, TileMap
+from attncheck.reporting.diagnosis_text import explanation_facts
+from attncheck.reporting.number_text import plural
+from attncheck.reporting.rmse_plot import STYLE, figure, measured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from attncheck.records.record import Record, Report
+
+__all__ = [
+    "INSTALL",
+    "SUFFIXES",
+    "check_plots",
+    "error_figure",
+    "error_image",
+    "is_mapped",
+    "measured",
+    "report_image",
+    "write_error_plots",
+    "write_plots",
+]
+
+SUFFIXES = (".png", ".svg")
+INSTALL = "pip install 'attncheck[plot]'"
+
+_DPI = 200  # 3200 × 1800 pixels or more; half of them are enough to read it
+
+
+def check_plots(paths: Sequence[str]) -> None:
+    """Raise UsageError unless a figure could be written to each of ``paths`` now.
+
+    For a name that does not end in one of ``SUFFIXES``, a folder that cannot be written to, and
+    where matplotlib is missing; nothing is drawn, and nothing left behind.
+    """
+    for path in map(Path, paths):
+        if path.suffix.lower() not in SUFFIXES:
+            raise UsageError(
+                f"plot {one_line(str(path))!r} does not end in {' or '.join(SUFFIXES)}: "
+                "the end of its name says what it is."
+            )
+    if paths and find_spec("matplotlib") is None:
+        raise UsageError(f"a plot needs matplotlib, which is not installed: {INSTALL}.")
+    for path in map(Path, paths):
+        check_names(path.parent, [path.name], what="plots", instead="--plot")
+
+
+def write_plots(report: Report, paths: Sequence[str]) -> None:
+    """Draw ``report`` once for each of ``paths``; each file replaces an older one in one step.
+
+    Raises:
+        UsageError: as ``check_plots``, and where no cell of the report was measured.
+    """
+    _write(lambda suffix: report_image(report, suffix), paths)
+
+
+def write_error_plots(record: Record, paths: Sequence[str], *, kernel: str) -> None:
+    """Draw where the error of ``record`` is, as ``write_plots`` does a report.
+
+    Args:
+        record: For which ``error_figure.is_mapped``.
+        paths: Where.
+        kernel: What was asked, in a line.
+
+    Raises:
+        UsageError: as ``check_plots``, and for a Record that holds no Problem.
+    """
+    _write(lambda suffix: error_image(record, suffix, kernel=kernel), paths)
+
+
+def _write(image: Callable[[str], bytes], paths: Sequence[str]) -> None:
+    check_plots(paths)
+    files = [(path, image(path.suffix.lower())) for path in map(Path, paths)]
+    for path, data in files:
+        write_files({path.name: data}, path.parent, what="plots", instead="--plot")
+
+
+def report_image(report: Report, suffix: str) -> bytes:
+    """The image of ``report``, the same bytes for the same report and matplotlib.
+
+    Args:
+        report: What is shown.
+        suffix: One of ``SUFFIXES``.
+
+    Raises:
+        UsageError: where no cell of the report was measured.
+    """
+    return _image(lambda: figure(report), suffix)
+
+
+def error_image(record: Record, suffix: str, *, kernel: str) -> bytes:
+    """The image of where the error of ``record`` is, the same bytes for the same Record.
+
+    Arguments as of ``report_image`` and ``write_error_plots``.
+    """
+    return _image(lambda: error_figure(record, kernel=kernel), suffix)
+
+
+def _image(figure_: Callable[[], Any], suffix: str) -> bytes:
+    import matplotlib as mpl
+
+    # matplotlib's own settings: a user's matplotlibrc changes no report.
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(STYLE)
+        file = io.BytesIO()
+        # Neither the date nor the version: they would be news where there is none.
+        metadata = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
+        figure_().savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)
+    return file.getvalue()
+
+
+_PANEL, _HEIGHT = 7.6, 7.2  # inches
+_LEFT, _TOP, _BOTTOM, _BETWEEN, _RIGHT = 0.8, 1.35, 0.95, 1.5, 0.7
+_LETTER = 0.098  # inches of one at 10 points, on average
+_MOST_TICKS = 17
+_APART = 0.6  # of the usual distance: ticks that are closer would touch
+_MOST_NUMBERS = 24  # cells side by side with a number in each that is still read
+_DARK = 0.55  # of a scale of colours: numbers are white above
+_DECADES = 2  # that are told apart, above what is allowed and below
+
+
+class _Panel(NamedTuple):
+    """One map, in words and numbers.
+
+    Attributes:
+        title: What it shows.
+        across, down: What the axes count.
+        edges_across, edges_down: Where cells begin and end, in units of the axes.
+        shades: For each cell where it lies on the scale of colours.
+        texts: What stands in it.
+        colours: Of matplotlib, and the ends of the scale.
+        ticks: Of the colour bar, by place on the scale.
+        unit: What the colour bar shows.
+    """
+
+    title: str
+    across: str
+    down: str
+    edges_across: list[int]
+    edges_down: list[int]
+    shades: list[list[float]]
+    texts: list[list[str]]
+    colours: tuple[str, float, float]
+    ticks: dict[float, str]
+    unit: str
+
+
+def is_mapped(record: Record) -> bool:
+    """Whether anything is known of where its error is."""
+    return bool(_panels(record))
+
+
+def error_figure(record: Record, *, kernel: str) -> Any:
+    """A ``matplotlib.figure.Figure`` of where the error of a failure is.
+
+    One panel for the tiles of rows and keys that it is from, one for the heads and rows that are
+    wrong; each where the Record knows.
+
+    Args:
+        record: For which ``is_mapped``.
+        kernel: What was asked, in a line: ``mine.py::attention on cuda``.
+
+    Raises:
+        UsageError: for a Record that holds no Problem.
+    """
+    from matplotlib.figure import Figure
+
+    panels = _panels(record)
+    width = _LEFT + len(panels) * _PANEL + (len(panels) - 1) * _BETWEEN + _RIGHT
+    fig = Figure(figsize=(width, _HEIGHT))
+    grid = {
+        "left": _LEFT / width,
+        "right": 1 - _RIGHT / width,
+        "top": 1 - _TOP / _HEIGHT,
+        "bottom": _BOTTOM / _HEIGHT,
+        "wspace": _BETWEEN / _PANEL,
+    }
+    row = fig.subplots(1, len(panels), squeeze=False, gridspec_kw=grid)[0]
+    for ax, panel in zip(row, panels, strict=True):
+        _draw(fig, ax, panel)
+    said = [(problem_of(record).full_line, 0.32, 13.0, "bold"), (kernel, 0.62, 9.0, "normal")]
+    said += [(line, 0.86, 9.0, "normal") for line in _likely(record)]
+    for text, below, size, weight in said:
+        letters = int((width - 1.5 * _LEFT) / (_LETTER * size / 10))
+        y = 1 - below / _HEIGHT
+        line = _shortened(text, letters)
+        fig.text(_LEFT / width, y, line, fontsize=size, fontweight=weight, va="center")
+    return fig
+
+
+def _likely(record: Record) -> list[str]:
+    """The first explanation, in a line."""
+    return [f"{name}: {text}" for name, text in list(explanation_facts(record.diagnosis))[:1]]
+
+
+def _panels(record: Record) -> list[_Panel]:
+    found, there = record.diagnosis, []
+    if isinstance(found, Diagnosis) and isinstance(found.tiles, TileMap):
+        there.append(_by_tiles(found.tiles, record))
+    if isinstance(record.error_map, ErrorMap):
+        there.append(_by_heads(record.error_map, record))
+    return there
+
+
+def _by_tiles(tiles: TileMap, record: Record) -> _Panel:
+    problem = problem_of(record)
+    cell = f"{plural(tiles.rows, 'row')} × {plural(tiles.keys, 'key')}"
+    return _Panel(
+        title=f"Where it is from: tiles of {cell}",
+        across="key",
+        down="query row",
+        edges_across=_edges(len(tiles.values[0]), tiles.keys, problem.kv),
+        edges_down=_edges(len(tiles.values), tiles.rows, problem.query),
+        shades=[[100 * share for share in line] for line in tiles.values],
+        texts=[[_percent(share) for share in line] for line in tiles.values],
+        colours=("OrRd", 0.0, 100.0),
+        ticks={float(share): f"{share} %" for share in range(0, 101, 20)},
+        unit="by how much weights are off, in % of the worst tile",
+    )
+
+
+def _by_heads(found: ErrorMap, record: Record) -> _Panel:
+    problem = problem_of(record)
+    heads, rows = plural(found.heads, "head"), plural(found.rows, "row")
+    powers = range(-_DECADES, _DECADES + 1)
+    names = {-_DECADES: "≤ 0.01", -1: "0.1", 0: "1", 1: "10", _DECADES: "≥ 100"}
+    return _Panel(
+        title=f"Where it shows: out, by {heads} × {rows}",
+        across="query row",
+        down="query head",
+        edges_across=_edges(len(found.values[0]), found.rows, problem.query),
+        edges_down=_edges(len(found.values), found.heads, problem.heads),
+        shades=[[_decades(ratio) for ratio in line] for line in found.values],
+        texts=[[_ratio(ratio) for ratio in line] for line in found.values],
+        colours=("RdBu_r", float(-_DECADES), float(_DECADES)),
+        ticks={float(power): names[power] for power in powers},
+        unit="largest |error| ÷ what is allowed there",
+    )
+
+
+def _draw(fig: Any, ax: Any, panel: _Panel) -> None:
+    name, low, high = panel.colours
+    mesh = ax.pcolormesh(
+        panel.edges_across,
+        panel.edges_down,
+        panel.shades,
+        cmap=name,
+        vmin=low,
+        vmax=high,
+        edgecolors="#BBBBBB",
+        linewidth=0.4,
+        gid="cells",
+    )
+    ax.set_xlim(panel.edges_across[0], panel.edges_across[-1])
+    ax.set_ylim(panel.edges_down[-1], panel.edges_down[0])  # rows down, as they are read
+    ax.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=6)
+    ax.set_xlabel(panel.across)
+    ax.set_ylabel(panel.down)
+    ax.set_xticks(*_ticks(panel.edges_across))
+    ax.set_yticks(*_ticks(panel.edges_down))
+    _write_numbers(ax, panel)
+    bar = fig.colorbar(mesh, ax=ax, fraction=0.045, pad=0.02)
+    bar.set_ticks(list(panel.ticks), labels=list(panel.ticks.values()))
+    bar.set_label(panel.unit)
+
+
+def _write_numbers(ax: Any, panel: _Panel) -> None:
+    """In each cell, where there are few enough of them."""
+    down, across = len(panel.texts), len(panel.texts[0])
+    if max(down, across) > _MOST_NUMBERS:
+        return
+    _, low, high = panel.colours
+    diverging = low < 0
+    size = max(5.0, min(10.0, 120 / max(across, down / 2)))
+    for i, line in enumerate(panel.texts):
+        for j, text in enumerate(line):
+            shade = (panel.shades[i][j] - low) / (high - low)
+            dark = abs(2 * shade - 1) > _DARK + 0.1 if diverging else shade > _DARK
+            ax.text(
+                sum(panel.edges_across[j : j + 2]) / 2,
+                sum(panel.edges_down[i : i + 2]) / 2,
+                text,
+                ha="center",
+                va="center",
+                fontsize=size,
+                color="white" if dark else "#222222",
+            )
+
+
+def _edges(cells: int, step: int, size: int) -> list[int]:
+    """Of ``cells`` cells; the last may be a part of one."""
+    edges = [step * cell for cell in range(cells + 1)]
+    if edges[-2] < size <= edges[-1]:  # of a relation's own runs another size may be meant
+        edges[-1] = size
+    return edges
+
+
+def _ticks(edges: Sequence[int]) -> tuple[list[float], list[str]]:
+    """Where numbers stand, and which: between cells; of cells that are one each, in their middle.
+
+    So many that they have room.
+    """
+    every = math.ceil(len(edges) / _MOST_TICKS)
+    if edges[-1] - edges[0] == len(edges) - 1:
+        shown = edges[:-1:every]
+        return [number + 0.5 for number in shown], [str(number) for number in shown]
+    shown, least = edges[:-1:every], _APART * (edges[1] - edges[0]) * every
+    if edges[-1] - shown[-1] < least:
+        shown = shown[:-1]
+    shown = [*shown, edges[-1]]
+    return [float(number) for number in shown], [str(number) for number in shown]
+
+
+def _decades(ratio: float) -> float:
+    """Its power of ten, within the scale; NaN is as wrong as can be."""
+    if ratio != ratio:  # noqa: PLR0124  # NaN
+        return float(_DECADES)
+    return max(-_DECADES, min(_DECADES, math.log10(ratio))) if ratio > 0 else float(-_DECADES)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}" if share >= 0.01 else "·"
+
+
+def _ratio(ratio: float) -> str:
+    if not math.isfinite(ratio):
+        return "∞" if ratio > 0 else "NaN"
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+
+
+def _shortened(text: str, most: int) -> str:
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"

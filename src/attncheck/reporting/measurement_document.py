@@ -1,0 +1,330 @@
+"""The page of ``attncheck rmse``: each kernel's errors, cell by cell, and how to read them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from attncheck.core.outputs import GRADIENTS
+from attncheck.records.problem_summary import problem_of
+from attncheck.reporting import number_text
+from attncheck.reporting.blind_spots import missed_faults, visible_faults
+from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.record_text import (
+    JUDGED,
+    STATUS_LOOKS,
+    environment_facts,
+    footnote,
+    gradient_shares,
+    gradients_of,
+    verdict_remarks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from attncheck.core.outputs import TensorName
+    from attncheck.records.problem_summary import ProblemSummary
+    from attncheck.records.record import GradientErrors, OutErrors, Record, Report
+
+__all__ = ["COLUMNS", "HOW_TO_READ", "environment_lines", "measurement_document", "profiles"]
+
+HOW_TO_READ = (
+    "verdict: whether every error is rounding; why not stands below.",
+    "err/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault.",
+    "RMSE, max error, bias (mean error): of out against exact fp64. LSE error: max.",
+    "×floor: RMSE ÷ that of the exact result rounded to the output format; least 1.",
+    "×ideal: RMSE ÷ that of the ideal kernel, at the row's tiles if known, or 128×64.",
+    "inputs: RMSE that rounding the inputs alone causes; part of no other column.",
+)
+_OF_GRADIENTS = (
+    "dQ, dK, dV: RMSE of each gradient; ×ideal and /bound as of out, and the bound is",
+    "given the kernel's own out and LSE. time: of forward and backward together.",
+)
+_TF32 = "tf32: tensor cores truncate, the ideal kernel rounds to nearest: 3× is ordinary."
+_DAGGER = "†"
+_INTERPRETED = f"{_DAGGER} interpreted on the CPU: says nothing about a GPU."
+
+_HEADINGS: dict[TensorName, str] = {"dq": "dQ", "dk": "dK", "dv": "dV"}
+_SHARES = {f"{name}_share": f"{_HEADINGS.get(name, name)}/bound" for name in GRADIENTS}
+_ERRORS = {
+    f"{name}_{part}": f"{_HEADINGS.get(name, name)} {heading}"
+    for name in GRADIENTS
+    for part, heading in (("rmse", "RMSE"), ("ideal", "×ideal"))
+}
+COLUMNS = {
+    "verdict": "verdict",
+    "share": "err/bound",
+    "lse_share": "LSE/bound",
+    **_SHARES,
+    "rmse": "RMSE",
+    "floor": "×floor",
+    "ideal": "×ideal",
+    "inputs": "inputs",
+    "max": "max error",
+    "at": "at b,h,q,d",
+    "bias": "bias",
+    "lse": "LSE error",
+    **_ERRORS,
+    "time": "time",
+    "environment": "env",
+}
+"""Headings by key, in reading order; gradients and environment are shown where there are some."""
+
+# What a narrow terminal does without, the first to go first. Of gradients RMSE stays longest: the
+# verdict says whether they are right, and a footnote which is not.
+_SPARED: tuple[tuple[str, ...], ...] = (
+    *(("at",), ("bias",), ("inputs",), ("max",), ("lse",), ("time",), ("floor",), ("lse_share",)),
+    ("environment",),
+    tuple(_SHARES),
+    ("dsink_ideal", "dsink_rmse", "dcaptured_ideal", "dcaptured_rmse"),
+    ("dq_ideal", "dk_ideal", "dv_ideal"),
+)
+_SPARED_FOR_GRADIENTS = (("ideal",), ("share",))  # where there is still no room
+_NOTABLE, _BAD = 2.0, 10.0  # × ideal, where a reader's eye is drawn; the judge reads neither
+_LONGEST_KERNEL = 28
+_NO_NUMBER = Cell(number_text.NOTHING, "dim")
+
+
+def measurement_document(report: Report) -> Document:
+    """``report`` in reading order: sections and blocks as planned, kernels as asked for."""
+    shown = _shown_columns(report)
+    notes: dict[tuple[str, str], int] = {}
+    letters = environment_letters(report)
+    sections = tuple(
+        _section(title, blocks, report, shown, notes, letters)
+        for title, blocks in _grouped(report).items()
+    )
+    reasons = [
+        Note(f"{number_text.superscript(number)} {status}: {reason}", _look_of(status))
+        for (status, reason), number in notes.items()
+    ]
+    reasons += [Note(f"{kernel} is absent: {reason}") for kernel, reason in report.absent.items()]
+    below = [Section("", tuple(reasons))] if reasons else []
+    missed = " or ".join(missed_faults(report.records))
+    insensitive = f"insensitive: nothing here would have shown {missed}"
+    return Document(
+        title="Distance from exact attention",
+        command=report.command,
+        facts=environment_lines(report),
+        sections=(*sections, *below),
+        notes=(
+            *(Note(f"judged as {line}") for line in profiles(report.records)),
+            *(Note(line) for line in _reading(report) if sections),
+        ),
+        closing=(
+            *([Note(insensitive, "notable")] if missed else []),
+            Note(_counts(report), "plain"),
+        ),
+    )
+
+
+def environment_letters(report: Report) -> dict[str, str]:
+    """A letter for each environment, ``A`` for the first."""
+    return {
+        key: chr(ord("A") + i % 26) * (i // 26 + 1) for i, key in enumerate(report.environments)
+    }
+
+
+def environment_lines(report: Report) -> tuple[str, ...]:
+    """Each environment in a line, with its letter where there are several."""
+    lines = []
+    interpreted = {record.environment for record in report.records if record.interpreted}
+    for key, letter in environment_letters(report).items():
+        environment = report.environments[key]
+        prefix = f"{letter}: " if len(report.environments) > 1 else ""
+        lines.append(prefix + environment_facts(environment))
+        if environment.interpreter and key in interpreted:
+            repairs = ", ".join(environment.interpreter)
+            lines.append(f"{prefix}kernels interpreted on the CPU, repaired: {repairs}")
+    return tuple(lines)
+
+
+def profiles(records: Iterable[Record]) -> Iterator[str]:
+    """``bf16: …`` where one arithmetic is assumed of all kernels, else with their names."""
+    users: dict[str, dict[str, dict[str, None]]] = {}
+    for record in records:
+        if record.judgement:
+            kernels = users.setdefault(problem_of(record).dtype, {})
+            kernels.setdefault(record.judgement.arithmetic, {})[record.kernel] = None
+    for dtype, arithmetics in users.items():
+        for arithmetic, kernels_of_it in arithmetics.items():
+            who = f" of {', '.join(kernels_of_it)}" if len(arithmetics) > 1 else ""
+            yield f"{dtype}{who}: {arithmetic}"
+
+
+def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
+    """Those that the records have something for, by their keys."""
+    tensors = {name for record in report.records for name in gradients_of(record)}
+    used = {f"{name}_{part}" for name in tensors for part in ("share", "rmse", "ideal")}
+    hidden = (_SHARES.keys() | _ERRORS.keys()) - used
+    hidden |= {"environment"} if len(report.environments) <= 1 else set()
+    spared = _SPARED + (_SPARED_FOR_GRADIENTS if tensors else ())
+    rank = {key: i for i, keys in enumerate(spared, 1) for key in keys}
+    return tuple(
+        (key, Column(heading, words=key == "verdict", spare=rank.get(key, 0)))
+        for key, heading in COLUMNS.items()
+        if key not in hidden
+    )
+
+
+def _grouped(report: Report) -> dict[str, dict[tuple[str, str], list[Record]]]:
+    """Records by section and block, each opened by its first record: the plan's order."""
+    groups: dict[str, dict[tuple[str, str], list[Record]]] = {}
+    for record in report.records:
+        problem = problem_of(record)
+        blocks = groups.setdefault(_title(problem), {})
+        heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
+        blocks.setdefault((record.variant, heads), []).append(record)
+    return groups
+
+
+def _title(problem: ProblemSummary) -> str:
+    parts = [problem.dtype, problem.shape, problem.distribution, f"seed {problem.seed}"]
+    return " · ".join([*parts, problem.backward_too] if problem.backward_too else parts)
+
+
+def _section(  # what a page numbers and letters throughout
+    title: str,
+    blocks: dict[tuple[str, str], list[Record]],
+    report: Report,
+    shown: tuple[tuple[str, Column], ...],
+    notes: dict[tuple[str, str], int],
+    letters: dict[str, str],
+) -> Section:
+    order = {name: i for i, name in enumerate(report.kernels)}
+    rows = []
+    for group, records in blocks.items():
+        for record in sorted(records, key=lambda one: order.get(one.kernel, len(order))):
+            reason = footnote(record)
+            number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
+            mark = f" {number_text.superscript(number)}" if number else ""
+            status = Cell(f"{record.status}{mark}", STATUS_LOOKS[record.status])
+            kernel = Cell(record.kernel, code=True)
+            if record.status not in JUDGED:
+                rows.append(Row((kernel, status), group=group))
+                continue
+            cells = {"verdict": status, "environment": Cell(letters[record.environment], "dim")}
+            cells |= _cells(record)
+            numbers = tuple(cells.get(key, _NO_NUMBER) for key, _ in shown)
+            remarks = (*_remarks(record), *verdict_remarks(record.judgement))
+            rows.append(Row((kernel, *numbers), remarks, group))
+    kernel_column = Column("kernel", words=True, cut=True, most=_LONGEST_KERNEL)
+    columns = (kernel_column, *(column for _, column in shown))
+    visible = visible_faults([one for records in blocks.values() for one in records])
+    table = Table(columns, tuple(rows), groups=("variant", "heads"))
+    return Section(title, (table, Note(visible)) if visible else (table,))
+
+
+def _cells(record: Record) -> dict[str, Cell]:
+    """The cells of a judged record that have something to show."""
+    judgement, lse = record.judgement, record.lse
+    cells = _out_cells(record.out) if record.out is not None and record.out.elements else {}
+    # Without a place, as where no row sees a key, nothing was compared.
+    if lse is not None and lse.max_at is not None:
+        cells["lse"] = _error(lse.max_error)
+    if judgement is not None:
+        cells["share"] = share_cell(judgement.out_over_bound)
+        cells["lse_share"] = share_cell(judgement.lse_over_bound)
+    for name, share in gradient_shares(record).items():
+        cells[f"{name}_share"] = share_cell(share)
+    for name, errors in gradients_of(record).items():
+        if errors.elements:
+            cells[f"{name}_rmse"] = _error(errors.rmse)
+            cells[f"{name}_ideal"] = _over_ideal(errors)
+    return cells | {"time": _time(record)}
+
+
+def _out_cells(out: OutErrors) -> dict[str, Cell]:
+    sound: Look = "plain" if math.isfinite(out.rmse) else "bad"
+    return {
+        "rmse": _error(out.rmse),
+        "floor": Cell(number_text.ratio(out.rmse, out.floor_rmse), sound),
+        "ideal": _over_ideal(out),
+        "inputs": Cell(number_text.scientific(out.input_rmse), "dim"),
+        "max": _error(out.max_error),
+        "at": Cell(number_text.place(out.max_at), "dim"),
+        "bias": _error(out.bias, signed=True),
+    }
+
+
+def share_cell(share: float | None) -> Cell:
+    """An error as a part of its bound; bad beyond it."""
+    if share is None:
+        return _NO_NUMBER
+    return Cell(number_text.share(share), "plain" if share <= 1 else "bad")
+
+
+def _error(number: float, *, signed: bool = False) -> Cell:
+    look: Look = "plain" if math.isfinite(number) else "bad"
+    return Cell(number_text.scientific(number, signed=signed), look)
+
+
+def _over_ideal(errors: OutErrors | GradientErrors) -> Cell:
+    text = number_text.ratio(errors.rmse, errors.ideal_rmse)
+    value = number_text.quotient(errors.rmse, errors.ideal_rmse)
+    if value is None:
+        # Wrong where the ideal kernel is exact stands out more than any ratio.
+        return Cell(text, "plain" if errors.rmse == 0 else "bad")
+    if not value < _BAD:
+        return Cell(text, "bad")
+    return Cell(text, "notable" if value >= _NOTABLE else "plain")
+
+
+def _time(record: Record) -> Cell:
+    text = number_text.duration(record.seconds)
+    if text == number_text.NOTHING:
+        return Cell(text, "dim")
+    if not record.interpreted:
+        return Cell(text)
+    # Behind the unit, before what keeps units in line.
+    return Cell((text.rstrip() + _DAGGER).ljust(len(text) + 1), "dim")
+
+
+def _remarks(record: Record) -> Iterator[Note]:
+    """What the numbers alone would hide."""
+    out, lse = record.out, record.lse
+    if out and out.elements == 0:
+        yield Note("nothing to compare: no row sees a key", "bad")
+    broken = [f"{out.nonfinite} of {out.elements} elements of out"] if out and out.nonfinite else []
+    broken += [f"LSE of {lse.nonfinite} rows"] if lse and lse.nonfinite else []
+    broken += [
+        f"{errors.nonfinite} of {errors.elements} elements of {name}"
+        for name, errors in gradients_of(record).items()
+        if errors.nonfinite
+    ]
+    if broken:
+        yield Note(f"NaN or infinite: {', '.join(broken)}", "bad")
+    dead = []
+    if out and out.dead_rows_wrong:
+        dead.append(f"out is not 0 in {out.dead_rows_wrong} of {out.dead_rows}")
+    if lse and lse.dead_rows_wrong:
+        dead.append(f"LSE is not −inf in {lse.dead_rows_wrong}")
+    if dead:
+        yield Note(f"rows that see no key: {', '.join(dead)}", "bad")
+
+
+def _reading(report: Report) -> Iterator[str]:
+    measured = [record for record in report.records if record.status in JUDGED]
+    yield from HOW_TO_READ
+    if any(map(gradients_of, measured)):
+        yield from _OF_GRADIENTS
+    if any(problem_of(record).dtype == "tf32" for record in measured):
+        yield _TF32
+    if any(record.interpreted for record in measured):
+        yield _INTERPRETED
+
+
+def _look_of(status: str) -> Look:
+    return next((look for name, look in STATUS_LOOKS.items() if name == status), "plain")
+
+
+def _counts(report: Report) -> str:
+    count = Counter(record.status for record in report.records)
+    statuses = (status for status in STATUS_LOOKS if count[status])
+    said = ", ".join(
+        number_text.plural(count[s], s) if s == "error" else f"{count[s]} {s}" for s in statuses
+    )
+    cells = number_text.plural(len(report.records), "cell")
+    return f"{cells}: {said}." if said else f"{cells}."

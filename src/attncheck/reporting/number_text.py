@@ -1,0 +1,103 @@
+"""Numbers as text: three significant digits, one notation for each kind."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attncheck.core.judgement import Place, Worst
+    from attncheck.core.outputs import TensorName
+
+__all__ = [
+    "NOTHING",
+    "duration",
+    "element",
+    "percent",
+    "place",
+    "plural",
+    "quotient",
+    "ratio",
+    "scientific",
+    "share",
+    "superscript",
+]
+
+NOTHING = "—"
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_TENFOLD = 10.0  # as a part of what is right: how much more says nothing
+_UNITS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s ", 1.0))
+
+
+def scientific(number: float, *, signed: bool = False) -> str:
+    """``1.53e-03``; ``0``, ``nan``, ``inf`` and ``-inf`` as such."""
+    if number == 0:
+        return "0"
+    if not math.isfinite(number):
+        return str(number)
+    return f"{number:+.2e}" if signed else f"{number:.2e}"
+
+
+def quotient(error: float, reference: float) -> float | None:
+    """``error / reference``; None where the reference is 0 or itself not a number."""
+    return error / reference if reference != 0 and math.isfinite(reference) else None
+
+
+def ratio(error: float, reference: float) -> str:
+    """``1.02×``; ``exact`` where both are 0, a dash where only the reference is."""
+    value = quotient(error, reference)
+    if value is None:
+        return "exact" if error == 0 and reference == 0 else NOTHING
+    return f"{_three_digits(value)}×" if math.isfinite(value) else str(value)
+
+
+def share(number: float) -> str:
+    """A part of 1 in two digits: ``0.31``, ``0.0042``; more than 1 is ``12``."""
+    if number == 0 or not math.isfinite(number):
+        return "0" if number == 0 else str(number)
+    return f"{number:#.2g}".rstrip(".")
+
+
+def percent(number: float) -> str:
+    """``0.31`` of 0.0031, without the sign: two digits; never 100 of less, nor thousands."""
+    if number == 0 or not math.isfinite(number):
+        return "0" if number == 0 else str(number)
+    if number >= _TENFOLD:
+        return ">999"
+    text = f"{100 * number:.2g}"
+    return f"{float(text):g}" if float(text) != 100 or number >= 1 else ">99"
+
+
+def duration(seconds: float | None) -> str:
+    """``12.3 ms``; the unit takes two columns, so that numbers end in line."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    for unit, size in _UNITS:
+        digits = _three_digits(seconds / size)
+        if float(digits) < 1000:
+            return f"{digits} {unit}"
+    return f"{seconds:.0f} s "
+
+
+def place(at: Place | None, tensor: TensorName = "out") -> str:
+    """Index of an element in ``tensor``, without spaces: ``0,1,127,63``."""
+    return NOTHING if at is None else ",".join(map(str, at.index(tensor)))
+
+
+def element(worst: Worst) -> str:
+    """Its index in its tensor: ``b, h, q, d``, or what axes that has."""
+    return ", ".join(map(str, worst.at.index(worst.tensor)))
+
+
+def plural(count: int, word: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def superscript(number: int) -> str:
+    """A footnote's number."""
+    return str(number).translate(_SUPERSCRIPTS)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:#.3g}".rstrip(".")

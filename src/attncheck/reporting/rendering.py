@@ -1,0 +1,216 @@
+"""Reports in the format asked for: one document for each kind, one writer for each format."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.files import check_names, write_texts
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
+from attncheck.records.json_reports import report_json
+from attncheck.records.record import Report
+from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
+from attncheck.records.survey_reports import (
+    BlockReport,
+    CertificateReport,
+    FingerprintReport,
+    ModReport,
+    OracleReport,
+)
+from attncheck.reporting import ci_formats, score_documents, survey_documents
+from attncheck.reporting.csv_text import document_csv, gate_csv, report_csv
+from attncheck.reporting.gate_document import gate_document, gate_page
+from attncheck.reporting.html import html_text
+from attncheck.reporting.markdown import cut_markdown, markdown_text
+from attncheck.reporting.measurement_document import measurement_document
+from attncheck.reporting.terminal import document_lines, plain_text, print_lines, print_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import msgspec
+
+    from attncheck.reporting.document import Document
+
+__all__ = [
+    "FORMATS",
+    "GATE_FORMATS",
+    "LARGEST_SUMMARY",
+    "SCRIPTS",
+    "check_format",
+    "check_writable",
+    "gate_markdown",
+    "render",
+    "show",
+    "write_gate",
+    "write_report",
+]
+
+FORMATS = ("table", "json", "md", "csv", "html")
+"""Of every report."""
+
+GATE_FORMATS = (*FORMATS, "junit", "sarif", "github")
+"""Of a gate."""
+
+LARGEST_SUMMARY = 2**20
+"""Bytes of a step's summary: GitHub shows nothing of a larger one."""
+
+SCRIPTS = "repro"
+"""Folder of standalone scripts, beside a gate's reports."""
+
+_DOCUMENTS: dict[type, Callable[[Any], Document]] = {
+    Report: measurement_document,
+    GateReport: gate_document,
+    FaultReport: score_documents.fault_document,
+    OwnTestsReport: score_documents.own_tests_document,
+    SensitivityReport: score_documents.sensitivity_document,
+    PropertyReport: score_documents.property_document,
+    BaselineComparison: score_documents.baseline_document,
+    OracleReport: survey_documents.oracle_document,
+    CertificateReport: survey_documents.certificate_document,
+    ModReport: survey_documents.mod_document,
+    BlockReport: survey_documents.block_document,
+    FingerprintReport: survey_documents.fingerprint_document,
+}
+_GATE_FILES = {
+    "gate.json": "json",
+    "junit.xml": "junit",
+    "results.sarif": "sarif",
+    "summary.md": "md",
+}
+_ID = re.compile(r"[a-z0-9]{1,40}")
+
+
+def check_format(fmt: str, formats: tuple[str, ...] = FORMATS) -> None:
+    """Raise UnknownName unless ``fmt`` is one of ``formats``."""
+    if fmt not in formats:
+        raise UnknownName("format", fmt, formats)
+
+
+def render(
+    report: msgspec.Struct, fmt: str, document: Callable[[Any], Document] | None = None
+) -> str:
+    """Return ``report`` in ``fmt``, the same on every machine (no colours).
+
+    Args:
+        report: Of any kind.
+        fmt: One of ``FORMATS``, of a gate of ``GATE_FORMATS``.
+        document: Makes its page, where there is another than that of its kind.
+
+    Raises:
+        UnknownName: for another format.
+    """
+    check_format(fmt, GATE_FORMATS if isinstance(report, GateReport) else FORMATS)
+    if fmt == "json":
+        return report_json(report)
+    if isinstance(report, GateReport):
+        return _render_gate(report, fmt)
+    if fmt == "csv" and isinstance(report, Report):
+        return report_csv(report)
+    writers = {"table": plain_text, "md": markdown_text, "csv": document_csv, "html": html_text}
+    return writers[fmt](_document(report, document))
+
+
+def _render_gate(report: GateReport, fmt: str) -> str:
+    if fmt in {"table", "html"}:
+        return plain_text(gate_document(report)) if fmt == "table" else html_text(gate_page(report))
+    writers: dict[str, Callable[[GateReport], str]] = {
+        "md": gate_markdown,
+        "csv": gate_csv,
+        "junit": ci_formats.junit_text,
+        "sarif": ci_formats.sarif_text,
+        "github": ci_formats.github_text,
+    }
+    return writers[fmt](report)
+
+
+def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
+    """Return ``report`` as Markdown of at most ``largest`` bytes; left-out failures are counted."""
+    text = ""
+    for most in (100, 50, 20, 10, 5, 2, 1, 0):
+        text = markdown_text(gate_document(report, most=most, where="gate.json has all of them"))
+        if len(text.encode(errors="backslashreplace")) <= largest:
+            return text
+    # Of hundreds of kernels not even the head fits.
+    return cut_markdown(text, largest, f"cut after {largest:,} bytes: gate.json has everything.")
+
+
+def show(
+    report: msgspec.Struct,
+    fmt: str = "table",
+    stream: TextIO | None = None,
+    document: Callable[[Any], Document] | None = None,
+) -> None:
+    """Write ``report`` to ``stream`` (default: standard output); arguments as of ``render``.
+
+    A table takes the terminal's width and colours; NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
+    A stream that cannot encode a sign gets a question mark for it.
+    """
+    stream = stream or sys.stdout
+    if fmt == "table":
+        page = _document(report, document)
+        print_lines(lambda width: document_lines(page, width), stream)
+    else:
+        print_text(render(report, fmt, document), stream)
+
+
+def _document(report: msgspec.Struct, document: Callable[[Any], Document] | None) -> Document:
+    return (document or _DOCUMENTS[type(report)])(report)
+
+
+_FILE_FORMATS = ("json", "md", "csv")
+
+
+def check_writable(directory: Path | str, stem: str = "rmse") -> None:
+    """Raise UsageError unless ``write_report`` could write there now; leaves nothing behind.
+
+    A directory that does not exist yet is fine where it could be made.
+    """
+    check_names(directory, [f"{stem}.{suffix}" for suffix in _FILE_FORMATS])
+
+
+def write_report(
+    report: msgspec.Struct,
+    directory: Path | str,
+    stem: str,
+    *,
+    formats: tuple[str, ...] = _FILE_FORMATS,
+    document: Callable[[Any], Document] | None = None,
+) -> tuple[Path, ...]:
+    """Write ``stem``.json, .md and .csv into ``directory``, which is made if need be.
+
+    Everything is rendered before anything is written, and each file replaces the old one in one
+    step: a reader finds the old report or the new one.
+
+    Raises:
+        UsageError: where the directory cannot be written to.
+    """
+    texts = {f"{stem}.{fmt}": render(report, fmt, document) for fmt in formats}
+    return write_texts(texts, directory)
+
+
+def write_gate(
+    report: GateReport, directory: Path | str, scripts: Mapping[str, str]
+) -> tuple[Path, ...]:
+    """Write the files of a gate into ``directory``, and ``repro/ID.py`` of each script.
+
+    Args:
+        report: What was found.
+        directory: Made if need be.
+        scripts: The text of a standalone script by the id of its failure.
+
+    Raises:
+        UsageError: where the directory cannot be written to, or for an id that is none.
+    """
+    for name in scripts:
+        if not _ID.fullmatch(name):
+            raise UsageError(f"{one_line(name)!r} is no id: it has letters and digits.")
+    texts = {name: render(report, fmt) for name, fmt in _GATE_FILES.items()}
+    texts["report.html"] = html_text(gate_page(report, scripts))
+    texts |= {f"{SCRIPTS}/{name}.py": text for name, text in scripts.items()}
+    check_names(directory, texts)  # where one cannot be replaced, none is
+    return write_texts(texts, directory)

@@ -1,0 +1,519 @@
+"""Pages of scores: planted faults, somebody's own tests, sensitivity, properties, a baseline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from attncheck.records.fault_scores import ATTNCHECK_RULE, SCORED
+from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.run_reports import Tally
+from attncheck.reporting import number_text
+from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.record_text import environment_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from attncheck.records.fault_scores import (
+        ControlScore,
+        FaultOutcome,
+        FaultReport,
+        FaultScore,
+        FaultSensitivity,
+        OwnTestsReport,
+        OwnTestsScore,
+        PeerVerdict,
+        SensitivityReport,
+        SmallestFault,
+        Total,
+    )
+    from attncheck.records.run_reports import (
+        BaselineComparison,
+        BaselineStanding,
+        Change,
+        PropertyOutcome,
+        PropertyReport,
+    )
+
+__all__ = [
+    "baseline_document",
+    "fault_document",
+    "own_tests_document",
+    "property_document",
+    "rate",
+    "sensitivity_document",
+    "tally",
+    "total",
+]
+
+_DASH = Cell(number_text.NOTHING, "dim")
+
+
+def _columns(words: Sequence[str], numbers: Iterable[str], *, cut: int = 0) -> tuple[Column, ...]:
+    """Columns of words, of which the first ``cut`` may be cut, then columns of numbers."""
+    left = (Column(name, words=True, cut=i < cut) for i, name in enumerate(words))
+    return (*left, *map(Column, numbers))
+
+
+def _count(number: int, look: Look = "plain") -> Cell:
+    return Cell(f"{number:,}", look) if number else _DASH
+
+
+def _remark(text: str) -> tuple[Note, ...]:
+    return (Note(text, "notable"),) if text else ()
+
+
+# The gate on planted faults
+
+_FAULT_LOOKS: dict[FaultOutcome, Look] = {"caught": "good", "missed": "bad", "harness": "bad"}
+_CONTROL_LOOKS: dict[str, Look] = {"clean": "good", "flagged": "bad", "harness": "bad"}
+_SHORT_RULES = {"allclose(1e-2)": "allclose", "1.1× mean": "mean"}
+
+
+def fault_document(report: FaultReport) -> Document:
+    """The score by category and fault by fault, for each host; then the controls."""
+    sections = []
+    for host in dict.fromkeys(score.host for score in report.scores if score.host):
+        sections.append(_totals(host, [total for total in report.totals if total.host == host]))
+        scores = [score for score in report.scores if score.host == host]
+        sections.append(_fault_by_fault(host, [s for s in scores if s.outcome != "equivalent"]))
+        if equivalent := [score for score in scores if score.outcome == "equivalent"]:
+            sections.append(_reasons(f"{host}: no fault in this host", equivalent))
+    sections += [_controls(report.controls)] if report.controls else []
+    if nowhere := [score for score in report.scores if not score.host]:
+        sections.append(_reasons("Planted nowhere", nowhere))
+    took = number_text.duration(report.seconds).strip() if report.seconds else ""
+    run = filter(None, [f"tier {report.tier}", f"on {report.device}", report.started, took])
+    notes = []
+    if any(score.peers for score in report.scores):
+        notes.append(
+            "Under another project's rule: after how many of the plain problems it refuses the "
+            "kernel too; 0/n where it does on none of n. Those where it refuses the right kernel "
+            "as well do not count."
+        )
+    if any(score.diagnosis for score in report.scores):
+        notes.append("named: at which place the diagnosis names this fault.")
+    if report.unfinished:
+        notes.append(f"{report.unfinished} have no score: {report.unfinished_because}.")
+    return Document(
+        title="Planted faults",
+        command=report.command,
+        facts=(*map(environment_facts, report.environments.values()), " · ".join(run)),
+        sections=tuple(sections),
+        notes=tuple(map(Note, notes)),
+        closing=(Note(_score_sentence(report), "plain"),),
+    )
+
+
+def _totals(host: str, totals: Sequence[Total]) -> Section:
+    rules = list(dict.fromkeys(rule for total in totals for rule in total.peers))
+    heads = [_SHORT_RULES.get(rule, rule) for rule in rules]
+    numbers = ("caught", "missed", "median s", "problems", *heads, "named 1st", "≤ 3rd")
+    rows = []
+    for one in sorted(totals, key=lambda each: not each.category):
+        scored = one.caught + one.missed
+        cells = (
+            Cell(one.category or "all"),
+            Cell(f"{one.caught}/{scored}", "plain" if one.caught < scored else "good"),
+            Cell(str(one.missed), "bad" if one.missed else "dim"),
+            _DASH if one.seconds is None else Cell(f"{one.seconds:.1f}"),
+            _DASH if one.problems is None else Cell(f"{one.problems:g}"),
+            *(Cell(f"{one.peers.get(rule, 0)}/{scored}", "dim") for rule in rules),
+            *(
+                Cell(f"{named}/{one.diagnosed}") if one.diagnosed else _DASH
+                for named in (one.named_first, one.named_third)
+            ),
+        )
+        unscored = f"{one.unscored} not scored" if one.unscored and not one.category else ""
+        rows.append(Row(cells, _remark(unscored)))
+    table = Table(_columns(["category"], numbers, cut=1), tuple(rows))
+    return Section(f"{host}: score by category", (table,))
+
+
+def _fault_by_fault(host: str, scores: Sequence[FaultScore]) -> Section:
+    rules = list(dict.fromkeys(said.rule for score in scores for said in score.peers))
+    columns = (
+        Column("fault", words=True, cut=True),
+        Column("category", words=True, spare=1),
+        Column("outcome", words=True, cut=True),
+        Column("by", words=True, cut=True),
+        Column("smallest", words=True, cut=True),
+        Column("problems"),
+        Column("s"),
+        *(Column(_SHORT_RULES.get(rule, rule)) for rule in rules),
+        Column("named"),
+    )
+    rows = tuple(_fault(score, rules) for score in scores)
+    return Section(f"{host}: fault by fault", (Table(columns, rows),))
+
+
+def _fault(score: FaultScore, rules: list[str]) -> Row:
+    detection, peers = score.caught, {each.rule: each for each in score.peers}
+    smallest = (detection.shrunk or detection.first) if detection else None
+    rank = Cell(str(score.rank)) if score.rank else Cell("no", "notable")
+    first = detection.first if detection else None
+    cells = (
+        Cell(score.fault),
+        Cell(score.category, "dim"),
+        Cell(score.outcome, _FAULT_LOOKS.get(score.outcome, "dim")),
+        Cell(f"{first.stage} {first.question}") if first else _DASH,
+        Cell(smallest.problem, "dim") if smallest else _DASH,
+        *_cost(score, scored=score.outcome in SCORED),
+        *(_peer(peers.get(rule)) for rule in rules),
+        rank if score.diagnosis else _DASH,
+    )
+    remarks = [score.reason] if score.reason else []
+    if score.outcome == "missed":
+        passed = f"{score.problems} problems, and every answer was right"
+        remarks.append(f"{score.summary or score.fault}: {passed}")
+    if smallest:
+        rule = f" ({smallest.rule})" if smallest.rule else ""
+        remarks.append(f"{smallest.status}{rule}: {smallest.reason}")
+    if score.diagnosis:
+        best = score.diagnosis[0]
+        remarks.append(f"diagnosis: {best.sentence or best.model}")
+    return Row(cells, tuple(note for text in remarks for note in _remark(text)))
+
+
+def _cost(score: FaultScore | ControlScore, *, scored: bool) -> tuple[Cell, Cell]:
+    """How many problems it took, and how many seconds."""
+    if not scored:
+        return _DASH, _DASH
+    return Cell(str(score.problems)), Cell(f"{score.seconds:.1f}")
+
+
+def _peer(verdict: PeerVerdict | None) -> Cell:
+    if verdict is None or not verdict.problems:
+        return _DASH
+    if verdict.caught:
+        return Cell(str(verdict.problems))
+    return Cell(f"0/{verdict.problems - verdict.alarms}", "notable")
+
+
+def _reasons(title: str, scores: Sequence[FaultScore]) -> Section:
+    rows = tuple(Row((Cell(score.fault), Cell(score.reason, "dim"))) for score in scores)
+    return Section(title, (Table(_columns(["fault", "why"], (), cut=2), rows),))
+
+
+def _controls(controls: Sequence[ControlScore]) -> Section:
+    rows = []
+    for score in controls:
+        outcome = Cell(score.outcome, _CONTROL_LOOKS.get(score.outcome, "dim"))
+        cost = _cost(score, scored=score.outcome in {"clean", "flagged"})
+        remarks = [score.reason] if score.reason else []
+        remarks += [
+            f"{one.stage} {one.question}: {one.status} on {one.problem}: {one.reason}"
+            for one in score.flagged
+        ]
+        notes = tuple(note for text in remarks for note in _remark(text))
+        rows.append(Row((Cell(score.control), Cell(score.host), outcome, *cost), notes))
+    columns = _columns(["control", "host", "outcome"], ["problems", "s"], cut=1)
+    title = "Controls: changes that leave a kernel right"
+    return Section(title, (Table(columns, tuple(rows)),))
+
+
+def _score_sentence(report: FaultReport) -> str:
+    outcomes = Counter(score.outcome for score in report.scores)
+    controls = Counter(score.outcome for score in report.controls)
+    scored = outcomes["caught"] + outcomes["missed"]
+    parts = [f"{outcomes['caught']} of {scored} faults caught"] if scored else []
+    broken = outcomes["harness"] + controls["harness"]
+    parts += [f"{broken} could not be scored"] if broken else []
+    asked = controls["clean"] + controls["flagged"]
+    parts += [f"{controls['flagged']} of {asked} controls flagged"] if asked else []
+    return f"{', '.join(parts if scored else ['no fault was scored', *parts])}."
+
+
+# Somebody's own tests on planted faults
+
+_TEST_LOOKS: dict[str, Look] = {"caught": "good", "missed": "bad", "not scored": "bad"}
+
+
+def own_tests_document(report: OwnTestsReport) -> Document:
+    """What somebody's own tests made of the planted faults."""
+    categories = dict.fromkeys(score.category for score in report.scores)
+    totals = [
+        *(_by_status(one, [s for s in report.scores if s.category == one]) for one in categories),
+        _by_status("all", report.scores),
+    ]
+    statuses = ("caught", "missed", "not shown", "not reached", "not scored")
+    rows = tuple(
+        Row(
+            (
+                Cell(score.fault),
+                Cell(score.category, "dim"),
+                Cell(score.status, _TEST_LOOKS.get(score.status, "dim")),
+                Cell(score.tests[0], "dim") if score.tests else _DASH,
+                Cell(f"{score.seconds:.1f}"),
+            ),
+            _remark(score.reason),
+        )
+        for score in report.scores
+    )
+    columns = _columns(["fault", "category", "status", "failed first"], ["s"], cut=4)
+    count = Counter(score.status for score in report.scores)
+    scored = count["caught"] + count["missed"]
+    notes = [
+        (
+            "not shown: in no call of these tests does the fault change a bit of the result. "
+            "not reached: no call came to the faulty kernel."
+        )
+    ]
+    if report.unfinished:
+        notes.append(f"{report.unfinished} have no score: {report.unfinished_because}.")
+    sentence = f"{count['caught']} of {scored} faults that show are caught by these tests."
+    return Document(
+        title="Your tests on planted faults",
+        command=report.command,
+        facts=(f"pytest {report.pytest}, {report.replace} replaced",),
+        sections=(
+            Section(
+                "Score by category",
+                (Table(_columns(["category"], statuses, cut=1), tuple(totals)),),
+            ),
+            Section("Fault by fault", (Table(columns, rows),)),
+        ),
+        notes=tuple(map(Note, notes)),
+        closing=(Note(sentence, "plain"),),
+    )
+
+
+def _by_status(name: str, scores: Sequence[OwnTestsScore]) -> Row:
+    count = Counter(score.status for score in scores)
+    scored = count["caught"] + count["missed"]
+    caught: Look = "good" if scored == count["caught"] else "plain"
+    return Row(
+        (
+            Cell(name),
+            Cell(f"{count['caught']}/{scored}", caught),
+            Cell(str(count["missed"]), "bad" if count["missed"] else "dim"),
+            Cell(str(count["not shown"]), "dim"),
+            Cell(str(count["not reached"]), "dim"),
+            Cell(str(count["not scored"]), "bad" if count["not scored"] else "dim"),
+        )
+    )
+
+
+# The smallest faults that are seen
+
+
+def sensitivity_document(report: SensitivityReport) -> Document:
+    """How small each continuous fault may be and is still seen, by dtype and rule."""
+    sections = []
+    for dtype in dict.fromkeys(one.dtype for one in report.seen):
+        faults = [one for one in report.seen if one.dtype == dtype]
+        rules = list(dict.fromkeys(rule for one in faults for rule in one.rules))
+        columns = _columns(["smallest fault seen", "in"], [*rules, "s"], cut=1)
+        rows = tuple(_sensitivity(one, rules) for one in faults)
+        sections.append(Section(dtype, (Table(columns, rows),)))
+    notes = [
+        (
+            "ε: the smallest error seen, in steps of a quarter of an octave. bits: the most that "
+            "are still seen to be too few. none: not even the largest is seen."
+        )
+    ]
+    notes += [
+        f"attncheck asks {one.questions} questions; the rules are asked of the {one.plain} "
+        "plain ones among them, but for those on which they refuse a right kernel."
+        for one in report.seen[:1]
+    ]
+    return Document(
+        title="The smallest faults seen",
+        command=report.command,
+        facts=tuple(dict.fromkeys(f"tier {one.tier} on {one.device}" for one in report.seen)),
+        sections=tuple(sections),
+        notes=tuple(map(Note, notes)),
+    )
+
+
+def _sensitivity(one: FaultSensitivity, rules: Sequence[str]) -> Row:
+    sizes = (_size(one.rules.get(rule), one.unit) for rule in rules)
+    question = one.rules[ATTNCHECK_RULE].question
+    cells = (Cell(one.summary), Cell(one.unit, "dim"), *sizes, Cell(f"{one.seconds:.0f}"))
+    return Row(cells, _remark(f"by {question}" if question else ""))
+
+
+def _size(smallest: SmallestFault | None, unit: str) -> Cell:
+    if smallest is None:
+        return _DASH
+    if smallest.size is None:
+        return Cell("none", "bad")
+    return Cell(f"{smallest.size:.0f}" if unit == "bits" else number_text.scientific(smallest.size))
+
+
+# The property suite
+
+_STATUSES = ("warn", "inconclusive", "fail", "error")
+_COUNTED = {"error": FAILED_STATUSES - {"fail"}}  # where a word stands for several
+
+
+def property_document(report: PropertyReport) -> Document:
+    """Tests, problems and seconds of the property suite, by kernel, dtype, mask and file."""
+    sections = [
+        _counted_by(report, "kernel", lambda one: one.kernel),
+        _counted_by(report, "dtype", lambda one: one.dtype),
+        _counted_by(report, "mask family", lambda one: one.family),
+        _counted_by(report, "file", lambda one: one.file),
+    ]
+    for kind, title in (("known", "known failures"), ("failed", "failures")):
+        outcomes = [one for one in report.outcomes if one.outcome == kind]
+        sections += [_failures_of(title, outcomes)] if outcomes else []
+    shared = "" if report.processes == 1 else f", {report.processes} processes"
+    speed = rate(total(report.outcomes), report.seconds)
+    kinds = Counter(one.outcome for one in report.outcomes)
+    counts = ", ".join(
+        f"{kinds[kind]:,} {kind}" for kind in ("passed", "known", "failed", "skipped")
+    )
+    return Document(
+        title="Properties",
+        command=report.command,
+        facts=(
+            environment_facts(report.environment),
+            f"tier {report.tier}{shared}: {speed}",
+        ),
+        sections=tuple(sections),
+        notes=(
+            Note(
+                "A problem is one Case that was answered, however many runs of the kernel it "
+                "takes; work is the time in kernel, oracle and judge, of all processes together."
+            ),
+            Note(
+                "warn and inconclusive are no proof of a fault. known: fails as it is known to, "
+                "with a reason; skipped: the kernel takes none of those problems."
+            ),
+            *map(Note, _unsupported(report)),
+        ),
+        closing=(Note(f"{len(report.outcomes):,} tests: {counts}", "plain"),),
+    )
+
+
+def total(outcomes: Iterable[PropertyOutcome]) -> Tally:
+    """Add up what these outcomes counted."""
+    tally = Tally()
+    for outcome in outcomes:
+        tally.add(outcome.tally)
+    return tally
+
+
+def rate(tally: Tally, seconds: float) -> str:
+    """``2,345 problems in 61 s (38 a second), 12 % of the work compiling``."""
+    speed = f" ({tally.total / seconds:.3g} a second)" if seconds > 0 and tally.total else ""
+    share = (
+        f", {tally.compiling / tally.seconds:.0%} of the work compiling" if tally.seconds else ""
+    )
+    took = f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
+    return f"{number_text.plural(tally.total, 'problem')} in {took} s{speed}{share}"
+
+
+def _counted_by(
+    report: PropertyReport, name: str, key: Callable[[PropertyOutcome], str]
+) -> Section:
+    numbers = ("tests", "problems", *_STATUSES, "known", "failed", "skipped", "work")
+    groups: dict[str, list[PropertyOutcome]] = {}
+    for outcome in report.outcomes:
+        groups.setdefault(key(outcome), []).append(outcome)
+    rows = []
+    for group, outcomes in groups.items():
+        work = total(outcomes)
+        kinds = Counter(one.outcome for one in outcomes)
+        statuses = [
+            sum(work.problems.get(each, 0) for each in _COUNTED.get(status, {status}))
+            for status in _STATUSES
+        ]
+        ends = [kinds[kind] for kind in ("known", "failed", "skipped")]
+        cells = map(_count, [len(outcomes), work.total, *statuses, *ends])
+        took = Cell(number_text.duration(work.seconds))
+        rows.append(Row((Cell(group or number_text.NOTHING), *cells, took)))
+    return Section(f"by {name}", (Table(_columns([name], numbers, cut=1), tuple(rows)),))
+
+
+def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
+    """One row a kernel, test and reason: with the dtypes and families that it holds for."""
+    groups: dict[tuple[str, str, str], list[PropertyOutcome]] = {}
+    for one in outcomes:
+        groups.setdefault((one.kernel, one.test, one.reason), []).append(one)
+    rows = []
+    for (kernel, test, reason), several in groups.items():
+        dtypes = ", ".join(dict.fromkeys(one.dtype for one in several))
+        families = ", ".join(dict.fromkeys(one.family for one in several))
+        rows.append(Row(tuple(map(Cell, (kernel, test, dtypes, families))), _remark(reason)))
+    columns = _columns(["kernel", "test", "dtypes", "mask families"], (), cut=4)
+    return Section(title, (Table(columns, tuple(rows)),))
+
+
+def _unsupported(report: PropertyReport) -> Iterator[str]:
+    """``mine does not support fp64: …``."""
+    for kernel, dtypes in report.untaken.items():
+        reasons: dict[str, list[str]] = {}
+        for dtype, reason in dtypes.items():
+            reasons.setdefault(reason, []).append(dtype)
+        said = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in reasons.items())
+        yield f"{kernel} does not support {said}"
+
+
+# Cases compared with their baseline
+
+_STANDING_LOOKS: dict[BaselineStanding, Look] = {
+    "worse": "bad",
+    "better": "good",
+    "gone": "notable",
+    "new": "plain",
+    "within rounding": "dim",
+    "identical": "dim",
+}
+_MOST = 50  # of a standing that asks for nothing, on a page; the JSON has all
+
+
+def baseline_document(report: BaselineComparison) -> Document:
+    """What has become of each case, the worst first."""
+    sections = []
+    for standing in _STANDING_LOOKS:
+        changes = [change for change in report.changes if change.standing == standing]
+        if not changes or standing == "identical":
+            continue
+        most = len(changes) if standing in {"worse", "better"} else _MOST
+        more = f" (the first {most} of {len(changes):,})" if most < len(changes) else ""
+        words = ["kernel", "case", "problem", "standing"]
+        columns = _columns(words, ["RMSE before", "now", "now ÷ before"], cut=3)
+        rows = tuple(_change(change, report) for change in changes[:most])
+        sections.append(Section(f"{standing}{more}", (Table(columns, rows),)))
+    notes = (
+        (
+            "identical: the same bits. within rounding: other bits, and errors no larger than "
+            "another order of the same roundings explains. worse: larger, or judged worse."
+        ),
+        "new: the baseline has no such case on this architecture. gone: it was not asked now.",
+    )
+    return Document(
+        title="Compared with the baseline",
+        command=report.command,
+        facts=(f"compared with {report.baseline}: {tally(report.changes)}",),
+        sections=tuple(sections),
+        notes=tuple(map(Note, notes)),
+    )
+
+
+def tally(changes: Iterable[Change]) -> str:
+    """``1 worse, 2 better, 31 identical``; standings that nothing has are left out."""
+    counts = Counter(change.standing for change in changes)
+    parts = [f"{counts[standing]:,} {standing}" for standing in _STANDING_LOOKS if counts[standing]]
+    return ", ".join(parts) or "nothing to compare"
+
+
+def _change(change: Change, report: BaselineComparison) -> Row:
+    numbers = (
+        _DASH if value is None else Cell(number_text.scientific(value))
+        for value in (change.before, change.after)
+    )
+    known = change.before is not None and change.after is not None
+    ratio = number_text.ratio(change.after or 0.0, change.before or 0.0) if known else None
+    cells = (
+        Cell(change.kernel),
+        Cell(change.case_id),
+        Cell(report.problems.get(change.case_id, "")),
+        Cell(change.standing, _STANDING_LOOKS[change.standing]),
+        *numbers,
+        Cell(ratio) if ratio else _DASH,
+    )
+    return Row(cells, _remark(change.reason))

@@ -1,0 +1,341 @@
+"""Documents on a terminal, or as plain text: width, colours, and signs that a stream encodes."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from dataclasses import replace
+from typing import TYPE_CHECKING, TextIO
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from attncheck.core.sanitize_text import one_line, shortened
+from attncheck.reporting.document import (
+    STYLES,
+    Card,
+    Cell,
+    Chart,
+    Column,
+    Facts,
+    Note,
+    Picture,
+    Table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from attncheck.reporting.document import Block, Document, Section
+
+__all__ = [
+    "PLAIN_WIDTH",
+    "card_text",
+    "closing_lines",
+    "document_lines",
+    "head_lines",
+    "plain_text",
+    "print_lines",
+    "print_text",
+    "row_lines",
+]
+
+PLAIN_WIDTH = 120
+"""Columns where there is no terminal to ask."""
+
+_GAP = _INDENT = "  "
+_LEAST_CUT = 14  # columns of words that are still read
+_LABEL = 11  # columns of the labels of facts
+_ASCII_SHADES = str.maketrans({"·": ".", "░": "-", "▒": "+", "▓": "#", "█": "@"})
+
+
+def print_lines(lines: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
+    """Write ``lines(width)`` to ``stream``, with its width and colours.
+
+    NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
+    """
+    sized = stream.isatty() or "COLUMNS" in os.environ
+    console = Console(file=stream, width=None if sized else PLAIN_WIDTH)
+    with console.capture() as capture:
+        text = Text("\n").join(lines(console.width))
+        console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    print_text(capture.get(), stream)
+
+
+def print_text(text: str, stream: TextIO) -> None:
+    """Write ``text``; a stream that cannot encode a sign gets another one, or a question mark."""
+    encoding = stream.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII_SHADES)
+    stream.write(text.encode(encoding, errors="replace").decode(encoding))
+    stream.flush()
+
+
+def plain_text(document: Document, width: int = PLAIN_WIDTH) -> str:
+    """``document`` without colours, the same on every machine."""
+    return "".join(f"{line.plain}\n" for line in document_lines(document, width))
+
+
+def document_lines(document: Document, width: int) -> Iterator[Text]:
+    """``document`` line by line, at most ``width`` wide but for facts that are to be copied."""
+    yield from head_lines(document, width)
+    sections = [
+        replace(section, blocks=tuple(part for b in section.blocks for part in _parts(b, width)))
+        for section in document.sections
+    ]
+    blocks = [block for section in sections for block in section.blocks]
+    layouts = _layouts([block for block in blocks if isinstance(block, Table)], width)
+    apart = bool(document.command or document.facts)
+    for section in sections:
+        if apart:
+            yield Text("")
+        apart = True
+        yield from _wrapped(section.title, width, style="bold cyan")
+        for i, block in enumerate(section.blocks):
+            if i and isinstance(block, Card | Picture):
+                yield Text("")
+            layout = layouts[block.columns, block.groups] if isinstance(block, Table) else None
+            yield from _block_lines(block, width, layout=layout)
+    left_out = [name for layout in layouts.values() for name in layout.left_out]
+    yield from closing_lines(document, width, left_out=dict.fromkeys(left_out))
+
+
+def head_lines(document: Document, width: int) -> Iterator[Text]:
+    """The command and the facts that a page begins with."""
+    yield from _wrapped(shortened(document.command), width, style="bold")
+    for fact in document.facts:
+        yield from _wrapped(shortened(fact), width, style="dim")
+
+
+def row_lines(section: Section, width: int, *, first: bool) -> Iterator[Text]:
+    """The rows of a section's tables as they come; before the ``first`` its title and headings."""
+    if first:
+        yield Text("")
+        yield from _wrapped(section.title, width, style="bold cyan")
+    for block in section.blocks:
+        yield from _block_lines(block, width, headings=first)
+
+
+def closing_lines(
+    document: Document, width: int, *, left_out: Iterable[str] = ()
+) -> Iterator[Text]:
+    """Notes, what a narrow terminal left out, and the verdict, which comes last."""
+    if document.notes or document.closing:
+        yield Text("")
+    for note in document.notes:
+        yield from _note_lines(note, width)
+    if columns := ", ".join(left_out):
+        yield from _wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
+    for note in document.closing:
+        yield from _note_lines(note, width)
+    if document.verdict is not None:
+        verdict = document.verdict
+        yield Text("")
+        style = f"bold {STYLES[verdict.look]}".strip()
+        yield from _wrapped(f"{verdict.word}  {verdict.text}", width, style=style)
+
+
+def _block_lines(
+    block: Block, width: int, *, layout: _Layout | None = None, headings: bool = True
+) -> Iterator[Text]:
+    """One block; a chart, which no text can show, has no lines.
+
+    Args:
+        block: What is shown.
+        width: Columns.
+        layout: Of a table that shares its columns' widths with others.
+        headings: Whether a table begins with its headings.
+    """
+    match block:
+        case Note():
+            yield from _note_lines(block, width)
+        case Facts():
+            yield from _fact_lines(block.pairs, width)
+        case Table():
+            layout = layout or _Layout([block], width)
+            yield from _table_lines(block, layout, width, headings=headings)
+        case Picture():
+            yield from _picture_lines(block, width)
+        case Card():
+            yield from _card_lines(block, width)
+        case Chart():
+            return
+
+
+def _note_lines(note: Note, width: int) -> list[Text]:
+    return _wrapped(shortened(note.text), width, style=STYLES[note.look])
+
+
+def _fact_lines(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
+    """Labels on the left; what does not fit stands below the texts."""
+    pairs = list(pairs)
+    label = max([_LABEL, *(len(name) + 1 for name, _ in pairs)])
+    for name, text in pairs:
+        first = f"{_INDENT}{one_line(name):<{label}}"
+        yield from _hanging(first, one_line(text), width)
+
+
+def _card_lines(card: Card, width: int) -> Iterator[Text]:
+    """A failure: facts are never wrapped, since a map of signs may be among them."""
+    yield from _wrapped(card.heading, width, style=f"bold {STYLES['bad']}")
+    yield from map(Text, card_text(card))
+
+
+def card_text(card: Card) -> list[str]:
+    """The facts of a failure, a line each, and how to reproduce it."""
+    lines = [f"{_INDENT}{name:<{_LABEL}}{one_line(text)}" for name, text in card.facts]
+    return [*lines, f"Reproduce: {one_line(card.command)}"] if card.command else lines
+
+
+def _picture_lines(picture: Picture, width: int) -> Iterator[Text]:
+    room = max(1, width - len(_INDENT))
+    yield Text(_cut(one_line(picture.title), width), style="bold")
+    yield from (Text(_INDENT + line[:room]) for line in picture.lines)
+    longest = max(map(len, picture.lines), default=0)
+    if picture.cut_note and longest > room:
+        note = picture.cut_note.format(shown=room, all=longest)
+        yield from _wrapped(note, width, style="yellow", indent=_INDENT)
+
+
+class _Layout:
+    """Which columns of tables alike are shown, and how wide each is.
+
+    Attributes:
+        shown: Places of the columns.
+        widths: Of each of these.
+        left_out: Headings of the others.
+    """
+
+    def __init__(self, tables: Sequence[Table], width: int) -> None:
+        self.columns = tables[0].columns
+        self._widths = [_natural(i, c, tables) for i, c in enumerate(self.columns)]
+        self.shown = list(range(len(self.columns)))
+        self.left_out: list[str] = []
+        # What is spared goes first, a rank at a time; only then are words cut.
+        for rank in sorted({c.spare for c in self.columns if c.spare}):
+            if self.total > width:
+                gone = [i for i in self.shown if self.columns[i].spare == rank]
+                self.left_out += [self.columns[i].heading for i in gone]
+                self.shown = [i for i in self.shown if i not in gone]
+        for i in sorted(self.shown, key=lambda i: -self._widths[i]):
+            if self.columns[i].cut and self.total > width:
+                least = min(self._widths[i], _LEAST_CUT)
+                self._widths[i] = max(least, self._widths[i] - (self.total - width))
+
+    @property
+    def total(self) -> int:
+        widths = sum(self._widths[i] for i in self.shown)
+        return len(_INDENT) + widths + len(_GAP) * (len(self.shown) - 1)
+
+    def lines(self, cells: Sequence[Cell], width: int) -> Iterator[Text]:
+        """A row, of which every cell stands in its column; the last may go on below."""
+        if len(cells) < len(self.columns) or not self.columns[-1].wrap:
+            yield self.line(cells)
+            return
+        *others, last = cells
+        line = self.line([*others, Cell("")], strip=False)
+        for text in _hanging(line.plain, one_line(last.text), width):
+            rest = Text(text.plain[len(line.plain) :], style=STYLES[last.look])
+            yield Text.assemble(line, rest)
+            line = Text(" " * len(line.plain))
+
+    def line(self, cells: Sequence[Cell], *, strip: bool = True) -> Text:
+        """A row in one line."""
+        line = Text(_INDENT)
+        for n, i in enumerate(place for place in self.shown if place < len(cells)):
+            cell, width = cells[i], self._widths[i]
+            # A mark that takes the place of a row's cells may be wider than its column.
+            last = len(cells) < len(self.columns) and i == len(cells) - 1
+            text = _flat(cell.text) if last else _cut(_flat(cell.text), width)
+            padding = " " * (width - cell_len(text))
+            line.append(_GAP if n else "")
+            words = self.columns[i].words
+            line.append(text + padding if words else padding + text, style=STYLES[cell.look])
+        if strip:
+            line.rstrip()
+        return line
+
+
+def _natural(i: int, column: Column, tables: Sequence[Table]) -> int:
+    rows = (row for table in tables for row in table.rows if len(row.cells) == len(table.columns))
+    texts = [column.heading]
+    if not column.wrap:
+        texts += [_flat(row.cells[i].text) for row in rows]
+    return max(min(max(map(cell_len, texts)), column.most), column.least)
+
+
+def _parts(block: Block, width: int) -> list[Block]:
+    """``block``, or a table that is too wide as several with the same first columns."""
+    if not isinstance(block, Table) or not block.keys or _Layout([block], width).total <= width:
+        return [block]
+    keys, places = list(range(block.keys)), range(block.keys, len(block.columns))
+    chosen: list[list[int]] = [keys]
+    for i in places:
+        wider = _only(block, [*chosen[-1], i])
+        if len(chosen[-1]) > block.keys and _Layout([wider], width).total > width:
+            chosen.append(keys)
+        chosen[-1] = [*chosen[-1], i]
+    parts = [_only(block, some) for some in chosen]
+    return [
+        *(replace(p, rows=tuple(replace(r, remarks=()) for r in p.rows)) for p in parts[:-1]),
+        parts[-1],
+    ]
+
+
+def _only(table: Table, places: list[int]) -> Table:
+    """``table`` with some of its columns."""
+    rows = tuple(replace(row, cells=tuple(row.cells[i] for i in places)) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[i] for i in places), rows=rows, keys=0)
+
+
+def _layouts(tables: Sequence[Table], width: int) -> dict[tuple[object, ...], _Layout]:
+    """Tables of the same columns stand in line with each other, however far apart."""
+    alike: dict[tuple[object, ...], list[Table]] = {}
+    for table in tables:
+        alike.setdefault((table.columns, table.groups), []).append(table)
+    return {key: _Layout(several, width) for key, several in alike.items()}
+
+
+def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -> Iterator[Text]:
+    """Headings, then rows, each remark below its row, each new group above its rows."""
+    if headings:
+        yield layout.line([Cell(column.heading, "dim") for column in table.columns])
+    group: tuple[str, ...] = ()
+    for row in table.rows:
+        if row.group != group:
+            group = row.group
+            title = " · ".join(part for part in map(one_line, group) if part)
+            yield Text(_cut(title, width), style="bold")
+        yield from layout.lines(row.cells, width)
+        for remark in row.remarks:
+            style = STYLES[remark.look]
+            yield from _wrapped(f"└ {shortened(remark.text)}", width, style=style, indent="    ")
+
+
+def _hanging(first: str, text: str, width: int, *, style: str = "") -> list[Text]:
+    """``first`` and ``text`` in lines, of which all but the first begin below ``text``."""
+    lines = textwrap.wrap(text, max(width - len(first), 30), break_on_hyphens=False) or [""]
+    indent = " " * len(first)
+    return [Text((indent if i else first) + line, style=style) for i, line in enumerate(lines)]
+
+
+def _wrapped(text: str, width: int, *, style: str = "", indent: str = "") -> list[Text]:
+    """``text`` in lines of ``width`` columns after ``indent``, all but the first further in."""
+    line = one_line(text)
+    # textwrap counts characters, and an East Asian one may take two columns.
+    size = width if cell_len(line) == len(line) else width // 2
+    further = indent + "  "
+    lines = textwrap.wrap(line, max(size, 20), initial_indent=indent, subsequent_indent=further)
+    return [Text(part, style=style) for part in lines]
+
+
+def _flat(text: str) -> str:
+    """``text`` in one line, with the spaces at its end that keep units in line."""
+    return one_line(text) + " " * (len(text) - len(text.rstrip(" ")))
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"

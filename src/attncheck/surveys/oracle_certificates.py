@@ -1,0 +1,190 @@
+"""Proofs, in ball arithmetic, of how far the float64 oracles are from the exact result.
+
+Beside what the judge allows a kernel. Needs python-flint, the extra ``exact``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attncheck import oracles
+from attncheck.core.balls import flint_version
+from attncheck.core.errors import UsageError
+from attncheck.core.judgement import Place
+from attncheck.inputs.problem import Case
+from attncheck.judge.declared_arithmetic import FP64_ORACLE, default
+from attncheck.judge.verdict_rules import PROVEN
+from attncheck.mods.ball_algebra import BALLS
+from attncheck.oracles.ball_numbers import BITS, Ball, enclosed, proven_error
+from attncheck.oracles.row_conditions import sampled_rows, samples_all_rows
+from attncheck.records.survey_reports import TRUTH, Certificate, CertificateReport, ProvenError
+from attncheck.surveys.oracle_survey import ORACLES, check_problem_size, oracle_summaries
+from attncheck.verify.environment import environment
+from attncheck.verify.evidence import Evidence, row_bounds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from attncheck.core.conditions import Rows
+    from attncheck.core.outputs import Outputs
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+
+__all__ = ["MOST_CERTIFIED_PRODUCTS", "certify_oracles"]
+
+MOST_CERTIFIED_PRODUCTS = 2**31
+"""Products of balls of one Problem: Arb does some 30 million a second."""
+
+_MOST_DENSE = 2**22  # scores of an oracle that holds them all: 32 MB
+
+
+def certify_oracles(
+    problems: Sequence[tuple[str, Problem]],
+    *,
+    command: str,
+    done: Callable[[str], None] = lambda _: None,
+) -> CertificateReport:
+    """Prove how far the float64 oracles are from the exact result, and compare with allowances.
+
+    Every row of a small Problem is proven, and the judge's own sample of a large one's. The
+    allowance is that of a kernel of the Problem's dtype that declares nothing.
+
+    Args:
+        problems: The plan's name for the variant, and the Problem.
+        command: The command line, for the report.
+        done: Called with a word on each Problem as it is done.
+
+    Raises:
+        UsageError: for a Problem that would take hours, or no Problem at all.
+    """
+    if not problems:
+        raise UsageError("no problem was named: nothing can be proven, name at least one.")
+    for _, problem in problems:
+        rows = sum(len(each.heads) * len(each.query) for each in sampled_rows(problem, "cpu"))
+        check_problem_size(problem, rows, MOST_CERTIFIED_PRODUCTS, "products of balls")
+    records: list[Certificate] = []
+    for variant, problem in problems:
+        records += _certify_problem(variant, problem)
+        done(f"{variant} {problem.distribution}")
+    dtypes = {problem.dtype: str(default(problem.formats)) for _, problem in problems}
+    return CertificateReport(
+        command=command,
+        environment=environment("cpu"),
+        flint=flint_version(),
+        bits=BITS,
+        limit=PROVEN,
+        arithmetics=dtypes,
+        oracles=oracle_summaries(records),
+        records=tuple(records),
+    )
+
+
+def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
+    """One Certificate for each oracle."""
+    case, pieces = Case(problem=problem), sampled_rows(problem, "cpu")
+    evidence = Evidence(case, "cpu")
+    by_oracle = {TRUTH: evidence.truth} | _dense_oracles(evidence.inputs)
+    worst = {name: (_Worst(), _Worst()) for name in by_oracle}
+    for rows in pieces:
+        exact = enclosed(Ball(evaluate=BALLS.score), evidence.inputs, rows)
+        allowed = row_bounds(evidence, default(problem.formats), rows)
+        assumed = row_bounds(evidence, FP64_ORACLE, rows)
+        for name, outputs in by_oracle.items():
+            proven = proven_error(outputs, exact, rows)
+            for i, error in enumerate((proven.out, proven.lse)):
+                a_priori = assumed[i] if name == TRUTH else None
+                worst[name][i].add(error, allowed[i], a_priori, rows, problem)
+    return [
+        Certificate(
+            case_id=case.id,
+            case=case.to_json(),
+            variant=variant,
+            distribution=problem.distribution,
+            oracle=name,
+            out=out.proven(),
+            lse=lse.proven(),
+            rows=problem.batch * problem.heads * problem.query,
+            proven_rows=sum(len(rows.heads) * len(rows.query) for rows in pieces),
+        )
+        for name, (out, lse) in worst.items()
+    ]
+
+
+def _dense_oracles(inputs: Inputs) -> dict[str, Outputs]:
+    """The dense oracles, where they are cheap; what streams is the truth itself."""
+    problem = inputs.problem
+    scores = problem.batch * problem.heads * problem.query * problem.kv
+    if scores > _MOST_DENSE or not samples_all_rows(problem, "cpu"):
+        return {}
+    softmax = problem.operation == "softmax"
+    every = oracles.SOFTMAXES if softmax else oracles.ORACLES
+    proven = (name for name in ORACLES if name in every and name != "streaming")
+    return {name: every[name](inputs) for name in proven}
+
+
+@dataclass(slots=True, eq=False)
+class _Worst:
+    """The worst element so far."""
+
+    share: float = -1.0
+    error: float = 0.0
+    allowance: float = 0.0
+    at: Place | None = None
+    a_priori: float = -1.0
+    elements: int = 0
+    unproven: int = 0
+    unbounded: int = 0
+
+    def add(
+        self,
+        error: Tensor,
+        allowed: Tensor,
+        assumed: Tensor | None,
+        rows: Rows,
+        problem: Problem,
+    ) -> None:
+        """Add errors and bounds ``(heads, rows[, value_dim])``."""
+        known = error.isfinite()
+        bounded = known & allowed.isfinite()
+        self.elements += int(bounded.sum())
+        self.unproven += int((~known).sum())
+        self.unbounded += int((known & ~bounded).sum())
+        if assumed is not None:
+            where = known & assumed.isfinite()
+            self.a_priori = max(self.a_priori, float(_shares(error, assumed, where).max()))
+        shares = _shares(error, allowed, bounded)
+        worst = int(shares.argmax())
+        if float(shares.flatten()[worst]) > self.share:
+            self.share = float(shares.flatten()[worst])
+            self.error, self.allowance = (float(x.flatten()[worst]) for x in (error, allowed))
+            head, row, *dim = (int(i) for i in np.unravel_index(worst, tuple(error.shape)))
+            batch, head = divmod(rows.heads[head], problem.heads)
+            query = int(rows.query[row])
+            self.at = Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+
+    def proven(self) -> ProvenError:
+        """Return it as data; JSON has no ∞."""
+        some = self.elements > 0
+        return ProvenError(
+            share=min(self.share, sys.float_info.max) if some else None,
+            error=self.error if some else None,
+            allowance=self.allowance if some else None,
+            at=self.at if some else None,
+            a_priori=min(self.a_priori, sys.float_info.max) if self.a_priori >= 0 else None,
+            elements=self.elements,
+            unproven=self.unproven,
+            unbounded=self.unbounded,
+        )
+
+
+def _shares(errors: Tensor, bounds: Tensor, where: Tensor) -> Tensor:
+    """Error ÷ bound, 0 where both are 0, and −1 elsewhere than ``where``."""
+    shares = torch.where(errors == 0, 0.0, errors / bounds)
+    return torch.where(where, shares, -1.0)

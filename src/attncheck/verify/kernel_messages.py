@@ -1,0 +1,222 @@
+"""What a kernel's process and its owner tell each other, as JSON and bytes, strictly read back.
+
+Outputs are bytes: names, dtypes and shapes in words, and the bits one after another. What a kernel
+declares is JSON: every field by its name, and nothing besides. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import FORMATS, Format
+from attncheck.core.outputs import AXES, Outputs
+from attncheck.judge.declared_arithmetic import Arithmetic
+from attncheck.verify.call_conditions import CallNotes
+from attncheck.workers.process import HostError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.workers.transport import Frame
+
+__all__ = [
+    "RemoteError",
+    "check_description",
+    "describe_subject",
+    "from_fields",
+    "pack_outputs",
+    "read_arithmetic",
+    "read_notes",
+    "read_seconds",
+    "read_tiling",
+    "remote_error",
+    "to_fields",
+    "unpack_outputs",
+]
+
+_FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients")
+_Dataclass = TypeVar("_Dataclass")
+
+
+def to_fields(value: Any) -> Any:
+    """A dataclass as a JSON object, formats by their names.
+
+    Raises:
+        UsageError: for what JSON cannot say, and for a format that is none of attncheck's.
+    """
+    if isinstance(value, Format):
+        if FORMATS.get(value.name) != value:
+            raise UsageError(f"{value.name!r} is no format of attncheck's.")
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_fields(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if value is not None and type(value) not in {bool, int, float, str}:
+        raise UsageError(f"{type(value).__name__} is no number, word or flag.")
+    return value
+
+
+def from_fields(kind: type[_Dataclass], words: Any) -> _Dataclass:
+    """What ``spelled`` wrote of a dataclass of this kind.
+
+    Raises:
+        UsageError: for anything else: a field too many or too few, or of another type.
+    """
+    assert dataclasses.is_dataclass(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(words, dict) or sorted(words) != sorted(names):
+        raise UsageError(f"what came is no {kind.__name__}.")
+    types_of = _types(kind)
+    try:
+        found = kind(**{name: _value(types_of[name], words[name], name) for name in names})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"what came is no {kind.__name__}: {error}") from None
+    return found
+
+
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    """The types of its fields; to look them up takes longer than to read it."""
+    return get_type_hints(kind)
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+    elif get_origin(kind) is types.UnionType:
+        if value is None and type(None) in get_args(kind):
+            return None
+        (kind,) = (each for each in get_args(kind) if each is not type(None))
+        return _value(kind, value, name)
+    elif kind is Format:
+        if isinstance(value, str) and value in FORMATS:
+            return FORMATS[value]
+    elif dataclasses.is_dataclass(kind):
+        return from_fields(kind, value)  # type: ignore[arg-type]  # it is a class
+    elif type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise UsageError(f"{name} is of no type that it may be of.")
+
+
+_DTYPES = {str(fmt.torch_dtype): fmt.torch_dtype for fmt in FORMATS.values()}
+
+
+def pack_outputs(outputs: Outputs) -> tuple[list[list[Any]], bytes]:
+    """``[name, dtype, shape]`` of each tensor, and the bits of all, row-major."""
+    about: list[list[Any]] = []
+    parts = []
+    for name, tensor in outputs.tensors().items():
+        about.append([name, str(tensor.dtype), list(tensor.shape)])
+        flat = tensor.detach().cpu().contiguous().flatten()
+        parts.append(flat.view(torch.uint8).numpy().tobytes())
+    return about, b"".join(parts)
+
+
+def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) -> Outputs:
+    """What ``packed`` was given, on ``device``; raises HostError for anything else."""
+    found: dict[str, torch.Tensor] = {}
+    at = 0
+    for name, dtype, shape in _each(about):
+        count = math.prod(shape) * dtype.itemsize
+        if name in found or at + count > len(data):
+            raise HostError("tensors of more bytes than came.")
+        bits = torch.frombuffer(bytearray(data[at : at + count]) or bytearray(1), dtype=torch.uint8)
+        found[name] = bits[:count].view(dtype).reshape(shape).to(device)
+        at += count
+    if at != len(data) or "out" not in found:
+        raise HostError("tensors of fewer bytes than came, or no out.")
+    return Outputs(**found)
+
+
+def _each(about: Any) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+    if not isinstance(about, list):
+        raise HostError("what came is no list of tensors.")
+    for one in about:
+        if not (isinstance(one, list) and len(one) == 3):
+            raise HostError("what came is no tensor.")
+        name, dtype, shape = one
+        if name not in AXES or dtype not in _DTYPES or not _is_shape(shape):
+            raise HostError("what came is no tensor of a kernel's.")
+        yield name, _DTYPES[dtype], shape
+
+
+def _is_shape(shape: Any) -> bool:
+    if not isinstance(shape, list) or len(shape) > 4:
+        return False
+    return all(type(size) is int and size >= 0 for size in shape)
+
+
+class RemoteError(HostError):
+    """What a kernel raised when it was asked something in its process.
+
+    Attributes:
+        kind: As of ``executor.Failure``.
+        trace: The traceback there.
+    """
+
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.trace = kind, trace
+
+
+def describe_subject(subject: Subject) -> dict[str, Any]:
+    """What a kernel's process says of it."""
+    flags = {name: bool(getattr(subject, name)) for name in _FLAGS}
+    promises = sorted(str(promise) for promise in subject.promises)
+    return {"name": subject.name, "summary": subject.summary, "promises": promises, **flags}
+
+
+def remote_error(answer: Frame) -> RemoteError:
+    """An answer that is none."""
+    words = {name: str(answer.words.get(name, "")) for name in ("kind", "message", "trace")}
+    return RemoteError(words["kind"], words["message"], words["trace"])
+
+
+def read_tiling(words: Any) -> Tiling | None:
+    """The tiling that came; raises HostError for what is none."""
+    return None if words is None else _read(Tiling, words)
+
+
+def read_arithmetic(words: Any) -> Arithmetic:
+    """The arithmetic that came; raises HostError for what is none."""
+    found: Arithmetic = _read(Arithmetic, words)
+    return found
+
+
+def _read(kind: Any, words: Any) -> Any:
+    try:
+        return from_fields(kind, words)
+    except UsageError as error:
+        raise HostError(str(error)) from None
+
+
+def check_description(words: Any) -> dict[str, Any]:
+    """Return the description of a kernel that came; raises HostError for what is none."""
+    names = {"name": str, "summary": str, "promises": list, **dict.fromkeys(_FLAGS, bool)}
+    if not isinstance(words, dict) or set(words) != set(names):
+        raise HostError("what came is no description of a kernel.")
+    if any(type(words[name]) is not kind for name, kind in names.items()):
+        raise HostError("what came is no description of a kernel.")
+    return words
+
+
+def read_notes(words: Any) -> CallNotes:
+    """Return the notes that came; raises HostError for what are none."""
+    notes: CallNotes = _read(CallNotes, words)
+    return notes
+
+
+def read_seconds(value: Any) -> float | None:
+    """Return the time that came; raises HostError for what is none."""
+    if value is not None and type(value) not in {int, float}:
+        raise HostError("a time that is no number.")
+    return None if value is None else float(value)

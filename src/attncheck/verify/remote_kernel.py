@@ -1,0 +1,282 @@
+"""A kernel in a process of its own, asked and answered; a new one takes the place of one that died."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attncheck.capabilities.subject import Subject
+from attncheck.core.errors import UsageError
+from attncheck.inputs.question_parameters import PROMISES
+from attncheck.verify.kernel_messages import (
+    check_description,
+    read_arithmetic,
+    read_tiling,
+    remote_error,
+)
+from attncheck.workers.process import Died, HostError, Worker
+from attncheck.workers.transport import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attncheck.capabilities.subject import Call, Tiling
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Problem
+    from attncheck.judge.declared_arithmetic import Arithmetic
+
+__all__ = ["Deadlines", "KernelConnection", "RemoteSubject"]
+
+_MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
+_MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
+_MOST_TILINGS = 256  # that are remembered
+_SERVER = "attncheck.verify.kernel_server:KernelServer"
+_REQUESTS = {
+    "start": "whether it had started",
+    "load": "what the kernel is",
+    "ask": "a question about a problem",
+    "run": "with outputs",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds that a kernel's process may take.
+
+    Attributes:
+        start: To start Python and import torch, before anything of the kernel's runs.
+        load: To import the kernel.
+        call: To answer one question: to draw the inputs and call the kernel.
+        imports: So many more the first time in a process: torch imports half of itself then.
+        compile: To do the same for the first time with these shapes and mods on a GPU.
+        close: To end by itself.
+    """
+
+    start: float = 120.0
+    load: float = 120.0
+    call: float = 60.0
+    imports: float = 30.0
+    compile: float = 180.0
+    close: float = 5.0
+
+
+class KernelConnection:
+    """Requests to one kernel in a process of its own.
+
+    Args:
+        kernel: As ``subjects.load.load_subject`` takes it.
+        convention: A name of a calling convention; empty for the first that fits.
+        device: ``cpu`` or ``cuda``.
+        gpu: What the process sees of the GPUs (``CUDA_VISIBLE_DEVICES``); empty for what this one
+            sees.
+        deadlines: How long it may take.
+        folder: Its working directory, which references to files are relative to; empty for this
+            one's.
+        paths: Where it and what it starts look for modules first.
+
+    Attributes:
+        description: What the process says of the kernel.
+        started: Processes so far.
+
+    Raises:
+        UsageError: where there is no such kernel.
+        HostError: where it cannot be loaded for another reason.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        *,
+        convention: str,
+        device: str,
+        gpu: str,
+        deadlines: Deadlines,
+        folder: str,
+        paths: tuple[str, ...] = (),
+    ) -> None:
+        self.device, self.deadlines = device, deadlines
+        self._words = {"kernel": kernel, "convention": convention, "device": device}
+        self._environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        self._folder, self._paths = folder, paths
+        self._worker: Worker | None = None
+        self.started, self._cases, self._memory_at_first = 0, 0, 0
+        self.description = self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process; None while there is none."""
+        return None if self._worker is None else self._worker.pid
+
+    @property
+    def new(self) -> bool:
+        """Whether the next question is the first to call the kernel in its process."""
+        return self._worker is None or self._cases == 0
+
+    def ask(self, kind: str, words: dict[str, Any], *, seconds: float, most: int = 0) -> Frame:
+        """Return the answer to a question.
+
+        Args:
+            kind: Of the question.
+            words: Its JSON.
+            seconds: Until it is killed.
+            most: Bytes beside JSON that an answer may have.
+
+        Raises:
+            Died: when there is none. The next question starts another process.
+            HostError: when no process can be had, of which the kernel knows nothing.
+        """
+        if self._worker is None:
+            try:
+                self._start()
+            except UsageError as error:
+                raise Died("crash", f"loaded once more it said: {error}") from None
+        return self._exchange(kind, words, seconds, most)
+
+    def count_case(self) -> None:
+        """Count one more call; a process that has done enough is let go."""
+        self._cases += 1
+        if self._worker is None:
+            return
+        grown = self._worker.memory > self._memory_at_first + _MOST_GROWTH
+        if self._cases >= _MOST_CASES or grown:
+            self.end()
+
+    def end(self) -> None:
+        """Let the process end; the next question starts another."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end(self.deadlines.close)
+
+    def kill(self) -> None:
+        """The same, at once."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill(self.deadlines.close)
+
+    def _start(self) -> dict[str, Any]:
+        import torch
+
+        self._worker = Worker(
+            _SERVER, environment=self._environment, folder=self._folder, paths=self._paths
+        )
+        self.started, self._cases = self.started + 1, 0
+        try:
+            self._exchange("start", {}, self.deadlines.start)
+        except Died as error:  # before anything of the kernel's runs: the machine's fault, or ours
+            raise HostError(f"no process of its own can be had: {error}") from None
+        self._memory_at_first = self._worker.memory
+        words = {**self._words, "threads": torch.get_num_threads()}
+        answer = self._exchange("load", words, self.deadlines.load)
+        if answer.kind == "described":
+            return answer.words
+        self.kill()
+        message = str(answer.words.get("message"))
+        raise (UsageError if answer.kind == "usage" else HostError)(message)
+
+    def _exchange(self, kind: str, words: dict[str, Any], seconds: float, most: int = 0) -> Frame:
+        assert self._worker is not None
+        frame = Frame(kind=kind, words=words)
+        try:
+            return self._worker.exchange(frame, seconds=seconds, most=most, what=_REQUESTS[kind])
+        except BaseException:  # it died, or we were interrupted: it is killed
+            self._worker = None
+            raise
+
+
+class RemoteSubject(Subject):
+    """A kernel in another process: says what that one says of it, and is called by ``IsolatedExecutor``.
+
+    Args:
+        connection: To its process.
+        words: What the process says of it.
+        launch: The name of one of its launches, and the Problem that it is of; None for its own.
+
+    Raises:
+        HostError: for a description that is none; and asked anything, when its process died.
+    """
+
+    def __init__(
+        self,
+        connection: KernelConnection,
+        words: dict[str, Any],
+        launch: tuple[str, Problem] | None = None,
+    ) -> None:
+        self.connection = connection
+        self.launch = None if launch is None else {"name": launch[0], "of": launch[1].to_json()}
+        self._tilings: dict[tuple[str, str], Tiling | None] = {}
+        description = check_description(words)
+        self.name, self.summary = description["name"], description["summary"]
+        self.promises = frozenset(each for each in PROMISES if each in description["promises"])
+        self.triton, self.sinks, self.backward = (
+            description["triton"],
+            description["sinks"],
+            description["backward"],
+        )
+        self.captured = description["captured"]
+        self.promises_gradients = description["promises_gradients"]
+
+    def absent(self, device: str) -> str | None:
+        """As the kernel says."""
+        return _text(self.ask("absent", None, device))
+
+    def concerns(self, problem: Problem) -> bool:
+        """As the kernel says."""
+        return bool(self.ask("concerns", problem, self.connection.device))
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """As the kernel says."""
+        return _text(self.ask("unsupported", problem, device))
+
+    def prepare(self, inputs: Inputs) -> Call:
+        """Nothing: raises HostError. ``IsolatedExecutor`` calls it where it is."""
+        del inputs
+        raise HostError(f"kernel {self.name!r} is in another process: call it by its executor.")
+
+    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+        """As the kernel says."""
+        key = problem.id, device
+        if key not in self._tilings:
+            self.remember_tiling(problem, device, read_tiling(self.ask("tiling", problem, device)))
+        return self._tilings[key]
+
+    def remember_tiling(self, problem: Problem, device: str, tiling: Tiling | None) -> None:
+        """Remember what the kernel said of its tiling."""
+        if len(self._tilings) >= _MOST_TILINGS:
+            self._tilings.clear()
+        self._tilings[problem.id, device] = tiling
+
+    def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
+        """As the kernel says, each in the same process."""
+        found = self.ask("launches", problem, device)
+        if not isinstance(found, dict):
+            raise HostError("what came are no launches.")
+        return {
+            name: RemoteSubject(self.connection, words, (name, problem))
+            for name, words in found.items()
+        }
+
+    def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
+        """As the kernel says."""
+        return read_arithmetic(self.ask("arithmetic", problem, device))
+
+    def ask(self, what: str, problem: Problem | None, device: str) -> Any:
+        """Return what the kernel answers when it is asked ``what``.
+
+        Raises:
+            Died: when its process did not answer.
+            Raised: when asking raised there.
+        """
+        words = {
+            "what": what,
+            "problem": None if problem is None else problem.to_json(),
+            "device": device,
+            "launch": self.launch,
+        }
+        answer = self.connection.ask("ask", words, seconds=self.connection.deadlines.call)
+        if answer.kind != "answer":
+            raise remote_error(answer)
+        return answer.words.get("value")
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,93 @@
+"""Canvases, pairs of documents, later rows and drawn biases mean the same in every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.errors import ProblemError
+from attncheck.mods import expression
+from attncheck.mods.index_ranges import check_index_ranges
+from attncheck.mods.library import build_mask, build_score
+from attncheck.mods.spec import Dimensions, Spec
+from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.subjects.ideal import Ideal
+from attncheck.surveys.mod_survey import compare_backends
+
+SMALL = Dimensions(batch=2, heads=2, query=14, kv=17)
+LARGE = Dimensions(batch=3, heads=5, query=5000, kv=7000)
+CANVAS = {"canvas": [3, 5], "kernel": [3, 2]}
+MASKS = {
+    "documents": Spec.of("documents", query_lengths=[3, 0, 9, 5], kv_lengths=[0, 4, 6, 7]),
+    "neighborhood": Spec.of("neighborhood", **CANVAS),
+    "neighborhood_tiled": Spec.of("neighborhood_tiled", **CANVAS, tile=[2, 3]),
+    "neighborhood_morton": Spec.of("neighborhood_morton", **CANVAS),
+    "offset": Spec.of("offset", Spec.of("causal_bottom_right"), rows=2),
+    "offset, of a table": Spec.of("offset", Spec.of("document", lengths=[5, 9, 5]), rows=5),
+    "offset, within": Spec.of(
+        "and",
+        Spec.of("not", Spec.of("offset", Spec.of("sliding_window", window=4), rows=3)),
+        Spec.of("offset", Spec.of("neighborhood_morton", **CANVAS), rows=4),
+    ),
+}
+SCORES = {
+    "bias": Spec.of("bias", seed=5, per_batch=0, per_head=0),
+    "bias of each": Spec.of("bias", seed=5, per_batch=1, per_head=1),
+    "offset": Spec.of("offset", Spec.of("alibi"), rows=6),
+    "offset of a bias": Spec.of("offset", Spec.of("bias", seed=5, per_batch=1, per_head=0), rows=6),
+}
+EVERY = [(spec, build_mask, trace_mask) for spec in MASKS.values()]
+EVERY += [(spec, build_score, trace_score) for spec in SCORES.values()]
+every_mod = pytest.mark.parametrize(
+    ("spec", "build", "trace"), EVERY, ids=[*MASKS, *(f"score {name}" for name in SCORES)]
+)
+
+
+@every_mod
+def test_all_worlds_agree(spec, build, trace) -> None:
+    kernels = [Ideal(), subject_named("flex"), subject_named("triton-flash2")]
+    (found,) = compare_backends({"mod": build(spec, SMALL)}, kernels, dimensions=SMALL)
+    assert [backend.status for backend in found.backends] == ["equal"] * 4, found
+    assert {backend.compared for backend in found.backends} == {2 * 2 * 14 * 17}
+
+
+@every_mod
+def test_it_survives_json_bit_for_bit(spec, build, trace) -> None:
+    mod = build(spec, SMALL)
+    traced = trace(mod)
+    again = expression.expression_from_json(expression.expression_to_json(traced))
+    assert expression.expression_digest(again) == expression.expression_digest(
+        trace(build(spec, SMALL))
+    )
+    indices = torch.meshgrid(*map(torch.arange, (2, 2, 14, 17)), indexing="ij")
+    start = [torch.zeros(2, 2, 14, 17, dtype=torch.float64)] if build is build_score else []
+    assert torch.equal(again.evaluate(*start, *indices), mod(*start, *indices).expand(2, 2, 14, 17))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(
+            Spec.of(name, canvas=[63, 80], kernel=[7, 12])
+            for name in ("neighborhood", "neighborhood_morton")
+        ),
+        Spec.of("neighborhood_tiled", canvas=[63, 80], kernel=[7, 12], tile=[8, 9]),
+        Spec.of("neighborhood_tiled", canvas=[16777216, 1], kernel=[1, 1], tile=[16777216, 1]),
+        Spec.of("documents", query_lengths=[9000, 1], kv_lengths=[1, 9000]),
+        Spec.of("offset", Spec.of("causal"), rows=2**31 - 1 - 5000),
+    ],
+    ids=str,
+)
+def test_no_index_leaves_its_table_nor_32_bits(spec) -> None:
+    check_index_ranges(trace_mask(build_mask(spec, LARGE)), LARGE)
+
+
+def test_of_a_table_that_is_too_short_it_is_said() -> None:
+    """As the masks clamp, or an offset builds for the longer problem: without it, an error."""
+    short = build_mask(MASKS["documents"], SMALL)
+    longer = Dimensions(batch=2, heads=2, query=14, kv=18)
+    with pytest.raises(
+        ProblemError, match=r"indexes axis 0 of its tensor of shape \(17,\) with 17"
+    ):
+        check_index_ranges(trace_mask(short), longer)

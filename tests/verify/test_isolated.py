@@ -1,0 +1,241 @@
+"""A kernel in another process answers as it does in this one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from msgspec.structs import replace
+from tests.verify import planted_processes as planted
+
+from attncheck.core.errors import UsageError
+from attncheck.core.paged_layout import Paging
+from attncheck.diagnose.reproduce import exact_runs
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods.spec import Spec
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.call_conditions import CallConditions
+from attncheck.verify.executor import Execution, Failure, InProcess, Origin
+from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
+from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.run_case import new_record, run_case
+from attncheck.workers.process import Died, HostError
+from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
+from attncheck.workers.worker_main import serve
+
+FILE = Path(planted.__file__)
+SIZES = {"heads": 2, "kv_heads": 1, "query": 6, "kv": 9, "head_dim": 8}
+SMALL = Problem(**SIZES, dtype="bf16", mask=Spec.of("causal"))
+BACKWARD = SMALL.replace(backward=True, dtype="fp32")
+CASES = {
+    "compare": Case(problem=SMALL),
+    "score mod": Case(problem=SMALL.replace(score=Spec.of("alibi"), batch=2)),
+    "probe": Case(problem=SMALL.replace(dtype="fp32"), question="ones"),
+    "relation": Case(problem=SMALL, question="head_permutation", parameters={"turn": 1}),
+    "backward": Case(problem=BACKWARD.replace(dlse=True)),
+    "backward of a relation": Case(problem=BACKWARD, question="repeat"),
+    "fp8": Case(problem=SMALL.replace(dtype="e4m3", mask=Spec.of("full"))),
+    "pages": Case(problem=SMALL.replace(paging=Paging(size=16))),
+    "sink": Case(problem=SMALL.replace(sink=True)),
+    "dcaptured": Case(problem=BACKWARD.replace(score=Spec.of("alibi"), dcaptured=True)),
+    "launches": Case(problem=SMALL, question="launches", parameters={"launch": 0}),
+    "another launch": Case(problem=SMALL, question="launches", parameters={"launch": 1}),
+    "softmax": Case(problem=Problem(operation="softmax", query=5, kv=7, dtype="fp16")),
+    "what it does not take": Case(problem=SMALL.replace(dtype="fp64")),
+}
+
+
+@pytest.fixture(scope="module")
+def host():
+    with IsolatedKernel(f"{FILE}::Launched", deadlines=Deadlines(call=30.0)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_answers_are_those_of_this_process(host, case):
+    here, there = (
+        run_case(subject, case, device="cpu", executor=executor)
+        for subject, executor in (
+            (planted.Launched(), InProcess()),
+            (host.subject, host.executor),
+        )
+    )
+    assert there == here
+
+
+def test_it_says_of_itself_what_the_kernel_says(host):
+    kernel, subject = planted.Launched(), host.subject
+    for name in ("name", "summary", "promises", "sinks", "backward", "captured", "triton"):
+        assert getattr(subject, name) == getattr(kernel, name)
+    assert subject.promises_gradients == kernel.promises_gradients
+    assert subject.absent("cpu") is None
+    for problem in (SMALL, BACKWARD, CASES["softmax"].problem):
+        assert subject.concerns(problem) == kernel.concerns(problem)
+        assert subject.unsupported(problem, "cpu") == kernel.unsupported(problem, "cpu")
+        assert subject.tiling(problem, "cpu") == kernel.tiling(problem, "cpu")
+        assert subject.arithmetic(problem, "cpu") == kernel.arithmetic(problem, "cpu")
+
+
+def test_outputs_are_the_same_bits(host):
+    case = Case(problem=BACKWARD)
+    inputs = inputs_room.draw_inputs(case.problem)
+    there = host.executor.run(host.subject, inputs, origin=Origin(case=case), timed=True)
+    here = InProcess().run(planted.Launched(), inputs)
+    assert isinstance(there, Execution)
+    assert there.seconds > 0
+    given, expected = there.outputs.tensors(), here.outputs.tensors()
+    assert given.keys() == expected.keys()
+    assert all(torch.equal(given[name], expected[name]) for name in given)
+
+
+def test_calls_of_a_case_are_made_there(host):
+    for case in (CASES["compare"], CASES["relation"]):
+        found = exact_runs(host.subject, case, device="cpu", executor=host.executor)
+        expected = exact_runs(planted.Launched(), case, device="cpu")
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.allowed.out, other.allowed.out)
+
+
+def test_circumstances_are_made_there(host):
+    case = Case(problem=SMALL)
+    inputs = inputs_room.draw_inputs(SMALL)
+    found = host.executor.run(
+        host.subject, inputs, origin=Origin(case=case), under=CallConditions(calls=3)
+    )
+    assert found.noted.further == 2
+
+
+def test_inputs_of_another_case_are_seen(host):
+    """The process draws them itself: other bits there are no answer to what is asked here."""
+    inputs = inputs_room.draw_inputs(SMALL.replace(seed=1))
+    found = host.executor.run(host.subject, inputs, origin=Origin(case=Case(problem=SMALL)))
+    assert found == Failure(kind="contract", message="in its process the Case has other inputs.")
+
+
+def test_a_kernel_is_called_where_it_is(host):
+    inputs = inputs_room.draw_inputs(SMALL)
+    with pytest.raises(HostError, match="without a Case"):
+        host.executor.run(host.subject, inputs)
+    with pytest.raises(HostError, match="in another process"):
+        host.subject.prepare(inputs)
+    with pytest.raises(HostError, match="is in this process"):
+        host.executor.run(Ideal(), inputs, origin=Origin(case=Case(problem=SMALL)))
+
+
+def test_a_death_while_it_is_asked_for_launches_is_a_crash(host):
+    case = Case(problem=SMALL.replace(query=planted.FAULT_IN_LAUNCHES), question="launches")
+    case = Case(problem=case.problem, question="launches", parameters={"launch": 0})
+    record = run_case(host.subject, case, device="cpu", executor=host.executor)
+    assert (record.status, "SIGABRT" in record.reason) == ("crash", True)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_MOST_CASES", 1), ("_MOST_GROWTH", -(1 << 50))])
+def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypatch):
+    monkeypatch.setattr(f"attncheck.verify.remote_kernel.{limit}", value)
+    case = Case(problem=SMALL)
+    record = run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
+    assert record.status == "pass"
+    assert host.pid is None
+
+
+def test_what_a_process_compiled_is_gone_with_it():
+    """Each new one has the time to compile, also what another one has called before."""
+    connection = SimpleNamespace(new=False, deadlines=Deadlines())
+    given = SimpleNamespace(problem=SMALL, device=SimpleNamespace(type="cuda"))
+    executor = IsolatedExecutor(connection)
+    calls = []
+    for connection.new in (True, False, False, True, False):
+        calls.append(executor._seconds(given, calls=1))
+    assert calls == [180.0, 60.0, 60.0, 180.0, 60.0]
+
+
+@pytest.mark.parametrize("value", ["x" * LARGEST_WORDS, object()], ids=["too long", "no JSON"])
+def test_an_answer_that_is_no_frame_is_told_and_the_next_is_given(value):
+    reads, writes = os.pipe()
+    values = iter([value, 1])
+    kernel = SimpleNamespace(answer=lambda value: Frame(kind="answer", words={"value": value}))
+    waiting = SimpleNamespace(get=lambda: next(values))
+    with pytest.raises(StopIteration), os.fdopen(writes, "wb"):
+        serve(waiting, Sender(writes, bytes(KEY)), kernel)
+    with os.fdopen(reads, "rb"):
+        receiver = Receiver(reads, bytes(KEY))
+        first, second = (receiver.receive(most=0) for _ in range(2))
+    assert (first.kind, first.words["kind"]) == ("failed", "error")
+    assert first.words["message"].startswith("what it answers is no frame: ")
+    assert second.words == {"value": 1}
+
+
+class Counted:
+    """A host that counts how often its process was replaced."""
+
+    started = 0
+
+    def fresh(self):
+        self.started += 1
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "attempts"),
+    [
+        (["pass"], "pass", 1),
+        (["fail"], "fail", 1),
+        (["error"], "error", 1),
+        (["crash", "crash"], "crash", 2),
+        (["timeout", "pass"], "flaky", 2),
+        (["oom", "inconclusive"], "flaky", 2),
+        (["crash", "fail"], "crash", 2),
+        (["timeout", "crash"], "timeout", 2),
+    ],
+)
+def test_a_death_is_confirmed_alone(statuses, status, attempts):
+    record = new_record(Ideal(), Case(problem=SMALL), device="cpu", variant="", environment="")
+    given = (replace(record, status=each, reason=f"said {i}") for i, each in enumerate(statuses))
+    host = Counted()
+    found, times = confirm_death(host, lambda: next(given))
+    assert (found.status, times, host.started) == (status, attempts, attempts - 1)
+    if statuses[-1] != status:
+        again = f"said 0; asked once more, alone in a new process: {statuses[-1]} (said 1)"
+        assert found.reason.endswith(again)
+
+
+@pytest.mark.parametrize(
+    ("text", "load", "error", "said"),
+    [
+        ("def f(", 120.0, UsageError, "SyntaxError"),
+        ("import os\nos._exit(7)", 120.0, Died, "exit code 7 before it answered"),
+        ("import time\ntime.sleep(1000)", 1.0, Died, "did not answer what the kernel is in 1 s"),
+    ],
+    ids=["no Python", "leaves", "hangs"],
+)
+def test_what_cannot_be_loaded_is_told(text, load, error, said, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(error, match=said):
+        IsolatedKernel("mine.py::f", folder=str(tmp_path), deadlines=Deadlines(load=load))
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_kernel(host, monkeypatch):
+    """Neither as it is loaded nor as it is asked: nothing of the kernel's has run by then."""
+    host.fresh()
+    monkeypatch.setattr(host._connection, "deadlines", Deadlines(start=0.001))
+    inputs = inputs_room.draw_inputs(SMALL)
+    with pytest.raises(HostError, match="no process of its own can be had") as caught:
+        host.executor.run(host.subject, inputs, origin=Origin(case=Case(problem=SMALL)))
+    assert not isinstance(caught.value, Died)
+
+
+def test_a_host_is_given_another_kernel_of_another_folder(tmp_path):
+    """What its process sees of the world: a folder, GPUs, no standard input."""
+    (tmp_path / "mine.py").write_text(
+        "import os, sys\n"
+        "from attncheck.subjects.ideal import Ideal\n"
+        "class Mine(Ideal):\n"
+        "    name = 'mine'\n"
+        "    summary = f\"{os.environ['CUDA_VISIBLE_DEVICES']} {sys.stdin.read()!r}\"\n"
+        "    summary += f' {os.getsid(0) == os.getpid()} {os.getcwd()}'\n"
+    )
+    with IsolatedKernel("mine.py::Mine", folder=str(tmp_path), gpu="3") as found:
+        assert found.subject.summary == f"3 '' True {tmp_path}"

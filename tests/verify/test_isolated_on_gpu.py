@@ -1,0 +1,65 @@
+"""What a kernel does to a GPU is told of it alone, and the next right Case passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.run_case import run_case
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU: kernels that break one", allow_module_level=True)
+
+FILE = Path(__file__).with_name("planted_on_gpu.py")
+RIGHT = 2
+FAULTS = (
+    ("spins", 3, "timeout", "it did not answer with outputs in "),
+    ("illegal", 4, "crash", "its process lost the GPU: "),
+    ("illegal_and_swallowed", 5, "crash", "its process lost the GPU: "),
+    ("illegal_on_another_stream", 6, "crash", "its process lost the GPU: "),
+    ("takes_all", 7, "oom", "OutOfMemoryError: "),
+)
+
+
+@pytest.fixture(scope="module")
+def host():
+    deadlines = Deadlines(call=10.0, imports=10.0, compile=30.0, close=30.0)
+    with IsolatedKernel(f"{FILE}::Planted", device="cuda", deadlines=deadlines) as found:
+        assert ask(found, RIGHT).status == "pass"
+        yield found
+
+
+def ask(host, length):
+    case = Case(problem=Problem(query=length, kv=4, head_dim=8, dtype="fp32"))
+    return run_case(host.subject, case, device="cuda", executor=host.executor, brief=True)
+
+
+@pytest.mark.parametrize(("name", "length", "status", "reason"), FAULTS)
+def test_a_fault_is_told_and_the_next_case_passes(host, name, length, status, reason):
+    record = ask(host, length)
+    assert (record.status, record.reason[: len(reason)]) == (status, reason), record
+    assert ask(host, RIGHT).status == "pass"
+    torch.cuda.synchronize()  # this process has its GPU
+
+
+def test_one_bit_written_to_an_input_is_told(host):
+    record = ask(host, 8)
+    assert (record.status, record.judgement.rule) == ("fail", "mutation")
+    assert record.judgement.reason == "wrote to its input q."
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
+def test_answers_are_those_of_this_process(dtype):
+    """The ideal kernel gives the same bits in any process of a machine."""
+    case = Case(problem=Problem(heads=2, query=33, kv=40, head_dim=16, dtype=dtype))
+    here = run_case(Ideal(), case, device="cuda", executor=InProcess())
+    with IsolatedKernel("ideal", device="cuda") as host:
+        there = run_case(host.subject, case, device="cuda", executor=host.executor)
+    assert there == here

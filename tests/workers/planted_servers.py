@@ -1,0 +1,68 @@
+"""A server that ends, hangs, prints or leaves daemons, for tests of the process around it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+
+from attncheck.workers.transport import Frame
+
+
+class Planted:
+    """Answers ``says`` with words, and does what else is asked of it."""
+
+    def answer(self, request: Frame) -> Frame:
+        value = getattr(self, request.kind)(**request.words)
+        return Frame(kind="answer", words={"value": value}, data=b"")
+
+    def close(self) -> None:
+        """Nothing is started that is not meant to live on."""
+
+    def daemon(self) -> int:
+        """A process out of the session, its parent gone."""
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return int(os.read(reads, 20))
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        os.write(writes, str(os.getpid()).encode())
+        time.sleep(1000)
+        return 0
+
+    def prints(self, chunks: int) -> int:
+        for _ in range(chunks):
+            os.write(1, bytes(1 << 16))
+        os.write(2, b"e")
+        return chunks
+
+    def hangs(self) -> None:
+        time.sleep(1000)
+
+    def holds_the_lock(self) -> None:
+        ctypes.PyDLL(None).pause()
+
+    def exits(self, code: int) -> None:
+        os._exit(code)
+
+    def aborts(self) -> None:
+        os.abort()
+
+    def forks_and_exits(self) -> None:
+        """A fork that Python knows nothing of holds the pipe open."""
+        if ctypes.CDLL(None).fork():
+            os._exit(0)
+        time.sleep(1000)
+
+    def says(self, words: str) -> str:
+        sys.stderr.write(f"{words}\n")
+        sys.stderr.flush()
+        return words
+
+
+def planted() -> Planted:
+    return Planted()

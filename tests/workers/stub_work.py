@@ -1,0 +1,91 @@
+"""A Work without kernels, for tests of what runs units: a unit's case says what doing it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from attncheck.core.errors import UsageError
+from attncheck.workers.units import Done, Unit
+
+
+def unit(name, kind="ask", *, kernel="stub", stage="bounds", **case):
+    """A unit of that name.
+
+    Keywords: ``follow``: (name, case) of units that follow; ``folder``: where files are; ``die``:
+    signal that kills the lane; ``times``: only the first so many times; ``raises``; ``wait_for``: a
+    file; ``touch``: a file that is made first; ``child``: starts a process that would live on;
+    ``prints``; ``usage``: a file without which it cannot be asked; ``lie``: the id that the result
+    says.
+    """
+    return Unit(kind=kind, stage=stage, kernel=kernel, device="cpu", case={"name": name, **case})
+
+
+class Stub:
+    def __init__(self, folder=""):
+        self.folder = Path(folder)
+        self.count = 0
+
+    def do(self, asked):
+        self.count += 1
+        case = asked.case
+        if "touch" in case:
+            Path(case["touch"]).touch()
+        if "child" in case:
+            child = subprocess.Popen(
+                [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+            )
+            Path(case["child"]).write_text(str(child.pid))
+        if "prints" in case:
+            print(case["prints"], file=sys.stderr, flush=True)  # noqa: T201  # what workers print
+        if self._may(case):
+            if "raises" in case:
+                raise RuntimeError(case["raises"])
+            if "die" in case:
+                os.kill(os.getpid(), case["die"])
+        while "wait_for" in case and not Path(case["wait_for"]).exists():
+            time.sleep(0.01)
+        time.sleep(case.get("seconds", 0.0))
+        if "usage" in case and not Path(case["usage"]).exists():
+            return Done(unit=asked.id, facts={"usage": f"there is no file {case['usage']!r}."})
+        follow = tuple(unit(name, **rest) for name, rest in case.get("follow", ()))
+        return Done(
+            unit=case.get("lie", asked.id),
+            units=follow,
+            facts={
+                "name": case["name"],
+                "pid": os.getpid(),
+                "count": self.count,
+                "alone": asked.alone,
+                "gpu": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            },
+        )
+
+    def _may(self, case):
+        """Whether it is to misbehave this time."""
+        if "times" not in case:
+            return True
+        marks = Path(case["folder"])
+        before = len(list(marks.glob(f"{case['name']}.*")))
+        (marks / f"{case['name']}.{before}").touch()
+        return before < case["times"]
+
+    def close(self):
+        if self.folder.name:
+            (self.folder / f"closed.{os.getpid()}").touch()
+
+
+def work(folder=""):
+    return Stub(folder)
+
+
+def refused():
+    raise UsageError("kernel 'x' is not there.")
+
+
+def dead():
+    os.kill(os.getpid(), signal.SIGKILL)
