@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_kernel_with_the_fault_is_named(name):
     """First, or among those that explain it as well: some faults are the same on some problems."""
     model = FAULT_MODELS[name]
     for number in range(len(PROBLEMS)):
-        for _, evidence, result in list(faulty(model, number))[:2]:
+        for _, evidence, result in islice(faulty(model, number), 2):
             found = explain(result, evidence)
             if found is None or not found.ranking or not found.ranking[0].all:
                 continue
@@ -92,7 +93,8 @@ def test_the_catalogue_names_models_that_there_are():
 
 
 def test_the_manual_has_every_model_in_its_words():
-    page = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    (file,) = (Path(__file__).parents[2] / "docs").rglob("diagnosis.md")
+    page = file.read_text(encoding="utf-8")
     page = page.partition("## The fault models")[2]
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+) \|$", page, flags=re.MULTILINE))
     assert rows == {name: model.sentence for name, model in FAULT_MODELS.items()} | SIGNS
