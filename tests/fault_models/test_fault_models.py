@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,11 +88,3 @@ def test_the_catalogue_names_models_that_there_are():
     named = {name: fault.id for fault in FAULTS.values() for name in fault.named}
     unknown = {name: fault for name, fault in named.items() if name not in {*FAULT_MODELS, *SIGNS}}
     assert not unknown
-
-
-def test_the_manual_has_every_model_in_its_words():
-    (file,) = (Path(__file__).parents[2] / "docs").rglob("diagnosis.md")
-    page = file.read_text(encoding="utf-8")
-    page = page.partition("## The fault models")[2]
-    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+) \|$", page, flags=re.MULTILINE))
-    assert rows == {name: model.sentence for name, model in FAULT_MODELS.items()} | SIGNS
