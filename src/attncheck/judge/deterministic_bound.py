@@ -90,6 +90,7 @@ def bound_of_weights(
     inflation = 1 + 8 * conditions.seen.shape[-1] * 2.0**-53
     out = {name: term * inflation for name, term in out.items()}
     lse = {name: term * inflation for name, term in lse.items()}
+    # Rounding is last, and of the computed number, which may be farther out than the exact one.
     exact = conditions.out.abs()
     out[OUTPUT] = half_ulp(exact + sum(out.values()), arithmetic.output)
     dead = ~conditions.seen.any(-1)
@@ -114,6 +115,7 @@ def _softmax_terms(
     conditions: Conditions, arithmetic: Arithmetic, moved: Weights, sums: SumError
 ) -> dict[str, Tensor]:
     """Terms of the bound before out is rounded, by name, each ``(heads, rows, kv)``."""
+    # P is the output itself: there is no product whose errors could cancel.
     change = moved.changed
     smallest = 2.0**arithmetic.computes.min_exponent
     count = additions(conditions, arithmetic)
@@ -176,6 +178,7 @@ def about(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
     The lesser of the triangle inequality and Cauchy–Schwarz's, which vanishes where V is constant;
     the difference that the latter takes is inflated by what float64 may lose of it.
     """
+    # The triangle inequality is better where V varies, Cauchy–Schwarz's where it hardly does.
     total = weight.sum(-1, keepdim=True)
     plain = weight @ values.abs() + center.abs() * total
     squares = weight @ values.square()
@@ -191,6 +194,7 @@ def _underflow(
 ) -> Tensor:
     """B17: numbers below the normal range taken for 0, of every weight, rescaling and product."""
     smallest = 2.0**arithmetic.computes.min_exponent
+    # A flushed weight is lost times its value, a flushed product by itself.
     count = additions(conditions, arithmetic)
     lag = 2.0**arithmetic.lazy_rescale
     lost = count * lag * (conditions.seen.to(torch.float64) @ size) + 2 * count + 4
@@ -217,6 +221,7 @@ def accumulation(
     accumulator, count = arithmetic.values, additions(conditions, arithmetic)
     if not accumulator.coarse:
         return accumulator.det(count, taken(conditions, accumulator)) * size
+    # What is cut off is never more than all there is.
     rounded = accumulator.rounded(count) * size
     return rounded + torch.minimum(_cut_off(conditions, accumulator, moved, values), size)
 
@@ -265,6 +270,7 @@ def _cut_off(
     assert accumulator.block is not None
     running, taken = _running(conditions, accumulator, moved, values)
     unit = 2.0**-accumulator.alignment
+    # Once a step the running sum itself is cut to its own bits.
     error = taken * 2.0 ** (1 - accumulator.result) * running
     for step in _steps(conditions, accumulator.block, moved, values):
         above = unit * torch.maximum(step.largest, running)

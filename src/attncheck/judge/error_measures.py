@@ -80,6 +80,7 @@ def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasu
             rmse=0.0, max_error=0.0, max_at=None, bias=0.0, elements=0, nonfinite=0
         )
     error = _beyond_resolution(values.to(torch.float64) - truth, truth, counted)
+    # Before any statistic: a single NaN or infinity makes all of them meaningless.
     broken = ~torch.isfinite(error)
     nonfinite = int(broken.sum())
     if nonfinite:
@@ -136,6 +137,7 @@ def head_rmse(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
     error = _beyond_resolution((values.to(torch.float64) - truth).abs(), truth, counted)
     error = torch.where(error.isfinite(), error, math.inf)
     largest = error.amax((-2, -1), keepdim=True)
+    # In units of the largest error squares of tiny ones do not vanish.
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     elements = counted.sum((-2, -1)).clamp_min(1)
     mean = (error / unit).square().sum((-2, -1)) / elements

@@ -121,6 +121,7 @@ class Sums:
             operand: Relative error of y.
             steps: Of a truncating accumulator, where they do not follow on each other.
         """
+        # Parts are sums over terms: they share out the bound in proportion.
         whole = sum(self.parts.values(), torch.zeros_like(self.lost))
         share = {n: torch.where(whole > 0, part / whole, 0.0) for n, part in self.parts.items()}
         terms = {n: scale * part[..., None] * self.moved for n, part in share.items()}
@@ -161,8 +162,8 @@ def in_parts(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) ->
     growth = math.expm1(rate) if rate < _MOST_GROWTH else math.inf
     whole = size + sum(terms.values())
     # A tiny part grows like the sum: η ÷ 2 each, and as often as it is rounded again.
-    found = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
-    return torch.where((1 + growth) * whole > fmt.max, math.inf, found)
+    error = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
+    return torch.where((1 + growth) * whole > fmt.max, math.inf, error)
 
 
 def settled(
@@ -190,7 +191,7 @@ class RowGradients:
         dv: Their part of dv, ``(heads, kv, value_dim)``.
         dsink: Their part of the sink's gradient, ``(heads, 1, 1)``; None without a sink.
         dcaptured: Their part of those of captured numbers, ``(numbers, 1, 1)``; None where the
-            score mod reads none, or they are not asked for.
+            score mod reads none, or they have no gradients.
     """
 
     rows: Rows
@@ -235,6 +236,7 @@ def row_gradients(
             for read in reads
         ]
         captured = functools.reduce(Sums.plus, parts)
+    # Where the slope jumps within the score's error nothing is known of the row's dX.
     if slope is not None:
         weights = weights.without(~torch.isfinite(slope.radius))
     known, saved = kept(known, saved, weights.live.any(-1))
@@ -263,6 +265,7 @@ def _of_read(
     """B40: each score's gradient times the slope of what it reads, a sum of one term."""
     # A sink, the last key, reads nothing: its slope is 0.
     sink = (0, known.dx.shape[-1] - read.place.shape[-1])
+    # The read's derivative stands in for the mod's own: dX times it, not times the slope.
     slope = torch.nn.functional.pad(read.slope, sink)
     of_slope = ("radius", "own", "jump")
     padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
@@ -416,7 +419,7 @@ class KeyBounds:
         dk: ``(batch, kv_heads, kv, head_dim)``.
         dv: ``(batch, kv_heads, kv, value_dim)``.
         dsink: ``(heads,)``; None without a sink.
-        dcaptured: ``(numbers,)``; None where no captured numbers are asked about.
+        dcaptured: ``(numbers,)``; None where no captured number has a gradient.
         dk_terms: What ``dk`` is made of, by name, each of its shape; they sum to it.
         dv_terms: What ``dv`` is made of.
         dsink_terms: What ``dsink`` is made of; empty without a sink.
@@ -456,15 +459,14 @@ class KeyGradients:
         """The parts of some rows."""
         self._scale = rows.scale
         heads = torch.arange(rows.rows.heads.start, rows.rows.heads.stop, device=rows.dq.device)
+        # Rounded head by head, sums of heads that share a key head must stay apart until then.
         apart = self._arithmetic.sums_rounded_heads
         self._add("dk", rows.dk, heads if apart else heads // self._group)
         self._add("dv", rows.dv, heads if apart else heads // self._group)
         if rows.dsink is not None:
             self._add("dsink", rows.dsink, heads % self._heads)
         if rows.dcaptured is not None:  # summed by number already
-            before = self._sums.get("dcaptured")
-            found = rows.dcaptured
-            self._sums["dcaptured"] = found if before is None else before.plus(found)
+            self._merge("dcaptured", rows.dcaptured)
 
     def finished(
         self, dk: Tensor, dv: Tensor, dsink: Tensor | None = None, dcaptured: Tensor | None = None
@@ -498,9 +500,11 @@ class KeyGradients:
         apart = self._arithmetic.sums_rounded_heads
         whole = self._heads * (1 if of_sinks else self._batch)
         count = whole if of_sinks or apart else whole // self._group
-        found = part.spread(to, count)
+        self._merge(name, part.spread(to, count))
+
+    def _merge(self, name: str, part: Sums) -> None:
         before = self._sums.get(name)
-        self._sums[name] = found if before is None else before.plus(found)
+        self._sums[name] = part if before is None else before.plus(part)
 
     def _of_keys(
         self, name: str, exact: Tensor, scale: float, operand: float
@@ -526,6 +530,7 @@ class KeyGradients:
         """B39: each head's sum rounded, and the sums of heads added in the output format."""
         output = self._arithmetic.output
         terms[HEADS] = rounded(exact, terms, output)
+        # Each head is rounded as it is; sums of rounded heads are rounded again.
         size = exact.abs() + sum(terms.values())
         terms = {n: _by_group(term, self._group).sum(1) for n, term in terms.items()}
         size = _by_group(size, self._group).sum(1)

@@ -88,6 +88,7 @@ def probabilistic_bound(
 
     Source: B21–B28 in ``docs/explanation/bounds.md``.
     """
+    # Hoeffding and a union bound over all outputs of the Problem.
     sigmas = sigmas_needed(elements)
     errors = exponents(conditions, arithmetic, scores, mod)
     moved = weights(conditions, arithmetic, errors)
@@ -117,15 +118,15 @@ def probabilistic_bound(
 
 
 def _lesser(
-    found: Tensor, certain: Tensor, known: Tensor, otherwise: Tensor | None = None
+    estimate: Tensor, certain: Tensor, known: Tensor, otherwise: Tensor | None = None
 ) -> Tensor:
-    """``found`` where it is known and less than the proof: 0 in rows that see no key.
+    """``estimate`` where it is known and less than the proof: 0 in rows that see no key.
 
     Infinite where there is no proof; where it is not known the proof, or infinite.
     """
     other = torch.full_like(certain, math.inf) if otherwise is None else otherwise
     return torch.where(
-        torch.isfinite(certain), torch.where(known, torch.fmin(found, certain), other), certain
+        torch.isfinite(certain), torch.where(known, torch.fmin(estimate, certain), other), certain
     )
 
 
@@ -157,6 +158,7 @@ def _rounded_operands(conditions: Conditions, arithmetic: Arithmetic, moves: Ten
     Each score moves LSE by ``moves``: its weight times the slope of the score mod.
     """
     q, k, u, scaled = conditions.q, conditions.k, arithmetic.operand_error, arithmetic.scaled_query
+    # One rounding of q is in all scores of its row: it does not average out in LSE.
     variance = torch.zeros_like(conditions.lse)
     if not rounds_operands(arithmetic):
         return variance
@@ -216,6 +218,7 @@ def _score_statistics(
         + each**2 * (1 + records)
     )
     variance = slope.square() * scores.variance + own.square() / 3 + unit**2 / 3 * exponent
+    # λ deviations of an exponent are what the exponential makes of them, not λ times one.
     deviation = torch.expm1(sigmas * variance.sqrt()) / sigmas
     if mod is not None and mod.falls is not None:
         slope = torch.where(mod.falls, -slope, slope)
@@ -300,6 +303,7 @@ def _softmax_statistics(
     exact = moved.exact
     share = (exact * scores.deviation).square()
     others = (share.sum(-1, keepdim=True) - share).clamp_min(0)
+    # A weight's own error is in the row sum too, and cancels by its share there.
     own = (exact * scores.deviation * (1 - exact)).square()
     sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
     of_sum = (sd.square() + 12 * arithmetic.unit**2) * exact.square()
@@ -333,6 +337,7 @@ def quadrature(
         )
     rows = weight.shape[1]
     step = max(1, _AT_A_TIME // (weight.shape[0] * weight.shape[2] * values.shape[2]))
+    # In pieces: the gathered values are rows × keys × dim at worst.
     for first in range(0, rows, step):
         part = slice(first, first + step)
         about = None if center is None else center[:, part]
@@ -348,6 +353,7 @@ def _excess(
     heads, rows, _ = weight.shape
     dim = values.shape[-1]
     # Keys that share a group with another, in order of row and group; one number each.
+    # Weights whose logarithms lie in one interval may be rounded by the same amount.
     interval = torch.where(weight > 0, (log / width).floor(), -torch.inf)
     ordered, by_interval = interval.sort(-1)
     same = (ordered[..., 1:] == ordered[..., :-1]) & torch.isfinite(ordered[..., 1:])

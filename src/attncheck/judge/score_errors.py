@@ -65,6 +65,7 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     if conditions.given_scores:
         nothing = torch.zeros_like(conditions.products)
         return ScoreError(radius=_or_infinite(conditions, arithmetic, nothing), variance=nothing)
+    # Every bound of a sum is relative to the sum of magnitudes, which cancellation leaves.
     size = conditions.q.abs() @ conditions.k.abs().mT
     scale, terms = abs(conditions.scale), _roundings(conditions, arithmetic)
     added = arithmetic.scores.det(terms) * size
@@ -127,6 +128,7 @@ def maximum_of_keys(conditions: Conditions) -> Tensor:
 
 def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """B29: radius and variance of a sink's error, ``(heads, rows)``."""
+    # No product: a sink is only brought into the units of the scores, and back.
     sink = conditions.scores[..., -1].abs()
     count, fmt = 2 * factor_roundings(arithmetic) + _DIVIDED_SINK, arithmetic.computes
     smallest = 2.0**fmt.min_exponent
@@ -234,6 +236,7 @@ def truncation_error(q: Tensor, k: Tensor, accumulator: Accumulator, significand
         largest.append(most)
     together = sum(largest, torch.zeros_like(size))
     count = torch.full_like(size[..., :1, :1], len(steps))
+    # Its own errors count too: they make the running sum larger, and what is cut off with it.
     running = torch.minimum(running_size(high - low, together, accumulator, count), size)
     unit = 2.0**-accumulator.alignment
     error = len(steps) * 2.0 ** (1 - accumulator.result) * running
@@ -308,6 +311,7 @@ def exponents(
 ) -> Exponents:
     """B9: errors of every exponent of these rows."""
     seen = conditions.seen
+    # A score mod replaces the score's error by its own bound of the mod's result.
     given = scores.radius if mod is None else mod.radius
     own = torch.zeros_like(given) if mod is None else mod.own.clamp_max(given)
     # A score mod may hide a key, or show it, after rounding: its radius is infinite there.
@@ -318,6 +322,7 @@ def exponents(
     maximum = conditions.maximum[..., None]
     below = (maximum - conditions.scores).abs()
     moved = torch.where(counted, given - below, 0.0).amax(-1, keepdim=True)
+    # The computed maximum is at most the highest score, and at least the one that fell least.
     fallen = torch.where(counted, given + below, torch.inf).amin(-1, keepdim=True)
     highest = torch.maximum(moved, torch.where(torch.isfinite(fallen), fallen, 0.0))
     exponent = _exponent_error(conditions, arithmetic, given + highest, below)

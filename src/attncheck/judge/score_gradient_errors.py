@@ -218,18 +218,21 @@ def score_gradients(
     """B33–B35 of these rows."""
     live, exact = weights.live, weights.exact
     rounded = weights.moved + weights.rounded
+    # Fused backwards multiply by the fp32 P, others by the one that they stored.
     used = rounded if arithmetic.multiplies_rounded_weights else weights.moved
     summed = weights.moved if arithmetic.fused else rounded
     product = torch.where(live, _value_product_error(known, arithmetic), 0.0)
     delta = _delta_error(known, arithmetic, saved)
     delta = torch.maximum(delta, _from_weights(known, arithmetic, exact, summed, product))
     delta = delta + saved.delta_error(known)
+    # The saved out's error is known, sign and all: it shifts dX and is no error of the backward.
     shift = saved.delta_shift(known)
     inner = known.value_products - known.delta[..., None] + known.dlse[..., None]
     # Of a delta from the saved out, or from P.
     inner = torch.where(live, torch.maximum(inner.abs(), (inner - shift).abs()), 0.0)
     delta = delta + _difference_error(known, arithmetic, delta + shift.abs(), product)
     within = inner + product + delta
+    # Without a score mod f′ is 1 and exact.
     off = torch.zeros_like(exact) if slope is None else torch.where(live, slope.radius, 0.0)
     steep = torch.where(live, known.slope.abs(), 0.0)
     apart = within + 2 * known.dlse.abs()[..., None]

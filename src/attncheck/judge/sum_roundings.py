@@ -83,6 +83,7 @@ def taken(conditions: Conditions, accumulator: Accumulator) -> Tensor | None:
     """
     if accumulator.block is None:
         return None
+    # Steps are cut at multiples of the block from key 0, whatever the row sees.
     seen = conditions.seen
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % accumulator.block))
     held = padded.reshape(*seen.shape[:-1], -1, accumulator.block).any(-1)
@@ -113,6 +114,7 @@ def sum_bias(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
 def division(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
     """Relative error of dividing by the row sum: O becomes (1 + this) · O at most (B14)."""
     # A division by a GPU's approximation is within 2 ulps; then the factor, itself rounded.
+    # O may be divided once more where parts are merged.
     last = (6 + (4 if arithmetic.splits > 1 else 0)) * arithmetic.unit
     return (1 + last / (1 - last)) / (1 - sum_of_weights(conditions, arithmetic)) - 1
 

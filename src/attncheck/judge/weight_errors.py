@@ -58,11 +58,13 @@ def weights(conditions: Conditions, arithmetic: Arithmetic, errors: Exponents) -
     seen, rho = conditions.seen, errors.total
     log = torch.where(seen, conditions.scores - conditions.lse[..., None], -torch.inf)
     exact = torch.exp(log)
+    # A weight that underflows in float64 may still grow to something.
     growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
     least = (exact * torch.exp(-rho)).sum(-1, keepdim=True)
     relative = growth / torch.where(least > 0, least, 1.0)
     changed, upper = _near(exact, growth, least)
     total_error = torch.log1p(growth.sum(-1, keepdim=True))
+    # Large errors are rare; their five exponentials are computed for such rows alone.
     far = rho.amax(-1, keepdim=True) > _SMALL
     if bool(far.any()):
         most, least_share = _far(log, rho)
@@ -101,6 +103,7 @@ def _far(log: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
 
 def _share(own: Tensor, others: Tensor, *, shrink: bool) -> Tensor:
     """exp(own_j) ÷ (exp(own_j) + Σ_{k≠j} exp(others_k)), rounded up (``shrink``) or down."""
+    # Relative to the largest of the others, so that no exponential overflows.
     top = others.amax(-1, keepdim=True)
     top = torch.where(torch.isneginf(top), 0.0, top)
     each = torch.exp(others - top)

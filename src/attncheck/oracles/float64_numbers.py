@@ -44,6 +44,7 @@ class Nonfinite:
         """
         if math.isfinite(values.sum().item()):
             return None
+        # Side by side in one tensor: a single product counts all three kinds.
         finite = values.isfinite()
         kinds = (values.isnan(), values == math.inf, values == -math.inf)
         return cls(values.masked_fill(~finite, 0.0), torch.cat(kinds, dim=-1).to(values.dtype))
@@ -170,6 +171,7 @@ class Float64:
         attended: Tensor,
     ) -> Tensor:
         """Torch's autograd of the callable, with what it reads in float64."""
+        # Made for each tile: the callable's captured tensors are found by calling it.
         sums = CapturedSums(score_mod, self.device)
         sums.add(scores, indices.axes, factors, attended)
         return sums.sums.view(1, 1, 1, -1)

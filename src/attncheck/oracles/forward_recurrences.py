@@ -116,6 +116,7 @@ def flash1_forward(
     problem = inputs.problem
     queries, all_keys = query_and_key_blocks(problem, block_query, block_kv)
     q, k, v, scores = attention_inputs(numbers, inputs)
+    # The paper's arrays in slow memory, one entry a query block.
     written = [_Block.nothing(numbers, inputs, rows) for rows in queries]
     for keys in all_keys:
         k_block, v_block = (numbers.rows(array, keys.start, keys.stop) for array in (k, v))
@@ -287,6 +288,7 @@ def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result
         weights, lse = safe(numbers, score, attended)
         return Result(numbers.weigh(weights, values, attended), lse)
 
+    # No split sees another: that is what is tested.
     results = [of(keys) for keys in parts(problem.kv, splits)]
     sink = sink_of(numbers, inputs)
     if sink is not None:  # its value is 0, its score the LSE
@@ -355,6 +357,7 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
         scores = numbers.exact(x)
         return Result(*safe(numbers, scores, ~numbers.is_minus_infinity(scores)))
     key_head = head // problem.group  # batch · kv_heads + kv head
+    # Only this head's tensors are promoted: a certificate asks for a few rows of many heads.
     sink, shape = None, (1, 1, len(query), problem.value_dim)
     if inputs.sink is not None:
         sink = numbers.exact(inputs.sink[head % problem.heads].double().view(1, 1, 1, 1))
@@ -369,6 +372,7 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
 
     def key_blocks() -> Iterator[tuple[A, Tensor, A]]:
         scores, rows, device = Scores.of(numbers, inputs), numbers.exact(q[:, :, query]), q.device
+        # Memory does not grow with the keys, however many digits a number has.
         step = max(1, _SCORES // len(query))
         for first in range(0, problem.kv, step):
             last = min(first + step, problem.kv)

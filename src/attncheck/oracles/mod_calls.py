@@ -100,8 +100,8 @@ def scored(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
 
 def slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
     """The derivative of a score mod at ``scores``, in their dtype and shape."""
-    found = scored_with_slope(score_mod, scores, indices)[1]
-    return torch.ones_like(scores) if found is None else found
+    _, slopes = scored_with_slope(score_mod, scores, indices)
+    return torch.ones_like(scores) if slopes is None else slopes
 
 
 def scored_with_slope(
@@ -123,6 +123,7 @@ def scored_with_slope(
 
     with torch.enable_grad():
         variable = scores.detach().requires_grad_()
+        # A leaf must not be written to; its copy may.
         given = variable.clone()  # a score mod may write to what it is given
         after = _first_that_works(broadcast, mapped)
         if not after.requires_grad:
@@ -130,16 +131,16 @@ def scored_with_slope(
         one = after.new_ones(())
         whole = one.expand_as(after)
         try:
-            (found,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
+            (slopes,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
         except RuntimeError as error:
-            said = str(error).partition("\n")[0]
-            if "derivative" not in said or "not implemented" not in said:
+            reason = str(error).partition("\n")[0]
+            if "derivative" not in reason or "not implemented" not in reason:
                 raise
-            raise ProblemError(f"the score mod has no gradient, torch says: {said}") from None
-    if found is None:  # it depends on a captured parameter alone
-        found = torch.zeros_like(scores)
-    untouched = found.data_ptr() == one.data_ptr()
-    return _whole(after.detach(), scores), None if untouched else found
+            raise ProblemError(f"the score mod has no gradient, torch says: {reason}") from None
+    if slopes is None:  # it depends on a captured parameter alone
+        slopes = torch.zeros_like(scores)
+    untouched = slopes.data_ptr() == one.data_ptr()
+    return _whole(after.detach(), scores), None if untouched else slopes
 
 
 def _whole(after: Tensor, scores: Tensor) -> Tensor:
@@ -148,6 +149,7 @@ def _whole(after: Tensor, scores: Tensor) -> Tensor:
 
 def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
     """Whether a score mod hands back, unwritten, the very tensor it is given: as good as none."""
+    # One element is enough: a mod that returns its argument does so for every index.
     first = Indices.of(*(range(1),) * 4, device=device)
     score = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
     unwritten = score._version
@@ -179,6 +181,7 @@ def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Ten
         mod: The callable.
         scores: How many of its leading arguments have all four axes (the score: 1, else 0).
     """
+    # Innermost axis first, so that the outermost vmap is over the batch.
     for axis in (3, 2, 1, 0):
         of_indices = tuple(0 if other == axis else None for other in range(4))
         mod = torch.vmap(mod, in_dims=(0,) * scores + of_indices)

@@ -154,6 +154,7 @@ def start(numbers: Numbers[A], shape: Sequence[int], sink: A | None) -> tuple[A,
     """
     if sink is None:
         return numbers.full(shape, -math.inf), numbers.full(shape, 0.0)
+    # exp(−∞ − (−∞)) would be NaN: such a sink starts as if there were none.
     weighs = ~numbers.is_minus_infinity(sink)
     return numbers.full(shape, 0.0) + sink, numbers.select(weighs, numbers.full(shape, 1.0), 0.0)
 
@@ -176,6 +177,7 @@ def naive(
     −745.1: weights are NaN then, or LSE is infinite. That is left as it is; whoever asks for this
     softmax wants to see it.
     """
+    # Nothing is subtracted, on purpose: this is the definition.
     alive = some(numbers, attended, sink)
     exponentials = numbers.exp(scores)
     total = numbers.rowsum(exponentials)
@@ -307,7 +309,7 @@ class Scores(Generic[A]):
         return Sloped(scores, attended, slopes, kept, indices)
 
     def captured(self, tile: Sloped[A], dz: A) -> A | None:
-        """Gradients of the numbers that the score mod reads, by this tile; None if not asked for.
+        """Gradients of the numbers that the score mod reads, by this tile; None without dcaptured.
 
         Args:
             tile: As ``with_slopes`` gives it.
@@ -324,6 +326,7 @@ class Scores(Generic[A]):
 
     def _after(self, products: A, indices: Indices) -> tuple[A, Tensor]:
         """After score mod and mask, and what is attended."""
+        # The original callable, never its traced expression: kernels use that one.
         scores = self.numbers.score(self.score_mod, products, indices)
         attended = visible(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
         return self.numbers.select(attended, scores, -math.inf), attended

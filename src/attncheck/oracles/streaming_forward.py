@@ -96,6 +96,7 @@ class _Tiles:
         problem = self.problem = inputs.problem
         self.device = inputs.q.device
         self.visibility = visibility
+        # Promoted whole: k and v are O(kv) in memory, scores never are.
         q, self.k, self.v = (tensor.contiguous() for tensor in inputs.promoted())
         self.q = q.view(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
         self.score_mod = problem.score_mod(str(self.device))
@@ -146,6 +147,7 @@ class _Rows:
         q = heads.of(tiles.q)[:, :, :, rows.start : rows.stop]
         # Query heads that share a key head are rows of one product: K is not repeated.
         self.q = q.flatten(0, 1).flatten(1, 2)
+        # Values and, in the column of ones, the row sum: one product gives both.
         self.sums = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
         self.sink = None if tiles.sink is None else self._of_rows(tiles.sink)
 
@@ -387,6 +389,7 @@ class Visibility:
         self._mask_mod: MaskMod = problem.mask_mod(str(device))
         self._problem, self._blocks, self._device = problem, blocks, device
         self._queries = query_blocks(problem, blocks)
+        # A mask that ignores batch and heads is evaluated once for all of them.
         everybody = Heads(range(problem.batch), range(problem.kv_heads), problem.group)
         shape = self._visible(everybody, range(1), range(1)).shape
         self._shared = shape[:2] == (1, 1)
@@ -429,6 +432,7 @@ class Visibility:
             for rows in self._queries
         ]
         classes = torch.stack([torch.cat(row, dim=-1) for row in strips]).tolist()
+        # Only the classes travel to the host, in one copy.
         return [self._merge(some, every) for some, every in classes]
 
     def _cells(self, heads: Heads, rows: range, keys: range) -> Tensor:
@@ -487,6 +491,7 @@ def softmax_by_rows(inputs: Inputs, *, block_scores: int | None = None) -> Outpu
     numbers, rows = Float64(x.device), x.reshape(1, 1, -1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=torch.float64, device=x.device)
     lse = torch.empty(*rows.shape[:-1], 1, dtype=torch.float64, device=x.device)
+    # Rows are strangers to each other: blocks of them give the same bits.
     at_once = block_scores or (_CPU_SCORES if x.device.type == "cpu" else _GPU_SCORES)
     step = max(1, at_once // x.shape[-1])
     for start in range(0, rows.shape[2], step):
