@@ -11,7 +11,7 @@ from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import head_arrangement
 from attncheck.judge.error_measures import measure_errors
-from attncheck.oracles.mod_calls import Indices, visible
+from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.probes import PROBES, probe_named
 from attncheck.probes.margins import WeightErrors
 from attncheck.probes.wrong_rows import explain_row
@@ -287,7 +287,7 @@ def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKe
     """Return what the mask of ``problem`` shows to some rows, by its original callable."""
     mask = problem.mask_mod(str(device))
     batch, heads, kv = (range(n) for n in (problem.batch, problem.heads, problem.kv))
-    return lambda rows: visible(mask, Indices.of(batch, heads, rows, kv, device))
+    return lambda rows: call_mask(mask, Indices.of(batch, heads, rows, kv, device))
 
 
 def _probe_judgement(execution: Execution, evidence: Evidence, *, brief: bool) -> Judgement:
