@@ -16,7 +16,7 @@ from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.judge.verdict import first_tighter_profile
 
 verdicts = import_file(Path(__file__).with_name("verdicts.py"), "verdicts by hand")
@@ -53,7 +53,7 @@ def call(**changed: Any) -> dict[str, Any]:
         "truth": Outputs(out=exact, lse=lse),
         "alive": alive,
         "allowance": allowance,
-        "arithmetic": default(DTYPES["bf16"]),
+        "arithmetic": default_arithmetic(DTYPES["bf16"]),
         "generic": True,
         "ideal": ideal,
         "ensemble": lambda: [ideal],
@@ -88,7 +88,7 @@ def test_a_right_kernel_passes_and_every_fact_is_there():
     assert found.precision is not None
     assert found.precision.z == 1.0
     assert found.precision.residual is None  # no tiling was declared
-    assert found.arithmetic == str(default(DTYPES["bf16"]))
+    assert found.arithmetic == str(default_arithmetic(DTYPES["bf16"]))
 
 
 # 0. finite, empty rows
@@ -186,7 +186,9 @@ def test_an_error_beyond_the_bound_fails():
 
 def test_an_error_of_the_bound_itself_is_within_it():
     for share in (1.0, -1.0):
-        found = with_error((0, 1, 3, 7), share, generic=False, arithmetic=default(DTYPES["fp32"]))
+        found = with_error(
+            (0, 1, 3, 7), share, generic=False, arithmetic=default_arithmetic(DTYPES["fp32"])
+        )
         assert summary(found) == ("warn", "improbable")
 
 
