@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attncheck.cases.tier import Tier
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite.under_test import UnderTest
 
 __all__ = [
     "DTYPE",
@@ -289,7 +289,9 @@ def search_tile_edges(subject: Subject, device: str) -> DemoFailure | None:
 
 def _searched(name: str, subject: Subject, device: str, most: int) -> DemoFailure | None:
     from attncheck.suite import pytest_options
-    from attncheck.suite.property_session import PropertySpec, UnderTest, cases, search_cases
+    from attncheck.suite.property_spec import PropertySpec, cases
+    from attncheck.suite.search import search_cases
+    from attncheck.suite.under_test import UnderTest
     from attncheck.suite.wrong_answers import WrongAnswer
 
     pytest_options.register()

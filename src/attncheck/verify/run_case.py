@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import head_arrangement
 from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.probes import PROBES, probe_named
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Execution, Executor
 
 __all__ = [
-    "head_arrangement",
     "mask_rows",
     "new_record",
     "record_comparison",
@@ -201,15 +201,6 @@ def without_outputs(record: Record, failure: Failure) -> Record:
         judgement = Judgement(status="fail", rule=rule, reason=failure.message)
         return replace(record, status="fail", judgement=judgement)
     return replace(record, status=_STATUSES.get(failure.kind, "error"), reason=failure.message)
-
-
-def head_arrangement(problem: Problem) -> str:
-    """Return ``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
-    if problem.operation == "softmax":
-        return ""
-    if problem.kv_heads == problem.heads:
-        return "MHA"
-    return "MQA" if problem.kv_heads == 1 else "GQA"
 
 
 def record_comparison(record: Record, execution: Execution, evidence: Evidence) -> Record:
