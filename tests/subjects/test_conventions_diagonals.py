@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from tests.subjects import plain_kernels
+from tests.subjects import plain_kernels as plain
 
 from attncheck.conventions.window_masks import Band, band_window, mask_band
 from attncheck.mods.library import build_mask
@@ -29,7 +29,7 @@ def seen_by(edges, query, kv):
 @cache
 def seen_through(edges, query, kv, bottom_right):
     at = kv - query if bottom_right else 0
-    return plain_kernels.banded(query, kv, *edges, at).flatten().tolist()
+    return plain.banded(query, kv, *edges, at).flatten().tolist()
 
 
 def is_it(edges, wanted, sequences, bottom_right):

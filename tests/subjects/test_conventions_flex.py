@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.subjects import plain_kernels
+from tests.subjects import plain_kernels as plain
 from torch.nn.attention.flex_attention import flex_attention
 
 from attncheck.conventions.convention import ConventionOptions
@@ -34,13 +34,11 @@ def masked(fault=""):
     def kernel(q, k, v, mask_mod=None, score_mod=None, scale=None, *, enable_gqa, return_lse=False):
         assert enable_gqa or q.shape[1] == k.shape[1]
         shape = torch.zeros(*q.shape[:3], k.shape[2])
-        b, h, i, j = plain_kernels.indices(shape)
+        b, h, i, j = plain.indices(shape)
         i, j = (j, i) if fault == "turned" else (i, j)
         seen = shape == 0 if mask_mod is None else mask_mod(b, h, i, j)
         score_mod = None if fault == "no_score" else score_mod
-        out, lse = plain_kernels.attend(
-            q, k, v, seen | torch.zeros_like(b, dtype=bool), scale, score_mod
-        )
+        out, lse = plain.attend(q, k, v, seen | torch.zeros_like(b, dtype=bool), scale, score_mod)
         return (out, lse) if return_lse else out
 
     return kernel

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tests.subjects import plain_kernels
+from tests.subjects import plain_kernels as plain
 
 from attncheck.conventions.call_tensors import attention_mask
 from attncheck.conventions.convention import ConventionOptions
@@ -23,31 +23,27 @@ def sdpa(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False)
     seen = attn_mask
     if seen is None:
         at = (-1, 0) if is_causal else (-1, -1)
-        seen = plain_kernels.banded(q.shape[2], k.shape[2], *at, 0)
-    return plain_kernels.attend(q, k, v, seen, scale)
+        seen = plain.banded(q.shape[2], k.shape[2], *at, 0)
+    return plain.attend(q, k, v, seen, scale)
 
 
 def flex(q, k, v, score_mod=None, block_mask=None, scale=None, *, enable_gqa):
-    b, h, i, j = plain_kernels.indices(torch.zeros(*q.shape[:3], k.shape[2]))
+    b, h, i, j = plain.indices(torch.zeros(*q.shape[:3], k.shape[2]))
     seen = b >= 0 if block_mask is None else block_mask.mask_mod(b, h, i, j)
-    return plain_kernels.attend(
-        q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod
-    )
+    return plain.attend(q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod)
 
 
 def flex_callable(q, k, v, score_mod=None, mask_mod=None, scale=None, *, enable_gqa):
-    b, h, i, j = plain_kernels.indices(torch.zeros(*q.shape[:3], k.shape[2]))
+    b, h, i, j = plain.indices(torch.zeros(*q.shape[:3], k.shape[2]))
     seen = b >= 0 if mask_mod is None else mask_mod(b, h, i, j)
-    return plain_kernels.attend(
-        q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod
-    )
+    return plain.attend(q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod)
 
 
 KERNELS = {
     "sdpa": sdpa,
-    "flash_attn": plain_kernels.flash_attn_with(),
-    "varlen": plain_kernels.varlen_with(),
-    "total_first": plain_kernels.varlen_with("total_first"),
+    "flash_attn": plain.flash_attn_with(),
+    "varlen": plain.varlen_with(),
+    "total_first": plain.varlen_with("total_first"),
     "flex": flex,
     "flex_callable": flex_callable,
 }
@@ -109,7 +105,7 @@ def test_every_convention_has_scripts():
 
 @pytest.mark.parametrize("options", [{"lse": "base2"}, {"returns_lse": False}], ids=str)
 def test_options_are_in_the_script(options):
-    function = plain_kernels.flash_attn_with("base2")
+    function = plain.flash_attn_with("base2")
     subject = adopted(function, "kernel", None, ConventionOptions(**options))
     inputs = draw_inputs(problem_of({"mask": Spec.of("causal_bottom_right"), "query": 31}))
     out, lse = called(subject.render(inputs.problem), function, inputs)
