@@ -249,8 +249,8 @@ FAULTS = {
     "J is left out": ("mods.captured_gradients", "factors * slope", "factors + 0 * slope"),
     "the last read of a number": (
         "mods.captured_gradients",
-        "mine.reshape(self.read.shape), accumulate=True",
-        "mine.reshape(self.read.shape), accumulate=False",
+        "accumulate=True",
+        "accumulate=False",
     ),
     "dense: f' as well": (
         "oracles.backward_recurrences",

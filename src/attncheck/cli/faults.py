@@ -229,12 +229,12 @@ def _list(options: FaultOptions) -> int:
 
 def _device_and_tier(options: FaultOptions) -> tuple[str, str]:
     """Device and tier, also where nobody says; raises UsageError for what is not there."""
-    from attncheck.cases.tier import default_tier, gate_tier_named
+    from attncheck.cases.tier import default_tier, tier_named
     from attncheck.verify.environment import default_device, require_device
 
     device = options.device or default_device()
     require_device(device)
-    return device, gate_tier_named(options.tier or default_tier(device)).name
+    return device, tier_named(options.tier or default_tier(device)).name
 
 
 def _kernel_file(options: FaultOptions) -> Path | None:

@@ -267,7 +267,7 @@ def plan_run(
     """
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
-    from attncheck.cases.tier import default_tier, gate_tier_named
+    from attncheck.cases.tier import default_tier, tier_named
     from attncheck.conventions.declarations import convention_named
     from attncheck.gate.choices import BaselineCases, Choices, parse_stages
     from attncheck.gate.gate_report import journal_header
@@ -281,8 +281,8 @@ def plan_run(
     shard = str(Shard.parse(options.shard))
     device = options.device or default_device()
     require_device(device)
-    tier = gate_tier_named(options.tier or default_tier(device))
-    draws_anew = tier.draws_anew and options.seed is None
+    tier = tier_named(options.tier or default_tier(device))
+    draws_anew = tier.random and options.seed is None
     if shard and draws_anew:
         raise UsageError(
             f"--shard {shard}: each run of tier {tier.name} draws other numbers: "

@@ -80,11 +80,13 @@ def capture(
             call to keep.
     """
     path = _writable(file)
+    # bool is an int: True would mean one call.
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise UsageError(f"calls={calls!r} must be a whole number of at least 1.")
     modules = _Modules(model)
     recorder = _Recorder(modules, calls)
     try:
+        # Entered last, so that it does not see the hooks being registered.
         with _no_fast_path(), modules, recorder:
             yield
     except BaseException as error:
@@ -171,6 +173,7 @@ class _Recorder(TorchFunctionMode):
             self.kept.append(_recorded_call(name, _Arguments(*args, **kwargs), out))
         except _Unfit as error:
             reason = str(error).rstrip(".")
+            # A model of a hundred layers says the same a hundred times.
             if reason not in self._warned:
                 self._warned.add(reason)
                 shown = name if name.isprintable() else repr(name)
@@ -373,6 +376,7 @@ def _write(path: Path, recorder: _Recorder) -> None:
     }
     draft = _draft(path)
     try:
+        # Written beside, then renamed: a reader sees the old file or the whole new one.
         draft.touch(exist_ok=False)
         mode = draft.stat().st_mode  # as any new file's here; safetensors' is for the owner alone
         save_file(tensors, draft, {METADATA: msgspec.json.encode(header).decode()})

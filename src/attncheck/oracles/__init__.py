@@ -2,8 +2,8 @@
 
 Each takes Inputs and gives Outputs in float64: out ``(batch, heads, query, value_dim)`` (of softmax
 ``(batch, heads, query, kv)``) and the natural-log LSE ``(batch, heads, query)``; rows that attend
-to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``numbers.Float64``; over
-``numbers.Mp`` the same recurrences give as many digits as are asked for.
+to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``Float64``; over
+``mp_numbers.Mp`` the same recurrences give any number of digits.
 ``backward`` has their gradients, of Inputs with a loss.
 """
 

@@ -228,6 +228,7 @@ class ObjectScoreMods:
         Raises UsageError where nothing evaluates what the score mod reads.
         """
         reads = self._way("captures", score_mod)
+        # Object zeros: sums stay in the system's own numbers.
         sums = np.zeros(reads.numbers, dtype=object)
         kept = attended.expand(scores.shape).numpy()
         for places, slopes in reads(scores, *(axis.numpy() for axis in indices.axes)):
