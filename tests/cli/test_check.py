@@ -128,8 +128,8 @@ def test_several_dtypes_and_head_dims(check, mine):
     run = check("mine.py::kernel", "--question", "scale", "--question", "gqa", *dtypes, cwd=mine)
     assert run.returncode == 5  # it takes neither
     assert run.stdout.count("takes no scale") == run.stdout.count("takes no enable_gqa") == 2
-    assert "fp32 · " in run.stdout
-    assert "fp16 · " in run.stdout
+    assert "\nfp32\n" in run.stdout
+    assert "\nfp16\n" in run.stdout
     assert "D32" not in run.stdout
     assert "NOTHING TESTED mine.py::kernel" in run.stdout
 
