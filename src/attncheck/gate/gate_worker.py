@@ -1,6 +1,6 @@
-"""What a lane of a gate does: describes a kernel, draws, asks, and makes failures smaller.
+"""The worker of a gate: it describes a kernel, draws and asks cases, and shrinks failures.
 
-The lane is a trusted process: the kernel itself runs in another one.
+It is a trusted process: the kernel itself runs in another one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["GateWorker", "work"]
 
 
 def work(**options: Any) -> GateWorker:
-    """The Work of a lane; raises UsageError for options that are none of a gate's."""
+    """Return the worker of a gate; raises UsageError for options that are none of a gate's."""
     return GateWorker(Choices.of(options))
 
 
@@ -76,7 +76,7 @@ class GateWorker:
         self._hosts.close()
 
     def do(self, unit: Unit) -> Done:
-        """What comes of ``unit``; what a kernel does to its own process raises nothing here."""
+        """Do ``unit``; what a kernel does to its own process raises nothing here."""
         start = time.perf_counter()
         try:
             done = self._confirmed(unit)
@@ -91,7 +91,7 @@ class GateWorker:
         return replace(done, seconds=seconds, facts=done.facts | self._where(unit, done))
 
     def _where(self, unit: Unit, done: Done) -> dict[str, Any]:
-        """The environment that its Records name: lanes may be on several machines.
+        """Return the environment that its Records name: workers may be on several machines.
 
         Of what several shards do always, so that they say the same of it; else once a lane.
         """
@@ -102,7 +102,7 @@ class GateWorker:
         return {"environment": msgspec.to_builtins(environment(unit.device))}
 
     def _confirmed(self, unit: Unit) -> Done:
-        """Where the kernel's process dies beside a Case, it is all done once more in a new one.
+        """Do a unit, once more in a new process where the kernel's process dies beside a Case.
 
         An answer that is right then is flaky. Of what several shards do they say the same.
         """
@@ -115,8 +115,8 @@ class GateWorker:
             done = self._loaded_and_did(unit)
         except Died as second:
             return self._died(unit, second if second.kind == first.kind else first)
-        asked = unit.kind == "ask"
-        answers = tuple(_flaky(each, first) if asked else each for each in done.answers)
+        is_question = unit.kind == "ask"
+        answers = tuple(_flaky(each, first) if is_question else each for each in done.answers)
         return replace(done, answers=answers, attempts=2)
 
     def _loaded_and_did(self, unit: Unit) -> Done:
@@ -141,7 +141,7 @@ class GateWorker:
         return self._asked(unit, host)
 
     def _get_ready(self, device: str) -> None:
-        """Once: what kernels on the device need, and what Records say of where."""
+        """Prepare once: what kernels on the device need, and what Records say of where."""
         if self._device == device:
             return
         import torch
@@ -196,8 +196,8 @@ class GateWorker:
 
     def _record(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
         def ask() -> Record:
-            said = {"device": unit.device, "variant": unit.variant, "environment": self._key}
-            how: dict[str, Any] = {"executor": host.executor, **said}
+            fields = {"device": unit.device, "variant": unit.variant, "environment": self._key}
+            how: dict[str, Any] = {"executor": host.executor, **fields}
             if unit.stage == "baseline":
                 return measure_accuracy(host.subject, case, **how)
             # Errors beside their yardsticks where they are to be read; elsewhere the verdict.
@@ -208,17 +208,17 @@ class GateWorker:
         return confirm_death(host, ask)  # type: ignore[arg-type]  # it has a process: a Host
 
     def _made_smaller(self, unit: Unit, host: KernelHost) -> Done:
-        """A smaller Case that fails alike; of many alike failures only the first few are shrunk."""
+        """Find a smaller Case that fails alike; of many such failures the first few are shrunk."""
         start = time.perf_counter()
-        found = self._failures.smaller(
+        shrunk = self._failures.smaller(
             unit,
             host,
             lambda case: self._record(unit, host, case)[0],
             lambda: self._planning(unit, host),
         )
-        if found is None:
+        if shrunk is None:
             return Done(unit=unit.id)
-        record, first = found
+        record, first = shrunk
         answer = Answer(
             unit=unit.id,
             stage=unit.stage,
@@ -231,7 +231,7 @@ class GateWorker:
         return Done(unit=unit.id, answers=(answer,))
 
     def _died(self, unit: Unit, error: Died) -> Done:
-        """Its process died as the kernel was imported, or was asked what it takes."""
+        """Return what comes of a process that died at the import, or when asked what it takes."""
         self._hosts.end(unit.commit)
         case = Case.from_json(unit.case) if unit.case else Case(problem=Problem(query=1))
         record = Record(
@@ -255,12 +255,12 @@ class GateWorker:
 
 
 def _compiling(host: KernelHost) -> float:
-    """Seconds so far; of kernels in this process nobody listens."""
+    """Return seconds so far; of kernels in this process nobody listens."""
     return host.executor.compiling if isinstance(host.executor, IsolatedExecutor) else 0.0
 
 
 def _flaky(answer: Answer, first: Died) -> Answer:
-    """What came of a question, the first process of which died before it was asked."""
+    """Return an answer as flaky, since the first process died before the question was asked."""
     record = answer.record
     if record.status not in FAILED_STATUSES:
         reason = f"{first.kind}: {first}; asked once more, in a new process: {record.status}"

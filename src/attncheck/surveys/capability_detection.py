@@ -99,31 +99,33 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trial_verdict(record: Record) -> Verdict:
-    """What the kernel did with what was asked."""
-    found = record.judgement
-    if found is not None and found.rule in _OF_THE_CALL:
+    """Return what the kernel did with what was asked."""
+    judgement = record.judgement
+    if judgement is not None and judgement.rule in _OF_THE_CALL:
         return "raises"
     return _OF_STATUS.get(record.status, "takes")
 
 
 def trial_result(aspect: str, what: str, record: Record, problem: Problem | str) -> TrialResult:
-    """The answer of ``record`` to ``what``, which was asked as ``problem``."""
-    said, judgement = trial_verdict(record), record.judgement
+    """Return the answer of ``record`` to ``what``, which was asked as ``problem``."""
+    verdict, judgement = trial_verdict(record), record.judgement
     reason = record.reason
     if judgement is not None:
-        told = judgement.rule not in _OF_THE_CALL | {"relation"}  # the question's name says that
-        reason = f"{judgement.rule}: {judgement.reason}" if told else judgement.reason
+        shows_rule = judgement.rule not in _OF_THE_CALL | {
+            "relation"
+        }  # the question's name says that
+        reason = f"{judgement.rule}: {judgement.reason}" if shows_rule else judgement.reason
     return TrialResult(
         aspect=aspect,
         what=what,
-        verdict=said,
-        reason="" if said == "takes" else reason,
+        verdict=verdict,
+        reason="" if verdict == "takes" else reason,
         problem=str(problem),
     )
 
 
 def refused_result(aspect: str, what: str, said: str | Failure, problem: Problem) -> TrialResult:
-    """The answer of a kernel that gave none: it refused, or raised."""
+    """Return the answer of a kernel that gave none: it refused, or raised."""
     refuses = isinstance(said, str) or said.kind == "refused"
     return TrialResult(
         aspect=aspect,
@@ -164,12 +166,12 @@ class Trial:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def of(self, base: Problem) -> Problem:
-        """The Problem to ask."""
+        """Return the Problem to ask."""
         return base.replace(**self.changes)
 
 
 def base_problems() -> Iterator[Problem]:
-    """Problems of which the first that the kernel takes is changed from then on."""
+    """Yield problems of which the first that the kernel takes is changed from then on."""
     for mask in (_FULL, _CAUSAL):
         for length in LENGTHS:
             for head_dim in _BASE_DIMS:
@@ -178,7 +180,7 @@ def base_problems() -> Iterator[Problem]:
 
 
 def all_trials(base: Problem, device: str) -> list[Trial]:
-    """Everything that is tried of a kernel that takes ``base``, in the order of the table."""
+    """Return everything that is tried of a kernel that takes ``base``, in the table's order."""
     return [
         *_dtypes(device),
         *(_head_dim(dims) for dims in HEAD_DIMS),
@@ -192,7 +194,7 @@ def all_trials(base: Problem, device: str) -> list[Trial]:
 
 
 def rectangular_trials(base: Problem) -> Iterator[Trial]:
-    """Lengths that differ."""
+    """Yield lengths that differ."""
     n = base.query
     for name, query, kv in (
         ("query < kv", n, 2 * n),
@@ -203,7 +205,7 @@ def rectangular_trials(base: Problem) -> Iterator[Trial]:
 
 
 def causal_trials(base: Problem) -> tuple[Trial, Trial]:
-    """The causal mask where lengths differ: aligned top-left, and bottom-right."""
+    """Return the causal mask where lengths differ, aligned top-left and bottom-right."""
     first, second = (
         Trial(
             aspect="causal",
@@ -216,7 +218,7 @@ def causal_trials(base: Problem) -> tuple[Trial, Trial]:
 
 
 def empty_row_trials(base: Problem) -> Iterator[Trial]:
-    """Problems with rows that see no key, some of which the kernel may be able to be asked."""
+    """Yield problems with rows that see no key, as different kernels take them."""
     n = base.query
     masks: dict[str, dict[str, Any]] = {
         "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[0, n])},
@@ -279,7 +281,7 @@ def _scores() -> Iterator[Trial]:
 
 
 def length_trials(length: int) -> Iterator[Trial]:
-    """Lengths that queries and keys share; 1 and 77 are multiples of no tile."""
+    """Yield lengths that queries and keys share; 1 and 77 are multiples of no tile."""
     for other in (1, 77, *(n for n in (16, 32, 64, 128) if n != length)):
         yield Trial(aspect="lengths", what=str(other), changes={"query": other, "kv": other})
 
@@ -360,7 +362,7 @@ class _Probe:
         self._taken: list[Problem] = []
 
     def found(self, base: Problem | None) -> DetectedCapabilities:
-        """Everything so far."""
+        """Return everything so far."""
         return DetectedCapabilities(
             convention=self._convention,
             options=self._options,
@@ -386,11 +388,13 @@ class _Probe:
         return base
 
     def _first_taken(self, convention: str) -> tuple[Problem | None, Verdict]:
-        """The first Problem that gets an answer; else what was said to the first of all."""
+        """Return the first Problem that gets an answer; else what was said to the first of all."""
         first: TrialResult | None = None
         assert self._subject is not None, "a convention comes first"
-        asked = [adapted_problems(self._subject, each, InProcess()) for each in base_problems()]
-        for problem in itertools.chain.from_iterable(asked):
+        candidates = [
+            adapted_problems(self._subject, each, InProcess()) for each in base_problems()
+        ]
+        for problem in itertools.chain.from_iterable(candidates):
             answer = self._refusal(convention, problem) or self._begun(convention, problem)
             if answer.verdict in {"takes", "wrong"}:
                 self._tried.append(answer)
@@ -408,18 +412,18 @@ class _Probe:
         return trial_result("convention", convention, record, problem)
 
     def _refusal(self, convention: str, problem: Problem) -> TrialResult | None:
-        """What a kernel says that takes it not; without the exact result, which takes longer."""
+        """Return the answer of a kernel that refuses; without the exact result, which takes long."""
         subject, executor = self._subject, InProcess()
         assert subject is not None, "a convention comes first"
         self._advance("base")
-        said = executor.refusal(subject, problem, self._device)
-        if said is None:
+        answer = executor.refusal(subject, problem, self._device)
+        if answer is None:
             given = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
-            said = given if isinstance(given, Failure) else None
-        return None if said is None else refused_result("convention", convention, said, problem)
+            answer = given if isinstance(given, Failure) else None
+        return None if answer is None else refused_result("convention", convention, answer, problem)
 
     def lse(self, base: Problem) -> None:
-        """Whether it gives one, as the first answer has shown."""
+        """Keep whether it gives LSE, as the first answer has shown."""
         base_of = self._options.lse or "natural"
         self._tried.append(
             TrialResult(
@@ -440,7 +444,7 @@ class _Probe:
         return answer.verdict
 
     def causal(self, base: Problem) -> None:
-        """How the causal flag is aligned where lengths differ: where it is wrong, the other way."""
+        """Find how the causal flag is aligned where lengths differ: if wrong, try the other way."""
         aligned = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))
         for alignment, trial in aligned.items():
             wrong = self.ask(trial.aspect, trial.what, trial.of(base)) == "wrong"
@@ -449,14 +453,14 @@ class _Probe:
                 self._try_again("causal", (other,), aligned[other].of(base))
 
     def rectangular(self, base: Problem) -> None:
-        """Lengths that differ; a single query where a length of 1 is taken at all."""
+        """Try lengths that differ; a single query where a length of 1 is taken at all."""
         one = any(t.aspect == "lengths" and t.what == "1" and not t.reason for t in self._tried)
         for each in rectangular_trials(base):
             if one or each.changes["query"] > 1:
                 self.ask(each.aspect, each.what, each.of(base))
 
     def empty_rows(self, base: Problem) -> None:
-        """What rows that see no key give: 0, or what else is known of kernels."""
+        """Find what rows that see no key give: 0, or what else is known of kernels."""
         for each in empty_row_trials(base):
             problem = each.of(base)
             verdict = self.ask(each.aspect, each.what, problem)
@@ -466,7 +470,7 @@ class _Probe:
                 return
 
     def promise(self, promise: str) -> None:
-        """Whether it is kept where it was tried, to the last bit."""
+        """Check a promise where it was tried, to the last bit."""
         subject = self._subject
         assert subject is not None, "promises come last"
         table = Capabilities(entry=subject.name, promises=PROMISES)
@@ -479,7 +483,7 @@ class _Probe:
         self._tried += (broken or answers)[:1]
 
     def strides(self) -> None:
-        """Inputs that are no contiguous tensors: the numbers, and not their bits."""
+        """Try inputs that are no contiguous tensors: the same numbers, not the same bits."""
         for relation, problem in self._relations("layout"):
             record = self._record(problem, relation)
             self._tried.append(
@@ -487,7 +491,7 @@ class _Probe:
             )
 
     def _relations(self, promise: str) -> Iterator[tuple[str, Problem]]:
-        """Those that a promise makes exact, each with what is taken and it can be asked of."""
+        """Yield relations that a promise makes exact, each with a Problem that fits."""
         # Not the shortest, of which there is one tile.
         long = [p for p in self._taken if min(p.query, p.kv) >= min(LENGTHS)]
         long.sort(key=_work)
@@ -502,11 +506,11 @@ class _Probe:
         record = self._settled(option, values, problem)
         if record is not None:
             last = self._tried.pop()
-            found = f'{last.what}: right as {option} = "{getattr(self._options, option)}"'
-            self._tried.append(trial_result(last.aspect, found, record, problem))
+            what = f'{last.what}: right as {option} = "{getattr(self._options, option)}"'
+            self._tried.append(trial_result(last.aspect, what, record, problem))
 
     def _settled(self, option: str, values: Iterable[str], problem: Problem) -> Record | None:
-        """The answer by the first of ``values`` that is right, which then holds; None: by none."""
+        """Return the answer by the first of ``values`` that is right; None where none is."""
         before = self._options
         for value in values:
             changed: dict[str, Any] = {option: value}
@@ -526,8 +530,8 @@ class _Probe:
 
     def _record(self, problem: Problem, what: str, subject: Subject | None = None) -> Record:
         self._advance(what)
-        asked = subject or self._subject
-        assert asked is not None, "a convention comes first"
+        kernel = subject or self._subject
+        assert kernel is not None, "a convention comes first"
         relation = RELATIONS.get(what)
         numbers = relation.allowed(problem).items() if relation else ()
         case = Case(
@@ -535,11 +539,11 @@ class _Probe:
             question=relation.name if relation else "compare",
             parameters={name: values[0] for name, values in numbers},
         )
-        return run_case(asked, case, device=self._device)
+        return run_case(kernel, case, device=self._device)
 
 
 def _work(problem: Problem) -> int:
-    """Products of a call: what an interpreter's time goes with."""
+    """Count the products of a call: what an interpreter's time goes with."""
     pairs = problem.batch * problem.heads * problem.query * problem.kv
     return pairs * (problem.head_dim + problem.value_dim)
 
@@ -560,7 +564,7 @@ _FLAGS = ("gqa", "rectangular", "scale")
 
 
 def propose_table(probed: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
-    """The table of what was found, and the lines to stand above its fields.
+    """Return the table of what was found, and the lines to stand above its fields.
 
     Args:
         probed: What was tried; it must take something.
@@ -588,7 +592,7 @@ def _answers(one: TrialResult) -> bool:
 
 
 def _listed(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
-    """What gives an answer; ``any`` where everything that was tried does."""
+    """Return what gives an answer; ``any`` where everything that was tried does."""
     names = [one.what for one in tried if _answers(one)]
     if name == "head_dims":
         known = {"/".join(map(str, d)) if isinstance(d, tuple) else str(d): d for d in HEAD_DIMS}
@@ -599,7 +603,7 @@ def _listed(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
 
 
 def _flag(tried: Sequence[TrialResult]) -> bool | None:
-    """None where it takes a part: then it may refuse the others."""
+    """Return a flag, or None where it takes a part: then it may refuse the others."""
     taken = {_answers(one) for one in tried}
     return taken.pop() if len(taken) == 1 else None
 
@@ -612,7 +616,7 @@ def _mixed(tried: Sequence[TrialResult]) -> list[str]:
 
 
 def _multiple(probed: DetectedCapabilities) -> int | None:
-    """The least length of which it takes multiples; None where it takes any."""
+    """Return the least length of which it takes multiples; None where it takes any."""
     assert probed.base is not None, "it takes something"
     lengths = {int(one.what): _answers(one) for one in probed.tried if one.aspect == "lengths"}
     if lengths.get(77, True):
@@ -622,7 +626,7 @@ def _multiple(probed: DetectedCapabilities) -> int | None:
 
 
 def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
-    """Where the causal mask is taken for equal lengths alone."""
+    """Return where the causal mask is taken for equal lengths alone."""
     tried = [one for one in probed.tried if one.aspect == "causal"]
     causal = tuple(name for name in _CAUSAL_of_proposal if name in fields["masks"])
     if not causal or not fields["rectangular"] or any(map(_answers, tried)):
@@ -631,7 +635,7 @@ def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple
 
 
 def _of_the_convention(probed: DetectedCapabilities) -> dict[str, Any]:
-    """LSE and empty rows as they were found."""
+    """Return LSE and empty rows as they were detected."""
     options = probed.options
     rows = [one for one in probed.tried if one.aspect == "empty_row"]
     right = any(one.verdict == "takes" for one in rows)
@@ -644,7 +648,7 @@ def _of_the_convention(probed: DetectedCapabilities) -> dict[str, Any]:
 
 
 def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
-    """Those of every kernel that it keeps, where it does not keep all; more are the author's."""
+    """Return the usual promises that it keeps, None for all of them; others are the author's."""
     tried = [one for one in probed.tried if one.aspect == "promises"]
     broken = {one.what: one for one in tried if one.verdict != "takes"}
     kept = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
@@ -662,12 +666,12 @@ def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, lis
 
 
 def is_capability(one: TrialResult) -> bool:
-    """Whether it is a thing to take or not: no promise, and not how the kernel is called."""
+    """Return whether it is a thing to take or not: no promise, and not how the kernel is called."""
     return one.aspect not in {"convention", "lse", "promises"}
 
 
 def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
-    """By verdict and reason; wrong answers by the rule that they break."""
+    """Group by verdict and reason; wrong answers by the rule that they break."""
     groups: dict[tuple[str, str], list[TrialResult]] = {}
     for one in tried:
         why = one.reason.partition(":")[0] if one.verdict == "wrong" else one.reason
@@ -676,16 +680,16 @@ def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
 
 
 def _faults(tried: Iterable[TrialResult]) -> list[str]:
-    """A line for what was wrong or raised."""
-    said = {
+    """Return a line for what was wrong or raised."""
+    phrases = {
         "wrong": "wrong, to be mended, refused with a ValueError, or taken out",
         "raises": "raises, and is left out",
     }
     return [
-        f"{', '.join(one.what for one in group)}: {said[group[0].verdict]}: "
+        f"{', '.join(one.what for one in group)}: {phrases[group[0].verdict]}: "
         f"{_short(group[0].reason)}"
         for group in group_results(tried)
-        if group[0].verdict in said
+        if group[0].verdict in phrases
     ]
 
 
