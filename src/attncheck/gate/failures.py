@@ -201,7 +201,7 @@ class FailureLog:
         self._shrunk: dict[str, set[str]] = {}
         self._diagnosed: dict[str, set[str]] = {}
 
-    def diagnosed(self, record: Record, unit: Unit, host: KernelHost) -> Record:
+    def diagnose(self, record: Record, unit: Unit, host: KernelHost) -> Record:
         """Return ``record`` with what may be wrong, where it is a failure unlike those before."""
         if record.status != "fail" or record.reason.startswith(KNOWN):
             return record
@@ -211,7 +211,7 @@ class FailureLog:
             return record
         return diagnose_failure(record, host.subject, **_how(unit, host))
 
-    def smaller(
+    def shrink(
         self,
         unit: Unit,
         host: KernelHost,
@@ -243,7 +243,7 @@ class FailureLog:
         larger = explain_failure(first, host.subject, **how)
         return diagnose_failure(shrunk, host.subject, before=larger, **how), first.case_id
 
-    def kept(self, record: Record, unit: Unit) -> str:
+    def keep(self, record: Record, unit: Unit) -> str:
         """Keep a failure for ``attncheck repro``; its id, empty where there is none."""
         if record.status not in FAILED_STATUSES or record.reason.startswith(KNOWN):
             return ""
