@@ -128,8 +128,8 @@ def test_several_dtypes_and_head_dims(check, mine):
     run = check("mine.py::kernel", "--question", "scale", "--question", "gqa", *dtypes, cwd=mine)
     assert run.returncode == 5  # it takes neither
     assert run.stdout.count("takes no scale") == run.stdout.count("takes no enable_gqa") == 2
-    assert "fp32 · " in run.stdout
-    assert "fp16 · " in run.stdout
+    assert "\nfp32\n" in run.stdout
+    assert "\nfp16\n" in run.stdout
     assert "D32" not in run.stdout
     assert "NOTHING TESTED mine.py::kernel" in run.stdout
 
@@ -168,14 +168,3 @@ def test_bad_input_is_one_line_and_nothing_is_written(check, mine, arguments, sa
     assert says in lines[0]
     assert run.stdout == ""
     assert not (mine / "reports").exists()
-
-
-def test_help_needs_no_torch():
-    code = (
-        "import sys; from attncheck.cli import attncheck; "
-        "attncheck.main(['check', '--help'], standalone_mode=False); "
-        "assert 'torch' not in sys.modules"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "Exit code 1 when" in run.stdout
