@@ -21,10 +21,7 @@ from attncheck.core.errors import TraceError
 from attncheck.mods import torch_tracer
 from attncheck.mods import trace as derivative_room
 from attncheck.mods.ball_algebra import to_ball
-from attncheck.mods.expression import (
-    expression_from_json,
-    expression_to_json,
-)
+from attncheck.mods.expression import expression_from_json, expression_to_json
 from attncheck.mods.library import build_score
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError

@@ -140,10 +140,7 @@ SCORE_ERRORS = [
 ]
 
 
-CASES = [
-    *(("mask", *case) for case in MASK_ERRORS),
-    *(("score", *case) for case in SCORE_ERRORS),
-]
+CASES = [*(("mask", *case) for case in MASK_ERRORS), *(("score", *case) for case in SCORE_ERRORS)]
 
 
 @pytest.mark.parametrize(("kind", "spec", "message"), CASES, ids=lambda v: str(v)[:40])

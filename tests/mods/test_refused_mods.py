@@ -90,10 +90,7 @@ REFUSED = {
     ),
     "complex": (lambda s, b, h, q, k: s + COMPLEX[h].real, "a torch.complex64 tensor at "),
     "bytes": (lambda s, b, h, q, k: s + (BYTES[h] - BYTES[b]), "it computes sub in uint8 at "),
-    "halves": (
-        lambda s, b, h, q, k: s + HALVES[h] * 0.1,
-        "it computes mul in float16 at ",
-    ),
+    "halves": (lambda s, b, h, q, k: s + HALVES[h] * 0.1, "it computes mul in float16 at "),
     # Control flow and side effects.
     "branch": (lambda s, b, h, q, k: s if q > k else -s, "it decides on a tensor's value at "),
     "item": (lambda s, b, h, q, k: s + int(q), "it decides on a tensor's value at "),

@@ -16,12 +16,7 @@ from attncheck.mods import masks, scores
 from attncheck.mods.expression import Expression
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.mods.trace import (
-    count_disagreements,
-    trace_derivative,
-    trace_mask,
-    trace_score,
-)
+from attncheck.mods.trace import count_disagreements, trace_derivative, trace_mask, trace_score
 from attncheck.subjects.kernel_mods import mask_expression, score_expression
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
