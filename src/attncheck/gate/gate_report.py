@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from attncheck.baseline import comparison
 from attncheck.baseline.comparison import measurements, merge_changes
-from attncheck.gate.sources import rename_kernels
+from attncheck.gate.other_commit import rename_kernels
 from attncheck.records.record import Environment
 from attncheck.records.run_reports import STAGES, GateReport
 from attncheck.reporting.gate_verdict import failing_statuses, policy_of, questions
