@@ -9,12 +9,12 @@ import torch
 
 from attncheck.capabilities.subject import Refused, Tiling
 from attncheck.core.outputs import GRADIENTS, Outputs
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.run_case import head_arrangement, run_case
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=24, kv=40, head_dim=16, dtype="fp16")
 CAUSAL = PROBLEM.replace(mask=Spec.of("causal"))

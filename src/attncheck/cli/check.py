@@ -186,8 +186,11 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
     from attncheck.diagnose.diagnosis import diagnose_failure
     from attncheck.reporting.check_document import worst_record
 
+    # One diagnosis takes seconds, and one record is shown in full.
     bad = worst_record(report)
     if bad is None:
         return report
-    told = diagnose_failure(bad, subject, device=device)
-    return replace(report, records=tuple(told if one is bad else one for one in report.records))
+    diagnosed = diagnose_failure(bad, subject, device=device)
+    return replace(
+        report, records=tuple(diagnosed if one is bad else one for one in report.records)
+    )

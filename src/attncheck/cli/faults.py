@@ -229,12 +229,12 @@ def _list(options: FaultOptions) -> int:
 
 def _device_and_tier(options: FaultOptions) -> tuple[str, str]:
     """Device and tier, also where nobody says; raises UsageError for what is not there."""
-    from attncheck.cases.tier import default_tier, gate_tier_named
+    from attncheck.cases.tier import default_tier, tier_named
     from attncheck.verify.environment import default_device, require_device
 
     device = options.device or default_device()
     require_device(device)
-    return device, gate_tier_named(options.tier or default_tier(device)).name
+    return device, tier_named(options.tier or default_tier(device)).name
 
 
 def _kernel_file(options: FaultOptions) -> Path | None:
@@ -429,6 +429,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     pairs = [(name, dtype) for dtype in dtypes for name in names]
     seen: dict[tuple[str, str], FaultSensitivity] = {}
     jobs = min(options.jobs or (_cores() if device == "cpu" else 1), len(pairs))
+    # Not forked: a child of a process that has used CUDA cannot use it.
     spawn = multiprocessing.get_context("spawn")
     with (
         progress(len(pairs), quiet=options.quiet) as advance,

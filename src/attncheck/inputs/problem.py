@@ -28,6 +28,7 @@ __all__ = [
     "SOFTMAX_DTYPES",
     "Case",
     "Problem",
+    "head_arrangement",
     "short_id",
 ]
 
@@ -374,3 +375,12 @@ def short_id(data: dict[str, Any]) -> str:
 def _is_number(value: object) -> bool:
     """Whether it is a real number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def head_arrangement(problem: Problem) -> str:
+    """Return ``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
+    if problem.operation == "softmax":
+        return ""
+    if problem.kv_heads == problem.heads:
+        return "MHA"
+    return "MQA" if problem.kv_heads == 1 else "GQA"

@@ -28,7 +28,7 @@ __all__ = [
     "VOLTA",
     "Accumulator",
     "Arithmetic",
-    "default",
+    "default_arithmetic",
 ]
 
 
@@ -320,7 +320,7 @@ FP64_ORACLE = Arithmetic(
 """The float64 oracle judged by the same formulas: an a-priori proof of its own error."""
 
 
-def default(dtype: Dtype, capability: tuple[int, int] | None = None) -> Arithmetic:
+def default_arithmetic(dtype: Dtype, capability: tuple[int, int] | None = None) -> Arithmetic:
     """Return the arithmetic that is assumed of a kernel that declares nothing.
 
     Args:

@@ -11,8 +11,8 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.judge.declared_arithmetic import FP32, FP64
-from attncheck.judge.score_gradient_errors import kept, recomputed, score_gradients
-from attncheck.judge.sum_roundings import half_ulp, taken
+from attncheck.judge.score_gradient_errors import recompute_weights, score_gradients, zero_elsewhere
+from attncheck.judge.sum_roundings import half_ulp, steps_with_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attncheck.core.formats import Format
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.judge.score_errors import ScoreError
-    from attncheck.judge.score_gradient_errors import Recomputed, Saved, ScoreGradients
+    from attncheck.judge.score_gradient_errors import RecomputedWeights, SavedErrors, ScoreGradients
 
 __all__ = [
     "HEADS",
@@ -31,7 +31,7 @@ __all__ = [
     "KeyBounds",
     "KeyGradients",
     "RowGradients",
-    "in_parts",
+    "partial_sum_error",
     "row_gradients",
 ]
 
@@ -144,12 +144,12 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return None if one is None or other is None else one + other
 
 
-def rounded(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
+def rounding_error(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
     """B4 of a sum that is off by ``terms``."""
     return half_ulp(exact.abs() + sum(terms.values()), fmt)
 
 
-def in_parts(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
+def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
     """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
 
     Args:
@@ -166,7 +166,7 @@ def in_parts(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) ->
     return torch.where((1 + growth) * whole > fmt.max, math.inf, error)
 
 
-def settled(
+def mask_unknown(
     terms: dict[str, Tensor], zero: Tensor, unknown: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The bound and its terms: 0 where nothing is summed, infinite where nothing is known."""
@@ -208,7 +208,7 @@ def row_gradients(
     known: GradientConditions,
     arithmetic: Arithmetic,
     scores: ScoreError,
-    saved: Saved,
+    saved: SavedErrors,
     mod: ScoreModError | None = None,
     slope: ScoreModError | None = None,
     reads: Sequence[ReadConditions] = (),
@@ -228,7 +228,7 @@ def row_gradients(
 
     Source: B30–B40 in ``docs/explanation/bounds.md``.
     """
-    weights = recomputed(known, arithmetic, scores, saved, mod)
+    weights = recompute_weights(known, arithmetic, scores, saved, mod)
     captured = None
     if reads:  # B40: the gradient of each number is a sum over the scores that read it
         parts = [
@@ -239,7 +239,7 @@ def row_gradients(
     # Where the slope jumps within the score's error nothing is known of the row's dX.
     if slope is not None:
         weights = weights.without(~torch.isfinite(slope.radius))
-    known, saved = kept(known, saved, weights.live.any(-1))
+    known, saved = zero_elsewhere(known, saved, weights.live.any(-1))
     gradients = score_gradients(known, arithmetic, weights, saved, slope)
     rows = _Rows(known, arithmetic, weights, gradients)
     dq, dq_terms = rows.query_bound()
@@ -258,8 +258,8 @@ def row_gradients(
 def _of_read(
     known: GradientConditions,
     arithmetic: Arithmetic,
-    weights: Recomputed,
-    saved: Saved,
+    weights: RecomputedWeights,
+    saved: SavedErrors,
     read: ReadConditions,
 ) -> Sums:
     """B40: each score's gradient times the slope of what it reads, a sum of one term."""
@@ -271,7 +271,7 @@ def _of_read(
     padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
     error = replace(read.error, **padded)
     weights = weights.without(~(torch.isfinite(error.radius) & torch.isfinite(slope)))
-    known, saved = kept(replace(known, slope=slope), saved, weights.live.any(-1))
+    known, saved = zero_elsewhere(replace(known, slope=slope), saved, weights.live.any(-1))
     gradients = score_gradients(known, arithmetic, weights, saved, error)
     return _Rows(known, arithmetic, weights, gradients).score_sums(read.place.shape[-1])
 
@@ -288,7 +288,7 @@ class _Rows:
 
     known: GradientConditions
     arithmetic: Arithmetic
-    weights: Recomputed
+    weights: RecomputedWeights
     gradients: ScoreGradients
 
     def query_bound(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -307,7 +307,7 @@ class _Rows:
             lost=self._lost(count, (error + size).sum(-1), keys),
             unknown=self.weights.unbounded,
         )
-        scale, steps = abs(forward.scale), taken(forward, arithmetic.values)
+        scale, steps = abs(forward.scale), steps_with_keys(forward, arithmetic.values)
         terms = sums.terms(
             arithmetic,
             arithmetic.values,
@@ -316,12 +316,12 @@ class _Rows:
             steps=None if steps is None else steps[..., 0],
         )
         if arithmetic.dq_parts > 1:
-            terms[PARTS] = in_parts(
+            terms[PARTS] = partial_sum_error(
                 scale * sums.size, terms, arithmetic.dq_parts, arithmetic.output
             )
-        terms[OUTPUT] = rounded(known.dq, terms, arithmetic.output)
+        terms[OUTPUT] = rounding_error(known.dq, terms, arithmetic.output)
         dead = ~forward.seen.any(-1, keepdim=True)
-        return settled(terms, dead, self.weights.unbounded[..., None])
+        return mask_unknown(terms, dead, self.weights.unbounded[..., None])
 
     def key_sums(self) -> Sums:
         """B37: these rows' part of dk, before the scale."""
@@ -522,14 +522,14 @@ class KeyGradients:
         if arithmetic.dkv_parts > 1:
             terms[PARTS] = self._of_parts(scale * sums.size, terms)
         flat = exact.flatten(0, 1)
-        terms[OUTPUT] = rounded(flat, terms, arithmetic.output)
-        bound, terms = settled(terms, ~(seen | unknown)[..., None], unknown[..., None])
+        terms[OUTPUT] = rounding_error(flat, terms, arithmetic.output)
+        bound, terms = mask_unknown(terms, ~(seen | unknown)[..., None], unknown[..., None])
         return bound.view(exact.shape), {n: term.view(exact.shape) for n, term in terms.items()}
 
     def _of_heads(self, exact: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """B39: each head's sum rounded, and the sums of heads added in the output format."""
         output = self._arithmetic.output
-        terms[HEADS] = rounded(exact, terms, output)
+        terms[HEADS] = rounding_error(exact, terms, output)
         # Each head is rounded as it is; sums of rounded heads are rounded again.
         size = exact.abs() + sum(terms.values())
         terms = {n: _by_group(term, self._group).sum(1) for n, term in terms.items()}
@@ -544,7 +544,7 @@ class KeyGradients:
         """B39: added up part after part in the output format."""
         if self._arithmetic.sums_rounded_heads:
             size = _by_group(size, self._group).sum(1)
-        return in_parts(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
+        return partial_sum_error(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
 
     def _steps(self, sums: Sums, accumulator: Accumulator) -> Tensor | None:
         """Steps of a truncating accumulator in which a key is seen: at most all of its tiles'."""
@@ -561,10 +561,10 @@ class KeyGradients:
         fp64 = arithmetic.computes.name == "fp64"
         terms = sums.terms(arithmetic, FP64 if fp64 else FP32)
         output = FORMATS["fp64"] if fp64 else FORMATS["fp32"]
-        terms[OUTPUT] = rounded(exact.view_as(sums.moved), terms, output)
+        terms[OUTPUT] = rounding_error(exact.view_as(sums.moved), terms, output)
         # Every row sees a sink; a number may be read by no score that counts.
         unread = (sums.taken == 0) & ~sums.unknown & (name == "dcaptured")
-        bound, terms = settled(terms, unread[..., None], sums.unknown[..., None])
+        bound, terms = mask_unknown(terms, unread[..., None], sums.unknown[..., None])
         return bound.flatten(), {name: term.flatten() for name, term in terms.items()}
 
 

@@ -10,20 +10,25 @@ import torch
 
 from attncheck.judge.deterministic_bound import (
     DeterministicBound,
-    accumulation,
+    accumulation_error,
     bound_of_weights,
     finite_values,
 )
-from attncheck.judge.score_errors import exponents, factor_roundings, likely_radius, rounds_operands
+from attncheck.judge.score_errors import (
+    exponent_errors,
+    factor_roundings,
+    likely_radius,
+    rounds_operands,
+)
 from attncheck.judge.sum_roundings import (
-    additions,
     half_ulp,
-    steps,
+    steps_with_keys,
     sum_accumulator,
     sum_bias,
-    taken,
+    sum_roundings,
+    tiles_passed,
 )
-from attncheck.judge.weight_errors import log_sum_base, weights
+from attncheck.judge.weight_errors import log_sum_base, weight_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Conditions, ScoreModError
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ScoreError
-    from attncheck.judge.weight_errors import Weights
+    from attncheck.judge.weight_errors import WeightErrors
 
 __all__ = ["MISSED", "ProbabilisticBound", "probabilistic_bound", "quadrature", "sigmas_needed"]
 
@@ -90,8 +95,8 @@ def probabilistic_bound(
     """
     # Hoeffding and a union bound over all outputs of the Problem.
     sigmas = sigmas_needed(elements)
-    errors = exponents(conditions, arithmetic, scores, mod)
-    moved = weights(conditions, arithmetic, errors)
+    errors = exponent_errors(conditions, arithmetic, scores, mod)
+    moved = weight_errors(conditions, arithmetic, errors)
     certain = bound_of_weights(conditions, arithmetic, errors, moved)
     statistics = _score_statistics(conditions, arithmetic, scores, mod, sigmas)
     of_out = _softmax_statistics if conditions.given_scores else _out_statistics
@@ -131,11 +136,11 @@ def _lesser(
 
 
 def _lse_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """B27: standard deviation of LSE's error, and what is systematic of it."""
     exact = moved.exact
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))[..., 0]
+    sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))[..., 0]
     variance = (exact * scores.deviation).square().sum(-1) + sd.square() + scores.common
     steady = log_sum_base(conditions, arithmetic, torch.zeros_like(sd))
     for direction in scores.steady:
@@ -209,7 +214,7 @@ def _score_statistics(
     below = torch.where(seen, conditions.scores - maximum, 0.0)
     each = 2 * arithmetic.exp2_ulps + 1
     # The running maximum moves: of a random order 2 ln T times at most, and some (B22).
-    tiles = steps(conditions, arithmetic)
+    tiles = tiles_passed(conditions, arithmetic)
     records = torch.minimum(tiles - 1, 3 + 2 * torch.log(tiles))
     exponent = (
         conditions.scores.square()
@@ -248,7 +253,7 @@ def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tupl
 
 
 def _out_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation of out's error before it is rounded, and what is systematic of it."""
     exact, out, alike = moved.exact, conditions.out, _ALIKE * arithmetic.unit
@@ -271,7 +276,7 @@ def _out_statistics(
         # they are missing in the row sum too, out is a mean of the others.
         steady = _linear(moved.lost, values, torch.zeros_like(out) if center is None else center)
     # B24: of adding up, rescaling and dividing.
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
+    sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))
     of_sums = (sd * (exact @ values.abs())).square()
     of_sums = of_sums + (sd.square() + 12 * arithmetic.unit**2) * out.square()
     for direction in scores.steady:
@@ -282,8 +287,8 @@ def _out_statistics(
         # B26: truncation takes a share of the running sum, whose size a random walk bounds.
         walk = scores.sigmas * (exact.square() @ values.square()).sqrt()
         count = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
-        share = arithmetic.values.bias(count, taken(conditions, arithmetic.values))
-        most = accumulation(conditions, arithmetic, moved, values)
+        share = arithmetic.values.bias(count, steps_with_keys(conditions, arithmetic.values))
+        most = accumulation_error(conditions, arithmetic, moved, values)
         of_values = torch.minimum(share * (out.abs() + walk), most)
         # A row sum that is too small makes out larger: one of the two may be without the other.
         of_sum = sum_bias(conditions, arithmetic) * out.abs()
@@ -297,7 +302,7 @@ def _linear(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
 
 
 def _softmax_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """B28: of the operation softmax, whose out is P: of each weight, and of the row sum."""
     exact = moved.exact
@@ -305,7 +310,7 @@ def _softmax_statistics(
     others = (share.sum(-1, keepdim=True) - share).clamp_min(0)
     # A weight's own error is in the row sum too, and cancels by its share there.
     own = (exact * scores.deviation * (1 - exact)).square()
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
+    sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))
     of_sum = (sd.square() + 12 * arithmetic.unit**2) * exact.square()
     variance = own + exact.square() * others + of_sum
     direction = scores.steady[0]

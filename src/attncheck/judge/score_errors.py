@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.sum_roundings import steps
+from attncheck.judge.sum_roundings import tiles_passed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
 
 __all__ = [
-    "Exponents",
+    "ExponentErrors",
     "ScoreError",
-    "exponents",
+    "exponent_errors",
     "factor_roundings",
     "likely_radius",
     "maximum_of_keys",
-    "overflows",
+    "may_overflow",
     "rounds_operands",
     "running_size",
     "score_error",
@@ -169,8 +169,8 @@ def _scaled(
         scaled = abs(conditions.scale) * math.log2(math.e) * conditions.q.abs()
         beyond = (scaled > narrow.max).any(-1, keepdim=True)
         radius = radius + torch.where(beyond, torch.inf, below)
-    lost = overflows(conditions.q, arithmetic).any(-1)[..., :, None]
-    lost = lost | overflows(conditions.k, arithmetic).any(-1)[..., None, :]
+    lost = may_overflow(conditions.q, arithmetic).any(-1)[..., :, None]
+    lost = lost | may_overflow(conditions.k, arithmetic).any(-1)[..., None, :]
     return _or_infinite(conditions, arithmetic, torch.where(lost, torch.inf, radius))
 
 
@@ -180,7 +180,7 @@ def _or_infinite(conditions: Conditions, arithmetic: Arithmetic, radius: Tensor)
     return torch.where(beyond, torch.inf, radius)
 
 
-def overflows(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
+def may_overflow(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
     """Mark the finite numbers that a product may read as infinite: near the end of tf32."""
     if not arithmetic.operand_error or arithmetic.truncates:
         return torch.zeros_like(operand, dtype=torch.bool)
@@ -281,7 +281,7 @@ def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Exponents:
+class ExponentErrors:
     """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen; what makes them up.
 
     Attributes:
@@ -306,9 +306,9 @@ class Exponents:
         return self.product + self.own + self.exponent
 
 
-def exponents(
+def exponent_errors(
     conditions: Conditions, arithmetic: Arithmetic, scores: ScoreError, mod: ScoreModError | None
-) -> Exponents:
+) -> ExponentErrors:
     """B9: errors of every exponent of these rows."""
     seen = conditions.seen
     # A score mod replaces the score's error by its own bound of the mod's result.
@@ -329,7 +329,7 @@ def exponents(
     at_top = _exponent_error(
         conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum
     )
-    return Exponents(
+    return ExponentErrors(
         product=given - own,
         own=own,
         exponent=torch.where(counted, exponent, 0.0),
@@ -351,7 +351,7 @@ def _exponent_error(
     own = maximum_of_keys(conditions)
     maximum = torch.maximum(conditions.maximum.abs(), own.abs())[..., None]
     below = below + (conditions.maximum - own)[..., None]
-    tiles = steps(conditions, arithmetic)
+    tiles = tiles_passed(conditions, arithmetic)
     each = 2 * arithmetic.exp2_ulps + 1
     differences = factor_roundings(arithmetic) + 2
     lag = 2 * math.log(2) * arithmetic.lazy_rescale

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from attncheck.judge.score_errors import exponents, factor_roundings, overflows
+from attncheck.judge.score_errors import exponent_errors, factor_roundings, may_overflow
 from attncheck.judge.sum_roundings import half_ulp
 from attncheck.judge.weight_errors import log_sum_base
 
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     Count = TypeVar("Count", float, Tensor)
 
-__all__ = ["Recomputed", "Saved", "ScoreGradients", "kept", "recomputed", "score_gradients"]
+__all__ = [
+    "RecomputedWeights",
+    "SavedErrors",
+    "ScoreGradients",
+    "recompute_weights",
+    "score_gradients",
+    "zero_elsewhere",
+]
 
 
 # p ÷ l where P is had from a row sum and not from LSE: as in B14.
@@ -33,7 +40,7 @@ _DIFFERENCES = 3  # dP − δ + dLSE, in any order
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Saved:
+class SavedErrors:
     """Errors of a kernel's own out and LSE in some rows, float64.
 
     Attributes:
@@ -61,7 +68,9 @@ class Saved:
         return (known.dout * self.out_error).abs().sum(-1, keepdim=True)
 
 
-def kept(known: GradientConditions, saved: Saved, rows: Tensor) -> tuple[GradientConditions, Saved]:
+def zero_elsewhere(
+    known: GradientConditions, saved: SavedErrors, rows: Tensor
+) -> tuple[GradientConditions, SavedErrors]:
     """Both with 0 in all but ``rows``: nothing is NaN where no key is seen or nothing is known."""
 
     def of(x: Tensor) -> Tensor:
@@ -77,7 +86,7 @@ def kept(known: GradientConditions, saved: Saved, rows: Tensor) -> tuple[Gradien
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Recomputed:
+class RecomputedWeights:
     """P of a backward, float64 ``(heads, rows, kv)``; 0 where not seen, and in unbounded rows.
 
     Attributes:
@@ -98,7 +107,7 @@ class Recomputed:
     unbounded: Tensor
     exposed: Tensor
 
-    def without(self, keys: Tensor) -> Recomputed:
+    def without(self, keys: Tensor) -> RecomputedWeights:
         """The same with rows of which one of ``keys``, bool ``(heads, rows, kv)``, is unbounded."""
         unbounded = self.unbounded | (keys & self.exposed).any(-1)
         live = self.live & ~unbounded[..., None]
@@ -122,16 +131,16 @@ def _roundings(count: Count, arithmetic: Arithmetic) -> Count:
     return error
 
 
-def recomputed(
+def recompute_weights(
     known: GradientConditions,
     arithmetic: Arithmetic,
     scores: ScoreError,
-    saved: Saved,
+    saved: SavedErrors,
     mod: ScoreModError | None,
-) -> Recomputed:
+) -> RecomputedWeights:
     """B31: P from the kernel's own LSE, or from its own maximum and row sum."""
     forward = known.known
-    errors = exponents(forward, arithmetic, scores, mod)
+    errors = exponent_errors(forward, arithmetic, scores, mod)
     alive = forward.seen.any(-1)
     # Rows whose exact or saved results, or whose loss or slopes, are not finite.
     wide = (forward.out, known.dout, known.dx, saved.out_error)
@@ -167,7 +176,7 @@ def recomputed(
     growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
     moved = torch.where(live, growth + 2.0**arithmetic.computes.min_exponent, 0.0)
     radius = scores.radius if mod is None else mod.radius
-    return Recomputed(
+    return RecomputedWeights(
         exact=exact,
         moved=moved,
         rounded=_rounded_weights(arithmetic, exact + moved),
@@ -211,8 +220,8 @@ class ScoreGradients:
 def score_gradients(
     known: GradientConditions,
     arithmetic: Arithmetic,
-    weights: Recomputed,
-    saved: Saved,
+    weights: RecomputedWeights,
+    saved: SavedErrors,
     slope: ScoreModError | None,
 ) -> ScoreGradients:
     """B33–B35 of these rows."""
@@ -286,12 +295,12 @@ def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> T
         computed = known.value_products.abs() + error
         error = error + half_ulp(computed, arithmetic.rounds_value_products)
     beyond = 2 * size > arithmetic.computes.max
-    beyond = beyond | overflows(dout, arithmetic).any(-1)[..., None]
-    beyond = beyond | overflows(values, arithmetic).any(-1)[..., None, :]
+    beyond = beyond | may_overflow(dout, arithmetic).any(-1)[..., None]
+    beyond = beyond | may_overflow(values, arithmetic).any(-1)[..., None, :]
     return torch.where(beyond, torch.inf, error)
 
 
-def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: Saved) -> Tensor:
+def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: SavedErrors) -> Tensor:
     """B33: largest error of Σ dO · Ô beside its exact value, ``(heads, rows, 1)``."""
     dout = known.dout.abs()
     size = (dout * (known.known.out.abs() + saved.out_error.abs())).sum(-1, keepdim=True)
@@ -322,7 +331,7 @@ def _difference_error(
 
 
 def _of_weights(
-    arithmetic: Arithmetic, weights: Recomputed, used: Tensor, times: Tensor
+    arithmetic: Arithmetic, weights: RecomputedWeights, used: Tensor, times: Tensor
 ) -> dict[str, Tensor]:
     """B34: what the errors of P make of dX, by what they are made of."""
     whole = sum(weights.parts.values(), torch.zeros_like(used))

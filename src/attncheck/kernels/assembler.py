@@ -1,4 +1,4 @@
-"""Which ptxas makes machine code of our kernels: on Hopper not the one of CUDA 12.8.
+"""The ptxas that makes machine code of our kernels: on Hopper not the one of CUDA 12.8.
 
 That one, Triton 3.6's default, may give a wgmma whose operand B is in shared memory a wrong
 descriptor. Its high half is a constant; ptxas adds it to the low half in 64 bits and takes the

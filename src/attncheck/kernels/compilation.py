@@ -1,4 +1,4 @@
-"""Whether this process compiles Triton kernels or interprets them: decided once."""
+"""The choice of this process, made once: compile Triton kernels, or interpret them."""
 
 from __future__ import annotations
 

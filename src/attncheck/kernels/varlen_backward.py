@@ -7,6 +7,9 @@ walks over that document's rows in every head that shares it. No program reads o
 another document's, and every sum has one order.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -45,14 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["by_keys_kernel", "by_rows_kernel", "everything", "key_program_list", "varlen_backward"]
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
 # A column of forty names says less than five lines of them.
 # fmt: off
-
-
-
-
 
 
 @triton.jit
@@ -247,7 +244,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def key_program_list(kv_lengths: Sequence[int], block_kv: int) -> torch.Tensor:
-    """Which keys each program owns: int32 ``(programs, 2)``, (document, its first key).
+    """Return which keys each program owns: int32 ``(programs, 2)``, (document, its first key).
 
     Keys count from the document's own first. None where no document has a key.
     """
@@ -323,15 +320,15 @@ def varlen_backward(
         delta = row_deltas(
             one_out, one_dout, lse[None], dlse, block=launch.block_query, warps=launch.warps
         )
-        known = _Known(q, k, v, dout, lse, delta, starts, places, scale, causal, mask, score, slope)
-        dk, dv = _by_keys(known, launch_by_keys or launch, key_programs)
-        dq = _by_rows(known, launch, programs)
+        call = _Call(q, k, v, dout, lse, delta, starts, places, scale, causal, mask, score, slope)
+        dk, dv = _by_keys(call, launch_by_keys or launch, key_programs)
+        dq = _by_rows(call, launch, programs)
         dsink = None if sink is None else sink_gradient(sink, lse[None], delta)
     return dq, dk, dv, dsink
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _Call:
     """What both launches read."""
 
     q: torch.Tensor
@@ -350,7 +347,7 @@ class _Known:
 
     @property
     def free(self) -> bool:
-        """Whether every row sees all keys of its document."""
+        """Return whether every row sees all keys of its document."""
         return self.mask is None and not self.causal
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -366,7 +363,7 @@ class _Known:
         return (*strides, group, total, head_dim, value_dim, factor, self.scale)
 
     def documents(self, programs: torch.Tensor) -> tuple[object, ...]:
-        """Where they are, and what each program owns of them."""
+        """Return where they are, and what each program owns of them."""
         return (*self.starts, self.places, programs)
 
     def captured(self) -> tuple[tuple[object, ...], ...]:
@@ -375,7 +372,7 @@ class _Known:
         return tuple(() if mod is None else mod.captured for mod in mods)
 
     def constants(self, launch: Launch) -> dict[str, object]:
-        """What the kernels are compiled for."""
+        """Return what the kernels are compiled for."""
         # An identity is not called.
         mask, score, slope = (
             everything if mod is None else mod.function
@@ -392,30 +389,30 @@ class _Known:
         }  # fmt: skip
 
 
-def _by_rows(known: _Known, launch: Launch, programs: torch.Tensor) -> torch.Tensor:
+def _by_rows(call: _Call, launch: Launch, programs: torch.Tensor) -> torch.Tensor:
     """dQ; blocks of rows that are not finite once more, without the keys that are not."""
-    q = known.q
+    q = call.q
     grid = (len(programs), q.shape[1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     again = torch.empty(grid, dtype=torch.int32, device=q.device)
     run = partial(
-        by_rows_kernel[grid], *known.tensors(), dq, again, *known.numbers(),
-        *known.documents(programs), *known.captured(), **known.constants(launch),
+        by_rows_kernel[grid], *call.tensors(), dq, again, *call.numbers(),
+        *call.documents(programs), *call.captured(), **call.constants(launch),
     )  # fmt: skip
     run(CAREFUL=False, num_stages=launch.stages)
-    if not known.free and needs_careful_launch(again):
+    if not call.free and needs_careful_launch(again):
         run(CAREFUL=True, num_stages=1)
     return dq
 
 
 def _by_keys(
-    known: _Known, launch: Launch, programs: torch.Tensor
+    call: _Call, launch: Launch, programs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """DK and dV; 0 for keys in no document, which no program owns."""
-    dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (known.k, known.v))
+    dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (call.k, call.v))
     if len(programs):
-        by_keys_kernel[len(programs), known.k.shape[1]](
-            *known.tensors(), dk, dv, *known.numbers(), *known.documents(programs),
-            *known.captured(), **known.constants(launch), num_stages=launch.stages,
+        by_keys_kernel[len(programs), call.k.shape[1]](
+            *call.tensors(), dk, dv, *call.numbers(), *call.documents(programs),
+            *call.captured(), **call.constants(launch), num_stages=launch.stages,
         )  # fmt: skip
     return dk, dv

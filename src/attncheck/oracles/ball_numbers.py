@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from attncheck.oracles.mod_calls import Indices
     from attncheck.oracles.number_system import Captures, Evaluate
 
-__all__ = ["BITS", "Ball", "Balls", "ProvenError", "enclosed", "proven_error"]
+__all__ = ["BITS", "Ball", "Balls", "ProvenError", "enclose_rows", "proven_error"]
 
 BITS = 128
 """Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
@@ -299,7 +299,7 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
     return ProvenError(rows, *bounds)
 
 
-def enclosed(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
+def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
     """Enclose the exact out and LSE of some rows in balls, whatever the size of the Problem.
 
     The work is that of ``rows`` alone, and memory does not grow with the keys.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.mods.captured_gradients import CapturedSums
-from attncheck.oracles.mod_calls import scored, slope
+from attncheck.oracles.mod_calls import call_score_mod, score_mod_slope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,10 +51,10 @@ class Nonfinite:
 
     def seen_by(self, attended: Tensor) -> Tensor:
         """Amount to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
-        return poison(attended.to(self.marks.dtype) @ self.marks)
+        return nonfinite_sums(attended.to(self.marks.dtype) @ self.marks)
 
 
-def poison(counts: Tensor) -> Tensor:
+def nonfinite_sums(counts: Tensor) -> Tensor:
     """NaN, ±∞ or 0 for how many attended keys hold NaN, +∞ and −∞, side by side.
 
     A weight that underflows to 0 stands for a positive number: an attended infinity stays one.
@@ -156,11 +156,11 @@ class Float64:
 
     def score(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
         """Calls the callable itself."""
-        return scored(score_mod, scores, indices)
+        return call_score_mod(score_mod, scores, indices)
 
     def score_slope(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
         """Torch's autograd of the callable itself."""
-        return slope(score_mod, scores, indices)
+        return score_mod_slope(score_mod, scores, indices)
 
     def captured(
         self,

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = ["Indices", "is_identity", "scored", "scored_with_slope", "slope", "visible"]
+__all__ = [
+    "Indices",
+    "call_mask",
+    "call_score_mod",
+    "call_score_mod_with_slope",
+    "is_identity",
+    "score_mod_slope",
+]
 
 # What torch and Python raise when a callable was written for 0-d indices only.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
@@ -67,7 +74,7 @@ class Indices:
         return torch.Size(axis.numel() for axis in self.axes)
 
 
-def visible(mask_mod: MaskMod, indices: Indices) -> Tensor:
+def call_mask(mask_mod: MaskMod, indices: Indices) -> Tensor:
     """Mask visibility: bool, four axes of the indices' size, or of size 1 where all agree.
 
     A callable that cannot broadcast is called under ``torch.vmap``, as FlexAttention does.
@@ -82,7 +89,7 @@ def visible(mask_mod: MaskMod, indices: Indices) -> Tensor:
     return _either(broadcast, mapped).to(indices.b.device, torch.bool)
 
 
-def scored(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+def call_score_mod(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
     """The scores after a score mod, in the dtype and shape of ``scores`` (that of the indices).
 
     The result may be the tensor that came in; it may also be a view of a captured tensor.
@@ -98,13 +105,13 @@ def scored(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
     return _whole(_either(broadcast, mapped), scores)
 
 
-def slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+def score_mod_slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
     """The derivative of a score mod at ``scores``, in their dtype and shape."""
-    _, slopes = scored_with_slope(score_mod, scores, indices)
+    _, slopes = call_score_mod_with_slope(score_mod, scores, indices)
     return torch.ones_like(scores) if slopes is None else slopes
 
 
-def scored_with_slope(
+def call_score_mod_with_slope(
     score_mod: ScoreMod, scores: Tensor, indices: Indices
 ) -> tuple[Tensor, Tensor | None]:
     """The scores after a score mod as ``scored`` gives them, and its derivative there.
@@ -153,7 +160,7 @@ def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
     first = Indices.of(*(range(1),) * 4, device=device)
     score = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
     unwritten = score._version
-    same = scored(score_mod, score, first).data_ptr() == score.data_ptr()
+    same = call_score_mod(score_mod, score, first).data_ptr() == score.data_ptr()
     return same and score._version == unwritten
 
 

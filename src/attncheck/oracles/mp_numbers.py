@@ -6,7 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import mpmath  # type: ignore[import-untyped]  # it ships no types
+import mpmath
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
-from attncheck.oracles.mod_calls import Indices, visible
+from attncheck.oracles.mod_calls import Indices, call_mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,13 +29,13 @@ __all__ = [
     "Scores",
     "Sloped",
     "Softmax",
+    "initial_maximum_and_sum",
     "naive",
     "online",
     "query_and_key_blocks",
+    "rows_with_weight",
     "safe",
     "sink_of",
-    "some",
-    "start",
 ]
 
 A = TypeVar("A", bound="Array")
@@ -130,7 +130,7 @@ def sink_of(numbers: Numbers[A], inputs: Inputs) -> A | None:
     return numbers.exact(inputs.sink.double().view(1, -1, 1, 1))
 
 
-def some(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
+def rows_with_weight(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
     """Mark the rows that have anything to weigh: bool ``(batch, heads, query, 1)``.
 
     Args:
@@ -142,7 +142,9 @@ def some(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
     return any_key if sink is None else any_key | ~numbers.is_minus_infinity(sink)
 
 
-def start(numbers: Numbers[A], shape: Sequence[int], sink: A | None) -> tuple[A, A]:
+def initial_maximum_and_sum(
+    numbers: Numbers[A], shape: Sequence[int], sink: A | None
+) -> tuple[A, A]:
     """The largest score and the sum of exponentials relative to it, before the first key.
 
     −∞ and 0; with a sink, which is a score like any, the sink and 1.
@@ -178,7 +180,7 @@ def naive(
     softmax wants to see it.
     """
     # Nothing is subtracted, on purpose: this is the definition.
-    alive = some(numbers, attended, sink)
+    alive = rows_with_weight(numbers, attended, sink)
     exponentials = numbers.exp(scores)
     total = numbers.rowsum(exponentials)
     if sink is not None:
@@ -189,7 +191,7 @@ def naive(
 
 def safe(numbers: Numbers[A], scores: A, attended: Tensor, sink: A | None = None, /) -> tuple[A, A]:
     """The row's maximum first, then ``exp(x − m) / Σ exp(x − m)``: nothing overflows."""
-    alive = some(numbers, attended, sink)
+    alive = rows_with_weight(numbers, attended, sink)
     largest = numbers.rowmax(scores)
     if sink is not None:
         largest = numbers.maximum(largest, sink)
@@ -211,8 +213,8 @@ def online(
     to it, d, which is rescaled whenever m rises; the weights follow from the last m and d. A sink
     comes before the first column.
     """
-    alive = some(numbers, attended, sink)
-    largest, total = start(numbers, (*attended.shape[:-1], 1), sink)  # m and d
+    alive = rows_with_weight(numbers, attended, sink)
+    largest, total = initial_maximum_and_sum(numbers, (*attended.shape[:-1], 1), sink)  # m and d
     for column in range(attended.shape[-1]):
         score = numbers.columns(scores, column, column + 1)
         raised = numbers.maximum(largest, score)
@@ -328,5 +330,5 @@ class Scores(Generic[A]):
         """After score mod and mask, and what is attended."""
         # The original callable, never its traced expression: kernels use that one.
         scores = self.numbers.score(self.score_mod, products, indices)
-        attended = visible(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
+        attended = call_mask(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
         return self.numbers.select(attended, scores, -math.inf), attended

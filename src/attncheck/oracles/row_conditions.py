@@ -14,7 +14,7 @@ import torch
 from attncheck.core.conditions import Conditions, GradientConditions, Rows
 from attncheck.mods import library
 from attncheck.oracles.float64_numbers import Float64
-from attncheck.oracles.mod_calls import Indices, scored, visible
+from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,7 +113,7 @@ def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
     mask = problem.mask_mod(str(rows.query.device))
     seen = torch.empty(shape, dtype=torch.bool, device=rows.query.device)
     for part, at in row_indices(problem, rows):
-        seen[part] = visible(mask, at)[0]
+        seen[part] = call_mask(mask, at)[0]
     return torch.nn.functional.pad(seen, (0, 1), value=True) if problem.sink else seen
 
 
@@ -179,7 +179,7 @@ def _turns(problem: Problem, device: torch.device) -> set[int]:
     counts = []
     for start in range(0, problem.query, step):
         rows = range(start, min(start + step, problem.query))
-        seen = visible(mask, Indices.of(*heads, rows, every, device))
+        seen = call_mask(mask, Indices.of(*heads, rows, every, device))
         number = seen.sum(-1) * (problem.kv // seen.shape[-1])
         counts.append(number.expand(*number.shape[:2], len(rows)).flatten(0, 1))
     # A turn is where the second difference is not 0: a mask starts, stops or jumps.
@@ -247,7 +247,7 @@ def _scored(inputs: Inputs, products: Tensor, rows: Rows) -> Tensor:
     scores = torch.empty_like(products)
     for part, at in row_indices(inputs.problem, rows):
         # A copy goes in: a score mod may write to what it is given.
-        scores[part] = scored(mod, products[part][None].clone(), at)[0]
+        scores[part] = call_score_mod(mod, products[part][None].clone(), at)[0]
     return scores
 
 

@@ -21,8 +21,8 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.outputs import Outputs
-from attncheck.oracles.float64_numbers import Float64, Nonfinite, poison
-from attncheck.oracles.mod_calls import Indices, is_identity, scored, visible
+from attncheck.oracles.float64_numbers import Float64, Nonfinite, nonfinite_sums
+from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod, is_identity
 from attncheck.oracles.recurrence_steps import safe
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ __all__ = [
     "Heads",
     "Run",
     "Visibility",
+    "all_moderate",
     "backward_blocks_for",
     "blocks_for",
     "exponential",
     "head_ranges",
-    "moderate",
     "query_blocks",
     "softmax_by_rows",
     "streaming",
@@ -107,7 +107,7 @@ class _Tiles:
             self.v = self.nonfinite.finite
         # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
-        self.bounded = self.plain and self.nonfinite is None and small and moderate(self.v)
+        self.bounded = self.plain and self.nonfinite is None and small and all_moderate(self.v)
         self.v = with_ones(self.v)
         self._buffer = q.new_empty(0)
 
@@ -242,7 +242,7 @@ class _Online(_Rows):
         # log 0 = −∞ for a row without keys, whose maximum must not turn that into NaN.
         lse = self.largest.masked_fill(self.largest == -math.inf, 0.0) + self.total.log()
         out = self._quotient()
-        return (out if isinstance(self.counts, float) else out + poison(self.counts)), lse
+        return (out if isinstance(self.counts, float) else out + nonfinite_sums(self.counts)), lse
 
     def _scores(self, run: Run) -> Tensor:
         """Scores of a tile after score mod and mask."""
@@ -252,13 +252,13 @@ class _Online(_Rows):
             heads = self.heads
             indices = Indices.of(heads.batch, heads.query, self.rows, run.keys, self.tiles.device)
             # Copied: a score mod may hand back a view of its own table, and a mask is next.
-            by_index.copy_(scored(self.tiles.score_mod, by_index, indices))
+            by_index.copy_(call_score_mod(self.tiles.score_mod, by_index, indices))
         if run.partial:
             by_index.masked_fill_(~self.visible(run), -math.inf)
         return tile
 
 
-def moderate(v: Tensor) -> bool:
+def all_moderate(v: Tensor) -> bool:
     """Whether every value is 0 or in the range that LARGEST_BOUNDED_SCORE assumes; NaN is not."""
     sizes = v.abs()
     largest = float(sizes.amax())
@@ -418,7 +418,7 @@ class Visibility:
 
     def _visible(self, heads: Heads, rows: range, keys: range) -> Tensor:
         indices = Indices.of(heads.batch, heads.query, rows, keys, self._device)
-        return visible(self._mask_mod, indices)
+        return call_mask(self._mask_mod, indices)
 
     def _classify(self, heads: Heads) -> list[list[Run]]:
         blocks, length = self._blocks, self._problem.kv

@@ -21,14 +21,14 @@ import torch
 
 from attncheck.core.outputs import Outputs
 from attncheck.mods.captured_gradients import CapturedSums
-from attncheck.oracles.float64_numbers import Nonfinite, poison
-from attncheck.oracles.mod_calls import Indices, is_identity, scored_with_slope
+from attncheck.oracles.float64_numbers import Nonfinite, nonfinite_sums
+from attncheck.oracles.mod_calls import Indices, call_score_mod_with_slope, is_identity
 from attncheck.oracles.streaming_forward import (
     Visibility,
+    all_moderate,
     backward_blocks_for,
     exponential,
     head_ranges,
-    moderate,
     query_blocks,
     streaming,
     with_ones,
@@ -107,7 +107,9 @@ class _Sums:
         apart = [Nonfinite.among(x) for x in (q, k, v, dout)]
         finite_lse_loss = bool(torch.isfinite(self.dlse).all())
         self.careful = not self.plain or any(apart) or not finite_lse_loss
-        self.bounded = not self.careful and _small(inputs) and moderate(v) and moderate(dout)
+        self.bounded = (
+            not self.careful and _small(inputs) and all_moderate(v) and all_moderate(dout)
+        )
         self.q, self.k, self.v, self.dout = q, k, with_ones(v), dout
         # As factors of a sum over rows or keys, of which only some count.
         self.q0, self.k0, self.dout0 = (
@@ -136,7 +138,7 @@ class _Sums:
         dq, dk = self.dq.flatten(1, 2), self.dk.mT * self.problem.scale
         dv = self.dv.mT.contiguous()
         if self.counts is not None:
-            dv += poison(self.counts.mT)
+            dv += nonfinite_sums(self.counts.mT)
         dsink = None if self.sink is None else self._dsink(self.sink)
         dcaptured = None if self.captured is None else self.captured.sums
         return Outputs(self.forward.out, self.forward.lse, dq, dk, dv, dsink, dcaptured)
@@ -253,7 +255,7 @@ class _General(_Rows):
     def _score(self, tile: Tensor, run: Run) -> Tensor | None:
         """Scores in place of the products; the score mod's slopes there, if they are not all 1."""
         by_index = self.by_index(tile)
-        after, slopes = scored_with_slope(self.sums.score_mod, by_index, self._indices(run))
+        after, slopes = call_score_mod_with_slope(self.sums.score_mod, by_index, self._indices(run))
         # Copied: a score mod may hand back a view of its own table, and a mask is next.
         by_index.copy_(after)
         return slopes

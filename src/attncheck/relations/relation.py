@@ -54,7 +54,7 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # ------------------------------------------------------------------ a relation
 
 Errors = Sequence[Outputs] | None
-"""What each run may be off by, in float64; None where bits are compared."""
+"""Largest errors of each run, in float64; None where bits are compared."""
 
 Unfit = Callable[["Problem"], "str | None"]
 """Problem → why a relation does not apply to it, in a few words; None if it does."""
@@ -198,7 +198,7 @@ def _with_gradients(problem: Problem) -> str | None:
 
 
 INDICES = frozenset({"b", "h", "q_idx", "kv_idx"})
-"""What a mask or score mod may read of a score's place."""
+"""Indices of a score that a mask or score mod may read."""
 
 _PLACES = frozenset({"q_idx", "kv_idx"})
 _READ = {

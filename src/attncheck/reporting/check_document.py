@@ -127,7 +127,7 @@ def check_verdict(report: Report, command: str) -> Document:
         words = shlex.split(command)
         if worst.variant not in words:
             words += [_OPTION, worst.variant]
-        closing.append(Note(f"Reproduce: {shlex.join(words)}", "plain"))
+        closing.append(Note(f"Reproduce: {shlex.join(words)}", "plain", whole=True))
         closing += [Note(_REMEDY)] if worst.status == "error" else []
     return Document(
         title="attncheck check",
@@ -197,6 +197,7 @@ def _sentence(report: Report) -> Verdict:
 
 def _blind(report: Report) -> str:
     """What no question would have noticed; nothing where not all of them were asked."""
+    # Questions that were chosen by hand are not meant to see everything.
     words = shlex.split(report.command)
     if any(word.partition("=")[0] == _OPTION for word in words):
         return ""

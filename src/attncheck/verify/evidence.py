@@ -31,7 +31,7 @@ from attncheck.judge.error_measures import measure_errors, rounding_floor
 from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.probabilistic_bound import probabilistic_bound, sigmas_needed
 from attncheck.judge.score_errors import likely_radius, rounds_operands, score_error
-from attncheck.judge.score_gradient_errors import Saved
+from attncheck.judge.score_gradient_errors import SavedErrors
 from attncheck.judge.verdict_rules import Compared
 from attncheck.mods.captured_reads import trace_reads
 from attncheck.oracles.row_conditions import (
@@ -747,7 +747,7 @@ def gradient_allowance(
     return GradientAllowance(bounds, terms)
 
 
-def _saved(evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs, rows: Rows) -> Saved:
+def _saved(evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs, rows: Rows) -> SavedErrors:
     """How far the kernel's own out and LSE are off; LSE by its bound where it is not exposed."""
 
     def of(tensor: Tensor) -> Tensor:
@@ -757,9 +757,9 @@ def _saved(evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs, rows: R
     assert truth.lse is not None, "the oracle always gives LSE"
     out = of(outputs.out).double() - of(truth.out)
     if outputs.lse is None:
-        return Saved(out_error=out, lse_error=of(evidence.allowance(arithmetic).lse))
+        return SavedErrors(out_error=out, lse_error=of(evidence.allowance(arithmetic).lse))
     lse, exact = of(outputs.lse).double(), of(truth.lse)
-    return Saved(out_error=out, lse_error=torch.where(lse == exact, 0.0, lse - exact))
+    return SavedErrors(out_error=out, lse_error=torch.where(lse == exact, 0.0, lse - exact))
 
 
 def _slope_error(
