@@ -86,10 +86,12 @@ def _shared(problem: Problem) -> bool:
     return is_attention(problem) and problem.kv_heads > 1
 
 
-def _of_heads(call: ExactAttention, heads: Tensor) -> tuple[Tensor, Tensor]:
-    """K and v of the key heads of indices ``heads``, one a query head."""
+def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Form]:
+    """With the key heads of these indices, one a query head; by what each form is called."""
     _, k, v = call.inputs.promoted()
-    return k[:, heads], v[:, heads]
+    for name, heads in others.items():
+        parameters = {"head": name.replace("_", " ")} if len(others) > 1 else {}
+        yield from with_keys(call, k[:, heads], v[:, heads], **parameters)
 
 
 @_model(
@@ -100,43 +102,32 @@ def _of_heads(call: ExactAttention, heads: Tensor) -> tuple[Tensor, Tensor]:
 def _(call: ExactAttention) -> Iterator[Form]:
     problem, h = call.problem, call.h.flatten()
     for heads in (h % problem.kv_heads, (h % problem.group) % problem.kv_heads):
-        yield from with_keys(call, *_of_heads(call, heads))
+        yield from _key_heads(call, other=heads)
 
 
-@_model(
-    "kv-heads-first",
-    "every query head reads the first key head",
-    applies=_shared,
-)
+@_model("kv-heads-first", "every query head reads the first key head", applies=_shared)
 def _(call: ExactAttention) -> Iterator[Form]:
-    yield from with_keys(call, *_of_heads(call, 0 * call.h.flatten()))
+    yield from _key_heads(call, first=0 * call.h.flatten())
 
 
-@_model(
-    "heads-swapped",
-    "query heads read each other's key heads",
-    applies=_shared,
-)
+@_model("heads-swapped", "query heads read each other's key heads", applies=_shared)
 def _(call: ExactAttention) -> Iterator[Form]:
-    problem, own = call.problem, call.h.flatten() // call.problem.group
-    for name, heads in {
-        "in reverse order": problem.kv_heads - 1 - own,
-        "the next": (own + 1) % problem.kv_heads,
-        "the one before": (own - 1) % problem.kv_heads,
-        "by number": call.h.flatten().clamp(max=problem.kv_heads - 1),
-    }.items():
-        yield from with_keys(call, *_of_heads(call, heads), head=name)
+    last, h = call.problem.kv_heads - 1, call.h.flatten()
+    own = h // call.problem.group
+    yield from _key_heads(
+        call,
+        in_reverse_order=last - own,
+        the_next=(own + 1) % (last + 1),
+        the_one_before=(own - 1) % (last + 1),
+        by_number=h.clamp(max=last),
+    )
 
 
 def _batched(problem: Problem) -> bool:
     return is_attention(problem) and problem.batch > 1
 
 
-@_model(
-    "batches-swapped",
-    "sequences of a batch read each other's keys",
-    applies=_batched,
-)
+@_model("batches-swapped", "sequences of a batch read each other's keys", applies=_batched)
 def _(call: ExactAttention) -> Iterator[Form]:
     count = call.problem.batch
     b = torch.arange(count)
@@ -144,11 +135,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield from with_keys(call, call.k[of], call.v[of], batch=name)
 
 
-@_model(
-    "batch-first",
-    "every sequence of a batch reads the keys of the first",
-    applies=_batched,
-)
+@_model("batch-first", "every sequence of a batch reads the keys of the first", applies=_batched)
 def _(call: ExactAttention) -> Iterator[Form]:
     of = torch.zeros(call.problem.batch, dtype=torch.int64)
     yield from with_keys(call, call.k[of], call.v[of])
@@ -192,9 +179,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model(
-    "values-of-keys-strides",
-    "values are read with the strides of the keys",
-    applies=is_attention,
+    "values-of-keys-strides", "values are read with the strides of the keys", applies=is_attention
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     inputs = call.inputs

@@ -117,11 +117,7 @@ def _visiting(call: ExactAttention, size: int) -> Iterator[Tensor]:
             yield tile_visibility(call, rows, size)[0][..., -1]
 
 
-@_model(
-    "rows-unwritten",
-    "some rows are never written",
-    order=1,
-)
+@_model("rows-unwritten", "some rows are never written", order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     exact = call.exact
     query = call.problem.query

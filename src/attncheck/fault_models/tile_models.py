@@ -73,10 +73,7 @@ def _without(call: ExactAttention, keys: Tensor, **parameters: int) -> Form:
     return call.attend(seen=call.seen & ~keys), parameters
 
 
-@_model(
-    "last-tile-dropped",
-    "the last tile of keys is never visited",
-)
+@_model("last-tile-dropped", "the last tile of keys is never visited")
 def _(call: ExactAttention) -> Iterator[Form]:
     kv = call.problem.kv
     for size in call.key_tiles:
@@ -88,10 +85,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, edge, tile=size, rows=rows)
 
 
-@_model(
-    "first-tile-dropped",
-    "the first tile of keys is never visited",
-)
+@_model("first-tile-dropped", "the first tile of keys is never visited")
 def _(call: ExactAttention) -> Iterator[Form]:
     for size in call.key_tiles:
         yield _without(call, call.j < size, tile=size)
@@ -146,20 +140,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, above.expand(call.shape), tile=size, rows=rows)
 
 
-@_model(
-    "tile-skipped",
-    "one tile of keys is skipped",
-    order=1,
-)
+@_model("tile-skipped", "one tile of keys is skipped", order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _one_tile(call, lambda tile: call.attend(seen=call.seen & ~tile))
 
 
-@_model(
-    "tile-twice",
-    "one tile of keys counts twice",
-    order=1,
-)
+@_model("tile-twice", "one tile of keys counts twice", order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _one_tile(call, lambda tile: call.attend(s=call.s + math.log(2.0) * tile))
 
@@ -200,21 +186,13 @@ def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Te
     return some & (tile == edge)
 
 
-@_model(
-    "values-stale",
-    "the values of the tile before are used again",
-    applies=is_attention,
-)
+@_model("values-stale", "the values of the tile before are used again", applies=is_attention)
 def _(call: ExactAttention) -> Iterator[Form]:
     for size, place in _before(call):
         yield call.attend(v=call.v[:, :, place]), {"tile": size}
 
 
-@_model(
-    "keys-stale",
-    "the keys of the tile before are used again",
-    applies=is_attention,
-)
+@_model("keys-stale", "the keys of the tile before are used again", applies=is_attention)
 def _(call: ExactAttention) -> Iterator[Form]:
     for size, place in _before(call):
         outputs = call.attend(x=call.x[..., place])
@@ -434,11 +412,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield Outputs(merged.out, lse), parameters
 
 
-@SPLITS.add(
-    "lse-of-one-split",
-    "LSE is that of one split of the keys",
-    applies=_more_keys,
-)
+@SPLITS.add("lse-of-one-split", "LSE is that of one split of the keys", applies=_more_keys)
 def _(call: ExactAttention) -> Iterator[Form]:
     out = call.parts.out
     for parameters, _, lses in _splits(call):
@@ -446,12 +420,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield Outputs(out, lse), parameters
 
 
-@SPLITS.add(
-    "split-dropped",
-    "a split of the keys is left out",
-    applies=_more_keys,
-    order=1,
-)
+@SPLITS.add("split-dropped", "a split of the keys is left out", applies=_more_keys, order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     for parameters, outs, lses in _splits(call):
         for gone in range(parameters["splits"]):
