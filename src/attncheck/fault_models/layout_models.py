@@ -76,6 +76,7 @@ def with_keys(
     call: ExactAttention, k: Tensor, v: Tensor, **parameters: str | int
 ) -> Iterator[Form]:
     """With other k and v ``(batch, heads, kv, …)``: both, and each alone."""
+    # Keys and values have index computations of their own: one may be right.
     for whose in ("keys and values", "keys", "values"):
         x = call.q @ k.mT * call.scale if "keys" in whose else None
         outputs = call.attend(x=x, v=v if "values" in whose else None)
@@ -167,6 +168,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     names = ("q", "k", "v")
+    # One tensor may have the others' strides by chance: every set of them that occurs.
     for wrong in (names, ("q",), ("k",), ("v",), ("k", "v")):
         read = {}
         for name in wrong:
@@ -230,6 +232,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     problem, exact = call.problem, call.exact
+    # A kernel compiled for one dim, or for the power of two below.
     dims = {min(problem.head_dim, problem.value_dim)}
     dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
     for kept in sorted(dims):
@@ -249,6 +252,7 @@ _BLOCKS = (8, 16, 32, 64)  # columns that a head dim is read in whole numbers of
 def _columns(problem: Problem) -> tuple[int, ...]:
     """How many columns may be read where there are ``head_dim``: more of them."""
     dim = problem.head_dim
+    # Tiles are as wide as a power of two, or a whole number of blocks.
     some = {1 << (dim - 1).bit_length(), *(-(-dim // block) * block for block in _BLOCKS)}
     return tuple(sorted(columns for columns in some if columns > dim))
 
@@ -281,6 +285,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         tensor: Tensor = getattr(call.inputs, name)
         if _reach(tensor) < _FAR:
             continue
+        # Steps wrap one by one, or their sum does.
         for each in (True, False):
             yield _reading(call, {name: _read_wrapped(tensor, each=each)})
 
@@ -308,6 +313,7 @@ def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, str | int], Tensor
     """Rows (1, 1, rows) that a second launch was to write: the first or last half of something."""
     query = call.problem.query
     half = query // 2
+    # Two launches that were to write half each: halves of all rows, or every other tile.
     number = call.i[..., 0]
     for name, first in {"the first half": number < half, "the last half": number >= half}.items():
         yield {"rows": name}, first
