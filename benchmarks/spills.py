@@ -2,8 +2,8 @@
 
     python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
-One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/triton_flash.py``,
-which were chosen by it; flash2-dq and flash2-dkdv are FlashAttention-2's backward, varlen-dq and
+One line for each kernel, dtype, head dim and kind of call, at the tiles of
+``subjects/triton_flash.py``, which were chosen by it; flash2-dq and flash2-dkdv are FlashAttention-2's backward, varlen-dq and
 varlen-dkdv that of packed documents. Spilled bytes are ptxas's stack a thread, with this triton's
 ptxas.
 FlashAttention-2 walks over a list of tiles under a mask; there are three more kinds of it, without
