@@ -345,7 +345,8 @@ def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTe
 
 
 def project_digest(suite: UserSuite) -> str:
-    """Return sixteen hexadecimal digits of the Python files where pytest runs: tests, and what they test.
+    """Return sixteen hexadecimal digits of the Python files where pytest runs: tests, and what they
+    test.
 
     Without those of hidden folders and of what is installed.
     """
