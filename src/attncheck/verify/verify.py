@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.capabilities.subject import Subject
 from attncheck.records.record import Report
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence import Evidence
@@ -17,7 +18,7 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attncheck.capabilities.subject import Subject
+
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
     from attncheck.verify.executor import Executor
@@ -62,7 +63,7 @@ def verify(
     Raises:
         UsageError: for a question that there is not, or that cannot be asked of its Problem.
     """
-    subjects = [*subjects] if isinstance(subjects, list | tuple) else [subjects]
+    subjects = [subjects] if isinstance(subjects, Subject) else [*subjects]
     cases = [*cases]
     records = iter_records(
         subjects,
