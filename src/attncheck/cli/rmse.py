@@ -183,6 +183,8 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         return _shown_again(interrupts, sources, fmt, directory, plots)
     if backward:
         refuse_options_with("--backward", ("plots",), "gives gradients, which a plot does not show")
+    from msgspec.structs import replace
+
     from attncheck.cli.progress import progress
     from attncheck.inputs.problem import Case
     from attncheck.reporting import rendering
@@ -220,21 +222,27 @@ def rmse(  # noqa: PLR0913  # one parameter per option
     problems = [cell.problem for cell in cells]
     total = sum(map(len, case_subjects(problems, subjects, device)))
     rendering.check_writable(directory)
+    report = assemble_report(
+        applicable_subjects(problems, subjects),
+        (),
+        device=device,
+        command=typed_command(files=_FILES),
+    )
     records = []
     with progress(total, quiet=quiet) as advance:
         cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
         for record in iter_records(
-            subjects, cases, device=device, applicable_only=True, timed=True
+            subjects,
+            cases,
+            device=device,
+            environment_key=next(iter(report.environments)),
+            applicable_only=True,
+            timed=True,
         ):
             interrupts.check()
             advance(f"{record.kernel} {record.variant} {record.heads}")
             records.append(record)
-    report = assemble_report(
-        applicable_subjects(problems, subjects),
-        records,
-        device=device,
-        command=typed_command(files=_FILES),
-    )
+    report = replace(report, records=tuple(records))
     with interrupts.writing(directory):
         rendering.write_report(report, directory, "rmse")
         _draw(report, plots)

@@ -31,7 +31,7 @@ from attncheck.probes import PROBES
 from attncheck.records.record import Diagnosis, Explanation
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, out_of_memory
 from attncheck.verify.memory_patterns import allocator_filled
 from attncheck.verify.relation_runs import relation_inputs
@@ -285,8 +285,8 @@ def _fits(  # who is asked, on what, how
         case = Case(problem=problem.replace(query=max(problem.query, _ROWS), kv=keys))
         if executor.refusal(subject, case.problem, device) is not None:
             return set()
-        evidence = Evidence(case, device)
-        evidence.establish(yardsticks=False)
+        evidence = EvidenceBuilder(case, device)
+        evidence.establish(reference_errors=False)
         with allocator_filled("pattern"):
             result = executor.run(subject, evidence.inputs, origin=Origin(case=case, run=0))
         return (
@@ -318,7 +318,7 @@ def explain_failure(
     return None
 
 
-def diagnose_result(result: Execution, evidence: Evidence) -> Diagnosis | None:
+def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
     """What may be wrong with a result that is there; None where there is nothing to speak of.
 
     Args:
@@ -342,16 +342,16 @@ def _too_large(problem: Problem) -> bool:
 
 def _failing(case: Case, subject: Subject, device: str, executor: Executor) -> Iterator[Findings]:
     """Of each run that is wrong beside the exact result."""
-    asked = [Evidence(case, device)]
+    asked = [EvidenceBuilder(case, device)]
     if case.question in RELATIONS:
         asked = [
-            Evidence(Case(problem=one.problem), device, one)
+            EvidenceBuilder(Case(problem=one.problem), device, one)
             for one in relation_inputs(case, device)
         ]
     for number, evidence in enumerate(asked):
         if _too_large(evidence.case.problem):
             continue
-        evidence.establish(yardsticks=False)
+        evidence.establish(reference_errors=False)
         origin = Origin(case=case, run=number)
         # Of several runs that must agree one is wrong: it is not asked how the others round.
         related = case.question in RELATIONS
@@ -363,7 +363,7 @@ def _failing(case: Case, subject: Subject, device: str, executor: Executor) -> I
 
 def _of_calls(
     call: Callable[[], Execution | Failure],
-    evidence: Evidence,
+    evidence: EvidenceBuilder,
     *,
     related: bool,
 ) -> Findings | None:

@@ -19,7 +19,7 @@ from attncheck.judge.fault_explanation import (
     rank_explanations,
 )
 from attncheck.records.record import TileMap
-from attncheck.verify.evidence import deterministic_bounds, gradient_allowance
+from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs, TensorName
     from attncheck.inputs.problem import Problem
-    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
 __all__ = [
@@ -131,7 +131,9 @@ class Findings:
     finite: bool
 
 
-def explain(result: Execution, evidence: Evidence, *, proven: bool = False) -> Findings | None:
+def explain(
+    result: Execution, evidence: EvidenceBuilder, *, proven: bool = False
+) -> Findings | None:
     """What fault models say of what a kernel gave; None where it is right to the last bit.
 
     Args:
@@ -153,7 +155,9 @@ def explain(result: Execution, evidence: Evidence, *, proven: bool = False) -> F
     return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite)
 
 
-def consistent_models(result: Execution, evidence: Evidence, among: Collection[str]) -> set[str]:
+def consistent_models(
+    result: Execution, evidence: EvidenceBuilder, among: Collection[str]
+) -> set[str]:
     """Which fault models give what a kernel gave, be it wrong or right.
 
     Arguments as of ``explained``. One that says nothing of the Problem says that it is right.
@@ -170,13 +174,13 @@ def consistent_models(result: Execution, evidence: Evidence, among: Collection[s
     return found
 
 
-def _beside(result: Execution, evidence: Evidence) -> tuple[ObservedError, ExactAttention]:
+def _beside(result: Execution, evidence: EvidenceBuilder) -> tuple[ObservedError, ExactAttention]:
     """What it gave beside the exact result: of a large problem some rows."""
     problem = evidence.case.problem
     got, exact = float64_tensors(result.outputs), float64_tensors(evidence.truth)
-    allowed = float64_tensors(deterministic_bounds(evidence, result.arithmetic))
+    allowed = float64_tensors(deterministic_bounds(evidence.evidence, result.arithmetic))
     if problem.backward:
-        bounds = gradient_allowance(evidence, result.arithmetic, result.outputs).bounds
+        bounds = gradient_allowance(evidence.evidence, result.arithmetic, result.outputs).bounds
         allowed |= {name: bound.cpu() for name, bound in bounds.items()}
     if not problem.backward or got["out"].isnan().any():
         got = {name: tensor for name, tensor in got.items() if name in ("out", "lse")}
