@@ -28,6 +28,7 @@ from calibration_page import page
 from calibration_rows import crash, row
 from calibration_summary import merged, summary
 from in_processes import finished, write_json
+from judged_record import judged_record
 from random_problems import gradient_problem, problem, shaped, tiling
 
 from attncheck.capabilities.named_kernels import subject_named
@@ -37,7 +38,6 @@ from attncheck.subjects.triton_flash import Flash2Atomic
 from attncheck.verify.environment import default_device, environment, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
-from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
@@ -129,9 +129,8 @@ def judged(number: int, asked: Problem, task: Task) -> list[dict[str, Any]]:
         subject = made(name, number)
         if not due(name, number, task) or not InProcess().concerns(subject, asked):
             continue
-        given: dict[str, Any] = {"variant": "", "environment": "", "executor": Untimed()}
         try:
-            record = compare(subject, evidence, **given, brief=task.backward)
+            record = judged_record(subject, evidence, Untimed(), brief=task.backward)
         except Exception as error:  # noqa: BLE001  # one problem must not end a run of thousands
             rows.append(crash(number, name, asked, error))
             continue

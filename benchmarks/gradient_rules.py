@@ -5,7 +5,7 @@
     python benchmarks/gradient_rules.py --merge A.json B.json [--json PATH] [--md PATH]
 
 As ``rules.py`` does for the forward: every fault of ``planted_gradients.py`` on random inputs,
-judged by attncheck and by the rules of ``gradient_peers.py`` on dQ, dK and dV. A fault whose
+judged by attncheck and by the rules of ``peers.py`` on dQ, dK and dV. A fault whose
 gradients are the right kernel's own, bit by bit, is no fault there and does not count. One whose
 difference from its right twin is less than what right kernels differ by among themselves is
 *hidden*. About three minutes on two cores with what is asked by default.
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from gradient_peers import PEERS, GivenGradients
 from gradient_rules_page import page
 from in_processes import write_json
+from judged_record import judged_record
+from peers import GRADIENT_PEERS, PeerReference
 from planted_gradients import DTYPES, FAULTS, KINDS, GradientFault
 from rules import Keeping
 from rules_run import measure, merged, parser
@@ -32,11 +33,10 @@ from attncheck.capabilities.subject import Tiling
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import judging
-from attncheck.verify.environment import prepare
 from attncheck.verify.allowances import GradientAllowance, gradient_allowance
+from attncheck.verify.environment import prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
-from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
     import argparse
@@ -169,32 +169,31 @@ def work(task: Task) -> list[dict[str, Any]]:
 def compared(task: Task) -> list[dict[str, Any]]:
     """Every rule on every kernel, right ones first."""
     evidence, executor = EvidenceBuilder(Case(problem=task.problem), task.device), Keeping()
-    given = GivenGradients(evidence.inputs, evidence.truth)
+    reference = PeerReference(evidence.inputs, evidence.truth)
     rows, right = [], {}
     for name, subject in right_kernels(task).items():
-        row = _row(task, "right", name, _compare(subject, evidence, executor))
-        rows.append(row | _peers(executor, given))
+        row = _row(task, "right", name, judged_record(subject, evidence, executor, brief=True))
+        rows.append(row | _peers(executor, reference))
         if isinstance(executor.last, Execution):
             right[name] = executor.last.outputs
     spread = Spread(list(right.values()))
     for fault in task.faults:
-        row = _row(task, "fault", fault.name, _compare(fault.kernel(), evidence, executor))
+        row = _row(
+            task, "fault", fault.name, judged_record(fault.kernel(), evidence, executor, brief=True)
+        )
         if isinstance(executor.last, Execution):
             row["effect"] = spread.effect(executor.last.outputs, right[TWIN])
-        rows.append(row | _peers(executor, given))
+        rows.append(row | _peers(executor, reference))
     return rows
 
 
-def _compare(subject: Subject, evidence: EvidenceBuilder, executor: Keeping) -> Record:
-    executor.last = None
-    return compare(subject, evidence, variant="", environment="", executor=executor, brief=True)
-
-
-def _peers(executor: Keeping, given: GivenGradients) -> dict[str, Any]:
+def _peers(executor: Keeping, reference: PeerReference) -> dict[str, Any]:
     if not isinstance(executor.last, Execution):
         return {}
     outputs = executor.last.outputs
-    return {"peers": {name: accepts(outputs, given) for name, accepts in PEERS.items()}}
+    return {
+        "peers": {name: accepts(outputs, reference) for name, accepts in GRADIENT_PEERS.items()}
+    }
 
 
 def _row(task: Task, what: str, name: str, record: Record) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from gradient_peers import PEERS
+from peers import GRADIENT_PEERS as PEERS
 from planted_gradients import DTYPES, FAULTS
 from rule_tables import Row, measured, percent, refused, table
 
@@ -17,7 +17,7 @@ __all__ = ["page"]
 Problem = tuple[Any, ...]
 RULES = ("attncheck", *PEERS)
 _MOST_LISTED = 40
-_ABOUT = """Rules as `benchmarks/gradient_peers.py` has them, of dQ, dK and dV; faults as
+_ABOUT = """Rules as `benchmarks/peers.py` has them, of dQ, dK and dV; faults as
 `benchmarks/planted_gradients.py`, each behind a right forward. attncheck's figure counts the status
 `fail` alone. Runs in which a fault changed no bit do not count. A fault is *told* where a rule
 refuses it and accepts every right kernel on the same problem. *Hidden*: the difference from the

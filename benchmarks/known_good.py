@@ -25,10 +25,11 @@ from in_processes import finished, write_json
 from known_good_page import ALARMS, page, summary
 from msgspec.structs import replace
 
-from attncheck.cases.tier import GATE_TIERS
+from attncheck.cases.tier import TIERS
 from attncheck.core.errors import ProblemError
 from attncheck.gate.gate_worker import work as gate_of
-from attncheck.gate.plan import KNOWN, describe_units
+from attncheck.gate.plan import describe_units
+from attncheck.gate.property_stage import KNOWN
 from attncheck.inputs.problem import Case
 from attncheck.records.run_reports import STAGES
 from attncheck.verify.environment import default_device, environment
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--seconds", type=float, default=60.0, help="ask nothing after this")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--tier", choices=tuple(GATE_TIERS), default="smoke")
+    parser.add_argument("--tier", choices=tuple(TIERS), default="smoke")
     parser.add_argument("--stages", nargs="*", choices=STAGES, help="default: all")
     parser.add_argument("--each", type=int, default=8, help="times that a question is asked")
     parser.add_argument("--kernels", nargs="*", help="default: all of the device")

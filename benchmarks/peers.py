@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 from attncheck.core.formats import FORMATS
 from attncheck.faults.peer_rules import (
     ALLCLOSE,
+    GRADIENT_RULES,
     PeerReference,
+    elementwise_gradient_rule,
     elementwise_rule,
     mean_rule,
     times_rule,
@@ -30,36 +32,36 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
 
-__all__ = ["PEERS", "TORCH", "PeerReference"]
+__all__ = ["GRADIENT_PEERS", "PEERS", "PeerReference"]
 
-TORCH = {"fp32": (1e-5, 1.3e-6), "fp16": (1e-5, 1e-3), "bf16": (1e-5, 1.6e-2)}
+_TORCH = {"fp32": (1e-5, 1.3e-6), "fp16": (1e-5, 1e-3), "bf16": (1e-5, 1.6e-2)}
 _GPUCHECK = {"fp32": (1e-4, 1e-4), "fp16": (1e-2, 1e-2), "bf16": (5e-2, 5e-2)}
 
 
-def _epsilon(given: PeerReference) -> float:
-    formats = given.inputs.problem.formats
+def _epsilon(reference: PeerReference) -> float:
+    formats = reference.inputs.problem.formats
     return 2 * (FORMATS["e4m3"] if formats.scaled else formats.output).unit_roundoff
 
 
-def _floor(got: Outputs, given: PeerReference) -> torch.Tensor:
-    error = (got.out.double() - given.truth.out).abs()
-    return error <= _epsilon(given) * given.magnitude
+def _floor(got: Outputs, reference: PeerReference) -> torch.Tensor:
+    error = (got.out.double() - reference.truth.out).abs()
+    return error <= _epsilon(reference) * reference.magnitude
 
 
-def _condition(got: Outputs, given: PeerReference) -> bool:
-    return bool(_floor(got, given).all())
+def _condition(got: Outputs, reference: PeerReference) -> bool:
+    return bool(_floor(got, reference).all())
 
 
-def _onednn(got: Outputs, given: PeerReference) -> bool:
-    output = given.inputs.problem.formats.output
-    relative = 8 * (1 + given.inputs.problem.kv) * 2 * output.unit_roundoff
-    near = (got.out.double() - given.truth.out).abs() <= relative * given.truth.out.abs()
-    return bool((near | _floor(got, given)).all())
+def _onednn(got: Outputs, reference: PeerReference) -> bool:
+    output = reference.inputs.problem.formats.output
+    relative = 8 * (1 + reference.inputs.problem.kv) * 2 * output.unit_roundoff
+    near = (got.out.double() - reference.truth.out).abs() <= relative * reference.truth.out.abs()
+    return bool((near | _floor(got, reference)).all())
 
 
 PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
     "allclose(1e-2)": elementwise_rule(ALLCLOSE),
-    "torch": elementwise_rule(TORCH),
+    "torch": elementwise_rule(_TORCH),
     "gpucheck": elementwise_rule(_GPUCHECK),
     "2×": times_rule(2.0),
     "3×": times_rule(3.0),
@@ -67,3 +69,10 @@ PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
     "ε·Σp|v|": _condition,
     "oneDNN": _onednn,
 }
+"""Of out, and of LSE where a rule compares it."""
+
+GRADIENT_PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
+    **GRADIENT_RULES,
+    "torch": elementwise_gradient_rule(_TORCH),
+}
+"""Of dQ, dK and dV."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from calibration import Untimed
 from in_processes import finished, write_json
+from judged_record import judged_record
 
 from attncheck.capabilities.named_kernels import subject_named
 from attncheck.inputs.distributions import DISTRIBUTIONS
@@ -31,7 +32,6 @@ from attncheck.mods.spec import Spec
 from attncheck.verify.environment import default_device, environment, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import InProcess
-from attncheck.verify.run_case import compare
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
@@ -99,7 +99,7 @@ def judged(name: str, evidence: EvidenceBuilder) -> list[dict[str, Any]]:
     rows = []
     for profile, changes in {"its own": {}, **CHANGES.get(problem.dtype, {})}.items():
         subject = declaring(subject_named(name), changes)
-        record = compare(subject, evidence, variant="", environment="", executor=Untimed())
+        record = judged_record(subject, evidence, Untimed())
         if record.judgement is None:
             continue
         row = {"kernel": name, "dtype": problem.dtype, "profile": profile}

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from in_processes import write_json
-from peers import PEERS, Given
+from judged_record import judged_record
+from peers import PEERS, PeerReference
 from planted import DTYPES, FAULTS, MASKS, TILING, Fault
 from rules_page import page
 from rules_run import measure, merged, parser
@@ -31,7 +32,6 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
-from attncheck.verify.run_case import compare, run_probe
 
 if TYPE_CHECKING:
     import argparse
@@ -146,32 +146,27 @@ def work(task: Task) -> list[dict[str, Any]]:
 def compared(task: Task) -> list[dict[str, Any]]:
     """Every rule on every kernel, right ones first."""
     evidence, executor = EvidenceBuilder(Case(problem=task.problem), task.device), Keeping()
-    given = Given(evidence.inputs, evidence.truth)
+    reference = PeerReference(evidence.inputs, evidence.truth)
     rows, right = [], {}
     for name, subject in right_kernels(task.problem, task.device).items():
-        row = _row(task, "right", name, _compare(subject, evidence, executor))
-        rows.append(row | _peers(executor, given))
+        row = _row(task, "right", name, judged_record(subject, evidence, executor))
+        rows.append(row | _peers(executor, reference))
         if isinstance(executor.last, Execution):
             right[name] = executor.last.outputs
     spread = Spread(list(right.values()))
     for fault in task.faults:
-        row = _row(task, "fault", fault.name, _compare(fault.kernel(), evidence, executor))
+        row = _row(task, "fault", fault.name, judged_record(fault.kernel(), evidence, executor))
         if isinstance(executor.last, Execution):
             row["effect"] = spread.effect(executor.last.outputs, right[_twin(fault)])
-        rows.append(row | _peers(executor, given))
+        rows.append(row | _peers(executor, reference))
     return rows
 
 
-def _compare(subject: Subject, evidence: EvidenceBuilder, executor: Keeping) -> Record:
-    executor.last = None
-    return compare(subject, evidence, variant="", environment="", executor=executor)
-
-
-def _peers(executor: Keeping, given: Given) -> dict[str, Any]:
+def _peers(executor: Keeping, reference: PeerReference) -> dict[str, Any]:
     if not isinstance(executor.last, Execution):
         return {}
     outputs = executor.last.outputs
-    return {"peers": {name: accepts(outputs, given) for name, accepts in PEERS.items()}}
+    return {"peers": {name: accepts(outputs, reference) for name, accepts in PEERS.items()}}
 
 
 def _row(task: Task, kind: str, name: str, record: Record) -> dict[str, Any]:
@@ -200,7 +195,7 @@ def _probed(task: Task, case: Case) -> list[dict[str, Any]]:
 
     def ask(kind: str, name: str, subject: Subject) -> Outputs | None:
         executor.last = None
-        record = run_probe(subject, evidence, variant="", environment="", executor=executor)
+        record = judged_record(subject, evidence, executor)
         rows.append(_row(task, kind, name, record))
         return executor.last.outputs if isinstance(executor.last, Execution) else None
 

@@ -152,7 +152,7 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
         "ALL": True, "BOTTOM_RIGHT": False, "LOCAL": False,
         "FREE": chosen.free, "CAREFUL": kind.careful,
         "SINK": kind.sink, "PAGE": kind.page,
-        "HOISTED": not kind.page and flash2_forward.hoisted(stored, stored),
+        "HOISTED": not kind.page and flash2_forward.hoists_offsets(stored, stored),
         "LISTED": listed(problem, kind), "BLOCK_Q": chosen.block_query,
         "BLOCK_K": chosen.block_kv, "BLOCK_D": dim, "BLOCK_V": dim, "SCALED": scaled,
         "WEIGHTS_SCALE": chosen.weights_scale, "PRECISION": chosen.precision,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 BY_ROWS: tuple[TensorName, ...] = ("dq",)
 BY_KEYS: tuple[TensorName, ...] = ("dk", "dv")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.judge.declared_arithmetic import Arithmetic
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
 
 TILING = Tiling(block_query=64, block_kv=64)
 

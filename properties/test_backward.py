@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attncheck.cases.strategies.score_strategies import captured_scores, scores
-from attncheck.suite.property_session import asks
+from attncheck.suite import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite import UnderTest
 
 # The families whose tiles a backward visits in another order than its forward does.
 MASKS = ("full", "causal", "sliding_window", "prefix_lm", "document", "padding", "composition")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attncheck.cases.strategies.score_strategies import score_chains
-from attncheck.suite.property_session import asks
+from attncheck.suite import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite import UnderTest
 
 
 @asks("compare", families=("composition", "expression"))

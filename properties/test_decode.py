@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from attncheck.mods.spec import Spec
-from attncheck.suite.property_session import asks
+from attncheck.suite import asks
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite import UnderTest
 
 # One row, or a few as of speculative decoding; up to 8 heads on a kv head.
 MOST_ROWS = 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attncheck.cases.strategies.sizes import pagings
-from attncheck.suite.property_session import asks
+from attncheck.suite import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite import UnderTest
 
 FP8 = ("e4m3", "e5m2")
 SMALL_PAGES = (16, 32, 3)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.suite.property_session import asks
+from attncheck.suite import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite import UnderTest
 
 
 def may_be_empty(problem: Problem) -> bool:

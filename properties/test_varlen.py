@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from attncheck.cases.strategies.score_strategies import scores
 from attncheck.conventions.layouts import pack
-from attncheck.suite.property_session import asks
+from attncheck.suite import asks
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite import UnderTest
 
 RAGGED = ("document", "documents", "padding")
 

@@ -21,8 +21,8 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Imported when they are asked for: they need torch or Hypothesis, ``--help`` does not.
-_ROOMS = {
+# Imported on first use: they need torch or Hypothesis, for which ``--help`` must not wait.
+_HOMES = {
     "assert_attention_close": "attncheck.suite.python_api",
     "capture": "attncheck.inputs.capture",
     "check": "attncheck.suite.python_api",
@@ -32,7 +32,12 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """What this package shows of its rooms."""
-    if name not in _ROOMS:
+    """Import a public name from its room."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ROOMS[name]), name)
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the names that there are, those included that nobody has imported yet."""
+    return sorted({*globals(), *_HOMES})

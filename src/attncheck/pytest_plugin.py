@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Problem
     from attncheck.suite.known_failures import KnownFailure
-    from attncheck.suite.property_session import Session, UnderTest
+    from attncheck.suite.session import Session
+    from attncheck.suite.under_test import UnderTest
 
 __all__ = ["kernel", "problem"]
 
@@ -71,13 +72,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ours = [name for name in ("kernel", "problem") if is_ours(metafunc, name)]
     if not ours:
         return
-    from attncheck.suite import property_session
+    from attncheck.suite.session import parametrize_kernels, parametrize_problems
 
     session = _session(metafunc.config)
     if "kernel" in ours:
-        property_session.parametrize_kernels(metafunc, session)
+        parametrize_kernels(metafunc, session)
     if "problem" in ours:
-        property_session.parametrize_problems(metafunc, session.options.dtypes)
+        parametrize_problems(metafunc, session.options.dtypes)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -145,9 +146,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     __tracebackhide__ = True
     under_test = _under_test(item)
     if under_test is not None:
-        from attncheck.suite import property_session
-
-        property_session.skip_without_gpu(item.config.stash[_SESSION])
+        item.config.stash[_SESSION].skip_without_gpu()
         under_test.begin()
     try:
         return (yield)
@@ -193,7 +192,7 @@ def _under_test(item: pytest.Item) -> UnderTest | None:
     got = getattr(item, "funcargs", {}).get("kernel")
     if got is None or _SESSION not in item.config.stash:
         return None
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite.under_test import UnderTest
 
     return got if isinstance(got, UnderTest) else None
 
@@ -205,7 +204,7 @@ def _outcomes(config: pytest.Config) -> Outcomes:
 
 def _session(config: pytest.Config) -> Session:
     if _SESSION not in config.stash:
-        from attncheck.suite.property_session import Session
+        from attncheck.suite.session import Session
 
         pytest_options.register()
         config.stash[_SESSION] = Session(options=config.stash[_OPTIONS])

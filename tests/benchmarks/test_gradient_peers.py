@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_peers import PEERS, GivenGradients
+from peers import GRADIENT_PEERS as PEERS
+from peers import PeerReference
 
 from attncheck import oracles
 from attncheck.core.formats import round_to
@@ -20,7 +21,7 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16")
 def given(dtype="bf16", **changes):
     asked = Problem(heads=4, kv_heads=2, query=16, kv=50, head_dim=24, dtype=dtype, backward=True)
     inputs = draw_inputs(asked.replace(**({"mask": Spec.of("causal_bottom_right")} | changes)))
-    return GivenGradients(inputs, oracles.truth(inputs))
+    return PeerReference(inputs, oracles.truth(inputs))
 
 
 def best(facts):
@@ -64,8 +65,8 @@ def test_one_wrong_element_of_any_gradient_is_refused(rule, name):
 def test_the_unfused_formula_is_right(changes):
     """In fp32 as near to the exact gradients as fp32 is."""
     facts = given("fp32", **changes)
-    for name, exact in facts.exact.items():
-        error = (facts.unfused[name] - exact).abs().max() / exact.abs().max()
+    for name, exact in facts.gradients.items():
+        error = (facts.unfused_gradients[name] - exact).abs().max() / exact.abs().max()
         assert error < 2.0**-18, name
 
 
@@ -74,12 +75,14 @@ def test_the_unfused_formula_is_torchs_in_bf16():
     facts = given("bf16", kv_heads=4, query=50, mask=Spec.of("full"))
     torchs = Sdpa("math").run(facts.inputs).gradients()
     for name, exact in facts.truth.gradients().items():
-        own, its = ((x[name].double() - exact).norm() for x in (facts.unfused, torchs))
+        own, its = ((x[name].double() - exact).norm() for x in (facts.unfused_gradients, torchs))
         assert 0.3 < float(own / its) < 3, name
 
 
 def test_twice_the_error_of_the_unfused_formula_is_allowed():
     facts = given("fp16")
-    wrong = Outputs(facts.truth.out, None, **{n: x.half() for n, x in facts.unfused.items()})
+    wrong = Outputs(
+        facts.truth.out, None, **{n: x.half() for n, x in facts.unfused_gradients.items()}
+    )
     assert PEERS["2×"](wrong, facts)
-    assert torch.equal(wrong.dq, facts.unfused["dq"].half())
+    assert torch.equal(wrong.dq, facts.unfused_gradients["dq"].half())

@@ -6,8 +6,8 @@ import gradient_rules
 import gradient_rules_page
 import pytest
 import torch
-from gradient_peers import PEERS
 from gradient_rules import Remembered, Task, tasks, work
+from peers import GRADIENT_PEERS as PEERS
 from planted_gradients import FAULTS
 from spread import difference
 

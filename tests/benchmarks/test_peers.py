@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peers import PEERS, Given
+from peers import PEERS, PeerReference
 
 from attncheck import oracles
 from attncheck.core.formats import round_to
@@ -21,7 +21,7 @@ def given(dtype="bf16", **changes):
     mask = Spec.of("causal_bottom_right")
     problem = Problem(heads=2, kv_heads=1, query=16, kv=100, head_dim=80, dtype=dtype, mask=mask)
     inputs = draw_inputs(problem.replace(**changes))
-    return Given(inputs, oracles.truth(inputs))
+    return PeerReference(inputs, oracles.truth(inputs))
 
 
 def best(facts):

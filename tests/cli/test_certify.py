@@ -103,7 +103,7 @@ main()
         (("--variant", "casual"), "variant 'casual' is not known"),
         (("--variant", "softmax", "--dtype", "e4m3"), "softmax has no dtype 'e4m3'"),
         (("--shape", "1x64x4096x128"), "products of balls; at most"),
-        (("--format", "csv"), "format 'csv' is not known: choose from json, md, table"),
+        (("--format", "xml"), "format 'xml' is not known: choose from csv, html, json, md, table"),
         (("--out", "taken/reports"), "taken/reports"),
     ],
 )

@@ -84,7 +84,7 @@ def test_json_comes_back_as_the_report_it_was(in_folder):
     assert exit_code(report) == 1
     page = io.StringIO()
     show(report, "md", page)
-    assert "| sentinel | −10000 | −∞ | differs |" in page.getvalue()
+    assert "| sentinel | −10000 | −∞ | **differs** |" in page.getvalue()
 
 
 def test_a_kernel_that_takes_nothing_exits_with_5(in_folder):

@@ -132,12 +132,12 @@ def test_a_second_interrupt_ends_the_process_at_once(tmp_path):
 
 
 HELD = """
-from attncheck import reporting
-write = reporting.write
-def interrupted(report, directory):
+from attncheck.reporting import rendering
+write = rendering.write_report
+def interrupted(*what, **how):
     signal.raise_signal(signal.SIGINT)
-    return write(report, directory)
-reporting.write = interrupted
+    return write(*what, **how)
+rendering.write_report = interrupted
 """
 
 

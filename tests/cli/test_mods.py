@@ -202,7 +202,7 @@ def test_every_mod_that_cannot_be_has_its_line(mods, tmp_path):
         (("good.py", "--shape", "8x8x256"), "4194304 places"),
         (("good.py", "--kernel", "flash9"), "kernel 'flash9' is not known"),
         (("good.py", "--kernel", "gone.py::x"), "there is no file gone.py"),
-        (("good.py", "--format", "csv"), "format 'csv' is not known"),
+        (("good.py", "--format", "xml"), "format 'xml' is not known"),
         (("good.py", "--device", "cuda"), "device 'cuda' is not here"),
         ((), "FILE.py"),
     ],

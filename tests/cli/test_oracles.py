@@ -229,7 +229,7 @@ def test_no_problem_is_no_report():
         (("--distribution", "cauchy"), "distribution 'cauchy' is not known: choose from"),
         (("--shape", "4x64"), "shape '4x64' is not BATCHx"),
         (("--shape", "1x4x4096x64"), "needs 8.7e+09 multiplications of many digits"),
-        (("--format", "csv"), "format 'csv' is not known: choose from json, md, table"),
+        (("--format", "xml"), "format 'xml' is not known: choose from csv, html, json, md, table"),
         (("--digits", "16"), "16 is not in the range 17<=x<=1000"),
         (("--digits", "1001"), "1001 is not in the range 17<=x<=1000"),
         (("--seed", "-1"), "-1"),

@@ -91,7 +91,7 @@ def test_what_is_not_taken_has_its_own_code(repro):
     problem = CASE.problem.replace(score=Spec.of("softcap", cap=2.0)).to_json()
     code, said = repro(written(problem), "--kernel", "sdpa-math", "--script", "script.py")
     assert code == 5
-    assert said.startswith("NOT TAKEN compare: SDPA takes no score mod")
+    assert said.startswith("NOT SUPPORTED compare: SDPA takes no score mod")
     assert not Path("script.py").exists()
 
 

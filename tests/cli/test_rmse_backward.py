@@ -85,7 +85,7 @@ def test_the_gradient_of_a_learned_bias_has_columns(attncheck, tmp_path, monkeyp
     kernels = [part for name in ("ideal", "sdpa-math") for part in ("--kernel", name)]
     code, out, err = attncheck(*kernels, "--variant", "relative_bias")
     assert (code, err) == (0, "")
-    heads = next(line for line in out.splitlines() if line.startswith("kernel "))
+    heads = next(line for line in out.splitlines() if line.startswith("  kernel "))
     assert "dcaptured RMSE" in heads
     assert "¹ unsupported: it gives no gradients of the tensors that a score mod reads\n" in out
     (found,) = [r for r in records(tmp_path) if (r["variant"], r["status"]) == LEARNED]
@@ -103,7 +103,7 @@ def test_a_planted_fault_fails_with_the_share_of_its_gradient(attncheck, tmp_pat
     wrong, right = records(tmp_path)
     shares = wrong["judgement"]["gradients_over_bound"]
     assert shares["dk"] > 1 >= max(shares["dq"], shares["dv"])
-    heads = next(line for line in out.splitlines() if line.startswith("kernel "))
+    heads = next(line for line in out.splitlines() if line.startswith("  kernel "))
     row = next(line for line in out.splitlines() if line.startswith("  unscaled "))
     end = heads.index("dK/bound") + len("dK/bound")
     assert row[:end].split()[-1] == number_text.share(shares["dk"])

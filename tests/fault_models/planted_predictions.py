@@ -11,7 +11,7 @@ from attncheck.core.paged_layout import Paging
 from attncheck.diagnose.explanations import explain
 from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.spec import Spec
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
@@ -70,7 +70,10 @@ def execution(problem, outputs):
     if problem.backward and outputs.dq is None:
         return None
     return Execution(
-        outputs=Outputs(**rounded), seconds=None, tiling=None, arithmetic=default(formats, None)
+        outputs=Outputs(**rounded),
+        seconds=None,
+        tiling=None,
+        arithmetic=default_arithmetic(formats, None),
     )
 
 

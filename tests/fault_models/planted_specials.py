@@ -15,7 +15,7 @@ from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 from attncheck.verify.relation_runs import relation_inputs
@@ -102,5 +102,5 @@ def planted(name, evidence):
             outputs=Outputs(**rounded),
             seconds=None,
             tiling=TILES,  # or four sizes are tried
-            arithmetic=default(formats, None),
+            arithmetic=default_arithmetic(formats, None),
         )

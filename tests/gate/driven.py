@@ -7,7 +7,8 @@ from pathlib import Path
 
 from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import KnownFailures, describe_units, priority
+from attncheck.gate.plan import describe_units, priority
+from attncheck.gate.property_stage import KnownFailures
 from attncheck.records.record import FAILED_STATUSES
 
 PLANTED = Path(__file__).with_name("planted_kernels.py")

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from attncheck.cases.tier import gate_tier_named
+from attncheck.cases.tier import tier_named
 from attncheck.core.errors import UsageError
+from attncheck.gate.bound_stage import baseline_units
 from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import KnownFailures, describe_units
+from attncheck.gate.plan import describe_units
+from attncheck.gate.property_stage import KnownFailures
 from attncheck.gate.sources import CommitTree, commit_tree
-from attncheck.gate.stages import baseline_units
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.reporting.gate_verdict import Policy, gate_exit_code
@@ -131,11 +132,11 @@ def test_every_measured_case_is_asked_of_both(monkeypatch):
     """As the plan has it: one right after the other."""
     found = SimpleNamespace(commit="0" * 40)
     planning = SimpleNamespace(
-        choices=SimpleNamespace(tree=found, held=None, dtypes=(), tier=gate_tier_named("smoke")),
+        choices=SimpleNamespace(tree=found, held=None, dtypes=(), tier=tier_named("smoke")),
         refused=[],
     )
     unit = Unit(kind="ask", stage="bounds", kernel="mine", device="cpu", case=CASES[0].to_json())
-    monkeypatch.setattr("attncheck.gate.stages.bound_units", lambda _: iter([unit] * 3))
+    monkeypatch.setattr("attncheck.gate.bound_stage.bound_units", lambda _: iter([unit] * 3))
     sides = [each.commit for each in baseline_units(planning)]
     assert sides == ["", found.commit] * 3
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.cli.gate import plan_run, run_gate
+from attncheck.cli.gate import GateOptions, plan_run, run_gate
 from attncheck.core.errors import UsageError
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.gate_worker import GateWorker
@@ -79,26 +79,25 @@ def attncheck_here(monkeypatch):
     return run
 
 
-def this_run(shard="", seed=None, directory="reports/gate", stage="contract"):
-    """What ``attncheck gate ideal --tier nightly`` is to do; nothing is done."""
-    return plan_run(
-        ("ideal",),
+def these_options(shard="", seed=None, directory="reports/gate", stage="contract"):
+    """Those of ``attncheck gate ideal --tier nightly``."""
+    return GateOptions(
         tier="nightly",
         device="cpu",
         dtypes=("fp32",),
-        convention="",
         stages=(stage,),
-        skipped=(),
         seed=seed,
         shard=shard,
-        timeout=0.0,
-        isolated=False,
-        sanitizer=False,
-        tree=None,
-        baseline=None,
+        in_process=True,
         directory=str(directory),
-        fresh=False,
+        jobs=1,
+        quiet=True,
     )
+
+
+def this_run(*args, **options):
+    """What it is to do; nothing is done."""
+    return plan_run(these_options(*args, **options), ("ideal",))
 
 
 def part(shard, seed, folder):
@@ -160,9 +159,8 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch, capsys):
     with Journal.open(tmp_path / "results.jsonl", this_run(seed=7).head, resume=False) as journal:
         journal.queued(this_run(seed=7).units)
     this = this_run(seed=8, directory=tmp_path)
-    how = {"fresh": False, "jobs": 1, "seconds": None, "cluster": None, "first": False}
     with pytest.raises(JournalError, match="holds another run: seed is 7 there and 8 here"):
-        run_gate(this, directory=str(tmp_path), quiet=True, verbose=False, **how)
+        run_gate(this, these_options(seed=8, directory=tmp_path))
     assert "goes on" not in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import KnownFailures
+from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.workers.units import Unit

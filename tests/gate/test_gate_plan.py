@@ -13,17 +13,11 @@ import torch
 from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, row_problem, row_values
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.outputs import Outputs
+from attncheck.gate.bound_stage import axes_of, bound_units
 from attncheck.gate.choices import BaselineCases, parse_stages
-from attncheck.gate.plan import (
-    KnownFailures,
-    choose_pairs,
-    describe_units,
-    drawn_units,
-    plan_kernel,
-    priority,
-)
+from attncheck.gate.plan import describe_units, plan_kernel, priority
 from attncheck.gate.planning import CachingExecutor, Planning
-from attncheck.gate.stages import axes_of, bound_units
+from attncheck.gate.property_stage import KnownFailures, choose_pairs, drawn_units
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
 from attncheck.records.run_reports import STAGES
@@ -77,8 +71,8 @@ def test_every_property_that_concerns_the_kernel_is_drawn_from(whole):
     able = {
         each.id
         for each in properties()
-        if (not each.asked.dtypes or {"fp32", "bf16"} & set(each.asked.dtypes))
-        and each.asked.questions != ("launches",)
+        if (not each.spec.dtypes or {"fp32", "bf16"} & set(each.spec.dtypes))
+        and each.spec.questions != ("launches",)
     }
     assert drawn == able
 

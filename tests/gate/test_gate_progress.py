@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attncheck.cli.gate import _Count
+from attncheck.cli.gate import GateProgress
 from attncheck.reporting.gate_document import _pace
 from attncheck.workers.pool import RunEvent
 from attncheck.workers.units import Done, Unit
@@ -38,7 +38,7 @@ def event(one, finished, *, seconds=1.0, units=(), kind="done", running=1):
 
 
 def test_nothing_is_estimated_from_what_a_kernel_is():
-    count = _Count()
+    count = GateProgress()
     first = event(FIRST, 1, seconds=90.0, units=(*CONTRACT, *BOUNDS))
     count.hear(first)
     assert count.line(first) == "starting 1/101"
@@ -48,7 +48,7 @@ def test_nothing_is_estimated_from_what_a_kernel_is():
 
 
 def test_each_stage_takes_as_long_as_it_has_taken():
-    count = _Count()
+    count = GateProgress()
     count.hear(event(FIRST, 1, seconds=90.0, units=(*CONTRACT, *BOUNDS)))
     for number, one in enumerate(CONTRACT, 2):
         count.hear(event(one, number, seconds=1.0))
@@ -61,7 +61,7 @@ def test_each_stage_takes_as_long_as_it_has_taken():
 
 
 def test_what_the_journal_had_and_what_was_before_count_for_nothing():
-    count = _Count()
+    count = GateProgress()
     for number, one in enumerate(CONTRACT, 1):
         count.hear(event(one, number, kind="recalled"))
     assert count.left(event(CONTRACT[-1], 12)) is None

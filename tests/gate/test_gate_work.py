@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import KNOWN, KnownFailures, replay_units
+from attncheck.gate.plan import replay_units
+from attncheck.gate.property_stage import KNOWN, KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure, load_failure
 from attncheck.records.record import FAILED_STATUSES, Record
@@ -134,15 +135,15 @@ def test_known_failures_warn_and_others_fail():
     from attncheck.verify.run_case import new_record
 
     record = new_record(load_subject(entry.kernel), case, device="cpu", variant="", environment="")
-    said = known.settled(record, unit, case)
+    said = known.excuse(record, unit, case)
     assert said.status == "warn"
     assert said.reason.startswith(KNOWN)
-    assert KnownFailures(()).settled(record, unit, case).status == record.status
+    assert KnownFailures(()).excuse(record, unit, case).status == record.status
     for lost in ("crash", "timeout", "oom"):
         gone = replace(record, status=lost)
-        assert known.settled(gone, unit, case) is gone
+        assert known.excuse(gone, unit, case) is gone
         drawn = replace(unit, test=entry.test)
-        assert known.settled(gone, drawn, case) is gone
+        assert known.excuse(gone, drawn, case) is gone
 
 
 @pytest.mark.parametrize(
@@ -183,4 +184,4 @@ def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
         status="fail",
         environment="",
     )
-    assert KnownFailures((entry,)).settled(record, unit, other).status == status
+    assert KnownFailures((entry,)).excuse(record, unit, other).status == status

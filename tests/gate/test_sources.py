@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from attncheck.cli.gate import _goes_on
+from attncheck.cli.gate import _resumes
 from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
@@ -65,11 +64,11 @@ def test_a_kernel_is_described_with_all_files_that_it_has_loaded(here):
 
 def test_a_run_goes_on_only_with_the_same_files(here, capsys):
     facts = file_hashes([str(here / "kernel.py"), str(here / "helper.py")])
-    asked = SimpleNamespace(head={"sources": "as they were"})
-    assert _goes_on(journal(facts), asked, "folder")
+    head, path = {"sources": "as they were"}, Path("folder/results.jsonl")
+    assert _resumes(journal(facts), head, path)
     assert "goes on with" in capsys.readouterr().err
     Path("helper.py").write_text("")
-    assert not _goes_on(journal(facts), asked, "folder")
+    assert not _resumes(journal(facts), head, path)
     said = "attncheck: helper.py has changed since folder/results.jsonl: all is asked anew.\n"
     assert capsys.readouterr().err == said
 

@@ -14,11 +14,11 @@ import torch
 
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
-from attncheck.judge.declared_arithmetic import Arithmetic, default
+from attncheck.judge.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.score_errors import score_error
-from attncheck.judge.score_gradient_errors import Saved
+from attncheck.judge.score_gradient_errors import SavedErrors
 from attncheck.oracles.row_conditions import all_rows, compute_gradient_conditions
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def bounds(
             lse = given.lse.flatten(0, 1)[heads][:, rows.query].double() - known.known.lse
         else:
             lse = deterministic_bound(known.known, arithmetic, scores, mod).lse
-        saved = Saved(out_error=out - known.known.out, lse_error=lse)
+        saved = SavedErrors(out_error=out - known.known.out, lse_error=lse)
         found = row_gradients(known, arithmetic, scores, saved, mod, slope)
         dq[heads, rows.query] = found.dq
         keys.add(found)
@@ -297,7 +297,7 @@ def shares(
 def profile(problem: Problem, kernel: Backward) -> Arithmetic:
     tiles = math.ceil(problem.query / kernel.block_query)
     return replace(
-        default(problem.formats),
+        default_arithmetic(problem.formats),
         truncates=kernel.truncate,
         tanh_error=2.0**-22,
         rereads_weights=kernel.rereads,

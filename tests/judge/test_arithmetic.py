@@ -16,7 +16,7 @@ from attncheck.judge.declared_arithmetic import (
     HOPPER_FP8,
     VOLTA,
     Accumulator,
-    default,
+    default_arithmetic,
 )
 
 U = 2.0**-24
@@ -56,19 +56,19 @@ def test_only_few_bits_are_coarse():
     ],
 )
 def test_what_is_assumed_of_a_tensor_core(dtype, capability, name):
-    profile = default(DTYPES[dtype], capability)
+    profile = default_arithmetic(DTYPES[dtype], capability)
     assert (profile.scores.name, profile.values.name) == (name, name)
 
 
 def test_tf32_is_truncated_on_a_gpu_and_rounded_elsewhere():
-    near, cut = default(DTYPES["tf32"]), default(DTYPES["tf32"], (9, 0))
+    near, cut = default_arithmetic(DTYPES["tf32"]), default_arithmetic(DTYPES["tf32"], (9, 0))
     assert (near.truncates, cut.truncates) == (False, True)
     assert (near.operand_error, cut.operand_error) == (2.0**-11, 2.0**-10)
     assert (near.weights_error, cut.weights_error) == (2.0**-11, 2.0**-10)
 
 
 def test_a_profile_is_one_line():
-    profile = default(DTYPES["e4m3"], (9, 0))
+    profile = default_arithmetic(DTYPES["e4m3"], (9, 0))
     assert str(profile) == (
         "products of e4m3; P in e4m3; sums in 13-bit, 32 products a step; exp2 within 2 ulp; "
         "out in bf16"
@@ -90,7 +90,7 @@ def test_a_profile_is_one_line():
 
 
 def test_a_maximum_that_lags_must_leave_p_in_range():
-    profile = replace(default(DTYPES["e4m3"]), weights_scale=256.0)
+    profile = replace(default_arithmetic(DTYPES["e4m3"]), weights_scale=256.0)
     with pytest.raises(ProblemError, match=r"512; the largest e4m3 is 448"):
         replace(profile, lazy_rescale=1.0)
 
@@ -109,7 +109,7 @@ def test_a_maximum_that_lags_must_leave_p_in_range():
 )
 def test_nonsense_is_refused(field, value, error):
     with pytest.raises(error, match=field):
-        replace(default(DTYPES["bf16"]), **{field: value})
+        replace(default_arithmetic(DTYPES["bf16"]), **{field: value})
 
 
 @pytest.mark.parametrize("numbers", [{"block": 0}, {"alignment": 0}, {"result": 0}])

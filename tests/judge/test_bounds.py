@@ -14,10 +14,10 @@ from attncheck.capabilities.subject import Tiling
 from attncheck.core.conditions import Conditions, Rows, ScoreModError
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import FP64_ORACLE, default
+from attncheck.judge.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.score_errors import score_error
-from attncheck.judge.sum_roundings import additions, half_ulp
+from attncheck.judge.sum_roundings import half_ulp, sum_roundings
 from attncheck.mods.spec import Spec
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.row_conditions import compute_conditions
@@ -65,7 +65,7 @@ def test_half_an_ulp(size, name, half):
 def test_two_keys_by_hand(made):
     """P = ½, ½ and V = ±1: O = 0, and out moves by Σ c_j = (e^ρ − 1) / e^−ρ."""
     known = made.attention([[[0.0]]], [[[1.0], [1.0]]], [[[1.0], [-1.0]]])
-    profile = replace(default(DTYPES["bf16"]), exp2_ulps=1.0)
+    profile = replace(default_arithmetic(DTYPES["bf16"]), exp2_ulps=1.0)
     found = bound(known, profile)
     # Scores are 0 and within 2^-126: what is left are exp2's 3 roundings, in either of 2 tiles.
     rho = 2 * 3 * U / (1 - 3 * U)
@@ -79,7 +79,7 @@ def test_two_keys_by_hand(made):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_terms_sum_to_the_bound(made, name):
-    found = bound(drawn(made), default(DTYPES[name], (9, 0)))
+    found = bound(drawn(made), default_arithmetic(DTYPES[name], (9, 0)))
     for total, terms in ((found.out, found.out_terms), (found.lse, found.lse_terms)):
         assert torch.equal(torch.stack(list(terms.values())).sum(0), total)
         assert all(bool((t >= 0).all()) for t in terms.values())
@@ -89,7 +89,7 @@ def test_terms_sum_to_the_bound(made, name):
 def test_equal_values_do_not_notice_the_weights(made):
     known = drawn(made)
     equal = made.attention(known.q, known.k, torch.full_like(known.v, 1.25), scale=known.scale)
-    found = bound(equal, default(DTYPES["fp32"]))
+    found = bound(equal, default_arithmetic(DTYPES["fp32"]))
     moved = found.out_terms["scores"] + found.out_terms["exponent"]
     # But for the rounding of the exact out itself.
     assert bool((moved <= 2 * 24 * 2.0**-53).all())
@@ -98,7 +98,7 @@ def test_equal_values_do_not_notice_the_weights(made):
 def test_rows_that_see_no_key_are_exact(made):
     seen = torch.ones(2, 5, 24, dtype=torch.bool)
     seen[1, 3] = False
-    found = bound(drawn(made, seen=seen), default(DTYPES["bf16"]))
+    found = bound(drawn(made, seen=seen), default_arithmetic(DTYPES["bf16"]))
     assert not found.out[1, 3].any()
     assert found.lse[1, 3] == 0
     assert bool((found.out[0] > 0).all())
@@ -106,17 +106,19 @@ def test_rows_that_see_no_key_are_exact(made):
 
 def test_keys_that_are_hidden_do_not_count(made):
     seen = torch.arange(24) < 7
-    hidden = bound(drawn(made, seen=seen[None, None]), default(DTYPES["bf16"]))
+    hidden = bound(drawn(made, seen=seen[None, None]), default_arithmetic(DTYPES["bf16"]))
     known = drawn(made)
     shorter = made.attention(known.q, known.k[:, :7], known.v[:, :7], scale=known.scale)
-    short = bound(shorter, replace(default(DTYPES["bf16"]), block_kv=1))
-    hidden = bound(drawn(made, seen=seen[None, None]), replace(default(DTYPES["bf16"]), block_kv=1))
+    short = bound(shorter, replace(default_arithmetic(DTYPES["bf16"]), block_kv=1))
+    hidden = bound(
+        drawn(made, seen=seen[None, None]), replace(default_arithmetic(DTYPES["bf16"]), block_kv=1)
+    )
     torch.testing.assert_close(hidden.out, short.out, rtol=24 * 32 * 2.0**-53, atol=0)
     torch.testing.assert_close(hidden.lse, short.lse, rtol=24 * 32 * 2.0**-53, atol=0)
 
 
 def test_a_row_sum_of_rounded_weights_puts_their_rounding_into_lse(made):
-    known, plain = drawn(made), default(DTYPES["e4m3"])
+    known, plain = drawn(made), default_arithmetic(DTYPES["e4m3"])
     declared = replace(plain, sums_rounded_weights=True)
     without, with_it = bound(known, plain).lse, bound(known, declared).lse
     assert bool((with_it > without + 2.0**-5).all())
@@ -131,7 +133,7 @@ def test_a_jump_is_not_bounded_where_its_radius_is_not(made):
     radius[1, 2, 3] = math.inf
     found = bound(
         known,
-        default(DTYPES["bf16"]),
+        default_arithmetic(DTYPES["bf16"]),
         ScoreModError(radius=radius, own=zero, jump=torch.isinf(radius)),
     )
     unbounded = torch.isinf(found.lse)
@@ -144,7 +146,7 @@ def test_huge_logits_are_bounded_by_the_values(made):
     """Errors of thousands in the exponents: any key may win, and out is one of the values still."""
     q = 3e4 * made.normal(1, 4, 16)
     known = made.attention(q, 3e4 * made.normal(1, 8, 16, seed=1), made.normal(1, 8, 2, seed=2))
-    found = bound(known, default(DTYPES["e4m3"], (9, 0)))
+    found = bound(known, default_arithmetic(DTYPES["e4m3"], (9, 0)))
     assert bool(torch.isfinite(found.out).all())
     # A weight moves by 1 at most, a value is from out at most 2 max |v|; rounding P adds 2^-4.
     assert bool((found.out <= 2 * 8 * 2 * known.v.abs().max()).all())
@@ -158,12 +160,12 @@ def test_values_that_are_not_finite_bound_nothing_where_they_are_seen(made):
     values[0, 5, 1] = math.inf
     odd = made.attention(known.q, known.k, known.v, seen=seen)
     fields = {name: getattr(odd, name) for name in Conditions.__dataclass_fields__}
-    found = bound(Conditions(**fields | {"v": values}), default(DTYPES["bf16"]))
+    found = bound(Conditions(**fields | {"v": values}), default_arithmetic(DTYPES["bf16"]))
     assert torch.isinf(found.out).nonzero().tolist() == [[0, 1, 1]]
 
 
 def test_softmax_of_two_scores_by_hand(made):
-    found = bound(made.softmax([[[0.0, 0.0]]]), default(DTYPES["fp32"]))
+    found = bound(made.softmax([[[0.0, 0.0]]]), default_arithmetic(DTYPES["fp32"]))
     rho = 2 * 5 * U / (1 - 5 * U)
     change = 0.5 * (0.5 * math.expm1(rho) + 0.5 * math.expm1(rho)) / math.exp(-rho)
     assert found.out_terms["exponent"].flatten().tolist() == pytest.approx([change] * 2, rel=SECOND)
@@ -262,7 +264,9 @@ def test_every_float64_recurrence_is_within_the_proof_of_the_oracle(distribution
     assert seen > 0
 
 
-@pytest.mark.parametrize("profile", [default(DTYPES["fp32"]), FP64_ORACLE], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    "profile", [default_arithmetic(DTYPES["fp32"]), FP64_ORACLE], ids=["fp32", "fp64"]
+)
 def test_errors_of_scores_beyond_all_exponents_keep_their_name(made, profile):
     """A score mod that makes 2e20 of a score is off by 5e16, and LSE with it."""
     known = drawn(made)
@@ -281,8 +285,8 @@ def test_errors_of_scores_beyond_all_exponents_keep_their_name(made, profile):
 def test_dividing_after_every_tile_counts_tiles_in_which_a_row_sees_nothing(made):
     known = drawn(made, kv=64, dim=16)  # the first row is shown its first key alone
     known.seen[..., 0, 1:] = False
-    fused = replace(default(DTYPES["fp32"]), block_kv=16)
+    fused = replace(default_arithmetic(DTYPES["fp32"]), block_kv=16)
     divided = replace(fused, divides_each_step=True)
     # n + 2T + parts + 1, and n + 8 · (tiles + parts) + parts + 1.
-    assert float(additions(known, fused)[0, 0, 0]) == 1 + 2 * 1 + 1 + 1
-    assert float(additions(known, divided)[0, 0, 0]) == 1 + 8 * (4 + 1) + 1 + 1
+    assert float(sum_roundings(known, fused)[0, 0, 0]) == 1 + 2 * 1 + 1 + 1
+    assert float(sum_roundings(known, divided)[0, 0, 0]) == 1 + 8 * (4 + 1) + 1 + 1

@@ -16,11 +16,17 @@ from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import FP64_ORACLE, default
+from attncheck.judge.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
-from attncheck.judge.gradient_bounds import HEADS, OUTPUT, KeyGradients, in_parts, row_gradients
+from attncheck.judge.gradient_bounds import (
+    HEADS,
+    OUTPUT,
+    KeyGradients,
+    partial_sum_error,
+    row_gradients,
+)
 from attncheck.judge.score_errors import score_error
-from attncheck.judge.score_gradient_errors import Saved, _rounded_gradients
+from attncheck.judge.score_gradient_errors import SavedErrors, _rounded_gradients
 from attncheck.judge.sum_roundings import half_ulp
 from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Entry, Spec
@@ -47,9 +53,9 @@ def known_of(asked: Problem, rows: Rows | None = None):
 
 def rows_of(asked: Problem, arithmetic=None, *, out_error=0.0, lse_error=0.0, **options):
     known, exact = known_of(asked)
-    arithmetic = arithmetic or default(asked.formats)
+    arithmetic = arithmetic or default_arithmetic(asked.formats)
     forward = known.known
-    saved = Saved(
+    saved = SavedErrors(
         out_error=torch.zeros_like(forward.out) + out_error,
         lse_error=torch.zeros_like(forward.maximum) + lse_error,
         measured=options.pop("measured", True),
@@ -60,7 +66,7 @@ def rows_of(asked: Problem, arithmetic=None, *, out_error=0.0, lse_error=0.0, **
 
 def keys_of(asked: Problem, found, exact, arithmetic=None):
     keys = KeyGradients(
-        arithmetic or default(asked.formats),
+        arithmetic or default_arithmetic(asked.formats),
         batch=asked.batch,
         heads=asked.heads,
         kv_heads=asked.kv_heads,
@@ -173,7 +179,7 @@ def test_rows_that_see_no_key_and_keys_that_no_row_sees_are_exact():
 
 def test_pieces_may_come_in_any_order():
     asked = problem(mask=CAUSAL, sink=True, dlse=True)
-    inputs, arithmetic = draw_inputs(asked), default(asked.formats)
+    inputs, arithmetic = draw_inputs(asked), default_arithmetic(asked.formats)
     exact, kernel = kernels.Exact.of(inputs), kernels.Backward()
     given = kernel.run(inputs)
     pieces = [
@@ -191,7 +197,7 @@ def test_pieces_may_come_in_any_order():
 
 def test_rounded_heads_are_a_term_of_keys_alone():
     asked = problem()
-    arithmetic = replace(default(asked.formats), sums_rounded_heads=True)
+    arithmetic = replace(default_arithmetic(asked.formats), sums_rounded_heads=True)
     found, exact = rows_of(asked, arithmetic)
     of_keys = keys_of(asked, found, exact, arithmetic)
     assert HEADS not in found.dq_terms
@@ -204,13 +210,13 @@ def test_parts_that_overflow_or_are_very_many_have_no_bound():
     """65504 + 65504 is infinite in fp16, whatever is taken off it afterwards."""
     fp16, bf16 = FORMATS["fp16"], FORMATS["bf16"]
     size = torch.tensor([4 * 65504.0, 16000.0])
-    found = in_parts(size, {}, 4, fp16)
+    found = partial_sum_error(size, {}, 4, fp16)
     assert torch.isinf(found).tolist() == [True, False]
     running, exact = torch.zeros((), dtype=torch.float16), 0.0
     for part in (8000.0, 3.7, -7999.5, 0.3):
         running, exact = running + torch.tensor(part, dtype=torch.float16), exact + part
     assert 0 < abs(float(running) - exact) <= float(found[1])
-    assert torch.isinf(in_parts(torch.ones(1), {}, 10**6, bf16)).all()
+    assert torch.isinf(partial_sum_error(torch.ones(1), {}, 10**6, bf16)).all()
 
 
 def test_an_error_of_lse_is_one_of_every_weight():
@@ -262,14 +268,14 @@ def test_a_query_that_is_nan_and_sees_nothing_costs_no_key_its_bound():
     q = inputs.q.clone()
     q[:, :, 0] = math.nan
     exact = kernels.Exact.of(inputs)
-    truth, arithmetic = Outputs(exact.out, exact.lse), default(asked.formats)
+    truth, arithmetic = Outputs(exact.out, exact.lse), default_arithmetic(asked.formats)
     bounds = []
     for given in (inputs, inputs.replace(q=q)):
         keys = KeyGradients(arithmetic, batch=2, heads=4, kv_heads=2, query=20)
         for rows in all_rows(asked, "cpu"):
             known = compute_gradient_conditions(given, truth, rows)
             nothing = torch.zeros_like(known.known.out)
-            saved = Saved(out_error=nothing, lse_error=nothing[..., 0])
+            saved = SavedErrors(out_error=nothing, lse_error=nothing[..., 0])
             scores = score_error(known.known, arithmetic)
             keys.add(row_gradients(known, arithmetic, scores, saved))
         bounds.append(keys.finished(exact.gradients["dk"], exact.gradients["dv"]))
@@ -284,8 +290,8 @@ def test_what_may_overflow_is_not_bounded():
     exact = kernels.Exact.of(inputs)
     rows = next(iter(all_rows(asked, "cpu")))
     known = compute_gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows)
-    arithmetic = default(asked.formats)
-    zero = Saved(out_error=known.known.out * 0, lse_error=known.delta * 0)
+    arithmetic = default_arithmetic(asked.formats)
+    zero = SavedErrors(out_error=known.known.out * 0, lse_error=known.delta * 0)
     found = row_gradients(known, arithmetic, score_error(known.known, arithmetic), zero)
     assert bool(torch.isinf(found.dq).all())
 
@@ -293,13 +299,13 @@ def test_what_may_overflow_is_not_bounded():
 def test_score_gradients_beyond_fp16_are_not_bounded():
     asked = problem(dtype="fp16", batch=1, heads=1, kv_heads=1)
     inputs = draw_inputs(asked)
-    arithmetic = default(asked.formats)
+    arithmetic = default_arithmetic(asked.formats)
     for size, bounded in ((1.0, True), (2.0**12, False)):
         large = inputs.replace(v=size * inputs.v, dout=size * inputs.dout)
         exact = kernels.Exact.of(large)
         rows = next(iter(all_rows(asked, "cpu")))
         known = compute_gradient_conditions(large, Outputs(exact.out, exact.lse), rows)
-        zero = Saved(out_error=known.known.out * 0, lse_error=known.delta * 0)
+        zero = SavedErrors(out_error=known.known.out * 0, lse_error=known.delta * 0)
         found = row_gradients(known, arithmetic, score_error(known.known, arithmetic), zero)
         assert bool(torch.isfinite(found.dq).all()) == bounded
 
@@ -307,7 +313,7 @@ def test_score_gradients_beyond_fp16_are_not_bounded():
 @pytest.mark.parametrize("steep", [0.25, 1.0, 1e4])
 def test_a_steep_slope_multiplies_what_was_rounded_before_it(steep):
     """In the subnormal range of fp16, where the error of rounding is a constant."""
-    arithmetic = replace(default(DTYPES["fp16"]), normalised_weights=True)
+    arithmetic = replace(default_arithmetic(DTYPES["fp16"]), normalised_weights=True)
     before = 2.0 ** (-26 + 4 * torch.rand(1000, generator=torch.manual_seed(0)).double())
     known = SimpleNamespace(known=SimpleNamespace(scale=1.0))
     error = (before.half().double() - before).abs() * steep
@@ -323,7 +329,7 @@ def oracle_bounds(asked: Problem, exact):
     known = compute_gradient_conditions(inputs, Outputs(exact.out, exact.lse), rows)
     scores = score_error(known.known, FP64_ORACLE)
     forward = deterministic_bound(known.known, FP64_ORACLE, scores)
-    saved = Saved(out_error=forward.out, lse_error=forward.lse, measured=False)
+    saved = SavedErrors(out_error=forward.out, lse_error=forward.lse, measured=False)
     found = row_gradients(known, FP64_ORACLE, scores, saved)
     of_keys = keys_of(asked, found, exact, FP64_ORACLE)
     return {"dq": found.dq, "dk": of_keys.dk, "dv": of_keys.dv, "dsink": of_keys.dsink}

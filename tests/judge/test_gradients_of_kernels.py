@@ -13,7 +13,7 @@ from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.source_files import import_file
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Spec
 from attncheck.mods.trace import trace_derivative, trace_score
@@ -107,7 +107,7 @@ def test_a_backward_that_is_not_fused_is_beyond_what_a_fused_one_may(name):
 @pytest.mark.parametrize(("fact", "keys"), [("rereads", 2), ("parts", 1)])
 def test_a_fused_backward_is_beyond_what_it_does_not_declare(fact, keys):
     """Few keys: little else is rounded. Of one key alone P is 1, which no rounding moves."""
-    asked, plain = problem(160, keys, 16, 4, 1, dtype="bf16"), default(DTYPES["bf16"])
+    asked, plain = problem(160, keys, 16, 4, 1, dtype="bf16"), default_arithmetic(DTYPES["bf16"])
     if keys == 1:
         plain = replace(plain, weights=FORMATS["fp32"])
     found = [

@@ -16,7 +16,7 @@ from attncheck.core.judgement import Judgement, Precision
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.declared_arithmetic import HOPPER_FP8, default
+from attncheck.judge.declared_arithmetic import HOPPER_FP8, default_arithmetic
 from attncheck.judge.error_measures import rmse_over_ideal
 from attncheck.judge.head_precision import FAR, FEWEST, RESIDUAL, SPREAD, Z
 
@@ -51,7 +51,7 @@ def call(out: torch.Tensor, **changed: Any) -> dict[str, Any]:
         "truth": Outputs(out=EXACT),
         "alive": lse.bool(),
         "allowance": Allowance(out=torch.full_like(EXACT, 64 * SD), lse=lse, samples=[sample]),
-        "arithmetic": default(DTYPES["bf16"]),
+        "arithmetic": default_arithmetic(DTYPES["bf16"]),
         "generic": True,
         "ideal": with_errors(1.0, 1.0),
         "ensemble": lambda: [with_errors(1.0, 1.0), with_errors(0.9, 0.9)],
@@ -132,7 +132,7 @@ def test_the_ensemble_is_asked_for_only_where_a_head_is_suspect():
 
     calls: list[int] = []
     judged(with_errors(1.2, 1.2), ensemble=ensemble)
-    judged(with_errors(1.2, 1.4), ensemble=ensemble, arithmetic=default(DTYPES["fp32"]))
+    judged(with_errors(1.2, 1.4), ensemble=ensemble, arithmetic=default_arithmetic(DTYPES["fp32"]))
     assert calls == []
     judged(with_errors(1.2, 1.4), ensemble=ensemble)  # by z
     judged(with_errors(1.2, 1.2), ensemble=ensemble, ideal=with_errors(1.0, 0.9))  # by the ideal
@@ -145,7 +145,7 @@ def test_the_ensemble_is_asked_for_only_where_a_head_is_suspect():
 )
 def test_fp32_has_no_gate(dtype, status):
     """Orders of its sums that are all right differ more than any gate."""
-    found = judged(with_errors(1.0, 5.0), arithmetic=default(DTYPES[dtype]))
+    found = judged(with_errors(1.0, 5.0), arithmetic=default_arithmetic(DTYPES[dtype]))
     assert found.status == status
     assert precision(found).z == 5.0
 
@@ -201,7 +201,7 @@ def test_the_residual_is_what_the_emulation_does_not_explain():
 
 @pytest.mark.parametrize("dtype", sorted(RESIDUAL))
 def test_beyond_its_gate_it_is_odd(dtype):
-    arithmetic, gate = default(DTYPES[dtype]), RESIDUAL[dtype]
+    arithmetic, gate = default_arithmetic(DTYPES[dtype]), RESIDUAL[dtype]
     emulation = with_errors(-1.0, -1.0)
     for size, status in ((gate - LITTLE, "pass"), (gate + LITTLE, "warn")):
         out = with_errors(size - 1.0, size - 1.0)
@@ -217,7 +217,7 @@ def test_beyond_its_gate_it_is_odd(dtype):
 )
 def test_ideal_kernels_are_no_yardstick_for_other_designs(declared):
     """Their sums are fp32's, and P is rounded first: who declares otherwise errs differently."""
-    other = replace(default(DTYPES["e4m3"]), **declared)
+    other = replace(default_arithmetic(DTYPES["e4m3"]), **declared)
     found = judged(with_errors(1.2, 5.0), arithmetic=other, tiles=(16, 16))
     assert (found.status, found.rule) == ("warn", "precision")  # by z alone
     assert (precision(found).z, precision(found).spread, precision(found).residual) == (

@@ -12,7 +12,7 @@ from attncheck.capabilities.subject import Tiling
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.formats import DTYPES, round_to
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.judge.probabilistic_bound import (
     MISSED,
     probabilistic_bound,
@@ -78,7 +78,7 @@ def test_groups_of_equal_weights_are_added_before_they_are_squared(made, width, 
 def test_rounding_of_equal_weights_adds_up(made):
     """16 equal keys and values: all P are rounded by the same, to 2^-8 of themselves at most."""
     same = made.attention(torch.zeros(1, 1, 4), torch.ones(1, 16, 4), torch.ones(1, 16, 1))
-    equal = found(same, default(BF16)).sd_out.item()
+    equal = found(same, default_arithmetic(BF16)).sd_out.item()
     # 1/16 · 16 · 2^-8 / √3, and half an ulp of the output at random.
     coherent = math.hypot(2.0**-8 / math.sqrt(3), 2.0**-7 / math.sqrt(12))
     assert equal == pytest.approx(coherent, rel=FP32)
@@ -90,7 +90,7 @@ def test_never_beyond_the_proof(made):
     known = drawn(made)
     for name in ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"):
         for capability in (None, (9, 0)):
-            likely = found(known, default(DTYPES[name], capability))
+            likely = found(known, default_arithmetic(DTYPES[name], capability))
             assert bool((likely.out <= likely.certain.out).all())
             assert bool((likely.lse <= likely.certain.lse).all())
             assert bool((likely.sd_out <= likely.out).all())
@@ -106,7 +106,7 @@ def test_dead_rows_and_unbounded_ones(made):
     radius[0, 1, 2] = math.inf
     jump[0, 4, 7] = True
     error = ScoreModError(radius=radius, own=zero, jump=jump)
-    likely = found(known, default(BF16), error)
+    likely = found(known, default_arithmetic(BF16), error)
     for tensor in (likely.out, likely.lse, likely.sd_out, likely.sd_lse):
         assert not tensor[1, 3].any()
         assert bool(torch.isinf(tensor[0, 1]).all())
@@ -127,7 +127,7 @@ def played(known, seed):
 
 def test_the_predicted_size_is_that_of_played_roundings(made):
     known = drawn(made, heads=4, rows=32, kv=64, dim=32)
-    likely = found(known, default(BF16))
+    likely = found(known, default_arithmetic(BF16))
     z = torch.stack([played(known, seed) for seed in range(8)]) / likely.sd_out
     size = float(z.square().mean().sqrt())
     # Rounding is within half an ulp, 2^-8 to 2^-9 of a number: on average it is less than 2^-8.
@@ -168,7 +168,7 @@ def test_a_planted_loss_of_precision_is_improbable():
 
 def test_lost_subnormal_weights_are_counted_as_lost(made):
     """255 keys of P below half the smallest e5m2 lose their values, all in one direction."""
-    e5m2 = replace(default(DTYPES["e5m2"]), weights_scale=1.0)
+    e5m2 = replace(default_arithmetic(DTYPES["e5m2"]), weights_scale=1.0)
     k = torch.zeros(1, 256, 1)
     k[0, 0] = 18 * math.log(2)
     values = torch.ones(1, 256, 1)
@@ -184,5 +184,5 @@ def test_lost_subnormal_weights_are_counted_as_lost(made):
 
 def test_weights_below_the_normal_range_may_lose_their_last_bits(made):
     """exp is rounded to a subnormal number, and its product with 1 ÷ sum once more."""
-    likely = found(made.softmax([[[0.0, -100.0]]]), default(DTYPES["fp32"]))
+    likely = found(made.softmax([[[0.0, -100.0]]]), default_arithmetic(DTYPES["fp32"]))
     assert likely.out[0, 0, 1].item() > 2 * 2.0**-150

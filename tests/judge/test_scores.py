@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.core.formats import DTYPES, FORMATS, round_to
-from attncheck.judge.declared_arithmetic import HOPPER_FP8, default
+from attncheck.judge.declared_arithmetic import HOPPER_FP8, default_arithmetic
 from attncheck.judge.score_errors import score_error, truncation_error
 
 U = 2.0**-24
@@ -20,7 +20,7 @@ def gamma(n):
 
 def test_a_score_of_one_product_by_hand(made):
     known = made.attention([[[3.0]]], [[[5.0]]], [[[1.0]]], scale=0.5)
-    radius = score_error(known, default(DTYPES["bf16"])).radius
+    radius = score_error(known, default_arithmetic(DTYPES["bf16"])).radius
     # The sum of one exact product rounds once; then two roundings of the factor.
     contracted = 0.5 * gamma(1) * 15
     assert radius.item() == pytest.approx(contracted + gamma(2) * (7.5 + contracted), rel=ROUNDINGS)
@@ -28,7 +28,7 @@ def test_a_score_of_one_product_by_hand(made):
 
 def test_fp32_products_round_and_may_be_scaled_before(made):
     known = made.attention([[[3.0, 1.0]]], [[[5.0, -1.0]]], [[[1.0]]])
-    radius = score_error(known, default(DTYPES["fp32"])).radius
+    radius = score_error(known, default_arithmetic(DTYPES["fp32"])).radius
     contracted = gamma(2 + 1 + 4) * 16
     assert radius.item() == pytest.approx(contracted + gamma(2) * (14 + contracted), rel=ROUNDINGS)
 
@@ -36,7 +36,8 @@ def test_fp32_products_round_and_may_be_scaled_before(made):
 def test_tf32_reads_operands_with_ten_bits_where_it_truncates(made):
     known = made.attention([[[3.0]]], [[[5.0]]], [[[1.0]]])
     near, cut = (
-        score_error(known, default(DTYPES["tf32"], capability)) for capability in (None, (9, 0))
+        score_error(known, default_arithmetic(DTYPES["tf32"], capability))
+        for capability in (None, (9, 0))
     )
     assert cut.radius.item() > 15 * 2 * 2.0**-10 > near.radius.item() > 15 * 2 * 2.0**-11
     assert near.bias is None
@@ -45,7 +46,7 @@ def test_tf32_reads_operands_with_ten_bits_where_it_truncates(made):
 
 
 def test_a_softmax_is_given_its_scores(made):
-    error = score_error(made.softmax([[[1.0, 2.0]]]), default(DTYPES["fp32"]))
+    error = score_error(made.softmax([[[1.0, 2.0]]]), default_arithmetic(DTYPES["fp32"]))
     assert not error.radius.any()
     assert not error.variance.any()
 
@@ -53,7 +54,7 @@ def test_a_softmax_is_given_its_scores(made):
 @pytest.mark.parametrize(("big", "seen_as"), [(8e18, "finite"), (1e19, "infinite")])
 def test_what_may_pass_the_largest_fp32_has_no_bound(made, big, seen_as):
     known = made.attention([[[big, big]]], [[[big, -big]]], [[[1.0]]], scale=0.5)
-    radius = score_error(known, default(DTYPES["fp32"])).radius
+    radius = score_error(known, default_arithmetic(DTYPES["fp32"])).radius
     assert bool(torch.isfinite(radius).all()) == (seen_as == "finite") == (2 * big**2 < 2.0**127)
 
 
@@ -111,6 +112,6 @@ def test_a_13_bit_accumulator_loses_no_more(dtype, dim, kind):
 def test_the_bound_of_13_bits_is_finer_than_that_of_the_sum_of_magnitudes(made):
     q, k, _ = operands("e4m3", 64, "normal")
     known = made.attention(q[None], k[None], k[None])
-    fine = score_error(known, default(DTYPES["e4m3"], (9, 0))).radius
+    fine = score_error(known, default_arithmetic(DTYPES["e4m3"], (9, 0))).radius
     plain = HOPPER_FP8.det(64.0) * (q.abs() @ k.abs().T)
     assert bool((fine[0] < plain).all())

@@ -11,13 +11,15 @@ import torch
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.judge.blind_spot import cut
-from attncheck.judge.declared_arithmetic import AMPERE, HOPPER_FP8, default
+from attncheck.judge.declared_arithmetic import AMPERE, HOPPER_FP8, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.probabilistic_bound import probabilistic_bound
 from attncheck.judge.score_errors import score_error
-from attncheck.judge.sum_roundings import sum_of_weights, taken
+from attncheck.judge.sum_roundings import row_sum_rounding, steps_with_keys
 
-TF32, BF16, FP16, E4M3 = (default(DTYPES[name]) for name in ("tf32", "bf16", "fp16", "e4m3"))
+TF32, BF16, FP16, E4M3 = (
+    default_arithmetic(DTYPES[name]) for name in ("tf32", "bf16", "fp16", "e4m3")
+)
 KEYS = 512
 
 
@@ -42,7 +44,7 @@ def positive(made, dim=64, rows=8):
 def test_a_query_that_is_rounded_moves_all_scores_of_a_row(made, name):
     q, k, v = positive(made)
     known = made.attention(q, k, v, scale=0.11)
-    arithmetic = replace(default(DTYPES[name]), scaled_query=FORMATS[name])
+    arithmetic = replace(default_arithmetic(DTYPES[name]), scaled_query=FORMATS[name])
     moved = round_to(0.11 * q, FORMATS[name]) @ k.mT
     error = (torch.logsumexp(moved, -1) - known.lse).abs()
     assert (error <= bounds(known, arithmetic).lse).all()
@@ -101,10 +103,10 @@ def test_a_step_of_few_seen_keys_cuts_as_much_as_a_full_one(made):
     seen = torch.arange(KEYS) % AMPERE.block == 0
     known = made.attention(*(torch.ones(1, n, 1) for n in (1, KEYS, KEYS)), seen=seen)
     arithmetic = replace(BF16, values=AMPERE, sums_rounded_weights=True, block_kv=256)
-    assert taken(known, AMPERE).item() == KEYS / AMPERE.block
+    assert steps_with_keys(known, AMPERE).item() == KEYS / AMPERE.block
     # The sum and one term are aligned, and what comes out is truncated.
     each = 2 * 2.0**-AMPERE.alignment + 2.0 ** (1 - AMPERE.result)
-    assert sum_of_weights(known, arithmetic).item() >= KEYS / AMPERE.block * each
+    assert row_sum_rounding(known, arithmetic).item() >= KEYS / AMPERE.block * each
 
 
 @pytest.mark.parametrize("place", ["q", "k", "v"])
@@ -131,6 +133,6 @@ def test_a_scaled_query_may_be_below_the_normal_range_or_beyond_it(made):
 
 def test_given_scores_that_overflow_as_exponents_have_no_bound(made):
     known = made.softmax(torch.tensor([[[3e38, 0.0], [1.0, 0.0]]]))
-    arithmetic = default(DTYPES["fp32"])
+    arithmetic = default_arithmetic(DTYPES["fp32"])
     found = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
     assert found.lse.isinf().tolist() == [[True, False]]

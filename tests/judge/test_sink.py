@@ -256,14 +256,16 @@ def test_conditions_have_one_key_more(problem):
 
 def test_a_sink_has_an_error_of_its_own_units_alone():
     """No rounding of q·k, whatever q: 8 roundings of the sink itself."""
-    from attncheck.judge.declared_arithmetic import default
+    from attncheck.judge.declared_arithmetic import default_arithmetic
     from attncheck.judge.score_errors import score_error
 
     problem = Problem(query=4, kv=4, dtype="bf16", sink=True)
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     known = compute_conditions(evidence.inputs, evidence.truth, Rows(range(1), torch.arange(4)))
-    found = score_error(known, default(problem.formats)).radius[..., -1]
+    found = score_error(known, default_arithmetic(problem.formats)).radius[..., -1]
     expected = 8 * 2.0**-24 * known.scores[..., -1].abs()
     assert torch.allclose(found, expected, rtol=1e-5)
     other = replace(known, q=known.q * 100)
-    assert torch.equal(score_error(other, default(problem.formats)).radius[..., -1], found)
+    assert torch.equal(
+        score_error(other, default_arithmetic(problem.formats)).radius[..., -1], found
+    )

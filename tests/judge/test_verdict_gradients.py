@@ -16,7 +16,7 @@ from attncheck.core.formats import DTYPES
 from attncheck.core.outputs import GRADIENTS, Outputs, TensorName
 from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.judge.verdict_rules import Compared
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def verdict(
         truth=exact,
         alive=torch.ones(1, HEADS, QUERY, dtype=torch.bool),
         allowance=Allowance(out=out, lse=lse, samples=[sample]),
-        arithmetic=default(DTYPES["bf16"]),
+        arithmetic=default_arithmetic(DTYPES["bf16"]),
         generic=True,
         gradients=tuple(gradients_instead or ([] if changes is None else gradients(changes))),
         **more,

@@ -11,12 +11,12 @@ import torch
 
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.formats import DTYPES
-from attncheck.judge.declared_arithmetic import default
-from attncheck.judge.deterministic_bound import about
-from attncheck.judge.score_errors import exponents, score_error
-from attncheck.judge.weight_errors import weights
+from attncheck.judge.declared_arithmetic import default_arithmetic
+from attncheck.judge.deterministic_bound import weighted_spread
+from attncheck.judge.score_errors import exponent_errors, score_error
+from attncheck.judge.weight_errors import weight_errors
 
-BF16 = default(DTYPES["bf16"])
+BF16 = default_arithmetic(DTYPES["bf16"])
 # Softmax, product and bound in float64: some dozens of roundings of numbers of the size of P and V.
 NOISE = 64 * 2.0**-52
 
@@ -29,9 +29,9 @@ def moved(made, scores, rho):
     known = made.attention(known.q, known.k, known.v, scores=scores.view(1, 1, -1))
     radius = rho.view(1, 1, -1)
     error = ScoreModError(radius=radius, own=0 * radius, jump=torch.zeros_like(known.seen))
-    found = exponents(known, BF16, score_error(known, BF16), error)
+    found = exponent_errors(known, BF16, score_error(known, BF16), error)
     found = replace(found, exponent=torch.zeros_like(radius))
-    return weights(known, BF16, found)
+    return weight_errors(known, BF16, found)
 
 
 def drawn(seed, spread, size):
@@ -58,7 +58,7 @@ def test_no_corner_moves_out_or_a_weight_by_more(made, seed, spread, size):
 
     out_moved = (corners @ values[0] - out).abs().amax(0)
     for weight in (found.relative, found.changed):
-        allowed = about(weight, values, out[None, None])[0, 0]
+        allowed = weighted_spread(weight, values, out[None, None])[0, 0]
         within = out_moved <= allowed + NOISE * values.abs().max()
         assert bool((within | ~torch.isfinite(allowed)).all())
     assert bool(torch.isfinite(allowed).all())
@@ -84,7 +84,10 @@ def test_an_error_half_as_large_as_allowed_would_be_missed_by_half_the_bound(mad
         signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=len(scores)))).double()
         corners = torch.softmax(scores + signs * rho, -1) @ values[0]
         found = moved(made, scores, rho)
-        both = (about(w, values, out[None, None])[0, 0] for w in (found.relative, found.changed))
+        both = (
+            weighted_spread(w, values, out[None, None])[0, 0]
+            for w in (found.relative, found.changed)
+        )
         half = torch.fmin(*both) / 2
         exceeded += bool(((corners - out).abs().amax(0) > half).any())
     assert exceeded > len(CASES) // 2
@@ -96,17 +99,17 @@ def test_a_key_that_nobody_rivals_keeps_its_weight_whatever_the_error(made):
     values = torch.tensor([[[7.0]]]).double()
     # v − O is 0: what is left is what float64 may have lost of it.
     lost = math.sqrt((1 + 8) * 2.0**-53) * 4 * 7
-    assert about(found.changed, values, values).item() <= lost
+    assert weighted_spread(found.changed, values, values).item() <= lost
 
 
 @pytest.mark.parametrize("scale", [1.0, 256.0])
 def test_below_the_normal_range_of_fp8_a_weight_is_off_by_half_its_spacing(made, scale):
     """Two keys 2^-12 apart: e4m3 has spacing 2^-9 below 2^-6, so that 2^-12 is rounded to 0."""
-    e4m3 = replace(default(DTYPES["e4m3"]), weights_scale=scale)
+    e4m3 = replace(default_arithmetic(DTYPES["e4m3"]), weights_scale=scale)
     gap = 12 * math.log(2)
     known = made.attention([[[1.0]]], [[[gap], [0.0]]], [[[0.0], [1.0]]])
-    errors = exponents(known, e4m3, score_error(known, e4m3), None)
-    found = weights(known, e4m3, errors)
+    errors = exponent_errors(known, e4m3, score_error(known, e4m3), None)
+    found = weight_errors(known, e4m3, errors)
     small = found.upper[0, 0, 1].item()
     if scale == 1:
         assert found.rounded[0, 0, 1].item() == small
@@ -124,10 +127,12 @@ def test_weights_that_are_divided_before_they_are_rounded_meet_fp16_from_below(m
     gap = 15 * math.log(2)
     k = torch.cat([torch.full((1, 1024, 1), gap), torch.zeros(1, 1024, 1)], 1)
     known = made.attention([[[1.0]]], k, torch.ones(1, 2048, 1))
-    fused = default(DTYPES["fp16"])
+    fused = default_arithmetic(DTYPES["fp16"])
     unfused = replace(fused, normalised_weights=True)
     found = [
-        weights(known, profile, exponents(known, profile, score_error(known, profile), None))
+        weight_errors(
+            known, profile, exponent_errors(known, profile, score_error(known, profile), None)
+        )
         for profile in (fused, unfused)
     ]
     assert [f.floor.item() for f in found][1] == 2.0**-25

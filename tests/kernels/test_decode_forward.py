@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -312,17 +309,3 @@ def test_a_careless_kernel_lets_hidden_values_through(tmp_path, monkeypatch):
     v = inputs.v.clone()
     v[:, :, -1] = math.nan
     assert Decode(2).run(inputs.replace(v=v)).out[:, :, 0].isnan().any()
-
-
-COMPILE = Path(__file__).parent / "compile_decode.py"
-
-
-def test_compiles_for_hopper_and_hardly_spills(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, COMPILE],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr

@@ -353,7 +353,7 @@ FAULTS = {
         {"dout": scattered},
     ),
     "dO of the keys is read as contiguous": (
-        "_Known",
+        "_Call",
         "*self.dout.stride())",
         "*self.dout.contiguous().stride())",
         {"dout": scattered},

@@ -6,9 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -620,27 +617,3 @@ def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
     seen = watched(monkeypatch, tensors)
     run(asked)
     assert (seen.outside > 0) == (missing is not None)
-
-
-SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
-SHARED_MEMORY = 232448  # bytes a block may use on Hopper
-MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/triton_flash.py)
-
-
-def test_compiles_for_hopper_and_hardly_spills(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    asked = ["--dtype", "bf16", "--head-dim", "64", "128", "256", "--kind", "causal"]
-    done = subprocess.run(
-        [sys.executable, SPILLS, "--kernel", "varlen-dq", "varlen-dkdv", *asked],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()[2:]]
-    assert len(lines) == 6
-    for line in lines:
-        *_, spilled, shared, products, _, _ = line
-        assert int(shared) <= SHARED_MEMORY
-        assert int(spilled) <= MOST_SPILLED, line
-        assert int(products) > 0  # of 16-bit operands by tensor cores

@@ -37,7 +37,7 @@ from attncheck.mods.trace import trace_derivative, trace_score
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 KINKS = (-2.5, -2.0, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 2.5)

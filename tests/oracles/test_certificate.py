@@ -22,7 +22,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.ball_algebra import BALLS
 from attncheck.mods.spec import Spec
-from attncheck.oracles.ball_numbers import Ball, enclosed, proven_error
+from attncheck.oracles.ball_numbers import Ball, enclose_rows, proven_error
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
@@ -50,7 +50,7 @@ def all_rows(problem):
 def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
     inputs = of_variant(name, shape, dtype=dtype)
     rows, bound = all_rows(inputs.problem), allowance(inputs)
-    exact = enclosed(Ball(evaluate=BALLS.score), inputs, rows)
+    exact = enclose_rows(Ball(evaluate=BALLS.score), inputs, rows)
     softmax = inputs.problem.operation == "softmax"
     every = dict(oracles.SOFTMAXES if softmax else oracles.ORACLES) | {"truth": oracles.truth}
     for oracle in every.values():
@@ -68,7 +68,7 @@ def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
 def test_a_moved_result_is_not_proven_nearer_than_it_was_moved(shift):
     inputs = of_variant("alibi", "1x2x6x4", dtype="fp32")
     rows, numbers = all_rows(inputs.problem), Ball(evaluate=BALLS.score)
-    exact = enclosed(numbers, inputs, rows)
+    exact = enclose_rows(numbers, inputs, rows)
     right = oracles.truth(inputs)
     before = proven_error(right, exact, rows)
     out, lse = right.out.clone(), right.lse.clone()
@@ -98,7 +98,7 @@ def test_what_is_not_finite_is_not_proven(part, index, value):
     """Row 8 sees no key: exactly −∞, and nothing else."""
     inputs = of_variant("sliding_window", SHAPES[1])
     rows = all_rows(inputs.problem)
-    exact = enclosed(Ball(), inputs, rows)
+    exact = enclose_rows(Ball(), inputs, rows)
     outputs = oracles.truth(inputs)
     right = proven_error(outputs, exact, rows)
     assert right.out.isfinite().all()
@@ -115,10 +115,10 @@ def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
     """Some rows of some heads, in blocks of two keys."""
     inputs = of_variant("softcap", "2x4/2x9/7x4/3", dtype="e5m2")
     numbers = Ball(evaluate=BALLS.score)
-    whole = enclosed(numbers, inputs, all_rows(inputs.problem))
+    whole = enclose_rows(numbers, inputs, all_rows(inputs.problem))
     monkeypatch.setattr("attncheck.oracles.forward_recurrences._SCORES", 6)
     rows = Rows(range(3, 6), torch.tensor([0, 4, 8]))
-    some = enclosed(numbers, inputs, rows)
+    some = enclose_rows(numbers, inputs, rows)
     assert some.out.array.shape == (1, 3, 3, 3)
     assert some.lse.array.shape == (1, 3, 3, 1)
     for part in ("out", "lse"):
@@ -138,7 +138,7 @@ def test_hidden_values_that_are_not_finite_do_not_matter_and_attended_ones_do():
     inputs = of_variant("causal", "1x1x5x4", dtype="fp32")
     v = inputs.v.clone()
     v[0, 0, 2, 1], v[0, 0, 4, 0] = math.nan, math.inf
-    exact = enclosed(Ball(), inputs.replace(v=v), all_rows(inputs.problem))
+    exact = enclose_rows(Ball(), inputs.replace(v=v), all_rows(inputs.problem))
     known = np.vectorize(is_known, otypes=[bool])(exact.out.array)[0, 0]
     expected = np.ones((5, 4), dtype=bool)
     expected[2:, 1] = False
@@ -159,7 +159,9 @@ def test_a_score_of_which_nothing_is_known_makes_its_row_uncertain_and_no_other(
         return unknown
 
     changed = dataclasses.replace(problem, score=Spec.of("temperature", temperature=2.0))
-    exact = enclosed(Ball(evaluate=evaluate), inputs.replace(problem=changed), all_rows(problem))
+    exact = enclose_rows(
+        Ball(evaluate=evaluate), inputs.replace(problem=changed), all_rows(problem)
+    )
     known = np.vectorize(is_known, otypes=[bool])
     assert known(exact.out.array)[0, 0].all(axis=-1).tolist() == [True, True, False, True]
     assert known(exact.lse.array)[0, 0, :, 0].tolist() == [True, True, False, True]
@@ -180,7 +182,7 @@ def test_a_score_mod_that_rounds_to_fp32_is_not_the_number_it_means(monkeypatch,
     for mod in (rounds, does_not):
         monkeypatch.setattr(Problem, "score_mod", lambda self, device, mod=mod: mod)
         bound = allowance(inputs)
-        exact = enclosed(Ball(evaluate=BALLS.score), inputs, rows)
+        exact = enclose_rows(Ball(evaluate=BALLS.score), inputs, rows)
         proven = proven_error(oracles.truth(inputs), exact, rows)
         most = 2.0**-53 * (bound.out + 1) * bound.spread.flatten(0, 1)
         within.append(bool((proven.out <= most).all()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.oracles.mod_calls import Indices, is_identity, scored, visible
+from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod, is_identity
 
 INDICES = Indices.of(range(2), range(1, 4), range(5, 9), range(3, 8))
 
@@ -19,10 +19,10 @@ def _each(mod, dtype=torch.bool):
 
 
 def test_a_mask_keeps_the_axes_that_it_depends_on():
-    assert visible(lambda b, h, i, j: i >= j, INDICES).shape == (1, 1, 4, 5)
-    assert visible(lambda b, h, i, j: j < b, INDICES).shape == (2, 1, 1, 5)
-    assert visible(lambda b, h, i, j: b.new_ones((), dtype=torch.bool), INDICES).shape == (1,) * 4
-    assert visible(lambda b, h, i, j: True, INDICES).shape == (1,) * 4
+    assert call_mask(lambda b, h, i, j: i >= j, INDICES).shape == (1, 1, 4, 5)
+    assert call_mask(lambda b, h, i, j: j < b, INDICES).shape == (2, 1, 1, 5)
+    assert call_mask(lambda b, h, i, j: b.new_ones((), dtype=torch.bool), INDICES).shape == (1,) * 4
+    assert call_mask(lambda b, h, i, j: True, INDICES).shape == (1,) * 4
 
 
 def _stacks(b, h, i, j):
@@ -43,7 +43,7 @@ def _flattens(b, h, i, j):
     ids=["broadcasts", "stacks", "0-d only"],
 )
 def test_a_mask_means_what_it_means_elementwise(mod, each):
-    seen = visible(mod, INDICES).expand(INDICES.shape)
+    seen = call_mask(mod, INDICES).expand(INDICES.shape)
     assert torch.equal(seen, _each(each))
 
 
@@ -59,7 +59,7 @@ def test_a_score_mod_reads_captured_tensors(mapped):
 
     biases = _each(lambda b, h, i, j: table[h - 1, i + j].item(), torch.float64)
     expected = scores * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1) + biases
-    assert torch.equal(scored(mod, scores, INDICES), expected)
+    assert torch.equal(call_score_mod(mod, scores, INDICES), expected)
 
 
 def test_a_mod_that_cannot_be_called_says_why_itself():
@@ -67,7 +67,7 @@ def test_a_mod_that_cannot_be_called_says_why_itself():
         raise RuntimeError("what the author wrote")
 
     with pytest.raises(RuntimeError, match="what the author wrote"):
-        visible(broken, INDICES)
+        call_mask(broken, INDICES)
 
 
 def test_identity_is_the_very_tensor_unwritten():

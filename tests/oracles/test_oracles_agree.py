@@ -214,7 +214,7 @@ def _sees_all(self, run):
 CAPPED, PLAIN = Spec.of("softcap", cap=1.5), Spec.of("none")
 FAULTS = {
     "coarse exponential": (CAPPED, streaming_room, "exponential", _coarse),
-    "no score mod": (CAPPED, streaming_room, "scored", lambda mod, scores, indices: scores),
+    "no score mod": (CAPPED, streaming_room, "call_score_mod", lambda mod, scores, indices: scores),
     "no mask, online": (CAPPED, streaming_room._Online, "visible", _sees_all),
     "no mask, bounded": (PLAIN, streaming_room._Bounded, "visible", _sees_all),
 }
@@ -259,7 +259,7 @@ def test_values_beyond_fp32_are_not_taken_for_bounded(signs, value, allowance, m
     assert not streaming_room._Tiles(inputs, None).bounded
     bound, truth = allowance(inputs), oracles.dense(inputs)
     assert not bound.misses(oracles.streaming(inputs), truth)
-    monkeypatch.setattr(streaming_room, "moderate", lambda values: True)
+    monkeypatch.setattr(streaming_room, "all_moderate", lambda values: True)
     assert bound.misses(oracles.streaming(inputs), truth)
 
 

@@ -15,7 +15,7 @@ from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
 from attncheck.oracles import forward_recurrences, recurrence_steps
-from attncheck.oracles.ball_numbers import enclosed, proven_error
+from attncheck.oracles.ball_numbers import enclose_rows, proven_error
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import one_head
 from attncheck.oracles.mp_numbers import Mp
@@ -117,12 +117,12 @@ def test_balls_enclose_it_and_prove_float64(mask):
     inputs = _inputs(mask, "huge", batch=2)
     exact, numbers = _with_one_key_more(inputs), ball.Ball()
     for rows in all_rows(inputs.problem, "cpu"):
-        proof = proven_error(oracles.truth(inputs), enclosed(numbers, inputs, rows), rows)
+        proof = proven_error(oracles.truth(inputs), enclose_rows(numbers, inputs, rows), rows)
         assert bool((proof.out <= PROMISED).all())
         assert bool((proof.lse <= PROMISED * 1e4).all())
     # One that forgets the sink is proven to be far off.
     without = oracles.truth(inputs.replace(sink=torch.full((4,), -math.inf)))
-    far = proven_error(without, enclosed(numbers, inputs, rows), rows)
+    far = proven_error(without, enclose_rows(numbers, inputs, rows), rows)
     assert bool((far.lse > 1).any())
     assert exact.lse[0, 0, 0] >= 1e4
 

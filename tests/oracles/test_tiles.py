@@ -13,7 +13,7 @@ from attncheck import oracles
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
-from attncheck.oracles.mod_calls import Indices, visible
+from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.oracles.streaming_forward import (
     Blocks,
     Visibility,
@@ -53,7 +53,7 @@ def _tiles(problem, blocks):
 def test_tiles_see_exactly_what_the_mask_shows(mask, blocks):
     problem = _problem(mask)
     everywhere = (range(3), range(6), range(61), range(83))
-    shown = visible(problem.mask_mod(), Indices.of(*everywhere)).expand(3, 6, 61, 83)
+    shown = call_mask(problem.mask_mod(), Indices.of(*everywhere)).expand(3, 6, 61, 83)
     covered = torch.zeros(3, 6, 61, 83, dtype=torch.int64)
     for visibility, heads, rows, run in _tiles(problem, blocks):
         axes = (heads.batch, heads.query, rows, run.keys)

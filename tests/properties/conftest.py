@@ -14,8 +14,9 @@ from hypothesis.errors import NoSuchExample
 
 from attncheck.cases.tier import TIERS
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.suite.property_session import PropertySpec, UnderTest, cases
+from attncheck.suite.property_spec import PropertySpec, cases
 from attncheck.suite.pytest_options import MARK
+from attncheck.suite.under_test import UnderTest
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -15,7 +15,7 @@ from attncheck.subjects.triton_flash import Flash2
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
 
 
 class Right(Ideal):

@@ -14,7 +14,7 @@ from attncheck.subjects.ideal import Ideal
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
     from attncheck.subjects.ideal import Index
 
 LN2 = math.log(2.0)

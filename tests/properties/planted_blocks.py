@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
     from attncheck.subjects.ideal import Index
 
 BLOCK = 16

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.subjects.ideal import Index
 
 

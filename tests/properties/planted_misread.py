@@ -18,7 +18,7 @@ from attncheck.subjects.ideal import Ideal
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 SMALL = Tiling(block_query=16, block_kv=16)
 """Tiles of which several fit a small problem."""

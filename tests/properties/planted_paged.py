@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attncheck.capabilities.subject import Call
     from attncheck.conventions.call_tensors import PagedInputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
 
 
 class Gathering(Ideal):

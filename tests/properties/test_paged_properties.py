@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from attncheck.suite.property_session import cases
+from attncheck.suite.property_spec import cases
 
 ASKED = {
     "attention_is_exact": "causal_bottom_right",

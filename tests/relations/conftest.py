@@ -68,3 +68,15 @@ def numbers():
         return [{k: v[i] for k, v in allowed.items()} for i in ((0, -1) if allowed else (0,))]
 
     return chosen
+
+
+@pytest.fixture
+def visible():
+    """``visible(problem)``: what its mask's callable shows, ``(batch, heads, query, kv)``."""
+
+    def shown(problem):
+        sizes = (problem.batch, problem.heads, problem.query, problem.kv)
+        places = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+        return problem.mask_mod()(*places).expand(sizes)
+
+    return shown

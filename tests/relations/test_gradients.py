@@ -107,13 +107,6 @@ def test_every_other_one_says_nothing_of_gradients(small) -> None:
     assert not silent & loud
 
 
-def test_a_loss_without_lse_is_no_question_of_it(small) -> None:
-    without = small(backward=True)
-    assert relation_named("lse_loss").unfit(without) == "its loss does not depend on LSE"
-    alone = small(backward=True, kv_heads=4)
-    assert "key head of its own" in (relation_named("group_sums").unfit(alone) or "")
-
-
 def test_a_shift_of_keys_moves_the_gradient_of_q_by_what_the_loss_has_of_lse(small) -> None:
     relation = relation_named("key_shift")
     asked = small(dtype="fp32", backward=True, dlse=True)
@@ -121,28 +114,6 @@ def test_a_shift_of_keys_moves_the_gradient_of_q_by_what_the_loss_has_of_lse(sma
     assert torch.equal(before.dout, after.dout)
     assert torch.equal(before.dlse, after.dlse)
     assert not torch.equal(before.k, after.k)
-
-
-@pytest.mark.parametrize(
-    "question", [n for n in ALSO if n.startswith("strides") and n != "strides_far"]
-)
-def test_the_loss_is_laid_out_too(small, question) -> None:
-    asked = small(dtype="fp32", backward=True)
-    before, after = relation_named(question).runs(input_tensors.draw_inputs(asked), {})
-    assert torch.equal(before.dout, after.dout)
-    as_it_was = question in ("strides_packed", "strides_transposed")
-    assert after.dout.is_contiguous() == (as_it_was or question == "strides_offset")
-
-
-def test_heads_and_sequences_take_their_loss_with_them(small) -> None:
-    asked = small(dtype="fp32", backward=True, dlse=True, sink=True)
-    drawn = input_tensors.draw_inputs(asked)
-    turned = relation_named("batch_permutation").runs(drawn, {"turn": 1})[1]
-    assert torch.equal(turned.dout, drawn.dout[[1, 0]])
-    turned = relation_named("head_permutation").runs(drawn, {"turn": 0})[1]
-    heads = [list(map(torch.Tensor.tolist, drawn.q[0])).index(q.tolist()) for q in turned.q[0]]
-    assert heads != [0, 1, 2, 3]
-    assert torch.equal(turned.dlse, drawn.dlse[:, heads])
 
 
 @pytest.mark.parametrize("question", ["euler", "zero_loss", "lse_loss"])

@@ -9,7 +9,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.property_session import has_launches_for
+from attncheck.suite.kernel_support import is_askable
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(batch=2, query=40, head_dim=8, dtype="bf16", mask=Spec.of("causal"))
@@ -59,10 +59,10 @@ def test_the_failure_is_of_the_other_launch() -> None:
 def test_a_kernel_without_launches_is_not_asked() -> None:
     record = ask(Ideal(), 0)
     assert (record.status, record.reason) == ("unsupported", "has no launch but its own")
-    assert not has_launches_for(Ideal(), ("launches",))
-    assert has_launches_for(Ideal(), ("launches", "repeat"))
-    assert has_launches_for(Ideal(), ("repeat",))
-    assert has_launches_for(Launched(), ("launches",))
+    assert not is_askable(Ideal(), ("launches",))
+    assert is_askable(Ideal(), ("launches", "repeat"))
+    assert is_askable(Ideal(), ("repeat",))
+    assert is_askable(Launched(), ("launches",))
 
 
 def test_a_kernel_that_raises_when_asked_for_them_is_an_error() -> None:

@@ -1,63 +1,41 @@
+"""How a relation is run and compared: promises, failures, findings, and merged parts."""
+
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from attncheck.core.errors import ProblemError, UnknownName
-from attncheck.inputs import input_tensors as inputs_room
-from attncheck.inputs.problem import Case, Problem
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case
 from attncheck.mods.spec import Spec
-from attncheck.relations import RELATIONS, relation_named
-from attncheck.relations.hidden_keys import first_hidden
+from attncheck.relations import relation_named
+from attncheck.relations.parts import merge_error, merge_parts
 from attncheck.relations.relation import Finding, compare_bits, compare_values
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Failure
 from attncheck.verify.relation_runs import check_relation
 
-if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
-
 PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
-CAUSAL = Spec.of("causal")
 FUTURES = ("future_keys", "future_keys_nan", "future_keys_huge")
 
 
-def planted(name: str) -> Subject:
-    return load_subject(f"{PLANTED}::{name}")
+@pytest.fixture
+def find(small):
+    """``find(fault, question, **changes)``: what is wrong with a fault of the properties."""
 
+    def found(fault, question, **changes):
+        sizes = {"heads": 6, "head_dim": 3, "value_dim": 4, "mask": Spec.of("causal")}
+        problem = small(**(sizes | changes))
+        allowed = relation_named(question).allowed(problem)
+        parameters = {name: values[len(values) // 2] for name, values in allowed.items()}
+        case = Case(problem=problem, question=question, parameters=parameters)
+        return check_relation(load_subject(f"{PLANTED}::{fault}"), case)
 
-def problem(**changes: object) -> Problem:
-    small = Problem(
-        batch=2, heads=6, kv_heads=2, query=5, kv=7, head_dim=3, value_dim=4, mask=CAUSAL
-    )
-    return small.replace(**changes)
-
-
-def ask(subject: Subject, question: str, **changes: object) -> Finding | Failure | None:
-    asked = problem(**changes)
-    allowed = relation_named(question).allowed(asked)
-    parameters = {name: values[len(values) // 2] for name, values in allowed.items()}
-    return check_relation(subject, Case(problem=asked, question=question, parameters=parameters))
-
-
-@pytest.mark.parametrize(
-    "question",
-    [n for n, each in RELATIONS.items() if each.unfit(problem()) is None and not each.relaunched],
-)
-@pytest.mark.parametrize(
-    ("dtype", "distribution"),
-    [
-        ("fp32", "large_logits"),
-        ("tf32", "negative_logits"),
-        ("fp16", "normal"),
-        ("bf16", "large_logits"),
-    ],
-)
-def test_a_right_kernel_passes(question: str, dtype: str, distribution: str) -> None:
-    assert ask(planted("Right"), question, dtype=dtype, distribution=distribution) is None
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -76,148 +54,94 @@ def test_a_right_kernel_passes(question: str, dtype: str, distribution: str) -> 
         ("Reusing", "repeat"),
     ],
 )
-def test_a_planted_fault_is_found(fault: str, question: str, dtype: str) -> None:
-    assert isinstance(ask(planted(fault), question, dtype=dtype), Finding)
+def test_a_planted_fault_is_found(fault, question, dtype, find) -> None:
+    assert isinstance(find(fault, question, dtype=dtype), Finding)
 
 
 @pytest.mark.parametrize("question", [*FUTURES, "repeat", "zero_values"])
-def test_a_fault_that_is_not_asked_about_is_not_found(question: str) -> None:
-    assert ask(planted("Strict"), question) is None
+def test_a_fault_that_a_relation_is_not_about_is_not_found(question, find) -> None:
+    assert find("Strict", question) is None
 
 
-def test_a_kernel_that_raises_fails_with_its_message() -> None:
-    found = ask(planted("Raising"), "repeat")
+def test_a_kernel_that_raises_fails_with_its_message(find) -> None:
+    found = find("Raising", "repeat")
     assert isinstance(found, Failure)
     assert found.message == "RuntimeError: illegal memory access"
 
 
-def test_the_finding_says_where_what_and_how_many() -> None:
-    finding = ask(planted("Strict"), "first_row")
-    assert isinstance(finding, Finding)
-    v = inputs_room.draw_inputs(problem()).v
+def test_the_finding_says_where_what_and_how_many(find, small) -> None:
+    finding = find("Strict", "first_row")
+    v = draw_inputs(small(Spec.of("causal"), heads=6, head_dim=3, value_dim=4)).v
     assert finding.message == (
         f"out[0, 0, 0, 0] = 0, but should be {v[0, 0, 0, 0].item():.9g} bit for bit "
         "(48 of 48 elements differ)"
     )
 
 
-def test_a_relation_leaves_its_inputs_as_they_are() -> None:
-    drawn = inputs_room.draw_inputs(problem(dtype="tf32"))
-    before = [t.clone() for t in (drawn.q, drawn.k, drawn.v)]
-    for relation in RELATIONS.values():
-        if relation.unfit(drawn.problem):
-            continue
-        allowed = relation.allowed(drawn.problem)
-        relation.runs(drawn, {name: values[0] for name, values in allowed.items()})
-    for tensor, copy in zip((drawn.q, drawn.k, drawn.v), before, strict=True):
-        assert torch.equal(tensor, copy)
-
-
-@pytest.mark.parametrize("question", FUTURES)
-def test_only_the_future_changes(question: str) -> None:
-    drawn = inputs_room.draw_inputs(problem())
-    before, after = relation_named(question).runs(drawn, {"row": 2})
-    assert torch.equal(before.q, after.q)
-    for old, new in ((before.k, after.k), (before.v, after.v)):
-        assert torch.equal(old[:, :, :3], new[:, :, :3])
-        assert (old[:, :, 3:] != new[:, :, 3:]).any(-1).all()
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_huge_is_finite_and_as_large_as_can_be(dtype: str) -> None:
-    drawn = inputs_room.draw_inputs(problem(dtype=dtype))
-    k = relation_named("future_keys_huge").runs(drawn, {"row": 0})[1].k[:, :, 1:]
-    assert torch.isfinite(k).all()
-    assert k.max() == drawn.problem.formats.storage.max
-    assert k.min() >= min(1e29, drawn.problem.formats.storage.max)
-
-
-@pytest.mark.parametrize(
-    ("mask", "first"),
-    [
-        (CAUSAL, 3),
-        (Spec.of("sliding_window", window=2), 3),
-        (Spec.of("causal_bottom_right"), 5),
-        (Spec.of("prefix_lm", prefix=4), 4),
-        (Spec.of("prefix_lm", prefix=1), 3),
-        (Spec.of("padding", lengths=[4, 6]), 6),
-        (Spec.of("full"), 7),
-        (Spec.of("document", lengths=[3, 4]), 7),
-        (Spec.of("and", Spec.of("full"), CAUSAL), 3),
-        (Spec.of("or", CAUSAL, Spec.of("padding", lengths=[4, 6])), 6),
-        (Spec.of("not", CAUSAL), 7),
-    ],
-)
-def test_first_hidden_is_hidden_by_the_callable_too(mask: Spec, first: int) -> None:
-    asked = problem(mask=mask)
-    assert first_hidden(asked, 2) == first
-    b, h, q, k = torch.meshgrid(*map(torch.arange, (2, 6, 3, 7)), indexing="ij")
-    visible = asked.mask_mod()(b, h, q, k).expand(2, 6, 3, 7)
-    assert not visible[..., first:].any()
-
-
-def test_first_hidden_stays_within_the_keys() -> None:
-    short = problem(mask=Spec.of("causal_bottom_right"), query=7, kv=2)
-    assert [first_hidden(short, row) for row in range(7)] == [0, 0, 0, 0, 0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("question", "changes"),
-    [
-        ("future_keys", {"mask": Spec.of("full")}),
-        ("future_keys", {"kv": 1}),
-        ("first_row", {"mask": Spec.of("full")}),
-        ("first_row", {"mask": Spec.of("sliding_window", window=0)}),
-        ("first_row", {"mask": Spec.of("prefix_lm", prefix=2)}),
-        ("first_row", {"mask": Spec.of("causal_bottom_right")}),
-        (
-            "first_row",
-            {"dtype": "fp32", "score": Spec.of("relative_bias", distance=1, seed=0)},
-        ),
-    ],
-)
-def test_a_problem_of_which_nothing_can_be_said_is_refused(
-    question: str, changes: dict[str, object]
-) -> None:
-    with pytest.raises(ProblemError, match="says nothing of"):
-        check_relation(planted("Right"), Case(problem=problem(**changes), question=question))
-
-
-@pytest.mark.parametrize("parameters", [{}, {"row": 5}, {"row": -1}, {"column": 0}])
-def test_impossible_parameters_are_refused(parameters: dict[str, int]) -> None:
-    with pytest.raises(ProblemError):
-        check_relation(
-            planted("Right"),
-            Case(problem=problem(), question="future_keys", parameters=parameters),
-        )
-
-
-def test_an_unknown_question_lists_the_relations() -> None:
-    with pytest.raises(UnknownName, match="future_keys"):
-        relation_named("compare")
-
-
-def test_moved_sees_every_bit() -> None:
-    zero = torch.zeros(2)
+def test_bits_are_compared_to_the_last() -> None:
+    zero, nan = torch.zeros(2), torch.tensor([torch.nan, 1.0])
     assert compare_bits("out", zero, zero) is None
     assert compare_bits("out", -zero, zero) is not None
-    nan = torch.tensor([torch.nan, 1.0])
     assert compare_bits("out", nan, nan.clone()) is None
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        one = torch.ones(2, 3, dtype=dtype)
+        bits = one.clone().view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+        bits[1, 2] += 1
+        finding = compare_bits("lse", bits.view(dtype), one)
+        assert (finding.place, finding.count, finding.compared) == ((1, 2), 1, 6)
+        assert finding.value != finding.expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_moved_sees_the_last_bit(dtype: torch.dtype) -> None:
-    one = torch.ones(2, 3, dtype=dtype)
-    bits = one.clone().view(torch.int16 if dtype.itemsize == 2 else torch.int32)
-    bits[1, 2] += 1
-    finding = compare_bits("lse", bits.view(dtype), one)
-    assert finding is not None
-    assert (finding.place, finding.count, finding.compared) == ((1, 2), 1, 6)
-    assert finding.value != finding.expected
-
-
-def test_wrong_leaves_the_sign_of_zero_open_and_nothing_else() -> None:
-    zero = torch.zeros(2)
+def test_values_leave_the_sign_of_zero_open_and_nothing_else() -> None:
+    zero, nan = torch.zeros(2), torch.tensor([0.0, torch.nan])
     assert compare_values("out", -zero, zero) is None
-    assert compare_values("out", torch.tensor([0.0, torch.nan]), zero) is not None
-    assert compare_values("out", torch.tensor([0.0, 1e-45]), zero) is not None
+    assert compare_values("out", nan, zero) is not None
+    assert compare_values("out", torch.tensor([0.0, 1e-45]), 0.0) is not None
+    assert compare_values("out", nan, 0.0, torch.tensor([True, False])) is None
+    assert compare_values("out", nan, 0.0, torch.tensor([False, True])).compared == 1
+
+
+# ------------------------------------------------------------------ merged parts
+
+
+def _part(out, lse):
+    out, lse = (torch.tensor(x, dtype=torch.float64) for x in (out, lse))
+    return Outputs(out.view(1, 1, 1, 1), lse.view(1, 1, 1))
+
+
+def test_parts_are_merged_by_their_weights() -> None:
+    both = merge_parts(_part(1.0, math.log(3.0)), _part(5.0, 0.0))
+    torch.testing.assert_close(both.out.item(), 2.0)
+    torch.testing.assert_close(both.lse.item(), math.log(4.0))
+
+
+@pytest.mark.parametrize("unseen", [0.0, math.nan, math.inf])
+def test_a_part_that_is_not_seen_counts_for_nothing(unseen) -> None:
+    nothing, errors = _part(unseen, -math.inf), _part(math.inf, math.inf)
+    both = merge_parts(nothing, _part(5.0, 2.0))
+    assert (both.out.item(), both.lse.item()) == (5.0, 2.0)
+    allowed = merge_error([nothing, _part(5.0, 2.0)], [errors, _part(0.5, 0.25)])
+    # The merge's own roundings, which are of float64, and nothing of the other part.
+    assert 0.5 <= allowed.out.item() <= 0.5 * (1 + torch.finfo(torch.float32).eps)
+    assert 0.25 <= allowed.lse.item() <= 0.25 * (1 + torch.finfo(torch.float32).eps)
+    none = merge_parts(nothing, nothing)
+    assert (none.out.item(), none.lse.item()) == (0.0, -math.inf)
+
+
+def test_no_error_within_those_of_the_parts_passes_the_merges() -> None:
+    numbers = torch.Generator().manual_seed(0)
+
+    def parts(out, lse):
+        return [_part(*pair) for pair in zip(out.tolist(), lse.tolist(), strict=True)]
+
+    for _ in range(100):
+        out, lse = torch.randn(2, 2, generator=numbers) * torch.tensor([[1.0], [4.0]])
+        of_out, of_lse = torch.rand(2, 2, generator=numbers) * torch.tensor([[1.0], [3.0]])
+        signs = torch.randint(0, 2, (2, 2), generator=numbers) * 2 - 1
+        off = parts(out + signs[0] * of_out, lse + signs[1] * of_lse)
+        exact, merged = merge_parts(*parts(out, lse)), merge_parts(*off)
+        allowed = merge_error(off, parts(of_out, of_lse))
+        # What is added here is rounded to fp32 itself.
+        slack = 1 + 16 * torch.finfo(torch.float32).eps
+        assert (merged.out - exact.out).abs() <= allowed.out * slack
+        assert (merged.lse - exact.lse).abs() <= allowed.lse * slack

@@ -8,13 +8,11 @@ import math
 import pytest
 import torch
 
-from attncheck.core.errors import ProblemError
 from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.probes import PROBES
 from attncheck.relations import RELATIONS
 from attncheck.relations.excerpt import Excerpt
 from attncheck.subjects.ideal import Ideal
@@ -33,7 +31,6 @@ PROBLEMS = {
     "softcap": {"score": Spec.of("softcap", cap=5.0)},
     "pages": {"paging": Paging(size=2, shared=1), "mask": Spec.of("causal_bottom_right")},
 }
-COUNTS = ("empty_rows", "first_row", "key_shift", "logit_shift", "one_hot", "zero_query")
 
 
 def problem(name: str = "full") -> Problem:
@@ -46,52 +43,6 @@ def asked(kernel: Ideal, question: str, of: Problem, place: int = -1):
     return check_relation(kernel, Case(problem=of, question=question, parameters=parameters))
 
 
-# The ideal kernel has one launch: those of a kernel with several are in tests/kernels.
-ASKED = [name for name, relation in RELATIONS.items() if not relation.relaunched]
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("question", ASKED)
-def test_a_right_kernel_passes_or_is_not_asked(question, name):
-    of = problem(name)
-    if RELATIONS[question].unfit(of) is None:
-        for place in (0, -1):
-            assert asked(Ideal(), question, of, place) is None
-
-
-def test_what_counts_keys_says_nothing():
-    for question in COUNTS:
-        fit = [RELATIONS[question].unfit(problem(name)) for name in PROBLEMS]
-        assert None not in fit
-        assert "it has a sink" in fit
-        plain = [problem(name).replace(sink=False) for name in PROBLEMS]
-        assert None in [RELATIONS[question].unfit(each) for each in plain]
-
-
-def test_every_other_relation_says_something():
-    """A sink is no reason against what it does not touch."""
-    for question, relation in RELATIONS.items():
-        alone = [relation.unfit(problem(name).replace(sink=False)) for name in PROBLEMS]
-        with_sink = [relation.unfit(problem(name)) for name in PROBLEMS]
-        assert question in COUNTS or alone == with_sink, question
-
-
-def test_probes_count_keys_alone():
-    for probe in PROBES.values():
-        assert "sink" in (probe.unfit(problem()) or "")
-        with pytest.raises(ProblemError, match="it has a sink"):
-            probe.inputs(problem(), {})
-
-
-def test_heads_take_their_sink_along():
-    of = problem()
-    first, second = RELATIONS["head_permutation"].runs(inputs_room.draw_inputs(of), {"turn": 1})
-    order = [first.sink.tolist().index(sink) for sink in second.sink.tolist()]
-    assert sorted(order) == list(range(of.heads))
-    assert order != list(range(of.heads))
-    assert torch.equal(second.q, first.q[:, order])
-
-
 def test_excerpts_keep_the_sink_and_not_what_is_shared_no_more():
     of = problem("pages")
     whole = inputs_room.draw_inputs(of)
@@ -100,13 +51,6 @@ def test_excerpts_keep_the_sink_and_not_what_is_shared_no_more():
     assert later.problem.paging == Paging(size=2)
     first = Excerpt.of(of, sequences=range(1), rows=range(3)).inputs(whole)
     assert first.problem.paging == of.paging
-
-
-def test_one_part_of_a_split_has_the_sink():
-    of = problem()
-    first, second, whole = RELATIONS["split_merge"].runs(inputs_room.draw_inputs(of), {"cut": 3})
-    assert [run.problem.sink for run in (first, second, whole)] == [True, False, True]
-    assert second.sink is None
 
 
 FAULTS = {

@@ -11,7 +11,7 @@ import pytest
 from attncheck.core.formats import FORMATS
 from attncheck.core.judgement import Place
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.spec import Spec
 from attncheck.reporting import check_document, diagnosis_text
 from attncheck.reporting.check_document import explanation
@@ -134,7 +134,9 @@ BACKWARDS = [
 @pytest.mark.parametrize("sums_rounded_weights", [False, True])
 def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_weights):
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
-    arithmetic = replace(default(problem.formats), sums_rounded_weights=sums_rounded_weights)
+    arithmetic = replace(
+        default_arithmetic(problem.formats), sums_rounded_weights=sums_rounded_weights
+    )
     for dim in (-1, 0):
         parts = budget(evidence.evidence, arithmetic, Place(batch=0, head=0, query=8, dim=dim))
         assert set(parts) <= set(diagnosis_text.TERMS)
@@ -148,7 +150,7 @@ def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_wei
 )
 def test_every_part_of_a_gradients_allowance_has_a_meaning(problem, declared):
     evidence = EvidenceBuilder(Case(problem=problem.replace(backward=True)), "cpu")
-    arithmetic = replace(default(problem.formats), **declared)
+    arithmetic = replace(default_arithmetic(problem.formats), **declared)
     found = gradient_allowance(evidence.evidence, arithmetic, Ideal().run(evidence.inputs))
     assert set(found.terms) == set(evidence.truth.gradients())
     assert set().union(*found.terms.values()) <= set(diagnosis_text.TERMS)

@@ -8,14 +8,15 @@ from attncheck.cases.variants import choose_cell, plan_cells
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
-from attncheck.verify.verify import pairs
+from attncheck.verify.verify import case_subjects
 
 
 def asked(*variants, dtypes=("fp32",), shapes=("1x2x5x4",)):
     cells = plan_cells(
         dtypes=dtypes, variants=variants, shapes=shapes, distributions=["normal"], seed=0
     )
-    return pairs(cells, [Ideal(), Sdpa("math")], "cpu")
+    subjects = case_subjects([cell.problem for cell in cells], [Ideal(), Sdpa("math")], "cpu")
+    return list(zip(cells, subjects, strict=True))
 
 
 def name(found):
@@ -85,5 +86,5 @@ def test_a_name_with_a_slash_is_a_name():
     class Mine(Ideal):
         name = "my/kernel"
 
-    both = pairs([cell for cell, _ in asked("full")][:1], [Mine(), Ideal()], "cpu")
+    both = [(asked("full")[0][0], [Mine(), Ideal()])]
     assert name(choose_cell("my/kernel/full", both))[0] == "my/kernel"

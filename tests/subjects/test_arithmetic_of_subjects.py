@@ -12,7 +12,7 @@ from attncheck.capabilities.named_kernels import builtin_names, subject_named
 from attncheck.capabilities.subject import Subject, Tiling
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import FP32, HOPPER_FP8, default
+from attncheck.judge.declared_arithmetic import FP32, HOPPER_FP8, default_arithmetic
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Flex, Sdpa
@@ -56,12 +56,12 @@ class Silent(Subject):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_of_a_kernel_that_declares_nothing_the_default_is_assumed(hopper, dtype, device):
     problem = ATTENTION.replace(dtype=dtype)
-    assumed = default(problem.formats, HOPPER if device == "cuda" else None)
+    assumed = default_arithmetic(problem.formats, HOPPER if device == "cuda" else None)
     assert Silent().arithmetic(problem, device) == assumed
 
 
 def test_tiles_that_are_declared_are_taken_where_they_allow_more(hopper):
-    silent, assumed = Silent(), default(ATTENTION.formats, None)
+    silent, assumed = Silent(), default_arithmetic(ATTENTION.formats, None)
     silent.tiles = Tiling(block_query=64, block_kv=2 * assumed.block_kv)
     assert silent.arithmetic(ATTENTION, "cpu") == assumed
     silent.tiles = Tiling(block_query=64, block_kv=2, lazy_rescale=8.0)
@@ -164,7 +164,7 @@ def test_flash_of_torch_may_cut_keys_on_a_gpu_into_whole_blocks(hopper, dim, kv,
 @pytest.mark.parametrize("dtype", OTHERS)
 def test_the_efficient_kernel_has_p_in_two_tf32_numbers_in_fp32_alone(hopper, dtype):
     problem = ATTENTION.replace(dtype=dtype)
-    assumed = default(problem.formats, HOPPER).exp2_ulps
+    assumed = default_arithmetic(problem.formats, HOPPER).exp2_ulps
     expected = assumed + 1.0 if dtype == "fp32" else assumed
     assert Sdpa("efficient").arithmetic(problem, "cuda").exp2_ulps == expected
 

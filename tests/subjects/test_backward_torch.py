@@ -11,7 +11,7 @@ from attncheck.capabilities import named_kernels
 from attncheck.conventions.torch_arithmetic import with_rounded_sums, with_rounded_weights
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.spec import Spec
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 from attncheck.verify.executor import Execution, InProcess
@@ -141,12 +141,13 @@ def test_a_gpus_fused_kernels_declare_what_they_round():
     shared = small(heads=4, kv_heads=2, dtype="bf16")
     alone, wide = shared.replace(kv_heads=4), shared.replace(dtype="fp32")
     found = [
-        with_rounded_sums(default(each.formats), each, "cuda") for each in (shared, alone, wide)
+        with_rounded_sums(default_arithmetic(each.formats), each, "cuda")
+        for each in (shared, alone, wide)
     ]
     assert [each.sums_rounded_heads for each in found] == [True, False, False]
     assert [each.dkv_parts for each in found] == [1, 1, 1]
-    assert with_rounded_weights(default(shared.formats)).rereads_weights
-    assert not with_rounded_weights(default(wide.formats)).rereads_weights
+    assert with_rounded_weights(default_arithmetic(shared.formats)).rereads_weights
+    assert not with_rounded_weights(default_arithmetic(wide.formats)).rereads_weights
 
 
 def test_who_gives_gradients_and_of_what():

@@ -14,7 +14,7 @@ from attncheck.conventions.convention import ConventionOptions
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import dtype_named
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
@@ -166,7 +166,7 @@ def test_a_declared_arithmetic_replaces_the_default_one():
 def test_whatever_is_looser_is_said(name, value):
     kernel = Declared(Ideal(), table(arithmetic={name: value}), "mine")
     assert f"looser arithmetic: {name}=" in kernel.summary
-    usual = getattr(default(dtype_named("bf16")), name)
+    usual = getattr(default_arithmetic(dtype_named("bf16")), name)
     assert "looser" not in Declared(Ideal(), table(arithmetic={name: usual}), "mine").summary
 
 

@@ -19,7 +19,7 @@ from attncheck.subjects.triton_caches import Paged
 from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.environment import prepare
 from attncheck.verify.run_case import run_case
-from attncheck.verify.verify import measure
+from attncheck.verify.verify import verify
 
 PADDING = Spec.of("padding", lengths=[70, 20])
 BOTTOM_RIGHT = Spec.of("causal_bottom_right")
@@ -161,7 +161,8 @@ def test_rmse_measures_it():
         distributions=["normal"],
         seed=0,
     )
-    report = measure(cells, [Paged()], device="cpu", command="")
+    cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+    report = verify(Paged(), cases, device="cpu", applicable_only=True)
     assert {(r.variant, r.status) for r in report.records} == {
         ("paged", "pass"),
         ("paged_decode", "pass"),

@@ -13,7 +13,8 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
 from attncheck.suite import pytest_options
-from attncheck.suite.property_session import UnderTest, _beside, asks, cases
+from attncheck.suite.property_spec import _more, asks, cases
+from attncheck.suite.under_test import UnderTest
 
 pytest_options.register()
 CI = hypothesis.settings.get_profile("attncheck-ci")
@@ -59,10 +60,10 @@ def test_on_a_gpu_more_is_asked_of_what_was_compiled() -> None:
     case = Case(problem=problem, question="future_keys", parameters={"row": 0})
     repeats = TIERS["pr"].repeats_gpu
     for name, lengths in (("triton-flash2", repeats - 1), ("ideal", 1)):
-        found = list(_beside(under_test(name, "cuda"), ASKED, case))
+        found = list(_more(under_test(name, "cuda"), ASKED, case))
         assert len(found) == repeats - 1
         assert len({each.problem.kv for each in found}) == lengths
-    assert not list(_beside(under_test(), ASKED, case))
+    assert not list(_more(under_test(), ASKED, case))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_it_is_looked_for_when_the_text_is_read_and_once(given, monkeypatch):
     def look(answer):
         looked.append(answer)
 
-    monkeypatch.setattr(python_api.GivenAnswer, "diagnosis", look)
+    monkeypatch.setattr(python_api.UserOutputs, "diagnosis", look)
     with pytest.raises(AssertionError) as failing:
         close(torch.zeros(1, 2, 12, 16), **given)
     assert looked == []
@@ -109,7 +109,7 @@ def test_it_is_looked_for_when_the_text_is_read_and_once(given, monkeypatch):
 
 
 def test_of_many_failures_the_first_are_looked_into(given, monkeypatch):
-    monkeypatch.setattr(python_api.GivenAnswer, "diagnosis", lambda _: None)
+    monkeypatch.setattr(python_api.UserOutputs, "diagnosis", lambda _: None)
     told = []
     for _ in range(4):
         with pytest.raises(AssertionError) as failing:

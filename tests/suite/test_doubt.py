@@ -10,7 +10,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.check_document import check_document, check_outcome
 from attncheck.reporting.rendering import render
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.property_session import UnderTest
+from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
 from attncheck.verify.verify import verify
 

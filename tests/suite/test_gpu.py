@@ -6,8 +6,9 @@ import pytest
 
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite import property_session
-from attncheck.suite.property_session import UnderTest
+from attncheck.suite import under_test
+from attncheck.suite.session import Session
+from attncheck.suite.under_test import UnderTest
 
 FIRST, LATER = (Case(problem=Problem(query=n, head_dim=8)) for n in (3, 1))
 
@@ -35,13 +36,13 @@ def failed(kernel: UnderTest, case: Case) -> str:
 
 
 def test_the_first_case_is_blamed_also_for_what_comes_after(on_a_gpu, monkeypatch) -> None:
-    monkeypatch.setattr(property_session, "gpu_is_lost", lambda: True)
+    monkeypatch.setattr(under_test, "gpu_is_lost", lambda: True)
     assert failed(on_a_gpu, FIRST) == FIRST.id
     assert failed(on_a_gpu, LATER) == FIRST.id
 
 
 def test_an_error_that_leaves_the_gpu_is_its_own(on_a_gpu, monkeypatch) -> None:
-    monkeypatch.setattr(property_session, "gpu_is_lost", lambda: False)
+    monkeypatch.setattr(under_test, "gpu_is_lost", lambda: False)
     assert failed(on_a_gpu, FIRST) == FIRST.id
     assert failed(on_a_gpu, LATER) == LATER.id
 
@@ -51,4 +52,4 @@ def test_later_tests_of_the_process_are_skipped() -> None:
         lost_by = "test_layouts.py::test_strides"
 
     with pytest.raises(pytest.skip.Exception, match="lost its GPU in test_layouts"):
-        property_session.skip_without_gpu(Lost())
+        Session.skip_without_gpu(Lost())

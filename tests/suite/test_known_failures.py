@@ -13,8 +13,8 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.known_failures import known_failures, read_known_failures
-from attncheck.suite.property_session import Kernel, Param, Session
 from attncheck.suite.pytest_options import MARK, Options
+from attncheck.suite.session import Kernel, Param, Session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def test_softmax(kernel, case):
 """
 WRONG = """
 import torch
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 class Half(Ideal):
@@ -95,7 +95,7 @@ def test_an_entry_matches_by_patterns(tmp_path) -> None:
     path = tmp_path / "k.toml"
     path.write_text(entry(test='"test_*.py::*"', dtypes='["bf16", "fp16"]', families='["causal"]'))
     (found,) = read_known_failures(path)
-    kernel = Kernel(name="my-ideal", id="my-ideal", subject=Ideal())
+    kernel = Kernel(name="my-ideal", subject=Ideal())
     param = Param(kernel=kernel, dtype="fp16", family="causal")
     assert found.matches("test_b.py::test_x", param, "cpu")
     assert not found.matches("b.py::test_x", param, "cpu")
@@ -163,7 +163,7 @@ class Item:
     originalname = name = "test_it"
 
     def __init__(self, path: Path) -> None:
-        kernel = Kernel(name="ideal", id="ideal", subject=Ideal())
+        kernel = Kernel(name="ideal", subject=Ideal())
         self.path = path
         self.callspec = SimpleNamespace(
             params={"kernel": Param(kernel=kernel, dtype="bf16", family="causal")}
@@ -181,7 +181,7 @@ def session_of(*args: str) -> Any:
 def judged(**options: Any) -> Session:
     found = Session(options=Options(device="cpu", **options))
     found.kernels = tuple(
-        Kernel(name=name, id=name, subject=Ideal()) for name in options.get("kernels", ["ideal"])
+        Kernel(name=name, subject=Ideal()) for name in options.get("kernels", ["ideal"])
     )
     return found
 

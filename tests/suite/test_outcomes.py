@@ -17,7 +17,7 @@ def test_it(kernel, case):
     kernel.must_hold(case)
 """
 KERNELS = """
-from attncheck.outputs import Outputs
+from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 
 class Picky(Ideal):

@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("kernel", ["from a conftest"])
 """
 OURS = """
-from attncheck.problem import Case
+from attncheck.inputs.problem import Case
 
 def test_it(kernel):
     assert kernel.device == "cpu"

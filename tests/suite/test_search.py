@@ -15,7 +15,9 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import pytest_options
-from attncheck.suite.property_session import UnderTest, asks, cases, search_cases
+from attncheck.suite.property_spec import asks, cases
+from attncheck.suite.search import search_cases
+from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
 
 if TYPE_CHECKING:

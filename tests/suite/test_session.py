@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.cases.mask_samples import NOT_APPLICABLE, ProblemKind, refusal, sample_problems
+from attncheck.cases.mask_samples import SOFTMAX, ProblemKind, sample_problems
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.sizes import pagings
 from attncheck.subjects.ideal import Ideal
-from attncheck.suite.property_session import Kernel, Session, asks
-from attncheck.suite.pytest_options import MARK, SOFTMAX, Options
+from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
+from attncheck.suite.property_spec import asks
+from attncheck.suite.pytest_options import MARK, Options
+from attncheck.suite.session import Kernel, Session
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
-    from attncheck.suite.property_session import PropertySpec
+    from attncheck.suite.property_spec import PropertySpec
 
 
 class Narrow(Ideal):
@@ -52,7 +54,7 @@ def asked(*families: str, **more: object) -> PropertySpec:
 
 def session(*subjects: Ideal, **options: object) -> Session:
     found = Session(options=Options(device="cpu", **options))
-    found.kernels = tuple(Kernel(name=s.name, id=s.name, subject=s) for s in subjects)
+    found.kernels = tuple(Kernel(name=s.name, subject=s) for s in subjects)
     return found
 
 
@@ -89,14 +91,14 @@ def test_a_property_of_some_dtypes_is_asked_of_these() -> None:
 
 
 def test_a_kernel_that_raises_when_it_is_asked_is_tested() -> None:
-    assert not refusal(Raising(), "causal", "bf16", "cpu")
+    assert not KernelSupport(Raising(), "cpu").refusal("causal", "bf16")
 
 
 @pytest.mark.parametrize("family", [*MASK_FAMILIES, SOFTMAX])
 def test_every_family_has_samples(family: str) -> None:
     found = sample_problems(family, "bf16")
     assert found
-    assert not refusal(Ideal(), family, "bf16", "cpu")
+    assert not KernelSupport(Ideal(), "cpu").refusal(family, "bf16")
     named = {"packed": "documents"}.get(family, family)  # documents alike
     assert all(each.mask.name == named for each in found) or family in {"composition", SOFTMAX}
 
@@ -138,8 +140,8 @@ def test_properties_of_pages_are_asked_of_kernels_of_pages() -> None:
 @pytest.mark.parametrize("family", MASK_FAMILIES)
 def test_every_family_has_samples_in_pages(family: str) -> None:
     assert all(each.paging for each in sample_problems(family, "bf16", ProblemKind(paged=True)))
-    assert not refusal(OfPages(), family, "bf16", "cpu", ProblemKind(paged=True))
-    assert refusal(OfPages(), family, "bf16", "cpu") == NOT_APPLICABLE
+    assert not KernelSupport(OfPages(), "cpu").refusal(family, "bf16", ProblemKind(paged=True))
+    assert KernelSupport(OfPages(), "cpu").refusal(family, "bf16") == NOT_APPLICABLE
 
 
 def test_a_softmax_has_no_pages() -> None:
@@ -151,7 +153,7 @@ def test_every_family_has_samples_with_a_backward(family: str) -> None:
     assert all(
         each.backward for each in sample_problems(family, "bf16", ProblemKind(backward=True))
     )
-    assert not refusal(Ideal(), family, "bf16", "cpu", ProblemKind(backward=True))
+    assert not KernelSupport(Ideal(), "cpu").refusal(family, "bf16", ProblemKind(backward=True))
     assert not sample_problems(family, "e4m3", ProblemKind(backward=True))
 
 
@@ -159,11 +161,11 @@ def test_every_family_has_samples_with_a_backward(family: str) -> None:
 def test_every_family_has_samples_of_what_score_mods_read(family: str) -> None:
     kind = ProblemKind(backward=True, captured=True)
     assert all(each.dcaptured for each in sample_problems(family, "bf16", kind))
-    assert not refusal(Ideal(), family, "bf16", "cpu", kind)
+    assert not KernelSupport(Ideal(), "cpu").refusal(family, "bf16", kind)
     without = Ideal()
     without.captured = False
     reason = "it gives no gradients of the tensors that a score mod reads"
-    assert refusal(without, family, "bf16", "cpu", kind) == reason
+    assert KernelSupport(without, "cpu").refusal(family, "bf16", kind) == reason
 
 
 def test_a_kernel_of_gradients_alone_is_asked_for_them() -> None:

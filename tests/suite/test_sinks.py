@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.cases.mask_samples import NOT_APPLICABLE, ProblemKind, refusal, sample_problems
+from attncheck.cases.mask_samples import ProblemKind, sample_problems
 from attncheck.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
+from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
 from attncheck.suite.pytest_options import MARK
 
 if TYPE_CHECKING:
-    from attncheck.suite.property_session import PropertySpec
+    from attncheck.suite.property_spec import PropertySpec
 
 PROPERTIES = Path(__file__).parents[2] / "properties" / "test_sink.py"
 
@@ -50,7 +51,7 @@ def test_samples_have_a_sink(family):
 
 def test_kernels_without_sinks_are_not_concerned():
     for subject, takes in ((adopted(plain, "plain"), False), (adopted(with_sinks, "with"), True)):
-        said = refusal(subject, "causal", "bf16", "cpu", ProblemKind(sink=True))
+        said = KernelSupport(subject, "cpu").refusal("causal", "bf16", ProblemKind(sink=True))
         assert said == ("" if takes else NOT_APPLICABLE)
-        assert not refusal(subject, "causal", "bf16", "cpu")
-    assert not refusal(Ideal(), "causal", "bf16", "cpu", ProblemKind(sink=True))
+        assert not KernelSupport(subject, "cpu").refusal("causal", "bf16")
+    assert not KernelSupport(Ideal(), "cpu").refusal("causal", "bf16", ProblemKind(sink=True))

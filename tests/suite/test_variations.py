@@ -7,7 +7,7 @@ import pytest
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
-from attncheck.suite.property_session import variations
+from attncheck.suite.property_spec import variations
 
 CASE = Case(problem=Problem(query=40, kv=60, mask=Spec.of("causal"), distribution="normal", seed=7))
 STRUCTURE = ("dtype", "head_dim", "value_dim", "heads", "kv_heads", "batch", "mask", "score")

@@ -9,12 +9,12 @@ import torch
 
 from attncheck.capabilities.subject import Refused, Tiling
 from attncheck.core.outputs import GRADIENTS, Outputs
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.run_case import head_arrangement, run_case
+from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=24, kv=40, head_dim=16, dtype="fp16")
 CAUSAL = PROBLEM.replace(mask=Spec.of("causal"))
@@ -185,7 +185,7 @@ def test_a_declared_arithmetic_decides():
 
 
 def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypatch):
-    from attncheck.verify import evidence_builder as room
+    from attncheck.verify import evidence as room
 
     counts = {"allowance": 0}
     original = room.allowance
@@ -218,7 +218,7 @@ def test_a_refusal_that_comes_with_the_call_is_no_error():
 
 
 def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
-    from attncheck.verify import evidence_builder as room
+    from attncheck.verify import evidence as room
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -16,7 +16,7 @@ import msgspec
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, FORMATS, Format, fp32
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.library import NONE
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
@@ -148,7 +148,7 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
 
     def looser(self) -> dict[str, Any]:
         """Return those of ``changes`` that allow more than the default arithmetic does."""
-        assumed = default(DTYPES["bf16"])
+        assumed = default_arithmetic(DTYPES["bf16"])
 
         def allows_more(name: str, value: Any) -> bool:
             if name == "rounds_value_products":
@@ -169,7 +169,7 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
             raise ValueError("rounds_value_products=true must be a format or false.")
         for dtype in dtypes:
             try:
-                dataclasses.replace(default(DTYPES[dtype]), **self.changes())
+                dataclasses.replace(default_arithmetic(DTYPES[dtype]), **self.changes())
             except (AttncheckError, TypeError) as error:
                 raise ValueError(str(error)) from None
 

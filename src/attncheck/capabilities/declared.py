@@ -29,7 +29,7 @@ class DeclaredButRefusedError(Exception):
 class Declared(Subject):
     """A Subject within its table.
 
-    What the table has no place for is unsupported, and the kernel is not asked. What it declares
+    What the table has no place for is unsupported, and the kernel is not called. What it declares
     the kernel must take: where the kernel refuses it all the same, the call raises, which is a
     failure. What the table is silent on the kernel may refuse, and its convention what it can say
     one by one and not together. A wrong number is a fault anywhere.
@@ -66,16 +66,17 @@ class Declared(Subject):
         outside = self.capabilities.refuses(problem, device)
         if outside:
             return outside
-        said = self.inner.unsupported(problem, device)
-        must = said and self._must_take(problem, device, said) and self._alone(problem, device)
-        return None if must else said
+        reason = self.inner.unsupported(problem, device)
+        if reason and self._must_take(problem, device, reason) and self._alone(problem, device):
+            return None  # the call raises then: declared, but refused
+        return reason
 
     def prepare(self, inputs: Inputs) -> Call:
         """The kernel's call; raises DeclaredButRefusedError for what it must take and does not."""
         problem, device = inputs.problem, inputs.device.type
-        said = self.inner.unsupported(problem, device)
-        if said:
-            raise DeclaredButRefusedError(f"declared, but refused: {said}")
+        reason = self.inner.unsupported(problem, device)
+        if reason:
+            raise DeclaredButRefusedError(f"declared, but refused: {reason}")
         try:
             call = self.inner.prepare(inputs)
         except Refused as error:
@@ -83,10 +84,10 @@ class Declared(Subject):
 
         def checked() -> Outputs:
             try:
-                given = call()
+                outputs = call()
             except Refused as error:
                 raise self._refusal(problem, device, error) from error
-            return self._with_the_lse_declared(given)
+            return self._with_declared_lse(outputs)
 
         return checked
 
@@ -99,9 +100,9 @@ class Declared(Subject):
         changes = self.capabilities.arithmetic_changes(problem, device)
         return replace(self.inner.arithmetic(problem, device), **changes)
 
-    def _must_take(self, problem: Problem, device: str, said: str) -> bool:
+    def _must_take(self, problem: Problem, device: str, reason: str) -> bool:
         """Whether a refusal contradicts the table; what a machine lacks does not."""
-        machine = isinstance(said, TooLarge) or (problem.dtype == "tf32" and device == "cpu")
+        machine = isinstance(reason, TooLarge) or (problem.dtype == "tf32" and device == "cpu")
         return not machine and self.capabilities.declares(problem, device)
 
     def _alone(self, problem: Problem, device: str) -> bool:
@@ -113,21 +114,20 @@ class Declared(Subject):
         return any(self.inner.unsupported(one, device) for one in _one_by_one(problem))
 
     def _refusal(self, problem: Problem, device: str, error: Refused) -> Exception:
-        said = str(error)
-        if self._must_take(problem, device, said):
-            return DeclaredButRefusedError(f"declared, but refused: {said}")
+        if self._must_take(problem, device, str(error)):
+            return DeclaredButRefusedError(f"declared, but refused: {error}")
         return error
 
-    def _with_the_lse_declared(self, given: Outputs) -> Outputs:
-        """Raises ValueError where the table has one and the kernel gave none."""
+    def _with_declared_lse(self, outputs: Outputs) -> Outputs:
+        """Raise ValueError where the table has one and the kernel gave none."""
         lse = self.capabilities.lse
-        if lse is None or not isinstance(given, Outputs):
-            return given
+        if lse is None or not isinstance(outputs, Outputs):
+            return outputs
         if lse is False:
-            return replace(given, lse=None)
-        if given.lse is None:
+            return replace(outputs, lse=None)
+        if outputs.lse is None:
             raise ValueError("its table says that it gives LSE, and it gave none")
-        return given
+        return outputs
 
 
 def _one_by_one(problem: Problem) -> Iterator[Problem]:
@@ -141,8 +141,7 @@ def _one_by_one(problem: Problem) -> Iterator[Problem]:
     yield plain
     for name in usual:
         # Of equal lengths, so that lists of lengths still fit.
-        asked = {name: getattr(problem, name)}
-        yield plain.replace(query=longest, kv=longest, **asked)
+        yield plain.replace(query=longest, kv=longest, **{name: getattr(problem, name)})
 
 
 def _summary(inner: Subject, capabilities: Capabilities) -> str:
@@ -150,9 +149,10 @@ def _summary(inner: Subject, capabilities: Capabilities) -> str:
     looser = capabilities.arithmetic.looser()
     for override in capabilities.override:
         looser |= override.arithmetic.looser()
-    said = ", ".join(f"{name}={_shown(value)}" for name, value in looser.items())
-    return f"{inner.summary}; declares looser arithmetic: {said}" if said else inner.summary
-
-
-def _shown(value: object) -> str:
-    return value.name if isinstance(value, Format) else f"{value:g}"
+    if not looser:
+        return inner.summary
+    listed = ", ".join(
+        f"{name}={value.name if isinstance(value, Format) else f'{value:g}'}"
+        for name, value in looser.items()
+    )
+    return f"{inner.summary}; declares looser arithmetic: {listed}"

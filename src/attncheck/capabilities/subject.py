@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.library import NONE
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Subject(ABC):
         What is assumed of any kernel of these dtypes on this device, unless it declares another;
         finer steps and a lazy maximum are taken from the tiling that it declares.
         """
-        assumed = default(problem.formats, capability(device))
+        assumed = default_arithmetic(problem.formats, capability(device))
         tiling = self.tiling(problem, device)
         if tiling is None:
             return assumed

@@ -1,4 +1,8 @@
-"""The cells of a measurement: variants, heads, dtypes, shapes and distributions."""
+"""The cells of a measurement: variants, heads, dtypes, shapes and distributions.
+
+A variant is a mask and a score mod by name, sized to a shape (``VARIANTS``); a cell is one Problem
+of a plan under its variant's name (``plan_cells``).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,18 @@ import itertools
 import os
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
 from attncheck.core.formats import DTYPES, round_to
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
-from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem, head_arrangement
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.masks import MASKS
 from attncheck.mods.mod_files import load_mask, load_score
 from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Entry, Spec
-from attncheck.verify.run_case import head_arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +33,7 @@ __all__ = [
     "ALL",
     "DEFAULT_SHAPES",
     "FURTHER",
+    "SHARP",
     "VARIANTS",
     "Cell",
     "Shape",
@@ -46,13 +50,16 @@ __all__ = [
 ALL = "all"
 """In place of a name: every variant there is, those of ``FURTHER`` too."""
 
+DEFAULT_SHAPES = {"cpu": "1x4x256x64", "cuda": "2x16x4096x128"}
+"""65,536 outputs are enough for three digits of RMSE, and an interpreter's patience is short."""
+
 _SIZE, _OTHER = r"(\d{1,9})", r"(?:/([1-9]\d{0,8}))?"
 # A head_dim of 0 would be a Problem's default, which nobody asked for.
 _DIM = r"([1-9]\d{0,8})"
 _SHAPE = re.compile(f"{_SIZE}x{_SIZE}{_OTHER}x{_SIZE}{_OTHER}x{_DIM}{_OTHER}")
-SHAPE_FORM = "BATCHxHEADSxLENGTHxDIM, with /KV after HEADS or LENGTH and /VALUE after DIM"
+_SHAPE_FORM = "BATCHxHEADSxLENGTHxDIM, with /KV after HEADS or LENGTH and /VALUE after DIM"
 
-_FEW = 4  # rows of a decoding step: a token and three more that are guessed
+_DECODED_ROWS = 4  # of a decoding step: a token and three more that are guessed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +71,10 @@ class Shape(Sizes):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """The Shape that ``text`` says; raises ProblemError with the form it should have."""
+        """Return the Shape that ``text`` spells; raises ProblemError with the form it needs."""
         match = _SHAPE.fullmatch(text.strip().lower())
         if not match:
-            raise ProblemError(f"shape {text!r} is not {SHAPE_FORM}, such as 2x16/4x1024x128.")
+            raise ProblemError(f"shape {text!r} is not {_SHAPE_FORM}, such as 2x16/4x1024x128.")
         batch, heads, kv_heads, query, kv, dim, value = (int(g or 0) for g in match.groups())
         return cls(
             batch=batch,
@@ -80,15 +87,11 @@ class Shape(Sizes):
         )
 
     def head_counts(self) -> tuple[int, ...]:
-        """kv_heads to measure: what was typed, else one per query head and one per group."""
+        """Return the kv_heads to measure: those typed, else one a query head and one a group."""
         if self.kv_heads:
             return (self.kv_heads,)
         ratio = next((r for r in (4, 2, 3) if self.heads % r == 0 and self.heads > r), self.heads)
         return tuple(dict.fromkeys((self.heads, self.heads // max(1, ratio))))
-
-
-DEFAULT_SHAPES = {"cpu": "1x4x256x64", "cuda": "2x16x4096x128"}
-"""65,536 outputs are enough for three digits of RMSE, and an interpreter's patience is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +102,25 @@ class Variant:
         name: What it is called on the command line and in reports.
         summary: What it asks for, in a line.
         mods: Shape → mask and score mod; None for softmax, of query rows and kv columns.
-        most_rows: Query rows at most, whatever the shape says; 0 for as many as it says.
+        measured: ``usual`` where no other is named, ``named`` or with ``ALL``, and ``oracles``
+            for what no kernel is measured on.
+        most_rows: Query rows at most, whatever the shape has; 0 for no limit.
         sink: Whether each head has a sink.
         paged: Whether keys and values lie in pages.
-        captured: Whether a backward is asked for the gradients of what the score mod reads, too.
+        captured: Whether a backward gives the gradients of what the score mod reads, too.
     """
 
     name: str
     summary: str
     mods: Callable[[Shape], tuple[Spec, Spec]] | None
+    measured: Literal["usual", "named", "oracles"] = "named"
     most_rows: int = 0
     sink: bool = False
     paged: bool = False
     captured: bool = False
 
     def exists(self, dtype: str, distribution: str, *, backward: bool = False) -> bool:
-        """Whether there is such a Problem.
+        """Return whether there is such a Problem.
 
         Softmax has neither every dtype nor distribution; it has no backward, nor have pages.
         """
@@ -122,44 +128,43 @@ class Variant:
             return False
         if self.mods is not None:
             return True
-        known = distribution not in DISTRIBUTIONS or DISTRIBUTIONS[distribution].scores
-        return dtype in SOFTMAX_DTYPES and bool(known)
+        has_scores = distribution not in DISTRIBUTIONS or DISTRIBUTIONS[distribution].scores
+        return dtype in SOFTMAX_DTYPES and bool(has_scores)
 
     def fields(self, shape: Shape, kv_heads: int) -> dict[str, Any]:
-        """What of a Problem the variant and the shape say."""
+        """Return the fields of a Problem that the variant and the shape decide."""
         if self.mods is None:
             return {"operation": "softmax", "query": shape.query, "kv": shape.kv}
         if self.most_rows:
             shape = replace(shape, query=min(shape.query, self.most_rows))
         mask, score = self.mods(shape)
-        paging = _paging(shape.kv) if self.paged else None
+        # Pages as serving engines have them, and several of them from a length of 32 on.
+        paging = Paging(size=64 if shape.kv >= 4 * 64 else 16, seed=1) if self.paged else None
         layout = {"kv_heads": kv_heads, "sink": self.sink, "paging": paging}
         return asdict(shape) | layout | {"mask": mask, "score": score}
 
 
-def _paging(kv: int) -> Paging:
-    """Pages as serving engines have them, and several of them from a length of 32 on."""
-    return Paging(size=64 if kv >= 4 * 64 else 16, seed=1)
-
-
-def _uneven(length: int) -> list[int]:
-    """Uneven documents: a half, a quarter, an eighth, and the rest."""
+def _uneven_lengths(length: int) -> list[int]:
+    """Return four uneven documents: a half, a quarter, an eighth, and the rest."""
     halves = [length // 2, length // 4, length // 8]
     return [*halves, length - sum(halves)]
 
 
-def _uneven_pairs(shape: Shape) -> Spec:
-    """The first document has twice as many rows as keys, the second half as many."""
-    first, second, *rest = _uneven(shape.kv)
+def _uneven_documents(shape: Shape) -> Spec:
+    """Return documents of which the first has twice as many rows as keys, the second half."""
+    first, second, *rest = _uneven_lengths(shape.kv)
     return Spec.of(
-        "documents", query_lengths=_uneven(shape.query), kv_lengths=[second, first, *rest]
+        "documents",
+        query_lengths=_uneven_lengths(shape.query),
+        kv_lengths=[second, first, *rest],
     )
 
 
 def _neighborhood(name: str, shape: Shape) -> Spec:
-    """A canvas of a cell for each position, and windows of a quarter of its sides, 3 at least.
+    """Return a canvas of a cell for each position, and windows of a quarter of its sides.
 
-    Its rows are the largest power of two that divides the length and is at most its root.
+    Its rows are the largest power of two that divides the length and is at most its root; a
+    window's side is 3 at least.
     """
     length, rows = max(shape.query, shape.kv), 1
     while length % (2 * rows) == 0 and (2 * rows) ** 2 <= length:
@@ -170,51 +175,52 @@ def _neighborhood(name: str, shape: Shape) -> Spec:
     return Spec.of(name, canvas=canvas, kernel=kernel, **tiles)
 
 
-def _named(*variants: Variant) -> dict[str, Variant]:
-    return {variant.name: variant for variant in variants}
+_CAUSAL, _BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 
-
-VARIANTS: dict[str, Variant] = _named(
-    Variant(name="full", summary="every key", mods=lambda _: (FULL, NONE)),
+_TABLE = (
+    Variant(name="full", summary="every key", mods=lambda _: (FULL, NONE), measured="usual"),
     Variant(
         name="causal",
         summary="keys up to the row's own index",
-        mods=lambda _: (Spec.of("causal"), NONE),
+        mods=lambda _: (_CAUSAL, NONE),
+        measured="usual",
     ),
     Variant(
         name="alibi",
         summary="causal, scores falling with distance",
-        mods=lambda _: (Spec.of("causal"), Spec.of("alibi")),
+        mods=lambda _: (_CAUSAL, Spec.of("alibi")),
+        measured="usual",
     ),
     Variant(
         name="sliding_window",
         summary="the last quarter of the keys up to the row's own",
         mods=lambda s: (Spec.of("sliding_window", window=max(1, s.kv // 4)), NONE),
+        measured="usual",
     ),
     Variant(
         name="prefix_lm",
         summary="causal, the first quarter of the keys visible to all",
         mods=lambda s: (Spec.of("prefix_lm", prefix=s.kv // 4), NONE),
+        measured="usual",
     ),
     Variant(
         name="softcap",
         summary="every key, scores through 20·tanh(score/20)",
         mods=lambda _: (FULL, Spec.of("softcap", cap=20.0)),
+        measured="usual",
     ),
     Variant(
         name="document",
         summary="four documents of uneven length, each for itself",
-        mods=lambda s: (Spec.of("document", lengths=_uneven(max(s.query, s.kv))), NONE),
+        mods=lambda s: (Spec.of("document", lengths=_uneven_lengths(max(s.query, s.kv))), NONE),
+        measured="usual",
     ),
     Variant(
         name="softmax",
         summary="no attention: the softmax of query rows of kv scores",
         mods=None,
+        measured="usual",
     ),
-)
-"""Measured unless others are named."""
-
-FURTHER: dict[str, Variant] = _named(
     Variant(
         name="neighborhood",
         summary="cells of a canvas, each sees those around it; a quarter of its sides",
@@ -239,41 +245,55 @@ FURTHER: dict[str, Variant] = _named(
     Variant(
         name="relative_bias",
         summary="causal, a number added for each head and distance; with --backward its gradient",
-        mods=lambda s: (Spec.of("causal"), Spec.of("relative_bias", distance=s.kv // 4, seed=0)),
+        mods=lambda s: (_CAUSAL, Spec.of("relative_bias", distance=s.kv // 4, seed=0)),
         captured=True,
     ),
     Variant(
         name="varlen",
         summary="four documents, with other lengths of rows than of keys",
-        mods=lambda s: (_uneven_pairs(s), NONE),
+        mods=lambda s: (_uneven_documents(s), NONE),
     ),
     Variant(
         name="sink",
         summary="causal, each head with a sink beside its keys",
-        mods=lambda _: (Spec.of("causal"), NONE),
+        mods=lambda _: (_CAUSAL, NONE),
         sink=True,
     ),
     Variant(
         name="paged",
         summary="causal, keys and values in pages of 64 (16 where there are few)",
-        mods=lambda _: (Spec.of("causal"), NONE),
+        mods=lambda _: (_CAUSAL, NONE),
         paged=True,
     ),
     Variant(
         name="decode",
-        summary=f"the last {_FEW} rows of causal over all keys, as in a decoding step",
-        mods=lambda _: (Spec.of("causal_bottom_right"), NONE),
-        most_rows=_FEW,
+        summary=f"the last {_DECODED_ROWS} rows of causal over all keys, as in a decoding step",
+        mods=lambda _: (_BOTTOM_RIGHT, NONE),
+        most_rows=_DECODED_ROWS,
     ),
     Variant(
         name="paged_decode",
         summary="the same with keys and values in pages",
-        mods=lambda _: (Spec.of("causal_bottom_right"), NONE),
-        most_rows=_FEW,
+        mods=lambda _: (_BOTTOM_RIGHT, NONE),
+        most_rows=_DECODED_ROWS,
         paged=True,
     ),
+    Variant(
+        name="sharp",
+        summary="every key, every score times 16: beyond the exponents of fp64",
+        mods=lambda _: (FULL, Spec.of("temperature", temperature=2.0**-4)),
+        measured="oracles",
+    ),
 )
+
+VARIANTS = {variant.name: variant for variant in _TABLE if variant.measured == "usual"}
+"""Measured unless others are named."""
+
+FURTHER = {variant.name: variant for variant in _TABLE if variant.measured == "named"}
 """Measured where they are named, or with ``ALL``."""
+
+SHARP = next(variant for variant in _TABLE if variant.measured == "oracles")
+"""No kernel is measured on it: what it shows is where the naive softmax ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,13 +304,12 @@ class Cell:
     problem: Problem
 
     def asking(self, *, backward: bool) -> Cell:
-        """The same with gradients of out's loss, or of the forward alone.
+        """Return the same with gradients of out's loss, or of the forward alone.
 
         Raises ProblemError where there are no gradients.
         """
-        return replace(
-            self, problem=self.problem.replace(backward=backward, dlse=False, dcaptured=False)
-        )
+        problem = self.problem.replace(backward=backward, dlse=False, dcaptured=False)
+        return replace(self, problem=problem)
 
 
 def plan_cells(
@@ -303,7 +322,7 @@ def plan_cells(
     own: Variant | None = None,
     backward: bool = False,
 ) -> list[Cell]:
-    """Every combination, in the order in which a report shows them.
+    """Return every combination, in the order in which a report shows them.
 
     Args:
         dtypes: Names of dtypes that kernels are measured in.
@@ -316,16 +335,18 @@ def plan_cells(
         own: A variant that no name stands for; measured in place of ``VARIANTS``.
         backward: Whether gradients are asked for too.
 
-    Raises UnknownName or ProblemError for anything that cannot be measured, before anything is.
+    Raises:
+        UnknownName, ProblemError: for anything that cannot be measured, before anything is.
     """
-    named = {own.name: own} if own else _asked_for(variants)
-    must = own is not None or (bool(variants) and ALL not in variants)
+    named = {own.name: own} if own else _variants_named(variants)
+    # What is asked for by name must exist: its Problem says why it does not.
+    must_exist = own is not None or (bool(variants) and ALL not in variants)
     cells = []
     for dtype, text, distribution in itertools.product(dtypes, shapes, distributions):
         check_measured(dtype)
         shape = Shape.parse(text)
         for name, variant in named.items():
-            if not (must or variant.exists(dtype, distribution, backward=backward)):
+            if not (must_exist or variant.exists(dtype, distribution, backward=backward)):
                 continue
             for kv_heads in shape.head_counts():
                 fields = variant.fields(shape, kv_heads)
@@ -337,7 +358,7 @@ def plan_cells(
     return list(dict.fromkeys(cells))
 
 
-def _asked_for(names: Sequence[str]) -> dict[str, Variant]:
+def _variants_named(names: Sequence[str]) -> dict[str, Variant]:
     known = VARIANTS | FURTHER
     for name in names:
         if name not in known and name != ALL:
@@ -348,105 +369,102 @@ def _asked_for(names: Sequence[str]) -> dict[str, Variant]:
 
 
 def check_measured(dtype: str) -> None:
-    """Raises UnknownName for a dtype that kernels are not measured in."""
+    """Raise UnknownName for a dtype that kernels are not measured in."""
     measured = [name for name, d in DTYPES.items() if d.measured]
     if dtype not in measured:
         raise UnknownName("dtype", dtype, measured)
 
 
 def check_memory(problem: Problem) -> None:
-    """Raises ProblemError when the inputs alone, in float64 while drawn, do not fit."""
+    """Raise ProblemError when the inputs alone, in float64 while drawn, do not fit."""
     dims = problem.head_dim + problem.value_dim
-    columns = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
+    numbers = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
     if problem.operation == "softmax":
-        columns = 2 * problem.heads * problem.query * problem.kv
+        numbers = 2 * problem.heads * problem.query * problem.kv
     # A backward has a gradient for each of them.
-    needed = 8 * problem.batch * columns * (2 if problem.backward else 1)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+    needed = 8 * problem.batch * numbers * (2 if problem.backward else 1)
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
         raise ProblemError(
             f"shape {problem.shape} needs {needed / 2**30:.0f} GiB for inputs and outputs in "
-            f"float64; this machine has {there / 2**30:.0f} GiB."
+            f"float64; this machine has {available / 2**30:.0f} GiB."
         )
 
 
-_Asked = tuple["Cell", "Subject"]
+# ------------------------------------------------------------ one cell by its name
+
+_CellOfSubject = tuple[Cell, "Subject"]
 
 
 def choose_cell(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple[Cell, Subject]:
-    """The one that is called ``name``: ``KERNEL/VARIANT[/HEADS[/DTYPE]]``.
+    """Return the cell and kernel that ``name`` calls: ``KERNEL/VARIANT[/HEADS[/DTYPE]]``.
 
     Args:
-        name: What distinguishes it may be left out at the end; a softmax has no HEADS.
-        pairs: Cells with the kernels that they concern, of ``measure.pairs``.
+        name: The end may be left out where the rest names one; a softmax has no HEADS.
+        pairs: Cells with the kernels that they concern.
 
     Raises:
         UsageError: where it names none, or several; what there is is listed.
     """
-    asked = [(cell, subject) for cell, subjects in pairs for subject in subjects]
-    matches = [one for one in asked if f"{_label(one)}/".startswith(f"{name}/")]
+    choices = [(cell, subject) for cell, subjects in pairs for subject in subjects]
+    matches = [one for one in choices if f"{'/'.join(_label_parts(one))}/".startswith(f"{name}/")]
     if not matches:
-        raise UnknownName("cell", name, _nearest(name, asked))
-    if len(matches) > 1:
-        raise UsageError(_ambiguous(name, matches))
-    return matches[0]
-
-
-def _parts(asked: _Asked) -> tuple[str, ...]:
-    cell, subject = asked
-    problem = cell.problem
-    parts = (subject.name, cell.variant, head_arrangement(problem), problem.dtype)
-    return tuple(part for part in parts if part)
-
-
-def _label(asked: _Asked) -> str:
-    return "/".join(_parts(asked))
-
-
-def _nearest(name: str, asked: list[_Asked]) -> list[str]:
-    """Names that are as long as what of ``name`` is known, and one part more."""
-    known = [_parts(one) for one in asked]
-    depth = 1
-    while True:
-        there = {parts: "/".join(parts[:depth]) for parts in known}
-        right = [parts for parts in known if f"{name}/".startswith(f"{there[parts]}/")]
-        if not right or depth > max(map(len, right)):
-            return sorted(set(there.values()))
-        known, depth = right, depth + 1
-
-
-def _ambiguous(name: str, matches: list[_Asked]) -> str:
-    labels = [_label(one) for one in matches]
+        raise UnknownName("cell", name, _nearest_labels(name, choices))
+    if len(matches) == 1:
+        return matches[0]
+    labels = ["/".join(_label_parts(one)) for one in matches]
     if len(set(labels)) == len(labels):
-        return f"cell {name!r} is one of {', '.join(labels)}: name one of them."
+        raise UsageError(f"cell {name!r} is one of {', '.join(labels)}: name one of them.")
     problems = ", ".join(str(cell.problem) for cell, _ in matches)
-    return (
+    raise UsageError(
         f"cell {name!r} is one of {len(matches)} problems ({problems}): "
         "ask for one shape, one distribution and one recorded call."
     )
 
 
+def _label_parts(choice: _CellOfSubject) -> tuple[str, ...]:
+    cell, subject = choice
+    problem = cell.problem
+    parts = (subject.name, cell.variant, head_arrangement(problem), problem.dtype)
+    return tuple(part for part in parts if part)
+
+
+def _nearest_labels(name: str, choices: list[_CellOfSubject]) -> list[str]:
+    """Return labels as long as the part of ``name`` that is known, and one part more."""
+    known = [_label_parts(one) for one in choices]
+    depth = 1
+    while True:
+        prefixes = {parts: "/".join(parts[:depth]) for parts in known}
+        right = [parts for parts in known if f"{name}/".startswith(f"{prefixes[parts]}/")]
+        if not right or depth > max(map(len, right)):
+            return sorted(set(prefixes.values()))
+        known, depth = right, depth + 1
+
+
+# ------------------------------------------------------------ mods and inputs of the user's own
+
+
 def own_variant(mask: str | None, score: str | None) -> Variant:
-    """A variant of a mask and a score mod as typed: ``FILE.py::NAME``, or a name of the library.
+    """Return a variant of a mask and a score mod as typed: ``FILE.py::NAME``, or a library's name.
 
     Raises:
-        UsageError: for a file, name or callable that cannot be (``mods.own``), or a mod of the
-            library that is not known.
+        UsageError: for a file, name or callable that cannot be (``mods.mod_files``), or a mod of
+            the library that is not known.
         ProblemError: for one of the library that needs numbers, which a command line cannot give.
     """
     specs = (
-        _spec(mask, "mask", MASKS, load_mask) if mask is not None else FULL,
-        _spec(score, "score mod", SCORES, load_score) if score is not None else NONE,
+        _own_spec(mask, "mask", MASKS, load_mask) if mask is not None else FULL,
+        _own_spec(score, "score mod", SCORES, load_score) if score is not None else NONE,
     )
     name = " ".join(spec.name for spec in specs if spec != NONE)
     return Variant(name=name, summary="as typed", mods=lambda _: specs)
 
 
-def _spec(
-    text: str, kind: str, entries: Mapping[str, Entry[Any]], adopt: Callable[[str], Spec]
+def _own_spec(
+    text: str, kind: str, entries: Mapping[str, Entry[Any]], load: Callable[[str], Spec]
 ) -> Spec:
-    if "::" in text or text.endswith(".py"):  # or its beginning: ``adopt`` says what is missing
-        return adopt(text)
+    if "::" in text or text.endswith(".py"):  # or its beginning: ``load`` says what is missing
+        return load(text)
     complete = [name for name, entry in entries.items() if not (entry.arguments or entry.compose)]
     if text not in entries:
         raise UnknownName(kind, text, without_recorded(complete))
@@ -456,19 +474,19 @@ def _spec(
 
 
 def recorded_cells(path: str, dtypes: Sequence[str]) -> list[Cell]:
-    """The recorded calls of a safetensors file, in their own dtype or in each of ``dtypes``.
+    """Return the recorded calls of a safetensors file, in their own dtype or in each of ``dtypes``.
 
-    Raises UsageError for a file that is not a recording (``recording_file.load``), and for numbers
-    that a dtype does not hold.
+    Raises:
+        UsageError: for a file that is no recording, and for numbers that a dtype does not hold.
     """
     from attncheck.inputs import recording_file
 
     for name in dtypes:
         check_measured(name)
-    calls = recording_file.load(path)
+    recordings = recording_file.load(path)
     cells = []
     for dtype in dict.fromkeys(dtypes) or (None,):
-        for recording in calls:
+        for recording in recordings:
             problem = recording.problem(dtype)
             check_memory(problem)
             _check_range(recording, problem)
@@ -477,20 +495,17 @@ def recorded_cells(path: str, dtypes: Sequence[str]) -> list[Cell]:
 
 
 def _check_range(recording: Recording, problem: Problem) -> None:
-    """Raises UsageError where a number would become infinite in the Problem's dtype.
-
-    In fp8 none does: a head's descale, an fp32 number, brings its largest to the format's.
-    """
-    fmt = problem.formats.products  # in tf32 kernels read what is stored in fp32
-    if problem.formats.scaled:
+    """Raise UsageError where a number would become infinite in the Problem's dtype."""
+    number_format = problem.formats.products  # in tf32 kernels read what is stored in fp32
+    if problem.formats.scaled:  # a head's descale brings its largest to the format's
         return
     for name in ("q", "k", "v"):
         sizes = getattr(recording, name).abs()
-        if round_to(sizes.max().double(), fmt).isfinite():  # rounding is monotonic
+        if round_to(sizes.max().double(), number_format).isfinite():  # rounding is monotonic
             continue
-        count = int((sizes.double() > fmt.max).sum())
+        count = int((sizes.double() > number_format.max).sum())
         raise UsageError(
             f"{name} of call {recording.call.name!r} has {count} number{'s' * (count > 1)} beyond "
-            f"{fmt.name}'s {fmt.max:g}: choose another dtype, such as its own, "
+            f"{number_format.name}'s {number_format.max:g}: choose another dtype, such as its own, "
             f"{recording.call.dtype}."
         )

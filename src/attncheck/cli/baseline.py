@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,9 +16,9 @@ from attncheck.core.sanitize_text import one_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from attncheck.records.baseline_entries import Baseline, Entry, Key
-    from attncheck.records.record import Environment, Record
-    from attncheck.records.run_reports import Answer, Change, GateReport
+    from attncheck.records.baseline_entries import Entry, Key
+    from attncheck.records.record import Environment
+    from attncheck.records.run_reports import Answer, Change
 
 __all__ = ["Measurements", "baseline", "baseline_path", "read_measurements"]
 
@@ -30,7 +30,7 @@ class Measurements:
     Attributes:
         answers: Of all stages.
         by_record: Environments by the ids that Records have.
-        environments: Environments by ``baseline_record.fingerprint``.
+        environments: Environments by ``baseline_entries.environment_id``.
         entries: What a baseline would keep, right or wrong.
         problems: What each case is, in a few words, by its id.
         complete: Whether everything was asked that was to be.
@@ -63,69 +63,49 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
     """
     from attncheck.baseline.comparison import comparable_entries, measurements
     from attncheck.records.baseline_entries import environment_id
+    from attncheck.records.problem_summary import problem_of
 
-    found = Measurements()
+    measured = Measurements()
     for source in sources:
         answers, environments, complete = _read(Path(source))
-        found.complete &= complete
-        found.by_record |= environments
-        found.answers += answers
+        measured.complete &= complete
+        measured.by_record |= environments
+        measured.answers += answers
         records = list(measurements(answers))
         kept = comparable_entries(records, environments)
         if not kept:
-            raise UsageError(f"{one_line(source)} has nothing for a baseline: {_why(records)}.")
-        found.entries |= {key: entry for key, (entry, _) in kept.items()}
-        found.problems |= {record.case_id: _problem(record) for record in records}
-    found.environments = {environment_id(one): one for one in found.by_record.values()}
-    return found
+            why = "no answer of the stage 'baseline' is in it"
+            if records:
+                why = "none of its records has an accuracy: attncheck gate measures it"
+            raise UsageError(f"{one_line(source)} has nothing for a baseline: {why}.")
+        measured.entries |= {key: entry for key, (entry, _) in kept.items()}
+        for record in records:
+            problem = problem_of(record)
+            words = (problem.dtype, record.variant, problem.full_shape)
+            measured.problems[record.case_id] = " ".join(filter(None, words))
+    measured.environments = {environment_id(one): one for one in measured.by_record.values()}
+    return measured
 
 
 def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
     """Answers, environments, and whether all was asked."""
-    from attncheck.records.json_reports import load_report
-    from attncheck.records.record import Report
-    from attncheck.records.run_reports import Answer
-
-    if path.suffix != ".jsonl" and not _of_a_gate(path):
-        records = load_report(path, Report)
-        answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
-        return answers, records.environments, False
-    report = _gate(path)
-    return list(report.answers), report.environments, not report.unfinished and not report.shard
-
-
-def _of_a_gate(path: Path) -> bool:
     from attncheck.core import json_numbers
-    from attncheck.records.json_reports import LARGEST_GATE
+    from attncheck.gate.gate_report import build_report
+    from attncheck.records.json_reports import LARGEST_GATE, load_report
+    from attncheck.records.record import Report
+    from attncheck.records.run_reports import Answer, GateReport
+    from attncheck.workers.journal_format import read_journal
 
-    data = json_numbers.read_json(path, "report", LARGEST_GATE)
-    return isinstance(data, dict) and "answers" in data
-
-
-def _gate(path: Path) -> GateReport:
     if path.suffix == ".jsonl":
-        from attncheck.gate.gate_report import build_report
-        from attncheck.workers.journal_format import read_journal
-
-        return build_report(read_journal(path))
-    from attncheck.records.json_reports import load_report
-    from attncheck.records.run_reports import GateReport
-
-    return load_report(path, GateReport)
-
-
-def _problem(record: Record) -> str:
-    """``bf16 causal B1 H2 Q128 K128 D64``."""
-    from attncheck.inputs.problem import Case
-
-    problem = Case.from_json(record.case).problem
-    return " ".join(part for part in (problem.dtype, record.variant, problem.shape) if part)
-
-
-def _why(records: Sequence[Record]) -> str:
-    if not records:
-        return "no answer of the stage 'baseline' is in it"
-    return "none of its records has an accuracy: attncheck gate measures it"
+        report = build_report(read_journal(path))
+    else:
+        data = json_numbers.read_json(path, "report", LARGEST_GATE)
+        if not (isinstance(data, dict) and "answers" in data):
+            records = load_report(path, Report)
+            answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
+            return answers, records.environments, False
+        report = load_report(path, GateReport)
+    return list(report.answers), report.environments, not report.unfinished and not report.shard
 
 
 _TAKEN = ("worse", "better", "new", "gone")
@@ -163,21 +143,18 @@ def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
 
     What fails cannot be kept: a baseline excuses no wrong answer. Commit the file.
     """
-    from attncheck.core.errors import UsageError
-    from attncheck.records.baseline_entries import make_baseline
-
     path = baseline_path(file)
     if path.exists() and not force:
         raise UsageError(
             f"{path} is there: take changes over with attncheck baseline accept, or add --force."
         )
-    found = read_measurements(sources)
-    wrong = _wrong(found.entries.values()) or _failed(found)
-    if wrong:
-        return _refused(wrong)
-    _put(path, make_baseline(found.entries.values(), found.environments, _version()))
+    measured = read_measurements(sources)
+    entries = measured.entries.values()
+    if _refuses(entries) or _refuses((), measured.answers):
+        return 1
+    _write(path, entries, measured.environments)
     with standard_output():
-        click.echo(f"{len(found.entries):,} cases are kept in {path}")
+        click.echo(f"{len(measured.entries):,} cases are kept in {path}")
     return 0
 
 
@@ -199,7 +176,7 @@ def diff(
     strict: bool,
     fmt: str,
 ) -> int:
-    """Show what the kernels of SOURCE can do beside the baseline.
+    """Show what the kernels of SOURCE can do, compared with the baseline.
 
     Exit code 1 when a case is worse.
     """
@@ -209,10 +186,10 @@ def diff(
 
     rendering.check_format(fmt)
     path = baseline_path(file)
-    found = read_measurements(sources)
-    changes = _chosen(_changes(path, found), kernels, cases)
+    measured = read_measurements(sources)
+    changes = _chosen(_changes(path, measured), kernels, cases)
     report = BaselineComparison(
-        command=typed_command(), baseline=path.name, problems=found.problems, changes=changes
+        command=typed_command(), baseline=path.name, problems=measured.problems, changes=changes
     )
     with standard_output():
         rendering.show(report, fmt)
@@ -239,37 +216,49 @@ def accept(
     What is worse needs a reason, which stands in the file from then on. What is within rounding
     stays as it was, unless its case is named: else a baseline would creep.
     """
-    from attncheck.core.errors import UsageError
+    from msgspec.structs import replace
 
-    path = baseline_path(file)
-    found = read_measurements(sources)
-    changes = _chosen(_changes(path, found), kernels, cases)
-    taken = [c for c in changes if c.standing in _TAKEN or c.case_id in cases]
-    worse = [change for change in taken if change.standing == "worse"]
-    entries = _entries(taken, found)
-    wrong = _wrong(entries)
-    if wrong:
-        return _refused(wrong)
-    if worse and not reason.strip():
-        raise UsageError(
-            f"case {worse[0].case_id} of kernel {worse[0].kernel!r} is worse: say why it is to be "
-            "accepted with --reason."
-        )
-    gone = {(change.kernel, change.case_id) for change in taken if change.standing == "gone"}
-    _put(path, _after(path, found, entries, gone, reason.strip(), worse))
+    from attncheck.records.baseline_entries import read_baseline
     from attncheck.reporting.score_documents import tally
 
+    path = baseline_path(file)
+    measured = read_measurements(sources)
+    changes = _chosen(_changes(path, measured), kernels, cases)
+    taken = [c for c in changes if c.standing in _TAKEN or c.case_id in cases]
+    worse, gone, named = (
+        {(c.kernel, c.case_id) for c in taken if not standing or c.standing == standing}
+        for standing in ("worse", "gone", "")
+    )
+    entries = [e for e in measured.entries.values() if (e.kernel, e.case) in named]
+    if _refuses(entries):
+        return 1
+    if worse and not reason.strip():
+        kernel, case = next((c.kernel, c.case_id) for c in taken if c.standing == "worse")
+        raise UsageError(
+            f"case {case} of kernel {kernel!r} is worse: say why it is to be accepted with "
+            "--reason."
+        )
+    kept = read_baseline(path)
+    # What is gone is so on the architectures that were asked now; on others it stays.
+    devices = {entry.device for entry in measured.entries.values()}
+    left = [e for e in kept.entries if (e.kernel, e.case) not in gone or e.device not in devices]
+    excused = [
+        replace(entry, reason=reason.strip()) if (entry.kernel, entry.case) in worse else entry
+        for entry in entries
+    ]
+    by_key = {entry.key: entry for entry in (*left, *excused)}
+    _write(path, by_key.values(), {**kept.environments, **measured.environments})
     with standard_output():
         click.echo(f"{path}: {tally(taken)} taken over")
     return 0
 
 
-def _changes(path: Path, found: Measurements) -> tuple[Change, ...]:
+def _changes(path: Path, measured: Measurements) -> tuple[Change, ...]:
     from attncheck.baseline.comparison import compare_runs
     from attncheck.records.baseline_entries import read_baseline
 
     kept = read_baseline(path)
-    return compare_runs(kept, found.answers, found.by_record, complete=found.complete)
+    return compare_runs(kept, measured.answers, measured.by_record, complete=measured.complete)
 
 
 def _chosen(
@@ -293,75 +282,32 @@ def _chosen(
     )
 
 
-def _entries(taken: Iterable[Change], found: Measurements) -> list[Entry]:
-    """What the changes that are taken over say now, on whichever architecture."""
-    wanted = {(change.kernel, change.case_id) for change in taken}
-    return [entry for entry in found.entries.values() if (entry.kernel, entry.case) in wanted]
+def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
+    """Whether something is wrong and cannot be kept, which is said on standard error.
 
-
-def _after(  # what becomes of a baseline
-    path: Path,
-    found: Measurements,
-    entries: Iterable[Entry],
-    gone: set[tuple[str, str]],
-    reason: str,
-    worse: Iterable[Change],
-) -> Baseline:
-    from msgspec.structs import replace
-
-    from attncheck.records.baseline_entries import make_baseline, read_baseline
-
-    kept = read_baseline(path)
-    asked = {entry.device for entry in found.entries.values()}
-    accused = {(change.kernel, change.case_id) for change in worse}
-    excused = [
-        replace(entry, reason=reason) if (entry.kernel, entry.case) in accused else entry
-        for entry in entries
-    ]
-    left = [e for e in kept.entries if (e.kernel, e.case) not in gone or e.device not in asked]
-    by_key = {entry.key: entry for entry in (*left, *excused)}
-    return make_baseline(by_key.values(), {**kept.environments, **found.environments}, _version())
-
-
-def _wrong(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
-    """Kernel, case and status of what cannot be kept."""
+    Of a kernel that fails whatever else a gate has asked there is no baseline either.
+    """
     from attncheck.baseline.comparison import KEPT_STATUSES
-
-    return [
-        (one.kernel, one.case, one.status) for one in entries if one.status not in KEPT_STATUSES
-    ]
-
-
-def _failed(found: Measurements) -> list[tuple[str, str, str]]:
-    """The same of whatever else a gate has asked: there is no baseline of a kernel that fails."""
     from attncheck.records.record import FAILED_STATUSES
 
-    records = (answer.record for answer in found.answers)
-    return [
-        (one.kernel, one.case_id, one.status) for one in records if one.status in FAILED_STATUSES
-    ]
+    wrong = [(e.kernel, e.case, e.status) for e in entries if e.status not in KEPT_STATUSES]
+    records = [answer.record for answer in answers]
+    wrong += [(r.kernel, r.case_id, r.status) for r in records if r.status in FAILED_STATUSES]
+    if wrong:
+        kernel, case, status = wrong[0]
+        more = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
+        click.echo(
+            f"attncheck: kernel {one_line(kernel)!r}, case {case}: {status}{more}; a wrong answer "
+            "cannot be kept in a baseline: mend the kernel.",
+            err=True,
+        )
+    return bool(wrong)
 
 
-def _refused(wrong: Sequence[tuple[str, str, str]]) -> int:
-    kernel, case, status = wrong[0]
-    more = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
-    said = (
-        f"kernel {one_line(kernel)!r}, case {case}: {status}{more}; a wrong answer cannot be kept "
-        "in a baseline: mend the kernel."
-    )
-    click.echo(f"attncheck: {said}", err=True)
-    return 1
-
-
-def _put(path: Path, kept: Baseline) -> None:
-    from attncheck.core.files import write_texts
-    from attncheck.records.baseline_entries import baseline_text
-
-    files: dict[str, Any] = {path.name: baseline_text(kept)}
-    write_texts(files, path.parent, what="the baseline", instead="--baseline")
-
-
-def _version() -> str:
+def _write(path: Path, entries: Iterable[Entry], environments: dict[str, Environment]) -> None:
     from attncheck import __version__
+    from attncheck.core.files import write_texts
+    from attncheck.records.baseline_entries import baseline_text, make_baseline
 
-    return __version__
+    text = baseline_text(make_baseline(entries, environments, __version__))
+    write_texts({path.name: text}, path.parent, what="the baseline", instead="--baseline")

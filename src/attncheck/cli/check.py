@@ -191,5 +191,7 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
     bad = worst_record(report)
     if bad is None:
         return report
-    told = diagnose_failure(bad, subject, device=device)
-    return replace(report, records=tuple(told if one is bad else one for one in report.records))
+    diagnosed = diagnose_failure(bad, subject, device=device)
+    return replace(
+        report, records=tuple(diagnosed if one is bad else one for one in report.records)
+    )

@@ -29,9 +29,9 @@ def config(files: tuple[str, ...]) -> int:
     paths = [Path(file) for file in files] or [_nearest()]
     wrong = []
     for path in dict.fromkeys(paths):
-        count, found = find_mistakes(path)
-        wrong += found
-        if not found:
+        count, mistakes = find_mistakes(path)
+        wrong += mistakes
+        if not mistakes:
             with standard_output():
                 click.echo(f"{one_line(str(path))}: {count} kernel{'' if count == 1 else 's'}")
     for line in wrong:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attncheck.cases.tier import Tier
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
-    from attncheck.suite.property_session import UnderTest
+    from attncheck.suite.under_test import UnderTest
 
 __all__ = [
     "DTYPE",
@@ -110,12 +110,12 @@ def demo(
     _say(_STORY["usual"].format(usual=_USUAL))
     _say_lines(_usual_test(device))
     interrupts.check()
-    found = _find(load_subject(KERNEL), device, quiet=quiet)
+    failure = _find(load_subject(KERNEL), device, quiet=quiet)
     interrupts.check()
-    if found is None:
-        _say("Nothing was found. That is a fault of attncheck: please report it.")
+    if failure is None:
+        _say("Nothing was failure. That is a fault of attncheck: please report it.")
         return NOT_CAUGHT
-    _tell(found, device)
+    _tell(failure, device)
     _say(f"Caught in {time.monotonic() - start:.0f} s.", gap=False)
     return 0
 
@@ -173,57 +173,34 @@ def _find(subject: Subject, device: str, *, quiet: bool) -> DemoFailure | None:
     return search_with_hypothesis(KERNEL, subject, device) or search_tile_edges(subject, device)
 
 
-def _tell(found: DemoFailure, device: str) -> None:
+def _tell(failure: DemoFailure, device: str) -> None:
+    from attncheck.cli.repro import write_script
     from attncheck.diagnose.reproduce import new_failure
+    from attncheck.inputs.problem import Case
     from attncheck.records.failures import keep_failure
     from attncheck.records.problem_summary import problem_of
     from attncheck.reporting.diagnosis_text import kept_failure_text
+    from attncheck.subjects.load import load_subject
 
-    kept = new_failure(found.smallest, kernel=KERNEL, device=device)
+    kept = new_failure(failure.smallest, kernel=KERNEL, device=device)
     keep_failure(kept)
-    if found.after:
-        told = [f"   problem {found.before} fails: {problem_of(found.first).full_line}"]
-        told += [f"   the smallest that does, after {found.after} more:"]
+    if failure.after:
+        introduction = [f"   problem {failure.before} fails: {problem_of(failure.first).full_line}"]
+        introduction += [f"   the smallest that does, after {failure.after} more:"]
     else:
-        told = [f"   problem {found.before} fails:"]
-    _say_lines([*told, ""])
-    said = [line for line in kept_failure_text(kept).splitlines() if not line.startswith(_LEFT_OUT)]
-    _say_lines([part for line in said for part in _wrapped(line, " " * 13)])
-    script = _script(found.smallest, kept.id, device)
+        introduction = [f"   problem {failure.before} fails:"]
+    _say_lines([*introduction, ""])
+    text = [line for line in kept_failure_text(kept).splitlines() if not line.startswith(_LEFT_OUT)]
+    _say_lines([part for line in text for part in _wrapped(line, " " * 13)])
+    script = _folder() / f"{kept.id}.py"
+    case = Case.from_json(failure.smallest.case)
+    subject = load_subject(KERNEL)
+    how = {"kernel": KERNEL, "convention": "", "device": device, "instead": "working directory"}
+    write_script(script, subject, case, failure.smallest, **how)
     _say(f"Without attncheck: python {script}", gap=False)
     lines = source().splitlines()
     number = next(count for count, line in enumerate(lines, 1) if PLANTED in line)
     _say(_STORY["why"].format(number=number, planted=PLANTED, mended=MENDED))
-
-
-def _script(record: Record, identifier: str, device: str) -> Path:
-    """Written beside the failure; where it lies."""
-    from attncheck.core.files import write_texts
-    from attncheck.inputs.problem import Case
-    from attncheck.records.problem_summary import problem_of
-    from attncheck.standalone.standalone_script import render_script
-    from attncheck.subjects.load import load_subject
-    from attncheck.verify.question_fit import question_summary
-
-    path = _folder() / f"{identifier}.py"
-    case = Case.from_json(record.case)
-    facts = {
-        "kernel": f"{KERNEL} on {device}",
-        "problem": problem_of(record).full_line,
-        "asks": question_summary(case.question),
-    }
-    text = render_script(
-        load_subject(KERNEL),
-        case,
-        record,
-        kernel=KERNEL,
-        convention="",
-        device=device,
-        facts=facts,
-        path=path,
-    )
-    write_texts({path.name: text}, path.parent, what="the script", instead="working directory")
-    return path
 
 
 def _wrapped(text: str, further: str) -> list[str]:
@@ -312,12 +289,14 @@ def search_tile_edges(subject: Subject, device: str) -> DemoFailure | None:
 
 def _searched(name: str, subject: Subject, device: str, most: int) -> DemoFailure | None:
     from attncheck.suite import pytest_options
-    from attncheck.suite.property_session import PropertySpec, UnderTest, cases, search_cases
+    from attncheck.suite.property_spec import PropertySpec, cases
+    from attncheck.suite.search import search_cases
+    from attncheck.suite.under_test import UnderTest
     from attncheck.suite.wrong_answers import WrongAnswer
 
     pytest_options.register()
     kernel = UnderTest(name, subject, device, dtype=DTYPE, family="full", tier=_tier(most))
-    asked = PropertySpec(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
+    spec = PropertySpec(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
     first: list[tuple[Record, int]] = []
 
     def count_keys(kernel: UnderTest, case: Case) -> None:
@@ -329,7 +308,7 @@ def _searched(name: str, subject: Subject, device: str, most: int) -> DemoFailur
         kernel.share = 0.0  # draw on, and do not climb to where rounding is largest
 
     try:
-        search_cases(count_keys, kernel, cases(kernel, asked))
+        search_cases(count_keys, kernel, cases(kernel, spec))
     except WrongAnswer as wrong:
         record, before = first[0]
         after = kernel.tally.total - before

@@ -19,17 +19,17 @@ def doctor(*, as_json: bool) -> int:
     """Versions, devices, and a small self-test of what runs here. Exit code 3 if one fails."""
     from attncheck.surveys.machine_checkup import check_machine
 
-    found = check_machine()
+    checkup = check_machine()
     with standard_output():
         if as_json:
-            click.echo(json.dumps(found, indent=2))
+            click.echo(json.dumps(checkup, indent=2))
         else:
-            _echo(found)
-    return 0 if all(test["ok"] for test in found["self_tests"]) else INFRASTRUCTURE
+            _echo(checkup)
+    return 0 if all(test["ok"] for test in checkup["self_tests"]) else INFRASTRUCTURE
 
 
-def _echo(found: dict[str, object]) -> None:
-    environment, tests = found["environment"], found["self_tests"]
+def _echo(checkup: dict[str, object]) -> None:
+    environment, tests = checkup["environment"], checkup["self_tests"]
     assert isinstance(environment, dict)
     assert isinstance(tests, list)
     for name, value in environment.items():

@@ -63,21 +63,21 @@ def init(  # noqa: PLR0913  # one parameter per option
     path = Path(file) if file else default_path()
     name = name or name_of(spec)
     check_kernel_name(name, path, force=force or dry_run)  # before a minute is spent
-    _, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
-    if found.base is None:
-        return _nothing(spec, found)
-    table = _table(kernel, found, path, name)
+    _, kernel, detected = run_probe(interrupts, spec, convention, device, quiet=quiet)
+    if detected.base is None:
+        return _nothing(spec, detected)
+    table = _table(kernel, detected, path, name)
     text = with_table(path, name, table)
     if not dry_run:
         interrupts.check()
         write_file(path, text)
     with standard_output():
         click.echo(table)
-        click.echo(_next(path, name, dry_run=dry_run, found=found))
+        click.echo(_next(path, name, dry_run=dry_run, detected=detected))
     return 0
 
 
-def _table(kernel: Candidate, found: DetectedCapabilities, path: Path, name: str) -> str:
+def _table(kernel: Candidate, detected: DetectedCapabilities, path: Path, name: str) -> str:
     """The proposal, with what only its author can say kept from the table that it replaces."""
     from msgspec.structs import replace
 
@@ -85,7 +85,7 @@ def _table(kernel: Candidate, found: DetectedCapabilities, path: Path, name: str
     from attncheck.capabilities.configuration import entry_from, table_header
     from attncheck.surveys.capability_detection import propose_table
 
-    proposal, comments = propose_table(found, entry_from(kernel.entry, path))
+    proposal, comments = propose_table(detected, entry_from(kernel.entry, path))
     before = kernel.capabilities
     if before is not None:
         kept = ("arithmetic", "backward", "sources", "max_query", "max_kv", "override")
@@ -93,11 +93,11 @@ def _table(kernel: Candidate, found: DetectedCapabilities, path: Path, name: str
     return render_table(proposal, table_header(path, name), comments)
 
 
-def _next(path: Path, name: str, *, dry_run: bool, found: DetectedCapabilities) -> str:
+def _next(path: Path, name: str, *, dry_run: bool, detected: DetectedCapabilities) -> str:
     from attncheck.surveys.capability_detection import is_capability
 
     lines = [f"{'would be written' if dry_run else 'written'} to {path}"]
-    tried = filter(is_capability, found.tried)
+    tried = filter(is_capability, detected.tried)
     wrong = [f"{one.aspect} {one.what}" for one in tried if one.verdict == "wrong"]
     if wrong:
         lines.append(f"wrong answers, which stay in the table: {', '.join(dict.fromkeys(wrong))}")
@@ -110,7 +110,7 @@ def _next(path: Path, name: str, *, dry_run: bool, found: DetectedCapabilities) 
     return "\n".join(lines)
 
 
-def _nothing(spec: str, found: DetectedCapabilities) -> int:
-    reason = next((one.reason for one in found.tried if one.reason), "it refuses everything")
+def _nothing(spec: str, detected: DetectedCapabilities) -> int:
+    reason = next((one.reason for one in detected.tried if one.reason), "it refuses everything")
     click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
     return NOTHING_TAKEN

@@ -82,17 +82,17 @@ def mods(
     require_device(device)
     dimensions = dimensions_of(shape)
     subjects = _subjects(kernels, device)
-    found = mods_of_file(file, device)
+    file_mods = mods_of_file(file, device)
     name = Path(file.partition("::")[0]).name
-    _refuse(found, name, dimensions, device)
-    with progress(len(found), quiet=quiet) as advance:
+    _refuse(file_mods, name, dimensions, device)
+    with progress(len(file_mods), quiet=quiet) as advance:
 
         def done(mod: str) -> None:
             interrupts.check()
             advance(mod)
 
         report = survey_mods(
-            found,
+            file_mods,
             subjects,
             file=name,
             dimensions=dimensions,
@@ -106,13 +106,13 @@ def mods(
 
 
 def _refuse(
-    found: dict[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
+    file_mods: dict[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
 ) -> None:
     """A line on standard error for each mod that cannot be compared, and exit code 2."""
     from attncheck.core.errors import UsageError
     from attncheck.surveys.mod_survey import refusals
 
-    *others, last = refusals(found, file, dimensions, device) or [""]
+    *others, last = refusals(file_mods, file, dimensions, device) or [""]
     for reason in others:
         click.echo(f"attncheck: {reason}", err=True)
     if last:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from attncheck.capabilities.subject import Subject
 
 __all__ = [
+    "apply_options",
     "device_option",
     "format_option",
     "load_kernels",
@@ -37,6 +39,11 @@ seed_option = click.option(
 )
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
+
+
+def apply_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    """A decorator of all ``options``, in the order in which ``--help`` shows them."""
+    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
 def device_option(what: str) -> Callable[[F], F]:

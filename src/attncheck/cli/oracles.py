@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,11 +11,11 @@ from attncheck.cli.options import format_option, quiet_option, seed_option, type
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from attncheck.inputs.problem import Problem
+    from attncheck.records.survey_reports import CertificateReport, OracleReport
 
-__all__ = ["ReportKind", "certified_kind", "measured_kind", "oracles"]
+__all__ = ["oracles"]
 
 
 DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
@@ -109,7 +109,15 @@ def oracles(  # noqa: PLR0913  # one parameter per option
 
     if certify and digits is not None:
         raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")
-    kind = certified_kind() if certify else measured_kind(digits or DEFAULT_DIGITS)
+    survey: Callable[..., OracleReport | CertificateReport]
+    if certify:
+        from attncheck.surveys.oracle_certificates import certify_oracles
+
+        name, survey = "certificates", certify_oracles
+    else:
+        from attncheck.surveys.oracle_survey import survey_oracles
+
+        name, survey = "oracles", partial(survey_oracles, digits=digits or DEFAULT_DIGITS)
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
     cells = oracle_plan(
@@ -121,7 +129,7 @@ def oracles(  # noqa: PLR0913  # one parameter per option
         default=CERTIFIED_VARIANTS if certify else DEFAULT_VARIANTS,
     )
     if directory is not None:
-        rendering.check_writable(directory, kind.name)
+        rendering.check_writable(directory, name)
     with progress(len(cells), quiet=quiet) as advance:
 
         def done(what: str) -> None:
@@ -129,45 +137,10 @@ def oracles(  # noqa: PLR0913  # one parameter per option
             advance(what)
 
         named = [(cell.variant, cell.problem) for cell in cells]
-        report = kind.make(named, typed_command(), done)
+        report = survey(named, command=typed_command(), done=done)
     if directory is not None:
         with interrupts.writing(directory):
-            rendering.write_report(report, directory, kind.name, formats=("json", "md"))
+            rendering.write_report(report, directory, name, formats=("json", "md"))
     with standard_output():
         rendering.show(report, fmt)
     return exit_code(report)
-
-
-@dataclass(frozen=True, slots=True)
-class ReportKind:
-    """A report, how it is made and how it is shown.
-
-    Attributes:
-        name: Of its files.
-        make: Variants and Problems, the command line, and what is told of each → the report.
-    """
-
-    name: str
-    make: Callable[[Sequence[tuple[str, Problem]], str, Callable[[str], None]], Any]
-
-
-def measured_kind(digits: int) -> ReportKind:
-    """Distances from the exact result in so many digits."""
-    from attncheck.surveys.oracle_survey import survey_oracles
-
-    return ReportKind(
-        name="oracles",
-        make=lambda named, command, done: survey_oracles(
-            named, digits=digits, command=command, done=done
-        ),
-    )
-
-
-def certified_kind() -> ReportKind:
-    """Proven errors; raises UsageError where python-flint is not installed."""
-    from attncheck.surveys.oracle_certificates import certify_oracles
-
-    return ReportKind(
-        name="certificates",
-        make=lambda named, command, done: certify_oracles(named, command=command, done=done),
-    )

@@ -63,21 +63,21 @@ def probe(
     from attncheck.reporting.terminal import document_lines, print_lines, print_text
     from attncheck.surveys.capability_detection import propose_table
 
-    device, kernel, found = run_probe(interrupts, spec, convention, device, quiet=quiet)
+    device, kernel, detected = run_probe(interrupts, spec, convention, device, quiet=quiet)
     name, table = name_of(spec), ""
-    if found.base is not None:
+    if detected.base is not None:
         path = default_path()
-        proposal, comments = propose_table(found, entry_from(kernel.entry, path))
+        proposal, comments = propose_table(detected, entry_from(kernel.entry, path))
         table = render_table(proposal, table_header(path, name), comments)
     with standard_output():
         if as_json:
-            click.echo(json.dumps(_as_json(name, device, found, table), indent=2))
+            click.echo(json.dumps(_as_json(name, device, detected, table), indent=2))
         else:
-            page = _document(kernel.name, found, device)
+            page = _document(kernel.name, detected, device)
             print_lines(lambda width: document_lines(page, width), sys.stdout)
             if table:
                 print_text(f"\n{table}", sys.stdout)
-    return 0 if found.base is not None else NOTHING_TAKEN
+    return 0 if detected.base is not None else NOTHING_TAKEN
 
 
 def run_probe(
@@ -114,10 +114,10 @@ def run_probe(
             interrupts.check()
             advance(what)
 
-        found = detect_capabilities(
+        detected = detect_capabilities(
             kernel.adopted, conventions, kernel.options(), device=device, advance=next_question
         )
-    return device, kernel, found
+    return device, kernel, detected
 
 
 def name_of(spec: str) -> str:
@@ -130,15 +130,17 @@ def name_of(spec: str) -> str:
     return name or "kernel"
 
 
-def _as_json(name: str, device: str, found: DetectedCapabilities, table: str) -> dict[str, object]:
+def _as_json(
+    name: str, device: str, detected: DetectedCapabilities, table: str
+) -> dict[str, object]:
     import msgspec
 
     return {
         "kernel": name,
         "device": device,
-        "convention": found.convention,
-        "problem": str(found.base) if found.base else None,
-        "tried": msgspec.to_builtins(found.tried),
+        "convention": detected.convention,
+        "problem": str(detected.base) if detected.base else None,
+        "tried": msgspec.to_builtins(detected.tried),
         "table": table,
     }
 
@@ -147,13 +149,13 @@ _OF_PROMISES = {"takes": "keeps", "wrong": "breaks"}
 _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable", "wrong": "bad"}
 
 
-def _document(name: str, found: DetectedCapabilities, device: str) -> Document:
+def _document(name: str, detected: DetectedCapabilities, device: str) -> Document:
     """What was tried of the kernel called ``name``: a row an aspect and verdict."""
     from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
     from attncheck.surveys.capability_detection import group_results, is_capability
 
     rows = []
-    for aspect, several in groupby(found.tried, key=lambda one: one.aspect):
+    for aspect, several in groupby(detected.tried, key=lambda one: one.aspect):
         for i, group in enumerate(group_results(several)):
             verdict = group[0].verdict
             word = _OF_PROMISES.get(verdict, verdict) if aspect == "promises" else verdict
@@ -163,8 +165,8 @@ def _document(name: str, found: DetectedCapabilities, device: str) -> Document:
             rows.append(Row((Cell("" if i else aspect), Cell(word, look), Cell(what, look))))
     what_column = Column("what", words=True, wrap=True)
     columns = (Column("aspect", words=True), Column("verdict", words=True), what_column)
-    convention = f" · {found.convention} convention" if found.base is not None else ""
-    verdicts = [one.verdict for one in filter(is_capability, found.tried)]
+    convention = f" · {detected.convention} convention" if detected.base is not None else ""
+    verdicts = [one.verdict for one in filter(is_capability, detected.tried)]
     wrong = verdicts.count("wrong")
     sentence = f"{verdicts.count('takes')} taken, {wrong} wrong"
     if wrong:
@@ -172,14 +174,14 @@ def _document(name: str, found: DetectedCapabilities, device: str) -> Document:
             ": what is wrong stays in the table, so that checks fail until the kernel is mended, "
             "refuses it with a ValueError, or you take it out"
         )
-    if found.base is None:
+    if detected.base is None:
         sentence = "the kernel takes nothing that was tried"
     return Document(
         title="attncheck probe",
         facts=(f"{name} · {device}{convention}",),
         sections=(
             Section(
-                f"changes of {found.base}" if found.base is not None else "",
+                f"changes of {detected.base}" if detected.base is not None else "",
                 (Table(columns, tuple(rows)),) if rows else (),
             ),
         ),

@@ -5,153 +5,110 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import Console
-
     from attncheck.workers.pool import RunEvent
 
-    Hear = Callable[[RunEvent], Iterable[str]]
-
-    Line = Callable[[RunEvent], str]
-
-__all__ = ["progress", "run_progress", "time_left"]
-
+__all__ = ["RunCounter", "progress", "run_progress", "time_left"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
-Advance = Callable[[str], None]
+
+class RunCounter(Protocol):
+    """What a run's progress is counted by."""
+
+    def hear(self, event: RunEvent) -> list[str]:
+        """Count ``event``; return what is new, in lines."""
+
+    def line(self, event: RunEvent) -> str:
+        """Return how far the run is."""
 
 
 @contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Advance]:
-    """Yields ``advance(what)``, to be called once for each of ``total`` pieces of work.
+def progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield ``advance(what)``, to be called once for each of ``total`` pieces of work.
 
     Everything goes to standard error, so that standard output is the report alone.
     """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda _: None
-    elif console.is_terminal:
-        with _bar(total, console) as advance:
-            yield advance
-    else:
-        yield _lines(total)
-
-
-@contextmanager
-def _bar(total: int, console: Console) -> Iterator[Advance]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
+    start, count = time.monotonic(), 0
+    with _shown(quiet=quiet, estimates=True) as (update, _):
 
         def advance(what: str) -> None:
-            bar.update(task, advance=1, description=what)
+            nonlocal count
+            count += 1
+            left = (time.monotonic() - start) / count * (total - count)
+            update(count, total, what, f"{count}/{total} cells, {time_left(left)} ({what})")
 
         yield advance
 
 
-def _lines(total: int) -> Advance:
-    start = last = time.monotonic()
-    count = 0
-
-    def advance(what: str) -> None:
-        nonlocal last, count
-        count += 1
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
-            left = (now - start) / count * (total - count)
-            with suppress(OSError):  # nobody follows: no reason to end the run
-                click.echo(f"{count}/{total} cells, about {left:.0f} s left ({what})", err=True)
-
-    return advance
-
-
 @contextmanager
 def run_progress(
-    hear: Hear, line: Line, *, quiet: bool, verbose: bool
+    counter: RunCounter, *, quiet: bool, verbose: bool
 ) -> Iterator[Callable[[RunEvent], None]]:
-    """Yields what hears of every event; everything goes to standard error.
-
-    Args:
-        hear: Event → what is to be told of it, in lines.
-        line: Event → how far the run is.
-        quiet: Nothing is shown.
-        verbose: What is to be told is.
-    """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda _: None
-    elif console.is_terminal:
-        with _live(console, hear, line, verbose=verbose) as told:
-            yield told
-    else:
-        yield _lines_of_run_progress(hear, line, verbose=verbose)
-
-
-def time_left(seconds: float) -> str:
-    """``about 35 s left``."""
-    said = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return f"about {said} left"
-
-
-@contextmanager
-def _live(
-    console: Console, hear: Hear, line: Line, *, verbose: bool
-) -> Iterator[Callable[[RunEvent], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (BarColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+    """Yield what hears of every event of a run; with ``verbose`` all that is new is shown."""
+    with _shown(quiet=quiet, estimates=False) as (update, say):
 
         def told(event: RunEvent) -> None:
-            for text in hear(event):
+            for text in counter.hear(event):
                 if verbose:
-                    bar.console.print(text, markup=False, highlight=False)
-            said = line(event).replace("[", "\\[")
-            bar.update(task, total=event.known, completed=event.finished, description=said)
+                    say(text)
+            line = counter.line(event)
+            update(event.finished, event.known, line, line)
 
         yield told
 
 
-def _lines_of_run_progress(hear: Hear, line: Line, *, verbose: bool) -> Callable[[RunEvent], None]:
-    last = time.monotonic()
+def time_left(seconds: float) -> str:
+    """``about 35 s left``."""
+    text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"about {text} left"
 
-    def told(event: RunEvent) -> None:
-        nonlocal last
-        for text in hear(event):
-            if verbose:
-                _say(text)
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
-            _say(line(event))
 
-    return told
+Update = Callable[[int, int, str, str], None]
+"""Finished, known, what stands beside the bar, and the line elsewhere."""
+
+
+@contextmanager
+def _shown(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None]]]:
+    """Yield what shows how far a run is, and what shows a line of its own."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda *_: None, lambda _: None
+    elif console.is_terminal:
+        with _bar(console, estimates=estimates) as shown:
+            yield shown
+    else:
+        last = time.monotonic()
+
+        def update(*counts_and_words: Any) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                _say(counts_and_words[-1])
+
+        yield update, _say
+
+
+@contextmanager
+def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None]]]:
+    from rich import progress as rich
+
+    counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
+    columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
+    with rich.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(finished: int, known: int, what: str, _: str) -> None:
+            said = what.replace("[", "\\[")  # a kernel's name is no markup
+            bar.update(task, total=known, completed=finished, description=said)
+
+        yield update, lambda text: bar.console.print(text, markup=False, highlight=False)
 
 
 def _say(text: str) -> None:

@@ -45,13 +45,13 @@ def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str |
     Exit code 0 however the run went.
     """
     path = Path(source)
-    found = _loaded(path)
+    loaded = _loaded(path)
     from attncheck.records.run_reports import GateReport
 
-    if isinstance(found, GateReport):
-        _show_gate(interrupts, found, path, fmt, directory)
+    if isinstance(loaded, GateReport):
+        _show_gate(interrupts, loaded, path, fmt, directory)
     else:
-        _show(interrupts, found, fmt, directory)
+        _show(interrupts, loaded, fmt, directory)
     return 0
 
 
@@ -87,20 +87,20 @@ def _of_journal(path: Path) -> GateReport:
 
 
 def _show_gate(
-    interrupts: Interrupts, found: GateReport, path: Path, fmt: str, directory: str | None
+    interrupts: Interrupts, loaded: GateReport, path: Path, fmt: str, directory: str | None
 ) -> None:
     from attncheck.reporting.rendering import GATE_FORMATS, SCRIPTS, check_format, show, write_gate
 
     check_format(fmt, GATE_FORMATS)
     if directory is not None:
-        scripts = _scripts(found, path.parent / SCRIPTS)
+        scripts = _scripts(loaded, path.parent / SCRIPTS)
         with interrupts.writing(directory):
-            write_gate(found, directory, scripts)
+            write_gate(loaded, directory, scripts)
     with standard_output():
-        show(found, fmt)
+        show(loaded, fmt)
 
 
-def _show(interrupts: Interrupts, found: Report, fmt: str, directory: str | None) -> None:
+def _show(interrupts: Interrupts, loaded: Report, fmt: str, directory: str | None) -> None:
     from attncheck.core.errors import UnknownName
     from attncheck.reporting import rendering
 
@@ -108,17 +108,17 @@ def _show(interrupts: Interrupts, found: Report, fmt: str, directory: str | None
         raise UnknownName("format of this report", fmt, rendering.FORMATS)
     if directory is not None:
         with interrupts.writing(directory):
-            rendering.write_report(found, directory, "report")
+            rendering.write_report(loaded, directory, "report")
     with standard_output():
-        rendering.show(found, fmt)
+        rendering.show(loaded, fmt)
 
 
-def _scripts(found: GateReport, folder: Path) -> dict[str, str]:
+def _scripts(loaded: GateReport, folder: Path) -> dict[str, str]:
     """Those of its failures that lie beside the report, by id."""
     from attncheck.reporting.gate_verdict import failure_groups
 
     scripts = {}
-    for one in failure_groups(found):
+    for one in failure_groups(loaded):
         path = folder / f"{one.id}.py"
         try:
             if one.id.isalnum() and path.stat().st_size <= _LARGEST_SCRIPT:

@@ -15,23 +15,9 @@ if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Case
     from attncheck.records.failures import Reproduction
-    from attncheck.records.record import Record, Status
+    from attncheck.records.record import Record
 
-__all__ = ["repro"]
-
-_EXIT_CODES: dict[Status, int] = {
-    "pass": 0,
-    "warn": 0,
-    "inconclusive": 0,
-    "fail": 1,
-    "error": 1,
-    "crash": 1,
-    "timeout": 1,
-    "oom": 1,
-    "flaky": 1,
-    "oracle disagrees": 3,
-    "unsupported": 5,
-}
+__all__ = ["repro", "write_script"]
 
 
 @click.command(cls=Verb)
@@ -91,29 +77,31 @@ def repro(  # one parameter per option
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
     from attncheck.records.failures import find_reproduction
+    from attncheck.reporting.exit_codes import record_exit_code
     from attncheck.reporting.image_files import check_plots
 
     check_plots(plots)
-    found = find_reproduction(wanted, reports, kernel or "")
+    kept = find_reproduction(wanted, reports, kernel or "")
     from attncheck.diagnose.reproduce import run_again
     from attncheck.verify.environment import prepare
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    case = _case(found)
-    device = _device(device, found)
+    case = _case(kept)
+    device = _device(device, kept)
     prepare(device)  # before the file's own Triton functions are decorated
-    spec, convention = kernel or found.kernel, convention or found.convention
-    subject = _loaded(spec, convention, found)
+    spec, convention = kernel or kept.kernel, convention or kept.convention
+    subject = _loaded(spec, convention, kept)
     record = run_again(subject, case, device=device)
     if script is not None and record.status != "unsupported":
-        _write(script, subject, case, record, kernel=spec, convention=convention, device=device)
+        how = {"kernel": spec, "convention": convention, "device": device}
+        write_script(Path(script), subject, case, record, **how)
     interrupts.check()
-    _show(record, found, kernel=spec, device=device)
+    _show(record, kept, kernel=spec, device=device)
     _draw(record, plots, kernel=f"{spec} on {device}")
-    return _EXIT_CODES[record.status]
+    return record_exit_code(record.status)
 
 
-def _case(found: Reproduction) -> Case:
+def _case(kept: Reproduction) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
@@ -121,19 +109,19 @@ def _case(found: Reproduction) -> Case:
     from attncheck.verify.question_fit import check_question
 
     try:
-        case = Case.from_json(found.case)
+        case = Case.from_json(kept.case)
         check_question(case.question)
     except UsageError as error:
-        raise UsageError(f"{one_line(str(found.source))}: {one_line(str(error))}") from None
+        raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
     return case
 
 
-def _device(typed: str | None, found: Reproduction) -> str:
+def _device(typed: str | None, kept: Reproduction) -> str:
     """Raises UsageError for a device that is not here."""
     from attncheck.core.errors import UsageError
     from attncheck.verify.environment import default_device, require_device
 
-    device = typed or found.device or default_device()
+    device = typed or kept.device or default_device()
     try:
         require_device(device)
     except UsageError as error:
@@ -144,24 +132,24 @@ def _device(typed: str | None, found: Reproduction) -> str:
     return device
 
 
-def _loaded(kernel: str, convention: str, found: Reproduction) -> Subject:
+def _loaded(kernel: str, convention: str, kept: Reproduction) -> Subject:
     """Raises UsageError for a kernel that is not there, with how to name another."""
     from attncheck.core.errors import UsageError
     from attncheck.subjects.load import load_subject
 
     if not kernel:
-        raise UsageError(f"{found.source} names no kernel: add --kernel SPEC.")
+        raise UsageError(f"{kept.source} names no kernel: add --kernel SPEC.")
     try:
         return load_subject(kernel, convention or None)
     except UsageError as error:
-        if kernel != found.kernel:
+        if kernel != kept.kernel:
             raise
         hint = "if it is elsewhere now, name it with --kernel"
         raise UsageError(f"{str(error).rstrip('.')}; {hint}.") from error
 
 
-def _write(  # who is asked what
-    file: str,
+def write_script(  # who is asked what
+    path: Path,
     subject: Subject,
     case: Case,
     record: Record,
@@ -169,14 +157,18 @@ def _write(  # who is asked what
     kernel: str,
     convention: str,
     device: str,
+    instead: str = "--script",
 ) -> None:
+    """Write a script to ``path`` that asks the same without attncheck.
+
+    Raises UsageError where it cannot be written; then ``instead`` says what to choose another of.
+    """
     from attncheck.core.files import write_texts
     from attncheck.core.sanitize_text import one_line
     from attncheck.records.problem_summary import problem_of
     from attncheck.standalone.standalone_script import render_script
     from attncheck.verify.question_fit import question_summary
 
-    path = Path(file)
     facts = {
         "kernel": f"{kernel} on {device}",
         "problem": problem_of(record).full_line,
@@ -192,7 +184,7 @@ def _write(  # who is asked what
         facts={name: one_line(fact) for name, fact in facts.items()},
         path=path,
     )
-    write_texts({path.name: text}, path.parent, what="the script", instead="--script")
+    write_texts({path.name: text}, path.parent, what="the script", instead=instead)
 
 
 def _draw(record: Record, plots: tuple[str, ...], *, kernel: str) -> None:
@@ -213,7 +205,7 @@ _HOLDS_NOW = (
 )
 
 
-def _show(record: Record, found: Reproduction, *, kernel: str, device: str) -> None:
+def _show(record: Record, kept: Reproduction, *, kernel: str, device: str) -> None:
     import sys
 
     from attncheck.records.record import FAILED_STATUSES
@@ -226,9 +218,9 @@ def _show(record: Record, found: Reproduction, *, kernel: str, device: str) -> N
         kernel=kernel,
         device=device,
         question_summary=question_summary(str(record.case["question"])),
-        test=found.test,
+        test=kept.test,
     )
-    same = found.test and kernel == found.kernel
+    same = kept.test and kernel == kept.kernel
     if same and record.status not in FAILED_STATUSES | {"unsupported"}:
         said += f"\n{_HOLDS_NOW}"
     with standard_output():

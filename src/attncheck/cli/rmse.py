@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from attncheck.cli.options import (
+    apply_options,
     device_option,
     format_option,
     load_kernels,
@@ -20,26 +23,12 @@ from attncheck.cli.options import (
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from attncheck.capabilities.subject import Subject
     from attncheck.cases.variants import Cell
     from attncheck.records.record import Report
 
-__all__ = [
-    "chosen_cells",
-    "chosen_kernels",
-    "explain_cell",
-    "refuse_not_applicable",
-    "refuse_options_with",
-    "rmse",
-    "was_typed",
-    "without_gradients",
-]
+__all__ = ["RmseOptions", "rmse"]
 
-
-FAILED, IN_DOUBT, NOTHING_TESTED = 1, 3, 5
-_WRITES_NOTHING = "prints one cell and writes no files"
 # Options that take a file: reports name it without its folder.
 _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
 # What says what is measured, which a report that is there has said.
@@ -48,122 +37,128 @@ _MEASURES = (
     *("backward", "seed", "device", "explained", "quiet"),
 )
 
+_OPTIONS = (
+    click.option(
+        "--kernel",
+        "kernels",
+        multiple=True,
+        metavar="NAME",
+        help="A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in).",
+    ),
+    click.option(
+        "--variant",
+        "variants",
+        multiple=True,
+        metavar="NAME",
+        help="A mask and score mod, or softmax, or all (repeatable; default: the first eight of "
+        "`attncheck list`).",
+    ),
+    click.option(
+        "--mask",
+        metavar="MASK",
+        help="In place of the variants: a mask of your own, FILE.py::NAME, or one of the library "
+        "that needs no numbers.",
+    ),
+    click.option(
+        "--score",
+        metavar="SCORE",
+        help="In place of the variants: a score mod of your own, or of the library, likewise.",
+    ),
+    click.option(
+        "--inputs",
+        "recording",
+        metavar="FILE",
+        help="Inputs that attncheck.capture() recorded (safetensors), with their masks and scales, "
+        "in place of variants, shapes and distributions.",
+    ),
+    click.option(
+        "--dtype",
+        "dtypes",
+        multiple=True,
+        metavar="NAME",
+        help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16, or as recorded).",
+    ),
+    click.option(
+        "--shape",
+        "shapes",
+        multiple=True,
+        metavar="BxHxLxD",
+        help="Such as 1x4x256x64; 2x16/4x1024/4096x128/64 also sets kv heads, kv length and "
+        "value dim (repeatable).",
+    ),
+    click.option(
+        "--distribution",
+        "distributions",
+        multiple=True,
+        metavar="NAME",
+        help="Of the inputs (repeatable; default: normal).",
+    ),
+    click.option(
+        "--backward",
+        is_flag=True,
+        help="Also dQ, dK and dV, of a loss whose gradient is drawn; not in fp8, of softmax or of "
+        "pages. Times are of forward and backward together.",
+    ),
+    seed_option,
+    device_option(
+        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+        "interpreted)."
+    ),
+    format_option("table, json, md or csv"),
+    out_option("rmse.json, rmse.md and rmse.csv"),
+    click.option(
+        "--plot",
+        "plots",
+        multiple=True,
+        metavar="FILE",
+        help="Also draw the RMSE of every kernel, to FILE.png or FILE.svg (repeatable; needs "
+        "attncheck[plot]).",
+    ),
+    click.option(
+        "--from",
+        "sources",
+        multiple=True,
+        metavar="FILE",
+        help="Measure nothing: show the report that an earlier run wrote, rmse.json, again "
+        "(repeatable: the parts of a run as one); files only where --out or --plot says so.",
+    ),
+    click.option(
+        "--explain",
+        "explained",
+        metavar="CELL",
+        help="In place of the table: the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term.",
+    ),
+    quiet_option,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmseOptions:
+    """What was typed, by the names of the options above."""
+
+    kernels: tuple[str, ...]
+    variants: tuple[str, ...]
+    mask: str | None
+    score: str | None
+    recording: str | None
+    dtypes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    distributions: tuple[str, ...]
+    backward: bool
+    seed: int
+    device: str | None
+    fmt: str
+    directory: str
+    plots: tuple[str, ...]
+    sources: tuple[str, ...]
+    explained: str | None
+    quiet: bool
+
 
 @click.command(cls=Verb)
-@click.option(
-    "--kernel",
-    "kernels",
-    multiple=True,
-    metavar="NAME",
-    help="A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in).",
-)
-@click.option(
-    "--variant",
-    "variants",
-    multiple=True,
-    metavar="NAME",
-    help="A mask and score mod, or softmax, or all (repeatable; default: the first eight of "
-    "`attncheck list`).",
-)
-@click.option(
-    "--mask",
-    metavar="MASK",
-    help="In place of the variants: a mask of your own, FILE.py::NAME, or one of the library that "
-    "needs no numbers.",
-)
-@click.option(
-    "--score",
-    metavar="SCORE",
-    help="In place of the variants: a score mod of your own, or of the library, likewise.",
-)
-@click.option(
-    "--inputs",
-    "recording",
-    metavar="FILE",
-    help="Inputs that attncheck.capture() recorded (safetensors), with their masks and scales, in "
-    "place of variants, shapes and distributions.",
-)
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    metavar="NAME",
-    help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16, or as recorded).",
-)
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    metavar="BxHxLxD",
-    help="Such as 1x4x256x64; 2x16/4x1024/4096x128/64 also sets kv heads, kv length and "
-    "value dim (repeatable).",
-)
-@click.option(
-    "--distribution",
-    "distributions",
-    multiple=True,
-    metavar="NAME",
-    help="Of the inputs (repeatable; default: normal).",
-)
-@click.option(
-    "--backward",
-    is_flag=True,
-    help="Also dQ, dK and dV, of a loss whose gradient is drawn; not in fp8, of softmax or of "
-    "pages. Times are of forward and backward together.",
-)
-@seed_option
-@device_option(
-    "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-    "interpreted)."
-)
-@format_option("table, json, md or csv")
-@out_option("rmse.json, rmse.md and rmse.csv")
-@click.option(
-    "--plot",
-    "plots",
-    multiple=True,
-    metavar="FILE",
-    help="Also draw the RMSE of every kernel, to FILE.png or FILE.svg (repeatable; needs "
-    "attncheck[plot]).",
-)
-@click.option(
-    "--from",
-    "sources",
-    multiple=True,
-    metavar="FILE",
-    help="Measure nothing: show the report that an earlier run wrote, rmse.json, again (repeatable:"
-    " the parts of a run as one); files only where --out or --plot says so.",
-)
-@click.option(
-    "--explain",
-    "explained",
-    metavar="CELL",
-    help="In place of the table: the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term.",
-)
-@quiet_option
+@apply_options(_OPTIONS)
 @click.make_pass_decorator(Interrupts, ensure=True)
-def rmse(  # noqa: PLR0913  # one parameter per option
-    interrupts: Interrupts,
-    /,
-    *,
-    kernels: tuple[str, ...],
-    variants: tuple[str, ...],
-    mask: str | None,
-    score: str | None,
-    recording: str | None,
-    dtypes: tuple[str, ...],
-    shapes: tuple[str, ...],
-    distributions: tuple[str, ...],
-    backward: bool,
-    seed: int,
-    device: str | None,
-    fmt: str,
-    directory: str,
-    plots: tuple[str, ...],
-    sources: tuple[str, ...],
-    explained: str | None,
-    quiet: bool,
-) -> int:
+def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
     """Measure each kernel's RMSE against exact attention in fp64.
 
     Every error also stands beside the two that bound what can be asked: the rounding floor (the
@@ -176,19 +171,53 @@ def rmse(  # noqa: PLR0913  # one parameter per option
 
     Exit code 1 when a verdict is fail or a kernel raised, 5 when no cell could be measured.
     """
-    _check(fmt, plots)
-    if sources:
-        refuse_options_with("--from", _MEASURES, "shows what was measured")
-        directory = directory if was_typed("directory") else ""
-        return _shown_again(interrupts, sources, fmt, directory, plots)
-    if backward:
-        refuse_options_with("--backward", ("plots",), "gives gradients, which a plot does not show")
-    from msgspec.structs import replace
+    from attncheck.reporting import exit_codes, rendering
+    from attncheck.reporting.image_files import check_plots
 
+    options = RmseOptions(**typed)
+    rendering.check_format(options.fmt)
+    check_plots(options.plots)
+    if options.sources:
+        _refuse_with("--from", _MEASURES, "shows what was measured")
+        report = _joined_report(options)
+        directory = options.directory if _was_typed("directory") else ""
+    else:
+        if options.backward:
+            _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
+        interrupts.check()  # the imports above take a while, and may have swallowed one
+        measured = _measured(interrupts, options)
+        if options.explained is not None:
+            return exit_codes.exit_code(measured)
+        report, directory = measured, options.directory
+    if directory:
+        with interrupts.writing(directory):
+            rendering.write_report(report, directory, "rmse")
+            _draw(report, options)
+    elif options.plots:
+        _draw(report, options)
+    with standard_output():
+        rendering.show(report, options.fmt)
+    return exit_codes.exit_code(report)
+
+
+def _joined_report(options: RmseOptions) -> Report:
+    """The reports of files as one.
+
+    Raises UsageError for a file that is no report, and for two of the same.
+    """
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.record import Report, join_reports
+
+    return join_reports([load_report(Path(source), Report) for source in options.sources])
+
+
+def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
+    """Measure what is asked for; of one cell that is to be explained show that."""
+    from attncheck.capabilities import named_kernels
     from attncheck.cli.progress import progress
     from attncheck.inputs.problem import Case
     from attncheck.reporting import rendering
-    from attncheck.verify.environment import default_device, require_device
+    from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.verify import (
         applicable_subjects,
         assemble_report,
@@ -196,198 +225,110 @@ def rmse(  # noqa: PLR0913  # one parameter per option
         iter_records,
     )
 
-    interrupts.check()  # the imports above take a while, and may have swallowed one
-    device = device or default_device()
+    device = options.device or default_device()
     require_device(device)
-    subjects = chosen_kernels(kernels, device)
-    cells = chosen_cells(
-        variants=variants,
-        mask=mask,
-        score=score,
-        recording=recording,
-        dtypes=dtypes,
-        shapes=shapes,
-        distributions=distributions,
-        seed=seed,
-        device=device,
-        backward=backward,
-    )
-    if kernels:
-        refuse_not_applicable(cells, subjects)
-    elif unasked := without_gradients(cells, subjects):
+    if any(":" in kernel for kernel in options.kernels):
+        prepare(device)  # before the file's own Triton functions are decorated
+    subjects = load_kernels(options.kernels or named_kernels.builtin_names())
+    cells = _cells(options, device)
+    if options.kernels:
+        _refuse_not_applicable(cells, subjects)
+    elif unasked := _without_gradients(cells, subjects):
         click.echo(f"attncheck: without gradients, and so without a row: {unasked}.", err=True)
-    if explained is not None:
-        refuse_options_with("--explain", ("fmt", "directory", "plots"), _WRITES_NOTHING)
-        return _exit_code(explain_cell(explained, cells, subjects, device))
+    if options.explained is not None:
+        others = ("fmt", "directory", "plots")
+        _refuse_with("--explain", others, "prints one cell and writes no files")
+        return _explain(options.explained, cells, subjects, device)
+    rendering.check_writable(options.directory)
     problems = [cell.problem for cell in cells]
-    total = sum(map(len, case_subjects(problems, subjects, device)))
-    rendering.check_writable(directory)
-    report = assemble_report(
-        applicable_subjects(problems, subjects),
-        (),
-        device=device,
-        command=typed_command(files=_FILES),
-    )
+    cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
     records = []
-    with progress(total, quiet=quiet) as advance:
-        cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+    total = sum(map(len, case_subjects(problems, subjects, device)))
+    with progress(total, quiet=options.quiet) as advance:
         for record in iter_records(
-            subjects,
-            cases,
-            device=device,
-            environment_key=next(iter(report.environments)),
-            applicable_only=True,
-            timed=True,
+            subjects, cases, device=device, applicable_only=True, timed=True
         ):
             interrupts.check()
             advance(f"{record.kernel} {record.variant} {record.heads}")
             records.append(record)
-    report = replace(report, records=tuple(records))
-    with interrupts.writing(directory):
-        rendering.write_report(report, directory, "rmse")
-        _draw(report, plots)
-    with standard_output():
-        rendering.show(report, fmt)
-    return _exit_code(report)
+    concerned = applicable_subjects(problems, subjects)
+    command = typed_command(files=_FILES)
+    return assemble_report(concerned, records, device=device, command=command)
 
 
-def _check(fmt: str, plots: tuple[str, ...]) -> None:
-    """Raises UsageError for a format or a plot that cannot be."""
-    from attncheck.reporting import rendering
-
-    rendering.check_format(fmt)
-    if plots:
-        from attncheck.reporting.image_files import check_plots
-
-        check_plots(plots)
-
-
-def _shown_again(
-    interrupts: Interrupts,
-    sources: tuple[str, ...],
-    fmt: str,
-    directory: str,
-    plots: tuple[str, ...],
-) -> int:
-    """Show the reports of files as one; the exit code is that of the runs that made them.
-
-    Raises UsageError for a file that is no report, for two of the same, and for a plot of one
-    without numbers.
-    """
-    from pathlib import Path
-
-    from attncheck.records.json_reports import load_report
-    from attncheck.records.record import Report, join_reports
-    from attncheck.reporting import rendering
-
-    report = join_reports([load_report(Path(source), Report) for source in sources])
-    if plots:
-        from attncheck.reporting.image_files import write_plots
-
-        write_plots(report, plots)
-    if directory:
-        with interrupts.writing(directory):
-            rendering.write_report(report, directory, "rmse")
-    with standard_output():
-        rendering.show(report, fmt)
-    return _exit_code(report)
-
-
-def _draw(report: Report, plots: tuple[str, ...]) -> None:
-    """Draw what was measured just now; where that is nothing, say so and no more."""
-    if not plots:
-        return
+def _draw(report: Report, options: RmseOptions) -> None:
+    """Draw the report; where nothing was measured just now, say so and no more."""
     from attncheck.reporting.image_files import measured, write_plots
 
-    if measured(report):
-        write_plots(report, plots)
-    else:
+    if options.plots and not options.sources and not measured(report):
         click.echo("attncheck: nothing was measured: no plot is drawn.", err=True)
+    elif options.plots:
+        write_plots(report, options.plots)
 
 
-def _exit_code(report: Report) -> int:
-    from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
+def _cells(options: RmseOptions, device: str) -> list[Cell]:
+    """What the options ask for: recorded inputs, own mods, or variants.
 
-    statuses = {record.status for record in report.records}
-    if statuses & FAILED_STATUSES:
-        return FAILED
-    if statuses & UNTRUSTED_STATUSES:
-        return IN_DOUBT
-    return 0 if statuses - {"unsupported"} else NOTHING_TESTED
-
-
-def chosen_cells(  # noqa: PLR0913  # one parameter per option
-    *,
-    variants: tuple[str, ...],
-    mask: str | None,
-    score: str | None,
-    recording: str | None,
-    dtypes: tuple[str, ...],
-    shapes: tuple[str, ...],
-    distributions: tuple[str, ...],
-    seed: int,
-    device: str,
-    backward: bool,
-) -> list[Cell]:
-    """What the options ask for: recorded inputs, own mods, or variants."""
-    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan_cells, recorded_cells
+    Raises ProblemError where gradients of recorded inputs are asked for and cannot be.
+    """
+    from attncheck.cases.variants import (
+        DEFAULT_SHAPES,
+        check_memory,
+        own_variant,
+        plan_cells,
+        recorded_cells,
+    )
     from attncheck.verify.environment import prepare
 
-    if recording is not None:
+    if options.recording is not None:
         replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
-        refuse_options_with("--inputs", replaced)
-        return _asking(recorded_cells(recording, dtypes), backward=backward)
-    own = mask is not None or score is not None
+        _refuse_with("--inputs", replaced)
+        cells = recorded_cells(options.recording, options.dtypes)
+        if options.backward:
+            cells = [cell.asking(backward=True) for cell in cells]
+            for cell in cells:
+                check_memory(cell.problem)
+        return cells
+    own = options.mask is not None or options.score is not None
     if own:
-        refuse_options_with("--mask or --score", ("variants",))
+        _refuse_with("--mask or --score", ("variants",))
         prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
     return plan_cells(
-        dtypes=dtypes or ("bf16",),
-        variants=variants,
-        own=own_variant(mask, score) if own else None,
-        shapes=shapes or (DEFAULT_SHAPES[device],),
-        distributions=distributions or ("normal",),
-        seed=seed,
-        backward=backward,
+        dtypes=options.dtypes or ("bf16",),
+        variants=options.variants,
+        own=own_variant(options.mask, options.score) if own else None,
+        shapes=options.shapes or (DEFAULT_SHAPES[device],),
+        distributions=options.distributions or ("normal",),
+        seed=options.seed,
+        backward=options.backward,
     )
 
 
-def _asking(cells: list[Cell], *, backward: bool) -> list[Cell]:
-    """The recorded cells; raises ProblemError where gradients are asked for and cannot be."""
-    from attncheck.cases.variants import check_memory
-
-    if backward:
-        cells = [cell.asking(backward=True) for cell in cells]
-        for cell in cells:
-            check_memory(cell.problem)
-    return cells
-
-
-def refuse_not_applicable(cells: list[Cell], subjects: list[Subject]) -> None:
+def _refuse_not_applicable(cells: list[Cell], subjects: list[Subject]) -> None:
     """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
     from attncheck.core.errors import UsageError
     from attncheck.verify.verify import applicable_subjects
 
     for subject in subjects:
         if not applicable_subjects([cell.problem for cell in cells], [subject]):
-            if without_gradients(cells, [subject]):
+            if _without_gradients(cells, [subject]):
                 raise UsageError(f"kernel {subject.name!r} gives no gradients: see attncheck list.")
             raise UsageError(not_applicable(subject))
 
 
-def without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
+def _without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
     """The kernels that no backward of ``cells`` concerns, though its forward does; by comma."""
     from attncheck.verify.verify import applicable_subjects
 
     if not any(cell.problem.backward for cell in cells):
         return ""
-    asked = applicable_subjects([cell.problem for cell in cells], subjects)
-    others = [subject for subject in subjects if subject not in asked]
+    concerned = applicable_subjects([cell.problem for cell in cells], subjects)
+    others = [subject for subject in subjects if subject not in concerned]
     forward = [cell.asking(backward=False).problem for cell in cells]
     return ", ".join(subject.name for subject in applicable_subjects(forward, others))
 
 
-def refuse_options_with(
+def _refuse_with(
     option: str, others: tuple[str, ...], says: str = "already says what to compute"
 ) -> None:
     """Raises UsageError when an option that ``option`` takes the place of is given too.
@@ -397,30 +338,18 @@ def refuse_options_with(
     from attncheck.core.errors import UsageError
 
     parameters = click.get_current_context().command.params
-    typed = [p.opts[0] for p in parameters if p.name in others and was_typed(p.name)]
+    typed = [p.opts[0] for p in parameters if p.name in others and _was_typed(p.name)]
     if typed:
         raise UsageError(f"{option} {says}: leave out {' and '.join(typed)}.")
 
 
-def chosen_kernels(kernels: tuple[str, ...], device: str) -> list[Subject]:
-    """The kernels asked for, or all built in."""
-    from attncheck.capabilities import named_kernels
-    from attncheck.verify.environment import prepare
-
-    if any(":" in kernel for kernel in kernels):
-        prepare(device)  # before the file's own Triton functions are decorated
-    return load_kernels(kernels or named_kernels.builtin_names())
-
-
-def was_typed(name: str) -> bool:
+def _was_typed(name: str) -> bool:
     """Whether the option of this parameter was typed, be it as its default."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 
 
-def explain_cell(
-    name: str, cells: Sequence[Cell], subjects: Sequence[Subject], device: str
-) -> Report:
+def _explain(name: str, cells: list[Cell], subjects: list[Subject], device: str) -> Report:
     """Measure the one cell called ``name``, and show what its verdict is made of.
 
     Raises UsageError where ``name`` names none of ``cells``, or several.
@@ -433,8 +362,8 @@ def explain_cell(
 
     concerned = case_subjects([cell.problem for cell in cells], subjects, device)
     cell, subject = choose_cell(name, list(zip(cells, concerned, strict=True)))
-    asked = [(cell.variant, Case(problem=cell.problem))]
-    report = verify(subject, asked, device=device, applicable_only=True, timed=True)
+    cases = [(cell.variant, Case(problem=cell.problem))]
+    report = verify(subject, cases, device=device, applicable_only=True, timed=True)
     (record,) = report.records
     with standard_output():
         show(record, document=explanation)

@@ -10,7 +10,7 @@ import torch
 
 from attncheck.capabilities.subject import capability
 from attncheck.core.formats import spacing
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 
 if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
@@ -159,7 +159,7 @@ def mean_allowance(inputs: Inputs) -> torch.Tensor:
         return 1 + 2 * error / (1 - error) if error < 1 else math.inf
 
     problem = inputs.problem
-    arithmetic = default(problem.formats, capability(inputs.device.type))
+    arithmetic = default_arithmetic(problem.formats, capability(inputs.device.type))
     n = problem.kv
     unit = arithmetic.unit
     weight = (2 * arithmetic.exp2_ulps + 3 * n + 2) * unit + arithmetic.weights_error

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 __all__ = ["FLEX", "SDPA", "flex_block_mask", "flex_score_mod", "uncompiled_flex"]
 

@@ -99,5 +99,6 @@ def error_bound(given: float, exact: Ball) -> float:
         same = _is_infinity(exact) and number == exact.mid()
         return 0.0 if same else math.inf
     bound = (number - exact).abs_upper()
+    # float() rounds to nearest: an upper bound has to be rounded up.
     nearest = float(bound)
     return math.nextafter(nearest, math.inf) if flint.arb(nearest) < bound else nearest

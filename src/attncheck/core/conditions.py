@@ -71,7 +71,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GradientConditions:
-    """What a bound of gradients has to know of some rows besides, exactly; float64.
+    """Exact quantities of some rows that bounds of gradients need besides; float64.
 
     As in Conditions a sink is the last key; its value product is 0 and its slope 1.
 
@@ -99,7 +99,7 @@ class GradientConditions:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreModError:
-    """What a score mod makes of an error of its score, and adds of its own; ``(heads, rows, kv)``.
+    """Errors of a score mod: of its score's error, and its own; ``(heads, rows, kv)``.
 
     Nothing of a sink, which it does not see: its error stays as it is.
 
@@ -110,8 +110,8 @@ class ScoreModError:
         own: The same on the exact score: the mod's own rounding.
         jump: bool: the score lies within its radius of a jump of the mod.
         falls: bool: the mod's derivative is negative, so that an error of all scores of a row
-            changes its sign there; None where that is not asked.
-        likely: ``radius`` of errors that are no larger than is likely; None where not asked. Of a
+            changes its sign there; None where that does not matter.
+        likely: ``radius`` of errors that are no larger than is likely; None where that does not matter. Of a
             mod that bends, ``radius`` over the whole error says nothing of a small one.
     """
 
@@ -124,7 +124,7 @@ class ScoreModError:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReadConditions:
-    """What one place in a score mod's text reads of captured tensors, ``(heads, rows, kv)``.
+    """One read of captured tensors in a score mod's text, ``(heads, rows, kv)``.
 
     Nothing of a sink, which reads none.
 

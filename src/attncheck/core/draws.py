@@ -121,6 +121,7 @@ class Draws:
     ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.uint64]]]:
         """Consecutive parts of ``out``, each with a random 64-bit number an element."""
         name = f"attncheck draws {VERSION}/{self.seed}/{stream}"
+        # Name and seed are hashed to a key: streams are independent, and none is another's tail.
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
         generator = np.random.Philox(key=key)
         for start in range(0, out.size, _CHUNK):
@@ -156,6 +157,7 @@ def _lower_tail(probability: Floats) -> Floats:
 def _log(x: Floats) -> Floats:
     """Natural logarithm of positive normal numbers, to a few units of 2**-53."""
     significand, exponent = np.frexp(x)
+    # Around 1, so that the series has few terms.
     small = significand < _SQRT_HALF
     significand = np.where(small, 2.0 * significand, significand)
     exponent = exponent - small

@@ -50,7 +50,7 @@ class InterpreterUnavailable(AttncheckError):
 
 
 class OraclesDisagree(AttncheckError):
-    """What attncheck holds for exact is not what another way to it gives: it can judge nobody."""
+    """Two ways to the exact result differ by more than they may: attncheck can judge nobody."""
 
 
 # File, call, and the digest of its bytes.

@@ -86,7 +86,7 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """What a Problem's ``dtype`` means, place by place.
+    """Meaning of a Problem's ``dtype``, place by place.
 
     Attributes:
         name: Name on the command line.
@@ -155,6 +155,7 @@ def fp32(number: float) -> float:
     that the oracle and the kernel read the same one. What is too large becomes infinite.
     """
     try:
+        # The C library's conversion: to nearest, ties to even, and independent of NumPy.
         value: float = struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
         return math.copysign(math.inf, number)
@@ -173,6 +174,7 @@ def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     if fmt.name == "fp64":
         return values.clone()
+    # Scaling by a power of two and rounding to an integer are exact: one rounding in all.
     unit = spacing(values, fmt)
     rounded = torch.round(values / unit) * unit
     rounded = torch.where(torch.isfinite(values), rounded, values)

@@ -72,7 +72,7 @@ def words_to_record_numbers(record: Any) -> Any:
 
 
 def source_name(source: Path | str) -> str:
-    """What a message calls it."""
+    """Return the name of a source in a message."""
     return one_line(str(source)) if isinstance(source, Path) else "the text"
 
 
@@ -91,6 +91,7 @@ def _bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{name} cannot be read: {one_line(reason)}.") from None
+    # One byte more than allowed was read: enough to know that it is too large.
     if len(raw) > largest:
         raise UsageError(f"{name} is larger than {largest} bytes, the most that a {kind} may be.")
     return raw

@@ -39,16 +39,16 @@ Rule = Literal[
     "determinism",
     "regression",
 ]
-"""What a verdict other than ``pass`` rests on, in the order in which the rules are asked.
+"""Rule that a verdict other than ``pass`` rests on, in the order of the rules.
 
 ``finite``: NaN or infinite where the exact result is not. ``empty rows``: a row that sees no key is
 not exactly 0 and −∞, or a gradient of it or of a key that no row sees not exactly 0. ``structure``:
 an exact probe has another answer. ``bound``: beyond the deterministic bound, a proof.
 ``improbable``: beyond the probabilistic bound, p < 1e-6 on generic inputs. ``precision``: within
 every bound, and less accurate than a kernel of this arithmetic is. ``relation``: two runs, or a run
-and its own inputs, do not agree as they must; no other rule is asked with it.
+and its own inputs, do not agree as they must; no other rule is applied with it.
 
-Of the call, not of numbers: ``contract``: it gave something other than was asked for. ``alias``:
+Of the call, not of numbers: ``contract``: it gave something other than the call is for. ``alias``:
 what it gave lies in the memory of its inputs. ``mutation``: it wrote to them. ``memory``: it wrote
 beside its outputs, left some of them unwritten, or read what nobody gave it. ``state``: it left its
 process changed. ``leak``: it keeps more with each call. ``determinism``: the same call gave other
@@ -136,7 +136,7 @@ class BlindSpot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How accurate a kernel is beside others of the same arithmetic.
+    """Accuracy of a kernel beside others of the same arithmetic.
 
     Attributes:
         z: Largest over heads of rms(error ÷ predicted standard deviation); None where no head has
@@ -183,7 +183,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compared: Elements of it that were compared.
         rows: Rows that see a key.
         rows_sampled: Those on which the probabilistic bound, z and the blind spot were computed.
-        rows_unbounded: Rows without a finite allowance, which nothing was asked of: a score lies
+        rows_unbounded: Rows without a finite allowance, which are not judged: a score lies
             at a jump of its mod, or its error is too large for any bound.
         jumps: (row, key) pairs whose score lies within its own error of a jump of the score mod.
         precision: See ``Precision``.

@@ -12,7 +12,7 @@ __all__ = ["AXES", "GRADIENTS", "Outputs", "TensorName"]
 
 
 TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink", "dcaptured"]
-"""What is compared of a kernel."""
+"""Names of the tensors that are compared."""
 
 AXES: dict[TensorName, tuple[str, ...]] = {
     "out": ("batch", "head", "query", "dim"),
@@ -57,7 +57,7 @@ class Outputs:
     dcaptured: torch.Tensor | None = None
 
     def tensors(self) -> dict[TensorName, torch.Tensor]:
-        """What there is of it, by name, in the order above."""
+        """Return those that are not None, by name, in the order above."""
         named: dict[TensorName, torch.Tensor | None] = {name: getattr(self, name) for name in AXES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

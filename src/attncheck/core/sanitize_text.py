@@ -53,6 +53,7 @@ def shortened(text: str) -> str:
 
 def for_markdown(text: str) -> str:
     """``text`` so that GitHub shows it as it is, in a table cell or a paragraph."""
+    # Entities first: what is escaped afterwards must not be escaped twice.
     entities = shortened(text).translate(_ENTITIES)
     entities = _WWW.sub(r"\1&#46;", _SCHEME.sub("&#58;", entities))
     return _OPENING.sub(_disarmed, _outside_entities(entities))

@@ -54,7 +54,7 @@ def import_file(path: Path, what: str) -> ModuleType:
 
     Args:
         path: The file.
-        what: What it was asked for, which begins every error: ``kernel 'mine.py::Mine'``.
+        what: Whose file it is, which begins every error: ``kernel 'mine.py::Mine'``.
 
     Raises:
         UsageError: where there is no such file, or importing it raises anything but
@@ -80,8 +80,8 @@ def import_file(path: Path, what: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # somebody's file: it may raise anything, SystemExit too
-        said = f"{error_line(error)}{line_in_file(path, error)}"
-        raise UsageError(f"{what}: importing {path} raised {said}.") from error
+        text = f"{error_line(error)}{line_in_file(path, error)}"
+        raise UsageError(f"{what}: importing {path} raised {text}.") from error
     return module
 
 
@@ -107,43 +107,38 @@ def load_module_member(text: str, what: str) -> Any:
     if not module or not names:
         missing = "name after" if module else "module before"
         raise UsageError(f"{what}: there is no {missing} ':'.")
+    # ``python -m`` has the current folder on its path; a console script has not.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as for ``python -m``; what it imports later is found too
     try:
         with _streams_of_its_own(), _defaults_of_its_own():
-            found: Any = importlib.import_module(module)
+            member: Any = importlib.import_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # somebody's module
         raise UsageError(f"{what}: importing {module} raised {error_line(error)}.") from error
     for name in names.split("."):
-        found = _asked(found, name, f"{what}: {module}")
-    return found
+        member = _member(member, name, f"{what}: {module}")
+    return member
 
 
-def _asked(owner: object, name: str, what: str) -> Any:
+def load_attribute(module: ModuleType, path: Path, name: str, what: str) -> Any:
+    """``name`` of the ``module`` that the file ``path`` is; raises UsageError where it has none."""
+    return _member(module, name, f"{what}: {path}", path)
+
+
+def _member(owner: object, name: str, where: str, path: Path | None = None) -> Any:
     try:
         return getattr(owner, name)
     except KeyboardInterrupt:
         raise
     except AttributeError:
-        raise UsageError(f"{what} has no {name!r}.") from None
+        raise UsageError(f"{where} has no {name!r}.") from None
     except BaseException as error:  # somebody's __getattr__
-        raise UsageError(f"{what}, asked for {name!r}, raised {error_line(error)}.") from error
-
-
-def load_attribute(module: ModuleType, path: Path, name: str, what: str) -> Any:
-    """``name`` of the ``module`` that the file ``path`` is; raises UsageError where it has none."""
-    try:
-        return getattr(module, name)
-    except KeyboardInterrupt:
-        raise
-    except AttributeError:
-        raise UsageError(f"{what}: {path} has no {name!r}.") from None
-    except BaseException as error:  # the module's own __getattr__
-        said = f"{error_line(error)}{line_in_file(path, error)}"
-        raise UsageError(f"{what}: asking {path} for {name!r} raised {said}.") from error
+        line = "" if path is None else line_in_file(path, error)
+        text = f"{error_line(error)}{line}"
+        raise UsageError(f"{where}: reading {name!r} raised {text}.") from error
 
 
 def error_line(error: BaseException) -> str:
@@ -160,6 +155,7 @@ def error_line(error: BaseException) -> str:
 
 def line_in_file(path: Path, error: BaseException) -> str:
     """`` at mine.py:7``: the innermost line of the file on the way to ``error``; else nothing."""
+    # The innermost frame of that file: what it called in turn is of no help to its author.
     frames = traceback.extract_tb(error.__traceback__)
     numbers = [f.lineno for f in frames if Path(f.filename).resolve() == path.resolve()]
     return f" at {path.name}:{numbers[-1]}" if numbers else ""
@@ -223,6 +219,7 @@ class _Passing(io.RawIOBase):
         text, self._held, self._holds = self._held, "", False
         if forget or not text or self._stream is None:
             return
+        # Somebody else's print must never end our process.
         with suppress(OSError, ValueError):  # broken, or closed: nobody hears
             self._stream.write(text)
 

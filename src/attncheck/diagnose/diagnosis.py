@@ -1,9 +1,15 @@
-"""Diagnose a failing kernel: call it again and rank what may be wrong."""
+"""Diagnose a failing kernel: call it again and rank what may be wrong.
+
+Fault models predict the numbers of a call (``explanations``). What differs from call to call, or
+with a tensor's layout and surroundings, no model predicts: such signs are found by asking again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
@@ -52,14 +58,24 @@ __all__ = [
     "Findings",
     "diagnose_failure",
     "diagnose_result",
-    "explain_by_proof",
-    "explain_by_signs",
     "explain_failure",
 ]
 
+LARGEST_DIAGNOSED = 2**22
+"""Most (row, key) pairs of all heads of a problem that is diagnosed."""
+EXPLANATIONS_SHOWN = 3
+"""Explanations that a Record keeps."""
 
-_OF_REPEATING = ("repeat", "repeats")
-_OF_BATCHES = ("alone_in_batch", "batch_permutation", "neighbours")
+_MOST_HEADS = 2**12  # of all sequences: each is worked out by itself, over and over
+_TELLING = 0.5  # below this share a model explains less than it leaves
+# Tell those apart that are alike on few: a ragged tile, whole ones, and one that is nearly full.
+_MANY_KEYS = (150, 256, 124)
+_ROWS = 40
+_TWICE = 2
+_CALLS = 4  # of what is right, where it was wrong once
+
+_REPEATING = ("repeat", "repeats")
+_BATCHES = ("alone_in_batch", "batch_permutation", "neighbours")
 _AGAIN = 2  # times that a question is asked again
 _FAR = "strides_far"
 _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
@@ -67,133 +83,14 @@ _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
 _SAME_NUMBERS = ("strides_heads_last", "strides_gapped", "strides_packed", "strides_transposed")
 
 
-def explain_by_signs(
-    record: Record, subject: Subject, *, device: str, executor: Executor
-) -> Explanation | None:
-    """What the failure says of calls that differ; None where that is nothing.
-
-    Args:
-        record: Of status ``fail``, of numbers that were wrong.
-        subject: The kernel, which is asked again.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call it.
-    """
-    if record.status != "fail" or record.judgement is None:
-        return None
+@contextmanager
+def _skip_unfit() -> Iterator[None]:
+    """Go on after what raises because it cannot be asked of a Problem, or has no memory."""
     try:
-        name = _sign(Case.from_json(record.case), subject, device, executor)
-    except AttncheckError:  # asked of nothing that can be asked again
-        return None
-    return None if name is None else _told(name)
-
-
-def explain_by_proof(  # what is asked, of whom, and what is known already
-    record: Record,
-    subject: Subject,
-    *,
-    device: str,
-    executor: Executor,
-    wrong: bool,
-    explained: bool,
-) -> Explanation | None:
-    """What other layouts and surroundings prove of it; None where that is nothing.
-
-    Args:
-        record: As of ``by_signs``.
-        subject: The kernel, which is asked again.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call it.
-        wrong: Whether a run of its question is beyond its bound, not only unlike another one.
-        explained: Whether a fault model predicts the numbers it gives: only the layout is asked
-            about then, and only where the question is of one.
-    """
-    if record.status != "fail" or record.judgement is None:
-        return None
-    try:
-        case = Case.from_json(record.case)
-        right = False
-        if case.question in _LAYOUTS:
-            right, names = misread_strides(case, subject, device, executor)
-            if names:
-                return _told("strides-not-taken", of=names)
-        # What is read beside an input changes with its layout, too: it is asked about first.
-        names = ""
-        if not explained and case.question in (*RELATIONS, *PROBES, "compare"):
-            names = out_of_bounds_reads(case, subject, device, executor)
-        if right and wrong and not names:
-            return _of_layout(case, subject, device, executor)
+        yield
     except (*NO_FIT, MemoryError) as error:
         if not isinstance(error, AttncheckError) and not out_of_memory(error):
             raise
-        return None
-    return _told("reads-beside-an-input", of=names) if names else None
-
-
-def _told(name: str, **parameters: str) -> Explanation:
-    given: dict[str, int | float | str] = {key: value for key, value in parameters.items() if value}
-    return Explanation(
-        model=name, sentence=SIGNS[name], share=1.0, explains_all=True, parameters=given
-    )
-
-
-def _of_layout(case: Case, subject: Subject, device: str, executor: Executor) -> Explanation | None:
-    """What a relation of layouts says that fails, where no input alone is wrong laid out near."""
-    if case.question not in (_FAR, *_SAME_NUMBERS):
-        return None
-    # Far rows take gibibytes: once more is to do.
-    again = run_case(subject, case, device=device, executor=executor, brief=True).status
-    if again != "fail":
-        return _told("not-the-same-again") if again == "pass" else None
-    if case.question == _FAR:
-        return _told("far-offsets-wrap", of=STRIDED_TENSORS[int(case.parameters["tensor"])])
-    return _told("strides-not-taken", of="k" if case.question == "strides_transposed" else "")
-
-
-def _passes(case: Case, subject: Subject, device: str, executor: Executor) -> bool:
-    found = run_case(subject, case, device=device, executor=executor, brief=True)
-    return found.status == "pass"
-
-
-def _sign(case: Case, subject: Subject, device: str, executor: Executor) -> str | None:
-    def passes(question: Case) -> bool:
-        return _passes(question, subject, device, executor)
-
-    asked = case.question
-    if asked in _OF_REPEATING:
-        return "not-the-same-again"
-    if asked in _OF_BATCHES and passes(Case(problem=case.problem)):
-        return None if passes(case) else "depends-on-the-batch"
-    times = 1 if asked == _FAR else _AGAIN  # gibibytes each time
-    if asked in (*RELATIONS, *PROBES, "compare") and (
-        any(passes(case) for _ in range(times))
-        or changes_between_calls(case, subject, device, executor)
-    ):
-        return "not-the-same-again"
-    if asked in RELATIONS and (fewer := _that_fit(case.problem)) is not None:
-        smaller = Case(problem=fewer, question=asked, parameters=case.parameters)
-        return "grid-axis-exceeded" if passes(smaller) else None
-    return None
-
-
-def _that_fit(problem: Problem) -> Problem | None:
-    """As many sequences as an axis of a grid has room for; None where all have."""
-    if problem.batch * problem.heads <= MOST_GRID_PLACES or problem.heads > MOST_GRID_PLACES:
-        return None
-    return problem.replace(batch=MOST_GRID_PLACES // problem.heads)
-
-
-LARGEST_DIAGNOSED = 2**22
-"""Most (row, key) pairs of all heads that a problem has which is looked at."""
-_MOST_HEADS = 2**12  # of all sequences: each is worked out by itself, over and over
-EXPLANATIONS_SHOWN = 3
-"""Explanations that a Record keeps."""
-
-_TELLING = 0.5  # below this share a model explains less than it leaves
-# Tell those apart that are alike on few: a ragged tile, whole ones, and one that is nearly full.
-_MANY_KEYS = (150, 256, 124)
-_ROWS = 40
-_TWICE = 2
-_CALLS = 4  # of what is right, where it was wrong once
 
 
 def diagnose_failure(
@@ -204,10 +101,10 @@ def diagnose_failure(
     executor: Executor | None = None,
     before: Findings | None = None,
 ) -> Record:
-    """``record`` with what may be wrong, where a comparison, a probe or a relation has failed.
+    """Return ``record`` with what may be wrong, where a comparison, probe or relation has failed.
 
     The kernel is called again: Records hold no outputs. It is done for what a user is shown, not
-    for each failure on the way to the smallest.
+    for each failure on the way to the smallest. Never raises for what the kernel does.
 
     Args:
         record: As judged.
@@ -215,157 +112,213 @@ def diagnose_failure(
         device: ``cpu`` or ``cuda``.
         executor: How to call it; in this process by default.
         before: What is known from another failure of it: a smaller problem alone fits more models.
-
-    Never raises for what the kernel does.
     """
-    by = executor or InProcess()
-    found = explain_failure(record, subject, device=device, executor=by)
-    proven = functools.partial(explain_by_proof, record, subject, device=device, executor=by)
-    if found is None or not any(one.share >= _TELLING for one in found.ranking):
+    failure = _Failure(record, subject, device, executor or InProcess())
+    findings = failure.findings()
+    if findings is None or not any(one.share >= _TELLING for one in findings.ranking):
         # First what is proven: what lies beside an input may be something else another time.
-        said = proven(wrong=found is not None, explained=False) or explain_by_signs(
-            record, subject, device=device, executor=by
-        )
-        if said is not None or found is None:
+        said = failure.proof(wrong=findings is not None, explained=False) or failure.sign()
+        if said is not None or findings is None:
             alone = UNSET if said is None else Diagnosis(ranked=(said,), tied=1, tried=0)
             return replace(record, diagnosis=alone)
-        return replace(record, diagnosis=_of_models(record, found, before, subject, device, by)[0])
-    told, predicted = _of_models(record, found, before, subject, device, by)
-    proof = proven(wrong=True, explained=predicted)
-    return replace(record, diagnosis=told if proof is None else _behind(proof, told))
-
-
-def _of_models(  # a failure, what is known of it, and who is asked
-    record: Record,
-    found: Findings,
-    before: Findings | None,
-    subject: Subject,
-    device: str,
-    executor: Executor,
-) -> tuple[Diagnosis, bool]:
-    """What fault models say of a failure, and whether one predicts the numbers that were given.
-
-    Of NaN and infinities, and of rows that are left to chance, others may say the same.
-    """
-    ranking, problems = found.ranking, 1
-    if before is not None and before.ranking:
-        ranking, problems = combine_rankings(before.ranking, found.ranking), 2
-    for keys in _MANY_KEYS:
-        tied = [one.name for one in ranking[: count_equals(ranking)]]
-        if len(tied) > 1:
-            case = Case.from_json(record.case)
-            fits = _fits(case.problem, keys, subject, device, executor, tied)
-            ranking, problems = keep_fitting(ranking, fits), problems + bool(fits)
-    first = ranking[0] if ranking else None
-    certain = first is not None and first.all and not first.loose and found.finite
-    return _told_of_diagnosis(ranking, found, problems), certain
-
-
-def _behind(proof: Explanation, told: Diagnosis) -> Diagnosis:
-    """What is proven, and then what fault models say."""
-    ranked = (proof, *told.ranked)[:EXPLANATIONS_SHOWN]
-    return replace(told, ranked=ranked, tied=1, tried=0)
-
-
-def _fits(  # who is asked, on what, how
-    problem: Problem,
-    keys: int,
-    subject: Subject,
-    device: str,
-    executor: Executor,
-    among: Collection[str],
-) -> set[str]:
-    """Which of some models fit what it gives on a larger problem, be that right or wrong.
-
-    Empty where the problem is as large, there is none of so many keys, or it does not take it.
-    """
-    if problem.kv >= keys:
-        return set()
-    try:
-        case = Case(problem=problem.replace(query=max(problem.query, _ROWS), kv=keys))
-        if executor.refusal(subject, case.problem, device) is not None:
-            return set()
-        evidence = EvidenceBuilder(case, device)
-        evidence.establish(reference_errors=False)
-        with allocator_filled("pattern"):
-            result = executor.run(subject, evidence.inputs, origin=Origin(case=case, run=0))
-        return (
-            consistent_models(result, evidence, among) if isinstance(result, Execution) else set()
-        )
-    except (*NO_FIT, MemoryError) as error:  # among them: its mask is of so many keys and no more
-        if not isinstance(error, AttncheckError) and not out_of_memory(error):
-            raise
-        return set()
+        return replace(record, diagnosis=failure.by_models(findings, before)[0])
+    diagnosis, predicted = failure.by_models(findings, before)
+    proof = failure.proof(wrong=True, explained=predicted)
+    if proof is not None:
+        ranked = (proof, *diagnosis.ranked)[:EXPLANATIONS_SHOWN]
+        diagnosis = replace(diagnosis, ranked=ranked, tied=1, tried=0)
+    return replace(record, diagnosis=diagnosis)
 
 
 def explain_failure(
     record: Record, subject: Subject, *, device: str, executor: Executor | None = None
 ) -> Findings | None:
-    """What fault models say of a failure; None where there is none that they could speak of.
+    """Return what fault models say of a failure; None where there is none that they speak of.
 
-    Arguments as of ``diagnosed``.
+    Arguments as of ``diagnose_failure``.
     """
-    asked = record.case.get("question")
-    if record.status != "fail" or not (asked in RELATIONS or asked in PROBES or asked == "compare"):
-        return None
-    case = Case.from_json(record.case)
-    try:
-        for found in _failing(case, subject, device, executor or InProcess()):
-            return found
-    except (*NO_FIT, MemoryError) as error:
-        if not isinstance(error, AttncheckError) and not out_of_memory(error):
-            raise
-    return None
+    return _Failure(record, subject, device, executor or InProcess()).findings()
 
 
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
-    """What may be wrong with a result that is there; None where there is nothing to speak of.
+    """Return what may be wrong with a result that is there; None where nothing is to be said.
 
     Args:
         result: What was given, and the arithmetic of it.
         evidence: What was asked.
     """
-    if _too_large(evidence.case.problem):
-        return None
-    try:
-        found = explain(result, evidence)
-    except (*NO_FIT, MemoryError) as error:
-        if not isinstance(error, AttncheckError) and not out_of_memory(error):
-            raise
-        return None
-    return None if found is None else _told_of_diagnosis(found.ranking, found, 1)
+    findings = None
+    if not _is_too_large(evidence.case.problem):
+        with _skip_unfit():
+            findings = explain(result, evidence)
+    return None if findings is None else _as_diagnosis(findings.ranking, findings, 1)
 
 
-def _too_large(problem: Problem) -> bool:
+def _is_too_large(problem: Problem) -> bool:
     return pair_count(problem) > LARGEST_DIAGNOSED or problem.batch * problem.heads > _MOST_HEADS
 
 
-def _failing(case: Case, subject: Subject, device: str, executor: Executor) -> Iterator[Findings]:
-    """Of each run that is wrong beside the exact result."""
-    asked = [EvidenceBuilder(case, device)]
-    if case.question in RELATIONS:
-        asked = [
-            EvidenceBuilder(Case(problem=one.problem), device, one)
-            for one in relation_inputs(case, device)
-        ]
-    for number, evidence in enumerate(asked):
-        if _too_large(evidence.case.problem):
-            continue
-        evidence.establish(reference_errors=False)
-        origin = Origin(case=case, run=number)
-        # Of several runs that must agree one is wrong: it is not asked how the others round.
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A Record of a failure, and the kernel that can be asked again."""
+
+    record: Record
+    subject: Subject
+    device: str
+    executor: Executor
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """Whether outputs were there, and wrong."""
+        return self.record.status == "fail" and self.record.judgement is not None
+
+    def status(self, case: Case) -> str:
+        """The verdict alone of ``case``."""
+        return run_case(
+            self.subject, case, device=self.device, executor=self.executor, brief=True
+        ).status
+
+    def findings(self) -> Findings | None:
+        """What fault models say; None where there is nothing that they could speak of."""
+        question = self.record.case.get("question")
+        known = question in RELATIONS or question in PROBES or question == "compare"
+        if self.record.status != "fail" or not known:
+            return None
+        with _skip_unfit():
+            return next(self._wrong_runs(Case.from_json(self.record.case)), None)
+        return None
+
+    def _wrong_runs(self, case: Case) -> Iterator[Findings]:
+        """Of each run of a question that is wrong beside the exact result."""
         related = case.question in RELATIONS
-        call = functools.partial(executor.run, subject, evidence.inputs, origin=origin)
-        found = _of_calls(call, evidence, related=related)
-        if found is not None:
-            yield found
+        runs = [EvidenceBuilder(case, self.device)]
+        if related:
+            runs = [
+                EvidenceBuilder(Case(problem=inputs.problem), self.device, inputs)
+                for inputs in relation_inputs(case, self.device)
+            ]
+        for number, evidence in enumerate(runs):
+            if _is_too_large(evidence.case.problem):
+                continue
+            evidence.establish(reference_errors=False)
+            origin = Origin(case=case, run=number)
+            call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
+            # Of several runs that must agree one is wrong: it is not asked how the others round.
+            findings = _explain_calls(call, evidence, related=related)
+            if findings is not None:
+                yield findings
+
+    def by_models(self, findings: Findings, before: Findings | None) -> tuple[Diagnosis, bool]:
+        """What fault models say, and whether one predicts the numbers that were given.
+
+        Of NaN and infinities, and of rows that are left to chance, others may say the same.
+        """
+        ranking, problems = findings.ranking, 1
+        if before is not None and before.ranking:
+            ranking, problems = combine_rankings(before.ranking, findings.ranking), 2
+        problem = Case.from_json(self.record.case).problem
+        for keys in _MANY_KEYS:
+            tied = [one.name for one in ranking[: count_equals(ranking)]]
+            if len(tied) > 1:
+                fits = self._fitting(problem, keys, tied)
+                ranking, problems = keep_fitting(ranking, fits), problems + bool(fits)
+        first = ranking[0] if ranking else None
+        certain = first is not None and first.all and not first.loose and findings.finite
+        return _as_diagnosis(ranking, findings, problems), certain
+
+    def _fitting(self, problem: Problem, keys: int, models: Collection[str]) -> set[str]:
+        """Which of ``models`` fit what it gives on a larger problem, be that right or wrong.
+
+        Empty where the problem is as large, there is none of so many keys, or it does not take it.
+        """
+        if problem.kv >= keys:
+            return set()
+        with _skip_unfit():  # a mask may be of so many keys and no more
+            case = Case(problem=problem.replace(query=max(problem.query, _ROWS), kv=keys))
+            if self.executor.refusal(self.subject, case.problem, self.device) is not None:
+                return set()
+            evidence = EvidenceBuilder(case, self.device)
+            evidence.establish(reference_errors=False)
+            origin = Origin(case=case, run=0)
+            with allocator_filled("pattern"):
+                result = self.executor.run(self.subject, evidence.inputs, origin=origin)
+            if isinstance(result, Execution):
+                return consistent_models(result, evidence, models)
+        return set()
+
+    def proof(self, *, wrong: bool, explained: bool) -> Explanation | None:
+        """What other layouts and surroundings prove; None where that is nothing.
+
+        Args:
+            wrong: Whether a run of its question is beyond its bound, not only unlike another one.
+            explained: Whether a fault model predicts the numbers it gives: only the layout is asked
+                about then, and only where the question is of one.
+        """
+        if not self.is_of_numbers:
+            return None
+        with _skip_unfit():
+            case = Case.from_json(self.record.case)
+            kernel = (self.subject, self.device, self.executor)
+            right, names = False, ""
+            if case.question in _LAYOUTS:
+                right, names = misread_strides(case, *kernel)
+                if names:
+                    return _sign("strides-not-taken", of=names)
+            # What is read beside an input changes with its layout, too: it is asked about first.
+            if not explained and case.question in (*RELATIONS, *PROBES, "compare"):
+                names = out_of_bounds_reads(case, *kernel)
+            if names:
+                return _sign("reads-beside-an-input", of=names)
+            return self._of_layout(case) if right and wrong else None
+        return None
+
+    def _of_layout(self, case: Case) -> Explanation | None:
+        """What a failing relation of layouts says, where no input alone is wrong laid out near."""
+        if case.question not in (_FAR, *_SAME_NUMBERS):
+            return None
+        status = self.status(case)  # far rows take gibibytes: once more is to do
+        if status != "fail":
+            return _sign("not-the-same-again") if status == "pass" else None
+        if case.question == _FAR:
+            return _sign("far-offsets-wrap", of=STRIDED_TENSORS[int(case.parameters["tensor"])])
+        return _sign("strides-not-taken", of="k" if case.question == "strides_transposed" else "")
+
+    def sign(self) -> Explanation | None:
+        """What the failure says of calls that differ; None where that is nothing."""
+        if not self.is_of_numbers:
+            return None
+        try:
+            name = self._sign_name(Case.from_json(self.record.case))
+        except AttncheckError:  # asked of nothing that can be asked again
+            return None
+        return None if name is None else _sign(name)
+
+    def _sign_name(self, case: Case) -> str | None:
+        def passes(again: Case) -> bool:
+            return self.status(again) == "pass"
+
+        question, problem = case.question, case.problem
+        if question in _REPEATING:
+            return "not-the-same-again"
+        if question in _BATCHES and passes(Case(problem=problem)):
+            return None if passes(case) else "depends-on-the-batch"
+        times = 1 if question == _FAR else _AGAIN  # gibibytes each time
+        if question in (*RELATIONS, *PROBES, "compare") and (
+            any(passes(case) for _ in range(times))
+            or changes_between_calls(case, self.subject, self.device, self.executor)
+        ):
+            return "not-the-same-again"
+        # As many sequences as an axis of a grid has room for.
+        fits = problem.batch * problem.heads <= MOST_GRID_PLACES
+        if question in RELATIONS and not fits and problem.heads <= MOST_GRID_PLACES:
+            fewer = problem.replace(batch=MOST_GRID_PLACES // problem.heads)
+            smaller = Case(problem=fewer, question=question, parameters=case.parameters)
+            return "grid-axis-exceeded" if passes(smaller) else None
+        return None
 
 
-def _of_calls(
-    call: Callable[[], Execution | Failure],
-    evidence: EvidenceBuilder,
-    *,
-    related: bool,
+def _explain_calls(
+    call: Callable[[], Execution | Failure], evidence: EvidenceBuilder, *, related: bool
 ) -> Findings | None:
     """What explains a call that is wrong; of two that gave different things, what explains both.
 
@@ -373,26 +326,26 @@ def _of_calls(
     wrong now and then is called until it is.
     """
     each: list[Findings] = []
-    given: list[Execution] = []
+    results: list[Execution] = []
     for number in range(_TWICE if related else _CALLS):
         if number >= _TWICE and each:
             break
         with allocator_filled("inverse" if number % 2 else "pattern"):
             result = call()
-        if not isinstance(result, Execution) or (given and not _differ(result, given[-1])):
+        if not isinstance(result, Execution) or (results and not _differ(result, results[-1])):
             continue
-        given.append(result)
-        found = explain(result, evidence, proven=True)
-        each += [] if found is None else [found]
+        results.append(result)
+        findings = explain(result, evidence, proven=True)
+        each += [] if findings is None else [findings]
     if len(each) > 1:
         return dataclasses.replace(
             each[0],
             ranking=combine_rankings(*(one.ranking for one in each)),
             finite=all(one.finite for one in each),
         )
-    if each or related or not given:
+    if each or related or not results:
         return each[0] if each else None
-    return explain(given[0], evidence)
+    return explain(results[0], evidence)
 
 
 def _differ(one: Execution, other: Execution) -> bool:
@@ -403,24 +356,31 @@ def _differ(one: Execution, other: Execution) -> bool:
     )
 
 
-def _told_of_diagnosis(
-    ranking: list[FaultExplanation], found: Findings, problems: int
-) -> Diagnosis:
-    telling = [one for one in ranking if one.share >= _TELLING]
-    return Diagnosis(
-        ranked=tuple(_explanation(one) for one in telling[:EXPLANATIONS_SHOWN]),
-        tied=count_equals(telling),
-        tried=found.tried,
-        problems=problems,
-        tiles=UNSET if found.tiles is None else found.tiles,
+def _sign(name: str, of: str = "") -> Explanation:
+    return Explanation(
+        model=name,
+        sentence=SIGNS[name],
+        share=1.0,
+        explains_all=True,
+        parameters={"of": of} if of else {},
     )
 
 
-def _explanation(one: FaultExplanation) -> Explanation:
-    return Explanation(
-        model=one.name,
-        sentence=FAULT_MODELS[one.name].sentence,
-        share=one.share,
-        explains_all=one.all,
-        parameters=dict(one.parameters),
+def _as_diagnosis(ranking: list[FaultExplanation], findings: Findings, problems: int) -> Diagnosis:
+    telling = [one for one in ranking if one.share >= _TELLING]
+    return Diagnosis(
+        ranked=tuple(
+            Explanation(
+                model=one.name,
+                sentence=FAULT_MODELS[one.name].sentence,
+                share=one.share,
+                explains_all=one.all,
+                parameters=dict(one.parameters),
+            )
+            for one in telling[:EXPLANATIONS_SHOWN]
+        ),
+        tied=count_equals(telling),
+        tried=findings.tried,
+        problems=problems,
+        tiles=UNSET if findings.tiles is None else findings.tiles,
     )

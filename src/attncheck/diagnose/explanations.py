@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.errors import AttncheckError
-from attncheck.fault_models import FAULT_MODELS, ORDER
-from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.fault_models import FAULT_MODELS, ORDER, ExactAttention
 from attncheck.judge.fault_explanation import (
     FaultExplanation,
     FaultPrediction,
@@ -22,11 +22,12 @@ from attncheck.records.record import TileMap
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torch import Tensor
 
     from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.fault_models import FaultModel
     from attncheck.inputs.problem import Problem
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
@@ -50,38 +51,38 @@ _MOST_KEYS = 1024
 
 
 def tile_map(
-    given: ExactAttention, got: Mapping[TensorName, Tensor], error: ObservedError
+    call: ExactAttention, got: Mapping[TensorName, Tensor], error: ObservedError
 ) -> TileMap | None:
-    """The map of a kernel's error; None where some of it is not finite, or there is one cell.
+    """Return the map of a kernel's error; None where it is not finite, or there is one cell.
 
     With w the exact weights of a row, what a kernel gave is Σ (w + δ) v and its row sum 1 + Σ δ, by
     LSE; 1 where it has none. Of all δ that say so, which are many where there are more keys than
     columns, the smallest is taken: ``[v 1]⁺``, once for a head.
 
     Args:
-        given: The call; every row of it.
+        call: Every row of it.
         got: What the kernel gave.
         error: That it is wrong.
     """
-    problem = given.problem
+    problem = call.problem
     out, lse = got["out"], got.get("lse")
-    if not given.whole or problem.kv > _MOST_KEYS or not error.wrong:
+    if not call.whole or problem.kv > _MOST_KEYS or not error.wrong:
         return None
-    exact = given.parts
+    exact = call.parts
     grown = torch.ones_like(exact.total)
     if lse is not None:
         grown = (lse - exact.lse).exp()
         grown = torch.where(exact.dead, 1.0, grown)
     moved = out * grown[..., None] - exact.out
     target = torch.cat([moved, (grown - 1.0)[..., None]], -1)
-    v = given.v.expand(problem.batch, problem.heads, -1, -1)
+    v = call.v.expand(problem.batch, problem.heads, -1, -1)
     if not bool(target.isfinite().all()) or not bool(v.isfinite().all()):
         return None
     unit = v.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     columns = torch.cat([v / unit, torch.ones_like(v[..., :1])], -1)
     target = torch.cat([target[..., :-1] / unit, target[..., -1:]], -1)
     change = (target @ torch.linalg.pinv(columns)).abs().sum(dim=(0, 1))  # (rows, kv)
-    tile = given.tiles[0] if len(given.tiles) == 1 else (1, 1)
+    tile = call.tiles[0] if len(call.tiles) == 1 else (1, 1)
     rows, keys = (_step(n, t) for n, t in zip(change.shape, tile, strict=True))
     values = _cells(change, rows, keys)
     one = len(values) * len(values[0]) == 1
@@ -134,7 +135,7 @@ class Findings:
 def explain(
     result: Execution, evidence: EvidenceBuilder, *, proven: bool = False
 ) -> Findings | None:
-    """What fault models say of what a kernel gave; None where it is right to the last bit.
+    """Return what fault models say of what a kernel gave; None where it is right to the last bit.
 
     Args:
         result: What it gave, the tiling and the arithmetic that it declares.
@@ -142,15 +143,15 @@ def explain(
         proven: Whether only what is beyond its bound is asked about.
     """
     problem = evidence.case.problem
-    error, given = _beside(result, evidence)
+    error, call = _observed_error(result, evidence)
     if proven and not error.proven:
         return None
     if not error.wrong or (not error.forward and pair_count(problem) > _WHOLE):
         return None
     of = "forward" if error.forward else "backward"
     models = [m for m in FAULT_MODELS.values() if m.of == of and m.applies(problem)]
-    ranking = rank_explanations(error, _hypotheses(given, models))
-    tiles = tile_map(given, error.got, error) if error.forward else None
+    ranking = rank_explanations(error, _predictions(call, models))
+    tiles = tile_map(call, error.got, error) if error.forward else None
     finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
     return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite)
 
@@ -158,24 +159,26 @@ def explain(
 def consistent_models(
     result: Execution, evidence: EvidenceBuilder, among: Collection[str]
 ) -> set[str]:
-    """Which fault models give what a kernel gave, be it wrong or right.
+    """Return the fault models that give what a kernel gave, be it wrong or right.
 
-    Arguments as of ``explained``. One that says nothing of the Problem says that it is right.
+    Arguments as of ``explain``. One that says nothing of the Problem says that it is right.
     """
-    error, given = _beside(result, evidence)
+    error, call = _observed_error(result, evidence)
     if error.wrong and not error.forward and pair_count(evidence.case.problem) > _WHOLE:
         return set(among)
-    found = set()
+    consistent = set()
     for model in (FAULT_MODELS[name] for name in among):
         applies = model.applies(evidence.case.problem)
-        forms = list(_hypotheses(given, [model])) if applies else []
+        forms = list(_predictions(call, [model])) if applies else []
         if any(error.agrees(one) for one in forms) or not (forms or error.proven):
-            found.add(model.id)
-    return found
+            consistent.add(model.id)
+    return consistent
 
 
-def _beside(result: Execution, evidence: EvidenceBuilder) -> tuple[ObservedError, ExactAttention]:
-    """What it gave beside the exact result: of a large problem some rows."""
+def _observed_error(
+    result: Execution, evidence: EvidenceBuilder
+) -> tuple[ObservedError, ExactAttention]:
+    """The error beside the exact result, and the exact call: of a large problem some rows."""
     problem = evidence.case.problem
     got, exact = float64_tensors(result.outputs), float64_tensors(evidence.truth)
     allowed = float64_tensors(deterministic_bounds(evidence.evidence, result.arithmetic))
@@ -184,8 +187,7 @@ def _beside(result: Execution, evidence: EvidenceBuilder) -> tuple[ObservedError
         allowed |= {name: bound.cpu() for name, bound in bounds.items()}
     if not problem.backward or got["out"].isnan().any():
         got = {name: tensor for name, tensor in got.items() if name in ("out", "lse")}
-    given_as = result.outputs.tensors()
-    spacing = {name: torch.finfo(x.dtype).eps for name, x in given_as.items()}
+    spacing = {name: torch.finfo(x.dtype).eps for name, x in result.outputs.tensors().items()}
     error = ObservedError(got, exact, allowed, spacing)
     rows = None if not error.forward else _rows(problem, got["out"], exact["out"], allowed["out"])
     if rows is not None:
@@ -197,7 +199,7 @@ def _beside(result: Execution, evidence: EvidenceBuilder) -> tuple[ObservedError
 
 
 def float64_tensors(outputs: Outputs) -> dict[TensorName, Tensor]:
-    """On the CPU, in float64."""
+    """Return outputs by name, on the CPU, in float64."""
     return {name: x.detach().cpu().double() for name, x in outputs.tensors().items()}
 
 
@@ -206,7 +208,7 @@ def _of_rows(tensors: dict[TensorName, Tensor], rows: Tensor) -> dict[TensorName
 
 
 def pair_count(problem: Problem) -> int:
-    """(row, key) pairs of all heads."""
+    """Return the (row, key) pairs of all heads."""
     return problem.batch * problem.heads * problem.query * problem.kv
 
 
@@ -225,23 +227,23 @@ def _rows(problem: Problem, got: Tensor, exact: Tensor, allowed: Tensor) -> Tens
     return torch.tensor(sorted({*worst.tolist(), *spread.tolist()}))
 
 
-def _hypotheses(given: ExactAttention, models: list[Any]) -> Iterator[FaultPrediction]:
+def _predictions(call: ExactAttention, models: list[FaultModel]) -> Iterator[FaultPrediction]:
     """What each model predicts; what it cannot be asked of this problem is left out."""
     for model in models:
         with contextlib.suppress(*NO_FIT), torch.no_grad():
-            for one in model.predictions(given):
-                family = one.family
+            for one in model.predictions(call):
+                family = None if one.family is None else partial(_family_tensors, one.family)
                 yield FaultPrediction(
                     name=model.id,
                     tensors=one.outputs.tensors(),
                     parameters=one.parameters,
                     order=ORDER[model.id],
-                    family=None if family is None else _family(family),
+                    family=family,
                     start=one.start,
                     parameter=one.parameter,
                     free=one.free,
                 )
 
 
-def _family(family: Any) -> Any:
-    return lambda size: family(size).tensors()
+def _family_tensors(family: Callable[[float], Outputs], size: float) -> dict[TensorName, Tensor]:
+    return family(size).tensors()

@@ -11,7 +11,7 @@ from attncheck.capabilities.subject import capability
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.inputs.problem import Case, short_id
-from attncheck.judge.declared_arithmetic import default
+from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.records.failures import KeptFailure
 from attncheck.relations import RELATIONS
 from attncheck.verify.environment import environment, fingerprint
@@ -119,7 +119,7 @@ def _run(
     inputs, exact = evidence.inputs, evidence.truth
     result = executor.run(subject, inputs, origin=origin)
     if isinstance(result, Failure):  # it says nothing of its arithmetic either
-        arithmetic = default(inputs.problem.formats, capability(evidence.device))
+        arithmetic = default_arithmetic(inputs.problem.formats, capability(evidence.device))
     else:
         arithmetic = result.arithmetic
     bound = evidence.allowance(arithmetic)

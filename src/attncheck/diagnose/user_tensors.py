@@ -19,7 +19,7 @@ from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import Arithmetic, default
+from attncheck.judge.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.masks import MASKS
@@ -360,7 +360,7 @@ class UserOutputs:
         if self.lse is not None:
             _checked("lse", self.lse, rows, inputs)
         if arithmetic is None:
-            assumed = default(problem.formats, capability(inputs.device.type))
+            assumed = default_arithmetic(problem.formats, capability(inputs.device.type))
             # Whoever made out may have divided P by its sum before it was rounded, and have merged
             # a sink with what keys alone gave.
             splits = 2 if problem.sink else 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from attncheck.fault_models.steps import Steps
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 __all__ = [
     "TRIED_TILES",

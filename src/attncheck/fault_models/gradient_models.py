@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactGradients
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
 
 __all__ = ["MODELS", "BackwardTable", "nan_where"]
 

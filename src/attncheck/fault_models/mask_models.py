@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.fault_model import Parameters
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Dimensions, MaskMod, Spec
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Dimensions, Spec
 
 __all__ = ["MODELS", "mask_without"]
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Dimensions, ScoreMod, Spec
+    from attncheck.mods.signatures import ScoreMod
+    from attncheck.mods.spec import Dimensions, Spec
 
 __all__ = ["MODELS", "fixed_scale", "scale_by", "score_with"]
 

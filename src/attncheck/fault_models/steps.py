@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Dimensions, Entry, MaskMod, ScoreMod, Spec
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions, Entry, Spec
 
 __all__ = [
     "LOG2E",

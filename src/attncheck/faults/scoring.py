@@ -31,7 +31,8 @@ from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import NotPlanted, plant
 from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import KnownFailures, describe_units, priority
+from attncheck.gate.plan import describe_units, priority
+from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
 from attncheck.records.record import FAILED_STATUSES, Diagnosis

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from attncheck.cases.tier import GateTier, gate_tier_named
+from attncheck.cases.tier import Tier, tier_named
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.gate.sources import CommitTree
@@ -42,7 +42,7 @@ class Choices:
         held: What a baseline holds, and is asked again; None without one.
     """
 
-    tier: GateTier
+    tier: Tier
     stages: tuple[Stage, ...] = STAGES
     dtypes: tuple[str, ...] = ()
     seed: int = 0
@@ -57,7 +57,7 @@ class Choices:
     def of(cls, options: Mapping[str, Value]) -> Choices:
         """What ``options`` said; raises UsageError for what it could not have said."""
         return cls(
-            tier=gate_tier_named(str(options["tier"])),
+            tier=tier_named(str(options["tier"])),
             stages=parse_stages(_words(options.get("stages", ""))),
             dtypes=_dtypes(_words(options.get("dtypes", ""))),
             seed=int(options.get("seed", 0)),
@@ -153,7 +153,7 @@ class BaselineCases:
         """As a word that travels to any process."""
         return json.dumps([self.digest, self.cases])
 
-    def asked(self, kernel: str, architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def of_kernel(self, kernel: str, architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Variant and Case of each that it holds of a kernel on an architecture."""
         for name, device, variant, case in self.cases:
             if (name, device) == (kernel, architecture):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from attncheck.core.errors import ProblemError
 from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure
 from attncheck.diagnose.reproduce import new_failure
-from attncheck.gate.plan import KNOWN
 from attncheck.gate.planning import move_case
+from attncheck.gate.property_stage import KNOWN
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.spec import Spec
@@ -236,7 +236,7 @@ class FailureLog:
         first = ask(case)
         if first.status not in SHRUNK_STATUSES:
             return None
-        found = shrink_case(first, ask, planning().supports, seconds=tier.shrinking)
+        found = shrink_case(first, ask, planning().supports, seconds=tier.shrink_seconds)
         if found is None:
             return None
         how = _how(unit, host)

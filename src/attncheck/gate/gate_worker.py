@@ -16,18 +16,19 @@ from attncheck.core.errors import UsageError
 from attncheck.gate.choices import Choices
 from attncheck.gate.failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.kernel_hosts import KernelHosts, MissingKernelError
-from attncheck.gate.plan import KnownFailures, drawn_units, plan_kernel
+from attncheck.gate.plan import plan_kernel
 from attncheck.gate.planning import CachingExecutor, Planning
+from attncheck.gate.property_stage import KnownFailures, drawn_units
 from attncheck.gate.sources import file_hashes
 from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
-from attncheck.verify.run_case import head_arrangement, run_case
+from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.units import Done, Unit
 
@@ -175,7 +176,7 @@ class GateWorker:
         case, start = Case.from_json(unit.case), time.perf_counter()
         compiled = _compiling(host)
         record, attempts = self._record(unit, host, case)
-        record = self._known.settled(record, unit, case)
+        record = self._known.excuse(record, unit, case)
         before = bool(unit.commit)  # what it did is measured: nobody mends it
         if not before:
             record = self._failures.diagnosed(record, unit, host)

@@ -1,19 +1,19 @@
-"""One kernel as a plan sees it: what it takes, and the questions that follow."""
+"""One kernel as a plan sees it: what it takes, and the units of work that follow."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.cases.mask_samples import NOT_APPLICABLE, PLAIN_KIND, ProblemKind, refusal
-from attncheck.cases.strategies.families import MASK_FAMILIES
+from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.run_reports import Answer
-from attncheck.suite.pytest_options import SOFTMAX
+from attncheck.suite.kernel_support import KernelSupport
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.executor import Failure
 from attncheck.verify.question_fit import (
@@ -26,7 +26,7 @@ from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from attncheck.capabilities.subject import Subject
     from attncheck.gate.choices import Choices
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 __all__ = ["CachingExecutor", "Planning", "move_case"]
 
-
+# What a Problem may do without where the kernel does not take it.
 _DROPS = ("sink", "dlse")
+# In one of these a kernel takes a dtype, or nowhere.
+_KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True))
 
 
-class Planning:
-    """What a kernel is asked; it is asked nothing yet but what it takes.
+class Planning(KernelSupport):
+    """A kernel whose plan is made; it is asked nothing yet but what it takes.
 
     Attributes:
         unit: The one that asks what it is: its kernel, convention, device, tier.
-        subject, executor: The kernel, and how to ask it.
-        choices: What is asked.
+        choices: What the run asks.
         environment: Fingerprint of where.
         refused: What of the plan it does not take: an answer each.
-        reason: Why it did not take the last Problem that it did not take.
     """
 
     def __init__(
@@ -60,51 +60,23 @@ class Planning:
         choices: Choices,
         environment: str = "",
     ) -> None:
+        super().__init__(subject, unit.device, executor)
         self.unit = unit
-        self.subject, self.executor = subject, executor
         self.choices, self.environment = choices, environment
         self.refused: list[Answer] = []
-        self.reason = ""
-        self._refusals: dict[tuple[str, str, ProblemKind], str] = {}
-        self._dtypes: tuple[str, ...] | None = None
 
-    @property
-    def device(self) -> str:
-        """``cpu`` or ``cuda``."""
-        return self.unit.device
-
-    @property
+    @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """Those that are wanted and that the kernel takes somewhere."""
-        if self._dtypes is None:
-            wanted = self.choices.dtypes or [n for n, d in DTYPES.items() if d.measured]
-            self._dtypes = tuple(dtype for dtype in wanted if self._takes(dtype))
-        return self._dtypes
-
-    def supports(self, problem: Problem) -> bool:
-        """Whether the kernel takes ``problem``; where even asking raises it is to be asked."""
-        said: str | Failure | None = NOT_APPLICABLE
-        if self.executor.concerns(self.subject, problem):
-            said = self.executor.refusal(self.subject, problem, self.device)
-        if isinstance(said, str):
-            self.reason = said
-        return not isinstance(said, str)
+        """Return those that are wanted and that the kernel takes somewhere."""
+        wanted = self.choices.dtypes or [n for n, d in DTYPES.items() if d.measured]
+        return tuple(dtype for dtype in wanted if self.refusals(dtype, _KINDS) is None)
 
     def nearest(self, problem: Problem) -> Problem | None:
-        """``problem`` itself, the nearest that the kernel takes, or None."""
+        """Return ``problem`` itself, the nearest that the kernel takes, or None."""
         return nearest_supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
 
-    def refusal(self, family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> str:
-        """Why it takes nothing of a mask family in a dtype; empty if it does."""
-        key = (family, dtype, kind)
-        if key not in self._refusals:
-            self._refusals[key] = refusal(
-                self.subject, family, dtype, self.device, kind, self.executor
-            )
-        return self._refusals[key]
-
-    def ask(self, stage: Stage, case: Case, variant: str, test: str = "") -> Unit:
-        """The piece of work that asks ``case``."""
+    def unit_of(self, stage: Stage, case: Case, variant: str, test: str = "") -> Unit:
+        """Return the unit of work that asks ``case``."""
         return Unit(
             kind="ask",
             stage=stage,
@@ -117,18 +89,16 @@ class Planning:
             case=case.to_json(),
         )
 
-    def asked_nearest(
-        self, stage: Stage, problem: Problem, variant: str, question: str = "compare"
-    ) -> Unit | None:
-        """The work that asks ``question`` of ``problem`` or the nearest one; None of a refusal.
+    def nearest_unit(self, stage: Stage, problem: Problem, variant: str) -> Unit | None:
+        """Return the unit that compares ``problem`` or the nearest one; None of a refusal.
 
         What is refused is kept as an answer, so that no plan is shorter than it looks.
         """
-        found = self.nearest(question_problem(question, problem))
-        if found is None:
-            self.drop(stage, Case(problem=problem, question=question), variant, self.reason)
+        moved = self.nearest(problem)
+        if moved is None:
+            self.drop(stage, Case(problem=problem), variant, self.reason)
             return None
-        return self.ask(stage, Case(problem=found, question=question), variant)
+        return self.unit_of(stage, Case(problem=moved), variant)
 
     def drop(self, stage: Stage, case: Case, variant: str, reason: str) -> None:
         """Keep that ``case`` is not asked, and why."""
@@ -138,33 +108,22 @@ class Planning:
         record = replace(record, status="unsupported", reason=reason)
         self.refused.append(Answer(unit=self.unit.id, stage=stage, record=record))
 
-    def concerned(self, problem: Problem) -> tuple[Problem, ...]:
-        """``problem``, or the same in pages for a kernel that takes keys in pages alone."""
+    def adapted(self, problem: Problem) -> tuple[Problem, ...]:
+        """Return ``problem``, or the same in pages for a kernel that takes keys in pages alone."""
         return adapted_problems(self.subject, problem, self.executor)
 
-    def fitting(self, question: str, problems: Sequence[Problem]) -> list[Problem]:
-        """Those that ``question`` says something of, as the kernel takes them."""
-        found = []
-        for problem in problems:
-            try:
-                moved = self.nearest(question_problem(question, problem))
-            except ProblemError:
-                continue
-            if moved is not None and unfit_reason(question, moved) is None:
-                found.append(moved)
-        return found
-
-    def _takes(self, dtype: str) -> bool:
-        kinds = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True))
-        return any(
-            not self.refusal(family, dtype, kind)
-            for kind in kinds
-            for family in (*MASK_FAMILIES, SOFTMAX)
-        )
+    def fitting(self, question: str, problem: Problem) -> Problem | None:
+        """Return ``problem`` as the kernel takes it, if ``question`` can be asked of that."""
+        try:
+            moved = self.nearest(question_problem(question, problem))
+        except ProblemError:
+            return None
+        fits = moved is not None and unfit_reason(question, moved) is None
+        return moved if fits else None
 
 
 def move_case(case: Case, problem: Problem) -> Case:
-    """The question of ``case`` asked of ``problem``, with the nearest numbers that it allows."""
+    """Return the question of ``case`` asked of ``problem``, with the nearest numbers allowed."""
     chosen = {}
     for name, values in allowed_parameters(case.question, problem).items():
         wanted = case.parameters.get(name, values[len(values) // 2])
@@ -172,15 +131,16 @@ def move_case(case: Case, problem: Problem) -> Case:
     return Case(problem=problem, question=case.question, parameters=chosen)
 
 
-_MOST = 20_000
-
-
 class CachingExecutor:
     """An executor of one kernel that remembers what it said of each Problem; not that it failed.
 
+    A plan asks about the same problems many times, and each question crosses a process boundary.
+
     Args:
-        executor: That asks it.
+        executor: That asks the kernel.
     """
+
+    _MOST = 20_000
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -188,33 +148,33 @@ class CachingExecutor:
         self._refusals: dict[tuple[Problem, str], str | None] = {}
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """As the other one says."""
+        """Return what the executor does."""
         return self._executor.absence(subject, device)
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
-        """As the other one says, or said."""
+        """Return what the executor does, or did."""
         if problem not in self._concerns:
-            if len(self._concerns) >= _MOST:
+            if len(self._concerns) >= self._MOST:
                 self._concerns.clear()
             self._concerns[problem] = self._executor.concerns(subject, problem)
         return self._concerns[problem]
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """As the other one says, or said."""
+        """Return what the executor does, or did."""
         key = (problem, device)
         if key in self._refusals:
             return self._refusals[key]
-        found = self._executor.refusal(subject, problem, device)
-        if not isinstance(found, Failure):
-            if len(self._refusals) >= _MOST:
+        answer = self._executor.refusal(subject, problem, device)
+        if not isinstance(answer, Failure):
+            if len(self._refusals) >= self._MOST:
                 self._refusals.clear()
-            self._refusals[key] = found
-        return found
+            self._refusals[key] = answer
+        return answer
 
     def launches(
         self, subject: Subject, problem: Problem, device: str
     ) -> Mapping[str, Subject] | Failure:
-        """As the other one says."""
+        """Return what the executor does."""
         return self._executor.launches(subject, problem, device)
 
     def run(
@@ -226,5 +186,5 @@ class CachingExecutor:
         timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
-        """As the other one does."""
+        """Return what the executor does."""
         return self._executor.run(subject, inputs, origin=origin, timed=timed, under=under)

@@ -32,182 +32,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.recorded_calls import Dtype, MaskKind
 
-__all__ = [
-    "CallArguments",
-    "Unfit",
-    "batch_axes",
-    "capture",
-    "four_axes",
-    "mask_axes",
-    "reduce_call",
-]
-
-
-def batch_axes(*tensors: Tensor) -> tuple[int, ...]:
-    """The axes before heads, length and dim; raises RuntimeError where they do not go together."""
-    before = (tensor.shape[:-3] for tensor in tensors)
-    return tuple(torch.broadcast_shapes(*before))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def four_axes(q: Tensor, k: Tensor, v: Tensor, *, gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The three as torch reads them: q (batch, heads, query, dim), k, v (batch, kv_heads, kv, dim).
-
-    Two axes are one head of one sequence, three are heads of one sequence, and axes before the
-    heads are folded into the batch. An axis of 1 that torch broadcasts is written out, but for
-    heads that k and v share: those are few key heads for many query heads.
-
-    Raises RuntimeError for shapes that do not go together.
-    """
-    q, k, v = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (q, k, v))
-    batch = batch_axes(q, k, v)
-    each = [tensor.shape[-3] for tensor in (q, k, v)]
-    heads = each[0] if gqa else max(each)
-    kv_heads = each[1] if each[1] == each[2] else heads
-    return (_folded(q, batch, heads), _folded(k, batch, kv_heads), _folded(v, batch, kv_heads))
-
-
-def mask_axes(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """A mask with four axes; each has the scores' size, or 1 where it is the same for all.
-
-    Args:
-        mask: Up to the scores' axes, missing ones in front.
-        batch: ``batch_axes`` of the call.
-    """
-    mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
-    if math.prod(mask.shape[:-3]) == 1:
-        return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*batch, -1, -1, -1).reshape(math.prod(batch), *mask.shape[-3:])
-
-
-def _folded(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
-    repeated = tensor.repeat_interleave(heads // tensor.shape[-3], dim=-3)
-    whole = repeated.expand(*batch, heads, -1, -1)
-    return whole.reshape(math.prod(batch), *whole.shape[-3:])
-
-
-class Unfit(Exception):
-    """A call that a recording cannot hold; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """What the function is given: its parameters, in torch's order and by torch's names."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-
-def reduce_call(name: str, given: CallArguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
-    """The call and copies of its tensors q, k, v and, where there is one, mask, on the CPU.
-
-    Args:
-        name: What it is called.
-        given: Its arguments.
-        out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
-
-    Raises:
-        Unfit: for tensors that a recording cannot hold, and for whatever ``reading`` would refuse.
-    """
-    kind, mask = _mask(given)
-    tensors = [given.query, given.key, given.value] + ([] if mask is None else [mask])
-    for tensor in tensors:
-        _require_plain(tensor)
-    if any(0 in tensor.shape for tensor in tensors):
-        raise Unfit(f"shapes {_shapes(tensors)} have a size of 0")
-    dtype = _dtype(out)
-    try:
-        q, k, v = four_axes(*tensors[:3], gqa=given.enable_gqa)
-        mask = None if mask is None else mask_axes(mask, batch_axes(*tensors[:3]))
-    except RuntimeError:
-        raise Unfit(_not_four_axes(tensors)) from None
-    call = _call(name, given, (q, k, v), dtype=dtype, mask=kind)
-    if out.numel() != q[..., 0].numel() * v.shape[3]:
-        raise Unfit(_not_four_axes(tensors))
-    copies = {n: _copy(t, out.dtype) for n, t in zip("qkv", (q, k, v), strict=True)}
-    if mask is not None:
-        # Autocast casts an added mask too.
-        cast_too = mask.is_floating_point() and given.query.dtype != out.dtype
-        copies["mask"] = _copy(mask, out.dtype if cast_too else mask.dtype)
-    _require(*(tensor_fact(call, n, tensor) for n, tensor in copies.items()))
-    return call, copies
-
-
-def _require(*facts: str | None) -> None:
-    for fact in facts:
-        if fact:
-            raise Unfit(fact)
-
-
-def _call(
-    name: str,
-    given: CallArguments,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    *,
-    dtype: Dtype,
-    mask: MaskKind,
-) -> Call:
-    q, k, v = tensors
-    call = Call(
-        name=name,
-        batch=q.shape[0],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        query=q.shape[2],
-        kv=k.shape[2],
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=dtype,
-        mask=mask,
-        scale=None if given.scale is None else float(given.scale),
-        dropout=float(given.dropout_p),
-    )
-    _require(call_fact(call))
-    return call
-
-
-def _mask(given: CallArguments) -> tuple[MaskKind, Tensor | None]:
-    attn_mask = given.attn_mask
-    if isinstance(attn_mask, CausalBias):
-        top_left = attn_mask.variant == CausalVariant.UPPER_LEFT
-        return ("causal" if top_left else "causal_bottom_right"), None
-    if attn_mask is None:
-        return ("causal" if given.is_causal else "none"), None
-    return ("bool" if attn_mask.dtype is torch.bool else "additive"), attn_mask
-
-
-def _require_plain(tensor: Tensor) -> None:
-    if tensor.is_nested:
-        raise Unfit("nested tensors have sequences of several lengths: pad them")
-    if type(tensor) not in {Tensor, torch.nn.Parameter}:
-        raise Unfit(f"{type(tensor).__name__} is not a plain tensor")
-    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise Unfit("a tensor on meta or under vmap or grad has no numbers to copy")
-
-
-def _dtype(out: Tensor) -> Dtype:
-    for name in DTYPES:
-        if FORMATS[name].torch_dtype == out.dtype:
-            return cast("Dtype", name)
-    raise Unfit(f"{out.dtype} is not one of {', '.join(DTYPES)}")
-
-
-def _shapes(tensors: list[Tensor]) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-
-
-def _not_four_axes(tensors: list[Tensor]) -> str:
-    return f"shapes {_shapes(tensors)} are not those of (batch, heads, length, dim)"
-
-
-def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-
+__all__ = ["capture"]
 
 # torch's own, also where torch.nn.functional has got another one meanwhile that calls it.
 _SDPA = torch._C._nn.scaled_dot_product_attention
@@ -255,11 +80,13 @@ def capture(
             call to keep.
     """
     path = _writable(file)
+    # bool is an int: True would mean one call.
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise UsageError(f"calls={calls!r} must be a whole number of at least 1.")
     modules = _Modules(model)
     recorder = _Recorder(modules, calls)
     try:
+        # Entered last, so that it does not see the hooks being registered.
         with _no_fast_path(), modules, recorder:
             yield
     except BaseException as error:
@@ -277,7 +104,7 @@ def capture(
 
 
 class _Modules:
-    """Which module of a model is running, by hooks while in its ``with``."""
+    """Names of the running modules of a model, by hooks while in its ``with``."""
 
     def __init__(self, model: nn.Module | None) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -343,9 +170,10 @@ class _Recorder(TorchFunctionMode):
 
     def _keep(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self.kept.append(reduce_call(name, CallArguments(*args, **kwargs), out))
-        except Unfit as error:
+            self.kept.append(_recorded_call(name, _Arguments(*args, **kwargs), out))
+        except _Unfit as error:
             reason = str(error).rstrip(".")
+            # A model of a hundred layers says the same a hundred times.
             if reason not in self._warned:
                 self._warned.add(reason)
                 shown = name if name.isprintable() else repr(name)
@@ -359,11 +187,11 @@ class _Recorder(TorchFunctionMode):
         """
         if not isinstance(func, FunctionType) or _NAME not in func.__code__.co_names:
             return func
-        found: Callable[..., Tensor] = func.__globals__.get(_NAME, _SDPA)
+        original: Callable[..., Tensor] = func.__globals__.get(_NAME, _SDPA)
 
         def seen(*args: Any, **kwargs: Any) -> Tensor:
             with self:
-                return found(*args, **kwargs)
+                return original(*args, **kwargs)
 
         listening = FunctionType(
             func.__code__,
@@ -385,6 +213,140 @@ def _no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _Unfit(Exception):
+    """A call that a recording cannot hold; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Parameters of the function, in torch's order and by torch's names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def _recorded_call(name: str, given: _Arguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
+    """Return the call and copies of its tensors q, k, v and, where there is one, mask, on the CPU.
+
+    Args:
+        name: Name of the call.
+        given: Its arguments.
+        out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
+
+    Raises:
+        _Unfit: for tensors that a recording cannot hold, and for whatever its reader would refuse.
+    """
+    kind, mask = _mask(given)
+    tensors = [given.query, given.key, given.value] + ([] if mask is None else [mask])
+    for tensor in tensors:
+        _refuse(_oddity(tensor))
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    if any(0 in tensor.shape for tensor in tensors):
+        raise _Unfit(f"shapes {shapes} have a size of 0")
+    dtypes = [name for name in DTYPES if FORMATS[name].torch_dtype == out.dtype]
+    if not dtypes:
+        raise _Unfit(f"{out.dtype} is not one of {', '.join(DTYPES)}")
+    other_shapes = f"shapes {shapes} are not those of (batch, heads, length, dim)"
+    try:
+        q, k, v, mask = _four_axes(given.query, given.key, given.value, mask, gqa=given.enable_gqa)
+    except RuntimeError:
+        raise _Unfit(other_shapes) from None
+    call = Call(
+        name=name,
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        query=q.shape[2],
+        kv=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=cast("Dtype", dtypes[0]),
+        mask=kind,
+        scale=None if given.scale is None else float(given.scale),
+        dropout=float(given.dropout_p),
+    )
+    _refuse(call_fact(call))
+    _refuse(other_shapes if out.numel() != q[..., 0].numel() * v.shape[3] else None)
+    # Autocast casts an added mask too.
+    cast_mask = mask is not None and mask.is_floating_point() and given.query.dtype != out.dtype
+    dtypes_kept = [out.dtype] * 3 + [out.dtype if cast_mask or mask is None else mask.dtype]
+    copies = {
+        part: tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        for part, tensor, dtype in zip(
+            ("q", "k", "v", "mask"), (q, k, v, mask), dtypes_kept, strict=True
+        )
+        if tensor is not None
+    }
+    for part, tensor in copies.items():
+        _refuse(tensor_fact(call, part, tensor))
+    return call, copies
+
+
+def _refuse(fact: str | None) -> None:
+    if fact is not None:
+        raise _Unfit(fact)
+
+
+def _mask(given: _Arguments) -> tuple[MaskKind, Tensor | None]:
+    mask = given.attn_mask
+    if isinstance(mask, CausalBias):
+        top_left = mask.variant == CausalVariant.UPPER_LEFT
+        return ("causal" if top_left else "causal_bottom_right"), None
+    if mask is None:
+        return ("causal" if given.is_causal else "none"), None
+    return ("bool" if mask.dtype is torch.bool else "additive"), mask
+
+
+def _oddity(tensor: Tensor) -> str | None:
+    if tensor.is_nested:
+        return "nested tensors have sequences of several lengths: pad them"
+    if type(tensor) not in {Tensor, torch.nn.Parameter}:
+        return f"{type(tensor).__name__} is not a plain tensor"
+    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor on meta or under vmap or grad has no numbers to copy"
+    return None
+
+
+def _four_axes(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The four as torch reads them, q ``(batch, heads, query, dim)``, k and v with kv_heads.
+
+    Two axes are one head of one sequence, three are heads of one sequence, and axes before the
+    heads are folded into the batch. An axis of 1 that torch broadcasts is written out, but for
+    heads that k and v share (few key heads for many query heads), and but for the mask's, each of
+    which has the scores' size, or 1 where it is the same for all.
+
+    Raises RuntimeError for shapes that do not go together.
+    """
+    q, k, v = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (q, k, v))
+    before = (tensor.shape[:-3] for tensor in (q, k, v))
+    axes: tuple[int, ...] = tuple(torch.broadcast_shapes(*before))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    batch = math.prod(axes)
+    of_q, of_k, of_v = (tensor.shape[-3] for tensor in (q, k, v))
+    heads = of_q if gqa else max(of_q, of_k, of_v)
+    kv_heads = of_k if of_k == of_v else heads
+
+    def folded(tensor: Tensor, heads: int) -> Tensor:
+        repeated = tensor.repeat_interleave(heads // tensor.shape[-3], dim=-3)
+        whole = repeated.expand(*axes, heads, -1, -1)
+        return whole.reshape(batch, *whole.shape[-3:])
+
+    if mask is not None:
+        mask = mask[(None,) * (len(axes) + 3 - mask.dim())]  # missing axes are in front
+        if math.prod(mask.shape[:-3]) == 1:
+            mask = mask.reshape(1, *mask.shape[-3:])
+        else:
+            mask = mask.expand(*axes, -1, -1, -1).reshape(batch, *mask.shape[-3:])
+    return folded(q, heads), folded(k, kv_heads), folded(v, kv_heads), mask
 
 
 def _writable(file: str | os.PathLike[str]) -> Path:
@@ -414,10 +376,9 @@ def _write(path: Path, recorder: _Recorder) -> None:
     }
     draft = _draft(path)
     try:
+        # Written beside, then renamed: a reader sees the old file or the whole new one.
         draft.touch(exist_ok=False)
-        mode = (
-            draft.stat().st_mode
-        )  # as any new file here; safetensors makes one for the owner alone
+        mode = draft.stat().st_mode  # as any new file's here; safetensors' is for the owner alone
         save_file(tensors, draft, {METADATA: msgspec.json.encode(header).decode()})
         draft.chmod(mode)
         draft.replace(path)
@@ -428,7 +389,7 @@ def _write(path: Path, recorder: _Recorder) -> None:
 
 
 def _draft(path: Path) -> Path:
-    """Where the file is written before it takes its name."""
+    """Path of the file before it takes its name."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 

@@ -146,6 +146,7 @@ def _outliers(draws: Draws, sizes: Sizes) -> Drawn:
 
 
 def _with_outliers(draws: Draws, stream: str, shape: tuple[int, ...]) -> Floats:
+    # In place: these are the largest arrays that are ever drawn.
     large = draws.normal(f"{stream} outliers", shape)
     large *= 10.0
     large *= draws.uniform(f"{stream} is an outlier", shape) < 0.001
@@ -194,6 +195,7 @@ def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
     of two that makes this at least 64. Signs and powers of two are exact in every format. Where
     head_dim < B, up to 2**(B − head_dim) keys are equal, and share the weight evenly.
     """
+    # A code of the key's number, repeated over the columns: distance grows with head_dim.
     bits = max(1, (sizes.kv - 1).bit_length())
     used = min(bits, sizes.head_dim)
     flips = draws.integers("k signs", (*sizes.k[:2], 1, sizes.head_dim), 2)
@@ -207,6 +209,7 @@ def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
 
 def _signs(numbers: Integers, bits: int, flips: Integers) -> Floats:
     """±1 by the low ``bits`` of each number, over and over along a last axis like ``flips``'s."""
+    # Bit j % bits of the number in column j, exclusive-or a random sign.
     column_bit = np.arange(flips.shape[-1]) % bits
     signs = ((numbers[..., None] >> column_bit) & 1 ^ flips).astype(np.float64)
     signs *= -2.0

@@ -36,7 +36,7 @@ _LARGEST_SINK = 2.0**100  # beside scores that nearly overflow; in log2 units a 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Descale:
-    """What stored fp8 numbers are to be multiplied by: fp32, ``(batch, kv_heads)`` each.
+    """Factors of stored fp8 numbers: fp32, ``(batch, kv_heads)`` each.
 
     A head of q takes that of the key head it reads.
     """
@@ -79,6 +79,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         problem, sizes = self.problem, _sizes(self.problem)
+        # What a Problem has and what Inputs hold must agree tensor by tensor.
         for name, given in (
             ("descale", problem.formats.scaled),
             ("x", _is_softmax(problem)),
@@ -98,7 +99,7 @@ class Inputs:
 
     @property
     def device(self) -> torch.device:
-        """Where all the tensors are."""
+        """Device of all the tensors."""
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -202,6 +203,7 @@ def unrounded_inputs(problem: Problem) -> Inputs:
         dout, dlse = _loss(problem)
         return Inputs(problem=exact, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse)
     scores = distributions.draw_scores(problem.distribution, sizes, problem.seed)
+    # Empty, not None: shapes and devices are the same for both operations.
     q, k, v = (torch.empty(getattr(sizes, name), dtype=torch.float64) for name in ("q", "k", "v"))
     return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores))
 
@@ -211,6 +213,7 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
     fmt = problem.formats.storage
     stored, scales = {}, {}
     for name, values in exact.tensors().items():
+        # Kernels take logits and dLSE in fp32, whatever the dtype of q, k and v.
         if name in _FP32:
             stored[name] = values
         elif problem.formats.scaled:
@@ -263,6 +266,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if strided_alloc.has_far_rows(tensor):
         return strided_alloc.copy_far_rows(tensor)
+    # The whole storage, gaps too: a kernel may read beside the view, and must find the same there.
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = tensor.as_strided((size,), (1,), 0).clone()
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -28,6 +28,7 @@ __all__ = [
     "SOFTMAX_DTYPES",
     "Case",
     "Problem",
+    "head_arrangement",
     "short_id",
 ]
 
@@ -135,6 +136,7 @@ class Problem:
             return
         self._default("head_dim", 64)
         self._default("value_dim", self.head_dim)
+        # Sizes before all that depends on them; mods last, as they are built to be checked.
         self._check_sizes(_SIZES)
         self._check_options()
         self._check_gradients()
@@ -246,6 +248,7 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; ``from_json`` gives the same Problem back."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # Specs and Paging are objects of their own in JSON.
         data |= {"mask": self.mask.to_json(), "score": self.score.to_json()}
         if self.paging is not None:
             data["paging"] = self.paging.to_json()
@@ -336,6 +339,7 @@ class Case:
         """
         if not isinstance(data, Mapping) or "problem" not in data:
             raise ProblemError("a case is a JSON object with a problem.")
+        # Another generator draws other bits: such a case cannot be reproduced here.
         generator = data.get("generator", draws.VERSION)
         if generator != draws.VERSION:
             raise ProblemError(
@@ -363,6 +367,7 @@ class Case:
 
 def short_id(data: dict[str, Any]) -> str:
     """Base-32 digits of the SHA-256 of the canonical JSON; 50 bits are plenty for a report."""
+    # Canonical: no spaces and sorted keys, so that ids are the same on every machine.
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return base64.b32encode(hashlib.sha256(text.encode()).digest())[:10].decode().lower()
 
@@ -370,3 +375,12 @@ def short_id(data: dict[str, Any]) -> str:
 def _is_number(value: object) -> bool:
     """Whether it is a real number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def head_arrangement(problem: Problem) -> str:
+    """Return ``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
+    if problem.operation == "softmax":
+        return ""
+    if problem.kv_heads == problem.heads:
+        return "MHA"
+    return "MQA" if problem.kv_heads == 1 else "GQA"

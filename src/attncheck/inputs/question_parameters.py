@@ -27,7 +27,7 @@ Parameters = Mapping[str, int | float]
 Allowed = Mapping[str, Sequence[int]]
 
 Promise = Literal["repeat", "batch", "layout", "hidden"]
-"""What a kernel may promise of its bits, beyond being right.
+"""Promise of a kernel about its bits, beyond being right.
 
 ``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
 of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.

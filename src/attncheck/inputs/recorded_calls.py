@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from attncheck.core.draws import Draws
     from attncheck.inputs.distributions import Drawn, Sizes
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "DTYPES",
@@ -122,7 +123,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def tensor_name(call: int, tensor: str) -> str:
-    """What tensor ``q``, ``k``, ``v`` or ``mask`` of a call is called in the file."""
+    """Return the name in the file of a call's tensor ``q``, ``k``, ``v`` or ``mask``."""
     return f"{call}.{tensor}"
 
 
@@ -171,6 +172,7 @@ class Recording:
         Its distribution and its mask or score mod go by this name, so that a Problem with it has
         the same id wherever the same numbers were read, and never another's.
         """
+        # Of the bits, not of the values: −0 and 0 are different inputs.
         digest = hashlib.sha256()
         for name, tensor in self._tensors().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -189,6 +191,7 @@ class Recording:
         Args:
             dtype: A name of ``formats.DTYPES`` (default: the recorded one).
         """
+        # The mods go by the recording's name: JSON holds no tensors.
         mask, score = self._mods()
         return sizes_problem(self.call).replace(
             dtype=dtype or self.call.dtype, mask=mask, score=score, distribution=self.name
@@ -215,6 +218,7 @@ class Recording:
         """The mask as a bool one; None if there is none, or it is more than that."""
         if self.mask is None or self.mask.dtype is torch.bool:
             return self.mask
+        # 0 and −∞ alone: a bool mask in disguise, which kernels have a faster path for.
         seen = self.mask == 0
         return seen if bool((seen | torch.isneginf(self.mask)).all()) else None
 

@@ -32,7 +32,7 @@ __all__ = ["call_fact", "load", "tensor_fact"]
 
 
 def call_fact(call: Call) -> str | None:
-    """What is wrong with a call's description; None where nothing is."""
+    """Return what is wrong with a call's description; None where nothing is."""
     if not call.name.strip() or not call.name.isprintable():
         return "its name must be printable, and not blank"
     try:
@@ -45,7 +45,7 @@ def call_fact(call: Call) -> str | None:
 
 
 def tensor_fact(call: Call, name: str, tensor: Tensor) -> str | None:
-    """What is wrong with q, k, v or the mask of a call; None where nothing is."""
+    """Return what is wrong with q, k, v or the mask of a call; None where nothing is."""
     return _mask_fact(call, tensor) if name == "mask" else _fact(call, name, tensor)
 
 
@@ -55,6 +55,7 @@ def _fact(call: Call, name: str, tensor: Tensor) -> str | None:
         return f"{name} has shape {tuple(tensor.shape)}, but should have {shape}"
     if tensor.dtype != dtype:
         return f"{name} is {tensor.dtype}, but should be {dtype}"
+    # Exact attention of NaN is NaN: there is no error to measure.
     odd = int((~torch.isfinite(tensor)).sum())
     if odd:
         return f"{name} holds {odd} NaN or infinite numbers: no error can be measured from them"
@@ -93,6 +94,7 @@ def load(path: Path | str) -> tuple[Recording, ...]:
         if names.count(name) > 1:
             _refuse(path, f"has two calls {name!r}")
     of_calls = [_taken(path, i, call, tensors) for i, call in enumerate(header.calls)]
+    # _taken took out what belongs to a call: anything left was written by somebody else.
     for name in tensors:
         _refuse(path, f"has a tensor {name!r} that belongs to no call")
     recordings = tuple(

@@ -103,6 +103,7 @@ def shares(error: Tensor, allowance: Tensor) -> Tensor:
     No error is no share, even of no allowance. An error without an allowance is infinite, and so
     is everything that is NaN: a NaN would compare as "not above 1".
     """
+    # Division first, then its odd cases: 0 ÷ 0 and NaN would both pass as "not above 1".
     ratio = error.abs() / allowance
     ratio = torch.where((error == 0) & (allowance == 0), 0.0, ratio)
     return torch.where(ratio.isnan(), math.inf, ratio)
@@ -124,6 +125,7 @@ def share_of(
     if not elements:
         return None
     error = torch.where(counted, got.to(torch.float64) - exact, 0.0)
+    # −1 where nothing is compared: below every share, so that argmax never lands there.
     ratio = torch.where(counted, shares(error, allowance), -1.0)
     flat = int(ratio.reshape(-1).argmax())
     return Share(
@@ -161,6 +163,7 @@ def share_in_problem(share: Share, rows: Rows, heads: int) -> Share:
 def at_rows(rows: Rows, tensor: Tensor) -> Tensor:
     """The ``(heads, rows, …)`` part of a ``(batch, heads, query, …)`` tensor."""
     heads = rows.heads
+    # (batch, heads) pairs are numbered in this order wherever rows are cut into pieces.
     some = tensor.flatten(0, 1)[heads.start : heads.stop : heads.step]
     return some.index_select(1, rows.query.to(some.device))
 

@@ -102,7 +102,7 @@ def blind_spot(
 
 @dataclass(slots=True)
 class _Exposed:
-    """What the blocks of rows seen so far would have exposed."""
+    """Faults that the blocks of rows so far would have exposed."""
 
     smallest: float = math.inf
     scale: float = math.inf
@@ -130,6 +130,7 @@ class _Exposed:
 
         some = rows.evenly_spread(examined)
         smallest, dropped, pairs = _key_weights(some)
+        # Easiest pair over all blocks; counts add up.
         self.smallest = min(self.smallest, smallest)
         self.dropped += dropped
         self.pairs += pairs
@@ -248,6 +249,7 @@ def _smallest_scale(rows: _AllowedRows) -> float:
     of_out = rows.through_values(moved) - out * of_lse[..., None]
     sizes = moved.abs().sum(-1)
     blur = rows.resolution * (rows.size(moved) + out.abs() * sizes[..., None])
+    # Less what float64 may have made of a derivative that is exactly 0.
     return min(
         _least_ratio(rows.out_allowance, of_out.abs() - blur),
         _least_ratio(rows.lse_allowance, of_lse.abs() - rows.resolution * sizes),
@@ -261,7 +263,7 @@ def _least_ratio(allowance: Tensor, derivative: Tensor) -> float:
 
 
 def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
-    """What the allowances of ``rows`` expose of single keys.
+    """Find the faults of single keys that the allowances of ``rows`` expose.
 
     Returns the smallest relative error of one key's weight (infinite where none), the visible (row,
     key) pairs of rows that see two keys or more of which one dropped would be seen, and all such
@@ -274,6 +276,7 @@ def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
     alone = ~others.any(-1, keepdim=True)
     rest = torch.where(others, weights, 0.0).sum(-1, keepdim=True)  # 1 − P of the largest
 
+    # A row of one key has weight 1 whatever that key is: no change of it shows.
     farthest = _farthest(rows).masked_fill(alone, 0.0)
     from_rest = _farthest_of_top(rows, top, without).masked_fill(alone, 0.0)
     farthest = farthest.scatter(-1, top, rest * from_rest)
@@ -333,12 +336,13 @@ def _farthest_of_top(rows: _AllowedRows, top: Tensor, without: Tensor) -> Tensor
 
 
 def _times_allowed(moved: Tensor, allowance: Tensor) -> Tensor:
-    """How many times its allowance each moves; 0 of what does not move or is not judged."""
+    """Multiples of its allowance that each moves; 0 of what does not move or is not judged."""
     return moved.clamp_min(0.0) / allowance.clamp_min(_LEAST)
 
 
 def _smallest_change(weights: Tensor, farthest: Tensor, allowance: Tensor) -> Tensor:
     """|η| of every pair, ``(heads, rows, kv)``, through out or LSE, whichever needs less."""
+    # A weight is rather too small than too large where both would show.
     too_small = torch.minimum(1 / (weights * (farthest + 1)), -torch.expm1(-allowance) / weights)
     through_out = torch.where(farthest > 1, 1 / (weights * (farthest - 1)), math.inf)
     too_large = torch.minimum(through_out, torch.expm1(allowance) / weights)
@@ -356,6 +360,7 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     """
     if rows.known.given_scores:
         return exposed  # nothing is multiplied
+    # Bits that show the fault are below all that hide it: halving finds the border.
     hidden = MOST_BITS
     bits = exposed + 1  # most often a later block shows nothing new
     while exposed < bits < hidden:
@@ -396,6 +401,7 @@ def _scores_expose(rows: _AllowedRows, bits: int) -> bool:
     for start in range(0, known.q.shape[-1], STEP):
         dims = slice(start, start + STEP)
         total = cut(total + known.q[..., dims] @ known.k[..., dims].mT, bits)
+    # The mod itself is not called again: the judge has its slope, and no callable.
     scores = known.scores + rows.slope * (known.scale * total - known.products)
     weights = _softmax(scores, known.seen)
     hidden = torch.where(known.seen, scores, -torch.inf)

@@ -28,13 +28,13 @@ __all__ = [
     "VOLTA",
     "Accumulator",
     "Arithmetic",
-    "default",
+    "default_arithmetic",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulator:
-    """How a sum of products is added up.
+    """Way in which a sum of products is added up.
 
     Attributes:
         name: What reports call it.
@@ -69,11 +69,13 @@ class Accumulator:
     @property
     def coarse(self) -> bool:
         """Whether its steps keep too few bits to pass for fp32, so that a finer bound pays."""
+        # Cores that keep 23 bits or more lose about as much as fp32: the plain bound will do.
         return self.block is not None and 2.0**-self.alignment > 2 * self.format.unit_roundoff
 
     def step_loss(self) -> tuple[float, float]:
-        """What a step loses at most: of its largest term, and of the running sum (B2)."""
+        """Largest loss of a step: of its largest term, and of the running sum (B2)."""
         assert self.block is not None
+        # Each of the block's products and the running sum are cut to the largest's last bit.
         return (self.block + 1) * 2.0**-self.alignment, 2.0 ** (1 - self.result)
 
     def rounded(self, n: Count) -> Count:
@@ -81,6 +83,7 @@ class Accumulator:
 
         Infinite of so many that B1 says nothing.
         """
+        # Higham's γ_n = nu ÷ (1 − nu), which holds for any order of the additions.
         roundings = n * self.unit
         if isinstance(roundings, (int, float)):
             return roundings / (1 - roundings) if roundings < 1 else math.inf
@@ -100,6 +103,7 @@ class Accumulator:
 
     def sd(self, n: Count) -> Count:
         """Standard deviation of rounding to nearest, relative to the sum of magnitudes (B3)."""
+        # A rounding to nearest is uniform over half a unit on either side: u ÷ √3 each.
         deviation: Count = n**0.5 * (self.unit / math.sqrt(3))
         return deviation
 
@@ -188,6 +192,7 @@ class Arithmetic:
     rereads_weights: bool = False
     dkv_parts: int = 1
     dq_parts: int = 1
+    # CUDA documents exp2f within 2 ulps.
     exp2_ulps: float = 2.0
     tanh_error: float = 2.0**-11
     block_kv: int = 16
@@ -315,8 +320,8 @@ FP64_ORACLE = Arithmetic(
 """The float64 oracle judged by the same formulas: an a-priori proof of its own error."""
 
 
-def default(dtype: Dtype, capability: tuple[int, int] | None = None) -> Arithmetic:
-    """What is assumed of a kernel that declares nothing.
+def default_arithmetic(dtype: Dtype, capability: tuple[int, int] | None = None) -> Arithmetic:
+    """Return the arithmetic that is assumed of a kernel that declares nothing.
 
     Args:
         dtype: Of the Problem.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.score_errors import exponents, overflows, running_size
-from attncheck.judge.sum_roundings import additions, half_ulp, taken
-from attncheck.judge.weight_errors import log_sum_terms, shares, sum_error, weights
+from attncheck.judge.score_errors import exponent_errors, may_overflow, running_size
+from attncheck.judge.sum_roundings import half_ulp, steps_with_keys, sum_roundings
+from attncheck.judge.weight_errors import log_sum_terms, part_shares, row_sum_error, weight_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from attncheck.core.conditions import Conditions, ScoreModError
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
-    from attncheck.judge.score_errors import Exponents, ScoreError
-    from attncheck.judge.weight_errors import SumError, Weights
+    from attncheck.judge.score_errors import ExponentErrors, ScoreError
+    from attncheck.judge.weight_errors import SumError, WeightErrors
 
 __all__ = [
     "OUTPUT",
     "DeterministicBound",
-    "about",
-    "accumulation",
+    "accumulation_error",
     "bound_of_weights",
     "deterministic_bound",
     "finite_values",
+    "weighted_spread",
 ]
 
 OUTPUT = "output rounding"
@@ -58,7 +58,7 @@ def deterministic_bound(
     scores: ScoreError,
     mod: ScoreModError | None = None,
 ) -> DeterministicBound:
-    """What no kernel of this arithmetic passes on these inputs, whatever its tiles and order.
+    """Bound the errors of every kernel of this arithmetic, whatever its tiles and order.
 
     Args:
         conditions: Of the rows.
@@ -68,19 +68,19 @@ def deterministic_bound(
 
     Source: B9–B19 in ``docs/explanation/bounds.md``.
     """
-    errors = exponents(conditions, arithmetic, scores, mod)
-    moved = weights(conditions, arithmetic, errors)
+    errors = exponent_errors(conditions, arithmetic, scores, mod)
+    moved = weight_errors(conditions, arithmetic, errors)
     return bound_of_weights(conditions, arithmetic, errors, moved)
 
 
 def bound_of_weights(
-    conditions: Conditions, arithmetic: Arithmetic, errors: Exponents, moved: Weights
+    conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors, moved: WeightErrors
 ) -> DeterministicBound:
     """The deterministic bound, from the errors of the exponents and of the weights.
 
     B19: output rounding added; 0 where no key is seen, infinite where nothing is known.
     """
-    sums = sum_error(conditions, arithmetic, moved)
+    sums = row_sum_error(conditions, arithmetic, moved)
     if conditions.given_scores:
         out = _softmax_terms(conditions, arithmetic, moved, sums)
     else:
@@ -90,6 +90,7 @@ def bound_of_weights(
     inflation = 1 + 8 * conditions.seen.shape[-1] * 2.0**-53
     out = {name: term * inflation for name, term in out.items()}
     lse = {name: term * inflation for name, term in lse.items()}
+    # Rounding is last, and of the computed number, which may be farther out than the exact one.
     exact = conditions.out.abs()
     out[OUTPUT] = half_ulp(exact + sum(out.values()), arithmetic.output)
     dead = ~conditions.seen.any(-1)
@@ -111,12 +112,13 @@ def _settled(term: Tensor, dead: Tensor, unknown: Tensor) -> Tensor:
 
 
 def _softmax_terms(
-    conditions: Conditions, arithmetic: Arithmetic, moved: Weights, sums: SumError
+    conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, sums: SumError
 ) -> dict[str, Tensor]:
-    """What the bound is made of before out is rounded, each ``(heads, rows, kv)``."""
+    """Terms of the bound before out is rounded, by name, each ``(heads, rows, kv)``."""
+    # P is the output itself: there is no product whose errors could cancel.
     change = moved.changed
     smallest = 2.0**arithmetic.computes.min_exponent
-    count = additions(conditions, arithmetic)
+    count = sum_roundings(conditions, arithmetic)
     seen = conditions.seen
     return {
         "exponent": torch.where(seen, change, 0.0),
@@ -128,30 +130,32 @@ def _softmax_terms(
 def _value_terms(
     conditions: Conditions,
     arithmetic: Arithmetic,
-    errors: Exponents,
-    moved: Weights,
+    errors: ExponentErrors,
+    moved: WeightErrors,
     sums: SumError,
 ) -> dict[str, Tensor]:
-    """What the bound is made of before out is rounded, each ``(heads, rows, value_dim)``."""
+    """Terms of the bound before out is rounded, by name, each ``(heads, rows, value_dim)``."""
     values, touched = finite_values(conditions)
     size, exact = values.abs(), conditions.out
     # B10, B12 and B15: what the weights' errors make of out; never beyond the values.
     spread = torch.maximum(
         values.amax(-2)[..., None, :] - exact, exact - values.amin(-2)[..., None, :]
     )
-    by_weights = [about(weight, values, exact) for weight in (moved.relative, moved.changed)]
+    by_weights = [
+        weighted_spread(weight, values, exact) for weight in (moved.relative, moved.changed)
+    ]
     of_weights = torch.fmin(torch.fmin(*by_weights), spread.clamp_min(0))
-    terms = {name: of_weights * share for name, share in shares(errors, moved.changed).items()}
+    terms = {name: of_weights * share for name, share in part_shares(errors, moved.changed).items()}
     # B16: P rounded to its format, and V where it is rounded to tf32.
     if arithmetic.weights_error:
         if sums.rounded is None:
             terms[_ROUNDING] = moved.rounded @ size
         else:
-            centered = about(moved.rounded, values, exact) + sums.rounded * of_weights
+            centered = weighted_spread(moved.rounded, values, exact) + sums.rounded * of_weights
             terms[_ROUNDING] = centered / (1 - sums.rounded)
     if arithmetic.operand_error:
         terms["rounding of V"] = arithmetic.operand_error * _weighted_size(moved, values)
-    terms["accumulation"] = accumulation(conditions, arithmetic, moved, values)
+    terms["accumulation"] = accumulation_error(conditions, arithmetic, moved, values)
     before = sum(terms.values(), torch.zeros_like(exact))
     division = sums.division * (exact.abs() + before)
     unknown = touched | _overflows(conditions, arithmetic, size)
@@ -170,12 +174,13 @@ def finite_values(conditions: Conditions) -> tuple[Tensor, Tensor]:
     return torch.where(odd, 0.0, conditions.v), touched
 
 
-def about(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
+def weighted_spread(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
     """B15: Σ weight_j · |v_j − center| at most, ``(heads, rows, value_dim)``.
 
     The lesser of the triangle inequality and Cauchy–Schwarz's, which vanishes where V is constant;
     the difference that the latter takes is inflated by what float64 may lose of it.
     """
+    # The triangle inequality is better where V varies, Cauchy–Schwarz's where it hardly does.
     total = weight.sum(-1, keepdim=True)
     plain = weight @ values.abs() + center.abs() * total
     squares = weight @ values.square()
@@ -191,7 +196,8 @@ def _underflow(
 ) -> Tensor:
     """B17: numbers below the normal range taken for 0, of every weight, rescaling and product."""
     smallest = 2.0**arithmetic.computes.min_exponent
-    count = additions(conditions, arithmetic)
+    # A flushed weight is lost times its value, a flushed product by itself.
+    count = sum_roundings(conditions, arithmetic)
     lag = 2.0**arithmetic.lazy_rescale
     lost = count * lag * (conditions.seen.to(torch.float64) @ size) + 2 * count + 4
     underflow: Tensor = smallest * lost * (1 + sums.division)
@@ -199,29 +205,30 @@ def _underflow(
 
 
 def _overflows(conditions: Conditions, arithmetic: Arithmetic, size: Tensor) -> Tensor:
-    """Where the unnormalised sum may pass fp32's largest number, or V that of tf32.
+    """Elements whose unnormalised sum may pass fp32's largest number, or V that of tf32.
 
     In any tile's frame: before the largest score has come, lesser ones have weights of 1.
     """
     largest = arithmetic.weights_scale * 2.0**arithmetic.lazy_rescale
     unnormalised = conditions.seen.to(torch.float64) @ size
     too_large: Tensor = 2 * largest * unnormalised > arithmetic.computes.max
-    return too_large | overflows(size, arithmetic).any(-2)[..., None, :]
+    return too_large | may_overflow(size, arithmetic).any(-2)[..., None, :]
 
 
-def accumulation(
-    conditions: Conditions, arithmetic: Arithmetic, moved: Weights, values: Tensor
+def accumulation_error(
+    conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, values: Tensor
 ) -> Tensor:
     """Largest error of adding up the products, ``(heads, rows, value_dim)``."""
     size = _weighted_size(moved, values)
-    accumulator, count = arithmetic.values, additions(conditions, arithmetic)
+    accumulator, count = arithmetic.values, sum_roundings(conditions, arithmetic)
     if not accumulator.coarse:
-        return accumulator.det(count, taken(conditions, accumulator)) * size
+        return accumulator.det(count, steps_with_keys(conditions, accumulator)) * size
+    # What is cut off is never more than all there is.
     rounded = accumulator.rounded(count) * size
     return rounded + torch.minimum(_cut_off(conditions, accumulator, moved, values), size)
 
 
-def _weighted_size(moved: Weights, values: Tensor) -> Tensor:
+def _weighted_size(moved: WeightErrors, values: Tensor) -> Tensor:
     """Σ of what a kernel adds up, in magnitude: the weights sum to 1, and what rounding adds."""
     size = values.abs()
     exact = torch.fmin(moved.upper @ size, size.amax(-2)[..., None, :])
@@ -245,7 +252,9 @@ class _Step:
     taken: Tensor
 
 
-def _steps(conditions: Conditions, block: int, moved: Weights, values: Tensor) -> Iterator[_Step]:
+def _steps(
+    conditions: Conditions, block: int, moved: WeightErrors, values: Tensor
+) -> Iterator[_Step]:
     computed = moved.upper + moved.rounded
     for start in range(0, values.shape[-2], block):
         keys = slice(start, start + block)
@@ -259,12 +268,13 @@ def _steps(conditions: Conditions, block: int, moved: Weights, values: Tensor) -
 
 
 def _cut_off(
-    conditions: Conditions, accumulator: Accumulator, moved: Weights, values: Tensor
+    conditions: Conditions, accumulator: Accumulator, moved: WeightErrors, values: Tensor
 ) -> Tensor:
     """B17's second part: what alignment and truncation take, step by step."""
     assert accumulator.block is not None
     running, taken = _running(conditions, accumulator, moved, values)
     unit = 2.0**-accumulator.alignment
+    # Once a step the running sum itself is cut to its own bits.
     error = taken * 2.0 ** (1 - accumulator.result) * running
     for step in _steps(conditions, accumulator.block, moved, values):
         above = unit * torch.maximum(step.largest, running)
@@ -273,7 +283,7 @@ def _cut_off(
 
 
 def _running(
-    conditions: Conditions, accumulator: Accumulator, moved: Weights, values: Tensor
+    conditions: Conditions, accumulator: Accumulator, moved: WeightErrors, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Largest magnitude of a running sum, in any tile's frame; how many steps a row takes."""
     assert accumulator.block is not None

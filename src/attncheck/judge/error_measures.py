@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 __all__ = [
     "RESOLUTION",
     "ErrorMeasures",
-    "Relative",
+    "RelativeError",
     "cosine",
     "frobenius",
     "head_rmse",
     "measure_errors",
-    "relative",
+    "relative_error",
     "rmse_over_ideal",
     "rounding_floor",
     "rounding_squares",
     "row_squares",
+    "row_units",
     "slope",
     "ulp_percentiles",
-    "units",
 ]
 
 # Where one key takes all the weight, the float64 truth is (w · v) / w: a product, a sum with what
@@ -80,6 +80,7 @@ def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasu
             rmse=0.0, max_error=0.0, max_at=None, bias=0.0, elements=0, nonfinite=0
         )
     error = _beyond_resolution(values.to(torch.float64) - truth, truth, counted)
+    # Before any statistic: a single NaN or infinity makes all of them meaningless.
     broken = ~torch.isfinite(error)
     nonfinite = int(broken.sum())
     if nonfinite:
@@ -136,6 +137,7 @@ def head_rmse(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
     error = _beyond_resolution((values.to(torch.float64) - truth).abs(), truth, counted)
     error = torch.where(error.isfinite(), error, math.inf)
     largest = error.amax((-2, -1), keepdim=True)
+    # In units of the largest error squares of tiny ones do not vanish.
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     elements = counted.sum((-2, -1)).clamp_min(1)
     mean = (error / unit).square().sum((-2, -1)) / elements
@@ -231,7 +233,7 @@ def ulp_percentiles(error: Tensor, truth: Tensor, output: Format) -> tuple[float
 
 
 @dataclass(frozen=True, slots=True)
-class Relative:
+class RelativeError:
     """Errors in units.
 
     Attributes:
@@ -266,7 +268,7 @@ def rounding_squares(truth: Tensor, counted: Tensor, output: Format) -> Tensor:
     return (variance.sum(-1) / elements.clamp_min(1))[elements > 0]
 
 
-def units(ensemble: Sequence[Tensor], least: Tensor | None, *, each: bool) -> Tensor:
+def row_units(ensemble: Sequence[Tensor], least: Tensor | None, *, each: bool) -> Tensor:
     """Square of the unit of every row: what ideal kernels err by there.
 
     Args:
@@ -287,7 +289,7 @@ def units(ensemble: Sequence[Tensor], least: Tensor | None, *, each: bool) -> Te
     return torch.where(unit > 0, unit, 1.0)
 
 
-def relative(rows: Tensor, unit: Tensor, elements: int) -> Relative:
+def relative_error(rows: Tensor, unit: Tensor, elements: int) -> RelativeError:
     """Return how large the errors of ``row_squares`` are in units, and how well that is known.
 
     The relative variance of a mean of R independent rows is that of one row ÷ R, and of a χ² with f
@@ -299,6 +301,6 @@ def relative(rows: Tensor, unit: Tensor, elements: int) -> Relative:
     count = ratios.numel()
     mean = float(ratios.mean()) if count else 0.0
     if not mean > 0:  # exact, or not a number
-        return Relative(mean**0.5 if mean == 0 else mean, 0.0)
+        return RelativeError(mean**0.5 if mean == 0 else mean, 0.0)
     variance = (float((ratios / mean - 1).square().sum()) + 2) / (count + 1)
-    return Relative(mean**0.5, min(2 * count / variance, elements))
+    return RelativeError(mean**0.5, min(2 * count / variance, elements))

@@ -121,6 +121,7 @@ class ObservedError:
             for name, tensor in got.items()
             if name in exact and name in allowed
         }
+        # A wrong forward makes a right backward look wrong: only the forward is explained then.
         beyond = [name for name, error in self._errors.items() if error.beyond]
         forward = [name for name in beyond if name not in GRADIENTS]
         differ = [name for name, error in self._errors.items() if error.total > 0]
@@ -156,6 +157,7 @@ class ObservedError:
         kept = [errors[name].rest(tensors[name], room, free) for name in right]
         if self.proven and any(not rest.within for rest in kept):
             return None
+        # A fault has to explain every wrong tensor: the worst one counts.
         share = min(rest.share for rest in rests)
         whole = self.proven and all(rest.within for rest in rests)
         # To leave rows free explains nothing of them: all others have to be right.
@@ -183,6 +185,7 @@ class ObservedError:
 
     def _mostly_wrong(self, rows: Tensor) -> bool:
         """Whether more than half of ``rows`` are beyond what is allowed, in any tensor of rows."""
+        # Else a prediction could free the rows that it gets wrong.
         wrong = torch.zeros_like(rows)
         for name in ("out", "lse"):
             if name in self._errors:
@@ -200,6 +203,7 @@ class ObservedError:
                 if name in here:
                     above, below = self._errors[name].step(here[name], there[name], nudge)
                     up, down = up + above, down + below
+            # The size moves nothing, or everything is off: the start is as good as any.
             if not 0.0 < down < float("inf") or up != up:  # noqa: PLR0124  # NaN
                 return size
             size += up / down
@@ -231,6 +235,7 @@ class _TensorError:
         self.most = float(some.amax()) if some.numel() else 1.0
         self.nothing = allowed <= 0
         self.counts = allowed.isfinite()
+        # Errors in units of what rounding allows: elements of any size count alike.
         units = self._units(exact)
         finite = units[units.isfinite()]
         # What is not finite counts as much as the largest that is.
@@ -253,7 +258,7 @@ class _TensorError:
         return torch.maximum(self.unit, own)
 
     def growth(self, expected: Tensor) -> float:
-        """How much larger the prediction is than the exact result."""
+        """Ratio of the largest predicted number to the largest exact one."""
         both = [x[x.isfinite()].abs() for x in (expected, self.exact)]
         if not all(x.numel() for x in both):
             return 1.0

@@ -11,8 +11,8 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.judge.declared_arithmetic import FP32, FP64
-from attncheck.judge.score_gradient_errors import kept, recomputed, score_gradients
-from attncheck.judge.sum_roundings import half_ulp, taken
+from attncheck.judge.score_gradient_errors import recompute_weights, score_gradients, zero_elsewhere
+from attncheck.judge.sum_roundings import half_ulp, steps_with_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attncheck.core.formats import Format
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.judge.score_errors import ScoreError
-    from attncheck.judge.score_gradient_errors import Recomputed, Saved, ScoreGradients
+    from attncheck.judge.score_gradient_errors import RecomputedWeights, SavedErrors, ScoreGradients
 
 __all__ = [
     "HEADS",
@@ -31,7 +31,7 @@ __all__ = [
     "KeyBounds",
     "KeyGradients",
     "RowGradients",
-    "in_parts",
+    "partial_sum_error",
     "row_gradients",
 ]
 
@@ -121,6 +121,7 @@ class Sums:
             operand: Relative error of y.
             steps: Of a truncating accumulator, where they do not follow on each other.
         """
+        # Parts are sums over terms: they share out the bound in proportion.
         whole = sum(self.parts.values(), torch.zeros_like(self.lost))
         share = {n: torch.where(whole > 0, part / whole, 0.0) for n, part in self.parts.items()}
         terms = {n: scale * part[..., None] * self.moved for n, part in share.items()}
@@ -143,12 +144,12 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return None if one is None or other is None else one + other
 
 
-def rounded(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
+def rounding_error(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
     """B4 of a sum that is off by ``terms``."""
     return half_ulp(exact.abs() + sum(terms.values()), fmt)
 
 
-def in_parts(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
+def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
     """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
 
     Args:
@@ -161,11 +162,11 @@ def in_parts(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) ->
     growth = math.expm1(rate) if rate < _MOST_GROWTH else math.inf
     whole = size + sum(terms.values())
     # A tiny part grows like the sum: η ÷ 2 each, and as often as it is rounded again.
-    found = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
-    return torch.where((1 + growth) * whole > fmt.max, math.inf, found)
+    error = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
+    return torch.where((1 + growth) * whole > fmt.max, math.inf, error)
 
 
-def settled(
+def mask_unknown(
     terms: dict[str, Tensor], zero: Tensor, unknown: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The bound and its terms: 0 where nothing is summed, infinite where nothing is known."""
@@ -178,7 +179,7 @@ def settled(
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowGradients:
-    """What these rows' gradients may be off by, float64.
+    """Largest errors of these rows' gradients, float64.
 
     Attributes:
         rows: Which rows.
@@ -190,7 +191,7 @@ class RowGradients:
         dv: Their part of dv, ``(heads, kv, value_dim)``.
         dsink: Their part of the sink's gradient, ``(heads, 1, 1)``; None without a sink.
         dcaptured: Their part of those of captured numbers, ``(numbers, 1, 1)``; None where the
-            score mod reads none, or they are not asked for.
+            score mod reads none, or they have no gradients.
     """
 
     rows: Rows
@@ -207,13 +208,13 @@ def row_gradients(
     known: GradientConditions,
     arithmetic: Arithmetic,
     scores: ScoreError,
-    saved: Saved,
+    saved: SavedErrors,
     mod: ScoreModError | None = None,
     slope: ScoreModError | None = None,
     reads: Sequence[ReadConditions] = (),
     numbers: int = 0,
 ) -> RowGradients:
-    """What no backward of this arithmetic passes in these rows, whatever its tiles and order.
+    """Bound every backward of this arithmetic in these rows, whatever its tiles and order.
 
     Args:
         known: Of the rows.
@@ -227,7 +228,7 @@ def row_gradients(
 
     Source: B30–B40 in ``docs/explanation/bounds.md``.
     """
-    weights = recomputed(known, arithmetic, scores, saved, mod)
+    weights = recompute_weights(known, arithmetic, scores, saved, mod)
     captured = None
     if reads:  # B40: the gradient of each number is a sum over the scores that read it
         parts = [
@@ -235,9 +236,10 @@ def row_gradients(
             for read in reads
         ]
         captured = functools.reduce(Sums.plus, parts)
+    # Where the slope jumps within the score's error nothing is known of the row's dX.
     if slope is not None:
         weights = weights.without(~torch.isfinite(slope.radius))
-    known, saved = kept(known, saved, weights.live.any(-1))
+    known, saved = zero_elsewhere(known, saved, weights.live.any(-1))
     gradients = score_gradients(known, arithmetic, weights, saved, slope)
     rows = _Rows(known, arithmetic, weights, gradients)
     dq, dq_terms = rows.query_bound()
@@ -256,19 +258,20 @@ def row_gradients(
 def _of_read(
     known: GradientConditions,
     arithmetic: Arithmetic,
-    weights: Recomputed,
-    saved: Saved,
+    weights: RecomputedWeights,
+    saved: SavedErrors,
     read: ReadConditions,
 ) -> Sums:
     """B40: each score's gradient times the slope of what it reads, a sum of one term."""
     # A sink, the last key, reads nothing: its slope is 0.
     sink = (0, known.dx.shape[-1] - read.place.shape[-1])
+    # The read's derivative stands in for the mod's own: dX times it, not times the slope.
     slope = torch.nn.functional.pad(read.slope, sink)
     of_slope = ("radius", "own", "jump")
     padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
     error = replace(read.error, **padded)
     weights = weights.without(~(torch.isfinite(error.radius) & torch.isfinite(slope)))
-    known, saved = kept(replace(known, slope=slope), saved, weights.live.any(-1))
+    known, saved = zero_elsewhere(replace(known, slope=slope), saved, weights.live.any(-1))
     gradients = score_gradients(known, arithmetic, weights, saved, error)
     return _Rows(known, arithmetic, weights, gradients).score_sums(read.place.shape[-1])
 
@@ -285,7 +288,7 @@ class _Rows:
 
     known: GradientConditions
     arithmetic: Arithmetic
-    weights: Recomputed
+    weights: RecomputedWeights
     gradients: ScoreGradients
 
     def query_bound(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -304,7 +307,7 @@ class _Rows:
             lost=self._lost(count, (error + size).sum(-1), keys),
             unknown=self.weights.unbounded,
         )
-        scale, steps = abs(forward.scale), taken(forward, arithmetic.values)
+        scale, steps = abs(forward.scale), steps_with_keys(forward, arithmetic.values)
         terms = sums.terms(
             arithmetic,
             arithmetic.values,
@@ -313,12 +316,12 @@ class _Rows:
             steps=None if steps is None else steps[..., 0],
         )
         if arithmetic.dq_parts > 1:
-            terms[PARTS] = in_parts(
+            terms[PARTS] = partial_sum_error(
                 scale * sums.size, terms, arithmetic.dq_parts, arithmetic.output
             )
-        terms[OUTPUT] = rounded(known.dq, terms, arithmetic.output)
+        terms[OUTPUT] = rounding_error(known.dq, terms, arithmetic.output)
         dead = ~forward.seen.any(-1, keepdim=True)
-        return settled(terms, dead, self.weights.unbounded[..., None])
+        return mask_unknown(terms, dead, self.weights.unbounded[..., None])
 
     def key_sums(self) -> Sums:
         """B37: these rows' part of dk, before the scale."""
@@ -416,7 +419,7 @@ class KeyBounds:
         dk: ``(batch, kv_heads, kv, head_dim)``.
         dv: ``(batch, kv_heads, kv, value_dim)``.
         dsink: ``(heads,)``; None without a sink.
-        dcaptured: ``(numbers,)``; None where no captured numbers are asked about.
+        dcaptured: ``(numbers,)``; None where no captured number has a gradient.
         dk_terms: What ``dk`` is made of, by name, each of its shape; they sum to it.
         dv_terms: What ``dv`` is made of.
         dsink_terms: What ``dsink`` is made of; empty without a sink.
@@ -456,15 +459,14 @@ class KeyGradients:
         """The parts of some rows."""
         self._scale = rows.scale
         heads = torch.arange(rows.rows.heads.start, rows.rows.heads.stop, device=rows.dq.device)
+        # Rounded head by head, sums of heads that share a key head must stay apart until then.
         apart = self._arithmetic.sums_rounded_heads
         self._add("dk", rows.dk, heads if apart else heads // self._group)
         self._add("dv", rows.dv, heads if apart else heads // self._group)
         if rows.dsink is not None:
             self._add("dsink", rows.dsink, heads % self._heads)
         if rows.dcaptured is not None:  # summed by number already
-            before = self._sums.get("dcaptured")
-            found = rows.dcaptured
-            self._sums["dcaptured"] = found if before is None else before.plus(found)
+            self._merge("dcaptured", rows.dcaptured)
 
     def finished(
         self, dk: Tensor, dv: Tensor, dsink: Tensor | None = None, dcaptured: Tensor | None = None
@@ -498,9 +500,11 @@ class KeyGradients:
         apart = self._arithmetic.sums_rounded_heads
         whole = self._heads * (1 if of_sinks else self._batch)
         count = whole if of_sinks or apart else whole // self._group
-        found = part.spread(to, count)
+        self._merge(name, part.spread(to, count))
+
+    def _merge(self, name: str, part: Sums) -> None:
         before = self._sums.get(name)
-        self._sums[name] = found if before is None else before.plus(found)
+        self._sums[name] = part if before is None else before.plus(part)
 
     def _of_keys(
         self, name: str, exact: Tensor, scale: float, operand: float
@@ -518,14 +522,15 @@ class KeyGradients:
         if arithmetic.dkv_parts > 1:
             terms[PARTS] = self._of_parts(scale * sums.size, terms)
         flat = exact.flatten(0, 1)
-        terms[OUTPUT] = rounded(flat, terms, arithmetic.output)
-        bound, terms = settled(terms, ~(seen | unknown)[..., None], unknown[..., None])
+        terms[OUTPUT] = rounding_error(flat, terms, arithmetic.output)
+        bound, terms = mask_unknown(terms, ~(seen | unknown)[..., None], unknown[..., None])
         return bound.view(exact.shape), {n: term.view(exact.shape) for n, term in terms.items()}
 
     def _of_heads(self, exact: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """B39: each head's sum rounded, and the sums of heads added in the output format."""
         output = self._arithmetic.output
-        terms[HEADS] = rounded(exact, terms, output)
+        terms[HEADS] = rounding_error(exact, terms, output)
+        # Each head is rounded as it is; sums of rounded heads are rounded again.
         size = exact.abs() + sum(terms.values())
         terms = {n: _by_group(term, self._group).sum(1) for n, term in terms.items()}
         size = _by_group(size, self._group).sum(1)
@@ -539,7 +544,7 @@ class KeyGradients:
         """B39: added up part after part in the output format."""
         if self._arithmetic.sums_rounded_heads:
             size = _by_group(size, self._group).sum(1)
-        return in_parts(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
+        return partial_sum_error(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
 
     def _steps(self, sums: Sums, accumulator: Accumulator) -> Tensor | None:
         """Steps of a truncating accumulator in which a key is seen: at most all of its tiles'."""
@@ -556,10 +561,10 @@ class KeyGradients:
         fp64 = arithmetic.computes.name == "fp64"
         terms = sums.terms(arithmetic, FP64 if fp64 else FP32)
         output = FORMATS["fp64"] if fp64 else FORMATS["fp32"]
-        terms[OUTPUT] = rounded(exact.view_as(sums.moved), terms, output)
+        terms[OUTPUT] = rounding_error(exact.view_as(sums.moved), terms, output)
         # Every row sees a sink; a number may be read by no score that counts.
         unread = (sums.taken == 0) & ~sums.unknown & (name == "dcaptured")
-        bound, terms = settled(terms, unread[..., None], sums.unknown[..., None])
+        bound, terms = mask_unknown(terms, unread[..., None], sums.unknown[..., None])
         return bound.flatten(), {name: term.flatten() for name, term in terms.items()}
 
 

@@ -147,6 +147,7 @@ def measure_heads(
     if ideal is not None and comparable:
         ratio = rmse_over_ideal(rmse, [head_rmse(ideal, truth, counted)], lost)
         single = torch.where(enough, ratio, math.nan)
+    # Four more kernels are run for the ensemble: only where a head is beyond a gate without it.
     suspect = bool(((z > Z) | (single > SPREAD)).any())
     return HeadPrecision(
         z=z,
@@ -240,6 +241,7 @@ def _residual(
     """
     if int(counted.sum()) < FEWEST:
         return None
+    # Both by the same measure, so that a factor in it cancels.
     usual = measure_errors(emulation, truth, counted).rmse
     apart = measure_errors(out, emulation.to(torch.float64), counted).rmse
     if not usual:

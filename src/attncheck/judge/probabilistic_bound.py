@@ -10,20 +10,25 @@ import torch
 
 from attncheck.judge.deterministic_bound import (
     DeterministicBound,
-    accumulation,
+    accumulation_error,
     bound_of_weights,
     finite_values,
 )
-from attncheck.judge.score_errors import exponents, factor_roundings, likely_radius, rounds_operands
+from attncheck.judge.score_errors import (
+    exponent_errors,
+    factor_roundings,
+    likely_radius,
+    rounds_operands,
+)
 from attncheck.judge.sum_roundings import (
-    additions,
     half_ulp,
-    steps,
+    steps_with_keys,
     sum_accumulator,
     sum_bias,
-    taken,
+    sum_roundings,
+    tiles_passed,
 )
-from attncheck.judge.weight_errors import log_sum_base, weights
+from attncheck.judge.weight_errors import log_sum_base, weight_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Conditions, ScoreModError
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ScoreError
-    from attncheck.judge.weight_errors import Weights
+    from attncheck.judge.weight_errors import WeightErrors
 
 __all__ = ["MISSED", "ProbabilisticBound", "probabilistic_bound", "quadrature", "sigmas_needed"]
 
@@ -88,9 +93,10 @@ def probabilistic_bound(
 
     Source: B21–B28 in ``docs/explanation/bounds.md``.
     """
+    # Hoeffding and a union bound over all outputs of the Problem.
     sigmas = sigmas_needed(elements)
-    errors = exponents(conditions, arithmetic, scores, mod)
-    moved = weights(conditions, arithmetic, errors)
+    errors = exponent_errors(conditions, arithmetic, scores, mod)
+    moved = weight_errors(conditions, arithmetic, errors)
     certain = bound_of_weights(conditions, arithmetic, errors, moved)
     statistics = _score_statistics(conditions, arithmetic, scores, mod, sigmas)
     of_out = _softmax_statistics if conditions.given_scores else _out_statistics
@@ -117,24 +123,24 @@ def probabilistic_bound(
 
 
 def _lesser(
-    found: Tensor, certain: Tensor, known: Tensor, otherwise: Tensor | None = None
+    estimate: Tensor, certain: Tensor, known: Tensor, otherwise: Tensor | None = None
 ) -> Tensor:
-    """``found`` where it is known and less than the proof: 0 in rows that see no key.
+    """``estimate`` where it is known and less than the proof: 0 in rows that see no key.
 
     Infinite where there is no proof; where it is not known the proof, or infinite.
     """
     other = torch.full_like(certain, math.inf) if otherwise is None else otherwise
     return torch.where(
-        torch.isfinite(certain), torch.where(known, torch.fmin(found, certain), other), certain
+        torch.isfinite(certain), torch.where(known, torch.fmin(estimate, certain), other), certain
     )
 
 
 def _lse_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """B27: standard deviation of LSE's error, and what is systematic of it."""
     exact = moved.exact
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))[..., 0]
+    sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))[..., 0]
     variance = (exact * scores.deviation).square().sum(-1) + sd.square() + scores.common
     steady = log_sum_base(conditions, arithmetic, torch.zeros_like(sd))
     for direction in scores.steady:
@@ -157,6 +163,7 @@ def _rounded_operands(conditions: Conditions, arithmetic: Arithmetic, moves: Ten
     Each score moves LSE by ``moves``: its weight times the slope of the score mod.
     """
     q, k, u, scaled = conditions.q, conditions.k, arithmetic.operand_error, arithmetic.scaled_query
+    # One rounding of q is in all scores of its row: it does not average out in LSE.
     variance = torch.zeros_like(conditions.lse)
     if not rounds_operands(arithmetic):
         return variance
@@ -207,7 +214,7 @@ def _score_statistics(
     below = torch.where(seen, conditions.scores - maximum, 0.0)
     each = 2 * arithmetic.exp2_ulps + 1
     # The running maximum moves: of a random order 2 ln T times at most, and some (B22).
-    tiles = steps(conditions, arithmetic)
+    tiles = tiles_passed(conditions, arithmetic)
     records = torch.minimum(tiles - 1, 3 + 2 * torch.log(tiles))
     exponent = (
         conditions.scores.square()
@@ -216,6 +223,7 @@ def _score_statistics(
         + each**2 * (1 + records)
     )
     variance = slope.square() * scores.variance + own.square() / 3 + unit**2 / 3 * exponent
+    # λ deviations of an exponent are what the exponential makes of them, not λ times one.
     deviation = torch.expm1(sigmas * variance.sqrt()) / sigmas
     if mod is not None and mod.falls is not None:
         slope = torch.where(mod.falls, -slope, slope)
@@ -233,7 +241,7 @@ def _score_statistics(
 
 
 def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tuple[Tensor, Tensor]:
-    """What the score mod makes of an error, and adds of its own."""
+    """Slope with which the score mod passes an error on, and the error of its own."""
     if mod is None:
         return torch.ones_like(scores.radius), torch.zeros_like(scores.radius)
     if mod.likely is None:
@@ -245,7 +253,7 @@ def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tupl
 
 
 def _out_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation of out's error before it is rounded, and what is systematic of it."""
     exact, out, alike = moved.exact, conditions.out, _ALIKE * arithmetic.unit
@@ -268,7 +276,7 @@ def _out_statistics(
         # they are missing in the row sum too, out is a mean of the others.
         steady = _linear(moved.lost, values, torch.zeros_like(out) if center is None else center)
     # B24: of adding up, rescaling and dividing.
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
+    sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))
     of_sums = (sd * (exact @ values.abs())).square()
     of_sums = of_sums + (sd.square() + 12 * arithmetic.unit**2) * out.square()
     for direction in scores.steady:
@@ -279,8 +287,8 @@ def _out_statistics(
         # B26: truncation takes a share of the running sum, whose size a random walk bounds.
         walk = scores.sigmas * (exact.square() @ values.square()).sqrt()
         count = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
-        share = arithmetic.values.bias(count, taken(conditions, arithmetic.values))
-        most = accumulation(conditions, arithmetic, moved, values)
+        share = arithmetic.values.bias(count, steps_with_keys(conditions, arithmetic.values))
+        most = accumulation_error(conditions, arithmetic, moved, values)
         of_values = torch.minimum(share * (out.abs() + walk), most)
         # A row sum that is too small makes out larger: one of the two may be without the other.
         of_sum = sum_bias(conditions, arithmetic) * out.abs()
@@ -294,14 +302,15 @@ def _linear(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
 
 
 def _softmax_statistics(
-    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: Weights
+    conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """B28: of the operation softmax, whose out is P: of each weight, and of the row sum."""
     exact = moved.exact
     share = (exact * scores.deviation).square()
     others = (share.sum(-1, keepdim=True) - share).clamp_min(0)
+    # A weight's own error is in the row sum too, and cancels by its share there.
     own = (exact * scores.deviation * (1 - exact)).square()
-    sd = sum_accumulator(arithmetic).sd(additions(conditions, arithmetic))
+    sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))
     of_sum = (sd.square() + 12 * arithmetic.unit**2) * exact.square()
     variance = own + exact.square() * others + of_sum
     direction = scores.steady[0]
@@ -333,6 +342,7 @@ def quadrature(
         )
     rows = weight.shape[1]
     step = max(1, _AT_A_TIME // (weight.shape[0] * weight.shape[2] * values.shape[2]))
+    # In pieces: the gathered values are rows × keys × dim at worst.
     for first in range(0, rows, step):
         part = slice(first, first + step)
         about = None if center is None else center[:, part]
@@ -344,10 +354,11 @@ def quadrature(
 def _excess(
     weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
 ) -> Tensor:
-    """What groups of several keys add to Σ (weight · (v − center))²."""
+    """Amount that groups of several keys add to Σ (weight · (v − center))²."""
     heads, rows, _ = weight.shape
     dim = values.shape[-1]
     # Keys that share a group with another, in order of row and group; one number each.
+    # Weights whose logarithms lie in one interval may be rounded by the same amount.
     interval = torch.where(weight > 0, (log / width).floor(), -torch.inf)
     ordered, by_interval = interval.sort(-1)
     same = (ordered[..., 1:] == ordered[..., :-1]) & torch.isfinite(ordered[..., 1:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.sum_roundings import steps
+from attncheck.judge.sum_roundings import tiles_passed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
 
 __all__ = [
-    "Exponents",
+    "ExponentErrors",
     "ScoreError",
-    "exponents",
+    "exponent_errors",
     "factor_roundings",
     "likely_radius",
     "maximum_of_keys",
-    "overflows",
+    "may_overflow",
     "rounds_operands",
     "running_size",
     "score_error",
@@ -65,6 +65,7 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     if conditions.given_scores:
         nothing = torch.zeros_like(conditions.products)
         return ScoreError(radius=_or_infinite(conditions, arithmetic, nothing), variance=nothing)
+    # Every bound of a sum is relative to the sum of magnitudes, which cancellation leaves.
     size = conditions.q.abs() @ conditions.k.abs().mT
     scale, terms = abs(conditions.scale), _roundings(conditions, arithmetic)
     added = arithmetic.scores.det(terms) * size
@@ -97,7 +98,7 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
 
 
 def likely_radius(scores: ScoreError, sigmas: float) -> Tensor:
-    """What the random part of the error does not pass by ``sigmas`` standard deviations (B22)."""
+    """Radius that the random part of the error keeps to, of ``sigmas`` deviations (B22)."""
     return torch.minimum(scores.radius, sigmas * scores.variance.sqrt())
 
 
@@ -127,6 +128,7 @@ def maximum_of_keys(conditions: Conditions) -> Tensor:
 
 def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """B29: radius and variance of a sink's error, ``(heads, rows)``."""
+    # No product: a sink is only brought into the units of the scores, and back.
     sink = conditions.scores[..., -1].abs()
     count, fmt = 2 * factor_roundings(arithmetic) + _DIVIDED_SINK, arithmetic.computes
     smallest = 2.0**fmt.min_exponent
@@ -167,8 +169,8 @@ def _scaled(
         scaled = abs(conditions.scale) * math.log2(math.e) * conditions.q.abs()
         beyond = (scaled > narrow.max).any(-1, keepdim=True)
         radius = radius + torch.where(beyond, torch.inf, below)
-    lost = overflows(conditions.q, arithmetic).any(-1)[..., :, None]
-    lost = lost | overflows(conditions.k, arithmetic).any(-1)[..., None, :]
+    lost = may_overflow(conditions.q, arithmetic).any(-1)[..., :, None]
+    lost = lost | may_overflow(conditions.k, arithmetic).any(-1)[..., None, :]
     return _or_infinite(conditions, arithmetic, torch.where(lost, torch.inf, radius))
 
 
@@ -178,8 +180,8 @@ def _or_infinite(conditions: Conditions, arithmetic: Arithmetic, radius: Tensor)
     return torch.where(beyond, torch.inf, radius)
 
 
-def overflows(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Which finite numbers a product may read as infinite: rounded to tf32 those near the end."""
+def may_overflow(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Mark the finite numbers that a product may read as infinite: near the end of tf32."""
     if not arithmetic.operand_error or arithmetic.truncates:
         return torch.zeros_like(operand, dtype=torch.bool)
     return operand.abs() > arithmetic.products.max
@@ -234,6 +236,7 @@ def truncation_error(q: Tensor, k: Tensor, accumulator: Accumulator, significand
         largest.append(most)
     together = sum(largest, torch.zeros_like(size))
     count = torch.full_like(size[..., :1, :1], len(steps))
+    # Its own errors count too: they make the running sum larger, and what is cut off with it.
     running = torch.minimum(running_size(high - low, together, accumulator, count), size)
     unit = 2.0**-accumulator.alignment
     error = len(steps) * 2.0 ** (1 - accumulator.result) * running
@@ -267,7 +270,7 @@ def _products(q: Tensor, k: Tensor, d: int) -> Tensor:
 
 
 def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
-    """What alignment cuts off the products of one step: ``unit``, a last bit, at most of each."""
+    """Amount that alignment cuts off the products of one step: a last bit of each at most."""
     # The last bit of a product of 2p significant bits lies 2p − 1 below its first.
     whole = 2.0 ** (2 * significand - 1) * unit
     lost = torch.zeros_like(unit)
@@ -278,7 +281,7 @@ def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Exponents:
+class ExponentErrors:
     """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen; what makes them up.
 
     Attributes:
@@ -303,11 +306,12 @@ class Exponents:
         return self.product + self.own + self.exponent
 
 
-def exponents(
+def exponent_errors(
     conditions: Conditions, arithmetic: Arithmetic, scores: ScoreError, mod: ScoreModError | None
-) -> Exponents:
+) -> ExponentErrors:
     """B9: errors of every exponent of these rows."""
     seen = conditions.seen
+    # A score mod replaces the score's error by its own bound of the mod's result.
     given = scores.radius if mod is None else mod.radius
     own = torch.zeros_like(given) if mod is None else mod.own.clamp_max(given)
     # A score mod may hide a key, or show it, after rounding: its radius is infinite there.
@@ -318,13 +322,14 @@ def exponents(
     maximum = conditions.maximum[..., None]
     below = (maximum - conditions.scores).abs()
     moved = torch.where(counted, given - below, 0.0).amax(-1, keepdim=True)
+    # The computed maximum is at most the highest score, and at least the one that fell least.
     fallen = torch.where(counted, given + below, torch.inf).amin(-1, keepdim=True)
     highest = torch.maximum(moved, torch.where(torch.isfinite(fallen), fallen, 0.0))
     exponent = _exponent_error(conditions, arithmetic, given + highest, below)
     at_top = _exponent_error(
         conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum
     )
-    return Exponents(
+    return ExponentErrors(
         product=given - own,
         own=own,
         exponent=torch.where(counted, exponent, 0.0),
@@ -346,7 +351,7 @@ def _exponent_error(
     own = maximum_of_keys(conditions)
     maximum = torch.maximum(conditions.maximum.abs(), own.abs())[..., None]
     below = below + (conditions.maximum - own)[..., None]
-    tiles = steps(conditions, arithmetic)
+    tiles = tiles_passed(conditions, arithmetic)
     each = 2 * arithmetic.exp2_ulps + 1
     differences = factor_roundings(arithmetic) + 2
     lag = 2 * math.log(2) * arithmetic.lazy_rescale

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from attncheck.judge.score_errors import exponents, factor_roundings, overflows
+from attncheck.judge.score_errors import exponent_errors, factor_roundings, may_overflow
 from attncheck.judge.sum_roundings import half_ulp
 from attncheck.judge.weight_errors import log_sum_base
 
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     Count = TypeVar("Count", float, Tensor)
 
-__all__ = ["Recomputed", "Saved", "ScoreGradients", "kept", "recomputed", "score_gradients"]
+__all__ = [
+    "RecomputedWeights",
+    "SavedErrors",
+    "ScoreGradients",
+    "recompute_weights",
+    "score_gradients",
+    "zero_elsewhere",
+]
 
 
 # p ÷ l where P is had from a row sum and not from LSE: as in B14.
@@ -33,7 +40,7 @@ _DIFFERENCES = 3  # dP − δ + dLSE, in any order
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Saved:
+class SavedErrors:
     """Errors of a kernel's own out and LSE in some rows, float64.
 
     Attributes:
@@ -49,19 +56,21 @@ class Saved:
     measured: bool = True
 
     def delta_shift(self, known: GradientConditions) -> Tensor:
-        """What the error of out makes of delta, ``(heads, rows, 1)``; 0 where not measured."""
+        """Change of delta by the error of out, ``(heads, rows, 1)``; 0 where not measured."""
         if not self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).sum(-1, keepdim=True)
 
     def delta_error(self, known: GradientConditions) -> Tensor:
-        """What it makes of delta at most where it is not measured, ``(heads, rows, 1)``; else 0."""
+        """Largest change of delta by it where it is not measured, ``(heads, rows, 1)``; else 0."""
         if self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).abs().sum(-1, keepdim=True)
 
 
-def kept(known: GradientConditions, saved: Saved, rows: Tensor) -> tuple[GradientConditions, Saved]:
+def zero_elsewhere(
+    known: GradientConditions, saved: SavedErrors, rows: Tensor
+) -> tuple[GradientConditions, SavedErrors]:
     """Both with 0 in all but ``rows``: nothing is NaN where no key is seen or nothing is known."""
 
     def of(x: Tensor) -> Tensor:
@@ -77,7 +86,7 @@ def kept(known: GradientConditions, saved: Saved, rows: Tensor) -> tuple[Gradien
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Recomputed:
+class RecomputedWeights:
     """P of a backward, float64 ``(heads, rows, kv)``; 0 where not seen, and in unbounded rows.
 
     Attributes:
@@ -98,7 +107,7 @@ class Recomputed:
     unbounded: Tensor
     exposed: Tensor
 
-    def without(self, keys: Tensor) -> Recomputed:
+    def without(self, keys: Tensor) -> RecomputedWeights:
         """The same with rows of which one of ``keys``, bool ``(heads, rows, kv)``, is unbounded."""
         unbounded = self.unbounded | (keys & self.exposed).any(-1)
         live = self.live & ~unbounded[..., None]
@@ -122,16 +131,16 @@ def _roundings(count: Count, arithmetic: Arithmetic) -> Count:
     return error
 
 
-def recomputed(
+def recompute_weights(
     known: GradientConditions,
     arithmetic: Arithmetic,
     scores: ScoreError,
-    saved: Saved,
+    saved: SavedErrors,
     mod: ScoreModError | None,
-) -> Recomputed:
+) -> RecomputedWeights:
     """B31: P from the kernel's own LSE, or from its own maximum and row sum."""
     forward = known.known
-    errors = exponents(forward, arithmetic, scores, mod)
+    errors = exponent_errors(forward, arithmetic, scores, mod)
     alive = forward.seen.any(-1)
     # Rows whose exact or saved results, or whose loss or slopes, are not finite.
     wide = (forward.out, known.dout, known.dx, saved.out_error)
@@ -167,7 +176,7 @@ def recomputed(
     growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
     moved = torch.where(live, growth + 2.0**arithmetic.computes.min_exponent, 0.0)
     radius = scores.radius if mod is None else mod.radius
-    return Recomputed(
+    return RecomputedWeights(
         exact=exact,
         moved=moved,
         rounded=_rounded_weights(arithmetic, exact + moved),
@@ -211,25 +220,28 @@ class ScoreGradients:
 def score_gradients(
     known: GradientConditions,
     arithmetic: Arithmetic,
-    weights: Recomputed,
-    saved: Saved,
+    weights: RecomputedWeights,
+    saved: SavedErrors,
     slope: ScoreModError | None,
 ) -> ScoreGradients:
     """B33–B35 of these rows."""
     live, exact = weights.live, weights.exact
     rounded = weights.moved + weights.rounded
+    # Fused backwards multiply by the fp32 P, others by the one that they stored.
     used = rounded if arithmetic.multiplies_rounded_weights else weights.moved
     summed = weights.moved if arithmetic.fused else rounded
     product = torch.where(live, _value_product_error(known, arithmetic), 0.0)
     delta = _delta_error(known, arithmetic, saved)
     delta = torch.maximum(delta, _from_weights(known, arithmetic, exact, summed, product))
     delta = delta + saved.delta_error(known)
+    # The saved out's error is known, sign and all: it shifts dX and is no error of the backward.
     shift = saved.delta_shift(known)
     inner = known.value_products - known.delta[..., None] + known.dlse[..., None]
     # Of a delta from the saved out, or from P.
     inner = torch.where(live, torch.maximum(inner.abs(), (inner - shift).abs()), 0.0)
     delta = delta + _difference_error(known, arithmetic, delta + shift.abs(), product)
     within = inner + product + delta
+    # Without a score mod f′ is 1 and exact.
     off = torch.zeros_like(exact) if slope is None else torch.where(live, slope.radius, 0.0)
     steep = torch.where(live, known.slope.abs(), 0.0)
     apart = within + 2 * known.dlse.abs()[..., None]
@@ -283,12 +295,12 @@ def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> T
         computed = known.value_products.abs() + error
         error = error + half_ulp(computed, arithmetic.rounds_value_products)
     beyond = 2 * size > arithmetic.computes.max
-    beyond = beyond | overflows(dout, arithmetic).any(-1)[..., None]
-    beyond = beyond | overflows(values, arithmetic).any(-1)[..., None, :]
+    beyond = beyond | may_overflow(dout, arithmetic).any(-1)[..., None]
+    beyond = beyond | may_overflow(values, arithmetic).any(-1)[..., None, :]
     return torch.where(beyond, torch.inf, error)
 
 
-def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: Saved) -> Tensor:
+def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: SavedErrors) -> Tensor:
     """B33: largest error of Σ dO · Ô beside its exact value, ``(heads, rows, 1)``."""
     dout = known.dout.abs()
     size = (dout * (known.known.out.abs() + saved.out_error.abs())).sum(-1, keepdim=True)
@@ -319,7 +331,7 @@ def _difference_error(
 
 
 def _of_weights(
-    arithmetic: Arithmetic, weights: Recomputed, used: Tensor, times: Tensor
+    arithmetic: Arithmetic, weights: RecomputedWeights, used: Tensor, times: Tensor
 ) -> dict[str, Tensor]:
     """B34: what the errors of P make of dX, by what they are made of."""
     whole = sum(weights.parts.values(), torch.zeros_like(used))

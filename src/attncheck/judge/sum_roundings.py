@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
 
 __all__ = [
-    "additions",
-    "below_one",
-    "division",
+    "division_error",
     "half_ulp",
-    "steps",
+    "nan_from_one",
+    "row_sum_rounding",
+    "steps_with_keys",
     "sum_accumulator",
     "sum_bias",
-    "sum_of_weights",
-    "taken",
+    "sum_roundings",
+    "tiles_passed",
 ]
 
 
@@ -50,7 +50,7 @@ def half_ulp(size: Tensor, fmt: Format) -> Tensor:
 _DIVIDED = 8
 
 
-def steps(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
+def tiles_passed(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
     """Most tiles with a seen key, and parts, that a row passes through, ``(heads, rows, 1)``."""
     tiles = _tiles(conditions, arithmetic)
     return conditions.seen.sum(-1, keepdim=True).clamp(min=1, max=tiles).to(torch.float64)
@@ -62,7 +62,7 @@ def _tiles(conditions: Conditions, arithmetic: Arithmetic) -> int:
     return -(-keys // arithmetic.block_kv) + arithmetic.splits + conditions.has_sink
 
 
-def additions(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
+def sum_roundings(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
     """Roundings that a weight or its product passes through in a row sum, ``(heads, rows, 1)``.
 
     A product, an addition for every seen key, two a tile, and the merging of parts (B14); more, and
@@ -70,19 +70,22 @@ def additions(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
     """
     seen = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
     if arithmetic.divides_each_step:
-        of_tiles = steps(conditions, arithmetic) * 0 + _DIVIDED * _tiles(conditions, arithmetic)
+        of_tiles = tiles_passed(conditions, arithmetic) * 0 + _DIVIDED * _tiles(
+            conditions, arithmetic
+        )
     else:
-        of_tiles = 2 * steps(conditions, arithmetic)
+        of_tiles = 2 * tiles_passed(conditions, arithmetic)
     return seen + of_tiles + arithmetic.splits + 1
 
 
-def taken(conditions: Conditions, accumulator: Accumulator) -> Tensor | None:
+def steps_with_keys(conditions: Conditions, accumulator: Accumulator) -> Tensor | None:
     """Steps of P·V in which a row sees a key, ``(heads, rows, 1)``; None of single additions.
 
     Any other step adds zeros to a sum that has its bits already, and loses nothing (B2).
     """
     if accumulator.block is None:
         return None
+    # Steps are cut at multiples of the block from key 0, whatever the row sees.
     seen = conditions.seen
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % accumulator.block))
     held = padded.reshape(*seen.shape[:-1], -1, accumulator.block).any(-1)
@@ -90,33 +93,34 @@ def taken(conditions: Conditions, accumulator: Accumulator) -> Tensor | None:
 
 
 def sum_accumulator(arithmetic: Arithmetic) -> Accumulator:
-    """What rows are summed in: plain additions, unless a product sums the rounded weights."""
+    """Accumulator of the row sum: plain additions, unless a product sums the rounded weights."""
     if arithmetic.sums_rounded_weights and arithmetic.values.block is not None:
         return arithmetic.values
     return FP64 if arithmetic.computes.name == "fp64" else FP32
 
 
-def sum_of_weights(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
+def row_sum_rounding(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
     """Relative error of adding up a row's weights, ``(heads, rows, 1)``; NaN from 1 on."""
     accumulator = sum_accumulator(arithmetic)
-    count = additions(conditions, arithmetic)
-    return below_one(accumulator.det(count, taken(conditions, accumulator)))
+    count = sum_roundings(conditions, arithmetic)
+    return nan_from_one(accumulator.det(count, steps_with_keys(conditions, accumulator)))
 
 
 def sum_bias(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
     """The systematic part of that, ``(heads, rows, 1)``: 0 where nothing truncates (B26, B27)."""
     accumulator = sum_accumulator(arithmetic)
     seen = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
-    return accumulator.bias(seen, taken(conditions, accumulator)).clamp(max=1)
+    return accumulator.bias(seen, steps_with_keys(conditions, accumulator)).clamp(max=1)
 
 
-def division(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """What is left of any O after it is divided by the row sum is (1 + this) · O at most (B14)."""
+def division_error(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
+    """Relative error of dividing by the row sum: O becomes (1 + this) · O at most (B14)."""
     # A division by a GPU's approximation is within 2 ulps; then the factor, itself rounded.
+    # O may be divided once more where parts are merged.
     last = (6 + (4 if arithmetic.splits > 1 else 0)) * arithmetic.unit
-    return (1 + last / (1 - last)) / (1 - sum_of_weights(conditions, arithmetic)) - 1
+    return (1 + last / (1 - last)) / (1 - row_sum_rounding(conditions, arithmetic)) - 1
 
 
-def below_one(error: Tensor) -> Tensor:
+def nan_from_one(error: Tensor) -> Tensor:
     """A sum that may be off by all of itself bounds nothing: NaN."""
     return torch.where(error < 1, error, torch.nan)

@@ -42,7 +42,7 @@ class KernelResult:
         arithmetic: The profile that the allowance assumes.
         generic: Whether the inputs are drawn without structure, so that roundings are independent.
         tiles: ``(block_query, block_kv)`` of the kernel's declared tiling, where it declares one.
-        structure: What an exact probe found wrong, in one line; empty where nothing.
+        structure: Fault that an exact probe shows, in one line; empty where nothing.
         ideal: out of the ideal kernel at that tiling, or at its default one; shape of ``out``.
         gradients: Each beside the exact one, of a Problem with a backward.
 
@@ -86,6 +86,7 @@ class KernelResult:
 
 def judge_heads(result: KernelResult) -> HeadPrecision:
     """Measure the accuracy of every head; where it ``needs_ensemble`` the verdict does too."""
+    # Heads are judged by out alone: LSE has a bound of its own and no ensemble.
     counted = result.forward()[0].counted
     return measure_heads(
         result.out, result.exact_out, counted, result.allowance, result.arithmetic, result.ideal
@@ -107,7 +108,7 @@ def decide(
     The rules in their order: finite, empty rows, structure, the deterministic bound of out, LSE and
     the gradients, the probabilistic bound of out and LSE, precision, residual; see
     ``verdict_rules``. Without a failure the verdict is ``inconclusive`` where the exact result is
-    not proven far enough or no row can be asked about, else ``warn`` where something is odd, else
+    not proven far enough or no row can be judged, else ``warn`` where something is odd, else
     ``pass``.
 
     Args:
@@ -133,6 +134,7 @@ def decide(
     bounds = {one.name: one.largest_share() for one in tensors}
     probable = {one.name: rules.improbable_share(one, allowance) for one in both}
     proven, generic = allowance.oracle_share <= rules.PROVEN, result.generic
+    # All rules run: what a later one adds is told as a warning.
     findings = [
         *(rules.nonfinite(one) for one in tensors),
         *(rules.empty_rows(one) for one in tensors),

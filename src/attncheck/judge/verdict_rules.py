@@ -65,7 +65,7 @@ _EMPTY_ELEMENTS: dict[TensorName, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that a rule found.
+    """Something wrong or odd, by one rule.
 
     Attributes:
         status: ``fail``, ``inconclusive`` or ``warn``.
@@ -153,6 +153,7 @@ def empty_rows(compared: Compared) -> list[Finding]:
     So are gradients: of the query of such a row, of a key and value that no row sees, and of a
     captured number that no row reads for a key that it sees.
     """
+    # NaN is unequal to everything, so it is wrong here as well.
     wrong = ~compared.alive & (compared.got != compared.empty)
     whose = _EMPTY_ELEMENTS.get(compared.name, "rows that see no key")
     text = f"of {whose} are not exactly {compared.empty:g}"
@@ -193,6 +194,7 @@ def beyond_bound(share: Share | None, oracle_share: float) -> list[Finding]:
     if share is None or share.size <= 1:
         return []
     text = _beyond(share, "the bound", _plural(share))
+    # |kernel − oracle| ≤ bound + |oracle − exact| for a right kernel.
     if share.size > 1 + oracle_share:
         return [_about(share, "fail", "bound", text)]
     text = f"{text}, by less than the exact result's own error may be"
@@ -201,16 +203,17 @@ def beyond_bound(share: Share | None, oracle_share: float) -> list[Finding]:
 
 def improbable_share(compared: Compared, allowance: Allowance) -> Share | None:
     """The largest share of the probabilistic bound over the sampled rows."""
-    found = []
+    parts = []
     for sample in allowance.samples:
         rows = sample.rows
         allowed = sample.probable_out if compared.name == "out" else sample.probable_lse
+        # Infinite where errors of a row are anything but independent, as at a jump.
         counted = at_rows(rows, compared.counted) & ~allowed.isinf()
-        parts = (at_rows(rows, compared.got), at_rows(rows, compared.exact), allowed, counted)
-        share = share_of(compared.name, *(part[None] for part in parts))
+        tensors = (at_rows(rows, compared.got), at_rows(rows, compared.exact), allowed, counted)
+        share = share_of(compared.name, *(tensor[None] for tensor in tensors))
         if share is not None:
-            found.append(share_in_problem(share, rows, compared.exact.shape[1]))
-    return largest_share(found)
+            parts.append(share_in_problem(share, rows, compared.exact.shape[1]))
+    return largest_share(parts)
 
 
 def improbable(share: Share | None, *, generic: bool, proven: bool) -> list[Finding]:
@@ -307,7 +310,7 @@ def undecidable(out: Compared, allowance: Allowance) -> list[Finding]:
 
 
 def unbounded_gradient(compared: Compared) -> list[Finding]:
-    """A gradient of which nothing can be said, as where a score lies at a jump of its mod."""
+    """A gradient that no bound can judge, as where a score lies at a jump of its mod."""
     if not compared.nothing_counted():
         return []
     text = f"no element of {compared.name} has a finite allowance: a right kernel may give anything"
@@ -348,6 +351,7 @@ def number(value: float, within: float) -> str:
         return f"{value + 0.0:g}"  # −0 is 0
     if not (math.isfinite(within) and within > 0):
         return f"{value:.{_DIGITS}g}"
+    # Two digits of the allowance, and as many of the value as reach down to them.
     digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(within)) + 2
     return f"{value:#.{max(2, min(digits, _DIGITS))}g}".rstrip(".")
 

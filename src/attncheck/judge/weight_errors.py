@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.judge.score_errors import factor_roundings, maximum_of_keys
-from attncheck.judge.sum_roundings import below_one, division, sum_of_weights
+from attncheck.judge.sum_roundings import division_error, nan_from_one, row_sum_rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions
     from attncheck.judge.declared_arithmetic import Arithmetic
-    from attncheck.judge.score_errors import Exponents
+    from attncheck.judge.score_errors import ExponentErrors
 
-__all__ = ["SumError", "Weights", "log_sum_base", "log_sum_terms", "shares", "sum_error", "weights"]
+__all__ = [
+    "SumError",
+    "WeightErrors",
+    "log_sum_base",
+    "log_sum_terms",
+    "part_shares",
+    "row_sum_error",
+    "weight_errors",
+]
 
 # Errors of exponents up to which the plain forms are used alone: with larger ones the others may be
 # the better ones, and take five exponentials more. All of them are bounds.
@@ -26,7 +34,7 @@ _SMALL = 0.125
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Weights:
+class WeightErrors:
     """Softmax weights and how far they move, float64 ``(heads, rows, kv)``, 0 where not seen.
 
     Attributes:
@@ -53,16 +61,20 @@ class Weights:
         return torch.where(self.exact < self.floor, self.exact, 0.0)
 
 
-def weights(conditions: Conditions, arithmetic: Arithmetic, errors: Exponents) -> Weights:
+def weight_errors(
+    conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors
+) -> WeightErrors:
     """B10–B13: the weights of these rows and how far they move."""
     seen, rho = conditions.seen, errors.total
     log = torch.where(seen, conditions.scores - conditions.lse[..., None], -torch.inf)
     exact = torch.exp(log)
+    # A weight that underflows in float64 may still grow to something.
     growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
     least = (exact * torch.exp(-rho)).sum(-1, keepdim=True)
     relative = growth / torch.where(least > 0, least, 1.0)
     changed, upper = _near(exact, growth, least)
     total_error = torch.log1p(growth.sum(-1, keepdim=True))
+    # Large errors are rare; their five exponentials are computed for such rows alone.
     far = rho.amax(-1, keepdim=True) > _SMALL
     if bool(far.any()):
         most, least_share = _far(log, rho)
@@ -73,7 +85,7 @@ def weights(conditions: Conditions, arithmetic: Arithmetic, errors: Exponents) -
         together = torch.logsumexp(log + rho, -1, keepdim=True)
         total_error = torch.where(torch.isfinite(total_error), total_error, together)
     floor = _floor(conditions, arithmetic, errors, least)
-    return Weights(
+    return WeightErrors(
         exact=exact,
         upper=upper,
         relative=relative,
@@ -101,6 +113,7 @@ def _far(log: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
 
 def _share(own: Tensor, others: Tensor, *, shrink: bool) -> Tensor:
     """exp(own_j) ÷ (exp(own_j) + Σ_{k≠j} exp(others_k)), rounded up (``shrink``) or down."""
+    # Relative to the largest of the others, so that no exponential overflows.
     top = others.amax(-1, keepdim=True)
     top = torch.where(torch.isneginf(top), 0.0, top)
     each = torch.exp(others - top)
@@ -120,12 +133,12 @@ def _rounded(
     if not arithmetic.weights_error:
         return torch.zeros_like(upper)
     if arithmetic.normalised_weights:
-        upper = upper * (1 + division(conditions, arithmetic))
+        upper = upper * (1 + division_error(conditions, arithmetic))
     return torch.maximum(arithmetic.weights_error * upper, torch.minimum(upper, floor))
 
 
 def _floor(
-    conditions: Conditions, arithmetic: Arithmetic, errors: Exponents, least: Tensor
+    conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors, least: Tensor
 ) -> Tensor:
     """B13: half the subnormal spacing of P's format ÷ the row sum; ``(heads, rows, 1)``."""
     half = arithmetic.weights.subnormal_spacing / 2 / arithmetic.weights_scale
@@ -151,29 +164,29 @@ class SumError:
     division: Tensor
 
 
-def sum_error(conditions: Conditions, arithmetic: Arithmetic, moved: Weights) -> SumError:
+def row_sum_error(conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors) -> SumError:
     """B14: how far the row sum is off, and what dividing by it does."""
     rounded = None
     if arithmetic.sums_rounded_weights:
-        rounded = below_one(moved.rounded.sum(-1, keepdim=True))
+        rounded = nan_from_one(moved.rounded.sum(-1, keepdim=True))
     return SumError(
-        added=sum_of_weights(conditions, arithmetic),
+        added=row_sum_rounding(conditions, arithmetic),
         rounded=rounded,
-        division=division(conditions, arithmetic),
+        division=division_error(conditions, arithmetic),
     )
 
 
 def log_sum_terms(
     conditions: Conditions,
     arithmetic: Arithmetic,
-    errors: Exponents,
-    moved: Weights,
+    errors: ExponentErrors,
+    moved: WeightErrors,
     sums: SumError,
 ) -> dict[str, Tensor]:
     """B18: what LSE's bound is made of, each ``(heads, rows)``."""
     terms = {
         name: moved.total_error[..., 0] * share[..., 0]
-        for name, share in shares(errors, moved.exact).items()
+        for name, share in part_shares(errors, moved.exact).items()
     }
     if sums.rounded is not None:
         terms["rounding of P"] = -torch.log1p(-sums.rounded[..., 0])
@@ -196,8 +209,8 @@ def log_sum_base(conditions: Conditions, arithmetic: Arithmetic, before: Tensor)
     return count * (2 if arithmetic.splits > 1 else 1) * arithmetic.unit
 
 
-def shares(errors: Exponents, by: Tensor) -> dict[str, Tensor]:
-    """What share each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
+def part_shares(errors: ExponentErrors, by: Tensor) -> dict[str, Tensor]:
+    """Share that each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
 
     Args:
         errors: Of the exponents.

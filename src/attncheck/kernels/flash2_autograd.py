@@ -87,10 +87,10 @@ def attention(
         UsageError: if the tensors captured have not as many numbers as the plan counts; and in the
             backward, if the plan has a score mod and no slope.
     """
-    given = sum(tensor.numel() for tensor in captured)
+    numbers = sum(tensor.numel() for tensor in captured)
     counted = 0 if plan.captured is None else plan.captured.numbers
-    if captured and given != counted:
-        raise UsageError(f"captured tensors have {given} numbers, and plan.captured {counted}.")
+    if captured and numbers != counted:
+        raise UsageError(f"captured tensors have {numbers} numbers, and plan.captured {counted}.")
     # torch's own ``apply`` has no types.
     out, lse = _Attention.apply(q, k, v, sink, plan, *captured)  # type: ignore[no-untyped-call]
     return out, lse
@@ -124,14 +124,14 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sink, out, lse, *captured = ctx.saved_tensors
         plan: Plan = ctx.plan
-        wanted = any(ctx.needs_input_grad[5:])
+        differentiated = any(ctx.needs_input_grad[5:])
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
         dq, dk, dv, dsink, dcaptured = flash2_backward(
             q, k, v, out, lse, dout, dlse, scale=plan.scale, mask=plan.mask, score=plan.score,
             slope=plan.slope, launch=plan.by_rows or plan.launch, launch_by_keys=plan.by_keys,
             sink=sink, tiles=plan.tiles_by_rows, by_keys=plan.tiles_by_keys, atomic=plan.atomic,
-            captured=plan.captured if wanted else None,
+            captured=plan.captured if differentiated else None,
         )  # fmt: skip
         return dq, dk, dv, dsink, None, *_apart(dcaptured, captured)
 

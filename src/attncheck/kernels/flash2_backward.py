@@ -313,13 +313,13 @@ def flash2_backward(
         delta = row_deltas(
             out, dout, lse, dlse, block=by_rows.block_query, warps=by_rows.warps
         )  # fmt: skip
-        known = _Known(q, k, v, dout, lse, delta, scale, mask, score, slope)
+        call = _Call(q, k, v, dout, lse, delta, scale, mask, score, slope)
         dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if atomic else None
-        dk, dv = _by_keys(known, keys, by_keys, dq32)
+        dk, dv = _by_keys(call, keys, by_keys, dq32)
         dcaptured = None if captured is None else lse.new_zeros(captured.numbers)
         dq = q.new_empty(0)
         if dq32 is None or dcaptured is not None:
-            dq = _by_rows(known, by_rows, tiles, captured, dcaptured)
+            dq = _by_rows(call, by_rows, tiles, captured, dcaptured)
         if dq32 is not None:
             dq = (dq32 * scale).to(q.dtype)
         dsink = None if sink is None else sink_gradient(sink, lse, delta)
@@ -327,7 +327,7 @@ def flash2_backward(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _Call:
     """What both launches read."""
 
     q: torch.Tensor
@@ -375,7 +375,7 @@ class _Known:
 
 
 def _by_rows(
-    known: _Known,
+    call: _Call,
     launch: Launch,
     tiles: VisitList | None,
     captured: CapturedReads | None,
@@ -386,14 +386,14 @@ def _by_rows(
     To ``dcaptured``, if it is given, is added what belongs there: the first time alone. A hidden
     key has no term in it, and so none that is not finite.
     """
-    q = known.q
+    q = call.q
     grid = (triton.cdiv(q.shape[2], launch.block_query), q.shape[0] * q.shape[1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     again = torch.empty(grid, dtype=torch.int32, device=q.device)
     visited = () if tiles is None else tiles.arguments()
     run = partial(
-        by_rows_kernel[grid], *known.tensors(), dq, again, *known.numbers(), visited,
-        *known.captured(), **known.constants(launch, tiles),
+        by_rows_kernel[grid], *call.tensors(), dq, again, *call.numbers(), visited,
+        *call.captured(), **call.constants(launch, tiles),
     )  # fmt: skip
     if captured is None or dcaptured is None:
         run((), TERMS=None, CAREFUL=False, num_stages=launch.stages)
@@ -406,16 +406,16 @@ def _by_rows(
 
 
 def _by_keys(
-    known: _Known, launch: Launch, tiles: VisitList | None, dq: torch.Tensor | None
+    call: _Call, launch: Launch, tiles: VisitList | None, dq: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """DK and dV; to ``dq``, fp32, dX·K is added if it is given."""
-    k, v = known.k, known.v
+    k, v = call.k, call.v
     grid = (triton.cdiv(k.shape[2], launch.block_kv), k.shape[0] * k.shape[1])
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     visited = () if tiles is None else tiles.arguments()
     by_keys_kernel[grid](
-        *known.tensors(), dk, dv, () if dq is None else (dq,), *known.numbers(), visited,
-        *known.captured(), **known.constants(launch, tiles), ATOMIC=dq is not None,
+        *call.tensors(), dk, dv, () if dq is None else (dq,), *call.numbers(), visited,
+        *call.captured(), **call.constants(launch, tiles), ATOMIC=dq is not None,
         num_stages=launch.stages,
     )  # fmt: skip
     return dk, dv

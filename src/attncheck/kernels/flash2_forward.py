@@ -26,9 +26,9 @@ from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, needs_careful_lau
 from attncheck.kernels.tile import (
     advanced,
     all_finite,
-    asked,
     factor_of,
     hidden,
+    is_due,
     key_rows,
     listed,
     loaded,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import KernelPages, Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["flash2_forward", "hoisted"]
+__all__ = ["flash2_forward", "hoists_offsets"]
 
 # Programs that look for blocks of rows to do again: about one for each multiprocessor of an H200.
 # They take most of its registers, so that one for every block cost 3 % of a window's time there.
@@ -105,7 +105,7 @@ def flash2_forward(
         it 0. Scores may be as large as fp32 allows with a score mod, and up to 2.36e38 (that
         divided by log2 e) without one: beyond, a row is not right.
 
-    To record calls in a CUDA graph, see ``launch.careful_asked``.
+    To record calls in a CUDA graph, see ``launch.needs_careful_launch``.
 
     Raises:
         UsageError: if ``tiles`` is of other blocks than ``launch`` or has one beyond the last key.
@@ -122,7 +122,7 @@ def flash2_forward(
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
     again = torch.empty(grid, dtype=torch.int32, device=q.device)
     # fmt: off
-    given = (
+    arguments = (
         q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(), *out.stride(), *grid,
         heads, heads // kv_heads, query, kv, head_dim, value_dim,
         scale * LOG2E if identity else scale, scales(descale), () if sink is None else (sink,),
@@ -133,7 +133,7 @@ def flash2_forward(
         "MASK": mask.function, "SCORE": mask.function if score is None else score.function,
         "IDENTITY": identity, "LISTED": tiles is not None, "FREE": launch.free,
         "SINK": sink is not None, "PAGE": 0 if pages is None else pages.size,
-        "HOISTED": pages is None and hoisted(k, v),
+        "HOISTED": pages is None and hoists_offsets(k, v),
         "SCALED": descale is not None, "WEIGHTS_SCALE": launch.weights_scale,
         "BLOCK_Q": launch.block_query, "BLOCK_K": launch.block_kv,
         "BLOCK_D": block_dim(head_dim, q.dtype), "BLOCK_V": block_dim(value_dim, v.dtype),
@@ -143,14 +143,14 @@ def flash2_forward(
     # fmt: on
     most = {} if launch.registers is None else {"maxnreg": launch.registers}
     with sound_assembler(q.device.type):
-        _forward[grid](*given, **options, CAREFUL=False, num_stages=launch.stages, **most)
+        _forward[grid](*arguments, **options, CAREFUL=False, num_stages=launch.stages, **most)
         if not launch.free and needs_careful_launch(again):
             few = (min(_CAREFUL, again.numel()),)
-            _forward[few](*given, **options, CAREFUL=True, num_stages=1)
+            _forward[few](*arguments, **options, CAREFUL=True, num_stages=1)
     return out, lse
 
 
-def hoisted(k: torch.Tensor, v: torch.Tensor) -> bool:
+def hoists_offsets(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether offsets within a tile of keys, 64 bits each, are made before the loop and kept.
 
     In 16 bits alone, where it was timed. Not where loads themselves need registers, since Triton
@@ -182,7 +182,7 @@ def _forward(
         turns = turns_of(again_ptr, mine, blocks * together)
     for turn in range(turns):
         number = mine + turn * tl.num_programs(0)
-        if asked(again_ptr, number, CAREFUL):
+        if is_due(again_ptr, number, CAREFUL):
             block, bh = place(number, blocks, together)
             _block(
                 block, bh, again_ptr + number, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch,

@@ -25,9 +25,9 @@ import triton.language as tl
 __all__ = [
     "advanced",
     "all_finite",
-    "asked",
     "factor_of",
     "hidden",
+    "is_due",
     "key_rows",
     "listed",
     "loaded",
@@ -66,18 +66,18 @@ def turns_of(again_ptr, mine, every):
     most = 0
     for first in range(mine, every, 256 * apart):
         number = first + tl.arange(0, 256) * apart
-        found = tl.load(again_ptr + number, mask=number < every, other=0)
-        most = tl.maximum(most, tl.max(found, 0))
+        flags = tl.load(again_ptr + number, mask=number < every, other=0)
+        most = tl.maximum(most, tl.max(flags, 0))
     return most * tl.cdiv(every - mine, apart)
 
 
 @triton.jit
-def asked(again_ptr, number, CAREFUL: tl.constexpr):
+def is_due(again_ptr, number, CAREFUL: tl.constexpr):
     """Whether a launch does a block: the careful one, only what was not finite without care."""
-    wanted = True
+    due = True
     if CAREFUL:
-        wanted = tl.load(again_ptr + number) != 0
-    return wanted
+        due = tl.load(again_ptr + number) != 0
+    return due
 
 
 @triton.jit

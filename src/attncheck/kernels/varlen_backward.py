@@ -323,15 +323,15 @@ def varlen_backward(
         delta = row_deltas(
             one_out, one_dout, lse[None], dlse, block=launch.block_query, warps=launch.warps
         )
-        known = _Known(q, k, v, dout, lse, delta, starts, places, scale, causal, mask, score, slope)
-        dk, dv = _by_keys(known, launch_by_keys or launch, key_programs)
-        dq = _by_rows(known, launch, programs)
+        call = _Call(q, k, v, dout, lse, delta, starts, places, scale, causal, mask, score, slope)
+        dk, dv = _by_keys(call, launch_by_keys or launch, key_programs)
+        dq = _by_rows(call, launch, programs)
         dsink = None if sink is None else sink_gradient(sink, lse[None], delta)
     return dq, dk, dv, dsink
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _Call:
     """What both launches read."""
 
     q: torch.Tensor
@@ -392,30 +392,30 @@ class _Known:
         }  # fmt: skip
 
 
-def _by_rows(known: _Known, launch: Launch, programs: torch.Tensor) -> torch.Tensor:
+def _by_rows(call: _Call, launch: Launch, programs: torch.Tensor) -> torch.Tensor:
     """dQ; blocks of rows that are not finite once more, without the keys that are not."""
-    q = known.q
+    q = call.q
     grid = (len(programs), q.shape[1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     again = torch.empty(grid, dtype=torch.int32, device=q.device)
     run = partial(
-        by_rows_kernel[grid], *known.tensors(), dq, again, *known.numbers(),
-        *known.documents(programs), *known.captured(), **known.constants(launch),
+        by_rows_kernel[grid], *call.tensors(), dq, again, *call.numbers(),
+        *call.documents(programs), *call.captured(), **call.constants(launch),
     )  # fmt: skip
     run(CAREFUL=False, num_stages=launch.stages)
-    if not known.free and needs_careful_launch(again):
+    if not call.free and needs_careful_launch(again):
         run(CAREFUL=True, num_stages=1)
     return dq
 
 
 def _by_keys(
-    known: _Known, launch: Launch, programs: torch.Tensor
+    call: _Call, launch: Launch, programs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """DK and dV; 0 for keys in no document, which no program owns."""
-    dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (known.k, known.v))
+    dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (call.k, call.v))
     if len(programs):
-        by_keys_kernel[len(programs), known.k.shape[1]](
-            *known.tensors(), dk, dv, *known.numbers(), *known.documents(programs),
-            *known.captured(), **known.constants(launch), num_stages=launch.stages,
+        by_keys_kernel[len(programs), call.k.shape[1]](
+            *call.tensors(), dk, dv, *call.numbers(), *call.documents(programs),
+            *call.captured(), **call.constants(launch), num_stages=launch.stages,
         )  # fmt: skip
     return dk, dv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -45,7 +46,7 @@ class Traced:
 
 
 Operand: TypeAlias = "Traced | Tensor | int | float"
-"""What an operation is applied to; a Tensor or a number here is a constant of the mod."""
+"""An operand of an operation; a Tensor or a number here is a constant of the mod."""
 
 
 @dataclass(slots=True)
@@ -214,14 +215,14 @@ def _whole(op: str) -> _Rule:
     return rule
 
 
+def _of_one(rule: Callable[[Graph, int], int]) -> _Rule:
+    """``rule`` of the first argument's position."""
+    return lambda graph, args, _kwargs: rule(graph, graph.operand(args[0]))
+
+
 def _unless_whole(op: str) -> _Rule:
     """``op`` on real numbers; whole ones stay what they are."""
-
-    def rule(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-        position = graph.operand(args[0])
-        return graph.apply(op, position) if graph.kind(position) == "float" else position
-
-    return rule
+    return _of_one(lambda graph, x: graph.apply(op, x) if graph.kind(x) == "float" else x)
 
 
 def _truncate(graph: Graph, position: int) -> int:
@@ -231,15 +232,6 @@ def _truncate(graph: Graph, position: int) -> int:
     return graph.apply(
         "where", negative, graph.apply("ceil", position), graph.apply("floor", position)
     )
-
-
-def _trunc(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-    return _truncate(graph, graph.operand(args[0]))
-
-
-def _frac(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-    position = graph.operand(args[0])
-    return graph.apply("sub", position, _truncate(graph, position))
 
 
 def _fmod(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
@@ -293,14 +285,6 @@ _ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
 _POWERS = (-2, -1, 1, 2, 3)  # torch multiplies for these, and calls pow() for others
 
 
-def _reciprocal(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-    return graph.apply("div", graph.number(1), graph.operand(args[0]))
-
-
-def _relu(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-    return graph.apply("maximum", graph.operand(args[0]), graph.number(0))
-
-
 def _rsub(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
     subtrahend, minuend = (graph.operand(value) for value in args)
     return graph.apply("sub", minuend, subtrahend)
@@ -311,16 +295,6 @@ def _masked_fill(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
     if graph.kind(value, filler) != graph.kind(value):
         raise TraceError("it fills a tensor with numbers of another kind: use torch.where")
     return graph.apply("where", mask, filler, value)
-
-
-def _isnan(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-    position = graph.operand(args[0])
-    return graph.apply("ne", position, position)
-
-
-def _isinf(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-    size = graph.apply("abs", graph.operand(args[0]))
-    return graph.apply("eq", size, graph.number(float("inf")))
 
 
 def _clamp(graph: Graph, args: _Arguments, kwargs: _Keywords) -> int:
@@ -376,17 +350,19 @@ _RULES: dict[str, _Rule] = {
     **{name: _whole("left_shift") for name in ("__lshift__", "bitwise_left_shift")},
     **{name: _whole("right_shift") for name in ("__rshift__", "bitwise_right_shift")},
     **{name: _unless_whole(name) for name in ("floor", "ceil")},
-    "trunc": _trunc,
-    "frac": _frac,
+    "trunc": _of_one(_truncate),
+    "frac": _of_one(lambda graph, x: graph.apply("sub", x, _truncate(graph, x))),
     "fmod": _fmod,
     "div": _div,
     "pow": _pow,
-    "reciprocal": _reciprocal,
-    "relu": _relu,
+    "reciprocal": lambda graph, args, _: _div(graph, (1, args[0]), {}),
+    "relu": _of_one(lambda graph, x: graph.apply("maximum", x, graph.number(0))),
     "rsub": _rsub,
     "masked_fill": _masked_fill,
-    "isnan": _isnan,
-    "isinf": _isinf,
+    "isnan": _of_one(lambda graph, x: graph.apply("ne", x, x)),
+    "isinf": _of_one(
+        lambda graph, x: graph.apply("eq", graph.apply("abs", x), graph.number(math.inf))
+    ),
     "clamp": _clamp,
     "_to_copy": _cast,
     "convert_element_type": _cast,

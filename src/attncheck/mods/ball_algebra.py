@@ -193,6 +193,6 @@ _REAL: dict[str, Callable[..., BallArray]] = {
     **{op: each_ball(function, 1) for op, function in _OF_ONE.items()},
     **{op: each_ball(function, 2) for op, function in _OF_TWO.items()},
 }
-"""Where the exact result of an operation lies, for operands anywhere in their balls."""
+"""Balls that hold the exact result of an operation, for operands anywhere in their balls."""
 
 _HULL = each_ball(hull, 2)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import Dimensions, MaskMod
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "EMPTY",
@@ -45,7 +46,7 @@ AT_ONCE = 2**20
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockMask:
-    """Which tiles of (query, key) blocks a mask leaves empty, partial or full.
+    """The tiles of (query, key) blocks that a mask leaves empty, partial or full.
 
     A tile is FULL when all its elements are visible, where places beyond ``query`` or ``kv`` count
     as hidden, as in torch's ``create_block_mask``: a ragged tile is never FULL.
@@ -89,7 +90,7 @@ class BlockMask:
 
     @property
     def kv_num_blocks(self) -> Tensor:
-        """How many partial tiles a query block has, int32 ``(batch', heads', query_blocks)``."""
+        """Counts of partial tiles of each query block, int32 ``(batch', heads', query_blocks)``."""
         return self._partial[0]
 
     @property
@@ -99,7 +100,7 @@ class BlockMask:
 
     @property
     def full_kv_num_blocks(self) -> Tensor:
-        """How many full tiles, as ``kv_num_blocks``."""
+        """Counts of full tiles, as ``kv_num_blocks``."""
         return self._full[0]
 
     @property
@@ -136,7 +137,7 @@ class BlockMask:
 
 
 def _count_blocks(length: int, block: int, axis: str) -> int:
-    """How many blocks ``length`` fills, the last one perhaps in part."""
+    """Return the number of blocks that ``length`` fills, the last one perhaps in part."""
     for what, size in (("length", length), ("block size", block)):
         if size < 1:
             raise ProblemError(f"{axis} {what} is {size}: it must be at least 1.")
@@ -144,7 +145,7 @@ def _count_blocks(length: int, block: int, axis: str) -> int:
 
 
 def _list_chosen(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the last axis are chosen, and which: ascending, then zeros, both int32."""
+    """Return counts over the last axis, and the chosen places: ascending, then zeros; int32."""
     counts = chosen.sum(-1, dtype=torch.int32)
     # Stable: chosen ones first, each part in its own order.
     order = chosen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)

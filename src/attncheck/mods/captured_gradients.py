@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from attncheck.core.errors import ProblemError
 
 if TYPE_CHECKING:
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 __all__ = ["CapturedSums", "Leaf", "captured_tensors", "leaf_gradients"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """What a score mod reads of a captured tensor at one place of its text.
+    """A read of a captured tensor at one place of a score mod's text.
 
     Attributes:
         tensor: The captured one.
@@ -201,7 +201,7 @@ class _Reads(TorchFunctionMode):
     def _leaf(self, tensor: Tensor, places: Any, read: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             raise ProblemError(
-                "the score mod reads a tensor where it asks for no gradients (torch.no_grad): "
+                "the score mod reads a tensor under torch.no_grad(): "
                 "what its gradient is depends on who differentiates."
             )
         score = self.arguments[0]

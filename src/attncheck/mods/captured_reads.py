@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from attncheck.mods.expression import Expression
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 __all__ = [
     "CapturedRead",
@@ -177,7 +177,7 @@ def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
     examples = example_arguments(_ARGUMENTS, device)
     recorded = record_operations(score_mod, _ARGUMENTS, examples)
     loads = list(_loads(recorded))
-    # A gradient is to pass through the one number alone that it is asked of.
+    # A gradient is to pass through the one number alone with respect to which it is taken.
     for name in {str(node.target) for node in recorded.graph.nodes if node.op == "get_attr"}:
         constant: Tensor = getattr(recorded, name)
         if constant.requires_grad:

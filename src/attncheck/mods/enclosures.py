@@ -137,7 +137,7 @@ around."""
 
 # --- truth values and whole numbers as far as they are known ----------------------------------
 
-_MOST_NUMBERS = 64  # whole numbers that a value may be before it is given up
+_MOST_NUMBERS = 64  # whole numbers that a value may be before the evaluation gives up
 _MONOTONE = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum"})
 
 
@@ -168,7 +168,7 @@ class Whole:
 
     @property
     def known(self) -> bool:
-        """Whether each is one number."""
+        """True where each is one number."""
         return self.low is self.high or np.array_equal(self.low, self.high)
 
 
@@ -286,7 +286,7 @@ class Enclosures(ABC, Generic[Real]):
         return Whole(array, array) if node.kind == "int" else self.exact(node, array)
 
     def _truth(self, value: Any) -> Truth:
-        """Whether it is not 0."""
+        """Return ``value`` ≠ 0."""
         if isinstance(value, Truth):
             return value
         zero = np.asarray(0)

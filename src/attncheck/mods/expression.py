@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 LEAVES = frozenset({"input", "number", "tensor", "true", "false"})
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
-"""What a mask is called with; a score mod has the score before them."""
+"""Arguments of a mask; a score mod has the score before them."""
 
 
 # --- the vocabulary ---------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Algebra(Generic[Value]):
-    """What an evaluation makes of the nodes of an expression.
+    """Leaves and operations of an evaluation, as functions.
 
     Attributes:
         leaf: (node, what it stands for) → value. A leaf stands for the input, the captured number
@@ -394,7 +394,7 @@ class _Tensor(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """What ``expression_to_json`` writes."""
+    """The JSON object of ``expression_to_json``."""
 
     format: Literal["attncheck expression 1"]
     inputs: tuple[str, ...]

@@ -31,7 +31,8 @@ from attncheck.core.formats import fp32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = ["formula_mask", "formula_score", "mask_formula_code", "score_formula_code"]
 
@@ -120,7 +121,7 @@ class _Part:
 
 
 def _refusal(node: ast.expr, fact: str, remedy: str) -> ProblemError:
-    """What is wrong with ``node``, with its column and what to do."""
+    """The error of what is wrong with ``node``, with its column and what to do."""
     text = ast.unparse(node)
     shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return ProblemError(f"column {node.col_offset + 1}: `{shown}` {fact}: {remedy}.")

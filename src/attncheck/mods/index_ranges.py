@@ -1,6 +1,6 @@
 """Check a mod's whole numbers at every index: reads inside its tensors, no division by 0, 32 bits.
 
-A kernel that is given an index outside a captured tensor reads somebody else's memory, and one that
+A kernel that receives an index outside a captured tensor reads somebody else's memory, and one that
 computes a number beyond 32 bits another number; torch refuses to divide a whole number by 0.
 
 A range for every whole number comes first: it costs nothing, and settles most mods (a document's
@@ -74,7 +74,7 @@ def check_index_ranges(
     check = _Check(expression, dimensions, name)
     sizes = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     inputs = dict(zip(INDICES, ((0, size - 1) for size in sizes), strict=True)) | {"score": _ANY}
-    # An algebra of ranges; what comes before a node was found to be right.
+    # An algebra of ranges; what comes before a node has been checked.
     algebra = Algebra.of(check.leaf, check.operation, {})
     known = [inputs[argument] for argument in expression.structure.inputs]
     for bounds in evaluate_nodes(expression, algebra, known):
@@ -273,7 +273,7 @@ _CORNERS: dict[str, Callable[..., float]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What a search came to.
+    """The outcome of a search.
 
     Attributes:
         range: The extremes of the values, as far as they were looked at.
@@ -328,7 +328,7 @@ def index_parts(ranges: Sequence[range], most: int) -> Iterator[tuple[range, ...
 
 
 def _values(part: Expression, *inputs: Any) -> Tensor:
-    """Return the values of an expression; what could fail on the way was found not to before."""
+    """Return the values of an expression; what could fail on the way has been checked."""
     value = evaluate(part, _SATURATING, *inputs)
     return torch.as_tensor(value)
 

@@ -5,7 +5,7 @@ that operation: there is no tolerance in it. Fewer roundings (a fused multiplica
 lie inside, and so do subnormal numbers flushed to 0.
 
 A pair is (low, high), two raw mpmath numbers (``mpmath.libmp``), far more precise than any format
-here. ``UNKNOWN`` is a pair of which nothing can be said, NaN included: 1/x where x may be 0, ∞ − ∞.
+here. ``UNKNOWN`` is a pair of which nothing is known, NaN included: 1/x where x may be 0, ∞ − ∞.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Interval:
         return np.asarray((low <= values) & (values <= high))
 
     def unknown(self) -> Values:
-        """Return where nothing can be said: the exact value may be NaN."""
+        """Return where nothing is known: the exact value may be NaN."""
         return elementwise(lambda x: x[0] == libmp.fnan, bool, self.pairs)
 
     def bounds(self) -> tuple[Values, Values]:
@@ -392,7 +392,7 @@ _REAL: dict[str, Callable[..., Pair]] = {
 }
 
 INTERVAL_OPERATIONS: dict[str, Callable[..., Pair]] = {op: _known(f) for op, f in _REAL.items()}
-"""Where the exact result of an operation lies, for operands anywhere in their intervals."""
+"""Intervals that hold the exact result of an operation, for operands anywhere in theirs."""
 
 
 def _less(a: Pair, b: Pair) -> tuple[bool, bool]:
@@ -423,4 +423,4 @@ _COMPARISONS: dict[str, Callable[[Pair, Pair], tuple[bool, bool]]] = {
     "eq": _open(_equal),
     "ne": _open(lambda a, b: _equal(a, b)[::-1]),
 }
-"""Whether a comparison may be true, and whether it may be false."""
+"""(May a comparison be true, may it be false) of numbers anywhere in two intervals."""

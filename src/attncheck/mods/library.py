@@ -11,16 +11,8 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, alibi_slopes
-from attncheck.mods.spec import (
-    Dimensions,
-    Entry,
-    MaskMod,
-    ScoreMod,
-    Spec,
-    build_entry,
-    check_spec,
-    positive_number,
-)
+from attncheck.mods.signatures import MaskMod, ScoreMod
+from attncheck.mods.spec import Dimensions, Entry, Spec, build_entry, check_spec, positive_number
 
 __all__ = [
     "BUILT_IN",

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import Argument, Dimensions, MaskMod, Values
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Argument, Dimensions, Values
 
 __all__ = [
     "MASKS",
@@ -233,7 +234,7 @@ def shifted_dimensions(values: Values, dimensions: Dimensions) -> Dimensions:
 
 
 def _document_of(lengths: tuple[int, ...], positions: int, device: str) -> Tensor:
-    """Which document each of the first ``positions`` belongs to, int32."""
+    """Return the number of the document of each of the first ``positions``, int32."""
     import torch
 
     ends = torch.tensor(lengths).cumsum(0)

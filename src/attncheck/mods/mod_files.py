@@ -1,4 +1,4 @@
-"""Masks and score mods from files of the user's: found, traced, checked and added to the library.
+"""Masks and score mods from users' files, traced, checked and added to the library.
 
 A file is imported once for each device, with that device as torch's default, so that the tensors
 its mods capture are made there; and again once it has changed.
@@ -48,7 +48,7 @@ _KINDS: dict[int, ModKind] = {4: "mask", 5: "score mod"}
 _REFERENCE = re.compile(r".+\.py::[^:]+")
 
 
-# --- mods of a module, told by their signatures -----------------------------------------------
+# --- mods of a module, by their signatures -----------------------------------------------
 
 
 def mods_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -166,7 +166,7 @@ class _FileMod:
 
 
 _paths: dict[tuple[str, str, Argument], Path] = {}
-"""Where each mod so far came from, by what it is, its name and its digest."""
+"""File of each mod so far, by what it is, its name and its digest."""
 
 
 def _load(
@@ -199,7 +199,7 @@ def _path(reference: str) -> Path:
 
 
 def _version(reference: str) -> tuple[int, int]:
-    """What changes with a file; of one that is not there, nothing in particular."""
+    """Time and size of a file, which change with it; zeros of one that is not there."""
     try:
         stat = _path(reference).stat()
     except OSError:
@@ -250,7 +250,7 @@ def _check_as_traced(mod: _FileMod, expression: Expression, digest: int) -> Chec
 
 
 def _is_sum(expression: Expression) -> bool:
-    """Whether a score mod is the score plus or minus what does not depend on the score."""
+    """Return whether a score mod is the score plus or minus what does not depend on it."""
     depends: list[bool] = []
     sums: list[bool] = []
     for node in expression.structure.nodes:

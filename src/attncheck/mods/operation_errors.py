@@ -20,7 +20,7 @@ __all__ = ["KERNEL_FP32", "TORCH_FP64", "TRITON_FLUSHED", "TRITON_ULP", "Arithme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """What an implementation may make of an operation.
+    """Declared errors of an implementation's operations.
 
     Attributes:
         format: Of the score that comes in; what torch computes in a narrower one may be computed

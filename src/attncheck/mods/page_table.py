@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.paged_layout import Paging
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 __all__ = [
     "PageTable",
@@ -40,7 +40,7 @@ _FREE_SHARE = 4  # one page in so many is free, and two more
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PageTable:
-    """Which page of memory each page of each sequence is.
+    """The page of memory of each page of each sequence.
 
     Attributes:
         table: int32 ``(batch, most)``: the page of keys ``j · size`` to ``(j + 1) · size − 1`` of
@@ -58,7 +58,7 @@ class PageTable:
 
     @property
     def own(self) -> Tensor:
-        """Which entries are a sequence's pages, bool ``(batch, most)``."""
+        """True for entries that are a sequence's pages, bool ``(batch, most)``."""
         counts = [-(-length // self.size) for length in self.lengths]
         places = torch.arange(self.table.shape[1], device=self.table.device)
         return places < torch.tensor(counts, device=self.table.device)[:, None]
@@ -123,7 +123,7 @@ def draw_page_table(
 
 
 def _numbered(own: Tensor, shared: int) -> tuple[Tensor, int]:
-    """Which of the used pages each entry is, 0 where it is none; and how many there are.
+    """Return the number of each entry among the used pages, 0 of none; and their count.
 
     Those that all sequences share come first, then each sequence's own in turn.
     """
@@ -139,8 +139,8 @@ def _order(seed: int, used: int) -> tuple[Tensor, Tensor]:
     """Numbers of ``used`` pages, at least one, and of the free ones; the largest is free."""
     used = max(used, 1)
     others = used // _FREE_SHARE + 1
-    drawn = Draws(seed).integers("pages", (used + others,), 2**32 - 1)
-    order = torch.from_numpy(drawn).argsort(stable=True)
+    keys = Draws(seed).integers("pages", (used + others,), 2**32 - 1)
+    order = torch.from_numpy(keys).argsort(stable=True)
     last = torch.tensor([used + others])
     return order[:used], torch.cat((order[used:], last))
 

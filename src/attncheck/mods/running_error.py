@@ -5,7 +5,7 @@ distance that a kernel's may have from it (Higham, "Accuracy and Stability of Nu
 2002, section 3.3). ``interval_algebra`` encloses an evaluation from outside, number by number; this
 is for millions of scores, and knows the errors that come in.
 
-Radii are infinite where nothing can be said. They are computed in float64 without outward
+Radii are infinite where nothing is known. They are computed in float64 without outward
 rounding: ``SLACK`` covers that.
 """
 
@@ -122,12 +122,12 @@ class _Around:
 
     @property
     def moves(self) -> Tensor:
-        """Where it may be another value at all."""
+        """True where it may be another value at all."""
         return self.radius > 0
 
     @property
     def is_truth(self) -> bool:
-        """Whether it is a truth value."""
+        """True for truth values."""
         return self.value.dtype is torch.bool
 
 
@@ -166,7 +166,7 @@ class _RunningErrors:
         return self._around(node, self._torch.leaf(node, value), radius, self._never)
 
     def _jumps(self, operands: Sequence[_Around]) -> Tensor:
-        """Where an operand does, or is a truth value that is counted and may be the other one."""
+        """True where an operand jumps, or is a truth value that is counted and may change."""
         jump = self._never
         for operand in operands:
             jump = jump | (operand.moves if operand.is_truth else operand.jump)
@@ -235,7 +235,7 @@ class _RunningErrors:
         if node.op in RADII:  # whole numbers are exact
             value = raw if isinstance(raw, torch.Tensor) else torch.tensor(raw, device=self._device)
             radius = _or_unknown(RADII[node.op](value.double(), *operands))
-        else:  # of bits that may change nothing is said
+        else:  # of bits that may change nothing is known
             radius = torch.where(_move(operands), torch.inf, 0.0).double()
         if node.op in _JUMPS or node.op not in RADII:
             jump = jump | (radius > 0)
@@ -264,7 +264,7 @@ class _RunningErrors:
 class _Roundings:
     """The roundings of one expression in one arithmetic: of results, operands, what is stored.
 
-    What the oracle itself computes in a narrower format than float64, because the mod asks for it,
+    What the oracle itself computes in a narrower format than float64, because the mod says so,
     a kernel rounds as well, and not always to the same number: such errors count twice. In the
     oracle's own arithmetic they do not count: they belong to what the mod says.
 
@@ -350,7 +350,7 @@ class _Roundings:
 
 
 def _is_held(real: Tensor, fmt: Format) -> Tensor:
-    """Where ``fmt`` holds a number exactly."""
+    """True where ``fmt`` holds a number exactly."""
     return real == real.to(fmt.torch_dtype).double()
 
 
@@ -494,7 +494,7 @@ def _read_radius(table: Tensor, value: Tensor, places: Sequence[_Around]) -> tup
     """Return the radius of ``table[places]``, and where another element may be read.
 
     One index may be off by one, up or down: the farther neighbour counts. Beyond that nothing is
-    said.
+    known.
     """
     moved = [place.radius for place in places]
     total = sum(moved[1:], start=moved[0])
@@ -518,7 +518,7 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _swap(holds: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """What is taken and what is not, by a condition."""
+    """Return what a condition takes, and what it does not."""
     return torch.where(holds, first, second), torch.where(holds, second, first)
 
 

@@ -23,7 +23,8 @@ from attncheck.mods.spec import ANY_SEED, Entry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod, Values
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions, Values
 
 __all__ = [
     "SCORES",

@@ -9,12 +9,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "ANY_SEED",
@@ -22,8 +19,6 @@ __all__ = [
     "Check",
     "Dimensions",
     "Entry",
-    "MaskMod",
-    "ScoreMod",
     "Spec",
     "Values",
     "build_entry",
@@ -36,12 +31,6 @@ __all__ = [
     "rows_and_columns",
     "whole_number",
 ]
-
-MaskMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
-"""``mask(b, h, q_idx, kv_idx)``: index tensors in, a bool tensor (True: the row sees it) out."""
-
-ScoreMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
-"""``score(score, b, h, q_idx, kv_idx)``: the scaled q·k and its indices in, another score out."""
 
 Argument = int | float | str | tuple[int, ...]
 
@@ -221,7 +210,7 @@ _LONGEST = 200
 _LINE = re.compile(rf"(?=.{{1,{_LONGEST}}}\Z)[!-~]([ -~]*[!-~])?")
 _FP32_SMALLEST = 2.0**-149
 _FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
-_MOST_CELLS = 2**24  # of a canvas: more than any length that a kernel is asked for
+_MOST_CELLS = 2**24  # of a canvas: more than any length in use
 
 
 def whole_number(low: int, high: int) -> Check:
@@ -291,7 +280,7 @@ def rows_and_columns(label: str, value: Argument, _: Dimensions) -> None:
 
 
 def formula_text(read: Callable[[str, Dimensions], object]) -> Check:
-    """Return a check of a line that ``read`` reads; what it raises is said of the argument."""
+    """Return a check of a line that ``read`` reads; its errors name the argument."""
 
     def check(label: str, value: Argument, dimensions: Dimensions) -> None:
         if not isinstance(value, str) or not _LINE.fullmatch(value):

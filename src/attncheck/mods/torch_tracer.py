@@ -119,7 +119,7 @@ def record_operations(
 
     Raises:
         TraceError: if the mod cannot be called with ``arguments``, raises, writes in place, draws
-            random numbers or asks for a tensor's value.
+            random numbers or reads a tensor's value.
     """
     if not callable(mod):
         raise TraceError(f"it is no callable of ({', '.join(arguments)})")
@@ -169,7 +169,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 @functools.cache
 def _fakes() -> FakeTensorMode:
-    """Where a trace has none, torch makes one for every operation, each with a stack trace."""
+    """One mode for all: torch would make one for every operation, each with a stack trace."""
     return FakeTensorMode(allow_fallback_kernels=True)
 
 
@@ -200,7 +200,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
     """Refuses what no expression can say, and notes where each operation is called.
 
     It knows which tensors depend on the mod's arguments; all others are constants of the mod, and
-    their values may be asked for.
+    their values may be read.
     """
 
     def __init__(self, arguments: tuple[Tensor, ...]) -> None:

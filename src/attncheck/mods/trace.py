@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from attncheck.mods.expression import Captured
-    from attncheck.mods.spec import Dimensions, MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = ["count_disagreements", "trace_derivative", "trace_index", "trace_mask", "trace_score"]
 
@@ -272,7 +273,7 @@ def _cached(
 
 
 def _identity(value: object) -> Any:
-    """Return what tells a value of a closure from others; raise _MayChange where nothing does."""
+    """Return a key of a value of a closure; raise _MayChange where there is none."""
     if type(value) in (bool, int, float, str, type(None)):
         # 1, 1.0 and True are equal, and 0.0 and -0.0: they are not the same.
         return type(value), repr(value)
@@ -397,15 +398,15 @@ def _sample_indices(
     near = draws.integers("agreement/near", (samples,), 9) - 4
     half = samples // 2
     columns[3][:half] = columns[2][:half] + near[:half]
-    drawn = np.stack(columns, axis=1)
+    tuples = np.stack(columns, axis=1)
     # The key moved next to each number, and to its distance from the row.
-    rows = drawn[: max(1, samples // 8)]
+    rows = tuples[: max(1, samples // 8)]
     edges = []
     for number, step in itertools.product(whole, (-1, 0, 1)):
         for from_row, sign in itertools.product((0, 1), (-1, 1)):
             moved = rows.copy()
             moved[:, 3] = from_row * rows[:, 2] + sign * (number + step)
             edges.append(moved)
-    every = np.concatenate([np.array(corners, np.int64), drawn, *edges])
+    every = np.concatenate([np.array(corners, np.int64), tuples, *edges])
     inside = (every[:, 3] >= 0) & (every[:, 3] < dimensions.kv)
     return every[inside]

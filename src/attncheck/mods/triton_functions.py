@@ -1,6 +1,6 @@
 """The operations that Triton has not, or has not well enough, in fp32 and int32.
 
-``triton_ulp`` states the error of each. What Triton's own functions become on a GPU was read from
+``operation_errors`` states the error of each. What Triton's own functions become on a GPU was read from
 the PTX of Triton 3.9 for Hopper: ``tl.sqrt`` and ``tl.rsqrt`` are ``.approx.ftz``, ``tl.exp`` is
 ``ex2.approx`` of a rounded product (its error grows with |x|, to 100 ulp and more), ``%`` on fp32
 is a division and one multiplication (it can be off by the divisor), ``//`` and ``%`` on whole
@@ -54,7 +54,7 @@ def _floor_divide(a, b):
 
 @triton.jit
 def _remainder(a, b):
-    """What ``_floor_divide`` leaves: it has the sign of b, as in Python and torch."""
+    """The remainder of ``_floor_divide``: it has the sign of b, as in Python and torch."""
     left = a - (a // b) * b
     return tl.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)
 
@@ -190,4 +190,4 @@ FUNCTIONS = {
         *(_left_shift, _right_shift, _sign, _rsqrt, _exp, _exp2, _sigmoid, _tanh),
     )
 }
-"""What a printed function may call, by name."""
+"""Functions that a printed function may call, by name."""

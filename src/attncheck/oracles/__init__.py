@@ -2,14 +2,15 @@
 
 Each takes Inputs and gives Outputs in float64: out ``(batch, heads, query, value_dim)`` (of softmax
 ``(batch, heads, query, kv)``) and the natural-log LSE ``(batch, heads, query)``; rows that attend
-to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``numbers.Float64``; over
-``numbers.Mp`` the same recurrences give as many digits as are asked for.
+to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``Float64``; over
+``mp_numbers.Mp`` the same recurrences give any number of digits.
 ``backward`` has their gradients, of Inputs with a loss.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING
 
 from attncheck.oracles.backward_recurrences import dense_backward, flash2_backward
 from attncheck.oracles.float64_numbers import Float64
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.oracles.number_system import Array, Numbers
-    from attncheck.oracles.recurrence_steps import Backward, Gradients, Recurrence, Result, Softmax
+    from attncheck.oracles.recurrence_steps import Backward, Recurrence
 
 __all__ = [
     "BACKWARDS",
@@ -49,46 +49,15 @@ __all__ = [
     "truth",
 ]
 
-A = TypeVar("A", bound="Array")
-
 REFERENCE = "safe"
 """The recurrence that is the exact result where digits are many: the definition, safely."""
 
 MAY_OVERFLOW = frozenset({"naive"})
-"""What cannot be finite everywhere in float64, by its definition."""
+"""Recurrences that cannot be finite everywhere in float64, by their definition."""
 
-_BLOCK = 16  # of the registered recurrences: a small problem has several blocks
+# Of the registered recurrences: small, so that a small problem has several blocks.
+_BLOCK = 16
 _SPLITS = 3
-
-
-def _flash1(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
-    return flash1_forward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK)
-
-
-def _flash2(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
-    return flash2_forward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK)
-
-
-def _split(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
-    return split_forward(numbers, inputs, splits=_SPLITS)
-
-
-def _flash2_backward(numbers: Numbers[A], inputs: Inputs, /) -> Gradients[A]:
-    return flash2_backward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK)
-
-
-def _attention_by(softmax: Softmax) -> Recurrence:
-    def attention(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
-        return dense_attention(numbers, inputs, softmax)
-
-    return attention
-
-
-def _softmax_by(softmax: Softmax) -> Recurrence:
-    def rows(numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
-        return dense_softmax(numbers, inputs, softmax)
-
-    return rows
 
 
 def _in_float64(recurrence: Recurrence | Backward) -> Callable[[Inputs], Outputs]:
@@ -100,15 +69,15 @@ def _in_float64(recurrence: Recurrence | Backward) -> Callable[[Inputs], Outputs
 
 
 RECURRENCES: dict[str, Recurrence] = {
-    **{name: _attention_by(softmax) for name, softmax in _SOFTMAXES.items()},
-    "flash1": _flash1,
-    "flash2": _flash2,
-    "split": _split,
+    **{name: partial(dense_attention, softmax=softmax) for name, softmax in _SOFTMAXES.items()},
+    "flash1": partial(flash1_forward, block_query=_BLOCK, block_kv=_BLOCK),
+    "flash2": partial(flash2_forward, block_query=_BLOCK, block_kv=_BLOCK),
+    "split": partial(split_forward, splits=_SPLITS),
 }
 """Attention in any number system, by name."""
 
 SOFTMAX_RECURRENCES: dict[str, Recurrence] = {
-    name: _softmax_by(softmax) for name, softmax in _SOFTMAXES.items()
+    name: partial(dense_softmax, softmax=softmax) for name, softmax in _SOFTMAXES.items()
 }
 """The operation softmax in any number system, by name."""
 
@@ -118,7 +87,10 @@ ORACLES: dict[str, Callable[[Inputs], Outputs]] = {
 }
 """Attention in float64, by name."""
 
-BACKWARD_RECURRENCES: dict[str, Backward] = {"dense": dense_backward, "flash2": _flash2_backward}
+BACKWARD_RECURRENCES: dict[str, Backward] = {
+    "dense": dense_backward,
+    "flash2": partial(flash2_backward, block_query=_BLOCK, block_kv=_BLOCK),
+}
 """Gradients in any number system, by name."""
 
 BACKWARDS: dict[str, Callable[[Inputs], Outputs]] = {
@@ -140,26 +112,23 @@ def dense(inputs: Inputs) -> Outputs:
 
 def flash1(inputs: Inputs, *, block_query: int, block_kv: int) -> Outputs:
     """FlashAttention-1's forward recurrence in float64; raises UsageError for blocks below 1."""
-    numbers = Float64(inputs.device)
-    result = flash1_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
-    return result.rounded(numbers)
+    recurrence = partial(flash1_forward, block_query=block_query, block_kv=block_kv)
+    return _in_float64(recurrence)(inputs)
 
 
 def flash2(inputs: Inputs, *, block_query: int, block_kv: int) -> Outputs:
     """FlashAttention-2's forward recurrence in float64; raises UsageError for blocks below 1."""
-    numbers = Float64(inputs.device)
-    result = flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
-    return result.rounded(numbers)
+    recurrence = partial(flash2_forward, block_query=block_query, block_kv=block_kv)
+    return _in_float64(recurrence)(inputs)
 
 
 def split(inputs: Inputs, *, splits: int) -> Outputs:
     """Splits of the keys, merged by LSE, in float64; raises UsageError for fewer than one split."""
-    numbers = Float64(inputs.device)
-    return split_forward(numbers, inputs, splits=splits).rounded(numbers)
+    return _in_float64(partial(split_forward, splits=splits))(inputs)
 
 
 def truth(inputs: Inputs) -> Outputs:
-    """What a kernel is compared with, for either operation, at any size, on the inputs' device.
+    """Compute what a kernel is compared with, at any size, on the inputs' device.
 
     Attention: ``streaming``, in O(query + kv) memory, and where the Problem has a backward its
     gradients too. Softmax: the safe one, some rows at a time.

@@ -98,6 +98,7 @@ def dense_backward(numbers: Numbers[A], inputs: Inputs) -> Gradients[A]:
     out = numbers.weigh(weights, v, attended)
     rows = row_terms(numbers, out, dout, dlse, attended.any(dim=-1, keepdim=True))
     dp = numbers.matmul(dout, numbers.transpose(v))
+    # The softmax's derivative has a sum over the row's keys: it is δ − dLSE, the same for each.
     dz = weights * (dp + rows)
     dx = numbers.select(attended, dz * tile.slopes, 0.0)
     by_key = attended.mT
@@ -134,6 +135,7 @@ def flash2_backward(
     queries, keys = query_and_key_blocks(problem, block_query, block_kv)
     dout, dlse = loss_of(numbers, inputs)
     result = flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
+    # δ needs the whole row of O: it is computed before any block of keys.
     blocks = _query_blocks(numbers, inputs, result, (dout, dlse), queries)
     _, k, v, scores = attention_inputs(numbers, inputs)
     of_keys = []
@@ -142,8 +144,8 @@ def flash2_backward(
         heads = (problem.batch, problem.heads, len(block))
         sums = [numbers.full((*heads, n), 0.0) for n in (problem.head_dim, problem.value_dim)]
         for rows in blocks:
-            found = rows.add(numbers, scores, mine, block)
-            sums = [total + part for total, part in zip(sums, found, strict=True)]
+            parts = rows.add(numbers, scores, mine, block)
+            sums = [total + part for total, part in zip(sums, parts, strict=True)]
         of_keys.append(sums)
     dk, dv = (
         numbers.sum_heads(numbers.join_rows(parts), problem.group)
@@ -201,7 +203,7 @@ class _QueryBlock(Generic[A]):
         terms: A column: dLSE − delta.
         dq: Of the key blocks so far, without the scale.
         attends: Whether a row attends to any of their keys; a bool column.
-        captured: Of the numbers that the score mod reads, where they are asked for.
+        captured: Of the numbers that the score mod reads, where those have gradients.
     """
 
     at: range
@@ -228,5 +230,6 @@ class _QueryBlock(Generic[A]):
         self.dq = self.dq + numbers.weigh(dx, k, attended)
         self.attends = self.attends | attended.any(dim=-1, keepdim=True)
         self.captured = _added(self.captured, scores.captured(tile, dz))
+        # The scale is multiplied in once at the end, by the caller.
         dk = numbers.weigh(numbers.transpose(dx), self.q, attended.mT)
         return dk, numbers.weigh(numbers.transpose(weights), self.dout, attended.mT)

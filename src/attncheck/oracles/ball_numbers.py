@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Rows
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
     from attncheck.oracles.number_system import Captures, Evaluate
 
-__all__ = ["BITS", "Ball", "Balls", "ProvenError", "enclosed", "proven_error"]
+__all__ = ["BITS", "Ball", "Balls", "ProvenError", "enclose_rows", "proven_error"]
 
 BITS = 128
 """Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
@@ -160,6 +160,7 @@ class Ball:
 
     def weigh(self, weights: Balls, values: Balls, attended: Tensor) -> Balls:
         """A product where all values are finite; else sums over the attended keys alone."""
+        # Arb's matrix product is many times faster than sums in Python.
         if _FINITE(values.array).all():
             return self.matmul(weights, values)  # 0 times a finite number is 0
         used = attended.expand(weights.array.shape).numpy()
@@ -226,9 +227,9 @@ class Ball:
         """Through ``captures``; raises UsageError where there is none."""
         arrays = scores.array, indices, factors.array, attended
         with working_precision(self.bits):
-            found = self._mods.captured_sums(score_mod, *arrays)
+            terms = self._mods.captured_sums(score_mod, *arrays)
             # What no score reads is a bare 0.
-            sums = found + np.full((), flint.arb(0), dtype=object)
+            sums = terms + np.full((), flint.arb(0), dtype=object)
         return Balls(sums.reshape(1, 1, 1, -1), self.bits)
 
     def _balls(self, function: Callable[..., BallArray], *arrays: Any) -> Balls:
@@ -239,6 +240,7 @@ class Ball:
 def _product(left: BallArray, right: BallArray) -> BallArray:
     """Of two matrices; of no columns, zeros."""
     shape = (left.shape[0], right.shape[1])
+    # flint has no matrix without columns.
     if not left.shape[1]:
         return np.full(shape, flint.arb(0), dtype=object)
     product = flint.arb_mat(left.tolist()) * flint.arb_mat(right.tolist())
@@ -297,7 +299,7 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
     return ProvenError(rows, *bounds)
 
 
-def enclosed(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
+def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
     """Enclose the exact out and LSE of some rows in balls, whatever the size of the Problem.
 
     The work is that of ``rows`` alone, and memory does not grow with the keys.
@@ -311,6 +313,7 @@ def enclosed(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
         Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log
         LSE ``(1, heads, rows, 1)``; exactly 0 and −∞ in rows that attend to no key.
     """
+    # flint knows no devices.
     inputs = inputs.to("cpu")
     results = [one_head(numbers, inputs, head, rows.query.cpu()) for head in rows.heads]
     out, lse = ([getattr(result, part).array for result in results] for part in ("out", "lse"))

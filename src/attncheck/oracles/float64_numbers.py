@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.mods.captured_gradients import CapturedSums
-from attncheck.oracles.mod_calls import scored, slope
+from attncheck.oracles.mod_calls import call_score_mod, score_mod_slope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
 
 __all__ = ["Float64", "Nonfinite"]
@@ -44,16 +44,17 @@ class Nonfinite:
         """
         if math.isfinite(values.sum().item()):
             return None
+        # Side by side in one tensor: a single product counts all three kinds.
         finite = values.isfinite()
         kinds = (values.isnan(), values == math.inf, values == -math.inf)
         return cls(values.masked_fill(~finite, 0.0), torch.cat(kinds, dim=-1).to(values.dtype))
 
     def seen_by(self, attended: Tensor) -> Tensor:
-        """What to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
-        return poison(attended.to(self.marks.dtype) @ self.marks)
+        """Amount to add to ``weights @ finite``; bool ``attended`` is ``(…, query, kv)``."""
+        return nonfinite_sums(attended.to(self.marks.dtype) @ self.marks)
 
 
-def poison(counts: Tensor) -> Tensor:
+def nonfinite_sums(counts: Tensor) -> Tensor:
     """NaN, ±∞ or 0 for how many attended keys hold NaN, +∞ and −∞, side by side.
 
     A weight that underflows to 0 stands for a positive number: an attended infinity stays one.
@@ -155,11 +156,11 @@ class Float64:
 
     def score(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
         """Calls the callable itself."""
-        return scored(score_mod, scores, indices)
+        return call_score_mod(score_mod, scores, indices)
 
     def score_slope(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
         """Torch's autograd of the callable itself."""
-        return slope(score_mod, scores, indices)
+        return score_mod_slope(score_mod, scores, indices)
 
     def captured(
         self,
@@ -170,6 +171,7 @@ class Float64:
         attended: Tensor,
     ) -> Tensor:
         """Torch's autograd of the callable, with what it reads in float64."""
+        # Made for each tile: the callable's captured tensors are found by calling it.
         sums = CapturedSums(score_mod, self.device)
         sums.add(scores, indices.axes, factors, attended)
         return sums.sums.view(1, 1, 1, -1)

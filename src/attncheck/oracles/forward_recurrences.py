@@ -14,10 +14,10 @@ from attncheck.oracles.mod_calls import Indices
 from attncheck.oracles.recurrence_steps import (
     Result,
     Scores,
+    initial_maximum_and_sum,
     query_and_key_blocks,
     safe,
     sink_of,
-    start,
 )
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ __all__ = [
     "dense_softmax",
     "flash1_forward",
     "flash2_forward",
-    "merged",
+    "flash2_rows",
+    "key_splits",
+    "merge_splits",
     "one_head",
-    "parts",
-    "rows_of",
     "split_forward",
 ]
 
@@ -116,6 +116,7 @@ def flash1_forward(
     problem = inputs.problem
     queries, all_keys = query_and_key_blocks(problem, block_query, block_kv)
     q, k, v, scores = attention_inputs(numbers, inputs)
+    # The paper's arrays in slow memory, one entry a query block.
     written = [_Block.nothing(numbers, inputs, rows) for rows in queries]
     for keys in all_keys:
         k_block, v_block = (numbers.rows(array, keys.start, keys.stop) for array in (k, v))
@@ -129,7 +130,7 @@ def flash1_forward(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block(Generic[A]):
-    """What one query block has come to, after some key blocks.
+    """Results of one query block after some key blocks.
 
     Attributes:
         out: The paper's O, attention over the keys so far: ``(batch, heads, rows, value_dim)``.
@@ -145,7 +146,7 @@ class _Block(Generic[A]):
     def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _Block[A]:
         """Line 2 of the algorithm: O = 0, l = 0, m = −∞; with a sink l = 1 and m = sink."""
         shape = (inputs.problem.batch, inputs.problem.heads, len(rows))
-        largest, total = start(numbers, (*shape, 1), sink_of(numbers, inputs))
+        largest, total = initial_maximum_and_sum(numbers, (*shape, 1), sink_of(numbers, inputs))
         out = numbers.full((*shape, inputs.problem.value_dim), 0.0)
         return cls(out=out, total=total, largest=largest)
 
@@ -209,14 +210,14 @@ def flash2_forward(
 
     sink, shape = sink_of(numbers, inputs), (problem.batch, problem.heads)
     results = [
-        rows_of(numbers, blocks(rows), (*shape, len(rows), problem.value_dim), sink)
+        flash2_rows(numbers, blocks(rows), (*shape, len(rows), problem.value_dim), sink)
         for rows in queries
     ]
     out, lse = (numbers.join_rows(part) for part in zip(*results, strict=True))
     return Result(out, lse)
 
 
-def rows_of(
+def flash2_rows(
     numbers: Numbers[A],
     blocks: Iterable[tuple[A, Tensor, A]],
     shape: tuple[int, int, int, int],
@@ -235,7 +236,7 @@ def rows_of(
         Out and natural-log LSE ``(batch, heads, rows, 1)``.
     """
     out = numbers.full(shape, 0.0)  # O, not yet divided by l
-    largest, total = start(numbers, (*shape[:3], 1), sink)  # m and l
+    largest, total = initial_maximum_and_sum(numbers, (*shape[:3], 1), sink)  # m and l
     for block, attended, values in blocks:
         raised = numbers.maximum(largest, numbers.rowmax(block))
         # A row that has not attended to a key has no maximum yet: −∞ − (−∞) would be NaN.
@@ -287,14 +288,15 @@ def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result
         weights, lse = safe(numbers, score, attended)
         return Result(numbers.weigh(weights, values, attended), lse)
 
-    results = [of(keys) for keys in parts(problem.kv, splits)]
+    # No split sees another: that is what is tested.
+    results = [of(keys) for keys in key_splits(problem.kv, splits)]
     sink = sink_of(numbers, inputs)
     if sink is not None:  # its value is 0, its score the LSE
         results.append(Result(no_keys, numbers.full((*shape, 1), 0.0) + sink))
-    return merged(numbers, results)
+    return merge_splits(numbers, results)
 
 
-def parts(keys: int, splits: int) -> list[range]:
+def key_splits(keys: int, splits: int) -> list[range]:
     """``splits`` contiguous ranges that together are all keys, in order; some may be empty.
 
     Raises:
@@ -306,7 +308,7 @@ def parts(keys: int, splits: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
-def merged(numbers: Numbers[A], results: Sequence[Result[A]]) -> Result[A]:
+def merge_splits(numbers: Numbers[A], results: Sequence[Result[A]]) -> Result[A]:
     """Attention over the keys of all ``results``, one or more, no key in two of them.
 
     Σ_j e^{s_j} over all keys is the sum of the parts' own, e^{LSE_i}, so that with M = max LSE_i
@@ -355,6 +357,7 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
         scores = numbers.exact(x)
         return Result(*safe(numbers, scores, ~numbers.is_minus_infinity(scores)))
     key_head = head // problem.group  # batch · kv_heads + kv head
+    # Only this head's tensors are promoted: a certificate asks for a few rows of many heads.
     sink, shape = None, (1, 1, len(query), problem.value_dim)
     if inputs.sink is not None:
         sink = numbers.exact(inputs.sink[head % problem.heads].double().view(1, 1, 1, 1))
@@ -369,6 +372,7 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
 
     def key_blocks() -> Iterator[tuple[A, Tensor, A]]:
         scores, rows, device = Scores.of(numbers, inputs), numbers.exact(q[:, :, query]), q.device
+        # Memory does not grow with the keys, however many digits a number has.
         step = max(1, _SCORES // len(query))
         for first in range(0, problem.kv, step):
             last = min(first + step, problem.kv)
@@ -381,4 +385,4 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
             keys, values = (numbers.exact(x[:, :, first:last]) for x in (k, v))
             yield *scores.at(rows, keys, indices), values
 
-    return Result(*rows_of(numbers, key_blocks(), shape, sink))
+    return Result(*flash2_rows(numbers, key_blocks(), shape, sink))

@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = ["Indices", "is_identity", "scored", "scored_with_slope", "slope", "visible"]
+__all__ = [
+    "Indices",
+    "call_mask",
+    "call_score_mod",
+    "call_score_mod_with_slope",
+    "is_identity",
+    "score_mod_slope",
+]
 
 # What torch and Python raise when a callable was written for 0-d indices only.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
@@ -29,7 +36,7 @@ _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Indices:
-    """Where a tile lies.
+    """Indices of a tile.
 
     Attributes:
         b: ``(batch, 1, 1, 1)``.
@@ -67,8 +74,8 @@ class Indices:
         return torch.Size(axis.numel() for axis in self.axes)
 
 
-def visible(mask_mod: MaskMod, indices: Indices) -> Tensor:
-    """Where a row sees a key: bool, four axes of the indices' size, or of size 1 where all agree.
+def call_mask(mask_mod: MaskMod, indices: Indices) -> Tensor:
+    """Mask visibility: bool, four axes of the indices' size, or of size 1 where all agree.
 
     A callable that cannot broadcast is called under ``torch.vmap``, as FlexAttention does.
     """
@@ -82,7 +89,7 @@ def visible(mask_mod: MaskMod, indices: Indices) -> Tensor:
     return _either(broadcast, mapped).to(indices.b.device, torch.bool)
 
 
-def scored(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+def call_score_mod(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
     """The scores after a score mod, in the dtype and shape of ``scores`` (that of the indices).
 
     The result may be the tensor that came in; it may also be a view of a captured tensor.
@@ -98,13 +105,13 @@ def scored(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
     return _whole(_either(broadcast, mapped), scores)
 
 
-def slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
+def score_mod_slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
     """The derivative of a score mod at ``scores``, in their dtype and shape."""
-    found = scored_with_slope(score_mod, scores, indices)[1]
-    return torch.ones_like(scores) if found is None else found
+    _, slopes = call_score_mod_with_slope(score_mod, scores, indices)
+    return torch.ones_like(scores) if slopes is None else slopes
 
 
-def scored_with_slope(
+def call_score_mod_with_slope(
     score_mod: ScoreMod, scores: Tensor, indices: Indices
 ) -> tuple[Tensor, Tensor | None]:
     """The scores after a score mod as ``scored`` gives them, and its derivative there.
@@ -123,6 +130,7 @@ def scored_with_slope(
 
     with torch.enable_grad():
         variable = scores.detach().requires_grad_()
+        # A leaf must not be written to; its copy may.
         given = variable.clone()  # a score mod may write to what it is given
         after = _first_that_works(broadcast, mapped)
         if not after.requires_grad:
@@ -130,16 +138,16 @@ def scored_with_slope(
         one = after.new_ones(())
         whole = one.expand_as(after)
         try:
-            (found,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
+            (slopes,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
         except RuntimeError as error:
-            said = str(error).partition("\n")[0]
-            if "derivative" not in said or "not implemented" not in said:
+            reason = str(error).partition("\n")[0]
+            if "derivative" not in reason or "not implemented" not in reason:
                 raise
-            raise ProblemError(f"the score mod has no gradient, torch says: {said}") from None
-    if found is None:  # it depends on a captured parameter alone
-        found = torch.zeros_like(scores)
-    untouched = found.data_ptr() == one.data_ptr()
-    return _whole(after.detach(), scores), None if untouched else found
+            raise ProblemError(f"the score mod has no gradient, torch says: {reason}") from None
+    if slopes is None:  # it depends on a captured parameter alone
+        slopes = torch.zeros_like(scores)
+    untouched = slopes.data_ptr() == one.data_ptr()
+    return _whole(after.detach(), scores), None if untouched else slopes
 
 
 def _whole(after: Tensor, scores: Tensor) -> Tensor:
@@ -148,10 +156,11 @@ def _whole(after: Tensor, scores: Tensor) -> Tensor:
 
 def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
     """Whether a score mod hands back, unwritten, the very tensor it is given: as good as none."""
+    # One element is enough: a mod that returns its argument does so for every index.
     first = Indices.of(*(range(1),) * 4, device=device)
     score = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
     unwritten = score._version
-    same = scored(score_mod, score, first).data_ptr() == score.data_ptr()
+    same = call_score_mod(score_mod, score, first).data_ptr() == score.data_ptr()
     return same and score._version == unwritten
 
 
@@ -179,6 +188,7 @@ def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Ten
         mod: The callable.
         scores: How many of its leading arguments have all four axes (the score: 1, else 0).
     """
+    # Innermost axis first, so that the outermost vmap is over the batch.
     for axis in (3, 2, 1, 0):
         of_indices = tuple(0 if other == axis else None for other in range(4))
         mod = torch.vmap(mod, in_dims=(0,) * scores + of_indices)

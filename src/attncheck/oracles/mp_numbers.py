@@ -6,7 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import mpmath  # type: ignore[import-untyped]  # it ships no types
+import mpmath
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
     from attncheck.oracles.number_system import Captures, Evaluate
 
@@ -63,6 +63,7 @@ class Mp:
                 f"digits={digits!r} must be a whole number of at least {LEAST_DIGITS}: "
                 "fewer do not hold a float64."
             )
+        # mpmath.mp is global: whoever changes its precision would change ours.
         self.context: Any = mpmath.MPContext()
         self.context.dps = digits
         context = self.context
@@ -118,6 +119,7 @@ class Mp:
 
     def matmul(self, left: ManyDigits, right: ManyDigits) -> ManyDigits:
         """Batched product, each element rounded once."""
+        # fdot rounds once for each element; a matrix product in mpmath rounds every addition.
         product = np.empty((*left.shape[:-1], right.shape[-1]), dtype=object)
         for head in np.ndindex(left.shape[:2]):
             columns = right[head].T.tolist()

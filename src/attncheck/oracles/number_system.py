@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
 
 __all__ = ["Array", "Captures", "Evaluate", "Numbers", "ObjectScoreMods", "Reads"]
@@ -45,47 +45,36 @@ class Numbers(Protocol[A]):
 
     def exact(self, values: Tensor) -> A:
         """Float64 ``values`` as numbers of the system, without rounding."""
-        ...
 
     def rounded(self, array: A) -> Tensor:
         """The nearest float64 tensor."""
-        ...
 
     def full(self, shape: Sequence[int], value: float) -> A:
         """An array that holds ``value`` (0, 1 or −∞) everywhere."""
-        ...
 
     def rows(self, array: A, start: int, stop: int) -> A:
         """Rows ``start`` to ``stop`` of the third axis."""
-        ...
 
     def columns(self, array: A, start: int, stop: int) -> A:
         """Columns ``start`` to ``stop`` of the last axis."""
-        ...
 
     def join_rows(self, blocks: Sequence[A]) -> A:
         """Blocks one after another along the third axis."""
-        ...
 
     def repeat_heads(self, array: A, times: int) -> A:
         """Head h of the result is head h // ``times``: grouped-query attention's map."""
-        ...
 
     def sum_heads(self, array: A, times: int) -> A:
         """Sums over ``times`` heads in a row: what ``repeat_heads`` is to a gradient."""
-        ...
 
     def sum_batch(self, array: A) -> A:
         """Sums over the first axis, ``(1, …)``."""
-        ...
 
     def transpose(self, array: A) -> A:
         """The last two axes exchanged."""
-        ...
 
     def matmul(self, left: A, right: A) -> A:
         """Matrix products of the last two axes."""
-        ...
 
     def weigh(self, weights: A, values: A, attended: Tensor) -> A:
         """``weights @ values`` over the attended keys only.
@@ -98,43 +87,33 @@ class Numbers(Protocol[A]):
             values: ``(batch, heads, kv, value_dim)``.
             attended: Bool, ``(batch, heads, query, kv)``.
         """
-        ...
 
     def exp(self, array: A) -> A:
         """Natural exponential, 0 at −∞."""
-        ...
 
     def log(self, array: A) -> A:
         """Natural logarithm, −∞ at 0."""
-        ...
 
     def maximum(self, left: A, right: A) -> A:
         """The larger of two, elementwise; NaN where either is."""
-        ...
 
     def rowmax(self, array: A) -> A:
         """Largest of each row, ``(…, 1)``; NaN where the row holds one."""
-        ...
 
     def rowsum(self, array: A) -> A:
         """Sum of each row, ``(…, 1)``."""
-        ...
 
     def select(self, condition: Tensor, array: A, otherwise: float) -> A:
         """``array`` where the condition holds and ``otherwise`` elsewhere; both broadcast."""
-        ...
 
     def is_minus_infinity(self, array: A) -> Tensor:
-        """Where the array is −∞, as a bool tensor."""
-        ...
+        """A bool tensor that is True where the array is −∞."""
 
     def score(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
         """The scores after a score mod, a FlexAttention callable."""
-        ...
 
     def score_slope(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
         """The derivative of a score mod at the scores before it; at a kink torch's."""
-        ...
 
     def captured(
         self, score_mod: ScoreMod, scores: A, indices: Indices, factors: A, attended: Tensor
@@ -151,7 +130,6 @@ class Numbers(Protocol[A]):
         Returns:
             ``(1, 1, 1, numbers)``: one tensor after the other, each flattened row-major.
         """
-        ...
 
 
 class Evaluate(Protocol):
@@ -168,7 +146,6 @@ class Evaluate(Protocol):
             What takes scores ``(batch, heads, query, kv)`` as an object array and the indices as
             int64 arrays that broadcast against it, and gives numbers that broadcast to it.
         """
-        ...
 
 
 class Reads(Protocol):
@@ -186,7 +163,6 @@ class Reads(Protocol):
         Args:
             *arguments: Scores and indices as what ``Evaluate`` gives takes them.
         """
-        ...
 
 
 class Captures(Protocol):
@@ -194,7 +170,6 @@ class Captures(Protocol):
 
     def __call__(self, score_mod: ScoreMod, context: Any, /) -> Reads:
         """Return the reads; arguments as of ``Evaluate``."""
-        ...
 
 
 class ObjectScoreMods:
@@ -248,11 +223,12 @@ class ObjectScoreMods:
         factors: NDArray[np.object_],
         attended: Tensor,
     ) -> NDArray[np.object_]:
-        """What ``Numbers.captured`` gives, ``(numbers,)``, in the precision that is set.
+        """Sums as ``Numbers.captured`` gives them, ``(numbers,)``, in the precision that is set.
 
         Raises UsageError where nothing evaluates what the score mod reads.
         """
         reads = self._way("captures", score_mod)
+        # Object zeros: sums stay in the system's own numbers.
         sums = np.zeros(reads.numbers, dtype=object)
         kept = attended.expand(scores.shape).numpy()
         for places, slopes in reads(scores, *(axis.numpy() for axis in indices.axes)):

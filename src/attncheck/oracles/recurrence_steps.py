@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
-from attncheck.oracles.mod_calls import Indices, visible
+from attncheck.oracles.mod_calls import Indices, call_mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.oracles.number_system import Array, Numbers
 
 __all__ = [
@@ -29,13 +29,13 @@ __all__ = [
     "Scores",
     "Sloped",
     "Softmax",
+    "initial_maximum_and_sum",
     "naive",
     "online",
     "query_and_key_blocks",
+    "rows_with_weight",
     "safe",
     "sink_of",
-    "some",
-    "start",
 ]
 
 A = TypeVar("A", bound="Array")
@@ -96,7 +96,6 @@ class Recurrence(Protocol):
 
     def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Result[A]:
         """Out and LSE of ``inputs`` as numbers of the system."""
-        ...
 
 
 class Backward(Protocol):
@@ -104,7 +103,6 @@ class Backward(Protocol):
 
     def __call__(self, numbers: Numbers[A], inputs: Inputs, /) -> Gradients[A]:
         """Gradients of ``inputs`` as numbers of the system; raises ProblemError without a loss."""
-        ...
 
 
 def query_and_key_blocks(
@@ -132,8 +130,8 @@ def sink_of(numbers: Numbers[A], inputs: Inputs) -> A | None:
     return numbers.exact(inputs.sink.double().view(1, -1, 1, 1))
 
 
-def some(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
-    """Which rows have anything to weigh, a key or a sink: bool ``(batch, heads, query, 1)``.
+def rows_with_weight(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
+    """Mark the rows that have anything to weigh: bool ``(batch, heads, query, 1)``.
 
     Args:
         numbers: The number system.
@@ -144,7 +142,9 @@ def some(numbers: Numbers[A], attended: Tensor, sink: A | None) -> Tensor:
     return any_key if sink is None else any_key | ~numbers.is_minus_infinity(sink)
 
 
-def start(numbers: Numbers[A], shape: Sequence[int], sink: A | None) -> tuple[A, A]:
+def initial_maximum_and_sum(
+    numbers: Numbers[A], shape: Sequence[int], sink: A | None
+) -> tuple[A, A]:
     """The largest score and the sum of exponentials relative to it, before the first key.
 
     −∞ and 0; with a sink, which is a score like any, the sink and 1.
@@ -156,6 +156,7 @@ def start(numbers: Numbers[A], shape: Sequence[int], sink: A | None) -> tuple[A,
     """
     if sink is None:
         return numbers.full(shape, -math.inf), numbers.full(shape, 0.0)
+    # exp(−∞ − (−∞)) would be NaN: such a sink starts as if there were none.
     weighs = ~numbers.is_minus_infinity(sink)
     return numbers.full(shape, 0.0) + sink, numbers.select(weighs, numbers.full(shape, 1.0), 0.0)
 
@@ -167,7 +168,6 @@ class Softmax(Protocol):
         self, numbers: Numbers[A], scores: A, attended: Tensor, sink: A | None = None, /
     ) -> tuple[A, A]:
         """Weights of the keys, and LSE; ``sink`` broadcasts to ``(batch, heads, query, 1)``."""
-        ...
 
 
 def naive(
@@ -179,7 +179,8 @@ def naive(
     −745.1: weights are NaN then, or LSE is infinite. That is left as it is; whoever asks for this
     softmax wants to see it.
     """
-    alive = some(numbers, attended, sink)
+    # Nothing is subtracted, on purpose: this is the definition.
+    alive = rows_with_weight(numbers, attended, sink)
     exponentials = numbers.exp(scores)
     total = numbers.rowsum(exponentials)
     if sink is not None:
@@ -190,7 +191,7 @@ def naive(
 
 def safe(numbers: Numbers[A], scores: A, attended: Tensor, sink: A | None = None, /) -> tuple[A, A]:
     """The row's maximum first, then ``exp(x − m) / Σ exp(x − m)``: nothing overflows."""
-    alive = some(numbers, attended, sink)
+    alive = rows_with_weight(numbers, attended, sink)
     largest = numbers.rowmax(scores)
     if sink is not None:
         largest = numbers.maximum(largest, sink)
@@ -212,8 +213,8 @@ def online(
     to it, d, which is rescaled whenever m rises; the weights follow from the last m and d. A sink
     comes before the first column.
     """
-    alive = some(numbers, attended, sink)
-    largest, total = start(numbers, (*attended.shape[:-1], 1), sink)  # m and d
+    alive = rows_with_weight(numbers, attended, sink)
+    largest, total = initial_maximum_and_sum(numbers, (*attended.shape[:-1], 1), sink)  # m and d
     for column in range(attended.shape[-1]):
         score = numbers.columns(scores, column, column + 1)
         raised = numbers.maximum(largest, score)
@@ -310,7 +311,7 @@ class Scores(Generic[A]):
         return Sloped(scores, attended, slopes, kept, indices)
 
     def captured(self, tile: Sloped[A], dz: A) -> A | None:
-        """Gradients of the numbers that the score mod reads, by this tile; None if not asked for.
+        """Gradients of the numbers that the score mod reads, by this tile; None without dcaptured.
 
         Args:
             tile: As ``with_slopes`` gives it.
@@ -327,6 +328,7 @@ class Scores(Generic[A]):
 
     def _after(self, products: A, indices: Indices) -> tuple[A, Tensor]:
         """After score mod and mask, and what is attended."""
+        # The original callable, never its traced expression: kernels use that one.
         scores = self.numbers.score(self.score_mod, products, indices)
-        attended = visible(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
+        attended = call_mask(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
         return self.numbers.select(attended, scores, -math.inf), attended

@@ -14,7 +14,7 @@ import torch
 from attncheck.core.conditions import Conditions, GradientConditions, Rows
 from attncheck.mods import library
 from attncheck.oracles.float64_numbers import Float64
-from attncheck.oracles.mod_calls import Indices, scored, visible
+from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,9 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         q, k, v = _promoted(inputs, rows)
         products = q @ k.mT * problem.scale
         scores, by_mask = _scored(inputs, products, rows), mask_visibility(problem, rows)
+        # Rows that see such a number have no finite result and no bound; others must not see it.
         k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
+    # A sink is one key more for the bounds: its q·k and its value are 0.
     if inputs.sink is not None:
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         products = torch.nn.functional.pad(products, (0, 1))
@@ -101,7 +103,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
 
 
 def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
-    """What the mask alone shows, bool ``(heads, rows, kv)``; of a softmax everything.
+    """Mask visibility of the rows, bool ``(heads, rows, kv)``; of a softmax everything.
 
     As in Conditions a sink is the last key.
     """
@@ -109,10 +111,10 @@ def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
     if problem.operation == "softmax":
         return torch.ones(shape, dtype=torch.bool, device=rows.query.device)
     mask = problem.mask_mod(str(rows.query.device))
-    found = torch.empty(shape, dtype=torch.bool, device=rows.query.device)
+    seen = torch.empty(shape, dtype=torch.bool, device=rows.query.device)
     for part, at in row_indices(problem, rows):
-        found[part] = visible(mask, at)[0]
-    return torch.nn.functional.pad(found, (0, 1), value=True) if problem.sink else found
+        seen[part] = call_mask(mask, at)[0]
+    return torch.nn.functional.pad(seen, (0, 1), value=True) if problem.sink else seen
 
 
 def all_rows(problem: Problem, device: torch.device | str) -> Iterator[Rows]:
@@ -131,6 +133,7 @@ def sampled_rows(problem: Problem, device: torch.device | str) -> list[Rows]:
     device = torch.device(device)
     if samples_all_rows(problem, device):
         return list(all_rows(problem, device))
+    # Half of them where faults hide, half evenly spread.
     count = max(_FEWEST_ROWS, _whole(device) // _work(problem, 1))
     last = problem.query - 1
     ends = {row for size in _TILES for row in (size - 1, size, last // size * size)}
@@ -176,9 +179,10 @@ def _turns(problem: Problem, device: torch.device) -> set[int]:
     counts = []
     for start in range(0, problem.query, step):
         rows = range(start, min(start + step, problem.query))
-        seen = visible(mask, Indices.of(*heads, rows, every, device))
+        seen = call_mask(mask, Indices.of(*heads, rows, every, device))
         number = seen.sum(-1) * (problem.kv // seen.shape[-1])
         counts.append(number.expand(*number.shape[:2], len(rows)).flatten(0, 1))
+    # A turn is where the second difference is not 0: a mask starts, stops or jumps.
     growth = torch.cat(_of_all_heads(counts), dim=-1).diff(dim=-1)
     turns = (growth.diff(dim=-1) != 0).any(0).nonzero().flatten().tolist()
     return {row + beside for row in turns for beside in (1, 2)}  # the last before, the first after
@@ -194,6 +198,7 @@ def _pieces(problem: Problem, query: Tensor) -> Iterator[Rows]:
     """Rows ``query`` of every head, in pieces that fit into memory, on the device of ``query``."""
     most = _CPU_PAIRS if query.device.type == "cpu" else _GPU_PAIRS
     # The largest of what the bounds multiply out: a row by its keys, or by its values.
+    # All heads of few rows, or few heads of all rows, whichever fits.
     width = max(problem.kv, problem.value_dim)
     step = min(len(query), max(1, most // width))
     together = max(1, most // (width * step)) if step == len(query) else 1
@@ -205,7 +210,7 @@ def _pieces(problem: Problem, query: Tensor) -> Iterator[Rows]:
 
 
 def row_indices(problem: Problem, rows: Rows) -> Iterator[tuple[slice, Indices]]:
-    """Where the rows lie, one sequence at a time: which of the heads here, and their indices."""
+    """Yield where the rows lie, one sequence at a time: a slice of the heads, and indices."""
     device, first = rows.query.device, rows.heads.start
     for b in range(first // problem.heads, (rows.heads.stop - 1) // problem.heads + 1):
         start = max(first, b * problem.heads)
@@ -242,7 +247,7 @@ def _scored(inputs: Inputs, products: Tensor, rows: Rows) -> Tensor:
     scores = torch.empty_like(products)
     for part, at in row_indices(inputs.problem, rows):
         # A copy goes in: a score mod may write to what it is given.
-        scores[part] = scored(mod, products[part][None].clone(), at)[0]
+        scores[part] = call_score_mod(mod, products[part][None].clone(), at)[0]
     return scores
 
 
@@ -255,6 +260,7 @@ def _sinks(sink: Tensor, rows: Rows) -> Tensor:
 def _promoted(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """The float64 q of the rows, and k and v of their key heads, ``(heads, …, dim)``."""
     problem, device = inputs.problem, inputs.device
+    # Only the key heads of these rows are promoted to float64.
     heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)
     key_heads = heads // problem.group  # batch · heads + head, the same with kv_heads
     q = inputs.q.flatten(0, 1)[_heads(rows)].double()[:, rows.query]
@@ -268,7 +274,7 @@ def _promoted(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """What a softmax has of q, k and v: a last axis of 0."""
+    """The q, k and v of a softmax: their last axis is 0."""
     heads, kv = len(rows.heads), inputs.problem.kv
     q, k, v = (
         torch.empty((heads, length, 0), dtype=torch.float64, device=inputs.device)
@@ -296,6 +302,7 @@ def compute_gradient_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> G
     dlse = torch.where(alive, dlse, 0.0)
     delta = torch.where(alive, (dout * known.out).sum(-1), 0.0)
     value_products = dout @ known.v.mT
+    # P from the row's own maximum: exp(score − LSE) would lose more digits.
     shares = torch.exp(known.scores - known.maximum[..., None])
     shares = shares / torch.where(alive, known.total, 1.0)[..., None]
     slope = autograd_slopes(inputs, known)

@@ -21,8 +21,8 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.outputs import Outputs
-from attncheck.oracles.float64_numbers import Float64, Nonfinite, poison
-from attncheck.oracles.mod_calls import Indices, is_identity, scored, visible
+from attncheck.oracles.float64_numbers import Float64, Nonfinite, nonfinite_sums
+from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod, is_identity
 from attncheck.oracles.recurrence_steps import safe
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import MaskMod
+    from attncheck.mods.signatures import MaskMod
 
 __all__ = [
     "LARGEST_BOUNDED_SCORE",
@@ -40,11 +40,11 @@ __all__ = [
     "Heads",
     "Run",
     "Visibility",
+    "all_moderate",
     "backward_blocks_for",
     "blocks_for",
     "exponential",
     "head_ranges",
-    "moderate",
     "query_blocks",
     "softmax_by_rows",
     "streaming",
@@ -90,12 +90,13 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
 
 
 class _Tiles:
-    """What all tiles of one call share: promoted tensors, mods and the score buffer."""
+    """Data that all tiles of one call share: promoted tensors, mods and the score buffer."""
 
     def __init__(self, inputs: Inputs, visibility: Visibility) -> None:
         problem = self.problem = inputs.problem
         self.device = inputs.q.device
         self.visibility = visibility
+        # Promoted whole: k and v are O(kv) in memory, scores never are.
         q, self.k, self.v = (tensor.contiguous() for tensor in inputs.promoted())
         self.q = q.view(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
         self.score_mod = problem.score_mod(str(self.device))
@@ -106,7 +107,7 @@ class _Tiles:
             self.v = self.nonfinite.finite
         # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
-        self.bounded = self.plain and self.nonfinite is None and small and moderate(self.v)
+        self.bounded = self.plain and self.nonfinite is None and small and all_moderate(self.v)
         self.v = with_ones(self.v)
         self._buffer = q.new_empty(0)
 
@@ -146,6 +147,7 @@ class _Rows:
         q = heads.of(tiles.q)[:, :, :, rows.start : rows.stop]
         # Query heads that share a key head are rows of one product: K is not repeated.
         self.q = q.flatten(0, 1).flatten(1, 2)
+        # Values and, in the column of ones, the row sum: one product gives both.
         self.sums = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
         self.sink = None if tiles.sink is None else self._of_rows(tiles.sink)
 
@@ -171,7 +173,7 @@ class _Rows:
         return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
 
     def visible(self, run: Run) -> Tensor:
-        """What a partial tile sees."""
+        """Mask visibility of a partial tile."""
         return self.tiles.visibility.tile(self.heads, self.rows, run.keys)
 
     @property
@@ -240,7 +242,7 @@ class _Online(_Rows):
         # log 0 = −∞ for a row without keys, whose maximum must not turn that into NaN.
         lse = self.largest.masked_fill(self.largest == -math.inf, 0.0) + self.total.log()
         out = self._quotient()
-        return (out if isinstance(self.counts, float) else out + poison(self.counts)), lse
+        return (out if isinstance(self.counts, float) else out + nonfinite_sums(self.counts)), lse
 
     def _scores(self, run: Run) -> Tensor:
         """Scores of a tile after score mod and mask."""
@@ -250,13 +252,13 @@ class _Online(_Rows):
             heads = self.heads
             indices = Indices.of(heads.batch, heads.query, self.rows, run.keys, self.tiles.device)
             # Copied: a score mod may hand back a view of its own table, and a mask is next.
-            by_index.copy_(scored(self.tiles.score_mod, by_index, indices))
+            by_index.copy_(call_score_mod(self.tiles.score_mod, by_index, indices))
         if run.partial:
             by_index.masked_fill_(~self.visible(run), -math.inf)
         return tile
 
 
-def moderate(v: Tensor) -> bool:
+def all_moderate(v: Tensor) -> bool:
     """Whether every value is 0 or in the range that LARGEST_BOUNDED_SCORE assumes; NaN is not."""
     sizes = v.abs()
     largest = float(sizes.amax())
@@ -376,7 +378,7 @@ def head_ranges(problem: Problem, blocks: Blocks, rows: int) -> Iterator[Heads]:
 
 
 class Visibility:
-    """Which tiles of a mask see nothing, something or everything.
+    """Classes of a mask's tiles: those that see nothing, something or everything.
 
     The mask is evaluated strip by strip, in memory of the order of a tile, and classified on its
     device; only the classes travel to the host, once for a range of heads (once in all when the
@@ -387,6 +389,7 @@ class Visibility:
         self._mask_mod: MaskMod = problem.mask_mod(str(device))
         self._problem, self._blocks, self._device = problem, blocks, device
         self._queries = query_blocks(problem, blocks)
+        # A mask that ignores batch and heads is evaluated once for all of them.
         everybody = Heads(range(problem.batch), range(problem.kv_heads), problem.group)
         shape = self._visible(everybody, range(1), range(1)).shape
         self._shared = shape[:2] == (1, 1)
@@ -401,7 +404,7 @@ class Visibility:
         return self._runs[key][block]
 
     def tile(self, heads: Heads, rows: range, keys: range) -> Tensor:
-        """What a partial tile sees; bool, as ``indices.visible`` gives it.
+        """Mask visibility of a partial tile; bool, as ``mod_calls.visible`` gives it.
 
         A mask that is the same for all heads is evaluated once for a query block.
         """
@@ -415,7 +418,7 @@ class Visibility:
 
     def _visible(self, heads: Heads, rows: range, keys: range) -> Tensor:
         indices = Indices.of(heads.batch, heads.query, rows, keys, self._device)
-        return visible(self._mask_mod, indices)
+        return call_mask(self._mask_mod, indices)
 
     def _classify(self, heads: Heads) -> list[list[Run]]:
         blocks, length = self._blocks, self._problem.kv
@@ -429,6 +432,7 @@ class Visibility:
             for rows in self._queries
         ]
         classes = torch.stack([torch.cat(row, dim=-1) for row in strips]).tolist()
+        # Only the classes travel to the host, in one copy.
         return [self._merge(some, every) for some, every in classes]
 
     def _cells(self, heads: Heads, rows: range, keys: range) -> Tensor:
@@ -487,6 +491,7 @@ def softmax_by_rows(inputs: Inputs, *, block_scores: int | None = None) -> Outpu
     numbers, rows = Float64(x.device), x.reshape(1, 1, -1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=torch.float64, device=x.device)
     lse = torch.empty(*rows.shape[:-1], 1, dtype=torch.float64, device=x.device)
+    # Rows are strangers to each other: blocks of them give the same bits.
     at_once = block_scores or (_CPU_SCORES if x.device.type == "cpu" else _GPU_SCORES)
     step = max(1, at_once // x.shape[-1])
     for start in range(0, rows.shape[2], step):

@@ -21,14 +21,14 @@ import torch
 
 from attncheck.core.outputs import Outputs
 from attncheck.mods.captured_gradients import CapturedSums
-from attncheck.oracles.float64_numbers import Nonfinite, poison
-from attncheck.oracles.mod_calls import Indices, is_identity, scored_with_slope
+from attncheck.oracles.float64_numbers import Nonfinite, nonfinite_sums
+from attncheck.oracles.mod_calls import Indices, call_score_mod_with_slope, is_identity
 from attncheck.oracles.streaming_forward import (
     Visibility,
+    all_moderate,
     backward_blocks_for,
     exponential,
     head_ranges,
-    moderate,
     query_blocks,
     streaming,
     with_ones,
@@ -72,7 +72,7 @@ def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outpu
 
 
 class _Sums:
-    """What all tiles of one call share: promoted tensors, mods, buffers, and the gradients.
+    """Data that all tiles of one call share: promoted tensors, mods, buffers, gradients.
 
     Axes are ``(batch, kv_heads, group, query, …)`` of what belongs to rows and
     ``(batch, kv_heads, kv, …)`` of what belongs to keys.
@@ -84,7 +84,7 @@ class _Sums:
         marks: Of dO, where it is not finite.
         dk: Turned, ``(batch, kv_heads, head_dim, kv)``, and without the scale; dv is turned too.
             Xᵀ·tile is a third faster than tileᵀ·X on a CPU.
-        captured: Gradients of what the score mod reads, where they are asked for.
+        captured: Gradients of what the score mod reads, where those have gradients.
         counts: How many of the rows that attend to a key have NaN, +∞ and −∞ in dO, turned.
     """
 
@@ -97,16 +97,19 @@ class _Sums:
         dout, dlse = inputs.loss()
         of_rows = (q, dout, dlse[..., None], forward.lse[..., None], forward.out)
         q, dout, self.dlse, self.lse, out = (self._by_key_head(x) for x in of_rows)
+        # δ from the exact out, once a row.
         self.terms = self.dlse - (dout * out).sum(dim=-1, keepdim=True)
         self.attends = torch.zeros_like(self.lse, dtype=torch.bool)
         self.score_mod = self.problem.score_mod(str(device))
         self.plain = is_identity(self.score_mod, device)
-        asked = self.problem.dcaptured
-        self.captured = CapturedSums(self.score_mod, device) if asked else None
+        wanted = self.problem.dcaptured
+        self.captured = CapturedSums(self.score_mod, device) if wanted else None
         apart = [Nonfinite.among(x) for x in (q, k, v, dout)]
         finite_lse_loss = bool(torch.isfinite(self.dlse).all())
         self.careful = not self.plain or any(apart) or not finite_lse_loss
-        self.bounded = not self.careful and _small(inputs) and moderate(v) and moderate(dout)
+        self.bounded = (
+            not self.careful and _small(inputs) and all_moderate(v) and all_moderate(dout)
+        )
         self.q, self.k, self.v, self.dout = q, k, with_ones(v), dout
         # As factors of a sum over rows or keys, of which only some count.
         self.q0, self.k0, self.dout0 = (
@@ -135,7 +138,7 @@ class _Sums:
         dq, dk = self.dq.flatten(1, 2), self.dk.mT * self.problem.scale
         dv = self.dv.mT.contiguous()
         if self.counts is not None:
-            dv += poison(self.counts.mT)
+            dv += nonfinite_sums(self.counts.mT)
         dsink = None if self.sink is None else self._dsink(self.sink)
         dcaptured = None if self.captured is None else self.captured.sums
         return Outputs(self.forward.out, self.forward.lse, dq, dk, dv, dsink, dcaptured)
@@ -163,6 +166,7 @@ class _Rows:
         # Query heads that share a key head are rows of one product: it sums over the group.
         self.q, self.lse = self.mine(sums.q), self.mine(sums.lse)
         self.lse = self.lse.masked_fill(self.lse == -math.inf, 0.0)
+        # As a column beside dO, so that dO·Vᵀ with V's column of ones adds dLSE − δ for free.
         self.loss = torch.cat([self.mine(sums.dout), self.mine(sums.terms)], dim=-1)
         columns = sums.v.shape[-1] - self.loss.shape[-1]
         self.loss = torch.nn.functional.pad(self.loss, (0, columns))
@@ -188,7 +192,7 @@ class _Rows:
         return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
 
     def visible(self, run: Run) -> Tensor:
-        """What a partial tile sees."""
+        """Mask visibility of a partial tile."""
         return self.sums.visibility.tile(self.heads, self.rows, run.keys)
 
     def add(self, run: Run) -> None:
@@ -235,6 +239,7 @@ class _General(_Rows):
         if run.partial:
             self.by_index(tile).masked_fill_(~self.visible(run), -math.inf)
         hidden = (tile == -math.inf) if sums.careful else None
+        # P from the final LSE: no running maximum in a backward.
         weights = exponential(tile.sub_(self.lse))
         dx = sums.product(1, self.loss, self.keys(sums.v, run)).mul_(weights)
         if products is not None and hidden is not None:
@@ -250,13 +255,13 @@ class _General(_Rows):
     def _score(self, tile: Tensor, run: Run) -> Tensor | None:
         """Scores in place of the products; the score mod's slopes there, if they are not all 1."""
         by_index = self.by_index(tile)
-        after, slopes = scored_with_slope(self.sums.score_mod, by_index, self._indices(run))
+        after, slopes = call_score_mod_with_slope(self.sums.score_mod, by_index, self._indices(run))
         # Copied: a score mod may hand back a view of its own table, and a mask is next.
         by_index.copy_(after)
         return slopes
 
     def _captured(self, products: Tensor, dz: Tensor, attended: Tensor, run: Run) -> None:
-        assert self.sums.captured is not None, "asked where there are such"
+        assert self.sums.captured is not None, "called where there are such"
         at = self._indices(run).axes
         self.sums.captured.add(products, at, self.by_index(dz), self.by_index(attended))
 

@@ -56,6 +56,13 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         return f"B{self.batch} Q{self.query} K{self.kv} D{dims}"
 
     @property
+    def full_shape(self) -> str:
+        """All sizes: ``B1 H4/2 Q128 K96 D64``."""
+        if self.operation == "softmax":
+            return self.shape
+        return self.shape.replace(" Q", f" H{self.head_counts} Q", 1)
+
+    @property
     def backward_too(self) -> str:
         """``backward``, with what else there is of it; empty of a forward alone."""
         text = "" if not self.backward else "backward of out and LSE" if self.dlse else "backward"
@@ -75,11 +82,8 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def full_line(self) -> str:
         """All of it: ``bf16 causal B1 H4/2 Q128 K96 D64 normal seed 0``."""
-        if self.operation == "softmax":
-            mods, shape = [self.operation], self.shape
-        else:
-            mods = [str(Spec.from_json(self.mask))]
-            shape = self.shape.replace(" Q", f" H{self.head_counts} Q", 1)
+        softmax = self.operation == "softmax"
+        mods = [self.operation if softmax else str(Spec.from_json(self.mask))]
         if self.score.get("name") != "none":
             mods.append(str(Spec.from_json(self.score)))
         mods += ["sink"] if self.sink else []
@@ -87,7 +91,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         flags = {"backward": self.backward, "dLSE": self.dlse, "dcaptured": self.dcaptured}
         mods += [name for name, is_set in flags.items() if is_set]
         scale = "" if self._has_usual_scale else f" scale {self.scale:g}"
-        parts = [self.dtype, *mods, shape, self.distribution, f"seed {self.seed}"]
+        parts = [self.dtype, *mods, self.full_shape, self.distribution, f"seed {self.seed}"]
         return " ".join(parts) + scale
 
     @property

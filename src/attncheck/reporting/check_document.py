@@ -127,7 +127,7 @@ def check_verdict(report: Report, command: str) -> Document:
         words = shlex.split(command)
         if worst.variant not in words:
             words += [_OPTION, worst.variant]
-        closing.append(Note(f"Reproduce: {shlex.join(words)}", "plain"))
+        closing.append(Note(f"Reproduce: {shlex.join(words)}", "plain", whole=True))
         closing += [Note(_REMEDY)] if worst.status == "error" else []
     return Document(
         title="attncheck check",

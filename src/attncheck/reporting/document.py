@@ -70,10 +70,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line of prose."""
+    """A line of prose; ``whole`` where it is to be copied, and is never wrapped."""
 
     text: str
     look: Look = "dim"
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

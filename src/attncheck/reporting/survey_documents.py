@@ -418,7 +418,7 @@ def fingerprint_document(report: FingerprintReport) -> Document:
         if record.arithmetic
     )
     fields = "; ".join(f"{field}: {what}" for field, what in FIELDS.items())
-    finer = "finer: less error than is declared, so that bounds hold. docs/fingerprint.md says how."
+    finer = "finer: less error than is declared, so that bounds hold."
     return Document(
         title="The arithmetic of a kernel",
         command=report.command,

@@ -166,6 +166,8 @@ def _block_lines(
 
 
 def _note_lines(note: Note, width: int) -> list[Text]:
+    if note.whole:
+        return [Text(one_line(note.text), style=STYLES[note.look])]
     return _wrapped(shortened(note.text), width, style=STYLES[note.look])
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.judge.declared_arithmetic import Arithmetic
-    from attncheck.mods.spec import ScoreMod
+    from attncheck.mods.signatures import ScoreMod
 
 __all__ = ["Flex", "Sdpa"]
 
@@ -138,12 +138,10 @@ class Sdpa(Subject):
                     q, k, v, attn_mask=mask, **arguments
                 )
                 gradients = () if dout is None else torch.autograd.grad(out, (q, k, v), dout)
-            given = Outputs(out.detach(), None, *gradients)
-            return (
-                given
-                if dead is None
-                else settle_empty_rows(given, inputs, "unspecified", dead=dead)
-            )
+            outputs = Outputs(out.detach(), None, *gradients)
+            if dead is None:
+                return outputs
+            return settle_empty_rows(outputs, inputs, "unspecified", dead=dead)
 
         return call
 

@@ -56,10 +56,10 @@ class Varlen(Flash):
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Takes what is documents, padding, or a band in each whole sequence."""
-        found = pack(problem)
-        if found is None:
+        packed = pack(problem)
+        if packed is None:
             return f"the mask {problem.mask} names documents or padding more than once"
-        if not found.cut and mask_band(found.rest, problem.dimensions) is None:
+        if not packed.cut and mask_band(packed.rest, problem.dimensions) is None:
             return f"the mask {problem.mask} is neither documents nor padding nor a band"
         if device == "cuda" and problem.heads > _MOST_HEADS:
             return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
@@ -77,8 +77,8 @@ class Varlen(Flash):
         A document's tiles of keys begin with its first key, wherever that is.
         """
         tiling = super().tiling(problem, device)
-        found = _packed(problem)
-        places = zip(found.places(), found.lengths(), strict=True)
+        packed = _packed(problem)
+        places = zip(packed.places(), packed.lengths(), strict=True)
         starts = {key for (_, _, key), lengths in places if min(lengths) > 0}
         moved = tiling is not None and any(start % tiling.block_kv for start in starts)
         return None if moved else tiling
@@ -106,8 +106,8 @@ class Varlen(Flash):
         prepare_triton(device)
         layout, chosen = packed_layout(problem), self.launch(problem, device)
         tensors = layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
-        given = {"scale": problem.scale, "sink": inputs.sink}
-        given |= _documents(inputs) | _mods(problem, device)
+        of_both = {"scale": problem.scale, "sink": inputs.sink}
+        of_both |= _documents(inputs) | _mods(problem, device)
         forward = partial(
             self.forward(),
             *tensors,
@@ -115,21 +115,22 @@ class Varlen(Flash):
             programs=_programs(inputs, chosen),
             descale=_descale(inputs),
             out_dtype=problem.formats.output.torch_dtype,
-            **given,
+            **of_both,
         )
-        backward = self._prepared_backward(inputs, layout, tensors, given)
+        backward = self._backward(inputs, layout, tensors, of_both)
 
         def call() -> Outputs:
             out, lse = forward()
-            found = Outputs(layout.out[tuple(out.shape)](out), layout.lse[tuple(lse.shape)](lse))
-            return found if backward is None else backward(found, out, lse)
+            gradients = {} if backward is None else backward(out, lse)
+            out = layout.out[tuple(out.shape)](out)
+            return Outputs(out, layout.lse[tuple(lse.shape)](lse), **gradients)
 
         return call
 
-    def _prepared_backward(
-        self, inputs: Inputs, layout: Layout, tensors: Tensors, given: dict[str, Any]
-    ) -> Callable[[Outputs, torch.Tensor, torch.Tensor], Outputs] | None:
-        """What adds the gradients to outputs, from the packed out and LSE; None for none."""
+    def _backward(
+        self, inputs: Inputs, layout: Layout, tensors: Tensors, of_both: dict[str, Any]
+    ) -> Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]] | None:
+        """What gives the gradients, from the packed out and LSE; None for none."""
         if inputs.dout is None:
             return None
         problem, device = inputs.problem, inputs.device.type
@@ -141,24 +142,24 @@ class Varlen(Flash):
             programs=_programs(inputs, rows),
             key_programs=_key_programs(inputs, keys),
             slope=_slope(problem, device),
-            **given,
+            **of_both,
         )
-        of_q = Leaf.of("dq", inputs.q, layout.queries)
-        of_k, of_v = (Leaf.of(f"d{n}", getattr(inputs, n), layout.keys) for n in "kv")
+        changes = {"q": layout.queries, "k": layout.keys, "v": layout.keys}
+        leaves = [Leaf.of(f"d{name}", getattr(inputs, name), how) for name, how in changes.items()]
         dout, dlse = layout.queries(inputs.dout), _packed_rows(inputs.dlse)
 
-        def call(found: Outputs, out: torch.Tensor, lse: torch.Tensor) -> Outputs:
-            dq, dk, dv, dsink = backward(*tensors, out, lse, dout, dlse)
-            dq, dk, dv = of_q.back(dq), of_k.back(dk), of_v.back(dv)
-            return replace(found, dq=dq, dk=dk, dv=dv, dsink=dsink)
+        def call(out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor]:
+            *gradients, dsink = backward(*tensors, out, lse, dout, dlse)
+            back = {leaf.name: leaf.back(g) for leaf, g in zip(leaves, gradients, strict=True)}
+            return back if dsink is None else back | {"dsink": dsink}
 
         return call
 
 
 def _packed(problem: Problem) -> PackedProblem:
-    found = pack(problem)
-    assert found is not None, "asked of what it takes"
-    return found
+    packed = pack(problem)
+    assert packed is not None, "unsupported has refused it"
+    return packed
 
 
 def _alone(problem: Problem) -> Problem:
@@ -168,15 +169,11 @@ def _alone(problem: Problem) -> Problem:
 
 def _documents(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Where the documents are, and by which numbers the mods know them."""
-    found = _packed(inputs.problem)
-    of = {
-        "cu_seqlens_q": found.starts(0),
-        "cu_seqlens_k": found.starts(1),
-        "places": found.places(),
-    }
+    packed = _packed(inputs.problem)
+    starts = {f"cu_seqlens_{name}": packed.starts(side) for side, name in enumerate("qk")}
     return {
         name: torch.tensor(numbers, dtype=torch.int32, device=inputs.device)
-        for name, numbers in of.items()
+        for name, numbers in {**starts, "places": packed.places()}.items()
     }
 
 
@@ -211,11 +208,11 @@ def _mods(problem: Problem, device: str) -> dict[str, Any]:
     """What hides keys within documents, by flag or by mask, and the score mod."""
     from attncheck.mods.to_triton import to_triton
 
-    found = _packed(problem)
-    causal = _causal(problem, found)
+    packed = _packed(problem)
+    causal = _causal(problem, packed)
     mask = score = None
-    if found.rest != library.FULL and not causal:
-        mask = to_triton(mask_expression(problem.replace(mask=found.rest), device))
+    if packed.rest != library.FULL and not causal:
+        mask = to_triton(mask_expression(problem.replace(mask=packed.rest), device))
     if problem.score != library.NONE:
         score = to_triton(score_expression(problem, device))
     return {"causal": causal, "mask": mask, "score": score}
@@ -228,17 +225,16 @@ def _slope(problem: Problem, device: str) -> TritonMod | None:
     return None if problem.score == library.NONE else to_triton(slope_expression(problem, device))
 
 
-def _causal(problem: Problem, found: PackedProblem) -> Causal:
+def _causal(problem: Problem, packed: PackedProblem) -> Causal:
     """How the kernel's flag is aligned where it is what hides keys within documents."""
-    seen = mask_band(found.rest, problem.dimensions)
-    if seen is None:
+    band = mask_band(packed.rest, problem.dimensions)
+    lengths, leads = packed.lengths(), packed.leads()
+    if band is None:
         return ""
-    lengths, leads = found.lengths(), found.leads()
-    if band_window(seen, lengths, bottom_right=True, leads=leads) == _CAUSAL:
+    if band_window(band, lengths, bottom_right=True, leads=leads) == _CAUSAL:
         return "bottom_right"
-    if band_window(seen, lengths, bottom_right=False, leads=leads) == _CAUSAL:
-        return "top_left"
-    return ""
+    top_left = band_window(band, lengths, bottom_right=False, leads=leads) == _CAUSAL
+    return "top_left" if top_left else ""
 
 
 class Paged(Flash2):
@@ -258,10 +254,7 @@ class Paged(Flash2):
 
     def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
         """Caches ``(pages, kv_heads, size, dim)``, and the table; packed before the call."""
-        from attncheck.kernels.launch import KernelPages
-
-        cache = paged_inputs(inputs)
-        return cache.k, cache.v, KernelPages(cache.table.table, cache.table.size)
+        return _in_pages(inputs)
 
 
 MOST_ROWS = 128
@@ -350,11 +343,7 @@ class Decode(Flash):
         """K, v and their pages: those of a Problem with paging, as a cache holds them."""
         if inputs.problem.paging is None:
             return super().stored(inputs)
-        from attncheck.conventions.call_tensors import paged_inputs
-        from attncheck.kernels.launch import KernelPages
-
-        cache = paged_inputs(inputs)
-        return cache.k, cache.v, KernelPages(cache.table.table, cache.table.size)
+        return _in_pages(inputs)
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """``kernels.decode_forward.decode_forward``."""
@@ -377,3 +366,10 @@ def splits_of(kv: int, block_kv: int, device: str) -> int:
 
 def _blocks(kv: int, block_kv: int) -> int:
     return -(-kv // block_kv)
+
+
+def _in_pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages]:
+    from attncheck.kernels.launch import KernelPages
+
+    cache = paged_inputs(inputs)
+    return cache.k, cache.v, KernelPages(cache.table.table, cache.table.size)

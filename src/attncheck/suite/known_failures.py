@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attncheck.capabilities import named_kernels
+from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.suite.property_session import NOT_ASKED
-from attncheck.suite.pytest_options import MARK, SOFTMAX
+from attncheck.suite.pytest_options import MARK
+from attncheck.suite.session import NO_KERNEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from attncheck.suite.property_session import Param, Session, UnderTest
+    from attncheck.suite.session import Param, Session
+    from attncheck.suite.under_test import UnderTest
 
 __all__ = [
     "FILE",
@@ -168,7 +170,7 @@ def _case(data: Any, where: str) -> Case:
 
 def applicable_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """``items`` without properties that concern none of the kernels."""
-    return [item for item in items if not item.name.endswith(f"[{NOT_ASKED}]")]
+    return [item for item in items if not item.name.endswith(f"[{NO_KERNEL}]")]
 
 
 def known_failures(

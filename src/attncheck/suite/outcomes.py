@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attncheck.records.run_reports import PropertyReport
-    from attncheck.suite.property_session import UnderTest
     from attncheck.suite.pytest_options import Options
+    from attncheck.suite.under_test import UnderTest
 
 __all__ = [
     "WORKER_OUTPUT",
@@ -43,7 +43,7 @@ def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTe
         item: The test; nothing is said of one that is about no kernel.
         kernel: What it got; None where it was not called.
     """
-    from attncheck.suite.property_session import Param
+    from attncheck.suite.session import Param
 
     param = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
     # A test's outcome is that of its call, or of what kept it from being called.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from attncheck.capabilities.subject import Subject
     from attncheck.mods.interval_algebra import Interval
-    from attncheck.mods.spec import MaskMod, ScoreMod
+    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 __all__ = ["NotMeasurable", "ScoreInputs", "applied_mask", "applied_score", "lse_interval"]
 

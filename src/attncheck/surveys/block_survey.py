@@ -18,7 +18,8 @@ from attncheck.records.survey_reports import BlockRecord, BlockReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attncheck.mods.spec import Dimensions, MaskMod
+    from attncheck.mods.signatures import MaskMod
+    from attncheck.mods.spec import Dimensions
 
 __all__ = ["blocks_of", "mask_of", "survey_blocks"]
 

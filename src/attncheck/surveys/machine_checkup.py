@@ -1,4 +1,4 @@
-"""Whether attncheck can work on this machine."""
+"""A checkup of this machine: its versions, and a self-test of every kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["check_machine"]
 
 # With q = 0 and V = 1 every weight is 1 and a power of two of them is summed: out is exactly 1 in
-# every format, whatever the order of the sum; of a softmax it is exactly 1/32. A kernel is asked
+# every format, whatever the order of the sum; of a softmax it is exactly 1/32. A kernel gets
 # the first of these that concerns it.
 _UNIFORM = Problem(heads=2, kv_heads=1, query=32, head_dim=16, distribution="zero_q")
 _PROBLEMS = (
@@ -36,7 +36,7 @@ _PROBLEMS = (
 
 
 def check_machine() -> dict[str, Any]:
-    """Environment and self-tests, as JSON.
+    """Return environment and self-tests, as JSON.
 
     Each self-test has a ``name``, whether it is ``ok``, and a ``finding`` in one line. A kernel
     that is absent here is ok: it says why.
@@ -57,7 +57,7 @@ def check_machine() -> dict[str, Any]:
 
 
 def _assembler(device: str) -> list[dict[str, Any]]:
-    """That Triton's own ptxas is not to be trusted, where that is so; it concerns other kernels."""
+    """A warning of Triton's own ptxas, where it is not to be trusted; it concerns other kernels."""
     if device == "cpu" or not find_spec("triton"):
         return []
     from attncheck.kernels.assembler import replacement_assembler
@@ -81,16 +81,16 @@ def _self_test(subject: Subject, device: str) -> dict[str, Any]:
     if not isinstance(result, Execution):
         return {"name": subject.name, "ok": False, "finding": result.message}
     softmax = problem.operation == "softmax"
-    expected, said = (1 / problem.kv, "1/32") if softmax else (1.0, "1")
+    expected, shown = (1 / problem.kv, "1/32") if softmax else (1.0, "1")
     wrong = int((result.outputs.out != expected).sum())
     right = "equal scores give" if softmax else "uniform weights over V = 1 give"
-    finding = f"{wrong} elements are not {said}" if wrong else f"{right} exactly {said}"
+    finding = f"{wrong} elements are not {shown}" if wrong else f"{right} exactly {shown}"
     return {"name": subject.name, "ok": wrong == 0, "finding": finding}
 
 
-def _with_ones(drawn: Inputs) -> Inputs:
+def _with_ones(inputs: Inputs) -> Inputs:
     """V = 1, in fp8 with a descale of 1."""
-    descale = drawn.descale
+    descale = inputs.descale
     if descale is not None:
         descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))
-    return drawn.replace(v=torch.ones_like(drawn.v), descale=descale)
+    return inputs.replace(v=torch.ones_like(inputs.v), descale=descale)

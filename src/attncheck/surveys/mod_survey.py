@@ -27,7 +27,7 @@ from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.oracles.mod_calls import Indices, scored, visible
+from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
 from attncheck.surveys.applied_mods import (
     NotMeasurable,
@@ -270,11 +270,11 @@ def mpmath_backend(
     on_device = _indices(dimensions, device)
     axes = [axis.numpy() for axis in indices.axes]
     if expression.structure.inputs[0] != "score":
-        shown = visible(mod, on_device).expand(indices.shape).cpu().numpy()
+        shown = call_mask(mod, on_device).expand(indices.shape).cpu().numpy()
         meant = exactly(*axes)
         return _compare_mask("mpmath", shown.astype(float), Truth(meant, ~meant))
     inputs = (scores or ScoreInputs.draw(dimensions)).scores
-    value = scored(mod, inputs.to(device), on_device).detach().cpu().numpy()
+    value = call_score_mod(mod, inputs.to(device), on_device).detach().cpu().numpy()
     allowed = to_interval(expression, TORCH_FP64)(inputs.numpy(), *axes)
     assert isinstance(allowed, Interval)
     in_torch = _compare_score("mpmath", value, allowed)

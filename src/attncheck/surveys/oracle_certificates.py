@@ -17,10 +17,10 @@ from attncheck.core.balls import flint_version
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
 from attncheck.inputs.problem import Case
-from attncheck.judge.declared_arithmetic import FP64_ORACLE, default
+from attncheck.judge.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.judge.verdict_rules import PROVEN
 from attncheck.mods.ball_algebra import BALLS
-from attncheck.oracles.ball_numbers import BITS, Ball, enclosed, proven_error
+from attncheck.oracles.ball_numbers import BITS, Ball, enclose_rows, proven_error
 from attncheck.oracles.row_conditions import sampled_rows, samples_all_rows
 from attncheck.records.survey_reports import TRUTH, Certificate, CertificateReport, ProvenError
 from attncheck.surveys.oracle_survey import ORACLES, check_problem_size, oracle_summaries
@@ -74,7 +74,7 @@ def certify_oracles(
     for variant, problem in problems:
         records += _certify_problem(variant, problem)
         done(f"{variant} {problem.distribution}")
-    dtypes = {problem.dtype: str(default(problem.formats)) for _, problem in problems}
+    dtypes = {problem.dtype: str(default_arithmetic(problem.formats)) for _, problem in problems}
     return CertificateReport(
         command=command,
         environment=environment("cpu"),
@@ -94,8 +94,8 @@ def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
     by_oracle = {TRUTH: evidence.truth} | _dense_oracles(evidence.inputs)
     worst = {name: (_Worst(), _Worst()) for name in by_oracle}
     for rows in pieces:
-        exact = enclosed(Ball(evaluate=BALLS.score), evidence.inputs, rows)
-        allowed = row_bounds(evidence.evidence, default(problem.formats), rows)
+        exact = enclose_rows(Ball(evaluate=BALLS.score), evidence.inputs, rows)
+        allowed = row_bounds(evidence.evidence, default_arithmetic(problem.formats), rows)
         assumed = row_bounds(evidence.evidence, FP64_ORACLE, rows)
         for name, outputs in by_oracle.items():
             proven = proven_error(outputs, exact, rows)

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncheck import oracles
-from attncheck.cases.variants import VARIANTS, Variant, plan_cells
+from attncheck.cases.variants import SHARP, VARIANTS, plan_cells
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case
-from attncheck.mods.library import FULL
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.mods.spec import Spec
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.records.survey_reports import (
     TRUTH,
@@ -54,7 +52,6 @@ __all__ = [
     "DIGITS_LOST",
     "MOST_PRODUCTS",
     "ORACLES",
-    "SHARP",
     "agreement",
     "check_problem_size",
     "distances",
@@ -95,13 +92,6 @@ _SMALLEST_NORMAL = 2.0**-1022
 
 # ------------------------------------------------------------------ which Problems
 
-SHARP = Variant(
-    name="sharp",
-    summary="every key, every score times 16: beyond the exponents of fp64",
-    mods=lambda _: (FULL, Spec.of("temperature", temperature=2.0**-4)),
-)
-"""No kernel is measured on it: what it shows is where the naive softmax ends."""
-
 DEFAULT_VARIANTS = ("full", "causal", SHARP.name, "softmax")
 
 CERTIFIED_VARIANTS = ("full", "causal", "alibi", "softcap", SHARP.name, "softmax")
@@ -120,7 +110,7 @@ def oracle_plan(
     """Return each variant on each distribution, in the order in which a report shows them.
 
     Args:
-        variants: Names of ``runner.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
+        variants: Names of ``cases.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
         dtype: Of the inputs.
         shape: As typed.

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from attncheck.capabilities.subject import Tiling
 from attncheck.judge.error_measures import (
     measure_errors,
-    relative,
+    relative_error,
     rounding_squares,
     row_squares,
-    units,
+    row_units,
 )
 from attncheck.records.record import FAILED_STATUSES, Accuracy
 from attncheck.subjects.ideal import Ideal
@@ -112,7 +112,7 @@ def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName,
             rows = [row_squares(one[name], exact[name], counted) for one in (given, *ensemble)]
             least = _least(name, evidence, counted)
             each = least is not None and evidence.evidence.generic
-            found[name] = _accuracy(whole, rows, units(rows[1:], least, each=each), each=each)
+            found[name] = _accuracy(whole, rows, row_units(rows[1:], least, each=each), each=each)
     return found
 
 
@@ -121,7 +121,7 @@ def _accuracy(
 ) -> Accuracy:
     # Without units of their own rows may err alike: then a row counts as one element at most.
     most = whole.elements if each else unit.numel()
-    own, *ensemble = (relative(one, unit, most) for one in rows)
+    own, *ensemble = (relative_error(one, unit, most) for one in rows)
     return Accuracy(
         rmse=whole.rmse,
         relative=own.size,

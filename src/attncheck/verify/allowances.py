@@ -23,7 +23,7 @@ from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.probabilistic_bound import probabilistic_bound, sigmas_needed
 from attncheck.judge.score_errors import likely_radius, rounds_operands, score_error
-from attncheck.judge.score_gradient_errors import Saved
+from attncheck.judge.score_gradient_errors import SavedErrors
 from attncheck.judge.verdict_rules import Compared
 from attncheck.oracles.row_conditions import (
     all_rows,
@@ -457,7 +457,9 @@ def gradient_allowance(
     return GradientAllowance(bounds, terms)
 
 
-def _saved(evidence: Evidence, outputs: Outputs, lse_bound: Tensor | None, rows: Rows) -> Saved:
+def _saved(
+    evidence: Evidence, outputs: Outputs, lse_bound: Tensor | None, rows: Rows
+) -> SavedErrors:
     """How far the kernel's own out and LSE are off; LSE by its bound where it is not exposed."""
 
     def of(tensor: Tensor) -> Tensor:
@@ -467,9 +469,9 @@ def _saved(evidence: Evidence, outputs: Outputs, lse_bound: Tensor | None, rows:
     out = of(outputs.out).double() - of(truth.out)
     if outputs.lse is None:
         assert lse_bound is not None, "it stands in the place of the LSE that nobody sees"
-        return Saved(out_error=out, lse_error=of(lse_bound))
+        return SavedErrors(out_error=out, lse_error=of(lse_bound))
     lse, exact = of(outputs.lse).double(), of(evidence.lse)
-    return Saved(out_error=out, lse_error=torch.where(lse == exact, 0.0, lse - exact))
+    return SavedErrors(out_error=out, lse_error=torch.where(lse == exact, 0.0, lse - exact))
 
 
 def _slope_error(

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import head_arrangement
 from attncheck.judge.error_measures import measure_errors
-from attncheck.oracles.mod_calls import Indices, visible
+from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.probes import PROBES, probe_named
 from attncheck.probes.margins import WeightErrors
 from attncheck.probes.wrong_rows import explain_row
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Execution, Executor
 
 __all__ = [
-    "head_arrangement",
     "mask_rows",
     "new_record",
     "record_comparison",
@@ -203,15 +203,6 @@ def without_outputs(record: Record, failure: Failure) -> Record:
     return replace(record, status=_STATUSES.get(failure.kind, "error"), reason=failure.message)
 
 
-def head_arrangement(problem: Problem) -> str:
-    """Return ``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
-    if problem.operation == "softmax":
-        return ""
-    if problem.kv_heads == problem.heads:
-        return "MHA"
-    return "MQA" if problem.kv_heads == 1 else "GQA"
-
-
 def record_comparison(record: Record, execution: Execution, evidence: EvidenceBuilder) -> Record:
     """Return ``record`` with the verdict on a comparison, its errors and their reference errors."""
     problem, outputs = evidence.case.problem, execution.outputs
@@ -296,7 +287,7 @@ def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKe
     """Return what the mask of ``problem`` shows to some rows, by its original callable."""
     mask = problem.mask_mod(str(device))
     batch, heads, kv = (range(n) for n in (problem.batch, problem.heads, problem.kv))
-    return lambda rows: visible(mask, Indices.of(batch, heads, rows, kv, device))
+    return lambda rows: call_mask(mask, Indices.of(batch, heads, rows, kv, device))
 
 
 def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: bool) -> Judgement:

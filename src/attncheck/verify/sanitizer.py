@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from attncheck.core.errors import UnknownName
 from attncheck.core.judgement import Judgement
 from attncheck.core.sanitize_text import one_line
+from attncheck.inputs.problem import head_arrangement
 from attncheck.records.record import Record
-from attncheck.verify.run_case import head_arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

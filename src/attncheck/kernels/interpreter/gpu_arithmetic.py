@@ -47,10 +47,10 @@ _ABSENT = object()
 
 def lookup(interp: Any, name: str) -> Any:
     """What ``interp`` has under the dotted ``name``; a sentinel if it has nothing."""
-    found = interp
+    value = interp
     for part in name.split("."):
-        found = getattr(found, part, _ABSENT)
-    return found
+        value = getattr(value, part, _ABSENT)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,22 +74,22 @@ class Repair:
         stock = partial(self._require, interp)
         for name in self.uses:
             stock(name)
-        found: dict[str, Any] = {}
+        replacements: dict[str, Any] = {}
         for group in self.methods:
-            found |= group(interp, stock)
-        for name in found.keys() - set(self.adds):
+            replacements |= group(interp, stock)
+        for name in replacements.keys() - set(self.adds):
             stock(name)
-        return found
+        return replacements
 
     def _require(self, interp: Any, name: str) -> Any:
-        found = lookup(interp, name)
-        if found is _ABSENT:
+        value = lookup(interp, name)
+        if value is _ABSENT:
             version = sys.modules["triton"].__version__
             raise InterpreterUnavailable(
                 f"the interpreter of triton {version} has no '{name}', which the repair "
                 f"'{self.description}' needs: use a triton from 3.6 to 3.9, or a GPU."
             )
-        return found
+        return value
 
 
 def number(handle: Any) -> Array:
@@ -359,9 +359,9 @@ _MAXIMA = (np.max, np.nanmax, np.argmax, np.nanargmax)
 def _first_index(data: Array, extreme: Array, axis: int, *, keepdims: bool) -> Array:
     """The first index of ``extreme``; of a row of NaN the last index, as on an H200."""
     hit = data == extreme
-    found = np.any(hit, axis=axis, keepdims=True)
+    some = np.any(hit, axis=axis, keepdims=True)
     first = np.argmax(hit, axis=axis, keepdims=True)
-    index: Array = np.where(found, first, data.shape[axis] - 1)
+    index: Array = np.where(some, first, data.shape[axis] - 1)
     return index if keepdims else np.squeeze(index, axis)
 
 
@@ -398,15 +398,15 @@ def _extremum_method(interp: Any, _stock: Stock) -> dict[str, Any]:
         numbers = values(data, name) if name in NARROW else data
         ufunc = np.fmax if (val_reduce_op or idx_reduce_op) in _MAXIMA else np.fmin
         extreme = ufunc.reduce(numbers, axis=self.axis, keepdims=True)
-        found = []
+        results = []
         if val_reduce_op:
             kept = extreme if self.keep_dims else np.squeeze(extreme, self.axis)
             kept = encode(kept, name) if name in NARROW else kept
-            found.append(self.to_tensor(kept, tensor.dtype))
+            results.append(self.to_tensor(kept, tensor.dtype))
         if idx_reduce_op:
             index = _first_index(numbers, extreme, self.axis, keepdims=self.keep_dims)
-            found.append(self.to_tensor(index, interp.tl.int32))
-        return tuple(found) if len(found) > 1 else found[0]
+            results.append(self.to_tensor(index, interp.tl.int32))
+        return tuple(results) if len(results) > 1 else results[0]
 
     return {"ReduceOps.min_max": min_max}
 

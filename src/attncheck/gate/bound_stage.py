@@ -1,0 +1,235 @@
+"""Stage bounds: comparisons that cover every pair, or triple, of what problems differ in.
+
+And stage baseline, which measures some of the same cases.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from attncheck.cases.covering import (
+    BACKWARD,
+    DIMS,
+    DISTRIBUTIONS,
+    EXCLUSIONS,
+    HEADS,
+    MASKS,
+    SCORES,
+    SHAPES,
+    STORED,
+    covering_rows,
+    restore_lost_pairs,
+    row_name,
+    row_problem,
+    row_values,
+)
+from attncheck.cases.mask_samples import SOFTMAX, ProblemKind
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Case, Problem
+from attncheck.records.baseline_entries import architecture
+from attncheck.suite.kernel_support import NOT_APPLICABLE
+from attncheck.verify.environment import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.gate.planning import Planning
+    from attncheck.workers.units import Unit
+
+__all__ = ["axes_of", "baseline_units", "bound_units"]
+
+# Of an axis with many values the first few, where there is little time: those that find most.
+_FEW = {"heads": 5, "dims": 4, "distribution": 4}
+# The mask family that tells whether a kernel takes a mask, where it is not the mask's own name.
+_FAMILIES = {"varlen": "documents"}
+_KINDS = {"plain": ProblemKind(), "sink": ProblemKind(sink=True), "paged": ProblemKind(paged=True)}
+_SOFTMAX_ROWS = ((4, 64), (3, 77), (64, 1), (1, 129))
+
+
+def bound_units(planning: Planning) -> Iterator[Unit]:
+    """Yield the questions; what the kernel does not take is moved to the nearest that it does.
+
+    Pairs that are lost on the way have a row of their own, where the kernel takes one.
+    """
+    tier, seed = planning.choices.tier, planning.choices.seed
+    shapes, axes = tier.sizes_on(planning.device), axes_of(planning)
+    rows = covering_rows(axes, tier.strength, EXCLUSIONS)
+    covered, known = [], set()
+    for number, row in enumerate(rows):
+        problem = row_problem(row, shapes, seed + number)
+        unit = planning.nearest_unit("bounds", problem, row_name(row))
+        if unit is None:
+            continue
+        covered.append(row_values(row, Case.from_json(unit.case).problem, shapes))
+        if unit.id not in known:
+            known.add(unit.id)
+            yield unit
+    lost = restore_lost_pairs(axes, covered, shapes, planning.supports)
+    for number, row in enumerate(lost, len(rows)):
+        problem = row_problem(row, shapes, seed + number)
+        yield planning.unit_of("bounds", Case(problem=problem), row_name(row))
+    yield from _softmax_units(planning)
+
+
+def _softmax_units(planning: Planning) -> Iterator[Unit]:
+    dtypes = [
+        dtype
+        for dtype in planning.dtypes
+        if dtype in SOFTMAX_DTYPES and not planning.refusal(SOFTMAX, dtype)
+    ]
+    distributions = ("normal", "large_logits", "uniform")
+    axes = {"dtype": dtypes, "rows": _SOFTMAX_ROWS, "distribution": distributions}
+    for number, row in enumerate(covering_rows(axes, 2)):
+        rows, columns = row["rows"]
+        problem = Problem(
+            operation=SOFTMAX,
+            query=rows,
+            kv=columns,
+            dtype=row["dtype"],
+            distribution=row["distribution"],
+            seed=planning.choices.seed + number,
+        )
+        unit = planning.nearest_unit("bounds", problem, SOFTMAX)
+        if unit is not None:
+            yield unit
+
+
+# ------------------------------------------------------------ the axes that a kernel has
+
+
+def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
+    """Return the axes with those of their values that the kernel takes in some Problem.
+
+    A mask that it refuses in every dtype is kept as one refusal.
+    """
+    tier = planning.choices.tier
+    stored = tuple(
+        name
+        for name in STORED
+        if any(_mask_refusal(planning, mask, _KINDS[name]) == "" for mask in MASKS)
+    )
+    families = {_FAMILIES.get(mask, mask) for mask in MASKS}
+    gradients = any(
+        _mask_refusal(planning, mask, ProblemKind(backward=True)) == "" for mask in MASKS
+    )
+    axes: dict[str, tuple[Any, ...]] = {
+        "mask": _masks(planning, stored),
+        "score": _scores(planning, stored),
+        "stored": stored,
+        "backward": BACKWARD if gradients else BACKWARD[:1],
+        # Those of attention; a softmax has its own.
+        "dtype": tuple(
+            dtype
+            for dtype in planning.dtypes
+            if any(
+                not planning.refusal(f, dtype, _KINDS[name]) for f in families for name in stored
+            )
+        ),
+        "shape": tuple(SHAPES[tier.sizes_on(planning.device)]),
+        "heads": tuple(HEADS),
+        "dims": tuple(DIMS),
+        "distribution": DISTRIBUTIONS,
+    }
+    few = {} if tier.all_values else _FEW
+    return {name: values[: few.get(name, len(values))] for name, values in axes.items()}
+
+
+def _masks(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
+    taken = []
+    for mask in MASKS:
+        refusals = [_mask_refusal(planning, mask, _KINDS[name]) for name in stored]
+        if "" in refusals:
+            taken.append(mask)
+        elif reasons := [reason for reason in refusals if reason != NOT_APPLICABLE]:
+            _drop_value(planning, mask, reasons[0], mask=mask)
+    return tuple(taken)
+
+
+def _mask_refusal(planning: Planning, mask: str, kind: ProblemKind) -> str:
+    """Return why no Problem of a mask is taken in any dtype; empty where one is."""
+    reason = NOT_APPLICABLE
+    for dtype in planning.dtypes:
+        refusal = planning.refusal(_FAMILIES.get(mask, mask), dtype, kind)
+        if not refusal:
+            return ""
+        reason = reason if refusal == NOT_APPLICABLE else refusal
+    return reason
+
+
+def _scores(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the score mods that it takes beside some mask."""
+    taken = ["none"]
+    for score in SCORES[1:]:
+        plain = (
+            _plain_problem(planning, score=score, mask=mask, stored=name, dtype=dtype)
+            for name in stored
+            for mask in ("full", "causal")
+            for dtype in planning.dtypes
+        )
+        if any(planning.nearest(problem) is not None for problem in plain):
+            taken.append(score)
+        elif planning.dtypes and stored:
+            _drop_value(planning, score, planning.reason, score=score, stored=stored[0])
+    return tuple(taken)
+
+
+def _drop_value(planning: Planning, variant: str, reason: str, **values: str) -> None:
+    planning.drop("bounds", Case(problem=_plain_problem(planning, **values)), variant, reason)
+
+
+def _plain_problem(planning: Planning, **values: str) -> Problem:
+    """Return the plainest Problem with some values of axes chosen."""
+    row = {
+        "mask": "full",
+        "score": "none",
+        "stored": "plain",
+        "backward": "",
+        "dtype": planning.dtypes[0],
+        "shape": "even",
+        "heads": "one head",
+        "dims": "64",
+        "distribution": "normal",
+    }
+    return row_problem(row | values, planning.choices.tier.sizes_on(planning.device), 0)
+
+
+# ------------------------------------------------------------ stage baseline
+
+
+def baseline_units(planning: Planning) -> Iterator[Unit]:
+    """Yield some of the bounds' cases, evenly, measured so that runs can be compared.
+
+    Where there is a baseline, its own cases too: which ones a plan has depends on all that the
+    kernel takes. Where there is another commit, each is asked of it too, right after.
+    """
+    tree = planning.choices.tree
+    units = [*_sampled_units(planning)]
+    known = {Case.from_json(unit.case).id for unit in units}
+    units += [unit for unit in _kept_units(planning) if Case.from_json(unit.case).id not in known]
+    for unit in units:
+        yield unit
+        if tree is not None:
+            yield replace(unit, commit=tree.commit)
+
+
+def _sampled_units(planning: Planning) -> Iterator[Unit]:
+    quiet = copy(planning)
+    quiet.refused = []  # the bounds have said it
+    units, most = list(bound_units(quiet)), planning.choices.tier.measured
+    step = max(1, len(units) / most) if most else 1
+    for number in range(min(len(units), most or len(units))):
+        yield replace(units[int(number * step)], stage="baseline")
+
+
+def _kept_units(planning: Planning) -> Iterator[Unit]:
+    """Yield those of the baseline, also where the kernel refuses them now: its answer says so."""
+    held, dtypes = planning.choices.held, planning.choices.dtypes
+    if held is None:
+        return
+    here = architecture(environment(planning.device))
+    for variant, spelled in held.of_kernel(planning.subject.name, here):
+        case = Case.from_json(spelled)
+        if not dtypes or case.problem.dtype in dtypes:
+            yield planning.unit_of("baseline", case, variant)

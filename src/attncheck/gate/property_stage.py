@@ -1,0 +1,228 @@
+"""Stage properties: which cases Hypothesis draws, and what is known to fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from attncheck.cases.mask_samples import sample_problems
+from attncheck.inputs.problem import Case
+from attncheck.suite.kernel_support import NOT_APPLICABLE, compares_launches
+from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
+from attncheck.suite.property_catalogue import (
+    Property,
+    properties,
+    properties_folder,
+    property_named,
+)
+from attncheck.suite.property_spec import cases as property_cases
+from attncheck.suite.search import DrawingKernel, draw_cases
+from attncheck.workers.units import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attncheck.gate.planning import Planning
+    from attncheck.records.record import Record
+    from attncheck.records.run_reports import Stage
+
+__all__ = ["KNOWN", "KnownFailures", "choose_pairs", "drawn_units", "property_units"]
+
+_STAGE: Stage = "properties"
+Pair = tuple[str, str]
+
+# ------------------------------------------------------------ what is drawn
+
+
+def property_units(planning: Planning) -> Iterator[Unit]:
+    """Yield what is to be drawn: a property, a dtype and a mask family each."""
+    used: Counter[str] = Counter()
+    for each in properties():
+        pairs = _applicable_pairs(planning, each)
+        for dtype, family in choose_pairs(pairs, planning.choices.tier.combinations, used):
+            yield Unit(
+                kind="draw",
+                stage=_STAGE,
+                kernel=planning.unit.kernel,
+                convention=planning.unit.convention,
+                device=planning.device,
+                tier=planning.unit.tier,
+                test=each.id,
+                dtype=dtype,
+                family=family,
+            )
+
+
+def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[Pair]:
+    """Return up to ``most`` of ``pairs`` (0: all), each value and pair as often as the others.
+
+    Args:
+        pairs: (dtype, family) that there are.
+        most: How many.
+        used: How often each dtype, family and pair was chosen before; what is chosen is added.
+    """
+    left = list(pairs)
+    chosen: list[Pair] = []
+    while left and (not most or len(chosen) < most):
+        taken = {value for pair in chosen for value in pair}
+
+        def rank(pair: Pair) -> tuple[int, int, int]:
+            dtype, family = pair
+            repeats = (dtype in taken) + (family in taken)  # noqa: B023  # called before it changes
+            return repeats, used[f"{dtype} {family}"], used[dtype]
+
+        best = min(left, key=rank)
+        left.remove(best)
+        chosen.append(best)
+        used.update([f"{best[0]} {best[1]}", best[0]])
+    return chosen
+
+
+def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Unit]:
+    """Draw the cases of ``unit`` and return the units that ask them; of a known failure its own.
+
+    Raises:
+        AttncheckError: for a property of another version.
+    """
+    spec = property_named(unit.test).spec
+    entry = known.of_draw(unit)
+    cases = [] if entry is None else [entry.case_in(unit.dtype)]
+    if entry is None or entry.depends_on:
+        tier = planning.choices.tier
+        kernel = DrawingKernel(
+            unit.kernel,
+            planning.subject,
+            unit.device,
+            dtype=unit.dtype,
+            family=unit.family,
+            tier=tier,
+            executor=planning.executor,
+        )
+        strategy, seed = property_cases(kernel, spec), planning.choices.seed
+        cases += draw_cases(kernel, strategy, unit.test, tier.draws, seed=seed)
+        planning.reason = kernel.reason or planning.reason
+    if not cases:
+        _drop_property(planning, unit, planning.reason)
+    return [planning.unit_of(_STAGE, case, unit.family, unit.test) for case in cases]
+
+
+def _applicable_pairs(planning: Planning, each: Property) -> list[Pair]:
+    """Return the (dtype, family) that concern the kernel; those that it refuses are kept."""
+    spec, pairs = each.spec, []
+    refused: dict[str, str] = {}
+    dtypes = [dtype for dtype in planning.dtypes if not spec.dtypes or dtype in spec.dtypes]
+    if compares_launches(spec.questions):
+        samples = sample_problems("full", planning.dtypes[0]) if planning.dtypes else ()
+        if not samples or not planning.has_launches(samples[0]):
+            return []
+    for dtype in dtypes:
+        for family in spec.families:
+            reason = planning.refusal(family, dtype, spec.kind)
+            if not reason:
+                pairs.append((dtype, family))
+            elif reason != NOT_APPLICABLE:
+                refused.setdefault(family, reason)
+    taken = {family for _, family in pairs}
+    for family, reason in refused.items():
+        if family not in taken:
+            dtype = next(iter(dtypes), "")
+            unit = replace(planning.unit, stage=_STAGE, test=each.id, family=family, dtype=dtype)
+            _drop_property(planning, unit, reason)
+    return pairs
+
+
+def _drop_property(planning: Planning, unit: Unit, reason: str) -> None:
+    """Keep that a property is not asked of a family, on the plainest Problem that it has."""
+    kind = property_named(unit.test).spec.kind
+    for problem in sample_problems(unit.family, unit.dtype, kind)[:1]:
+        planning.drop(_STAGE, Case(problem=problem), unit.family, reason)
+
+
+# ------------------------------------------------------------ what is known to fail
+
+KNOWN = "known failure"
+"""How the reason of a known failure begins."""
+
+# What may be known; a process that is lost, or hangs, never is.
+_EXCUSED = frozenset({"fail", "error"})
+_LOST = frozenset({"crash", "timeout", "oom"})
+
+
+class KnownFailures:
+    """The entries of known failures beside the properties.
+
+    Attributes:
+        entries: In order; the first that is about a question counts.
+    """
+
+    def __init__(self, entries: tuple[KnownFailure, ...] | None = None) -> None:
+        if entries is None:
+            path = properties_folder() / FILE
+            entries = read_known_failures(path) if path.exists() else ()
+        self.entries = entries
+
+    def of_draw(self, unit: Unit) -> KnownFailure | None:
+        """Return the entry about a property's part, which is asked in place of what is drawn."""
+        for entry in self.entries:
+            if (
+                _concerns(entry, unit, unit.dtype)
+                and fnmatchcase(unit.test, entry.test)
+                and (not entry.families or unit.family in entry.families)
+            ):
+                return entry
+        return None
+
+    def excuse(self, record: Record, unit: Unit, case: Case) -> Record:
+        """Return ``record``, as a warning where it is known to be wrong.
+
+        So is one that holds where its very Case was asked: the entry is out of date.
+        """
+        entry = next((each for each in self.entries if _is_about(each, unit, case)), None)
+        if entry is None:
+            return record
+        if record.status in _EXCUSED:
+            return _as_warning(record, f"{KNOWN}: {entry.reason}")
+        holds = record.status not in {*_LOST, "unsupported"}
+        if _is_its_case(entry, case) and unit.test and not entry.depends_on and holds:
+            return _as_warning(record, f"{KNOWN} that no longer fails: remove {entry.where}.")
+        return record
+
+
+def _concerns(entry: KnownFailure, unit: Unit, dtype: str) -> bool:
+    return (
+        entry.is_of(unit.kernel)
+        and entry.device in {"", unit.device}
+        and (not entry.dtypes or dtype in entry.dtypes)
+    )
+
+
+def _is_about(entry: KnownFailure, unit: Unit, case: Case) -> bool:
+    """Return whether ``entry`` is about a question: of its property, or of none the same one.
+
+    To compare is what all stages ask: of that, elsewhere, an entry is about its very Case alone.
+    """
+    if not _concerns(entry, unit, case.problem.dtype):
+        return False
+    masks = {case.problem.mask.name}
+    if unit.test:
+        matches = fnmatchcase(unit.test, entry.test)
+        masks.add(unit.variant)
+    elif _is_its_case(entry, case):
+        return True
+    else:
+        matches = entry.case.question == case.question != "compare"
+    return matches and (not entry.families or bool(masks & set(entry.families)))
+
+
+def _is_its_case(entry: KnownFailure, case: Case) -> bool:
+    return entry.case_in(case.problem.dtype).id == case.id
+
+
+def _as_warning(record: Record, reason: str) -> Record:
+    judgement = record.judgement
+    if judgement is not None:
+        judgement = replace(judgement, status="warn", reason=reason)
+    return replace(record, status="warn", reason=reason, judgement=judgement)

@@ -1,0 +1,241 @@
+"""``asks``: a property of kernels as a pytest test, and the cases that it draws."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import strategies as st
+
+from attncheck.capabilities import named_kernels
+from attncheck.cases.mask_samples import SOFTMAX, ProblemKind
+from attncheck.cases.strategies.families import family_named
+from attncheck.cases.strategies.problems import problems, softmax_problems
+from attncheck.cases.strategies.sizes import parameters
+from attncheck.cases.strategies.sizes import shapes as any_shapes
+from attncheck.core.errors import ProblemError, without_recorded
+from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.problem import Case, Problem
+from attncheck.suite.pytest_options import MARK
+from attncheck.suite.search import search_cases
+from attncheck.verify.question_fit import (
+    allowed_parameters,
+    check_question,
+    question_problem,
+    unfit_reason,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hypothesis.strategies import SearchStrategy
+
+    from attncheck.mods.spec import Spec
+    from attncheck.suite.under_test import UnderTest
+
+__all__ = ["PropertySpec", "asks", "cases", "variations"]
+
+_SEEDS = 1000  # as strategies.problems draws
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PropertySpec:
+    """What a property asks.
+
+    Attributes:
+        questions: ``compare``, relations or probes; one of them is drawn.
+        families: Mask families, each a test of its own; ``softmax`` for row softmax.
+        dtypes: Only these; empty for all that a kernel takes.
+        shapes: Keywords of ``strategies.shapes``; ``longest`` is the tier's unless it is here.
+        scores: Score mods; None for none.
+        problems: Other keywords of ``strategies.problems``.
+        where: Which Problems the property is about; the nearest one is derived, not waited for.
+    """
+
+    questions: tuple[str, ...]
+    families: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
+    shapes: dict[str, Any]
+    scores: Callable[[], SearchStrategy[Spec]] | None = None
+    problems: dict[str, Any]
+    where: Callable[[Problem], bool] | None = None
+
+    @property
+    def kind(self) -> ProblemKind:
+        """Return what all its Problems have."""
+        return ProblemKind(
+            paged="pagings" in self.problems,
+            sink=self.problems.get("sinks", False) is True,
+            backward=self.problems.get("backward", False),
+            captured=self.problems.get("dcaptured", False),
+        )
+
+    def fits(self, question: str, problem: Problem) -> bool:
+        """Return whether ``question`` of ``problem`` is what the property is about."""
+        problem = question_problem(question, problem)
+        if unfit_reason(question, problem) is not None:
+            return False
+        return self.where is None or self.where(problem)
+
+
+def asks(
+    *questions: str,
+    families: Sequence[str],
+    dtypes: Sequence[str] = (),
+    shapes: dict[str, Any] | None = None,
+    scores: Callable[[], SearchStrategy[Spec]] | None = None,
+    where: Callable[[Problem], bool] | None = None,
+    **more: Any,
+) -> Callable[[Callable[[UnderTest, Case], None]], Any]:
+    """Make a test a property: it runs once for each kernel × dtype × mask family.
+
+    Hypothesis draws the rest. The test's signature is ``(kernel, case)``; arguments are those of
+    ``PropertySpec``.
+
+    Raises:
+        UnknownName: for a question or a family that there is not.
+    """
+    for question in questions:
+        check_question(question)
+    for family in families:
+        if family != SOFTMAX:
+            family_named(family)
+    spec = PropertySpec(
+        questions=questions,
+        families=tuple(families),
+        dtypes=tuple(dtypes),
+        shapes=shapes or {},
+        scores=scores,
+        problems=more,
+        where=where,
+    )
+
+    def decorate(test: Callable[[UnderTest, Case], None]) -> Any:
+        @functools.wraps(test)
+        def of_kernel(kernel: UnderTest) -> None:
+            __tracebackhide__ = True
+            search_cases(test, kernel, cases(kernel, spec), functools.partial(_more, kernel, spec))
+
+        # What pytest reads: Hypothesis gives the case.
+        kernel = inspect.signature(test).parameters["kernel"]
+        # Hypothesis' own plugin then prints statistics where it is asked to.
+        of_kernel.is_hypothesis_test = True  # type: ignore[attr-defined]  # a function's own
+        of_kernel.__signature__ = inspect.Signature([kernel])  # type: ignore[attr-defined]  # PEP 362
+        return getattr(pytest.mark, MARK)(spec)(of_kernel)
+
+    return decorate
+
+
+@st.composite
+def cases(draw: st.DrawFn, kernel: UnderTest, spec: PropertySpec) -> Case:
+    """Draw cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+    question = draw(st.sampled_from(spec.questions))
+    problem = question_problem(question, draw(_problems(kernel, spec, question)))
+    chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
+    return Case(problem=problem, question=question, parameters=chosen)
+
+
+def _problems(kernel: UnderTest, spec: PropertySpec, question: str) -> SearchStrategy[Problem]:
+    def fits(problem: Problem) -> bool:
+        return kernel.supports(problem) and spec.fits(question, problem)
+
+    common: dict[str, Any] = {"dtypes": (kernel.dtype,), "supports": fits, **spec.problems}
+    sizes = kernel.tier.lengths_on(kernel.device)
+    if kernel.family == SOFTMAX:
+        return softmax_problems(longest=sizes["longest"], **common)
+    return problems(
+        shapes=any_shapes(**(sizes | spec.shapes)),
+        masks=family_named(kernel.family),
+        scores=spec.scores() if spec.scores else None,
+        **common,
+    )
+
+
+# ------------------------------------------------------------ more cases of one structure
+
+
+def _more(kernel: UnderTest, spec: PropertySpec, case: Case) -> Iterator[Case]:
+    """Yield what is asked together with ``case``: on a GPU its kernel is compiled by now."""
+
+    def fits(question: str, problem: Problem) -> bool:
+        return kernel.supports(problem) and spec.fits(question, problem)
+
+    return variations(
+        case,
+        kernel.tier.repeats_on(kernel.device) - 1,
+        fits=fits,
+        # Ours are compiled for any length; what is known of no other kernel.
+        lengths=kernel.subject.triton and kernel.name in named_kernels.BUILTIN,
+        distributions=spec.problems.get("distributions", ()),
+    )
+
+
+def variations(
+    case: Case,
+    count: int,
+    *,
+    fits: Callable[[str, Problem], bool],
+    lengths: bool,
+    distributions: Sequence[str] = (),
+) -> Iterator[Case]:
+    """Yield up to ``count`` cases like ``case``: the same dtype, dims and mods, other numbers.
+
+    A compiled kernel takes them without being compiled again. Each has another seed and
+    distribution, the relation's numbers move on, and with ``lengths`` query and kv shrink towards a
+    half. They follow from ``case`` alone: a failure of one of them shrinks as ``case`` does.
+
+    Args:
+        case: What was drawn.
+        count: How many.
+        fits: (question, Problem) → whether it may be asked.
+        lengths: Whether lengths may be others, where the mask's numbers allow it.
+        distributions: To choose from (default: all).
+    """
+    for number in range(1, count + 1):
+        values = _other_values(case.problem, number, distributions)
+        sizes = _other_lengths(case.problem, number, count) if lengths else {}
+        for changes in (values | sizes, values):
+            try:
+                problem = question_problem(case.question, case.problem.replace(**changes))
+            except ProblemError:  # documents that must cover a length, padding beyond it
+                continue
+            if fits(case.question, problem):
+                yield _with_next_parameters(case, problem, number)
+                break
+
+
+def _other_values(problem: Problem, number: int, only: Sequence[str]) -> dict[str, Any]:
+    softmax = problem.operation == "softmax"
+    names = list(only) or [
+        name
+        for name in without_recorded(DISTRIBUTIONS)
+        if DISTRIBUTIONS[name].scores is not None or not softmax
+    ]
+    if problem.distribution not in names:
+        names = [problem.distribution]
+    index = names.index(problem.distribution)
+    return {
+        "seed": (problem.seed + number) % _SEEDS,
+        "distribution": names[(index + number) % len(names)],
+    }
+
+
+def _other_lengths(problem: Problem, number: int, count: int) -> dict[str, int]:
+    """Return more than half of each length: 1 stays 1, and 2 stays 2."""
+
+    def shorter(length: int) -> int:
+        return -(-length * (2 * (count + 1) - number) // (2 * (count + 1)))
+
+    return {"query": shorter(problem.query), "kv": shorter(problem.kv)}
+
+
+def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
+    chosen = {}
+    for name, allowed in allowed_parameters(case.question, problem).items():
+        values, now = list(allowed), case.parameters.get(name)
+        index = values.index(now) if now in values else 0
+        chosen[name] = values[(index + number) % len(values)]
+    return Case(problem=problem, question=case.question, parameters=chosen)

@@ -1,0 +1,251 @@
+"""One pytest session: its kernels, and the tests that a test function becomes for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attncheck.capabilities import named_kernels
+from attncheck.capabilities.configuration import read_configuration
+from attncheck.cases.check_cases import check_cases
+from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import DTYPES
+from attncheck.subjects.load import load_subject
+from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport, is_askable
+from attncheck.suite.pytest_options import MARK, choose_gpu
+from attncheck.suite.under_test import UnderTest
+from attncheck.verify.environment import default_device, prepare, require_device
+from attncheck.verify.executor import InProcess
+from attncheck.verify.kernel_server import Compiling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncheck.capabilities.subject import Subject
+    from attncheck.suite.property_spec import PropertySpec
+    from attncheck.suite.pytest_options import Options
+
+__all__ = ["NO_KERNEL", "Kernel", "Param", "Session", "parametrize_kernels", "parametrize_problems"]
+
+NO_KERNEL = "attncheck-asks-nothing"
+"""Id of a property that concerns none of the kernels; it is taken out when all is collected."""
+
+_KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True), ProblemKind(backward=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One that is to be judged.
+
+    Attributes:
+        name: What it was asked for by.
+        subject: The kernel.
+    """
+
+    name: str
+    subject: Subject
+
+    @property
+    def id(self) -> str:
+        """Return what tests' ids call it: ``wide`` of ``some/file.py`` is ``file.wide``."""
+        path, separator, function = self.name.rpartition("::")  # a ``::`` would cut the test's id
+        return f"{Path(path).stem}.{function}" if separator else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """Which part of the suite one test is: what stands in the brackets of its id.
+
+    Attributes:
+        kernel: The kernel.
+        dtype: Empty where a test is about none.
+        family: The mask family; empty as dtype.
+        refused: Why the kernel takes no such problem; empty where it takes some.
+    """
+
+    kernel: Kernel
+    dtype: str = ""
+    family: str = ""
+    refused: str = ""
+
+    @property
+    def id(self) -> str:
+        """Return ``triton-flash2-bf16-causal``."""
+        return "-".join(part for part in (self.kernel.id, self.dtype, self.family) if part)
+
+
+@dataclass(slots=False, kw_only=True)
+class Session:
+    """The kernels of a session, and what was asked of each.
+
+    Attributes:
+        options: What the command line asks for.
+        compiling: The clock of what is compiled.
+        untaken: Kernel → dtype that it takes not at all → why: no test is made of it.
+        lost_by: The test that took the GPU from this process; empty where none did.
+    """
+
+    options: Options
+    untaken: dict[str, dict[str, str]] = field(default_factory=dict)
+    lost_by: str = ""
+    compiling: Compiling = field(default_factory=Compiling)
+    _supports: dict[str, KernelSupport] = field(default_factory=dict)
+    _takes_dtype: dict[tuple[str, str], bool] = field(default_factory=dict)
+
+    @cached_property
+    def device(self) -> str:
+        """Return ``cpu`` or ``cuda``; this process is made ready for it, before any kernel loads.
+
+        Raises:
+            pytest.UsageError: for a device that is not here.
+        """
+        if self.options.device != "cpu":
+            choose_gpu()
+        try:
+            if self.options.device:
+                require_device(self.options.device)
+        except UsageError as error:
+            raise pytest.UsageError(f"--device: {error}") from None
+        device = self.options.device or default_device()
+        prepare(device)
+        return device
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return those asked for; by default the built-in ones that can run on the device.
+
+        Raises:
+            pytest.UsageError: for one that was asked for and cannot be loaded, or not run here.
+        """
+        if self.options.kernels:
+            return tuple(_load_kernel(name, self.device) for name in self.options.kernels)
+        return tuple(
+            Kernel(name=name, subject=subject)
+            for name in named_kernels.builtin_names()
+            if not InProcess().absence(subject := named_kernels.subject_named(name), self.device)
+        )
+
+    @cached_property
+    def configured_kernels(self) -> tuple[Kernel, ...]:
+        """Return those of ``[tool.attncheck.kernels]`` of the working directory's project.
+
+        Raises:
+            pytest.UsageError: for a table that cannot be read, a kernel that cannot be loaded or
+                run.
+        """
+        try:
+            names = read_configuration().kernels
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        return tuple(_load_kernel(name, self.device) for name in names)
+
+    def plain_params(self) -> list[Param]:
+        """Return one for each kernel: the tests of somebody's own file.
+
+        Those that were asked for; else those that the project names; else the built-in ones.
+        """
+        own = () if self.options.kernels else self.configured_kernels
+        return [Param(kernel=kernel) for kernel in own or self.kernels]
+
+    def params(self, spec: PropertySpec) -> list[Param]:
+        """Return the tests that a property becomes, in order."""
+        wanted = [name for name, dtype in DTYPES.items() if dtype.measured]
+        for only in (spec.dtypes, self.options.dtypes):
+            wanted = [name for name in wanted if not only or name in only]
+        params = []
+        for kernel in self.kernels:
+            if not is_askable(kernel.subject, spec.questions):
+                continue
+            for dtype in wanted:
+                if not self._takes(kernel, dtype):
+                    continue
+                for family in spec.families:
+                    refused = self._support(kernel).refusal(family, dtype, spec.kind)
+                    if refused != NOT_APPLICABLE:
+                        params.append(
+                            Param(kernel=kernel, dtype=dtype, family=family, refused=refused)
+                        )
+        return params
+
+    def under_test(self, param: Param) -> UnderTest:
+        """Return what a test gets as ``kernel``."""
+        self.compiling.listen()
+        return UnderTest(
+            param.kernel.name,
+            param.kernel.subject,
+            self.device,
+            dtype=param.dtype,
+            family=param.family,
+            tier=self.options.tier,
+            compiling=self.compiling,
+        )
+
+    def skip_without_gpu(self) -> None:
+        """Skip a test of a process that has no GPU any more: it is not to blame."""
+        if self.lost_by:
+            pytest.skip(f"this process lost its GPU in {self.lost_by}: run again without that")
+
+    def _support(self, kernel: Kernel) -> KernelSupport:
+        if kernel.name not in self._supports:
+            self._supports[kernel.name] = KernelSupport(kernel.subject, self.device)
+        return self._supports[kernel.name]
+
+    def _takes(self, kernel: Kernel, dtype: str) -> bool:
+        """Return whether the kernel takes some problem of a dtype; if not, the reason is kept."""
+        key = (kernel.name, dtype)
+        if key not in self._takes_dtype:  # every property asks
+            reasons = self._support(kernel).refusals(dtype, _KINDS)
+            self._takes_dtype[key] = reasons is None
+            if reasons is not None and self.options.kernels and self.options.dtypes:
+                reasons = reasons or [NOT_APPLICABLE]  # somebody asked for exactly this
+            if reasons:
+                self.untaken.setdefault(kernel.name, {})[dtype] = reasons[0]
+        return self._takes_dtype[key]
+
+
+def _load_kernel(name: str, device: str) -> Kernel:
+    try:
+        subject = load_subject(name)
+    except UsageError as error:
+        raise pytest.UsageError(f"--kernel: {error}") from None
+    reason = InProcess().absence(subject, device)
+    if reason:
+        raise pytest.UsageError(f"--kernel: {name} cannot run on {device}: {reason}.")
+    return Kernel(name=name, subject=subject)
+
+
+def parametrize_kernels(metafunc: pytest.Metafunc, session: Session) -> None:
+    """Parametrise ``kernel``: one for each part of a property, or for each kernel."""
+    marker = metafunc.definition.get_closest_marker(MARK)
+    if marker is None:
+        params = [pytest.param(each, id=each.id) for each in session.plain_params()]
+        metafunc.parametrize("kernel", params, indirect=True, scope="session")
+        return
+    params = [
+        pytest.param(
+            each,
+            id=each.id,
+            marks=[pytest.mark.skip(reason=each.refused)] if each.refused else [],
+        )
+        for each in session.params(marker.args[0])
+    ]
+    # By module, so that a file's tests stay together and in order.
+    metafunc.parametrize(
+        "kernel", params or [pytest.param(None, id=NO_KERNEL)], indirect=True, scope="module"
+    )
+
+
+def parametrize_problems(metafunc: pytest.Metafunc, dtypes: Sequence[str]) -> None:
+    """Parametrise ``problem``: the problems of ``attncheck check``, by their names."""
+    params = [
+        pytest.param(each.case.problem, id=each.name if len(dtypes) < 2 else f"{dtype}-{each.name}")
+        for dtype in dtypes or ("bf16",)
+        for each in check_cases(dtype)
+        if each.case.question == "compare"
+    ]
+    metafunc.parametrize("problem", params, indirect=True, scope="session")

@@ -1,0 +1,91 @@
+"""Our kernels compiled for Hopper, without one: they fit, hardly spill, and keep their order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
+SHARED_MEMORY = 232448  # bytes a block may use on Hopper
+MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/triton_flash.py)
+
+
+@pytest.fixture
+def compile_kernels(tmp_path):
+    """``compile_kernels(script, *arguments)``: what it prints, in a process that compiles."""
+
+    def run(script, *arguments):
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        done = subprocess.run(
+            [sys.executable, Path(__file__).parent / script, *arguments],
+            env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+BACKWARDS = ("flash2-dq", "flash2-dkdv", "varlen-dq", "varlen-dkdv")
+
+
+def test_backwards_fit_and_hardly_spill(compile_kernels):
+    sizes = ("--dtype", "bf16", "--head-dim", "64", "256", "--kind", "causal", "atomic")
+    lines = compile_kernels(SPILLS, "--kernel", *BACKWARDS, *sizes)[2:]
+    assert len(lines) == 10
+    for line in map(str.split, lines):
+        *_, spilled, shared, products, _, _ = line
+        assert int(shared) <= SHARED_MEMORY
+        # Tiles are not chosen for atomic sums.
+        assert int(spilled) <= MOST_SPILLED or line[3] == "atomic", line
+        assert int(products) > 0  # of 16-bit operands by tensor cores
+
+
+def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
+    """A table is loaded for the score, the slope and the place of each number."""
+    sizes = ("--dtype", "bf16", "--head-dim", "256", "--kind", "dalibi", "dbias")
+    lines = compile_kernels(SPILLS, "--kernel", "flash2-dq", *sizes)[2:]
+    assert [line.split()[3] for line in lines] == ["dalibi", "dbias"]
+    assert all(int(line.split()[-4]) <= SHARED_MEMORY for line in lines)
+    assert all(int(line.split()[-3]) > 0 for line in lines)  # products of 16-bit operands
+
+
+def test_softmax_loads_wide_and_does_not_spill(compile_kernels):
+    assert compile_kernels("compile_softmax.py") == ["compiled"]
+
+
+def test_decoding_hardly_spills(compile_kernels):
+    compile_kernels("compile_decode.py")
+
+
+def test_both_launches_add_a_row_up_in_one_order(compile_kernels):
+    """Or hidden values that are not finite move bits of rows that do not see them."""
+    tiles = ("tf32:128", "bf16:256", "tf32:128:64,32,8")
+    lines = compile_kernels("compile_careful.py", *tiles)
+    # The last has two warps a row, as it had when an H200 showed it.
+    assert [line.split()[:2] for line in lines] == [
+        [tile, verdict] for tile, verdict in zip(tiles, ("same", "same", "apart"), strict=True)
+    ]
+
+
+def test_a_score_mod_and_its_slope_are_two_functions(compile_kernels):
+    """Triton tells callees apart by name and types alone, which the interpreter does not show.
+
+    Of one name the slope of a temperature would divide as the temperature does: the mod divides,
+    and its slope is a number.
+    """
+    assert compile_kernels("compile_names.py") == ["1"]
+
+
+@pytest.mark.parametrize(("how", "kernels"), [((), 1), (("specialised",), 5)], ids=str)
+def test_the_layout_of_a_gradient_moves_no_bit_of_delta(how, kernels, compile_kernels):
+    """As it did on an H200: how wide loads may be decides in which order a row is added up."""
+    lines = compile_kernels("specialise_deltas.py", *how)
+    assert len(lines) == 5
+    assert len(set(lines)) == kernels

@@ -1,0 +1,404 @@
+"""A plausible report of every kind but measurements and gates, made by hand."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from attncheck.core.judgement import Place
+from attncheck.records.fault_scores import (
+    ControlScore,
+    Detection,
+    FaultReport,
+    FaultScore,
+    FaultSensitivity,
+    OwnTestsReport,
+    OwnTestsScore,
+    PeerVerdict,
+    SensitivityReport,
+    SmallestFault,
+    Total,
+    WrongAnswer,
+)
+from attncheck.records.record import Environment, Explanation
+from attncheck.records.run_reports import (
+    BaselineComparison,
+    Change,
+    PropertyOutcome,
+    PropertyReport,
+    Tally,
+)
+from attncheck.records.survey_reports import (
+    Agreement,
+    BlockRecord,
+    BlockReport,
+    Certificate,
+    CertificateReport,
+    Distance,
+    DtypeFingerprint,
+    FingerprintReport,
+    ModAnswer,
+    ModRecord,
+    ModReport,
+    OracleRecord,
+    OracleReport,
+    ProvenError,
+    Reading,
+    Rows,
+)
+
+HERE = Environment(
+    device="cpu", machine="x86_64", python="3.11.9", torch="2.13", numpy="2", attncheck="1"
+)
+AT = Place(batch=0, head=1, query=2, dim=3)
+PROBLEM = {
+    "mask": {"name": "full"},
+    "score": {"name": "none"},
+    "scale": 0.5,
+    "distribution": "normal",
+    "batch": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "query": 24,
+    "kv": 16,
+    "head_dim": 8,
+    "value_dim": 4,
+    "dtype": "bf16",
+    "seed": 3,
+}
+
+
+# Oracles
+
+
+def oracle(name="safe", distribution="normal", variant="full", **changes):
+    softmax = {"operation": "softmax"} if variant == "softmax" else {}
+    fields = {
+        "case_id": f"{variant} {distribution}",
+        "case": {"problem": PROBLEM | softmax},
+        "variant": variant,
+        "distribution": distribution,
+        "oracle": name,
+        "out": Distance(units=1.2345, at=AT, compared=192),
+        "lse": Distance(units=0.0, at=Place(batch=0, head=0, query=0), compared=48),
+        "rows": Rows(total=48),
+    }
+    return OracleRecord(**(fields | changes))
+
+
+def naive(distribution="large_logits", **rows):
+    count = sum(rows.values())
+    return oracle(
+        "naive",
+        distribution,
+        out=Distance(units=7.0, at=AT, compared=192 - 4 * count, nonfinite=4 * count),
+        lse=Distance(units=3.0, at=AT, compared=48 - count, nonfinite=count),
+        rows=Rows(total=48, nonfinite=count, **rows),
+    )
+
+
+def oracles(*records, log10=-51.3, **apart):
+    agreements = {
+        r.case_id: Agreement(
+            case_id=r.case_id,
+            variant=r.variant,
+            distribution=r.distribution,
+            oracles=("naive", "online"),
+            log10=log10,
+            **apart,
+        )
+        for r in records
+    }
+    return OracleReport(
+        command="attncheck oracles --digits 50",
+        environment=HERE,
+        mpmath="1.3.0",
+        backend="python",
+        digits=50,
+        must_agree=40,
+        reference="safe",
+        may_overflow=("naive",),
+        oracles={"naive": "n", "safe": "s"},
+        records=records,
+        agreements=tuple(agreements.values()),
+    )
+
+
+# Certificates
+
+
+def proven(**changes):
+    fields = {"share": 1.25e-10, "error": 2.5e-16, "allowance": 2e-6, "at": AT}
+    return ProvenError(**(fields | {"a_priori": 0.0625, "elements": 192} | changes))
+
+
+def certificate(name="truth", distribution="normal", **changes):
+    a_priori = {} if name == "truth" else {"a_priori": None}
+    fields = {
+        "case_id": distribution,
+        "case": {"problem": PROBLEM | {"dtype": "fp32"}},
+        "variant": "full",
+        "distribution": distribution,
+        "oracle": name,
+        "out": proven(**a_priori),
+        "lse": proven(**a_priori),
+        "rows": 48,
+        "proven_rows": 48,
+    }
+    return Certificate(**(fields | changes))
+
+
+def certificates(*records):
+    return CertificateReport(
+        command="attncheck oracles --certify",
+        environment=HERE,
+        flint="0.9.0",
+        bits=128,
+        limit=0.01,
+        arithmetics={"fp32": "products of fp32"},
+        oracles={"truth": "t", "naive": "n"},
+        records=records,
+    )
+
+
+NOTHING = proven(share=None, error=None, allowance=None, at=None, elements=0, unproven=192)
+
+# Mods
+
+EQUAL = ModAnswer(status="equal")
+ABSENT = ModAnswer(status="unsupported", detail="torch.compile is broken here")
+LONG = " + ".join(["score"] * 40)
+
+
+def mod(name="causal", kind="mask", expression="q_idx >= kv_idx", **answers):
+    answers = {"mpmath": EQUAL, "flex": EQUAL} | answers
+    return ModRecord(name=name, kind=kind, line=3, expression=expression, answers=answers)
+
+
+def mods(*records, backends=("mpmath", "flex")):
+    return ModReport(
+        command="attncheck mods mine.py",
+        environment=HERE,
+        mpmath="1.3.0",
+        file="mine.py",
+        shape="B1 H2 Q8 K8 D4",
+        backends=dict.fromkeys(backends, "what it is"),
+        records=records,
+    )
+
+
+DIFFERENT = ModAnswer(status="different", detail="at b=0 h=1: True, but should be False")
+
+# Planted faults
+
+FIRST = WrongAnswer(
+    stage="probes",
+    question="ones",
+    status="fail",
+    rule="structure",
+    reason="row 4 | is wrong",
+    problem="bf16 full B1 H2 Q77 K93 D64",
+    case={"question": "ones"},
+)
+OTHER = Explanation(model="other", sentence="a", share=0.9, explains_all=False)
+CAUGHT = FaultScore(
+    fault="missing-alpha",
+    category="online softmax",
+    host="ideal",
+    outcome="caught",
+    problems=23,
+    seconds=6.64,
+    caught=Detection(first=FIRST, shrunk=replace(FIRST, problem="bf16 full B1 H1 Q1 K65 D16")),
+    peers=(
+        PeerVerdict(rule="allclose(1e-2)", problems=9, caught=True),
+        PeerVerdict(rule="2×", problems=22, alarms=3),
+    ),
+    diagnosis=(OTHER, replace(OTHER, model="alpha")),
+    rank=2,
+)
+MISSED = FaultScore(
+    fault="window-left",
+    category="sliding window",
+    summary="the window is one wider",
+    host="ideal",
+    outcome="missed",
+    problems=250,
+    seconds=31.0,
+)
+BROKEN = replace(MISSED, fault="gone", outcome="harness", reason="NameError: x")
+SAME = replace(MISSED, fault="same", outcome="equivalent", reason="the bits are the same")
+NOWHERE = replace(MISSED, fault="race", host="", outcome="unplanted", reason="no threads")
+CLEAN = ControlScore(control="split", host="ideal", outcome="clean", problems=250, seconds=30.0)
+FLAGGED = replace(CLEAN, control="lazy", outcome="flagged", flagged=(FIRST,))
+TOTALS = (
+    Total(host="ideal", caught=1, missed=1, unscored=2, seconds=6.64, problems=23.0),
+    Total(host="ideal", category="online softmax", caught=1, peers={"2×": 1}),
+)
+
+
+def faults(*scores, controls=(), **fields):
+    about = {"command": "attncheck faults", "tier": "smoke", "device": "cpu"}
+    return FaultReport(scores=scores, controls=controls, **(about | fields))
+
+
+def own_tests(*statuses, **changes):
+    scores = tuple(
+        OwnTestsScore(
+            fault=f"f{number}",
+            category="gqa",
+            host="ideal",
+            status=status,
+            reason="why" if status == "not scored" else "",
+            tests=("test_a.py::test_b",) if status == "caught" else (),
+        )
+        for number, status in enumerate(statuses)
+    )
+    about = {"command": "attncheck faults", "pytest": "tests", "replace": "a:b"}
+    return OwnTestsReport(scores=scores, **(about | changes))
+
+
+def sensitivity(size=2.0**-9):
+    rules = {
+        "attncheck": SmallestFault(size=size, below=2.0**-10, question="compare", asked=12),
+        "2×": SmallestFault(size=None, below=None),
+    }
+    seen = FaultSensitivity(
+        fault="scale",
+        summary="the scale is off",
+        unit="ε",
+        dtype="bf16",
+        tier="smoke",
+        device="cpu",
+        questions=40,
+        plain=31,
+        rules=rules,
+        seconds=3.0,
+    )
+    return SensitivityReport(command="attncheck faults --sensitivity", seen=(seen,))
+
+
+# Properties
+
+
+def outcome(kernel="ideal", kind="passed", reason="", **problems):
+    return PropertyOutcome(
+        file="test_causal.py",
+        test="test_first_row",
+        kernel=kernel,
+        dtype="bf16",
+        family="causal",
+        outcome=kind,
+        reason=reason,
+        tally=Tally(problems=problems, seconds=0.5, compiling=0.1),
+    )
+
+
+def properties(*outcomes, seconds=2.0, processes=1, **changes):
+    fields = {"command": "pytest properties", "environment": HERE, "tier": "smoke"}
+    return PropertyReport(
+        processes=processes,
+        seconds=seconds,
+        untaken={"sdpa-math": {"e4m3": "takes no fp8", "e5m2": "takes no fp8", "tf32": "no GPU"}},
+        outcomes=outcomes,
+        **(fields | changes),
+    )
+
+
+def change(standing, **changes):
+    fields = {"kernel": "mine.py::fwd", "case_id": "abcdefghij", "reason": ""}
+    return Change(standing=standing, **(fields | changes))
+
+
+def comparison(*changes, **fields):
+    about = {"command": "attncheck baseline diff gate.json", "baseline": "attncheck-baseline.json"}
+    return BaselineComparison(changes=changes, **(about | fields))
+
+
+MIXED = properties(
+    outcome(**{"pass": 3, "warn": 1}),
+    outcome("flex", "known", "0 · NaN", fail=1),
+    outcome("mine", "failed", "relation repeat: out moved", fail=1, unsupported=2),
+    outcome("mine", "skipped", "takes no mask"),
+    processes=4,
+)
+
+SAMPLES = {
+    "oracles": oracles(
+        oracle("naive"),
+        oracle(),
+        naive(overflowed=37),
+        oracle(distribution="large_logits"),
+        oracle("naive", variant="softmax"),
+        oracle(variant="softmax"),
+    ),
+    "certificates": certificates(
+        certificate(),
+        certificate("naive"),
+        certificate(distribution="sink"),
+        certificate("naive", "sink", out=NOTHING),
+    ),
+    "mods": mods(mod(), mod("odd", flex=DIFFERENT), mod("long", "score mod", LONG, flex=ABSENT)),
+    "blocks": BlockReport(
+        command="attncheck blocks causal",
+        attncheck="1",
+        mask={"name": "causal"},
+        name="causal",
+        batch=1,
+        heads=1,
+        query=8,
+        kv=8,
+        records=(
+            BlockRecord(
+                block_query=4,
+                block_kv=4,
+                total=4,
+                empty=1,
+                partial=2,
+                full=1,
+                sparsity=0.25,
+                speedup=4 / 3,
+                map=("10", "21"),
+            ),
+        ),
+    ),
+    "fingerprint": FingerprintReport(
+        command="attncheck fingerprint mine",
+        kernel="mine",
+        device="cpu",
+        environment=HERE,
+        records=(
+            DtypeFingerprint(
+                dtype="bf16",
+                calls=12,
+                arithmetic="P in bf16",
+                readings=(
+                    Reading(field="P", standing="agrees", read="bf16", declared="bf16"),
+                    Reading(field="tile", standing="not seen", reason="too few keys"),
+                ),
+            ),
+            DtypeFingerprint(
+                dtype="e4m3",
+                calls=0,
+                readings=(Reading(field="P", standing="not seen", reason="takes no fp8"),),
+            ),
+        ),
+    ),
+    "faults": faults(
+        *(CAUGHT, MISSED, BROKEN, SAME, NOWHERE),
+        controls=(CLEAN, FLAGGED),
+        totals=TOTALS,
+        unfinished=3,
+        unfinished_because="interrupted",
+    ),
+    "own-tests": own_tests("caught", "missed", "not shown", "not reached", "not scored"),
+    "sensitivity": sensitivity(),
+    "properties": MIXED,
+    "baseline": comparison(
+        change("worse", before=1e-3, after=1.5e-3, reason="out's error is 1.5 × what it was"),
+        change("better", before=2e-3, after=1e-3),
+        change("gone", before=2e-3),
+        change("new", after=0.0),
+        change("within rounding", before=1e-3, after=1.01e-3, reason="out 1.01 ×"),
+        *(change("identical", before=0.0, after=0.0) for _ in range(3)),
+        problems={"abcdefghij": "bf16 causal B1 H2 Q128 K128 D64"},
+    ),
+}

@@ -1,0 +1,339 @@
+"""Pages of surveys and scores: each kind in every format, and what each must not hide."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.source_files import import_file
+from attncheck.records.json_reports import load_report
+from attncheck.records.run_reports import join_property_reports
+from attncheck.records.survey_reports import Distance, ModAnswer, Rows
+from attncheck.reporting.exit_codes import exit_code
+from attncheck.reporting.rendering import FORMATS, render, show
+from attncheck.reporting.score_documents import tally
+
+made: Any = import_file(Path(__file__).parent / "samples.py", "samples")
+SAMPLES = made.SAMPLES
+EVIL = "</script>\x1b[31m|=cmd()\u202e\nnext \ud800"
+
+
+def hostile(report):
+    data = msgspec.to_builtins(report)
+    data["command"] = EVIL
+    for name in ("detail", "reason", "summary"):
+        data = _with_field(data, name)
+    return msgspec.convert(data, type(report))
+
+
+def _with_field(value, name):
+    if isinstance(value, dict):
+        return {
+            key: f"{one} {EVIL}" if key == name and one else _with_field(one, name)
+            for key, one in value.items()
+        }
+    return [_with_field(one, name) for one in value] if isinstance(value, list) else value
+
+
+def line(report, start, fmt="table"):
+    """The words of the one line that begins with ``start``."""
+    (found,) = [each for each in render(report, fmt).splitlines() if each.split()[:1] == [start]]
+    return " ".join(found.split())
+
+
+# Of every kind
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_it_looks_as_it_did(kind, matches_snapshot):
+    matches_snapshot(f"{kind}.txt", render(SAMPLES[kind], "table"))
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("fmt", ["md", "csv", "html"])
+def test_every_format_says_every_row(kind, fmt):
+    page = render(SAMPLES[kind], fmt)
+    for section in {"oracles": "large", "mods": "odd", "faults": "window-left"}.get(kind, ""):
+        assert section in page
+    assert page.endswith("\n")
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_json_comes_back_and_another_schema_does_not(kind):
+    report = SAMPLES[kind]
+    text = render(report, "json")
+    assert load_report(text, type(report)) == report
+    for change in ({"schema": 99}, {"schema": True}, {"more": 1}):
+        with pytest.raises(UsageError) as caught:
+            load_report(json.dumps(json.loads(text) | change), type(report))
+        assert "\n" not in str(caught.value)
+    for broken in ("", "[]", "{", '{"schema": 1}'):
+        with pytest.raises(UsageError):
+            load_report(broken, type(report))
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("fmt", ["table", "md", "csv", "html"])
+def test_foreign_text_is_inert(kind, fmt):
+    page = render(hostile(SAMPLES[kind]), fmt)
+    assert not set(page) & {"\x1b", "\u202e", "\ud800"}
+    assert "cmd()\nnext" not in page
+    if fmt in {"md", "html"}:
+        assert page.count("</script>") == (fmt == "html") + page.count("`</script>")
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("width", [80, 140])
+def test_no_line_is_wider_than_the_terminal(kind, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    show(SAMPLES[kind], stream=stream)
+    assert max(map(len, stream.getvalue().splitlines())) <= max(width, 100)
+
+
+@pytest.mark.parametrize("kind", ["oracles", "faults"])
+def test_another_format_is_refused(kind):
+    with pytest.raises(UnknownName, match=f"choose from {', '.join(sorted(FORMATS))}"):
+        render(SAMPLES[kind], "pdf")
+
+
+# Oracles and certificates
+
+
+@pytest.mark.parametrize(
+    ("rows", "cell", "remark"),
+    [
+        ({"overflowed": 48}, "overflow", "naive overflows in 48 of 48 rows"),
+        ({"vanished": 5}, "0/0", "naive is 0/0 in 5 of 48 rows"),
+        (
+            {"overflowed": 1, "vanished": 2},
+            "overflow",
+            "naive overflows in 1 of 48 rows, is 0/0 in 2 of 48 rows",
+        ),
+    ],
+)
+def test_what_is_not_finite_is_said(rows, cell, remark):
+    report = made.oracles(made.naive(**rows), made.oracle(distribution="large_logits"))
+    for fmt in ("table", "md"):
+        text = render(report, fmt)
+        assert cell in text
+        assert remark in text
+        assert "nan" not in text.lower().replace("nan or infinite", "")
+
+
+def test_nan_of_no_known_cause_and_wrong_dead_rows_are_said():
+    nothing = Distance(units=None, at=None, compared=0, nonfinite=160)
+    broken = made.oracle("online", out=nothing, rows=Rows(total=40, nonfinite=2, dead_wrong=8))
+    text = render(made.oracles(broken), "table")
+    assert "not finite" in text
+    assert "online is not finite in 2 of 40 rows, is wrong in 8 rows that see no key\n" in text
+    assert exit_code(made.oracles(broken)) == 1
+
+
+@pytest.mark.parametrize(
+    ("apart", "cell", "remark"),
+    [
+        ({"log10": None}, "0", ""),
+        (
+            {"log10": -39.9, "furthest": "online"},
+            "1e-39",
+            "in 50 digits online and safe agree to fewer than 40",
+        ),
+        (
+            {"log10": -51.3, "infinite": 3, "furthest": "online"},
+            "infinite",
+            "in 50 digits 3 numbers are infinitely far from safe's: online's among them",
+        ),
+        (
+            {"log10": None, "infinite": 1, "furthest": "naive"},
+            "infinite",
+            "in 50 digits 1 number is infinitely far from safe's: naive's",
+        ),
+    ],
+)
+def test_recurrences_that_disagree_are_named(apart, cell, remark):
+    report = made.oracles(made.oracle(), **apart)
+    lines = render(report, "table").splitlines()
+    assert lines[5].split() == ["normal", "1.23", cell]
+    assert lines[6] == (f"    └ {remark}" if remark else "")
+    assert exit_code(report) == bool(remark)
+
+
+@pytest.mark.parametrize(
+    ("units", "shown"),
+    [(0.0, "0"), (1e-30, "<0.01"), (0.5, "0.50"), (135.0, "135.00"), (2.0**54, "1.80e+16")],
+)
+def test_units_have_two_decimals(units, shown):
+    distance = Distance(units=units, at=made.AT, compared=192)
+    report = made.oracles(made.oracle(out=distance))
+    rows = [each.split() for each in render(report, "table").splitlines()]
+    assert ["normal", shown, "1e-51"] in rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "code"),
+    [
+        ({"out": {"share": 0.0123}}, "more than 1 % of the allowance: a verdict here is", 1),
+        ({"out": {"a_priori": 1.5}}, "more than is assumed of it: that bound is in doubt", 1),
+        ({"lse": {"unproven": 4}}, "truth: nothing is proven of 4 of 196 numbers", 1),
+        ({"lse": {"unbounded": 8}}, "8 of 200 numbers have no allowance", 0),
+        ({"proven_rows": 32}, "32 of 48 rows were examined", 0),
+    ],
+)
+def test_what_proofs_alone_would_hide_is_said(changes, says, code):
+    fields = {
+        name: made.proven(**value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    report = made.certificates(made.certificate(**fields))
+    for fmt in ("table", "md"):
+        assert says in " ".join(render(report, fmt).split())
+    assert exit_code(report) == code
+    assert exit_code(SAMPLES["certificates"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["oracles", "certificates"])
+def test_a_record_without_a_problem_is_refused(kind):
+    data = json.loads(render(SAMPLES[kind], "json"))
+    data["records"][0]["case"] = {}
+    with pytest.raises(UsageError, match="holds no problem"):
+        load_report(json.dumps(data), type(SAMPLES[kind]))
+
+
+# Mods
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize("others", [(), ("sdpa-math", "mine", "triton-flash3", "triton-flash4")])
+def test_every_backend_has_its_column_in_a_table_that_fits(monkeypatch, width, others):
+    names = ["ideal", "triton-flash1", "triton-flash2", "flex", *others]
+    answers = dict.fromkeys(names, made.EQUAL)
+    rows = [
+        made.mod(**answers),
+        made.mod("odd", **answers | {names[-1]: made.DIFFERENT}),
+        made.mod("long", "score mod", made.LONG, **answers | {names[0]: made.ABSENT}),
+    ]
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    show(made.mods(*rows, backends=("mpmath", *names)), stream=stream)
+    lines = stream.getvalue().splitlines()
+    headings = [each.split() for each in lines if each.startswith("  mod  ")]
+    assert [name for heading in headings for name in heading[3:]] == ["mpmath", *names]
+    assert len(headings) == 1 or others or width == 80
+    assert sum("└" in each for each in lines) == 1  # of a table in parts too
+
+
+def test_an_absence_for_all_mods_is_said_once():
+    report = made.mods(made.mod(flex=made.ABSENT), made.mod("other", flex=made.ABSENT))
+    assert "— flex: torch.compile is broken here\n" in render(report, "table")
+    assert exit_code(report) == 0
+
+
+@pytest.mark.parametrize("status", ["different", "unknown", "error"])
+def test_a_backend_that_is_not_equal_fails(status):
+    report = made.mods(made.mod(flex=ModAnswer(status=status, detail="here")))
+    assert exit_code(report) == 1
+    assert "└ flex: here" in render(report, "table")
+
+
+# Planted faults
+
+
+def test_one_line_says_all_of_a_fault():
+    said = line(made.faults(made.CAUGHT), "missing-alpha")
+    assert said.startswith("missing-alpha online softmax caught probes ones bf16 full B1 H1 Q1")
+    assert said.endswith("23 6.6 9 0/19 2")
+
+
+@pytest.mark.parametrize(
+    ("scores", "controls", "fields", "code"),
+    [
+        ((made.CAUGHT,), (), {}, 0),
+        ((made.CAUGHT, made.SAME, made.NOWHERE), (made.CLEAN,), {}, 0),
+        ((made.CAUGHT, made.MISSED), (), {}, 1),
+        ((made.CAUGHT,), (made.FLAGGED,), {}, 1),
+        ((made.CAUGHT, made.BROKEN), (), {}, 3),
+        ((made.CAUGHT,), (), {"unfinished": 1}, 3),
+        ((made.SAME, made.NOWHERE), (), {}, 5),
+        ((), (), {}, 5),
+    ],
+)
+def test_the_exit_code_of_planted_faults(scores, controls, fields, code):
+    assert exit_code(made.faults(*scores, controls=controls, **fields)) == code
+
+
+@pytest.mark.parametrize(
+    ("report", "code"),
+    [
+        (made.own_tests("caught", "not shown"), 0),
+        (made.own_tests("caught", "missed"), 1),
+        (made.own_tests("missed", unfinished=1), 1),
+        (made.own_tests("caught", "not scored"), 3),
+        (made.own_tests("caught", unfinished=2, unfinished_because="interrupted"), 3),
+        (made.own_tests("not shown", "not reached"), 5),
+        (made.sensitivity(), 0),
+        (made.sensitivity(size=None), 1),
+        (SAMPLES["fingerprint"], 0),
+    ],
+)
+def test_the_exit_codes_of_other_scores(report, code):
+    assert exit_code(report) == code
+
+
+def test_what_has_no_score_yet_is_said():
+    report = made.own_tests("caught", unfinished=2, unfinished_because="interrupted")
+    assert "2 have no score: interrupted." in render(report, "table")
+
+
+# Properties
+
+
+def test_several_runs_are_one_in_which_the_last_outcome_counts():
+    again = made.properties(
+        made.outcome("mine", **{"pass": 4}),
+        processes=9,
+        seconds=1000.0,
+        command="pytest properties -k mine",
+    )
+    joined = join_property_reports([made.MIXED, again])
+    outcomes = {one.kernel: one.outcome for one in joined.outcomes}
+    assert outcomes == {"ideal": "passed", "flex": "known", "mine": "passed"}
+    assert joined.command == "pytest properties && pytest properties -k mine"
+    assert (joined.processes, joined.seconds) == (9, 1002.0)
+    for others in ([made.MIXED, replace(again, tier="pr")], []):
+        with pytest.raises(ValueError, match="of one tier in one environment"):
+            join_property_reports(others)
+
+
+def test_a_refusal_is_no_problem_that_was_answered():
+    rows = [each.split() for each in render(made.MIXED, "table").splitlines()]
+    kernels = {row[0]: row[1:] for row in rows if len(row) == 12}  # 500 ms are two words
+    assert kernels["ideal"][:3] == ["1", "4", "1"]
+    assert kernels["mine"][:2] == ["2", "1"]
+
+
+def test_nothing_asked_divides_by_nothing():
+    assert "0 problems in 0 s\n" in render(made.properties(seconds=0.0), "table")
+
+
+# The baseline
+
+
+def test_many_of_what_asks_for_nothing_are_cut_with_a_count():
+    many = render(made.comparison(*[made.change("new", after=1e-3)] * 60), "table")
+    assert "new (the first 50 of 60)" in many
+    assert many.count("mine.py::fwd") == 50
+    worse = render(made.comparison(*[made.change("worse")] * 60), "table")
+    assert worse.count("mine.py::fwd") == 60
+
+
+def test_nothing_to_compare():
+    assert tally(()) == "nothing to compare"
+    assert "nothing to compare" in render(made.comparison(), "table")
