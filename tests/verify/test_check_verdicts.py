@@ -185,7 +185,7 @@ def test_a_declared_arithmetic_decides():
 
 
 def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypatch):
-    from attncheck.verify import evidence as room
+    from attncheck.verify import evidence_builder as room
 
     counts = {"allowance": 0}
     original = room.allowance
@@ -218,7 +218,7 @@ def test_a_refusal_that_comes_with_the_call_is_no_error():
 
 
 def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
-    from attncheck.verify import evidence as room
+    from attncheck.verify import evidence_builder as room
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
