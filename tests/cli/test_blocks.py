@@ -249,20 +249,3 @@ def test_an_interrupt_between_two_sizes_ends_it():
         survey_blocks(
             Spec.of("causal"), dimensions, [(4, 4)], mapped=False, command="", done=interrupted
         )
-
-
-def test_help_imports_nothing_heavy(tmp_path):
-    program = """
-import sys
-sys.argv = ["attncheck", "blocks", "--help"]
-from attncheck.cli import main
-try:
-    main()
-finally:
-    heavy = {"torch", "triton", "numpy", "rich", "mpmath"}
-    print(sorted(heavy & set(sys.modules)), file=sys.stderr)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr.strip()) == (0, "[]")

@@ -168,14 +168,3 @@ def test_bad_input_is_one_line_and_nothing_is_written(check, mine, arguments, sa
     assert says in lines[0]
     assert run.stdout == ""
     assert not (mine / "reports").exists()
-
-
-def test_help_needs_no_torch():
-    code = (
-        "import sys; from attncheck.cli import attncheck; "
-        "attncheck.main(['check', '--help'], standalone_mode=False); "
-        "assert 'torch' not in sys.modules"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "Exit code 1 when" in run.stdout

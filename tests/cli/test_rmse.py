@@ -121,27 +121,6 @@ main()
     assert sorted(r["status"] for r in records) == ["error", "pass", "pass", "pass"]
 
 
-def test_help_does_not_import_torch_or_triton(tmp_path):
-    program = """
-import sys
-sys.argv = ["attncheck", *sys.argv[1:]]
-from attncheck.cli import main
-try:
-    main()
-finally:
-    print(sorted({"torch", "triton", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
-"""
-    for arguments in (["--help"], ["rmse", "--help"], ["list", "--help"], ["--version"]):
-        run = subprocess.run(
-            [sys.executable, "-c", program, *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0
-        assert run.stderr.strip() == "[]"
-
-
 def test_the_help_lists_the_exit_codes_one_below_the_other(attncheck, tmp_path):
     run = fresh("--help", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")

@@ -270,11 +270,8 @@ def bounds(
         dq[heads, rows.query] = found.dq
         keys.add(found)
     exacts = exact.gradients
-    of_keys = keys.finished(exacts["dk"], exacts["dv"], exacts.get("dsink"))
-    all_of_them = {"dq": dq.view_as(exacts["dq"]), "dk": of_keys.dk, "dv": of_keys.dv}
-    if of_keys.dsink is not None:
-        all_of_them["dsink"] = of_keys.dsink
-    return all_of_them
+    of_keys, _ = keys.bounds({name: exacts[name] for name in exacts if name != "dq"})
+    return {"dq": dq.view_as(exacts["dq"])} | of_keys
 
 
 def shares(

@@ -13,7 +13,7 @@ from attncheck.capabilities.capability_table import read_table, render_table
 from attncheck.capabilities.declared import Declared
 from attncheck.conventions.convention import ConventionOptions
 from attncheck.conventions.declarations import adopted
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
@@ -229,11 +229,6 @@ def test_a_function_is_assumed_to_round_as_an_unfused_formula_does():
         assert arithmetic.sums_rounded_heads == (fmt is not None)
         alone = subject.arithmetic(small(dtype=dtype, backward=False), "cpu")
         assert alone.rounds_value_products is None
-
-
-def test_options_are_checked():
-    with pytest.raises(UnknownName, match="backward 'jvp' is not known"):
-        ConventionOptions(backward="jvp")
 
 
 @pytest.mark.parametrize("changes", [{}, {"dlse": True}], ids=str)

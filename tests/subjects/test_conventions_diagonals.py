@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from tests.subjects import plain_kernels as plain
 
 from attncheck.conventions.window_masks import Band, band_window, mask_band
 from attncheck.mods.library import build_mask
 from attncheck.mods.spec import Dimensions, Spec
 
-
-def module_of(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-PLAIN = module_of(Path(__file__).with_name("plain_kernels.py"))
 EDGES = [None, *range(-2, 3)]
 LENGTHS = [(q, k) for q in range(4) for k in range(4)]
 
@@ -41,7 +29,7 @@ def seen_by(edges, query, kv):
 @cache
 def seen_through(edges, query, kv, bottom_right):
     at = kv - query if bottom_right else 0
-    return PLAIN.banded(query, kv, *edges, at).flatten().tolist()
+    return plain.banded(query, kv, *edges, at).flatten().tolist()
 
 
 def is_it(edges, wanted, sequences, bottom_right):

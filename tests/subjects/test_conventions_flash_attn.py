@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.subjects import plain_kernels as plain
 
 from attncheck.capabilities.subject import Subject
 from attncheck.conventions.convention import ConventionOptions
@@ -20,16 +18,6 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.run_case import run_case
 
-
-def module_of(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-PLAIN = module_of(Path(__file__).with_name("plain_kernels.py"))
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 WINDOW, SOFTCAP, ALIBI = (
     Spec.of("sliding_window", window=7),
@@ -97,7 +85,7 @@ PACKED = [
     {"mask": both(SHIFTED, BOTTOM_RIGHT), "kv": 25, "query": 20},
     {"mask": both(UNSHIFTED, CAUSAL, WINDOW), "score": ALIBI},
 ]
-KERNELS = {"flash_attn": PLAIN.flash_attn_with, "varlen": PLAIN.varlen_with}
+KERNELS = {"flash_attn": plain.flash_attn_with, "varlen": plain.varlen_with}
 
 
 @pytest.mark.parametrize("options", [{}, {"returns_lse": True}], ids=label)
@@ -150,7 +138,7 @@ def test_each_fact_can_fail(convention, fault, changes, options):
     ids=label,
 )
 def test_an_option_makes_it_right(fault, options, changes):
-    subject = subject_of(PLAIN.flash_attn_with(fault), "flash_attn", **options)
+    subject = subject_of(plain.flash_attn_with(fault), "flash_attn", **options)
     record = record_of(subject, small(**changes))
     assert record.status == "pass", record.reason
     assert (record.lse is None) == (options.get("returns_lse") is False)
@@ -158,7 +146,7 @@ def test_an_option_makes_it_right(fault, options, changes):
 
 @pytest.mark.parametrize("fault", ["total_first", "padded_lse"])
 def test_other_axes_of_a_packed_lse_are_known(fault):
-    subject = subject_of(PLAIN.varlen_with(fault), "varlen", returns_lse=True)
+    subject = subject_of(plain.varlen_with(fault), "varlen", returns_lse=True)
     for mask in (DOCUMENTS, Spec.of("full")):
         assert record_of(subject, small(mask=mask)).status == "pass"
 
@@ -364,7 +352,7 @@ def test_rows_without_keys_may_have_either_infinite_lse():
     """flash-attn gives +∞ there, and −∞ where it splits the keys."""
     problem = small(mask=BOTTOM_RIGHT, query=31, kv=20)
     inputs = draw_inputs(problem)
-    outputs = subject_of(PLAIN.flash_attn_with(), "flash_attn").run(inputs)
+    outputs = subject_of(plain.flash_attn_with(), "flash_attn").run(inputs)
     assert (outputs.lse[:, :, :11] == -math.inf).all()
     assert outputs.lse[:, :, 11:].isfinite().all()
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tests.subjects import plain_kernels as plain
 from torch.nn.attention.flex_attention import flex_attention
 
 from attncheck.conventions.convention import ConventionOptions
@@ -17,16 +14,6 @@ from attncheck.mods.spec import Spec
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
-
-def module_of(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-PLAIN = module_of(Path(__file__).with_name("plain_kernels.py"))
 CAUSAL = Spec.of("causal")
 
 
@@ -47,11 +34,11 @@ def masked(fault=""):
     def kernel(q, k, v, mask_mod=None, score_mod=None, scale=None, *, enable_gqa, return_lse=False):
         assert enable_gqa or q.shape[1] == k.shape[1]
         shape = torch.zeros(*q.shape[:3], k.shape[2])
-        b, h, i, j = PLAIN.indices(shape)
+        b, h, i, j = plain.indices(shape)
         i, j = (j, i) if fault == "turned" else (i, j)
         seen = shape == 0 if mask_mod is None else mask_mod(b, h, i, j)
         score_mod = None if fault == "no_score" else score_mod
-        out, lse = PLAIN.attend(q, k, v, seen | torch.zeros_like(b, dtype=bool), scale, score_mod)
+        out, lse = plain.attend(q, k, v, seen | torch.zeros_like(b, dtype=bool), scale, score_mod)
         return (out, lse) if return_lse else out
 
     return kernel

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.subjects.plain_paged import with_kvcache
 
 from attncheck.capabilities.subject import Subject
 from attncheck.cases import check_cases
@@ -19,16 +17,6 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.verify.run_case import run_case
 
-
-def module_of(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-with_kvcache = module_of(Path(__file__).with_name("plain_paged.py")).with_kvcache
 PAGING = Paging(size=8, seed=1)
 BOTTOM_RIGHT, WINDOW = Spec.of("causal_bottom_right"), Spec.of("sliding_window", window=7)
 PADDING = Spec.of("padding", lengths=[30, 13])

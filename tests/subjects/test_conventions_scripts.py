@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.subjects import plain_kernels as plain
 
 from attncheck.conventions.call_tensors import attention_mask
 from attncheck.conventions.convention import ConventionOptions
@@ -17,16 +15,6 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
 
-
-def module_of(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-PLAIN = module_of(Path(__file__).with_name("plain_kernels.py"))
 CAUSAL = Spec.of("causal")
 SOFTCAP, ALIBI = Spec.of("softcap", cap=2), Spec.of("alibi")
 
@@ -35,27 +23,27 @@ def sdpa(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False)
     seen = attn_mask
     if seen is None:
         at = (-1, 0) if is_causal else (-1, -1)
-        seen = PLAIN.banded(q.shape[2], k.shape[2], *at, 0)
-    return PLAIN.attend(q, k, v, seen, scale)
+        seen = plain.banded(q.shape[2], k.shape[2], *at, 0)
+    return plain.attend(q, k, v, seen, scale)
 
 
 def flex(q, k, v, score_mod=None, block_mask=None, scale=None, *, enable_gqa):
-    b, h, i, j = PLAIN.indices(torch.zeros(*q.shape[:3], k.shape[2]))
+    b, h, i, j = plain.indices(torch.zeros(*q.shape[:3], k.shape[2]))
     seen = b >= 0 if block_mask is None else block_mask.mask_mod(b, h, i, j)
-    return PLAIN.attend(q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod)
+    return plain.attend(q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod)
 
 
 def flex_callable(q, k, v, score_mod=None, mask_mod=None, scale=None, *, enable_gqa):
-    b, h, i, j = PLAIN.indices(torch.zeros(*q.shape[:3], k.shape[2]))
+    b, h, i, j = plain.indices(torch.zeros(*q.shape[:3], k.shape[2]))
     seen = b >= 0 if mask_mod is None else mask_mod(b, h, i, j)
-    return PLAIN.attend(q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod)
+    return plain.attend(q, k, v, seen | torch.zeros_like(b, dtype=torch.bool), scale, score_mod)
 
 
 KERNELS = {
     "sdpa": sdpa,
-    "flash_attn": PLAIN.flash_attn_with(),
-    "varlen": PLAIN.varlen_with(),
-    "total_first": PLAIN.varlen_with("total_first"),
+    "flash_attn": plain.flash_attn_with(),
+    "varlen": plain.varlen_with(),
+    "total_first": plain.varlen_with("total_first"),
     "flex": flex,
     "flex_callable": flex_callable,
 }
@@ -117,7 +105,7 @@ def test_every_convention_has_scripts():
 
 @pytest.mark.parametrize("options", [{"lse": "base2"}, {"returns_lse": False}], ids=str)
 def test_options_are_in_the_script(options):
-    function = PLAIN.flash_attn_with("base2")
+    function = plain.flash_attn_with("base2")
     subject = adopted(function, "kernel", None, ConventionOptions(**options))
     inputs = draw_inputs(problem_of({"mask": Spec.of("causal_bottom_right"), "query": 31}))
     out, lse = called(subject.render(inputs.problem), function, inputs)

@@ -83,29 +83,25 @@ def test_scores_in_every_dtype(score, dtype, exact, subject):
     assert excess(draw_inputs(problem), exact, subject) <= 1
 
 
-@pytest.mark.parametrize(
-    "dims", [(1, 1), (3, 5), (17, 64), (64, 17), (80, 80), (256, 256)], ids=str
-)
-def test_any_head_dim(dims, exact, subject):
-    problem = small(head_dim=dims[0], value_dim=dims[1], kv=33, dtype="bf16")
-    assert excess(draw_inputs(problem), exact, subject) <= 1
+DIMS = [(1, 1), (3, 5), (17, 64), (64, 17), (80, 80), (256, 256)]
+LENGTHS = [(1, 1), (1, 65), (65, 1), (31, 32), (33, 33), (64, 129)]
+SHAPES = [{"head_dim": k, "value_dim": v, "kv": 33, "dtype": "bf16"} for k, v in DIMS]
+SHAPES += [{"query": q, "kv": k, "dtype": "fp16", "mask": MASKS["causal"]} for q, k in LENGTHS]
+SHAPES += [{"heads": q, "kv_heads": k} for q, k in ((1, 1), (3, 1), (6, 2), (4, 4))]
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1, 1), (1, 65), (65, 1), (31, 32), (33, 33), (64, 129)], ids=str
-)
-def test_any_lengths(lengths, exact, subject):
-    problem = small(query=lengths[0], kv=lengths[1], dtype="fp16", mask=MASKS["causal"])
-    assert excess(draw_inputs(problem), exact, subject) <= 1
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_any_shape(changes, exact, subject):
+    assert excess(draw_inputs(small(**changes)), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("tiles", [(64, 16), (16, 64)], ids=str)
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "causal and padding"])
+@pytest.mark.parametrize("mask", ["full", "causal and padding"])
 def test_tiles_that_are_not_square(mask, tiles, exact, subject, monkeypatch):
     """As on a GPU; the interpreter's own choice is square."""
     chosen = dict(zip(("block_query", "block_kv"), tiles, strict=True))
     monkeypatch.setattr(triton_flash, "_interpreted", lambda problem: chosen)
-    for query, kv in ((150, 150), (70, 150), (150, 70)):
+    for query, kv in ((70, 150), (150, 70)):
         problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
         assert dataclasses.asdict(subject.tiling(problem, "cpu")).items() >= chosen.items()
         assert excess(draw_inputs(problem), exact, subject) <= 1
@@ -147,17 +143,12 @@ def test_which_tiles_a_mask_lets_it_skip(mask):
     assert not launch_flash(small(mask=causal_or), "cuda").causal
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)], ids=str)
-def test_any_group(heads, exact, subject):
-    problem = small(heads=heads[0], kv_heads=heads[1], dtype="fp16")
-    assert excess(draw_inputs(problem), exact, subject) <= 1
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3", "e5m2"])
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    ("mask", "dtype"), [("full", "bf16"), ("causal", "fp16"), ("causal", "e4m3"), ("full", "e5m2")]
+)
 def test_as_good_as_the_ideal_kernel(mask, dtype, subject, lead):
     """At the same tiles and order, on 1,024 rows; with a score mod too."""
-    for score in ("none", "alibi", "softcap", "relative_bias"):
+    for score in ("none", "relative_bias"):
         problem = of_1024_rows(dtype=dtype, mask=MASKS[mask], score=SCORES[score])
         inputs = draw_inputs(problem)
         best = Ideal(subject.tiling(problem, "cpu")).run(inputs)
@@ -249,7 +240,7 @@ def largest_takes_all(subject, inputs, monkeypatch) -> bool:
 
 
 @pytest.mark.parametrize("right", [padded_rows_see_all, largest_takes_all])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
+@pytest.mark.parametrize("dtype", ["fp32", "e4m3"])
 @pytest.mark.parametrize("kernel", [Flash2, Flash1, Ideal])
 def test_the_largest_finite_scores(kernel, dtype, right, exact, planted, tmp_path, monkeypatch):
     """And what is right elsewhere but brings scores to log2 units first is wrong there."""
@@ -295,17 +286,6 @@ def test_a_score_of_minus_infinity_is_a_weight_of_0_and_hides_no_value(kernel, m
     assert not reached[..., :3].any()
 
 
-def test_any_strides(subject):
-    inputs = draw_inputs(small(dtype="bf16", mask=MASKS["causal"]))
-    turned = {n: getattr(inputs, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"}
-    gapped = {n: torch.stack([t, t * 2], -1)[..., 0] for n, t in turned.items()}
-    plain = subject.run(inputs)
-    for views in (turned, gapped):
-        outputs = subject.run(inputs.replace(**views))
-        assert torch.equal(outputs.out, plain.out)
-        assert torch.equal(outputs.lse, plain.lse)
-
-
 @pytest.mark.parametrize("poison", [[math.nan], [math.inf], [-math.inf], [math.inf, -math.inf]])
 @pytest.mark.parametrize("mask", ["causal", "document", "not causal", "bottom_right"])
 def test_a_visible_value_that_is_not_finite_reaches_its_rows_and_no_other(mask, poison, subject):
@@ -321,16 +301,6 @@ def test_a_visible_value_that_is_not_finite_reaches_its_rows_and_no_other(mask, 
     assert torch.equal(after.out.isnan(), truth.isnan())
     assert torch.equal(after.out[truth.isinf()].double(), truth[truth.isinf()])
     assert torch.equal(after.out[truth.isfinite()], before[truth.isfinite()])
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_mask_that_reads_no_row_hides_values_too(poison, subject):
-    inputs = draw_inputs(small(query=70, dtype="bf16", mask=MASKS["padding"]))
-    v = inputs.v.clone()
-    v[1, :, 33:], v[0] = poison, poison
-    before, after = subject.run(inputs), subject.run(inputs.replace(v=v))
-    assert torch.equal(before.out, after.out)
-    assert torch.equal(before.lse, after.lse)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -426,7 +396,15 @@ def test_planted_faults_are_noticed(kernel, fault, exact, planted, tmp_path, mon
     subject = {"flash2": Flash2, "flash1": Flash1}[kernel]()
     inputs, shown = asked_for(
         fault,
-        small(heads=6, kv_heads=3, query=70, kv=101, dtype="bf16", distribution="negative_logits"),
+        small(
+            batch=1,
+            heads=6,
+            kv_heads=3,
+            query=70,
+            kv=101,
+            dtype="bf16",
+            distribution="negative_logits",
+        ),
     )
     check = infinities if "infinit" in fault else exact(shown).excess
     assert check(subject.run(inputs)) <= 1
@@ -464,8 +442,8 @@ def test_reads_and_writes_its_own_tensors_only(missing, subject, monkeypatch):
 SHARED_MEMORY = 232448  # bytes a block may use on Hopper
 SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
 COMPILED = {
-    "flash2": (["bf16", "tf32", "e4m3"], "--head-dim 128 --kind document careful vt fastacc"),
-    "flash1": (["fp32", "e5m2"], "--head-dim 64 --kind document"),
+    "flash2": (["bf16", "e4m3"], "--head-dim 128 --kind careful fastacc"),
+    "flash1": (["e5m2"], "--head-dim 64 --kind document"),
 }
 
 

@@ -61,7 +61,7 @@ def rms(error: torch.Tensor) -> float:
     return error.double().square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("lengths", [(40, 40), (40, 101), (101, 40)], ids=str)
+@pytest.mark.parametrize("lengths", [(40, 101), (101, 40)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", MEASURED)
 def test_only_rounds(dtype, mask, lengths, exact):
@@ -152,15 +152,7 @@ def test_truncation_costs_more_than_rounding(exact):
     assert rms(truncated.out - true.out) > rms(nearest.out - true.out)
 
 
-@pytest.mark.parametrize("mask", ["padding", "window-0"])
-def test_rows_that_see_nothing_are_zero_and_minus_infinity(mask):
-    spec = MASKS.get(mask, Spec.of("sliding_window", window=0))
-    outputs = Ideal().run(draw_inputs(small(mask=spec)))
-    assert torch.equal(outputs.out[0], torch.zeros_like(outputs.out[0]))
-    assert torch.isneginf(outputs.lse[0]).all()
-
-
-@pytest.mark.parametrize("tiling", [None, *TILINGS.values()], ids=str)
+@pytest.mark.parametrize("tiling", [None, TILINGS["flash1"], TILINGS["reverse-lazy"]], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "filling"),
     # e4m3 has no infinity: torch makes it 448 or NaN.
@@ -185,28 +177,6 @@ def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
     reached[1, :2, 9:16, 3] = True  # the heads of key head 0, the rows of key 9's window
     assert torch.equal(out.isnan(), reached)
     assert torch.equal(out[~reached], Ideal().run(inputs).out[~reached])
-
-
-@pytest.mark.parametrize("dtype", MEASURED)
-def test_shared_key_heads_are_repeated_ones(dtype):
-    inputs = draw_inputs(small(kv=101, dtype=dtype))
-    k, v = (x.repeat_interleave(2, dim=1) for x in (inputs.k, inputs.v))
-    descale = descales(inputs, lambda scale: scale.repeat_interleave(2, dim=1))
-    four = inputs.problem.replace(kv_heads=4)
-    alone = inputs.replace(problem=four, k=k, v=v, descale=descale)
-    shared, repeated = Ideal().run(inputs), Ideal().run(alone)
-    assert torch.equal(shared.out, repeated.out)
-    assert torch.equal(shared.lse, repeated.lse)
-
-
-@pytest.mark.parametrize("dtype", MEASURED)
-def test_a_row_does_not_depend_on_its_neighbours(dtype):
-    inputs = draw_inputs(small(query=140, kv=33, dtype=dtype))
-    few = inputs.problem.replace(query=5, batch=1)
-    first = {"q": inputs.q[:1, :, :5], "k": inputs.k[:1], "v": inputs.v[:1]}
-    descale = descales(inputs, lambda scale: scale[:1])
-    some = inputs.replace(problem=few, **first, descale=descale)
-    assert torch.equal(Ideal().run(inputs).out[:1, :, :5], Ideal().run(some).out)
 
 
 def test_rows_may_be_computed_in_parts(monkeypatch):
@@ -236,17 +206,6 @@ def test_a_row_that_sees_one_key_gives_its_value(dtype):
     """Its weight is 1 but for the rounding of m·c, in fp32, which the output's format absorbs."""
     inputs = draw_inputs(small(dtype=dtype, mask=Spec.of("sliding_window", window=1)))
     assert torch.equal(Ideal().run(inputs).out, inputs.v.repeat_interleave(2, dim=1))
-
-
-def test_it_gives_the_same_bits_whatever_torch_was_told_about_products():
-    inputs = draw_inputs(small(dtype="fp32"))
-    before = Ideal().run(inputs).out
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert torch.equal(Ideal().run(inputs).out, before)
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.capabilities import subject
-from attncheck.conventions.call_tensors import attention_bias, attention_mask
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
@@ -48,9 +47,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("lengths", [(40, 40), (40, 57), (57, 40)], ids=str)
+@pytest.mark.parametrize("lengths", [(40, 57), (57, 40)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_a_mask_reaches_the_kernel(backend, dtype, mask, lengths, exact):
     query, kv = lengths
@@ -113,12 +112,6 @@ def test_it_is_the_backend_that_runs(mask, dtype):
         assert flash == (backend == "flash"), calls.names
 
 
-def test_rows_that_see_nothing_are_zero():
-    inputs = draw_inputs(small(mask=MASKS["padding"]))
-    for backend in ("math", "flash"):
-        assert not Sdpa(backend).run(inputs).out[0].any()
-
-
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 def test_some_backends_need_a_gpu(backend):
     assert Sdpa(backend).absent("cpu") == "needs a CUDA GPU"
@@ -147,15 +140,6 @@ def test_a_bias_that_would_be_rounded_is_refused():
     assert Sdpa("math").unsupported(own_key, "cpu") is None
 
 
-def test_a_mask_is_no_larger_than_what_it_depends_on():
-    assert attention_mask(small(mask=MASKS["causal"])).shape == (1, 1, 40, 40)
-    assert attention_mask(small(mask=MASKS["padding"])).shape == (2, 1, 40, 40)
-    assert attention_mask(small(mask=Spec.of("not", Spec.of("full")))).shape == (1, 1, 40, 40)
-    bias = attention_bias(small(score=Spec.of("alibi")))
-    assert bias.shape == (1, 4, 40, 40)
-    assert bias.dtype == torch.float64
-
-
 def test_torchs_settings_are_as_before():
     def settings():
         return (
@@ -180,12 +164,6 @@ def test_torchs_settings_are_as_before():
         with pytest.raises(RuntimeError, match="No available kernel"):
             call()
     assert settings() == before
-
-
-def test_a_call_may_be_repeated():
-    inputs = draw_inputs(small(mask=MASKS["causal"]))
-    call = Sdpa("flash").prepare(inputs)
-    assert torch.equal(call().out, call().out)
 
 
 @pytest.mark.parametrize(

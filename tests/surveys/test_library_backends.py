@@ -45,10 +45,14 @@ every_mod = pytest.mark.parametrize(
 
 
 @every_mod
-def test_all_worlds_agree(spec, build, trace) -> None:
-    kernels = [Ideal(), subject_named("flex"), subject_named("triton-flash2")]
+def test_all_backends_agree(spec, build, trace) -> None:
+    # The interpreter runs a program a key for each score mod: of those one in it is enough.
+    ours = (
+        [subject_named("triton-flash2")] if build is build_mask or spec == SCORES["offset"] else []
+    )
+    kernels = [Ideal(), subject_named("flex"), *ours]
     (found,) = compare_backends({"mod": build(spec, SMALL)}, kernels, dimensions=SMALL)
-    assert [backend.status for backend in found.backends] == ["equal"] * 4, found
+    assert [backend.status for backend in found.backends] == ["equal"] * (1 + len(kernels)), found
     assert {backend.compared for backend in found.backends} == {2 * 2 * 14 * 17}
 
 

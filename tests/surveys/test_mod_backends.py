@@ -25,7 +25,7 @@ from attncheck.surveys.mod_survey import compare_backends, mpmath_backend
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Dimensions(batch=2, heads=2, query=6, kv=9)
 WHOLE = Dimensions(batch=2, heads=4, query=64, kv=64)
-FEW_HEADS = Dimensions(batch=1, heads=2, query=64, kv=64)  # a second a score mod
+FEW_HEADS = Dimensions(batch=1, heads=2, query=20, kv=64)  # score mods take their time
 FILE = Path(__file__).parents[2] / "examples" / "mods.py"
 EXAMPLES = mods_in(import_file(FILE, "the examples"))
 
@@ -91,7 +91,7 @@ def test_an_example_in_kernels(name):
     assert {backend.compared for backend in found.backends} == {2 * 2 * 6 * 9}
 
 
-@pytest.mark.parametrize("name", ["morton_neighborhood", "log_buckets", "softcap"])
+@pytest.mark.parametrize("name", ["morton_neighborhood", "log_buckets"])
 def test_an_example_in_our_triton_kernel(name):
     found = one(EXAMPLES[name], subject_named("triton-flash2"))
     assert [backend.status for backend in found.backends] == ["equal"] * 2, found

@@ -242,6 +242,7 @@ def accept(
     # What is gone is so on the architectures that were asked now; on others it stays.
     devices = {entry.device for entry in measured.entries.values()}
     left = [e for e in kept.entries if (e.kernel, e.case) not in gone or e.device not in devices]
+    # The reason stays in the file: whoever reads it later sees why it was accepted.
     excused = [
         replace(entry, reason=reason.strip()) if (entry.kernel, entry.case) in worse else entry
         for entry in entries

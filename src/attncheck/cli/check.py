@@ -188,6 +188,7 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
     from attncheck.diagnose.diagnosis import diagnose_failure
     from attncheck.reporting.check_document import worst_record
 
+    # One diagnosis takes seconds, and one record is shown in full.
     bad = worst_record(report)
     if bad is None:
         return report

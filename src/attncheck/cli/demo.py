@@ -113,7 +113,7 @@ def demo(
     failure = _find(load_subject(KERNEL), device, quiet=quiet)
     interrupts.check()
     if failure is None:
-        _say("Nothing was failure. That is a fault of attncheck: please report it.")
+        _say("Nothing was found. That is a fault of attncheck: please report it.")
         return NOT_CAUGHT
     _tell(failure, device)
     _say(f"Caught in {time.monotonic() - start:.0f} s.", gap=False)

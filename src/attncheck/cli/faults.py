@@ -429,6 +429,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     pairs = [(name, dtype) for dtype in dtypes for name in names]
     seen: dict[tuple[str, str], FaultSensitivity] = {}
     jobs = min(options.jobs or (_cores() if device == "cpu" else 1), len(pairs))
+    # Not forked: a child of a process that has used CUDA cannot use it.
     spawn = multiprocessing.get_context("spawn")
     with (
         progress(len(pairs), quiet=options.quiet) as advance,

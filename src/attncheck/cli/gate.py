@@ -242,6 +242,7 @@ def gate(interrupts: Interrupts, /, **typed: Any) -> int:
             click.echo(f"attncheck: {unchanged}.", err=True)
             return 0
     check_names(options.directory, [JOURNAL, "gate.json"])
+    # The files of the other commit are there as long as something may be asked of them.
     with _other_commit(options, kernels) as tree:
         run = plan_run(options, kernels, tree=tree, baseline=baseline[1] if baseline else None)
         end, content = run_gate(run, options)
@@ -317,6 +318,7 @@ def plan_run(
         shard=shard,
         typed=_typed_command(kernels),
     )
+    # A run that goes on draws what its first part drew: else its units would be others.
     if draws_anew:
         head["seed"] = _seed_of(head, existing_journal(options.directory, fresh=options.fresh))
         choices = Choices.of(chosen | {"seed": head["seed"]})
@@ -354,6 +356,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
     if before is not None:
         resume = _resumes(before, run.head, Path(options.directory) / JOURNAL)
     units = [unit for unit in run.units if not (resume and _is_replayed(unit, before))]
+    # Units of another commit come from the plan, from the journal and from describing a kernel.
     known = [*units, *(before.units.values() if resume and before else ())]
     of_other_commit = {unit.id for unit in known if unit.commit}
     usage: list[str] = []
@@ -594,6 +597,7 @@ def _failure_scripts(report: GateReport) -> dict[str, str]:
             if not group.shown.failure or group.shown.record.status not in {"fail", "error"}:
                 continue
             path = Path(folder) / f"{group.id}.py"
+            # A process each: a script imports the kernel's file, which may do anything.
             words = [sys.executable, "-m", "attncheck", "repro", group.id, "--script", str(path)]
             try:
                 subprocess.run(  # noqa: S603  # our own

@@ -82,6 +82,7 @@ def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
         files: Options that take a file, or ``FILE.py::NAME``: the file is named without its folder.
         argument: A word that stands without an option and is a file likewise.
     """
+    # From argv, not from click: a report says what was typed, not what defaults made of it.
     words = iter(sys.argv[1:])
     kept = ["attncheck"]
     for word in words:

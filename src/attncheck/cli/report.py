@@ -44,6 +44,7 @@ def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str |
 
     Exit code 0 however the run went.
     """
+    # By what is in it: a gate's report may have any name.
     path = Path(source)
     loaded = _loaded(path)
     from attncheck.records.run_reports import GateReport

@@ -133,6 +133,7 @@ def run_with_journal(  # one run, said once
     from attncheck.workers.journal import Journal
     from attncheck.workers.pool import run_units
 
+    # The journal is opened before anything is checked that takes long: it may be another run's.
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()
         with run_progress(counter, quiet=quiet, verbose=verbose) as told:

@@ -15,12 +15,13 @@ from attncheck.judge.score_gradient_errors import recompute_weights, score_gradi
 from attncheck.judge.sum_roundings import half_ulp, steps_with_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from attncheck.core.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
     from attncheck.core.formats import Format
+    from attncheck.core.outputs import TensorName
     from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.judge.score_errors import ScoreError
     from attncheck.judge.score_gradient_errors import RecomputedWeights, SavedErrors, ScoreGradients
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADS",
     "OUTPUT",
-    "KeyBounds",
     "KeyGradients",
     "RowGradients",
     "partial_sum_error",
@@ -411,31 +411,6 @@ class _Rows:
 HEADS = "rounding of heads"
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class KeyBounds:
-    """Bounds of |error|, float64; infinite where nothing is known, 0 for keys that no row sees.
-
-    Attributes:
-        dk: ``(batch, kv_heads, kv, head_dim)``.
-        dv: ``(batch, kv_heads, kv, value_dim)``.
-        dsink: ``(heads,)``; None without a sink.
-        dcaptured: ``(numbers,)``; None where no captured number has a gradient.
-        dk_terms: What ``dk`` is made of, by name, each of its shape; they sum to it.
-        dv_terms: What ``dv`` is made of.
-        dsink_terms: What ``dsink`` is made of; empty without a sink.
-        dcaptured_terms: What ``dcaptured`` is made of; empty without.
-    """
-
-    dk: Tensor
-    dv: Tensor
-    dsink: Tensor | None
-    dcaptured: Tensor | None
-    dk_terms: dict[str, Tensor]
-    dv_terms: dict[str, Tensor]
-    dsink_terms: dict[str, Tensor]
-    dcaptured_terms: dict[str, Tensor]
-
-
 class KeyGradients:
     """Adds up the parts of all rows of a Problem, every row of every head once, in any order.
 
@@ -468,31 +443,32 @@ class KeyGradients:
         if rows.dcaptured is not None:  # summed by number already
             self._merge("dcaptured", rows.dcaptured)
 
-    def finished(
-        self, dk: Tensor, dv: Tensor, dsink: Tensor | None = None, dcaptured: Tensor | None = None
-    ) -> KeyBounds:
-        """The bounds, once every row has been added.
+    def bounds(
+        self, exact: Mapping[TensorName, Tensor]
+    ) -> tuple[dict[TensorName, Tensor], dict[TensorName, dict[str, Tensor]]]:
+        """Return bounds of |error| by name, and by name what each is made of, once all was added.
 
         Args:
-            dk: Exact, float64 ``(batch, kv_heads, kv, head_dim)``.
-            dv: Exact, ``(batch, kv_heads, kv, value_dim)``.
-            dsink: Exact, ``(heads,)``, of a Problem with a sink.
-            dcaptured: Exact, ``(numbers,)``, where rows were added with reads.
+            exact: Exact gradients, float64: dk ``(batch, kv_heads, kv, head_dim)``, dv, dsink
+                ``(heads,)`` of a Problem with a sink, dcaptured ``(numbers,)`` where rows were
+                added with reads.
+
+        Bounds have the shapes of ``exact``, are infinite where nothing is known, and 0 for keys
+        that no row sees. The terms of each sum to it.
         """
-        operand = query_operand(self._arithmetic), self._arithmetic.operand_error
-        dk_bound, dk_terms = self._of_keys("dk", dk, self._scale, operand[0])
-        dv_bound, dv_terms = self._of_keys("dv", dv, 1.0, operand[1])
-        sink, sink_terms = self._in_fp32("dsink", dsink)
-        captured, captured_terms = self._in_fp32("dcaptured", dcaptured)
-        return KeyBounds(
-            dk=dk_bound,
-            dv=dv_bound,
-            dsink=sink,
-            dcaptured=captured,
-            dk_terms=dk_terms,
-            dv_terms=dv_terms,
-            dsink_terms=sink_terms,
-            dcaptured_terms=captured_terms,
+        arithmetic = self._arithmetic
+        results: dict[TensorName, tuple[Tensor, dict[str, Tensor]]] = {}
+        for name, gradient in exact.items():
+            if name == "dk":
+                operand = query_operand(arithmetic)
+                results[name] = self._of_keys(name, gradient, self._scale, operand)
+            elif name == "dv":
+                results[name] = self._of_keys(name, gradient, 1.0, arithmetic.operand_error)
+            else:
+                results[name] = self._in_fp32(name, gradient)
+        return (
+            {name: bound for name, (bound, _) in results.items()},
+            {name: terms for name, (_, terms) in results.items()},
         )
 
     def _add(self, name: str, part: Sums, to: Tensor) -> None:
@@ -553,10 +529,8 @@ class KeyGradients:
         heads = 1 if self._arithmetic.sums_rounded_heads else self._group
         return sums.taken.clamp(max=heads * math.ceil(self._query / accumulator.block))
 
-    def _in_fp32(self, name: str, exact: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _in_fp32(self, name: str, exact: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """B38 and B40: summed in fp32 and given in fp32, whatever the products are."""
-        if exact is None:
-            return None, {}
         sums, arithmetic = self._sums[name], self._arithmetic
         fp64 = arithmetic.computes.name == "fp64"
         terms = sums.terms(arithmetic, FP64 if fp64 else FP32)

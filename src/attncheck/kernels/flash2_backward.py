@@ -11,6 +11,9 @@ result of a product wrongly on Hopper. With ``atomic`` the third launch adds to 
 second is left out.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ import triton
 import triton.language as tl
 
 from attncheck.core.errors import UsageError
-from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.gradient_terms import row_deltas, sink_gradient
 from attncheck.kernels.launch import LOG2E, block_dim, needs_careful_launch
 from attncheck.kernels.tile import (
@@ -48,14 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["by_keys_kernel", "by_rows_kernel", "flash2_backward"]
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
 # A column of forty names says less than five lines of them.
 # fmt: off
-
-
-
-
 
 
 @triton.jit
@@ -132,17 +129,7 @@ def by_rows_kernel(
     tl.store(dq_ptr + at, (acc * scale).to(dq_ptr.dtype.element_ty), mask=kept)
 
 
-# fmt: on
-# fmt: off
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
 # A column of forty names says less than five lines of them.
-
-
-
-
 
 
 @triton.jit
@@ -359,7 +346,7 @@ class _Call:
         return tuple(() if mod is None else mod.captured for mod in self._mods())
 
     def constants(self, launch: Launch, tiles: VisitList | None) -> dict[str, object]:
-        """What the kernels are compiled for."""
+        """Return what the kernels are compiled for."""
         mask, score, slope = (mod or self.mask for mod in self._mods())  # an identity is not called
         return {
             "MASK": mask.function, "SCORE": score.function, "SLOPE": slope.function,

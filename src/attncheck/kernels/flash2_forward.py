@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, needs_careful_launch, scales
 from attncheck.kernels.tile import (
     advanced,
@@ -151,7 +151,7 @@ def flash2_forward(
 
 
 def hoists_offsets(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether offsets within a tile of keys, 64 bits each, are made before the loop and kept.
+    """Return whether 64-bit offsets within a tile of keys are made before the loop and kept.
 
     In 16 bits alone, where it was timed. Not where loads themselves need registers, since Triton
     does not know rows of whole 16 bytes, and not at wide head dims: there kernels would spill.
@@ -270,7 +270,7 @@ def _block(
 def _may_hide(
     partial, start, kv, LISTED: tl.constexpr, FREE: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Whether something in a tile from key ``start`` on may be hidden; of its run, if LISTED."""
+    """Return whether a tile from key ``start`` on may hide something; of its run, if LISTED."""
     if not LISTED:
         partial = not FREE or start + BLOCK_K > kv
     return partial

@@ -1,9 +1,12 @@
 """Gradients beside those of q, k and v: row deltas, the sink, tensors that a score mod reads.
 
-The function that does it is printed for a list of reads, as score mods are, and a kernel takes it
-as a ``tl.constexpr`` argument: it calls the slopes and places of the reads by name, so that Triton
+For the last a function is printed for a list of reads, as score mods are, and a kernel takes it as
+a ``tl.constexpr`` argument: it calls the slopes and places of the reads by name, so that Triton
 sees the text of each.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
 
 from __future__ import annotations
 
@@ -26,10 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["CapturedReads", "row_deltas", "sink_gradient"]
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
-
-
 _ROWS = 1024  # of a program that adds up rows, at a time
 
 
@@ -42,7 +41,7 @@ def row_deltas(
     block: int,
     warps: int = 4,
 ) -> torch.Tensor:
-    """What is taken off dP in each row: Σ dO·O, less the gradient of LSE (Dao 2023, Algorithm 2).
+    """Return what is taken off dP in each row: Σ dO·O, less dLSE (Dao 2023, Algorithm 2).
 
     LSE's gradient with respect to a score is the weight P, so that dLSE joins dP as −Σ dO·O does.
 
@@ -139,10 +138,6 @@ def _sink_gradient(
 # fmt: on
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedReads:
     """What a score mod reads from float tensors, as ``mods.captured_reads.trace_reads`` has it.
@@ -157,7 +152,7 @@ class CapturedReads:
     numbers: int
 
     def function(self) -> Any:
-        """What a kernel calls for a tile: a ``@triton.jit`` function.
+        """Return what a kernel calls for a tile: a ``@triton.jit`` function.
 
         ``(x, p, dp, delta, b, h, rows, keys, arguments)``, as ``score_gradients`` has them, adds to
         the gradients; the same object for reads of the same structures.

@@ -1,4 +1,4 @@
-"""What our attention forwards are compiled for, and what they walk over besides q, k and v."""
+"""Launches of our attention kernels: compile-time choices, lists of tiles, pages, scales."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class VisitList:
             )
 
     def visited(self) -> int:
-        """How many tiles are listed, each once for all batches and heads that share it."""
+        """Return how many tiles are listed, each once for all batches and heads that share it."""
         return int(self.runs[..., 1].sum())
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
@@ -156,7 +156,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def needs_careful_launch(again: torch.Tensor) -> bool:
-    """Whether to launch the careful kernel: where a block of rows was not finite without care.
+    """Return whether to launch the careful kernel: a block of rows was not finite without care.
 
     The GPU is waited for: the kernel is then mostly not compiled either, which takes far longer.
     While a CUDA graph is recorded nothing can be waited for. Then it is launched, and its programs
@@ -174,7 +174,7 @@ def block_dim(dim: int, dtype: torch.dtype) -> int:
 
 
 def scales(descale: Descale | None) -> tuple[torch.Tensor, ...]:
-    """What a kernel gets of ``descale``: q's, k's and v's, each ``(batch, kv_heads)`` in a row."""
+    """Return a kernel's arguments of ``descale``: q's, k's, v's, ``(batch, kv_heads)`` each."""
     if descale is None:
         return ()
     return tuple(tensor.contiguous() for tensor in (descale.q, descale.k, descale.v))

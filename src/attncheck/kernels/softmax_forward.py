@@ -78,7 +78,7 @@ def softmax(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, t
 
 
 def _is_flat(x: torch.Tensor) -> bool:
-    """Whether the rows lie one after another at one stride."""
+    """Return whether the rows lie one after another at one stride."""
     (_, heads, query, _), (b, h, q, _) = x.shape, x.stride()
     return (heads == 1 or h == query * q) and (x.shape[0] == 1 or b == heads * query * q)
 

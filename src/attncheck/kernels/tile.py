@@ -1,21 +1,20 @@
 """One tile of attention on the device: what our forward and backward kernels do with it.
 
-Blocks are counted in the order of their start, over all heads of all sequences.
-
-Rows are a block of queries, columns a block of keys. Without a score mod (IDENTITY) scores are in
-log2 units: the natural ones times log2 e, which the factor of q·k holds already. With one they stay
-natural, since log2 e times a finite score may be beyond fp32 (torch.finfo's smallest number added
-to every score of a row hides no key), and a difference of two of them is multiplied. Every offset
-is 64-bit: batch · heads · length · dim passes 2^31 in ordinary use, and a stride alone may.
+Rows are a block of queries, columns a block of keys; a tile of gradients may also be keys by rows.
+Without a score mod (IDENTITY) scores are in log2 units: the natural ones times log2 e, which the
+factor of q·k holds already. With one they stay natural, since log2 e times a finite score may be
+beyond fp32 (torch.finfo's smallest number added to every score of a row hides no key), and a
+difference of two of them is multiplied. Every offset is 64-bit: batch · heads · length · dim passes
+2^31 in ordinary use, and a stride alone may.
 
 ``rows`` (BLOCK_Q,) and ``keys`` (BLOCK_K,) are indices as the mods read them; ``h`` is a number or,
-where the rows of a tile are of several heads, (BLOCK_Q, 1).
-
-A tile is of rows by keys, (BLOCK_Q, BLOCK_K), or of keys by rows, as the kernel needs it: ``rows``
-and ``keys`` are indices as the mods read them, ``lse`` and ``delta`` numbers of the rows, each of
-them a column or a row of the tile already. Units are those of ``tile.scores``: log2 without a score
-mod (IDENTITY), else natural.
+where the rows of a tile are of several heads, (BLOCK_Q, 1). Of gradients, ``rows``, ``keys``,
+``lse`` and ``delta`` are a column or a row of the tile already. Blocks are counted in the order of
+their start, over all heads of all sequences.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
 
 from __future__ import annotations
 
@@ -52,13 +51,9 @@ __all__ = [
 ]
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
-
-
 @triton.jit
 def turns_of(again_ptr, mine, every):
-    """How many of ``every`` block a careful program has to look at: mostly none.
+    """Return how many of ``every`` block a careful program has to look at: mostly none.
 
     256 of them at a time: one after the other they would take longer than what is to be done.
     """
@@ -73,7 +68,7 @@ def turns_of(again_ptr, mine, every):
 
 @triton.jit
 def is_due(again_ptr, number, CAREFUL: tl.constexpr):
-    """Whether a launch does a block: the careful one, only what was not finite without care."""
+    """Return whether a launch does a block: the careful one, only what was not finite before."""
     due = True
     if CAREFUL:
         due = tl.load(again_ptr + number) != 0
@@ -98,12 +93,9 @@ def place(number, blocks, together):
 # fmt: off
 
 
-
-
-
 @triton.jit
 def listed(tiles, b, h, block):
-    """Where the list of a block's runs begins, and how many they are; of a ``VisitList``."""
+    """Return where the list of a block's runs begins, and how many they are; of a ``VisitList``."""
     b64, h64, block64 = b.to(tl.int64), h.to(tl.int64), block.to(tl.int64)
     visits = tiles[0] + b64 * tiles[2] + h64 * tiles[3] + block64 * tiles[4]
     return visits, tl.load(tiles[1] + b64 * tiles[5] + h64 * tiles[6] + block64 * tiles[7])
@@ -139,7 +131,7 @@ def loaded(pointer, i, j, i_stride, j_stride, i_size, j_size):
 
 @triton.jit
 def key_rows(keys, kv, row_stride, page_stride, table, PAGE: tl.constexpr):
-    """Where the rows of ``keys`` begin in a cache, (BLOCK_K,) int64.
+    """Return where the rows of ``keys`` begin in a cache, (BLOCK_K,) int64.
 
     With pages of PAGE keys, ``table`` points to the numbers of this sequence's pages in order; of
     a key beyond the last nothing is read. With PAGE 0 they are ``row_stride`` apart.
@@ -187,7 +179,7 @@ def visible(
     b, h, rows, keys, kv, captured, MASK: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Which keys each row sees, (BLOCK_Q, BLOCK_K) whatever the mask reads."""
+    """Return which keys each row sees, (BLOCK_Q, BLOCK_K) whatever the mask reads."""
     seen = MASK(b, h, rows[:, None], keys[None, :], captured) & (keys < kv)[None, :]
     return tl.broadcast_to(seen, [BLOCK_Q, BLOCK_K])
 
@@ -253,7 +245,7 @@ def advanced(s, m, total, IDENTITY: tl.constexpr):
 
 @triton.jit
 def normalised(acc, total):
-    """What rows whose weights add up to ``total`` give; 0 where there are none."""
+    """Return what rows whose weights add up to ``total`` give; 0 where there are none."""
     empty = total == 0.0
     return tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
 
@@ -294,14 +286,14 @@ def with_values(
 
 @triton.jit
 def all_finite(values):
-    """Whether all of fp32 ``values`` are, a scalar."""
+    """Return whether all of fp32 ``values`` are, a scalar."""
     finite = tl.abs(values) < float("inf")
     return tl.min(tl.min(finite.to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
 def _not_finite(wide, finite, seen):
-    """What a row's ``seen`` infinities and NaN add up to; 0 where it sees none.
+    """Return what a row's ``seen`` infinities and NaN add up to; 0 where it sees none.
 
     One product counts them: an infinity is 1, a negative one 256 and a NaN both, which fp16 holds,
     and no sum of up to 128 of them carries over.
@@ -325,17 +317,7 @@ def _where(kept, values):
     return values
 
 
-# fmt: on
-# fmt: off
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
 # Each argument's meaning is the same throughout. A column of names says less than a line of them.
-
-
-
-
 
 
 @triton.jit
@@ -360,7 +342,7 @@ def loaded_lse(lse_ptr, rows, query, IDENTITY: tl.constexpr):
 @triton.jit
 def may_hide(partial, start, length, ragged, LISTED: tl.constexpr, FREE: tl.constexpr,
              BLOCK: tl.constexpr):
-    """Whether something in a tile from ``start`` on may be hidden; of its run, if LISTED.
+    """Return whether something in a tile from ``start`` on may be hidden; of its run, if LISTED.
 
     ``ragged``: whether the block that visits it reaches beyond its own length.
     """

@@ -7,6 +7,9 @@ walks over that document's rows in every head that shares it. No program reads o
 another document's, and every sum has one order.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# The body of a Triton function is another language: its arguments have no Python types.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import triton
 import triton.language as tl
 
 from attncheck.core.errors import UsageError
-from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.gradient_terms import row_deltas, sink_gradient
 from attncheck.kernels.launch import LOG2E, block_dim, needs_careful_launch
 from attncheck.kernels.tile import (
@@ -45,14 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["by_keys_kernel", "by_rows_kernel", "everything", "key_program_list", "varlen_backward"]
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# The body of a Triton function is another language: its arguments have no Python types.
 # A column of forty names says less than five lines of them.
 # fmt: off
-
-
-
-
 
 
 @triton.jit
@@ -247,7 +244,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def key_program_list(kv_lengths: Sequence[int], block_kv: int) -> torch.Tensor:
-    """Which keys each program owns: int32 ``(programs, 2)``, (document, its first key).
+    """Return which keys each program owns: int32 ``(programs, 2)``, (document, its first key).
 
     Keys count from the document's own first. None where no document has a key.
     """
@@ -350,7 +347,7 @@ class _Call:
 
     @property
     def free(self) -> bool:
-        """Whether every row sees all keys of its document."""
+        """Return whether every row sees all keys of its document."""
         return self.mask is None and not self.causal
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -366,7 +363,7 @@ class _Call:
         return (*strides, group, total, head_dim, value_dim, factor, self.scale)
 
     def documents(self, programs: torch.Tensor) -> tuple[object, ...]:
-        """Where they are, and what each program owns of them."""
+        """Return where they are, and what each program owns of them."""
         return (*self.starts, self.places, programs)
 
     def captured(self) -> tuple[tuple[object, ...], ...]:
@@ -375,7 +372,7 @@ class _Call:
         return tuple(() if mod is None else mod.captured for mod in mods)
 
     def constants(self, launch: Launch) -> dict[str, object]:
-        """What the kernels are compiled for."""
+        """Return what the kernels are compiled for."""
         # An identity is not called.
         mask, score, slope = (
             everything if mod is None else mod.function

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from attncheck.core.errors import UsageError
-from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 __all__ = ["Causal", "program_list", "varlen_forward"]
 
 Causal = Literal["", "top_left", "bottom_right"]
-"""Whether a row sees no key after its own within its document, and what its own key is: with n rows
-and m keys that of row i is i, or i + m − n."""
+"""A flag that hides from a row the keys after its own within its document; with n rows and m keys
+that of row i is i, or i + m − n."""
 
 
 def program_list(query_lengths: Sequence[int], block_query: int) -> torch.Tensor:
-    """Which rows each program owns: int32 ``(programs, 2)``, (document, its first row).
+    """Return which rows each program owns: int32 ``(programs, 2)``, (document, its first row).
 
     Rows count from the document's own first. Raises UsageError where no document has a row.
     """

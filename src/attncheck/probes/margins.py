@@ -33,10 +33,10 @@ HALF = 0.5
 """A count that is off by this much is nearer to another whole number."""
 
 QUARTER = HALF / 2
-"""What rounding may use of it: the rest shows a fault."""
+"""The part of it that rounding may use: the rest shows a fault."""
 
 GAP = 16 * math.log(2.0)
-"""How far below the largest score of a row, in natural-log units, all but its equals must lie.
+"""Distance below the largest score of a row at which all but its equals must lie, in nats.
 
 Weights of 2^-16 and less; and no kernel's maximum lags by as much (lazy rescaling: 8 in base 2),
 so that equal largest scores have the weight 1, or one and the same power of two near it.
@@ -101,7 +101,7 @@ def is_countable(
     others: torch.Tensor | float = 0.0,
     errors: WeightErrors = USUAL_WEIGHT_ERRORS,
 ) -> torch.Tensor:
-    """Whether rounding moves out · keys by less than a quarter.
+    """Return whether rounding moves out · keys by less than a quarter.
 
     And by less than a half in a kernel that divides P by the row sum before it is rounded, which
     rounds 1 / keys.

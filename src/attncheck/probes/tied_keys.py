@@ -168,7 +168,7 @@ def iterate_tied_rows(
 
 
 def _tie_when_rounded(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """Whether the scores of tied keys are sums of the same products, bool ``(batch, heads, rows)``.
+    """Return whether tied scores are sums of the same products, bool ``(batch, heads, rows)``.
 
     Else they tie no longer in a kernel that rounds scale · q, since three times a rounded number is
     not three times the number, rounded. It happens in ``isolated``, whose rows of q have numbers of

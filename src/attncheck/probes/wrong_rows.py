@@ -163,7 +163,7 @@ def _wrong_number(row: _WrongRow, number: int) -> KeyAndWords | None:
 
 
 def _key_numbers(row: _WrongRow) -> list[int]:
-    """How many keys the row may have used, the likeliest first."""
+    """Return how many keys the row may have used, the likeliest first."""
     most = 2 * len(row.tied)
     by_lse = [round(row.used)] if HALF <= row.used <= most else []
     near = sorted(range(1, most + 1), key=lambda n: abs(n - row.keys))[:_GUESSES]
@@ -172,7 +172,7 @@ def _key_numbers(row: _WrongRow) -> list[int]:
 
 
 def _numbers_by_column(row: _WrongRow, most: int) -> list[int]:
-    """How many keys there are if the smallest column holds 1, 2, …; first what leaves least."""
+    """Return how many keys there are if the smallest column holds 1, 2, …; the likeliest first."""
     smallest = float(row.out.masked_fill(row.out <= 0, torch.inf).amin())
     if not smallest * most >= HALF:  # less than one key of them all, or NaN
         return []
@@ -210,7 +210,7 @@ def _equal_keys(row: _WrongRow, left: torch.Tensor, number: int) -> KeyAndWords 
 
 
 def _count_runs(tied: torch.Tensor, missing: list[int], extra: list[int]) -> int:
-    """How many runs of keys a row then saw: of several readings the simplest is taken."""
+    """Return how many runs of keys a row then saw: of several readings the simplest is taken."""
     saw = tied.cpu().clone()
     saw[missing] = False
     saw[extra] = True
@@ -313,7 +313,7 @@ class _ExactRow:
     unit: torch.Tensor
 
     def left(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """How much of the error is left after these changes of out and LSE.
+        """Return how much of the error is left after these changes of out and LSE.
 
         Of out, in parts of its size and no less than rounding leaves; or of LSE, if that is more.
         """

@@ -95,6 +95,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     variant: str
     dtype: str
     case: str
+    # Kept whole: a plan that has changed must not silently drop a case that got worse.
     asked: dict[str, Any] = {}
     device: str
     status: Status
@@ -103,6 +104,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     over_bound: float | None = None
     versions: str
     reason: str = ""
+    # Of a line, not of the file: two branches that add cases merge without a conflict.
     check: str = ""
 
     @property
@@ -199,6 +201,7 @@ def read_baseline(source: Path | str) -> Baseline:
     try:
         data = json_numbers.read_json(source, "baseline", LARGEST_BASELINE)
         raw = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        # msgspec takes the last of two equal keys; a merge by hand makes such files.
         json.loads(raw, object_pairs_hook=_each_once)
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != _SCHEMA or isinstance(schema, bool):

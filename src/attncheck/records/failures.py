@@ -110,6 +110,7 @@ def keep_failure(
         raise UsageError(f"{one_line(failed.id)!r} is no id: it has ten letters and digits.")
     text = json_numbers.to_json_text(failed)
     (path,) = write_texts({f"{failed.id}.json": text}, directory, what="failures", instead="folder")
+    # A loop over a broken kernel keeps thousands: without a limit they fill the disk.
     for old in _by_age(path.parent)[MOST_KEPT:]:
         if old != path:
             old.unlink(missing_ok=True)
@@ -223,6 +224,7 @@ def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduct
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_REPORT + 1)
+        # Parsing every report of a folder takes seconds; looking for ten letters does not.
         if wanted.encode() not in text and path.stem != wanted:
             return
         if path.parent.name == FAILURE_FOLDER:
@@ -241,12 +243,14 @@ def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduct
 
 def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Reproduction]:
     records = [record for record in report.records if record.case_id == wanted]
+    # Of a Case that several kernels were asked, those that failed are meant.
     failed = [record for record in records if record.status in FAILED_STATUSES]
     convention = _option(report.command, "--convention")
     for record in failed or records:
         yield Reproduction(
             case=record.case,
             kernel=record.kernel,
+            # A built-in kernel has one convention, whatever was typed for others beside it.
             convention=convention if ":" in record.kernel else "",
             device=_device(report, record),
             source=path,

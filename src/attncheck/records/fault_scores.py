@@ -140,6 +140,7 @@ class FaultScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 0.0
     caught: Detection | None = None
     peers: tuple[PeerVerdict, ...] = ()
+    # Of a fault with a size, such as a scale that is off, no diagnosis can name the very one.
     discrete: bool = True
     diagnosis: tuple[Explanation, ...] = ()
     tied: int = 0

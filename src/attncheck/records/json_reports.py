@@ -58,6 +58,7 @@ def load_report(source: Path | str, kind: type[R]) -> R:
 
     schema = data.get("schema") if isinstance(data, dict) else None
     known = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
+    # True equals 1 in Python, and is no version.
     if schema != known or isinstance(schema, bool):
         raise refused(f"schema is {schema!r}, this version reads {known}")
     try:
@@ -69,7 +70,7 @@ def load_report(source: Path | str, kind: type[R]) -> R:
             problem_of(one)
     elif isinstance(report, Report | GateReport):
         for record in _records(report):
-            problem_of(record)
+            problem_of(record)  # pages read it later, where an error would come too late
             if record.environment not in report.environments:
                 raise refused(f"no environment {record.environment!r}")
     return report

@@ -105,6 +105,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 def problem_of(record: Record | OracleRecord | Certificate) -> ProblemSummary:
     """Return the Problem of ``record``; raises UsageError when its Case holds none."""
+    # msgspec ignores what it does not know: a Problem of a later version is still listed.
     try:
         return msgspec.convert(record.case.get("problem"), ProblemSummary)
     except msgspec.ValidationError as error:

@@ -264,6 +264,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     case_id: str
+    # As JSON, not as a Case: a report is read where neither torch nor the mods of its file are.
     case: dict[str, Any]
     kernel: str
     variant: str
@@ -272,11 +273,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: str = ""
     out: OutErrors | None = None
     lse: LseErrors | None = None
+    # Unset, not None: the JSON of a forward alone has no word on gradients.
     gradients: dict[TensorName, GradientErrors] | msgspec.UnsetType = msgspec.UNSET
     judgement: Judgement | None = None
     seconds: float | None = None
     interpreted: bool = False
     tiling: str = ""
+    # A key: thousands of records share a handful of environments.
     environment: str
     digest: str | msgspec.UnsetType = msgspec.UNSET
     accuracy: dict[TensorName, Accuracy] | msgspec.UnsetType = msgspec.UNSET
@@ -316,6 +319,7 @@ def join_reports(reports: Sequence[Report]) -> Report:
     records = tuple(record for report in reports for record in report.records)
     seen: set[tuple[str, str, str]] = set()
     for record in records:
+        # The variant too: two of a plan may ask the same Case under two names.
         place = record.kernel, record.environment, f"{record.variant} {record.case}"
         if place in seen:
             raise UsageError(
@@ -323,6 +327,7 @@ def join_reports(reports: Sequence[Report]) -> Report:
                 "give each part of a run once."
             )
         seen.add(place)
+    # A kernel that some part could run is not absent, whatever the other machines lack.
     present = {name for report in reports for name in set(report.kernels) - set(report.absent)}
     return Report(
         command="; ".join(dict.fromkeys(report.command for report in reports)),

@@ -59,6 +59,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seconds: float = 0.0
     compiling: float = 0.0
     attempts: int = 1
+    # Shrinking is no question that was planned: counts leave these answers out.
     smallest_of: str = ""
     failure: str = ""
 
@@ -222,6 +223,7 @@ def join_property_reports(reports: Sequence[PropertyReport]) -> PropertyReport:
     """
     if len({(one.tier, str(one.environment)) for one in reports}) != 1:
         raise ValueError("reports of one tier in one environment can be joined, and no others.")
+    # A test that was run again after a fix counts as it ended, not as it began.
     last: dict[tuple[str, ...], PropertyOutcome] = {}
     untaken: dict[str, dict[str, str]] = {}
     for report in reports:

@@ -148,6 +148,7 @@ class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mpmath: str
     backend: str
     digits: int
+    # Fewer than ``digits``: the last ones are rounding of the many digits themselves.
     must_agree: int
     reference: str
     may_overflow: tuple[str, ...]
@@ -297,7 +298,7 @@ class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         records: One a mod, in the order of the file.
     """
 
-    schema: int = 2
+    schema: int = 2  # 1 said worlds for backends
     command: str
     environment: Environment
     mpmath: str

@@ -67,7 +67,7 @@ _KEEP_FIRST_ZERO = {"none", "alibi", "softcap", "temperature", "chain"}
 
 
 def _sees_key_0_alone(mask: Spec, problem: Problem) -> bool:
-    """Whether row 0 sees key 0 and no other, as far as the mask's name tells."""
+    """Return whether row 0 sees key 0 and no other, as far as the mask's name tells."""
     if mask.name == "causal":
         return True
     if mask.name == "causal_bottom_right":
@@ -127,7 +127,7 @@ _LARGEST_EXPONENT = 60
 
 
 def _bits(problem: Problem) -> int:
-    """What it takes to tell every key."""
+    """Return what it takes to tell every key."""
     return (problem.kv - 1).bit_length()
 
 

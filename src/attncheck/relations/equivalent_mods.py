@@ -139,7 +139,7 @@ def _compare_capped(results: Results) -> Finding | None:
 
 
 def _exact_difference(inputs: Inputs, cap: float, like: Outputs) -> Outputs:
-    """How far the two exact results may be apart, as far as ``like`` has out and LSE.
+    """Return how far the two exact results may be apart, as far as ``like`` has out and LSE.
 
     |x − tanh x| ≤ |x|³ / 3, so that a score of at most S moves by at most δ = S³ / (3·cap²), LSE by
     δ and out by (e^2δ − 1)·max|v|: each weight changes by a factor within e^±2δ, and Σ of weights

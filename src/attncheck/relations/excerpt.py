@@ -54,7 +54,7 @@ class Excerpt:
         rows: range | None = None,
         keys: range | None = None,
     ) -> Excerpt:
-        """What is not named is taken whole."""
+        """Return what is not named is taken whole."""
         return cls(
             sequences=range(problem.batch) if sequences is None else sequences,
             rows=range(problem.query) if rows is None else rows,
@@ -63,12 +63,12 @@ class Excerpt:
 
     @property
     def offset(self) -> int:
-        """How much further the first row is than the first key."""
+        """Return how much further the first row is than the first key."""
         return self.rows.start - self.keys.start
 
     @property
     def from_the_start(self) -> bool:
-        """Whether every index is what it was."""
+        """Return whether every index is what it was."""
         return not (self.sequences.start or self.rows.start or self.keys.start)
 
     def problem(self, whole: Problem) -> Problem:
@@ -100,7 +100,7 @@ class Excerpt:
 
 
 def can_excerpt(whole: Problem, excerpt: Excerpt) -> bool:
-    """Whether the excerpt's mods can be said, so that it is a Problem."""
+    """Return whether the excerpt's mods can be said, so that it is a Problem."""
     try:
         excerpt.problem(whole)
     except ProblemError:
@@ -144,7 +144,7 @@ def _later(whole: Problem, at: Excerpt, rows: int) -> tuple[Problem, Excerpt]:
 
 
 def _aligned_later(mask: Spec) -> bool:
-    """Whether it reads lengths: of fewer rows or keys an ``offset`` of it is another, or none."""
+    """Return whether it reads lengths: of fewer rows or keys an ``offset`` of it is another."""
     return any(part.name in {"causal_bottom_right", "padding"} for part in mask.walk())
 
 

@@ -37,7 +37,7 @@ def _zero_loss(*names: str, inputs: Inputs) -> tuple[Inputs, ...]:
 
 
 def _compare_zero(results: Results, *names: TensorName) -> Finding | None:
-    """What is not 0, where the bounds know anything: what overflows may be NaN."""
+    """Return what is not 0, where the bounds know anything: what overflows may be NaN."""
     ((outputs,), (errors,)) = results.outputs, results.bounds()
     gradients = outputs.gradients()
     for name in names or gradients:

@@ -425,7 +425,7 @@ _SCORE_NATS = (1, -1, 30, -30, 400, -400)
 
 
 def _shift_mod(problem: Problem, nats: int) -> Spec:
-    """What adds a number of the head's own.
+    """Return what adds a number of the head's own.
 
     0 stands for the library's bias, which kernels take that know no text.
     """

@@ -317,7 +317,7 @@ def _rank_on_curve(_: Spec, cell: Cell) -> tuple[int, ...]:
 
 
 _RANKS = {"neighborhood_tiled": _rank_in_tiles, "neighborhood_morton": _rank_on_curve}
-"""What cells are sorted by: written anew, and not how the masks compute it."""
+"""Ranks that cells are sorted by: written anew, and not as the masks compute them."""
 
 
 def _unless_cells_are_reordered(problem: Problem) -> str | None:

@@ -37,7 +37,6 @@ __all__ = [
     "change_tensors",
     "compare_bits",
     "compare_outputs",
-    "compare_tensors",
     "compare_values",
     "compare_within",
     "indices_read",
@@ -54,7 +53,7 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # ------------------------------------------------------------------ a relation
 
 Errors = Sequence[Outputs] | None
-"""What each run may be off by, in float64; None where bits are compared."""
+"""Largest errors of each run, in float64; None where bits are compared."""
 
 Unfit = Callable[["Problem"], "str | None"]
 """Problem → why a relation does not apply to it, in a few words; None if it does."""
@@ -198,7 +197,7 @@ def _with_gradients(problem: Problem) -> str | None:
 
 
 INDICES = frozenset({"b", "h", "q_idx", "kv_idx"})
-"""What a mask or score mod may read of a score's place."""
+"""Indices of a score that a mask or score mod may read."""
 
 _PLACES = frozenset({"q_idx", "kv_idx"})
 _READ = {
@@ -367,15 +366,6 @@ def compare_within(
     )
 
 
-def compare_tensors(
-    tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | None
-) -> Finding | None:
-    """Compare bits, or where an error is ``allowed`` within it."""
-    if allowed is None:
-        return compare_bits(tensor, value, expected)
-    return compare_within(tensor, value, expected, allowed)
-
-
 def _first(
     tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, different: torch.Tensor
 ) -> Finding | None:
@@ -418,7 +408,10 @@ def compare_outputs(
         should = wanted[name]
         if not signed_zeros:
             should = replace_where(should, tensor, (tensor == 0) & (should == 0))
-        finding = compare_tensors(name, tensor, should, allowed)
+        if allowed is None:
+            finding = compare_bits(name, tensor, should)
+        else:
+            finding = compare_within(name, tensor, should, allowed)
         if finding:
             return finding
     return None

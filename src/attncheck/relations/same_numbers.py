@@ -324,7 +324,7 @@ STRIDES = (
 
 _FAR = 2**31  # elements: one more than an int32 counts
 STRIDED_TENSORS = ("q", "k", "v", "dout")
-"""What the parameter ``tensor`` of ``strides_far`` counts."""
+"""Tensors that the parameter ``tensor`` of ``strides_far`` counts."""
 
 
 def _tensors_with_rows(problem: Problem) -> Allowed:

@@ -197,6 +197,7 @@ def _sentence(report: Report) -> Verdict:
 
 def _blind(report: Report) -> str:
     """What no question would have noticed; nothing where not all of them were asked."""
+    # Questions that were chosen by hand are not meant to see everything.
     words = shlex.split(report.command)
     if any(word.partition("=")[0] == _OPTION for word in words):
         return ""

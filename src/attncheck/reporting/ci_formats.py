@@ -97,6 +97,7 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
     answers = questions(report)
     failing = failing_statuses(answers, policy_of(report))
     smallest = {(a.record.kernel, a.smallest_of): a for a in report.answers if a.smallest_of}
+    # Questions that passed are cases too: a dashboard counts them.
     for answer in answers:
         record = answer.record
         group = FailureGroup(answer=answer, smallest=smallest.get((record.kernel, record.case_id)))
@@ -269,6 +270,7 @@ def _rule(name: str, text: str, level: str) -> dict[str, Any]:
 def _result(rule: str, level: str, text: str, kernel: str, case_id: str) -> dict[str, Any]:
     """A result, where it is, and how it is known again."""
     place = locate(kernel)
+    # Of kernel and Case, not of numbers: the same failure of the next run is the same alert.
     print_ = hashlib.sha256(f"{kernel}\0{case_id}".encode(errors="backslashreplace")).hexdigest()
     return {
         "ruleId": rule,
@@ -315,6 +317,7 @@ def github_text(report: GateReport) -> str:
     ]
     verdict = gate_verdict(report)
     text = f"{verdict.word}  {verdict.text}" + (f" (not shown: {', '.join(more)})" if more else "")
+    # GitHub drops what is beyond its limit without a word; the last notice says how much.
     last = _annotation("notice", text, "attncheck gate")
     return "".join(
         f"{line}\n" for line in [*errors[:most], *warned[:most], *notices[: most - 1], last]

@@ -79,6 +79,7 @@ def _record_rows(
 ) -> Iterator[list[Any]]:
     """The headings, then the values of each record."""
     records = list(records)
+    # Six columns a gradient: a forward's CSV is spared them.
     backward = any(isinstance(record.gradients, dict) and record.gradients for record in records)
     yield [name for name, _ in _fields(None, None, backward=backward)]
     for record in records:
@@ -162,7 +163,7 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, int | float):
-        return repr(value)
+        return repr(value)  # every digit: a CSV is computed with
     if isinstance(value, dict):
         return for_spreadsheet(json.dumps(value, separators=(",", ":")))
     if isinstance(value, tuple):

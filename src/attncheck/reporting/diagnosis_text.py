@@ -157,6 +157,7 @@ def failure_facts(
         ("test", test),
     ]
     facts = [(name, text) for name, text in pairs if text]
+    # What may be wrong comes before the numbers: it is what a reader wants first.
     facts += explanation_facts(record.diagnosis)
     facts += _judgement_facts(record.judgement) if record.judgement else []
     tiles = tile_picture(record.diagnosis) if isinstance(record.diagnosis, Diagnosis) else ()
@@ -236,6 +237,7 @@ def _fault(explanation: Explanation) -> str:
 def _explained(explanation: Explanation) -> str:
     """The fault, and how much of the error it explains: never rounded up to all of it."""
     share = explanation.share
+    # Rounded down: 99.97 % is not all, and a reader who sees 100 stops looking.
     percent = "?" if math.isnan(share) else "100"
     if share < 1:
         percent = f"{math.floor(1000 * share) / 10:.3g}"

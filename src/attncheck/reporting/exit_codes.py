@@ -82,6 +82,7 @@ def record_exit_code(status: Status) -> int:
 
 
 def _of_statuses(statuses: set[Status]) -> int:
+    # A proof of a fault outweighs a doubt, and a doubt outweighs a pass.
     if statuses & FAILED_STATUSES:
         return FAILED
     if statuses & UNTRUSTED_STATUSES:

@@ -150,6 +150,7 @@ def _tiles(
     error_map: ErrorMap, i: int, line: tuple[float, ...], wide: float, high: float
 ) -> list[Tile]:
     """Line ``i`` of the map, neighbours of one level as one tile: pages stay small."""
+    # Thousands of cells with a title each would make a page of megabytes.
     tiles, start = [], 0
     for place, cells in groupby(line, key=level):
         shares = list(cells)
@@ -204,9 +205,10 @@ def _chart(
         by_length[problem.kv] = max(by_length.get(problem.kv, 0.0), drawn)
     lengths = sorted({kv for by_length in largest.values() for kv in by_length})
     values = [number for by_length in largest.values() for number in by_length.values()]
-    if len(lengths) < 2:
+    if len(lengths) < 2:  # a point is no curve
         return None
     x = _Scale(lengths[0], lengths[-1], LEFT + 12, RIGHT - 12)
+    # 1 is always in sight: it is where the bound, or the ideal kernel, lies.
     y = _Scale(min(*values, 1.0), max(*values, 1.0), BOTTOM, TOP, whole=True)
     series = tuple(
         Series(

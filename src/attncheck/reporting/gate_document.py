@@ -152,6 +152,7 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
     if ids:
         cut = ", …" if len(ids) > _MOST_NAMED else ""
         facts.append(("like it", f"{len(ids):,} more: {', '.join(ids[:_MOST_NAMED])}{cut}"))
+    # A shrunk problem is often too small for a map: the one before it then shows the pattern.
     error_map = None
     if drawn:
         error_map = heat_map(record) or heat_map(group.answer.record, before_shrinking=True)
@@ -294,6 +295,7 @@ def _baseline(report: GateReport) -> list[Section]:
         cells = (_number(count[standing], look) for standing, look in _STANDING_LOOKS.items())  # type: ignore[index]  # its keys are standings
         rows.append(Row((Cell(kernel), *cells)))
     columns = (Column("kernel", words=True, cut=True), *map(Column, _STANDING_LOOKS))
+    # What is within rounding or identical asks for nothing: it is counted alone.
     shown = [c for s in ("worse", "better") for c in report.changes if c.standing == s]
     blocks: list[Block] = [Table(columns, tuple(rows))]
     blocks += map(_change, shown[:_MOST_CHANGES])

@@ -141,7 +141,7 @@ def untested_kernels(report: GateReport) -> tuple[str, ...]:
 
     None of a part of a run, or of one that is not finished: the rest may say something of them.
     """
-    if report.shard or report.unfinished:
+    if report.shard or report.unfinished:  # it is too early to say
         return ()
     tested = {a.record.kernel for a in questions(report) if a.record.status in _TESTED}
     return tuple(kernel for kernel in (report.kernels | report.absent) if kernel not in tested)
@@ -205,6 +205,7 @@ def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
     """What fails, worst first: alike answers of one kernel as one."""
     answers = questions(report)
     failing = failing_statuses(answers, policy_of(report))
+    # By kernel too: another kernel may have shrunk the same Case to something else.
     smallest: dict[tuple[str, str], Answer] = {}
     for answer in report.answers:
         if answer.smallest_of:

@@ -198,6 +198,7 @@ def _section(  # what a page numbers and letters throughout
     for group, records in blocks.items():
         for record in sorted(records, key=lambda one: order.get(one.kernel, len(order))):
             reason = footnote(record)
+            # A reason is said once however many cells it holds for.
             number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
             mark = f" {number_text.superscript(number)}" if number else ""
             status = Cell(f"{record.status}{mark}", STATUS_LOOKS[record.status])
@@ -219,6 +220,7 @@ def _section(  # what a page numbers and letters throughout
 
 def _cells(record: Record) -> dict[str, Cell]:
     """The cells of a judged record that have something to show."""
+    # Nothing is compared where no row sees a key: a 0 there would look like a perfect kernel.
     judgement, lse = record.judgement, record.lse
     cells = _out_cells(record.out) if record.out is not None and record.out.elements else {}
     # Without a place, as where no row sees a key, nothing was compared.

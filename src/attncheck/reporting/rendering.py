@@ -130,6 +130,7 @@ def _render_gate(report: GateReport, fmt: str) -> str:
 
 def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
     """Return ``report`` as Markdown of at most ``largest`` bytes; left-out failures are counted."""
+    # Failures are what grows: as many of them are shown in full as fit.
     text = ""
     for most in (100, 50, 20, 10, 5, 2, 1, 0):
         text = markdown_text(gate_document(report, most=most, where="gate.json has all of them"))
@@ -189,6 +190,7 @@ def write_report(
     Raises:
         UsageError: where the directory cannot be written to.
     """
+    # All of them before the first is written: an error leaves the old files as they were.
     texts = {f"{stem}.{fmt}": render(report, fmt, document) for fmt in formats}
     return write_texts(texts, directory)
 
@@ -206,6 +208,7 @@ def write_gate(
     Raises:
         UsageError: where the directory cannot be written to, or for an id that is none.
     """
+    # Ids come from a report, which may be foreign: none may name a file elsewhere.
     for name in scripts:
         if not _ID.fullmatch(name):
             raise UsageError(f"{one_line(name)!r} is no id: it has letters and digits.")

@@ -472,6 +472,7 @@ def baseline_document(report: BaselineComparison) -> Document:
         changes = [change for change in report.changes if change.standing == standing]
         if not changes or standing == "identical":
             continue
+        # Every case that got worse is shown; of thousands of new ones the first tell enough.
         most = len(changes) if standing in {"worse", "better"} else _MOST
         more = f" (the first {most} of {len(changes):,})" if most < len(changes) else ""
         words = ["kernel", "case", "problem", "standing"]

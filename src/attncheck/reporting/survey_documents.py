@@ -82,6 +82,7 @@ def oracle_document(report: OracleReport) -> Document:
     sections = []
     for title, cases in _by_case(report.records).items():
         names = [record.oracle for record in next(iter(cases.values()))]
+        # A softmax has no values: its outputs are the weights themselves.
         units = _UNITS_OF_SOFTMAX if title.startswith("softmax ") else _UNITS
         for tensor, unit in units.items():
             with_agreement = tensor == "out"
@@ -139,7 +140,7 @@ def _units(units: float) -> str:
     """Two decimals; of what is not 0 never ``0.00``."""
     if units == 0:
         return "0"
-    if units < _LEAST_UNITS:
+    if units < _LEAST_UNITS:  # 0.00 would say that the numbers are the very same
         return f"<{_LEAST_UNITS}"
     return f"{units:.2f}" if units < 1000 else f"{units:.2e}"
 

@@ -55,9 +55,11 @@ def print_lines(lines: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
 
     NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
     """
+    # In a pipe rich takes 80 columns; a log has room for more.
     sized = stream.isatty() or "COLUMNS" in os.environ
     console = Console(file=stream, width=None if sized else PLAIN_WIDTH)
     with console.capture() as capture:
+        # rich would wrap, highlight and take [brackets] for markup: the lines are final.
         text = Text("\n").join(lines(console.width))
         console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
     print_text(capture.get(), stream)
@@ -239,6 +241,7 @@ class _Layout:
             return
         *others, last = cells
         line = self.line([*others, Cell("")], strip=False)
+        line.right_crop(self._widths[-1])
         for text in _hanging(line.plain, one_line(last.text), width):
             rest = Text(text.plain[len(line.plain) :], style=STYLES[last.look])
             yield Text.assemble(line, rest)
@@ -262,6 +265,7 @@ class _Layout:
 
 
 def _natural(i: int, column: Column, tables: Sequence[Table]) -> int:
+    # A mark in place of a row's cells ("unsupported") makes no column wider.
     rows = (row for table in tables for row in table.rows if len(row.cells) == len(table.columns))
     texts = [column.heading]
     if not column.wrap:
@@ -273,6 +277,7 @@ def _parts(block: Block, width: int) -> list[Block]:
     """``block``, or a table that is too wide as several with the same first columns."""
     if not isinstance(block, Table) or not block.keys or _Layout([block], width).total <= width:
         return [block]
+    # Greedy: columns in their order, a new table where the next one does not fit.
     keys, places = list(range(block.keys)), range(block.keys, len(block.columns))
     chosen: list[list[int]] = [keys]
     for i in places:

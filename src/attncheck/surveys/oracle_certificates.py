@@ -100,6 +100,7 @@ def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
         for name, outputs in by_oracle.items():
             proven = proven_error(outputs, exact, rows)
             for i, error in enumerate((proven.out, proven.lse)):
+                # The judge assumes something of the truth alone.
                 a_priori = assumed[i] if name == TRUTH else None
                 worst[name][i].add(error, allowed[i], a_priori, rows, problem)
     return [
@@ -122,6 +123,7 @@ def _dense_oracles(inputs: Inputs) -> dict[str, Outputs]:
     """The dense oracles, where they are cheap; what streams is the truth itself."""
     problem = inputs.problem
     scores = problem.batch * problem.heads * problem.query * problem.kv
+    # They hold all scores at once, and are only compared where every row is proven.
     if scores > _MOST_DENSE or not samples_all_rows(problem, "cpu"):
         return {}
     softmax = problem.operation == "softmax"

@@ -438,20 +438,15 @@ def gradient_allowance(
         for name, term in found.dq_terms.items():
             dq_terms.setdefault(name, torch.zeros_like(dq))[at] = term
         sums.add(found)
-    captured = exact.get("dcaptured") if evidence.reads else None
-    keys = sums.finished(exact["dk"], exact["dv"], exact.get("dsink"), captured)
+    captured: tuple[TensorName, ...] = ("dcaptured",) if evidence.reads else ()
+    of_sums: tuple[TensorName, ...] = ("dk", "dv", "dsink", *captured)
+    key_bounds, key_terms = sums.bounds({name: exact[name] for name in of_sums if name in exact})
     shape = exact["dq"].shape
-    bounds: dict[TensorName, Tensor] = {"dq": dq.view(shape), "dk": keys.dk, "dv": keys.dv}
-    terms: dict[TensorName, dict[str, Tensor]] = {
-        "dq": {name: term.view(shape) for name, term in dq_terms.items()},
-        "dk": keys.dk_terms,
-        "dv": keys.dv_terms,
-    }
-    if keys.dsink is not None:
-        bounds["dsink"], terms["dsink"] = keys.dsink, keys.dsink_terms
-    if keys.dcaptured is not None:
-        bounds["dcaptured"], terms["dcaptured"] = keys.dcaptured, keys.dcaptured_terms
-    elif problem.dcaptured:  # nothing says which numbers a score mod reads that cannot be traced
+    bounds: dict[TensorName, Tensor] = {"dq": dq.view(shape), **key_bounds}
+    dq_terms = {name: term.view(shape) for name, term in dq_terms.items()}
+    terms: dict[TensorName, dict[str, Tensor]] = {"dq": dq_terms, **key_terms}
+    # Nothing says which numbers a score mod reads that cannot be traced.
+    if problem.dcaptured and "dcaptured" not in bounds:
         bounds["dcaptured"] = torch.full_like(exact["dcaptured"], torch.inf)
         terms["dcaptured"] = {}
     return GradientAllowance(bounds, terms)

@@ -98,12 +98,12 @@ def enable() -> None:
 
 
 def enabled() -> bool:
-    """Whether this process runs Triton kernels in the repaired interpreter."""
+    """Return whether this process runs Triton kernels in the repaired interpreter."""
     return bool(_INSTALLED)
 
 
 def repairs() -> tuple[str, ...]:
-    """What is repaired in this process, for a report; empty if ``enable`` was not called."""
+    """Return what is repaired in this process, for a report; empty if ``enable`` was not called."""
     return tuple(_INSTALLED)
 
 

@@ -46,7 +46,7 @@ _ABSENT = object()
 
 
 def lookup(interp: Any, name: str) -> Any:
-    """What ``interp`` has under the dotted ``name``; a sentinel if it has nothing."""
+    """Return what ``interp`` has under the dotted ``name``; a sentinel if it has nothing."""
     value = interp
     for part in name.split("."):
         value = getattr(value, part, _ABSENT)
@@ -98,7 +98,7 @@ def number(handle: Any) -> Array:
 
 
 def is_narrow(handle: Any) -> bool:
-    """Whether a handle's data are bit patterns."""
+    """Return whether a handle's data are bit patterns."""
     name = handle.dtype.scalar.name
     return name in NARROW and handle.data.dtype == NARROW[name]
 

@@ -166,7 +166,7 @@ def forget_plans() -> None:
 
 
 def _is_usual(number: Any) -> bool:
-    """Whether a number is int32, 0, infinite or a normal fp32 one.
+    """Return whether a number is int32, 0, infinite or a normal fp32 one.
 
     Versions of triton differ about others; for 3.6 also −0.0 is 0.
     """
