@@ -39,7 +39,7 @@ def ours(said):
                 kernel=kernel or Ideal(),
                 right=right,
                 convention=convention,
-                say=lambda what, of: said.append((what, of)),
+                log_event=lambda what, of: said.append((what, of)),
             ),
         )
 

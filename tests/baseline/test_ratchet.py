@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
-from tests.runner.planted_losses import (
+from tests.baseline.planted_losses import (
     ENVIRONMENT,
     ENVIRONMENTS,
     answer,
