@@ -13,7 +13,7 @@ from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.spec import Spec
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 
 OF = Spec.of
@@ -68,7 +68,7 @@ def problems_showing(model):
 
 @cache
 def evidence_of(number):
-    return Evidence(Case(problem=Problem(**PROBLEMS[number])), "cpu")
+    return EvidenceBuilder(Case(problem=Problem(**PROBLEMS[number])), "cpu")
 
 
 def execution(problem, outputs):

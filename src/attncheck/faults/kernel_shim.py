@@ -36,8 +36,8 @@ class ShimSettings:
         kernel: What is called.
         right: The same without a fault, to see whether a call shows it; None for the right one.
         convention: How the function is called.
-        log_event: Gets (kind, of what): ``called``, ``left`` with a reason where the function itself
-            was called, ``shown`` where the two kernels differed.
+        log_event: Gets (kind, of what): ``called``, ``left`` with a reason where the function
+            itself was called, ``shown`` where the two kernels differed.
     """
 
     kernel: Subject

@@ -1,8 +1,8 @@
 """A pytest plugin that replaces a function of somebody's module on import.
 
-``pytest -p attncheck.faults.replacement_plugin`` with ATTNCHECK_REPLACED naming a file that ``Replacement``
-was written to. Whoever imports the function gets ours, before or after; not who had it before
-pytest began, nor what the module itself made of it while it was imported.
+``pytest -p attncheck.faults.replacement_plugin`` with ATTNCHECK_REPLACED naming a file that
+``Replacement`` was written to. Whoever imports the function gets ours, before or after; not who had
+it before pytest began, nor what the module itself made of it while it was imported.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def fault_report(
 
 
 def totals(scores: Iterable[FaultScore]) -> Iterator[Total]:
-    """Yield the total of each host, and then of each of its categories, in the order of ``scores``."""
+    """Yield the total of each host, then of each of its categories, as ``scores`` has them."""
     hosts: dict[str, list[FaultScore]] = {}
     for score in scores:
         if score.host:  # what is planted nowhere is no part of any score

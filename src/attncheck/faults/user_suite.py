@@ -345,9 +345,9 @@ def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTe
 
 
 def project_digest(suite: UserSuite) -> str:
-    """Return sixteen hexadecimal digits of the Python files where pytest runs: tests, and what they test.
+    """Return sixteen hexadecimal digits of the Python files where pytest runs.
 
-    Without those of hidden folders and of what is installed.
+    Those are tests, and what they test; without those of hidden folders and of what is installed.
     """
     digest = hashlib.sha256()
     for path in islice(_files(suite.folder), _MOST_FILES):
