@@ -36,13 +36,13 @@ _OUTCOMES = "attncheck-outcomes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--attncheck-kernel`` and the others."""
+    """Add ``--attncheck-kernel`` and the others."""
     suite_options.add(parser)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Generator[None]:
-    """Reads ``--kernel`` and the other short names, where no conftest or plugin has them."""
+    """Read ``--kernel`` and the other short names, where no conftest or plugin has them."""
     result = yield
     args[:] = suite_options.spelled_out(parser, args)
     if suite_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
@@ -51,7 +51,7 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Gen
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads the kernels that were asked for, so that a wrong name ends pytest at once."""
+    """Load the kernels that were asked for, so that a wrong name ends pytest at once."""
     config.addinivalue_line(
         "markers", f"{MARK}(asked): a property of kernels, once for each kernel × dtype × family"
     )
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each kernel × dtype × mask family, or for each kernel, or Problem."""
+    """Make one test for each kernel × dtype × mask family, or for each kernel, or Problem."""
     ours = [name for name in ("kernel", "problem") if is_ours(metafunc, name)]
     if not ours:
         return
@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Takes out properties that concern none of the kernels, and looks for known failures."""
+    """Take out properties that concern no kernel, and look for known failures."""
     if _SESSION not in config.stash:
         return
     from attncheck.suite import known_failures
@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(scope="session")
 def kernel(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
-    """The kernel under test.
+    """Return the kernel under test.
 
     On the CPU, and in a process among several, with one thread of torch: at these sizes more mostly
     wait for each other, and where other processes want the cores too they were ten times slower.
@@ -123,14 +123,14 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
 
 @pytest.fixture(scope="session")
 def problem(request: pytest.FixtureRequest) -> Problem:
-    """One of the dozen Problems of ``attncheck check``, in ``--dtype`` or bf16."""
-    found: Problem = request.param
-    return found
+    """Return one of the Problems of ``attncheck check``, in ``--dtype`` or bf16."""
+    chosen: Problem = request.param
+    return chosen
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Asks a known failure its Case, in place of a search; None where the search is to follow."""
+    """Ask a known failure its Case, in place of a search; None where a search is to follow."""
     __tracebackhide__ = True
     under_test = _under_test(pyfuncitem)
     if under_test is None or _KNOWN not in pyfuncitem.stash:
@@ -142,7 +142,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Keeps what failed, once it is as small as it gets; of a property it is the whole failure."""
+    """Keep what failed, once it is as small as it gets; of a property it is the whole failure."""
     __tracebackhide__ = True
     under_test = _under_test(item)
     if under_test is not None:
@@ -164,13 +164,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def _fail(text: str) -> NoReturn:
-    """A frame that is not hidden: where all are, pytest says so below the text."""
+    """Fail in a frame that is not hidden: where all are, pytest says so below the text."""
     pytest.fail(text, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Says what became of a test of a kernel."""
+    """Attach what became of a test of a kernel."""
     report = yield
     if _SESSION in item.config.stash:
         attach_outcome(report, item, _under_test(item))
@@ -188,7 +188,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _under_test(item: pytest.Item) -> UnderTest | None:
-    """What a test got as ``kernel``, where that is ours."""
+    """Return what a test got as ``kernel``, where that is ours."""
     got = getattr(item, "funcargs", {}).get("kernel")
     if got is None or _SESSION not in item.config.stash:
         return None
@@ -198,8 +198,8 @@ def _under_test(item: pytest.Item) -> UnderTest | None:
 
 
 def _outcomes(config: pytest.Config) -> Outcomes:
-    found: Outcomes = config.pluginmanager.getplugin(_OUTCOMES)
-    return found
+    outcomes: Outcomes = config.pluginmanager.getplugin(_OUTCOMES)
+    return outcomes
 
 
 def _session(config: pytest.Config) -> Session:

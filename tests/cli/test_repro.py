@@ -19,7 +19,7 @@ from attncheck.records.failures import keep_failure
 from attncheck.reporting.diagnosis_text import kept_failure_text
 from attncheck.subjects.load import load_subject
 
-KERNELS = Path(__file__).parents[1] / "runner" / "planted_kernels.py"
+KERNELS = Path(__file__).parents[1] / "cases" / "planted_kernels.py"
 WRONG = f"{KERNELS}::bottom_right"
 CASE = Case(problem=Problem(query=3, kv=5, head_dim=8, mask=Spec.of("causal")))
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="plots need the extra plot")
 
-WRONG = f"{Path(__file__).parents[1] / 'runner' / 'planted_kernels.py'}::bottom_right"
+WRONG = f"{Path(__file__).parents[1] / 'cases' / 'planted_kernels.py'}::bottom_right"
 PROBLEM = {"query": 3, "kv": 5, "head_dim": 8, "mask": {"name": "causal"}}
 
 

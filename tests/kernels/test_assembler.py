@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 from triton import knobs
 
-from attncheck.kernels import assembler
+from attncheck.kernels import compilation
 
 
 def tool(version):
@@ -24,18 +24,18 @@ def tool(version):
     ],
 )
 def test_another_ptxas_is_chosen_where_the_default_is_wrong_and_it_is_not(default, other, path):
-    assert assembler.choose_assembler(tool(default), tool(other)) == path
+    assert compilation.choose_assembler(tool(default), tool(other)) == path
 
 
 def test_the_interpreter_needs_none():
-    assert isinstance(assembler.sound_assembler("cpu"), nullcontext)
+    assert isinstance(compilation.sound_assembler("cpu"), nullcontext)
 
 
 def test_other_kernels_keep_theirs(monkeypatch):
     path = knobs.nvidia.ptxas_blackwell.path
     before = knobs.nvidia.ptxas.path
-    monkeypatch.setattr(assembler, "replacement_assembler", lambda: path)
-    with assembler.sound_assembler("cuda"):
+    monkeypatch.setattr(compilation, "replacement_assembler", lambda: path)
+    with compilation.sound_assembler("cuda"):
         assert knobs.nvidia.ptxas.path == path
     assert knobs.nvidia.ptxas.path == before != path
     assert "TRITON_PTXAS_PATH" not in os.environ

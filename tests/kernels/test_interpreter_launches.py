@@ -31,6 +31,7 @@ def count_kernel(source, target, steps):
 
 
 def test_an_exception_in_a_kernel_leaves_the_next_launch_working(cast):
+    cast(torch.ones(4), "bf16")  # the first launch of a process leaves triton's own traces
     before = dict(vars(tl)), dict(vars(tl.tensor)), dict(vars(tl.core))
     with pytest.raises(Exception, match="planted"):
         faulty_kernel[(1,)](torch.zeros(4), torch.zeros(4), 4)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -14,10 +16,11 @@ from tests.mods.sample_mods import REAL_FUNCTIONS
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import FORMATS, fp32
-from attncheck.mods import interval_algebra
+from attncheck.mods import interval_algebra, mpmath_algebra
 from attncheck.mods.expression import OPERATIONS
 from attncheck.mods.interval_algebra import Rounding, to_interval
 from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64, TRITON_ULP, Arithmetic
+from attncheck.mods.running_error import RADII
 from attncheck.mods.trace import trace_mask, trace_score
 
 ZERO = [np.zeros((), np.int64)] * 4
@@ -105,15 +108,17 @@ def test_torch_is_inside_and_a_wrong_value_is_not(function, arithmetic):
     assert not found.contains(wrong)[sharp & (np.abs(values) < 1e6)].any()
 
 
-def test_every_operation_is_either_rounded_or_exact_here():
-    known = (
-        set(interval_algebra.INTERVAL_OPERATIONS)
-        | {"ge", "gt", "le", "lt", "eq", "ne"}
-        | {"and", "or", "xor", "not"}
-    )
-    others = {"where", "index", "cast", "left_shift", "right_shift"}
-    assert known | others == set(OPERATIONS)
-    assert set(TRITON_ULP) - set(interval_algebra.INTERVAL_OPERATIONS) == {"cast", "number"}
+def test_every_algebra_of_real_numbers_has_every_operation():
+    real, compared = set(interval_algebra.INTERVAL_OPERATIONS), {"ge", "gt", "le", "lt", "eq", "ne"}
+    others = {"where", "index", "cast", "left_shift", "right_shift", "and", "or", "xor", "not"}
+    assert real | compared | others == set(OPERATIONS)
+    assert set(TRITON_ULP) - real == {"cast", "number"}
+    assert set(RADII) == real
+    assert set(mpmath_algebra._real_functions(mpmath.MPContext())) == real | compared
+    if find_spec("flint"):
+        from attncheck.mods import ball_algebra
+
+        assert set(ball_algebra._REAL) == real
 
 
 def test_a_fused_multiplication_and_addition_is_inside():

@@ -127,12 +127,6 @@ def test_more_failures_than_the_page_shows_are_counted():
     assert "and 7 more kinds of failure" in page
 
 
-def test_a_pass_has_no_failures():
-    page = as_html(made.report(made.answer(made.measured(MINE))))
-    assert 'id="failures"' not in page
-    assert "PASS" in page
-
-
 def test_a_report_of_nothing_is_a_page():
     page = as_html(made.report(kernels={}, environments={}))
     assert "NOTHING TESTED" in page
@@ -181,10 +175,6 @@ def test_what_is_not_finite_is_drawn_at_the_top(share):
     as_html(made.report(*answers))
 
 
-def test_one_length_is_no_curve():
-    assert charts(made.report(made.answer(made.measured(MINE))), MINE) == ()
-
-
 def test_neighbours_of_one_level_are_drawn_as_one():
     drawn = heat_map(made.wrong())
     assert [(tile.level, tile.width) for tile in drawn.tiles[:3]] == [(1, 26), (5, 26), (1, 52)]
@@ -208,11 +198,6 @@ def test_a_map_of_right_outs_is_not_drawn_for_a_wrong_gradient(share, tensor):
         error_map=msgspec.structs.replace(record.error_map, values=((0.2, share), (0.1, 0.0))),
     )
     assert (heat_map(record) is None) == (tensor == "dq" and share == 1.0)
-
-
-def test_a_map_of_one_cell_is_not_drawn():
-    record = msgspec.structs.replace(made.wrong(), error_map=made.error_map(1, 1, bad=0))
-    assert heat_map(record) is None
 
 
 # Files

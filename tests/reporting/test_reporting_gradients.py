@@ -85,27 +85,11 @@ def test_every_gradient_has_its_share_its_rmse_and_its_ratio(make):
     assert row[-8:-2] == ["2.12e-03", "1.06×", "2.20e-02", "11.0×", "2.12e-03", "1.06×"]
 
 
-def test_what_a_narrow_table_of_gradients_keeps_is_rmse(make):
-    page = as_table(make.report(make.backward()), width=80)
-    kept = ["kernel", "verdict", "err/bound", "RMSE", "dQ RMSE", "dK RMSE", "dV RMSE"]
-    assert headings(page) == kept
-    assert "Left out at 80 columns: at b,h,q,d, bias," in page
-    assert "dV ×ideal" in page.replace("\n ", "")
-
-
 def test_a_sink_has_columns_where_there_is_one(make):
     plain, sunk = make.report(make.backward()), make.report(make.backward(sink=True))
     assert "dsink" not in as_table(plain, width=300)
     page = as_table(sunk, width=300)
     assert {"dsink/bound", "dsink RMSE", "dsink ×ideal"} <= set(headings(page))
-
-
-def test_a_forward_beside_a_backward_is_a_section_of_its_own_with_dashes(backward):
-    page = as_table(backward, width=WIDE)
-    titles = [line for line in page.splitlines() if line.startswith("bf16 · ")]
-    assert titles[0] == f"{titles[1]} · backward"
-    forward = [line for line in page.splitlines() if line.startswith("  ideal ")][1]
-    assert forward.count("—") == 3 * 3
 
 
 def test_how_to_read_gradients_is_said_where_there_are_some(make):
@@ -140,13 +124,6 @@ def test_the_csv_has_every_number_of_a_gradient(make):
     assert {row[name] for name in row if name.startswith("dsink_")} == {""}
     assert None not in row
     assert None not in row.values()
-
-
-def test_without_a_backward_no_page_has_columns_of_gradients(make):
-    report = make.report(make.record())
-    assert "dk_rmse" not in render(report, "csv")
-    assert "dQ" not in render(report, "md")
-    assert "gradients" not in json.loads(render(report, "json"))["records"][0]
 
 
 def test_the_json_reads_back_what_was_written(make, backward):

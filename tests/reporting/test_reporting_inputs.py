@@ -39,27 +39,6 @@ def test_the_cost_of_rounding_the_inputs_has_a_column_of_its_own(make):
     assert load_report(render(report, "json"), Report).records[0].out.input_rmse == 0.0625
 
 
-@pytest.mark.parametrize("fmt", ["table", "md"])
-def test_inputs_that_lose_nothing_cost_0(fmt, make):
-    page = render(make.report(make.record(out=make.out(input_rmse=0.0))), fmt)
-    assert re.search(r"×[ |]+0[ |]+1\.17e-02", page)
-
-
-def test_it_enters_no_other_column(make):
-    pages = [
-        render(make.report(make.record(out=make.out(input_rmse=cost))), "table")
-        for cost in (1e-9, 9e-1)
-    ]
-    first, second = (page.replace("1.00e-09", "-").replace("9.00e-01", "-") for page in pages)
-    assert first == second
-
-
-@pytest.mark.parametrize("fmt", ["table", "md"])
-def test_how_to_read_it_is_said_once(fmt, sample):
-    page = render(sample, fmt)
-    assert page.count("inputs: RMSE that rounding the inputs alone causes") == 1
-
-
 def test_it_goes_before_the_error_itself_does(make):
     pages = {width: as_table(make.sample(), width=width) for width in range(40, 121, 5)}
     for width, page in pages.items():
@@ -122,23 +101,6 @@ def test_its_csv_says_the_operation(make):
     )
     sizes = [softmax[n] for n in ("batch", "heads", "query", "kv", "head_dim", "value_dim")]
     assert sizes == ["2", "3", "128", "96", "0", "0"]
-
-
-def test_softmax_and_attention_of_equal_sizes_are_not_mixed(make):
-    attention = make.record(asked={"batch": 2, "heads": 3, "kv_heads": 3})
-    page = render(make.report(attention, make.softmax()), "md")
-    assert page.count("\n## ") == 2
-
-
-def test_json_reads_back(make):
-    text = render(softmaxes(make), "json")
-    assert load_report(text, Report) == softmaxes(make)
-    assert render(load_report(text, Report), "table") == render(softmaxes(make), "table")
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_a_softmax_keeps_to_the_width(width, make):
-    assert max(map(len, as_table(softmaxes(make), width=width).splitlines())) <= width
 
 
 @pytest.mark.parametrize("operation", [5, None, ["softmax"]])

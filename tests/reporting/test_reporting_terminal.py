@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from attncheck.reporting.measurement_document import _TF32, HOW_TO_READ, measurement_document
+from attncheck.reporting.measurement_document import measurement_document
 from attncheck.reporting.rendering import render, show
 from attncheck.reporting.terminal import PLAIN_WIDTH, plain_text
 
@@ -25,30 +25,6 @@ def test_narrow_table_looks_as_it_did(width, sample, matches_snapshot):
 @pytest.mark.parametrize("width", [80, 90, 100, 120, 200])
 def test_table_keeps_to_its_width(width, sample):
     assert max(map(cell_len, as_table(sample, width=width).splitlines())) <= width
-
-
-def test_nothing_is_left_out_where_there_is_room(sample):
-    page = as_table(sample, width=140)
-    assert "Left out" not in page
-    assert "at b,h,q,d" in page
-
-
-def test_without_a_terminal_all_but_place_and_bias_has_room(sample):
-    page = as_table(sample, width=PLAIN_WIDTH)
-    assert f"Left out at {PLAIN_WIDTH} columns: at b,h,q,d, bias.\n" in page
-
-
-def test_what_a_narrow_table_leaves_out_is_said(sample):
-    assert "Left out at 100 columns: at b,h,q,d, bias, inputs, max error.\n" in as_table(
-        sample, width=100
-    )
-    narrow = as_table(sample, width=80)
-    assert "columns: at b,h,q,d, bias, inputs, max error, LSE error, time.\n" in narrow
-
-
-def test_reading_takes_a_line_a_column_at_80():
-    assert len(HOW_TO_READ) <= 6
-    assert max(map(len, (*HOW_TO_READ, _TF32))) <= 80
 
 
 class Terminal(io.StringIO):

@@ -71,11 +71,11 @@ class ErrorPair:
 
     @property
     def weight(self) -> float:
-        """What it counts among others: the inverse of the variance of the logarithm of F."""
+        """Return its weight among others: the inverse of the variance of the logarithm of F."""
         return self.freedom_before * self.freedom_after / (self.freedom_before + self.freedom_after)
 
     def reversed(self) -> ErrorPair:
-        """What was before is after."""
+        """Return the pair with before and after exchanged."""
         return ErrorPair(
             before=self.after,
             after=self.before,
@@ -86,12 +86,12 @@ class ErrorPair:
 
 
 def mean_ratio(pairs: Sequence[ErrorPair]) -> float:
-    """After ÷ before: the weighted geometric mean of the pairs."""
+    """Compute after ÷ before: the weighted geometric mean of the pairs."""
     return math.exp(_mean(pairs, [math.log(p.after) - math.log(p.before) for p in pairs]))
 
 
 def tiling_growth(pairs: Sequence[ErrorPair]) -> float:
-    """By which factor another tiling alone may change the errors.
+    """Compute by which factor another tiling alone may change the errors.
 
     The square of the largest ÷ the smallest of the ensemble, each member's errors taken together
     over all pairs: the kernel before may lie as far outside of what the ensemble spans as half of
@@ -103,7 +103,7 @@ def tiling_growth(pairs: Sequence[ErrorPair]) -> float:
 
 
 def log_probability(pairs: Sequence[ErrorPair]) -> float:
-    """Natural logarithm of a bound of the probability of a ``ratio`` this large; 0 where not.
+    """Compute the natural logarithm of a bound of the probability of such a ratio; 0 if ≤ 1.
 
     Of kernels that are equally accurate but for ``growth``. Chernoff's bound: for every s > 0 the
     probability that T ≥ t is at most E[exp(s·T)]·exp(−s·t), and of T, a weighted mean of the
@@ -130,7 +130,7 @@ def _mean(pairs: Sequence[ErrorPair], values: Sequence[float]) -> float:
 
 
 def _moment(pair: ErrorPair, u: float) -> float:
-    """Of F, with (after, before) degrees of freedom, ln E[F^u]; u < freedom before ÷ 2."""
+    """Compute ln E[F^u] for (after, before) degrees of freedom; u < freedom before ÷ 2."""
     above, below = pair.freedom_after / 2, pair.freedom_before / 2
     gammas = math.lgamma(above + u) - math.lgamma(above)
     gammas += math.lgamma(below - u) - math.lgamma(below)
@@ -138,7 +138,7 @@ def _moment(pair: ErrorPair, u: float) -> float:
 
 
 def _least(function: Callable[[float], float], end: float) -> float:
-    """Where a convex function is least between 0 and ``end``, which it does not reach."""
+    """Find where a convex function is least between 0 and ``end``, which it does not reach."""
     low, high = 0.0, end * (1 - 2.0**-20)
     for _ in range(_STEPS):
         first, second = low + (high - low) / 3, high - (high - low) / 3
@@ -177,7 +177,7 @@ _JUDGED = frozenset({"pass", "warn", "inconclusive"})
 
 
 def measurements(answers: Iterable[Answer]) -> Iterator[Record]:
-    """Records of the answers that may be held against a baseline."""
+    """Yield the Records of answers that may be held against a baseline."""
     # What is smaller than a Case of the plan is another Case each time that something fails.
     return (a.record for a in answers if a.stage in STAGES and not a.smallest_of)
 
@@ -185,22 +185,22 @@ def measurements(answers: Iterable[Answer]) -> Iterator[Record]:
 def comparable_entries(
     records: Iterable[Record], environments: Mapping[str, Environment]
 ) -> dict[Key, tuple[Entry, bool]]:
-    """What can be held against a baseline: the entry, and whether roundings are independent in it.
+    """Return by key the entry to compare, and whether its roundings are independent.
 
     Left out are questions other than ``compare``, verdicts on numbers without an ``accuracy``, and
     Cases of which the exact result is in doubt. Of what was asked twice the worse answer counts.
     """
-    found: dict[Key, tuple[Entry, bool]] = {}
+    by_key: dict[Key, tuple[Entry, bool]] = {}
     for record in records:
         if record.status not in STATUS_ORDER or (
             record.status in _JUDGED and not _measured(record)
         ):
             continue
         for entry in baseline_entries([record], environments):
-            other = found.get(entry.key)
+            other = by_key.get(entry.key)
             if other is None or STATUS_ORDER[other[0].status] < STATUS_ORDER[entry.status]:
-                found[entry.key] = entry, _independent(record)
-    return found
+                by_key[entry.key] = entry, _independent(record)
+    return by_key
 
 
 def _measured(record: Record) -> bool:
@@ -208,7 +208,7 @@ def _measured(record: Record) -> bool:
 
 
 def _independent(record: Record) -> bool:
-    """Whether its inputs are drawn without structure: else one rounding may decide all rows."""
+    """Return whether inputs have no structure: else one rounding may decide all rows."""
     name = record.case.get("problem", {}).get("distribution", "normal")
     try:
         return distribution_named(name).generic
@@ -232,26 +232,26 @@ _TELLING: tuple[BaselineStanding, ...] = (
 
 
 def sort_changes(changes: Iterable[Change]) -> tuple[Change, ...]:
-    """The worst first, then by kernel and case."""
+    """Return changes with the worst first, then by kernel and case."""
     return tuple(sorted(changes, key=lambda c: (_ORDER.index(c.standing), c.kernel, c.case_id)))
 
 
 def merge_changes(names: Sequence[str], of: Sequence[Iterable[Change]]) -> tuple[Change, ...]:
-    """Changes beside several things as those beside one: of each case what tells most.
+    """Return changes against several sides as one: of each case what tells most.
 
     Args:
         names: What each is beside: where there are several, reasons begin with it.
         of: Changes beside each.
     """
-    found: dict[tuple[str, str], Change] = {}
+    by_case: dict[tuple[str, str], Change] = {}
     for name, group in zip(names, of, strict=True):
         for one in group:
             reason = f"{name}: {one.reason}" if one.reason and len(names) > 1 else one.reason
             key = (one.kernel, one.case_id)
-            other = found.get(key)
+            other = by_case.get(key)
             if other is None or _TELLING.index(one.standing) < _TELLING.index(other.standing):
-                found[key] = replace(one, reason=reason)
-    return sort_changes(found.values())
+                by_case[key] = replace(one, reason=reason)
+    return sort_changes(by_case.values())
 
 
 FALSE_ALARM = 1e-4
@@ -265,7 +265,7 @@ def compare_runs(
     *,
     complete: bool = True,
 ) -> tuple[Change, ...]:
-    """Each case that was measured beside its entry in ``baseline``.
+    """Compare each case that was measured with its entry in ``baseline``.
 
     Args:
         baseline: What the kernels could do; entries of other kernels and of other architectures
@@ -280,8 +280,8 @@ def compare_runs(
         The worst first, then by kernel and case.
     """
     after = comparable_entries(measurements(answers), environments)
-    asked = {(entry.kernel, entry.device) for entry, _ in after.values()}
-    before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in asked}
+    measured = {(entry.kernel, entry.device) for entry, _ in after.values()}
+    before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in measured}
     known = baseline.environments | {environment_id(one): one for one in environments.values()}
     return _beside(before, after, known, complete=complete)
 
@@ -293,7 +293,7 @@ def compare_answers(
     *,
     complete: bool = True,
 ) -> tuple[Change, ...]:
-    """Each case that was measured on two sides, which were both asked now.
+    """Compare each case that was measured on two sides, both of which were asked now.
 
     Args:
         before: Of the earlier kernels; their names are those of the later ones.
@@ -316,13 +316,13 @@ class _Case:
     independent: bool
 
     def pairs(self) -> dict[TensorName, ErrorPair]:
-        """Errors that are 0 on neither side, and where ideal kernels have some too."""
-        found = {}
+        """Return errors that are 0 on neither side, and where ideal kernels have some too."""
+        pairs = {}
         for name, old in self.before.tensors.items():
             new = self.after.tensors.get(name)
             if new is not None and old.relative and new.relative:
-                found[name] = _pair(old, new, _floor(new, independent=self.independent))
-        return found
+                pairs[name] = _pair(old, new, _floor(new, independent=self.independent))
+        return pairs
 
 
 def _pair(old: BaselineTensor, new: BaselineTensor, least: float) -> ErrorPair:
@@ -336,7 +336,7 @@ def _pair(old: BaselineTensor, new: BaselineTensor, least: float) -> ErrorPair:
 
 
 def _floor(held: BaselineTensor, *, independent: bool) -> float:
-    """What errors are not told apart below.
+    """Return what errors are not told apart below.
 
     Where an ideal kernel is exact, or one rounding falls the same way in all rows, what the largest
     of the ensemble has is a matter of luck; and then one rounding, which no unit is less than.
@@ -355,31 +355,31 @@ def _beside(
     complete: bool,
 ) -> tuple[Change, ...]:
     both = {k: _Case(before[k], *after[k]) for k in after if k in before}
-    said = _said(both)
-    found = []
+    standings = _said(both)
+    changes = []
     for key, case in both.items():
-        standing, reason = said[key]
+        standing, reason = standings[key]
         versions = _versions(case, environments)
         reason = "; ".join(part for part in (reason, versions) if part)
-        found.append(_change(case.before, case.after, standing, reason))
-    found += [_change(None, after[key][0], "new", "") for key in after if key not in before]
+        changes.append(_change(case.before, case.after, standing, reason))
+    changes += [_change(None, after[key][0], "new", "") for key in after if key not in before]
     if complete:
-        found += _gone(before, after)
-    return sort_changes(found)
+        changes += _gone(before, after)
+    return sort_changes(changes)
 
 
 def _gone(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[Change]:
-    """What was not asked; where that is all there was of a kernel, nothing says it is as good."""
-    asked = {before[key].kernel for key in after if key in before}
+    """Yield what was not asked; a kernel of which nothing was asked counts as worse."""
+    measured = {before[key].kernel for key in after if key in before}
     for key, entry in before.items():
         if key not in after:
-            lost = entry.kernel not in asked
+            lost = entry.kernel not in measured
             reason = "of all that the baseline has of this kernel nothing was asked" if lost else ""
             yield _change(entry, None, "worse" if lost else "gone", reason)
 
 
 def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
-    """How every case stands, and why: by itself, else together with others of its kind."""
+    """Return how every case stands, and why: by itself, else together with others of its kind."""
     groups: dict[tuple[str, str, TensorName, int], dict[Key, ErrorPair]] = defaultdict(dict)
     unequal = {k: c for k, c in both.items() if not _equal(c)}
     for key, case in unequal.items():
@@ -390,10 +390,10 @@ def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
     several = {kind: of for kind, of in groups.items() if len(of) > 1}
     tests = len(several) + sum(len(case.before.tensors) for case in unequal.values())
     limit = math.log(FALSE_ALARM / max(tests, 1))
-    found = {key: _alone(case, limit) for key, case in both.items()}
+    standings = {key: _alone(case, limit) for key, case in both.items()}
     for (_, dtype, name, _), of in several.items():
-        _together(dtype, name, of, limit, found)
-    return found
+        _together(dtype, name, of, limit, standings)
+    return standings
 
 
 def _equal(case: _Case) -> bool:
@@ -405,21 +405,21 @@ def _alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     step = STATUS_ORDER[new.status] - STATUS_ORDER[old.status]
     bits = "the same bits" if _equal(case) else ""
     if step:
-        said = f"{old.status} before, {new.status} now"
-        said += "; the same bits: the judge is another" if bits else ""
-        said += ": it took this before" if new.status == "unsupported" and step > 0 else ""
-        return ("worse" if step > 0 else "better"), said
+        answer = f"{old.status} before, {new.status} now"
+        answer += "; the same bits: the judge is another" if bits else ""
+        answer += ": it took this before" if new.status == "unsupported" and step > 0 else ""
+        return ("worse" if step > 0 else "better"), answer
     if bits or not (old.tensors or new.tensors):
         return "identical", bits or f"{new.status} before and now"
     lost = [name for name in old.tensors if name not in new.tensors]
     if lost:
         return "worse", f"gives no {lost[0]} any more, or one that is not finite"
-    found = [_of_tensor(name, case, limit) for name in old.tensors]
+    by_tensor = [_of_tensor(name, case, limit) for name in old.tensors]
     for standing in ("worse", "better"):
-        reasons = [reason for how, reason in found if how == standing]
+        reasons = [reason for how, reason in by_tensor if how == standing]
         if reasons:
             return standing, "; ".join(reasons)
-    return "within rounding", ", ".join(reason for _, reason in found)
+    return "within rounding", ", ".join(reason for _, reason in by_tensor)
 
 
 def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
@@ -434,16 +434,16 @@ def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[BaselineSta
 
 
 def _exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
-    """Exact on one side or on both: then the ideal kernels stand in for the other."""
+    """Compare a tensor that is exact on one side or both: ideal kernels stand in for the other."""
     old, new = case.before.tensors[name], case.after.tensors[name]
     if not old.relative and not new.relative:
         return "within rounding", f"{name} exact before and now"
     held, standing = (new, "worse") if new.relative else (old, "better")
-    said = f"{name} {'was' if new.relative else 'is'} exact, and "
-    said += "is not" if new.relative else "was not"
+    reason = f"{name} {'was' if new.relative else 'is'} exact, and "
+    reason += "is not" if new.relative else "was not"
     largest = max([*held.ensemble, _floor(held, independent=case.independent)])
     if not largest:
-        return _standing(standing), f"{said}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
+        return _standing(standing), f"{reason}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
     spread = held.ensemble if all(held.ensemble) else ()
     pair = ErrorPair(
         before=largest,
@@ -454,8 +454,8 @@ def _exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStandin
     )
     if log_probability([pair]) < limit:
         times = f"{mean_ratio([pair]):.3g} × the largest of ideal kernels'"
-        return _standing(standing), f"{said}: RMSE {held.rmse:.3g}, {times}"
-    return "within rounding", f"{said}: no more than ideal kernels may err by"
+        return _standing(standing), f"{reason}: RMSE {held.rmse:.3g}, {times}"
+    return "within rounding", f"{reason}: no more than ideal kernels may err by"
 
 
 def _standing(said: str) -> BaselineStanding:
@@ -469,7 +469,7 @@ def _together(
     limit: float,
     found: dict[Key, tuple[BaselineStanding, str]],
 ) -> None:
-    """A loss that no case shows by itself, and all of them do."""
+    """Find a loss that no case shows by itself, and all of them do."""
     left = {key: pair for key, pair in of.items() if found[key][0] == "within rounding"}
     pairs = list(left.values())
     if len(pairs) < 2:  # what is said of a case by itself is no reason to accuse others
@@ -496,7 +496,7 @@ def _sentence(pairs: Sequence[ErrorPair]) -> str:
 
 
 def _versions(case: _Case, environments: Mapping[str, Environment]) -> str:
-    """What else is not as it was."""
+    """Return what else is not as it was."""
     old, new = (environments[entry.versions] for entry in (case.before, case.after))
     fields = [f for f in old.__struct_fields__ if getattr(old, f) != getattr(new, f)]
     named = [f"{f} {_word(getattr(old, f))} → {_word(getattr(new, f))}" for f in fields]

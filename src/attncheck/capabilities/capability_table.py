@@ -437,8 +437,10 @@ def _explained(text: str, table: object) -> str:
         for part in re.findall(r"[^.\[\]]+", path):
             value = value[int(part) if part.isdigit() else part]  # type: ignore[index]  # msgspec's
         return f"{path}={value} must be at least {match[1]}."
+    # What ``__post_init__`` raises is worded already.
     if not text.startswith(("Expected", "Object")):
         return f"{path}.{text}" if path else text  # of a table's own check
+    # TOML has no null: it only means that a key may be left out.
     plain = re.sub(r" ?\| ?null", "", text.replace("`", ""))
     plain = re.sub(r"\b[a-z]+\b", lambda word: _WORDS.get(word[0], word[0]), plain)
     plain = plain[0].lower() + plain[1:].replace(" | ", " or ")
@@ -491,6 +493,7 @@ def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterab
         written["override"] = overrides
     keys: list[str] = []
     place = tomllib.loads(f"[{header}]\n")
+    # tomllib reads a quoted key as a reader would, dots in it included.
     while place:
         ((key, place),) = place.items()
         keys.append(key)
@@ -551,6 +554,7 @@ def matches_pattern(file: str, pattern: str) -> bool:
     """Whether ``file`` is one of a pattern: ``**`` is any folders, a folder is all in it."""
     if not pattern:
         return False
+    # ``./a/`` and ``a`` name the same files.
     pattern = str(PurePosixPath(pattern))
     if pattern == "." or fnmatchcase(file, pattern) or file.startswith(f"{pattern}/"):
         return True

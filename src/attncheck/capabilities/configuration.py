@@ -120,6 +120,7 @@ def tables_of(path: Path) -> Mapping[str, Any] | None:
     what = f"{_shown(path)}: {'.'.join(place) or 'the file'}"
     if not isinstance(data, Mapping):
         raise UsageError(f"{what} must be a table.")
+    # A misspelt table would be silently nothing.
     for key in data:
         if key != _KERNELS:
             raise UsageError(f"{what}: key {key!r} is not known: choose from {_KERNELS}.")
@@ -140,6 +141,7 @@ def read_tables(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities
         what = f"{_shown(path)}: {_KERNELS}.{name}"
         if not name.strip() or set(name) & set(":/\\"):
             raise UsageError(f"{what}: a kernel's name has no ':', '/' or '\\'.")
+        # Whoever types the name must get the kernel that they mean.
         if name in BUILTIN:
             raise UsageError(f"{what}: attncheck has a kernel of this name: give it another.")
         kernels[name] = read_table(table, what)
@@ -194,6 +196,7 @@ def default_path() -> Path:
 
     Raises UsageError for one that cannot be read.
     """
+    # A file that has kernels already comes before a nearer one without.
     path, _ = nearest_tables()
     here = Path.cwd()
     there = (folder / name for folder in (here, *here.parents) for name in FILES)
@@ -276,6 +279,7 @@ def with_table(path: Path, name: str, table: str) -> str:
     first = f"[{table_header(path, name)}]"
     if f"{newline}{first}" in after and first not in before:  # a line of its own before it
         after = re.sub(f"(?:{newline})+{re.escape(first)}", f"{newline * 2}{first}", after, count=1)
+    # Somebody's file: what cannot be proven harmless is not written.
     if not _differ_in_the_table_alone(before, after, table, (*places, name)):
         raise UsageError(f"{path} writes its tables in a way that cannot be added to: do it there.")
     return after

@@ -84,6 +84,7 @@ def _missing(table: Capabilities, folder: Path) -> Iterator[str]:
         yield from _missing_reference("entry", table.entry, folder)
     if isinstance(table.backward, str) and table.backward != AUTOGRAD:
         yield from _missing_reference("backward", table.backward, folder)
+    # A pattern that fits nothing would make ``gate --changed-since`` skip the kernel.
     for pattern in table.sources:
         if next(pattern_files(folder, pattern), None) is None:
             yield f"sources: {pattern!r} fits no file below {folder.name}."

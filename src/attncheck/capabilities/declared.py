@@ -50,6 +50,7 @@ class Declared(Subject):
         self.captured = inner.captured
         self.promises = inner.promises
         self.promises_gradients = inner.promises_gradients
+        # A table may promise more or less than the kernel's class does.
         if capabilities.promises is not None:
             self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))
 

@@ -34,6 +34,7 @@ class _BuiltIn:
         return subject
 
 
+# Text, not classes: importing these modules takes a second, and listing names must not.
 _FLASH = "attncheck.subjects.triton_flash"
 _CACHES = "attncheck.subjects.triton_caches"
 _TORCH = "attncheck.subjects.torch_kernels"

@@ -118,6 +118,7 @@ class Subject(ABC):
         about those: no cell, no row, no reason. What a reader would expect it to take, and it does
         not, is for ``unsupported``.
         """
+        # Pages and softmax are for kernels that say so themselves.
         if problem.operation != "attention" or problem.paging is not None:
             return False
         return (self.sinks or not problem.sink) and (self.backward or not problem.backward)
@@ -195,6 +196,7 @@ class TooLarge(str):
 def memory_refusal(what: str, size: int, device: str) -> TooLarge | None:
     """Return why ``device`` cannot hold ``what`` of ``size`` bytes, in one line; None if it can."""
     there = _memory(device)
+    # Of all memory, not of what is free: whether it fits must not depend on the moment.
     if size <= there:
         return None
     return TooLarge(f"its {what} would take {size / 2**30:,.0f} GiB of {there / 2**30:,.0f} GiB")

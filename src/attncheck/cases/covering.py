@@ -49,7 +49,7 @@ Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
 def covering_rows(
     axes: Mapping[str, Sequence[Hashable]], strength: int, exclusions: Sequence[Exclusion] = ()
 ) -> list[dict[str, Any]]:
-    """Rows that together have every possible choice of values of any ``strength`` axes.
+    """Return rows that have every possible choice of values of any ``strength`` axes.
 
     They follow from the arguments: the same rows every time, on any machine.
 
@@ -67,10 +67,10 @@ def covering_rows(
         strength=min(strength, len(axes)),
         constraints=[_constraint(axes, each) for each in exclusions if set(each[0]) <= set(axes)],
     )
-    found = [{name: row[name] for name in axes} for row in rows]
+    results = [{name: row[name] for name in axes} for row in rows]
     # Plainest first: the first values of the axes, as a reader would ask them.
-    found.sort(key=lambda row: tuple(row.values()))
-    return [{name: axes[name][number] for name, number in row.items()} for row in found]
+    results.sort(key=lambda row: tuple(row.values()))
+    return [{name: axes[name][number] for name, number in row.items()} for row in results]
 
 
 def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) -> dict[str, Any]:
@@ -171,7 +171,7 @@ _PAGE = 16
 
 
 def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
-    """The Problem of one value of each axis.
+    """Return the Problem of one value of each axis.
 
     Args:
         row: ``mask``, ``score``, ``stored``, ``backward``, ``dtype``, ``shape``, ``heads``,
@@ -205,7 +205,7 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
 
 
 def row_name(row: Mapping[str, Any]) -> str:
-    """What reports call it: ``causal alibi sink backward``."""
+    """Return what reports call a row: ``causal alibi sink backward``."""
     words = [row["mask"], row["score"], row["stored"], row["backward"]]
     return " ".join(word for word in words if word and word not in {"none", "plain"})
 
@@ -233,12 +233,12 @@ Row = dict[str, Any]
 
 
 def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:
-    """What ``problem``, to which ``row`` was moved, has of each axis; None of no value of it."""
+    """Return what ``problem``, moved from ``row``, has of each axis; None for no value of it."""
     row_was = row_problem(row, shapes, 0)
     stored = "paged" if problem.paging is not None else "sink" if problem.sink else "plain"
     return {
         "mask": row["mask"] if _has_mask(problem, row_was.mask.name) else None,
-        # Not as ``problem_of`` has it: a score mod that it dropped would count as had.
+        # Not as ``row_problem`` has it: a score mod that it dropped would count as had.
         "score": row["score"] if problem.score.name == row["score"] else None,
         "stored": stored,
         "backward": "backward" if problem.backward else "",
@@ -251,7 +251,7 @@ def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:
 
 
 def _has_mask(problem: Problem, name: str) -> bool:
-    """A window that hides none of what is causal is no window: who ignores it is right."""
+    """Return whether it has this mask: a window that hides nothing causal is no window."""
     if problem.mask.name == "sliding_window" and problem.query <= cast(
         "int", problem.mask.values["window"]
     ):
@@ -265,7 +265,7 @@ def restore_lost_pairs(
     shapes: str,
     supports: Callable[[Problem], bool],
 ) -> Iterator[Row]:
-    """A row for each pair that ``had`` lacks and some Problem near the plainest has.
+    """Yield a row for each pair that ``had`` lacks and some Problem near the plainest has.
 
     Args:
         axes: The values of each; the first are the plainest.
@@ -297,7 +297,7 @@ def restore_lost_pairs(
 
 
 def _candidates(axes: Mapping[str, Sequence[Any]], had: Sequence[Row], pair: Row) -> Iterator[Row]:
-    """Rows with ``pair``: the plainest, that with one more value another, and those asked."""
+    """Yield rows with ``pair``: the plainest, those one value away, and those asked."""
     plain = {name: values[0] for name, values in axes.items()} | pair
     yield plain
     for name, values in axes.items():

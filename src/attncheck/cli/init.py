@@ -83,7 +83,7 @@ def _table(kernel: Candidate, detected: DetectedCapabilities, path: Path, name: 
 
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import entry_from, table_header
-    from attncheck.surveys.capability_detection import propose_table
+    from attncheck.surveys.proposed_table import propose_table
 
     proposal, comments = propose_table(detected, entry_from(kernel.entry, path))
     before = kernel.capabilities
@@ -94,7 +94,7 @@ def _table(kernel: Candidate, detected: DetectedCapabilities, path: Path, name: 
 
 
 def _next(path: Path, name: str, *, dry_run: bool, detected: DetectedCapabilities) -> str:
-    from attncheck.surveys.capability_detection import is_capability
+    from attncheck.surveys.proposed_table import is_capability
 
     lines = [f"{'would be written' if dry_run else 'written'} to {path}"]
     tried = filter(is_capability, detected.tried)

@@ -61,7 +61,7 @@ def probe(
     from attncheck.capabilities.capability_table import render_table
     from attncheck.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.reporting.terminal import document_lines, print_lines, print_text
-    from attncheck.surveys.capability_detection import propose_table
+    from attncheck.surveys.proposed_table import propose_table
 
     device, kernel, detected = run_probe(interrupts, spec, convention, device, quiet=quiet)
     name, table = name_of(spec), ""
@@ -152,7 +152,7 @@ _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable
 def _document(name: str, detected: DetectedCapabilities, device: str) -> Document:
     """What was tried of the kernel called ``name``: a row an aspect and verdict."""
     from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
-    from attncheck.surveys.capability_detection import group_results, is_capability
+    from attncheck.surveys.proposed_table import group_results, is_capability
 
     rows = []
     for aspect, several in groupby(detected.tried, key=lambda one: one.aspect):

@@ -107,6 +107,7 @@ def attention_mask(
     """What ``rows`` (default: all) see, bool ``(batch or 1, heads or 1, rows, kv)``."""
     rows = rows or range(problem.query)
     seen = problem.mask_mod(device)(*_indices(problem, device, rows))
+    # A mask that reads neither row nor key would stay a single number.
     return seen & torch.ones((1, 1, len(rows), problem.kv), dtype=torch.bool, device=device)
 
 
@@ -158,6 +159,7 @@ def mask_size(problem: Problem, device: str) -> tuple[int, ...]:
 @once_for_mods
 def _mask_size(key: ModKey) -> tuple[int, ...]:
     problem = key.problem
+    # One row shows which axes broadcast; the whole may be too large to be made.
     row = attention_mask(problem, key.device, range(1))
     if problem.score != library.NONE:
         row = row * attention_bias(problem, key.device, range(1))
@@ -171,6 +173,7 @@ def needs_no_mask(problem: Problem) -> bool:
 
 def is_causal(problem: Problem) -> bool:
     """Whether the mask is torch's ``is_causal``, which is aligned top-left."""
+    # At equal lengths both alignments are the same mask.
     square = problem.query == problem.kv
     return problem.mask == _CAUSAL or (square and problem.mask == _CAUSAL_BOTTOM_RIGHT)
 

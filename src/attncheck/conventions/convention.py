@@ -74,6 +74,7 @@ class ConventionOptions:
         UnknownName: for a name that is none of these.
     """
 
+    # Empty, and not None: a table that is silent and one that says the usual are alike.
     lse: Literal["", "natural", "base2"] = ""
     empty_row: Literal["", "zero", "nan", "mean", "unspecified"] = ""
     causal: Literal["", "top_left", "bottom_right"] = ""
@@ -193,6 +194,7 @@ class Request:
             )
         )
 
+    # A kernel with LSE is judged by it too, so it is requested wherever that is possible.
     def lse_flag(self) -> Argument:
         """The flag that requests LSE."""
         return spare(value=False) if self.options.returns_lse is False else offered(value=True)
@@ -203,6 +205,7 @@ class Request:
 
 def callee(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what a call of ``function`` calls: a ``torch.nn.Module``'s ``forward``."""
+    # A module's ``__call__`` takes *args: its signature would say nothing.
     return function.forward if isinstance(function, torch.nn.Module) else function
 
 
@@ -278,6 +281,7 @@ class Signature:
         others = [p for p in parameters if p not in tensors]
         required = _without_default(others)
         named = known & {p.name for p in others if p.kind is not p.POSITIONAL_ONLY}
+        # What it requires beyond the convention it may well find in its own ``**keywords``.
         if any(p.kind is p.VAR_KEYWORD for p in others):
             return cls(known, required & known, named)
         unknown = required - known
@@ -378,6 +382,7 @@ class Convention:
     def signature(self, function: object) -> Signature | str:
         """Read what a function takes of the convention, or why it is none of its functions."""
         # The first three are tensors, whatever they are called.
+        # A reason of its own says more than "the convention has no value".
         required = _without_default((_signature_parameters(function) or [])[3:])
         for name in required & set(self.declined):
             return f"need no {name!r}: {self.declined[name]}"
@@ -395,6 +400,7 @@ class Convention:
         if not callable(candidate) or inspect.isclass(candidate):
             return False
         names = frozenset(each.name for each in _signature_parameters(candidate) or ())
+        # A decorator hides where a function is from, and that names its convention too.
         whole = inspect.unwrap(candidate)
         parts = (getattr(whole, name, "") for name in ("__module__", "__qualname__"))
         return self.claims_function(

@@ -97,6 +97,7 @@ def adopted(
     if not isinstance(signature, Signature):
         return signature if convention else f"be a Subject, or {signature}"
     assert callable(candidate)
+    # Reports show the file's name, and no folder of the machine.
     path, separator, member = name.partition("::")
     return FunctionSubject(
         candidate, Path(path).name + separator + member, chosen, signature, options
@@ -129,5 +130,6 @@ def parse_call(
     if call.value("dropout"):
         raise UnreadableCall("it has dropout")
     parsed = reader.parse(call)
+    # Last: only what the reader has not looked at is left over.
     call.check()
     return parsed

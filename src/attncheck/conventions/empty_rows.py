@@ -42,6 +42,7 @@ def empty_rows(problem: Problem, device: str | torch.device = "cpu") -> torch.Te
         keys = torch.arange(start, min(start + step, problem.kv), device=device)
         seen = mask(*at, keys.view(1, 1, 1, -1))
         dead &= ~seen.view(*(1,) * (4 - seen.dim()), *seen.shape).any(-1)
+        # Most masks leave no row empty: one step of keys is enough to know.
         if not bool(dead.any()):
             break
     return dead
@@ -71,6 +72,7 @@ def settle_empty_rows(
         WrongEmptyRows: for rows that see no key and are something else.
     """
     out, lse = outputs.out, outputs.lse
+    # A wrong shape is said by the executor, in better words.
     if not _is_complete(outputs, inputs):
         return outputs
     if dead is None:
@@ -132,6 +134,7 @@ def _right_rows(how: str, out: torch.Tensor, inputs: Inputs) -> tuple[torch.Tens
         return torch.ones_like(out[..., 0], dtype=torch.bool), "anything"
     mean = inputs.promoted()[2].repeat_interleave(inputs.problem.group, dim=1).mean(2, keepdim=True)
     allowed = mean_allowance(inputs)
+    # A mean of ∞ or NaN has no neighbourhood: nothing can be said of such a row.
     near = ((out.double() - mean).abs() <= allowed) | ~mean.isfinite() | ~allowed.isfinite()
     return near.all(-1), "the mean of V"
 

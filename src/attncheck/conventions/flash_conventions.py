@@ -108,6 +108,7 @@ def _bind_band(
     if edges is None:
         return f"no causal flag or window_size is the mask {problem.mask} at these lengths"
     scores = {score.name: score for score in _steps(problem.score)}
+    # Any other order is another function: slopes that are capped, say.
     if tuple(score.name for score in _steps(problem.score)) not in _SCORES:
         return f"neither softcap nor alibi_slopes are the score mod {problem.score}"
     offsets = {
@@ -160,6 +161,7 @@ def _edges(edges: tuple[int, int], able: frozenset[str]) -> Arguments:
     """The flag where the right edge is the diagonal and there is one; else the window."""
     left, right = edges
     causal = right == 0 and "causal" in able
+    # What the flag says alone is not said twice.
     if edges == _NO_WINDOW or (causal and left < 0):
         return {"causal": offered(causal), "window_size": spare(_NO_WINDOW)}
     if right == 0 and left < 0 and "window_size" not in able:
@@ -169,6 +171,7 @@ def _edges(edges: tuple[int, int], able: frozenset[str]) -> Arguments:
 
 def _parsed_window(call: CallArguments) -> tuple[int, int]:
     """``(left, right)``; -1 is no limit."""
+    # The flag wins over the right edge, as in flash-attn.
     left, right = call.value("window_size") or _NO_WINDOW
     left, right = (-1 if side is None else side for side in (left, right))
     return left, 0 if call.value("causal") else right
@@ -254,6 +257,7 @@ def _parse_varlen(call: CallArguments) -> ParsedCall:
         raise UnreadableCall("its sequences end elsewhere than its tensors")
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     left, right = _parsed_window(call)
+    # The bias counts from each document's own end, and no score mod knows where that is.
     if starts[0] != starts[1] and call.value("alibi_slopes") is not None:
         raise UnreadableCall("it has slopes, and other numbers of rows than of keys")
     return ParsedCall(
@@ -316,6 +320,7 @@ def _bind_paged(request: Request) -> Arguments | str:
     assert paging is not None, "the convention has refused what has no pages"
     sequences = [(problem.query, length) for length in lengths]
     band = mask_band(_without_padding(problem.mask), problem.dimensions)
+    # Checked before the rest for a better reason: the lengths are what is in the way.
     aligned = band and band_window(band, sequences, bottom_right=request.bottom_right)
     if band is not None and aligned is None and lengths != (problem.kv,) * problem.batch:
         corner = "last" if request.bottom_right else "first"
@@ -334,6 +339,7 @@ def _bind_paged(request: Request) -> Arguments | str:
     return arguments | {
         "cache_seqlens": needed(number_tensor(lengths, torch.int32)),
         "block_table": needed(table),
+        # What only launches need is passed where it must be: a default is examined too.
         "max_seqlen_k": spare(max(lengths)),
         "max_seqlen_q": spare(problem.query),
         "page_size": offered(paging.size),

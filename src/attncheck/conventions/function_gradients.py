@@ -56,6 +56,7 @@ class Leaf:
     ) -> Leaf:
         """``source`` changed to a kernel's axes, for gradients called ``name``."""
         with torch.enable_grad():
+            # A leaf of its own: somebody's input must not collect gradients.
             source = source.detach().requires_grad_()
             changed = change(source)
         return cls(name, source, changed, changed.detach().requires_grad_())

@@ -97,6 +97,7 @@ class FunctionSubject(Subject):
         self.backward = options.backward is not None and not convention.paged
         if options.promises is not None:
             self.promises = cast("frozenset[Promise]", options.promises)
+        # Known only after a call, and by Problem: a kernel may choose by shape or dtype.
         self._reached_flash: set[str] = set()
 
     def concerns(self, problem: Problem) -> bool:
@@ -156,6 +157,7 @@ class FunctionSubject(Subject):
                 if gradients is not None:
                     with refusals():
                         outputs = gradients.added(returned, outputs)
+            # Once: the executor compares q, k and v themselves, but it does not see copies.
             if mutations is not None:
                 self._check_inputs(layout, inputs, tensors)
                 mutations.check()
@@ -219,6 +221,7 @@ class FunctionSubject(Subject):
         if (problem.paging is not None) != self._convention.paged:
             pages = "is of keys in pages" if self._convention.paged else "has no pages"
             return f"the {self.convention} convention {pages}"
+        # Without them the numbers would be another Problem's.
         if problem.formats.scaled and "q_descale" not in self._convention.bound:
             return f"the {self.convention} convention has no descales, which fp8 inputs need"
         if problem.dtype == "tf32" and device == "cpu":
@@ -263,6 +266,7 @@ class FunctionSubject(Subject):
         """Raise WroteToInput where it wrote to a copy, which the executor does not see."""
         again = self._tensors(layout, inputs)
         for name, its, mine in zip("qkv", (x.detach() for x in tensors), again, strict=True):
+            # What is the input itself is the executor's to compare.
             if its.data_ptr() != getattr(inputs, name).data_ptr():
                 require_unchanged(name, its, mine)
 

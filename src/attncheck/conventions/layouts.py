@@ -150,6 +150,7 @@ def pack(problem: Problem) -> PackedProblem | None:
         return None
     segments = _segments(problem, cuts[0] if cuts else FULL)
     alone = rest[0] if rest else FULL
+    # One mask that hides keys within documents stays itself: kernels know it by name.
     return PackedProblem(segments, alone if len(rest) < 2 else Spec.of("and", *rest), bool(cuts))
 
 
@@ -164,6 +165,7 @@ def conjuncts(mask: Spec) -> Iterator[Spec]:
 
 def _segments(problem: Problem, cut: Spec) -> list[list[Lengths]]:
     """Query rows and keys of each part, for each sequence."""
+    # Padding cuts a sequence once: all of its rows, and the keys that are there.
     if cut.name == "padding":
         return [[(problem.query, length)] for length in _numbers(cut, "lengths")]
     if cut == FULL:
@@ -197,6 +199,7 @@ def packed_layout(problem: Problem) -> Layout:
     packed = pack(problem)
     assert packed is not None, "the convention has refused what cannot be packed"
     batch, heads, total = problem.batch, problem.heads, problem.batch * problem.query
+    # Keys beyond the last part are padding: a packed kernel never gets them.
     kept = [sum(kv for _, kv in parts) for parts in packed.segments]
     rows = [part for part, _ in packed.lengths()]
 

@@ -82,6 +82,7 @@ class CallArguments:
         if len(args) > len(names):
             raise UnreadableCall(f"it has {len(args)} arguments")
         values = defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
+        # Tensors are known by place, whatever they are called; by keyword torch's names count too.
         first = dict(zip(names[:3], "qkv", strict=True)) | {"query": "q", "key": "k", "value": "v"}
         self.values = {
             first.get(name, meanings.get(name, name)): value for name, value in values.items()
@@ -110,6 +111,7 @@ class CallArguments:
             lse: The same of LSE.
         """
         with_lse = self.value("return_lse")
+        # Only flash-attn's own functions have that parameter, and only they return three things.
         of_flash_attn = "deterministic" in self.values
 
         def returned(outputs: Outputs) -> Any:
@@ -123,6 +125,7 @@ class CallArguments:
 
     def check(self) -> None:
         """Raise UnreadableCall for an argument that means something and that nobody has read."""
+        # Silence would compute something else than the caller meant.
         for meaning in sorted(set(self.values) - self._read):
             value = self.values[meaning]
             if isinstance(value, torch.Tensor) or (value is not None and value not in (0, "")):
@@ -140,6 +143,7 @@ def _signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]
     except (TypeError, ValueError):
         return [], {}
     parameters = parameters[1:] if applied else parameters
+    # Names that do not cover the tensors cannot say what the arguments after them are.
     if any(one.kind is one.VAR_POSITIONAL for one in parameters) or len(parameters) < len("qkv"):
         return [], {}
     named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]

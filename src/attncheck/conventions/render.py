@@ -33,6 +33,7 @@ def render_call(
     made = [value for value in arguments.values() if isinstance(value, MadeArgument)]
     if not all(value.text for value in made):
         return None
+    # Before the call: an expression may use names that another's setup makes.
     lines = [line for value in made for line in value.setup.splitlines()]
     passed = [layout.texts[name] for name in "qkv"]
     for name, value in arguments.items():
@@ -42,14 +43,17 @@ def render_call(
         "out, lse = given[:2] if isinstance(given, (tuple, list)) else (given, None)",
         'lse = lse if isinstance(lse, torch.Tensor) else getattr(lse, "lse", None)',
     ]
+    # A line that changes nothing would only be read.
     if layout.texts["out"] != "out":
         lines.append(f"out = {layout.texts['out']}")
     if drops_lse:
         lines.append("lse = None")
     else:
         changes = [] if layout.texts["lse"] == "lse" else [layout.texts["lse"]]
+        # As ``base2_to_natural``: once more to fp32, so that the script has the same bits.
         if base2:
             changes.append(f"(lse.double() * {math.log(2)!r}).float()")
+        # The script compares with the oracle, whose rows without keys have -∞.
         if infinite:
             changes.append('lse.masked_fill(lse == float("inf"), -float("inf"))')
         lines += [f"lse = None if lse is None else {change}" for change in changes]

@@ -134,6 +134,7 @@ def with_rounded_sums(
         return with_rounded_heads(assumed, problem)
     if assumed.output.name not in _16_BITS:
         return assumed
+    # Of a call for a part of the rows the smallest tiles are assumed: most sums.
     query = problem.query if whole else 0
     rows = next(size for least, size in _CPU_ROWS if query >= least)
     return replace(

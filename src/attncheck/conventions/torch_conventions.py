@@ -60,6 +60,7 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     if problem.score != library.NONE:
         return "the sdpa convention has no score mod"
     band, lengths = mask_band(problem.mask, problem.dimensions), [(problem.query, problem.kv)]
+    # By what it shows, not by name: at equal lengths several masks are the causal one.
     window = band and band_window(band, lengths, bottom_right=request.bottom_right)
     causal = window == (-1, 0)
     flagged = causal and "causal" in request.able
@@ -95,9 +96,11 @@ def _parse_sdpa(call: CallArguments) -> ParsedCall:
     q, k, v = (call.tensor(name) for name in "qkv")
     mask: Spec | torch.Tensor = Spec.of("causal") if call.value("causal") else library.FULL
     score, table = None, call.value("attn_mask")
+    # A float mask is an added bias, a bool one says what is seen.
     if table is not None:
         if not isinstance(table, torch.Tensor) or mask != library.FULL:
             raise UnreadableCall("its mask is no tensor, or is_causal is set beside it")
+        # The kernel in its place would give no gradient of the bias.
         if table.requires_grad:
             raise UnreadableCall("its mask has a gradient")
         if table.dtype is torch.bool:
@@ -216,6 +219,7 @@ def _bind_flex(request: Request) -> Arguments:
 def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
     if problem.mask == library.FULL:
         return {"block_mask": spare(None), "mask_mod": spare(None)}
+    # A block mask is what flex_attention itself takes, and its tiles are examined with it.
     if "mask_mod" in able and "block_mask" not in able:
         mask = MadeArgument(
             make=lambda inputs: problem.mask_mod(str(inputs.device)),

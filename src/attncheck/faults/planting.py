@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["COPIED", "NotPlanted", "model_steps", "plant"]
 
 _ROOT = Path(attncheck.__file__).parent
-_SHARED = {"assembler", "compilation"}  # they prepare Triton, for all kernels alike
+_SHARED = {"compilation"}  # it prepares Triton, for all kernels alike
 
 COPIED = (
     *sorted(

@@ -55,7 +55,7 @@ class Choices:
 
     @classmethod
     def of(cls, options: Mapping[str, Value]) -> Choices:
-        """What ``options`` said; raises UsageError for what it could not have said."""
+        """Return what ``options`` said; raises UsageError for what it could not have said."""
         return cls(
             tier=tier_named(str(options["tier"])),
             stages=parse_stages(_words(options.get("stages", ""))),
@@ -70,7 +70,7 @@ class Choices:
         )
 
     def options(self) -> dict[str, Value]:
-        """The same for ``of``: words and numbers."""
+        """Return the same for ``of``: words and numbers."""
         return {
             "tier": self.tier.name,
             "stages": ",".join(self.stages),
@@ -85,16 +85,16 @@ class Choices:
         }
 
     def plan(self) -> dict[str, Value]:
-        """What of it makes two runs the same plan."""
+        """Return what of it makes two runs the same plan."""
         same = ("tier", "stages", "dtypes", "seed")
-        found = {name: value for name, value in self.options().items() if name in same}
-        found |= {"sanitizer": True} if self.sanitizer else {}
-        found |= {"baseline": self.held.digest} if self.held else {}
-        return found | ({"against": self.tree.commit} if self.tree else {})
+        results = {name: value for name, value in self.options().items() if name in same}
+        results |= {"sanitizer": True} if self.sanitizer else {}
+        results |= {"baseline": self.held.digest} if self.held else {}
+        return results | ({"against": self.tree.commit} if self.tree else {})
 
 
 def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
-    """Stages in their order; all where none is named.
+    """Return stages in their order; all where none is named.
 
     Raises:
         UnknownName: for one that there is not.
@@ -135,7 +135,7 @@ class BaselineCases:
 
     @classmethod
     def of(cls, baseline: Baseline) -> Self:
-        """Those of its entries that say what was asked."""
+        """Return those of its entries that say what was asked."""
         return cls(
             digest=hashlib.sha256(baseline_text(baseline).encode()).hexdigest()[:16],
             cases=tuple(
@@ -145,12 +145,12 @@ class BaselineCases:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """What ``spelled`` wrote."""
+        """Return what ``spelled`` wrote."""
         digest, cases = json.loads(text)
         return cls(digest=digest, cases=tuple(map(tuple, cases)))
 
     def spelled(self) -> str:
-        """As a word that travels to any process."""
+        """Return it as text, for another process; ``read`` reads it."""
         return json.dumps([self.digest, self.cases])
 
     def of_kernel(self, kernel: str, architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:

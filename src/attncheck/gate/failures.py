@@ -42,7 +42,7 @@ def shrink_case(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Record | None:
-    """The Record of the smallest Case found that fails as ``failed`` does; None where it is that.
+    """Return the Record of the smallest Case found that fails alike; None if there is no smaller.
 
     Each step asks the Cases that are a little plainer, the plainest first, and goes on from the
     first that still fails.
@@ -56,9 +56,9 @@ def shrink_case(
     """
     end, best = clock() + seconds, failed
     refused: set[str] = {failed.case_id}
-    found = True
-    while found:
-        found = False
+    progressed = True
+    while progressed:
+        progressed = False
         for case in plainer_cases(Case.from_json(best.case)):
             if case.id in refused or not supports(case.problem):
                 continue
@@ -67,13 +67,13 @@ def shrink_case(
             refused.add(case.id)
             record = ask(case)
             if fails_alike(record, failed):
-                best, found = record, True
+                best, progressed = record, True
                 break
     return None if best is failed else best
 
 
 def fails_alike(record: Record, failed: Record) -> bool:
-    """Whether both are wrong in the same way."""
+    """Return whether both are wrong in the same way."""
     if record.status not in FAILED_STATUSES or record.status != failed.status:
         return False
     rules = {one.judgement.rule if one.judgement else "" for one in (record, failed)}
@@ -81,7 +81,7 @@ def fails_alike(record: Record, failed: Record) -> bool:
 
 
 def plainer_cases(case: Case) -> Iterator[Case]:
-    """Cases one step plainer than ``case``, the largest steps first."""
+    """Yield cases one step plainer than ``case``, the largest steps first."""
     for changes in _changes(case.problem):
         try:
             problem = question_problem(case.question, case.problem.replace(**changes))
@@ -151,7 +151,7 @@ def _shorter(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _shorter_both(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Both at once: of a kernel, or a mask, that takes equal ones alone."""
+    """Yield shorter lengths, both at once: for a kernel, or a mask, that takes equal ones alone."""
     if problem.query == problem.kv:
         for change in _shorter(problem, "query"):
             length = change["query"]
@@ -159,7 +159,7 @@ def _shorter_both(problem: Problem) -> Iterator[dict[str, Any]]:
 
 
 def _fitted(problem: Problem, name: str, length: int) -> dict[str, Any]:
-    """The mask with lists of lengths that fit a length that has shrunk."""
+    """Return the mask with lists of lengths that fit a length that has shrunk."""
     spec = problem.mask.to_json()
     if problem.mask.name == "padding" and name in {"kv", "both"}:
         return {
@@ -201,8 +201,8 @@ class FailureLog:
         self._shrunk: dict[str, set[str]] = {}
         self._diagnosed: dict[str, set[str]] = {}
 
-    def diagnosed(self, record: Record, unit: Unit, host: KernelHost) -> Record:
-        """``record`` with what may be wrong, where it is a failure unlike those before."""
+    def diagnose(self, record: Record, unit: Unit, host: KernelHost) -> Record:
+        """Return ``record`` with what may be wrong, where it is a failure unlike those before."""
         if record.status != "fail" or record.reason.startswith(KNOWN):
             return record
         case = Case.from_json(unit.case)
@@ -211,14 +211,14 @@ class FailureLog:
             return record
         return diagnose_failure(record, host.subject, **_how(unit, host))
 
-    def smaller(
+    def shrink(
         self,
         unit: Unit,
         host: KernelHost,
         ask: Callable[[Case], Record],
         planning: Callable[[], Planning],
     ) -> tuple[Record, str] | None:
-        """The smallest Case that fails alike, with what may be wrong; and the id of the first.
+        """Return the smallest Case that fails alike, diagnosed; and the id of the first.
 
         None where it is like one that was made smaller before, does not fail again, or there is no
         smaller one.
@@ -236,14 +236,14 @@ class FailureLog:
         first = ask(case)
         if first.status not in SHRUNK_STATUSES:
             return None
-        found = shrink_case(first, ask, planning().supports, seconds=tier.shrink_seconds)
-        if found is None:
+        shrunk = shrink_case(first, ask, planning().supports, seconds=tier.shrink_seconds)
+        if shrunk is None:
             return None
         how = _how(unit, host)
         larger = explain_failure(first, host.subject, **how)
-        return diagnose_failure(found, host.subject, before=larger, **how), first.case_id
+        return diagnose_failure(shrunk, host.subject, before=larger, **how), first.case_id
 
-    def kept(self, record: Record, unit: Unit) -> str:
+    def keep(self, record: Record, unit: Unit) -> str:
         """Keep a failure for ``attncheck repro``; its id, empty where there is none."""
         if record.status not in FAILED_STATUSES or record.reason.startswith(KNOWN):
             return ""
@@ -260,7 +260,7 @@ class FailureLog:
 
 
 def _is_new(seen: dict[str, set[str]], kernel: str, mark: str, most: int) -> bool:
-    """Whether ``mark`` is one of the first few of a kernel; it is seen from now on."""
+    """Return whether ``mark`` is one of the first few of a kernel; it counts from now on."""
     done = seen.setdefault(kernel, set())
     if mark in done or len(done) >= most:
         return False

@@ -37,7 +37,7 @@ def journal_header(
     shard: str = "",
     typed: str = "",
 ) -> dict[str, Any]:
-    """What a journal begins with: what makes two runs the same, when the first began, and how."""
+    """Return the head of a journal: what makes two runs the same, and how they began."""
     return {
         "kernels": list(kernels),
         "device": device,
@@ -50,7 +50,7 @@ def journal_header(
 
 
 def command_line(head: Mapping[str, Any]) -> str:
-    """A command line that asks the same."""
+    """Return a command line that asks the same."""
     words = ["attncheck", "gate", *map(str, head.get("kernels", ()))]
     for name in ("tier", "device", "convention"):
         words += [f"--{name}", str(head[name])] if head.get(name) else []
@@ -73,7 +73,7 @@ def build_report(
     command: str = "",
     baseline: tuple[str, Baseline] | None = None,
 ) -> GateReport:
-    """The GateReport of a journal.
+    """Return the GateReport of a journal.
 
     Args:
         content: What the journal holds.
@@ -85,7 +85,7 @@ def build_report(
     kernels = {str(f["name"]): str(f.get("summary", "")) for f in described}
     environments, answers = _environments(content), _answers(content, tuple(kernels))
     missing = content.unanswered
-    found = GateReport(
+    report = GateReport(
         command=command or str(head.get("typed") or "") or command_line(head),
         tier=str(head.get("tier", "")),
         started=str(head.get("started", "")),
@@ -102,11 +102,11 @@ def build_report(
         **_beside(content, answers, environments, baseline, complete=not missing),
         answers=answers,
     )
-    return replace(found, changes=tuple(_allowed(found)))
+    return replace(report, changes=tuple(_allowed(report)))
 
 
 def _allowed(report: GateReport) -> Iterator[Change]:
-    """The changes, of which none is for the worse that the command line allows to be flaky."""
+    """Yield the changes; what is worse and flaky is within rounding where --flaky allows it."""
     flaky = {
         (record.kernel, record.case_id)
         for record in measurements(report.answers)
@@ -128,23 +128,23 @@ def _beside(
     *,
     complete: bool,
 ) -> dict[str, Any]:
-    """What the kernels are beside, and how their cases stand."""
+    """Compare with a baseline and another commit."""
     head = content.head
-    names, found = [], []
+    names, changes = [], []
     if baseline is not None:
         names.append(baseline[0])
         whole = complete and not head.get("shard")
-        found.append(comparison.compare_runs(baseline[1], answers, environments, complete=whole))
+        changes.append(comparison.compare_runs(baseline[1], answers, environments, complete=whole))
     if head.get("against"):
         names.append(f"commit {str(head['against'])[:12]}")
-        found.append(_of_commit(content, answers, environments))
-    return {"baseline": " and ".join(names), "changes": merge_changes(names, found)}
+        changes.append(_of_commit(content, answers, environments))
+    return {"baseline": " and ".join(names), "changes": merge_changes(names, changes)}
 
 
 def _of_commit(
     content: JournalContent, answers: tuple[Answer, ...], environments: dict[str, Environment]
 ) -> tuple[Change, ...]:
-    """Cases beside the same of another commit, whose answers count nowhere else.
+    """Compare with the same cases of another commit, whose answers count nowhere else.
 
     Where that commit's kernel has not been asked yet, nothing is said of a case.
     """
@@ -152,30 +152,30 @@ def _of_commit(
     before: list[Answer] = []
     names: dict[str, str] = {}
     missing: dict[str, str] = {}
-    asked: set[str] = set()
+    compared: set[str] = set()
     for id_, done in content.results.items():
         unit = content.units[id_]
         if unit.commit:
-            asked.add(replace(unit, commit="").id)
+            compared.add(replace(unit, commit="").id)
             here = named.get(unit.kernel, unit.kernel)
             before += done.answers
             names.update({answer.record.kernel: here for answer in done.answers})
             missing.update({here: str(done.facts["missing"])} if "missing" in done.facts else {})
-    after = [answer for answer in answers if answer.unit in asked]
-    found = comparison.compare_answers(
+    after = [answer for answer in answers if answer.unit in compared]
+    changes = comparison.compare_answers(
         rename_kernels(before, names), after, environments, complete=False
     )
     return tuple(
         replace(change, reason=missing[change.kernel])
         if change.standing == "new" and change.kernel in missing
         else change
-        for change in found
+        for change in changes
     )
 
 
 def _stages(head: Mapping[str, Any]) -> tuple[Stage, ...]:
-    said = str(head.get("stages", "")).split(",")
-    return tuple(stage for stage in STAGES if stage in said) or STAGES
+    names = str(head.get("stages", "")).split(",")
+    return tuple(stage for stage in STAGES if stage in names) or STAGES
 
 
 def _described(content: JournalContent) -> Iterator[dict[str, Any]]:
@@ -186,12 +186,12 @@ def _described(content: JournalContent) -> Iterator[dict[str, Any]]:
 
 def _environments(content: JournalContent) -> dict[str, Environment]:
     facts = (done.facts for done in content.results.values() if "environment" in done.facts)
-    found = [msgspec.convert(each["environment"], Environment) for each in facts]
-    return {fingerprint(each): each for each in found}
+    environments = [msgspec.convert(each["environment"], Environment) for each in facts]
+    return {fingerprint(each): each for each in environments}
 
 
 def _planned(content: JournalContent, head: Mapping[str, Any]) -> dict[Stage, int]:
-    """Questions of each stage; of a property that is not drawn yet, one."""
+    """Count the questions of each stage; a property that is not drawn yet counts as one."""
     planned: dict[Stage, int] = {}
     shard = Shard.parse(str(head.get("shard", "")))
     for unit in content.units.values():
@@ -206,7 +206,7 @@ def _is_before(content: JournalContent, id_: str) -> bool:
 
 
 def _answers(content: JournalContent, kernels: tuple[str, ...]) -> tuple[Answer, ...]:
-    """In the order of stages, kernels, and of the plan; those of another commit are left out."""
+    """Return answers in the order of stages, kernels and plan, without those of another commit."""
     order = {id_: number for number, id_ in enumerate(content.units)}
 
     def place(answer: Answer) -> tuple[int, int, int, str]:
@@ -216,5 +216,5 @@ def _answers(content: JournalContent, kernels: tuple[str, ...]) -> tuple[Answer,
         return stage, known, order.get(answer.unit, len(order)), answer.record.case_id
 
     here = (done for id_, done in content.results.items() if not _is_before(content, id_))
-    found = (each for done in here for each in done.answers)
-    return tuple(sorted(found, key=place))
+    answers = (each for done in here for each in done.answers)
+    return tuple(sorted(answers, key=place))

@@ -1,6 +1,6 @@
-"""What a lane of a gate does: describes a kernel, draws, asks, and makes failures smaller.
+"""The worker of a gate: it describes a kernel, draws and asks cases, and shrinks failures.
 
-The lane is a trusted process: the kernel itself runs in another one.
+It is a trusted process: the kernel itself runs in another one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.gate.kernel_hosts import KernelHost
+    from attncheck.records.record import Status
 
 __all__ = ["GateWorker", "work"]
 
+# How a process ended, as the status of a Record; any other end is a crash.
+_DEATHS: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
+
 
 def work(**options: Any) -> GateWorker:
-    """The Work of a lane; raises UsageError for options that are none of a gate's."""
+    """Return the worker of a gate; raises UsageError for options that are none of a gate's."""
     return GateWorker(Choices.of(options))
 
 
@@ -62,24 +66,24 @@ class GateWorker:
     ) -> None:
         self._choices = choices
         self._hosts = KernelHosts(choices, here)
-        self._given = known
-        self._device = self._key = self._told = ""
-        self._remembering: tuple[KernelHost, CachingExecutor] | None = None
+        self._given_failures = known
+        self._device = self._key = self._reported = ""
+        self._cached_executor: tuple[KernelHost, CachingExecutor] | None = None
         self._failures = FailureLog(choices)
 
     @cached_property
     def _known(self) -> KnownFailures:
-        return self._given or KnownFailures()
+        return self._given_failures or KnownFailures()
 
     def close(self) -> None:
         """End the kernel's process."""
         self._hosts.close()
 
     def do(self, unit: Unit) -> Done:
-        """What comes of ``unit``; what a kernel does to its own process raises nothing here."""
+        """Do ``unit``; what a kernel does to its own process raises nothing here."""
         start = time.perf_counter()
         try:
-            done = self._confirmed(unit)
+            done = self._do_with_retry(unit)
         except MissingKernelError as error:
             done = Done(unit=unit.id, facts={"missing": str(error)})
         except UsageError as error:  # of its Case, not of what was typed
@@ -88,60 +92,62 @@ class GateWorker:
             self._hosts.end(unit.commit)
             done = Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
         seconds = round(time.perf_counter() - start, 3)
-        return replace(done, seconds=seconds, facts=done.facts | self._where(unit, done))
+        return replace(
+            done, seconds=seconds, facts=done.facts | self._environment_facts(unit, done)
+        )
 
-    def _where(self, unit: Unit, done: Done) -> dict[str, Any]:
-        """The environment that its Records name: lanes may be on several machines.
+    def _environment_facts(self, unit: Unit, done: Done) -> dict[str, Any]:
+        """Return the environment that its Records name: workers may be on several machines.
 
-        Of what several shards do always, so that they say the same of it; else once a lane.
+        Of what several shards do always, so that they say the same of it; else once a worker.
         """
         shared = unit.kind in {"describe", "draw"}
-        if not done.answers or (self._told == self._key and not shared):
+        if not done.answers or (self._reported == self._key and not shared):
             return {}
-        self._told = self._told if shared else self._key
+        self._reported = self._reported if shared else self._key
         return {"environment": msgspec.to_builtins(environment(unit.device))}
 
-    def _confirmed(self, unit: Unit) -> Done:
-        """Where the kernel's process dies beside a Case, it is all done once more in a new one.
+    def _do_with_retry(self, unit: Unit) -> Done:
+        """Do a unit, once more in a new process where the kernel's process dies in a Case.
 
         An answer that is right then is flaky. Of what several shards do they say the same.
         """
         try:
-            return self._loaded_and_did(unit)
+            return self._load_and_do(unit)
         except Died as error:
             first = error
         self._hosts.end(unit.commit)
         try:
-            done = self._loaded_and_did(unit)
+            done = self._load_and_do(unit)
         except Died as second:
-            return self._died(unit, second if second.kind == first.kind else first)
-        asked = unit.kind == "ask"
-        answers = tuple(_flaky(each, first) if asked else each for each in done.answers)
+            return self._report_death(unit, second if second.kind == first.kind else first)
+        is_question = unit.kind == "ask"
+        answers = tuple(_as_flaky(each, first) if is_question else each for each in done.answers)
         return replace(done, answers=answers, attempts=2)
 
-    def _loaded_and_did(self, unit: Unit) -> Done:
+    def _load_and_do(self, unit: Unit) -> Done:
         try:
-            self._get_ready(unit.device)
+            self._prepare_device(unit.device)
             host = self._hosts.of(unit)
         except UsageError as error:
             return Done(unit=unit.id, facts={"usage": str(error)}, harness=str(error))
-        return self._did(unit, host)
+        return self._do_kind(unit, host)
 
-    def _did(self, unit: Unit, host: KernelHost) -> Done:
+    def _do_kind(self, unit: Unit, host: KernelHost) -> Done:
         if unit.kind == "describe":
-            return self._described(unit, host)
+            return self._describe(unit, host)
         if unit.kind == "draw":
             planning = self._planning(unit, host)
             units = drawn_units(unit, planning, self._known)
             return Done(unit=unit.id, units=tuple(units), answers=tuple(planning.refused))
         if unit.kind == "shrink":
-            return self._made_smaller(unit, host)
+            return self._shrink(unit, host)
         if unit.variant.startswith(SANITIZER_VARIANT):
             return sanitize_kernel(unit, self._planning(unit, host))
-        return self._asked(unit, host)
+        return self._ask_case(unit, host)
 
-    def _get_ready(self, device: str) -> None:
-        """Once: what kernels on the device need, and what Records say of where."""
+    def _prepare_device(self, device: str) -> None:
+        """Prepare once: what kernels on the device need, and what Records say of where."""
         if self._device == device:
             return
         import torch
@@ -152,11 +158,11 @@ class GateWorker:
         self._device, self._key = device, fingerprint(environment(device))
 
     def _planning(self, unit: Unit, host: KernelHost) -> Planning:
-        if self._remembering is None or self._remembering[0] is not host:
-            self._remembering = (host, CachingExecutor(host.executor))
-        return Planning(unit, host.subject, self._remembering[1], self._choices, self._key)
+        if self._cached_executor is None or self._cached_executor[0] is not host:
+            self._cached_executor = (host, CachingExecutor(host.executor))
+        return Planning(unit, host.subject, self._cached_executor[1], self._choices, self._key)
 
-    def _described(self, unit: Unit, host: KernelHost) -> Done:
+    def _describe(self, unit: Unit, host: KernelHost) -> Done:
         facts: dict[str, Any] = {
             "kernel": unit.kernel,
             "name": host.subject.name,
@@ -172,14 +178,14 @@ class GateWorker:
         units = plan_kernel(planning)
         return Done(unit=unit.id, facts=facts, units=tuple(units), answers=tuple(planning.refused))
 
-    def _asked(self, unit: Unit, host: KernelHost) -> Done:
+    def _ask_case(self, unit: Unit, host: KernelHost) -> Done:
         case, start = Case.from_json(unit.case), time.perf_counter()
         compiled = _compiling(host)
-        record, attempts = self._record(unit, host, case)
+        record, attempts = self._run_case(unit, host, case)
         record = self._known.excuse(record, unit, case)
         before = bool(unit.commit)  # what it did is measured: nobody mends it
         if not before:
-            record = self._failures.diagnosed(record, unit, host)
+            record = self._failures.diagnose(record, unit, host)
         answer = Answer(
             unit=unit.id,
             stage=unit.stage,
@@ -188,37 +194,37 @@ class GateWorker:
             seconds=round(time.perf_counter() - start, 3),
             compiling=round(_compiling(host) - compiled, 3),
             attempts=attempts,
-            failure="" if before else self._failures.kept(record, unit),
+            failure="" if before else self._failures.keep(record, unit),
         )
         shrinks = record.status in SHRUNK_STATUSES and not before
         units = (replace(unit, kind="shrink"),) if shrinks else ()
         return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
-    def _record(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
+    def _run_case(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
         def ask() -> Record:
-            said = {"device": unit.device, "variant": unit.variant, "environment": self._key}
-            how: dict[str, Any] = {"executor": host.executor, **said}
+            fields = {"device": unit.device, "variant": unit.variant, "environment": self._key}
+            how: dict[str, Any] = {"executor": host.executor, **fields}
             if unit.stage == "baseline":
                 return measure_accuracy(host.subject, case, **how)
-            # Errors beside their yardsticks where they are to be read; elsewhere the verdict.
+            # Errors beside their reference errors where they are to be read; elsewhere the verdict.
             return run_case(host.subject, case, brief=unit.stage != "bounds", **how)
 
         if isinstance(host.executor, InProcess):
             return ask(), 1
         return confirm_death(host, ask)  # type: ignore[arg-type]  # it has a process: a Host
 
-    def _made_smaller(self, unit: Unit, host: KernelHost) -> Done:
-        """A smaller Case that fails alike; of many alike failures only the first few are shrunk."""
+    def _shrink(self, unit: Unit, host: KernelHost) -> Done:
+        """Find a smaller Case that fails alike; of many such failures the first few are shrunk."""
         start = time.perf_counter()
-        found = self._failures.smaller(
+        shrunk = self._failures.shrink(
             unit,
             host,
-            lambda case: self._record(unit, host, case)[0],
+            lambda case: self._run_case(unit, host, case)[0],
             lambda: self._planning(unit, host),
         )
-        if found is None:
+        if shrunk is None:
             return Done(unit=unit.id)
-        record, first = found
+        record, first = shrunk
         answer = Answer(
             unit=unit.id,
             stage=unit.stage,
@@ -226,12 +232,12 @@ class GateWorker:
             test=unit.test,
             seconds=round(time.perf_counter() - start, 3),
             smallest_of=first,
-            failure=self._failures.kept(record, unit),
+            failure=self._failures.keep(record, unit),
         )
         return Done(unit=unit.id, answers=(answer,))
 
-    def _died(self, unit: Unit, error: Died) -> Done:
-        """Its process died as the kernel was imported, or was asked what it takes."""
+    def _report_death(self, unit: Unit, error: Died) -> Done:
+        """Return what comes of a process that died at the import, or when asked what it takes."""
         self._hosts.end(unit.commit)
         case = Case.from_json(unit.case) if unit.case else Case(problem=Problem(query=1))
         record = Record(
@@ -240,7 +246,7 @@ class GateWorker:
             kernel=unit.kernel,
             variant=unit.variant or unit.kind,
             heads=head_arrangement(case.problem),
-            status="oom" if error.kind == "oom" else _death(error.kind),
+            status=_DEATHS.get(error.kind, "crash"),
             reason=f"{unit.kind}: {error}",
             environment=self._key,
         )
@@ -255,18 +261,14 @@ class GateWorker:
 
 
 def _compiling(host: KernelHost) -> float:
-    """Seconds so far; of kernels in this process nobody listens."""
+    """Return seconds so far; of kernels in this process nobody listens."""
     return host.executor.compiling if isinstance(host.executor, IsolatedExecutor) else 0.0
 
 
-def _flaky(answer: Answer, first: Died) -> Answer:
-    """What came of a question, the first process of which died before it was asked."""
+def _as_flaky(answer: Answer, first: Died) -> Answer:
+    """Return an answer as flaky, since the first process died before the question was asked."""
     record = answer.record
     if record.status not in FAILED_STATUSES:
         reason = f"{first.kind}: {first}; asked once more, in a new process: {record.status}"
         record = replace(record, status="flaky", reason=reason)
     return replace(answer, record=record, attempts=answer.attempts + 1)
-
-
-def _death(kind: str) -> Any:
-    return "timeout" if kind == "timeout" else "crash"

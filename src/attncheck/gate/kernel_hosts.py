@@ -26,19 +26,19 @@ class KernelHost(Protocol):
 
     @property
     def subject(self) -> Subject:
-        """The kernel."""
+        """Return the kernel."""
         ...
 
     @property
     def executor(self) -> Executor:
-        """What calls it."""
+        """Return what calls it."""
         ...
 
     def fresh(self) -> None:
         """Let its process end, where it has one of its own."""
 
     def close(self) -> None:
-        """The same, for good."""
+        """Return the same, for good."""
 
 
 class _Here:
@@ -73,7 +73,7 @@ class KernelHosts:
         self._hosts: dict[str, tuple[tuple[str, str, str], KernelHost]] = {}
 
     def of(self, unit: Unit) -> KernelHost:
-        """The host of a unit's kernel.
+        """Return the host of a unit's kernel.
 
         Raises:
             Missing: where another commit has no such kernel.
@@ -107,7 +107,7 @@ class KernelHosts:
         return IsolatedKernel(unit.kernel, **self._how(unit))
 
     def _before(self, unit: Unit) -> KernelHost:
-        """The kernel of another commit; always in a process: two of one name share none."""
+        """Start the kernel of another commit; in a process, since two of one name share none."""
         tree = self._choices.tree
         if tree is None or tree.commit != unit.commit:
             raise MissingKernelError(f"commit {unit.commit} is not part of this run.")

@@ -61,7 +61,7 @@ _FILES = "files"  # of a description's facts
 
 
 def source_fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> str:
-    """Sixteen hexadecimal digits of the files of ``kernels``, their tables, and our versions.
+    """Return 16 hexadecimal digits of the kernels' files, their tables, and our versions.
 
     Of a kernel in a module nothing is known but its configured ``sources``: no kernel is imported.
 
@@ -70,19 +70,19 @@ def source_fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> s
         written: Folders that a run writes to: what lies in them is no source.
     """
     apart = [Path(folder).resolve() for folder in written]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for package in _PACKAGES:
-        found.update(f"{package} {_version(package)}\n".encode())
+        digest.update(f"{package} {_version(package)}\n".encode())
     for kernel in kernels:
-        found.update(f"{kernel}\n".encode())
+        digest.update(f"{kernel}\n".encode())
         for path in _files(kernel):
             if not any(path.resolve().is_relative_to(folder) for folder in apart):
-                found.update(os.fsencode(path) + _hash(path).encode())
-    return found.hexdigest()[:16]
+                digest.update(os.fsencode(path) + _hash(path).encode())
+    return digest.hexdigest()[:16]
 
 
 def file_hashes(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Facts of a kernel's description: the SHA-256 of each file that its process has loaded.
+    """Return the SHA-256 of each file that a kernel's process has loaded, for its description.
 
     Files below the working directory are named from there. The names are foreign: what is no
     regular file is not read.
@@ -94,7 +94,7 @@ def file_hashes(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def changed_source(before: JournalContent) -> str:
-    """What of the kernels is another than as ``before`` began, or cannot be told; empty for none.
+    """Return which source changed since ``before`` began, or is not known to; empty for none.
 
     No kernel is imported: files that were loaded then are read now.
     """
@@ -116,23 +116,23 @@ def changed_source(before: JournalContent) -> str:
 
 
 def _told(facts: Mapping[str, Any]) -> Mapping[str, str]:
-    found = facts.get(_FILES)
-    return found if isinstance(found, dict) else {}
+    hashes = facts.get(_FILES)
+    return hashes if isinstance(hashes, dict) else {}
 
 
 def _is_over(path: Path) -> bool:
-    """Whether it was a process's own, as torch.distributed writes a module for each."""
+    """Return whether it was a process's own, as torch.distributed writes a module for each."""
     return path.is_relative_to(tempfile.gettempdir()) and not os.path.lexists(path)
 
 
 def _is_told(kernel: str) -> bool:
-    """Whether the fingerprint says it of a kernel without files: ours are as our version is."""
+    """Return whether the fingerprint covers a kernel without files: ours are as our version is."""
     table = read_configuration().kernels.get(kernel)
     return kernel in named_kernels.BUILTIN or (table is not None and bool(table.sources))
 
 
 def _hash(path: Path) -> str:
-    """Hexadecimal digits; empty of what is no file that can be read."""
+    """Return hexadecimal digits; empty for what is no file that can be read."""
     try:
         if not path.is_file() or path.stat().st_size > _LARGEST:
             return ""
@@ -167,7 +167,7 @@ _SECONDS = 120
 
 
 def changed_kernels(kernels: Sequence[str], ref: str) -> tuple[str, ...]:
-    """Those of ``kernels`` whose ``sources`` or entry file differ from the commit ``ref``.
+    """Return the kernels whose ``sources`` or entry file differ from the commit ``ref``.
 
     What is not committed, and what git does not know yet, counts too. A kernel that says nothing
     of its sources is always one of them: nobody knows what it is made of.
@@ -187,7 +187,9 @@ def _is_among(kernel: str, files: Collection[Path]) -> bool:
     folder = project.folder.resolve()
     inside = [f.relative_to(folder).as_posix() for f in files if f.is_relative_to(folder)]
     own = project.path is not None and project.path.name in inside  # its table may be another
-    named = (path for said in (table.entry, table.backward) for path in _named(said, folder))
+    named = (
+        path for reference in (table.entry, table.backward) for path in _named(reference, folder)
+    )
     return (
         own
         or any(path in files or path.resolve() in files for path in named)
@@ -196,7 +198,7 @@ def _is_among(kernel: str, files: Collection[Path]) -> bool:
 
 
 def _named(said: object, folder: Path) -> Iterator[Path]:
-    """Where the file of ``FILE.py::NAME`` or of ``package.module:NAME`` may be."""
+    """Return where the file of ``FILE.py::NAME`` or of ``package.module:NAME`` may be."""
     if not isinstance(said, str):
         return
     file, colons, _ = said.partition("::")
@@ -239,8 +241,8 @@ def _git(*arguments: str) -> str:
         raise UsageError(f"--changed-since: {one_line(str(error))}.") from None
     if done.returncode == 0:
         return done.stdout
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    reason = one_line(said[0]) if said else f"git ended with {done.returncode}"
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    reason = one_line(errors[0]) if errors else f"git ended with {done.returncode}"
     raise UsageError(f"--changed-since: {reason.rstrip('.')}.")
 
 
@@ -296,23 +298,23 @@ class CommitTree:
     here: Path
 
     def spelled(self) -> str:
-        """As text, for another process; ``read`` makes it of that."""
+        """Return it as text, for another process; ``read`` reads it."""
         return json.dumps({name: str(getattr(self, name)) for name in self.__slots__})
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The tree that ``spelled`` said."""
-        said = json.loads(text)
+        """Return the tree that ``spelled`` said."""
+        fields = json.loads(text)
         return cls(
-            ref=said["ref"],
-            commit=said["commit"],
-            repository=Path(said["repository"]),
-            root=Path(said["root"]),
-            here=Path(said["here"]),
+            ref=fields["ref"],
+            commit=fields["commit"],
+            repository=Path(fields["repository"]),
+            root=Path(fields["root"]),
+            here=Path(fields["here"]),
         )
 
     def kernel(self, kernel: str) -> OtherKernel:
-        """What ``kernel`` is in this tree.
+        """Return what ``kernel`` is in this tree.
 
         Args:
             kernel: ``file.py::name``, ``package.module:name``, or a name of the project's own
@@ -345,7 +347,7 @@ class CommitTree:
         )
 
     def strayed(self, files: Iterable[str]) -> str:
-        """Which of the ``files`` that a kernel is loaded from is not of this tree, and should be.
+        """Return which of a kernel's ``files`` is not of this tree, and should be.
 
         Args:
             files: Of the modules that its process has loaded. What lies in neither (Python's own,
@@ -366,7 +368,7 @@ class CommitTree:
         return ""
 
     def _file(self, file: str, kernel: str) -> Path:
-        """``file`` relative to the repository."""
+        """Return ``file`` relative to the repository."""
         path = (self.repository / self.here / file).resolve()
         if not path.is_relative_to(self.repository.resolve()):
             raise UsageError(
@@ -376,7 +378,7 @@ class CommitTree:
         return path.relative_to(self.repository.resolve())
 
     def _paths(self, folder: Path) -> tuple[str, ...]:
-        """Where packages begin in this tree: as for ``python -m``, at ``src`` layouts and the root.
+        """Return where packages begin here: as for ``python -m``, at ``src`` layouts, at the root.
 
         A folder that has an attncheck is left out: the process that calls the kernel runs ours.
         """
@@ -387,7 +389,7 @@ class CommitTree:
 
 @contextmanager
 def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
-    """The files of the commit ``ref``, in a folder of their own, until the end of the block.
+    """Check out the commit ``ref`` into a folder of its own until the end of the block.
 
     A worktree of the repository that ``start`` lies in, detached and outside of it. It is removed
     at the end, also after an interrupt. Nothing is fetched; no hook of the repository's is run;
@@ -420,7 +422,7 @@ def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
 
 
 def rename_kernels(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple[Answer, ...]:
-    """``answers`` of a tree's kernels under the names of those that are here.
+    """Return ``answers`` of a tree's kernels under the names of those that are here.
 
     Args:
         answers: Of that side.
@@ -446,7 +448,7 @@ def _commit(repository: Path, ref: str) -> str:
 
 
 def _remove(repository: Path, root: Path) -> None:
-    """The worktree and what the repository remembers of it; whatever happens."""
+    """Remove the worktree and what the repository remembers of it, whatever happens."""
     with suppress(UsageError):  # git is gone, or the folder is
         _run_git(repository, "worktree", "remove", "--force", "--force", str(root))
     if root.exists():
@@ -456,7 +458,7 @@ def _remove(repository: Path, root: Path) -> None:
 
 
 def _run_git(folder: Path, *arguments: str) -> str:
-    """What git says to ``arguments``; raises UsageError, in one line, where it fails."""
+    """Return what git prints; raises UsageError, in one line, where it fails."""
     environment = {k: v for k, v in os.environ.items() if k not in _OF_A_HOOK} | _QUIET
     what = f"git {arguments[0]}"
     try:
@@ -476,6 +478,6 @@ def _run_git(folder: Path, *arguments: str) -> str:
         raise UsageError(f"--against: {what}: {one_line(str(error))}.") from None
     if done.returncode == 0:
         return done.stdout.strip()
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    reason = one_line(said[-1]) if said else f"exit code {done.returncode}"
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    reason = one_line(errors[-1]) if errors else f"exit code {done.returncode}"
     raise UsageError(f"--against: {what}: {reason.rstrip('.')}.")

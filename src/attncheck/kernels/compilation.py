@@ -1,12 +1,36 @@
-"""The choice of this process, made once: compile Triton kernels, or interpret them."""
+"""Compilation of our Triton kernels: compiled or interpreted, and by which ptxas.
+
+On Hopper that is not the ptxas of CUDA 12.8, Triton 3.6's default. It may give a wgmma whose
+operand B is in shared memory a wrong descriptor. Its high half is a constant; ptxas adds it to the
+low half in 64 bits and takes the carry's zero from a uniform register that holds the warp's number
+instead. Seen in the machine code of ``flash2_forward`` at value dims up to 16
+(``UIADD3.X UR7, UR4, -0x3ffffff0`` behind ``R2UR UR4, <thread / 32>``), and on an H200: wrong
+numbers that differ from run to run, and reads beyond shared memory (compute-sanitizer names that
+instruction). The ptxas of CUDA 12.9, which Triton 3.6 carries for Blackwell, and 13.4 make right
+code of the same PTX.
+
+Other kernels of the process are assembled as ever: what attncheck judges is what its author runs.
+"""
 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING
 
 from attncheck.core.errors import InterpreterUnavailable
 
-__all__ = ["prepare_triton"]
+# Triton is imported inside functions: it must not be there before ``prepare_triton``.
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from triton import knobs
+
+__all__ = ["choose_assembler", "prepare_triton", "replacement_assembler", "sound_assembler"]
+
+_ON = {"1", "true", "on", "yes", "y"}  # as Triton reads its switches
 
 
 def prepare_triton(device: str) -> None:
@@ -29,4 +53,54 @@ def prepare_triton(device: str) -> None:
         )
 
 
-_ON = {"1", "true", "on", "yes", "y"}  # as Triton reads its switches
+_HOPPER = 90
+_SOUND = (12, 9)
+
+
+def sound_assembler(device: str) -> AbstractContextManager[None]:
+    """Compile kernels for ``device`` (``cpu`` or ``cuda``) by a ptxas without that bug, within it.
+
+    Changes nothing where the default is sound, where no other ptxas came with Triton, and where
+    somebody chose one (``TRITON_PTXAS_PATH``).
+    """
+    path = replacement_assembler() if device == "cuda" else None
+    return _use_assembler(path) if path else nullcontext()
+
+
+@contextmanager
+def _use_assembler(path: str) -> Iterator[None]:
+    from triton import knobs
+
+    with knobs.nvidia.scope():
+        knobs.nvidia.ptxas = path
+        yield
+
+
+@cache
+def replacement_assembler() -> str | None:
+    """Return the ptxas that our kernels get on this machine's GPU; None where the default is sound.
+
+    None as well where there is no other, and where somebody chose one.
+    """
+    from triton import knobs
+    from triton.compiler import make_backend
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    if target.backend != "cuda" or target.arch != _HOPPER or "TRITON_PTXAS_PATH" in os.environ:
+        return None
+    # Triton asks once a process which ptxas there is, for the names of its cache: of everybody's.
+    make_backend(target).hash()
+    try:
+        return choose_assembler(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell)
+    except RuntimeError:  # Triton's own word for a tool that it did not bring
+        return None
+
+
+def choose_assembler(default: knobs.NvidiaTool, other: knobs.NvidiaTool) -> str | None:
+    """Return the path of ``other`` where it is sound and ``default`` is not."""
+    return other.path if _version(default) < _SOUND <= _version(other) else None
+
+
+def _version(tool: knobs.NvidiaTool) -> tuple[int, ...]:
+    return tuple(map(int, tool.version.split(".")))

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from attncheck.core.errors import UsageError
-from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.gradient_terms import row_deltas, sink_gradient
 from attncheck.kernels.launch import LOG2E, block_dim, needs_careful_launch
 from attncheck.kernels.tile import (

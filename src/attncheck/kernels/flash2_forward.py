@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, needs_careful_launch, scales
 from attncheck.kernels.tile import (
     advanced,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from attncheck.core.errors import UsageError
-from attncheck.kernels.assembler import sound_assembler
+from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,

@@ -86,7 +86,7 @@ class BlockMask:
                 f"kinds of tiles hold {strange[0].item()}: a tile is {EMPTY} (empty), {PARTIAL} "
                 f"(partial) or {FULL} (full)."
             )
-        object.__setattr__(self, "kinds", kinds.to(torch.uint8))
+        object.__setattr__(self, "kinds", kinds.to(torch.uint8).contiguous())
 
     @property
     def kv_num_blocks(self) -> Tensor:

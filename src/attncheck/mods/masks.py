@@ -294,11 +294,11 @@ _CANVAS = {"canvas": check.rows_and_columns, "kernel": check.rows_and_columns}
 MASKS: dict[str, Entry[MaskMod]] = {
     "full": Entry(
         summary="every row sees every key",
-        build=lambda _values, _dims, _device: full,
+        build=check.from_arguments(lambda: full),
     ),
     "causal": Entry(
         summary="row i sees keys up to i (aligned top-left)",
-        build=lambda _values, _dims, _device: causal,
+        build=check.from_arguments(lambda: causal),
     ),
     "causal_bottom_right": Entry(
         summary="row i sees keys up to i + kv − query: the last row sees every key",
@@ -307,12 +307,12 @@ MASKS: dict[str, Entry[MaskMod]] = {
     "sliding_window": Entry(
         summary="row i sees the last `window` keys up to its own",
         arguments={"window": _ANY_LENGTH},
-        build=lambda values, _dims, _device: sliding_window(values["window"]),
+        build=check.from_arguments(sliding_window),
     ),
     "prefix_lm": Entry(
         summary="row i sees the first `prefix` keys and keys up to i",
         arguments={"prefix": _ANY_LENGTH},
-        build=lambda values, _dims, _device: prefix_lm(values["prefix"]),
+        build=check.from_arguments(prefix_lm),
     ),
     "document": Entry(
         summary="row i sees the keys of its own document; `lengths` one after another",
@@ -337,13 +337,13 @@ MASKS: dict[str, Entry[MaskMod]] = {
         summary="cell i of `canvas` (rows, columns) sees the `kernel` of cells around it",
         arguments=_CANVAS,
         together=_check_within_canvas,
-        build=lambda values, _dims, _device: neighborhood(**values),
+        build=check.from_arguments(neighborhood),
     ),
     "neighborhood_tiled": Entry(
         summary="the same, where cells are numbered `tile` by tile",
         arguments=_CANVAS | {"tile": check.rows_and_columns},
         together=_check_within_canvas,
-        build=lambda values, _dims, _device: neighborhood_tiled(**values),
+        build=check.from_arguments(neighborhood_tiled),
     ),
     "neighborhood_morton": Entry(
         summary="the same, where cells are numbered along a Z curve",

@@ -203,7 +203,7 @@ _kept_bias = lru_cache(maxsize=4)(_drawn_bias)
 SCORES: dict[str, Entry[ScoreMod]] = {
     "none": Entry(
         summary="the score itself",
-        build=lambda _values, _dims, _device: none,
+        build=check.from_arguments(lambda: none),
     ),
     "alibi": Entry(
         summary="adds 2^(−8(h+1)/heads) · (j − i)",
@@ -212,7 +212,7 @@ SCORES: dict[str, Entry[ScoreMod]] = {
     "softcap": Entry(
         summary="cap · tanh(score / cap)",
         arguments={"cap": check.positive_number},
-        build=lambda values, _dims, _device: softcap(fp32(values["cap"])),
+        build=check.from_arguments(lambda cap: softcap(fp32(cap))),
         additive=False,
     ),
     "relative_bias": Entry(

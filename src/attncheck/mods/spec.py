@@ -25,6 +25,7 @@ __all__ = [
     "check_spec",
     "document_lengths",
     "formula_text",
+    "from_arguments",
     "lengths_of",
     "padding_lengths",
     "positive_number",
@@ -150,6 +151,11 @@ class Entry(Generic[Mod]):
     within: Callable[[Values, Dimensions], Dimensions] = lambda _values, dims: dims
     most_parts: float = math.inf
     additive: bool = True
+
+
+def from_arguments(function: Callable[..., Mod]) -> Callable[[Values, Dimensions, str], Mod]:
+    """Return an entry's ``build`` for a function of its arguments alone, as keywords."""
+    return lambda values, _dimensions, _device: function(**values)
 
 
 def check_spec(

@@ -37,7 +37,6 @@ __all__ = [
     "change_tensors",
     "compare_bits",
     "compare_outputs",
-    "compare_tensors",
     "compare_values",
     "compare_within",
     "indices_read",
@@ -367,15 +366,6 @@ def compare_within(
     )
 
 
-def compare_tensors(
-    tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | None
-) -> Finding | None:
-    """Compare bits, or where an error is ``allowed`` within it."""
-    if allowed is None:
-        return compare_bits(tensor, value, expected)
-    return compare_within(tensor, value, expected, allowed)
-
-
 def _first(
     tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, different: torch.Tensor
 ) -> Finding | None:
@@ -418,7 +408,10 @@ def compare_outputs(
         should = wanted[name]
         if not signed_zeros:
             should = replace_where(should, tensor, (tensor == 0) & (should == 0))
-        finding = compare_tensors(name, tensor, should, allowed)
+        if allowed is None:
+            finding = compare_bits(name, tensor, should)
+        else:
+            finding = compare_within(name, tensor, should, allowed)
         if finding:
             return finding
     return None

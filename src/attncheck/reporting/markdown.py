@@ -81,8 +81,7 @@ def _block(several: Sequence[Block]) -> Iterator[str]:
             yield from _table(first)
         case Facts():
             yield from _listed(
-                f"{for_markdown(name)}: {for_markdown(text)}" if name else for_markdown(text)
-                for name, text in first.pairs
+                for_markdown(f"{name}: {text}" if name else text) for name, text in first.pairs
             )
         case Picture():
             yield from ("", for_markdown(first.title), "")

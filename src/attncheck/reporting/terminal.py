@@ -241,6 +241,7 @@ class _Layout:
             return
         *others, last = cells
         line = self.line([*others, Cell("")], strip=False)
+        line.right_crop(self._widths[-1])
         for text in _hanging(line.plain, one_line(last.text), width):
             rest = Text(text.plain[len(line.plain) :], style=STYLES[last.look])
             yield Text.assemble(line, rest)

@@ -118,7 +118,7 @@ class KernelCall:
 def kernel_call(
     subject: Subject, problem: Problem, kernel: str, convention: str, *, device: str, folder: Path
 ) -> KernelCall:
-    """How ``subject`` is had, and called on ``problem``.
+    """Return how ``subject`` is had, and called on ``problem``.
 
     Args:
         subject: The kernel.
@@ -159,7 +159,7 @@ def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str
 
 
 def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall:
-    """Attncheck's own way to torch's functions, as somebody would write it down."""
+    """Return how torch's functions are called, as somebody would write it down."""
     function: Any
     if isinstance(inner, Sdpa):
         function, convention = torch.nn.functional.scaled_dot_product_attention, "sdpa"
@@ -205,7 +205,7 @@ def _named(
 
 
 def _had(kernel: str, folder: Path) -> str:
-    """An expression that imports a function."""
+    """Return an expression that imports a function."""
     reference, start = _reference(kernel)
     file, colons, name = reference.partition("::")
     if colons:
@@ -215,7 +215,7 @@ def _had(kernel: str, folder: Path) -> str:
 
 
 def _spec(kernel: str, folder: Path) -> str:
-    """An expression for what ``subjects.load`` takes."""
+    """Return an expression for what ``load_subject`` takes."""
     file, colons, name = kernel.partition("::")
     if not colons:
         return repr(kernel)
@@ -223,7 +223,7 @@ def _spec(kernel: str, folder: Path) -> str:
 
 
 def _reference(kernel: str) -> tuple[str, Path]:
-    """What names a function, and the folder that its file or module is looked for in."""
+    """Return what names a function, and the folder that its file or module is looked for in."""
     if ":" in kernel:
         return kernel, Path.cwd()
     project = read_configuration()
@@ -236,7 +236,7 @@ def _reference(kernel: str) -> tuple[str, Path]:
 
 
 def _relative(path: str | os.PathLike[str], folder: Path) -> str:
-    """``path`` as seen from ``folder``; absolute where there is no way."""
+    """Return ``path`` as seen from ``folder``; absolute where there is no way."""
     try:
         return Path(os.path.relpath(path, folder)).as_posix()
     except ValueError:  # another drive
@@ -273,7 +273,7 @@ def render_script(  # what was asked of whom, what was answered, and where it go
     facts: Mapping[str, str],
     path: Path,
 ) -> str:
-    """The text of a script that asks ``case`` of ``subject`` again.
+    """Return the text of a script that asks ``case`` of ``subject`` again.
 
     Args:
         subject: The kernel.
@@ -291,8 +291,8 @@ def render_script(  # what was asked of whom, what was answered, and where it go
     """
     if case.problem.backward:
         raise UsageError("the script would ask for out and LSE: it cannot ask for gradients.")
-    asked = exact_runs(subject, case, device=device)
-    size = sum(t.nbytes for run in asked for t in _tensors(run, {}))
+    run_list = exact_runs(subject, case, device=device)
+    size = sum(t.nbytes for run in run_list for t in _tensors(run, {}))
     if size > LARGEST:
         raise UsageError(
             f"the script would hold {size >> 20} MiB of tensors: it may hold {LARGEST >> 20} MiB."
@@ -302,25 +302,25 @@ def render_script(  # what was asked of whom, what was answered, and where it go
         kernel_call(
             subject, run.inputs.problem, kernel, convention, device=device, folder=path.parent
         )
-        for run in asked
+        for run in run_list
     ]
-    said = {
+    data = {
         "title": " ".join([case.question, *(f"{k}={v}" for k, v in case.parameters.items())]),
         "facts": dict(facts),
         "device": device,
         "products": "high" if case.problem.dtype == "tf32" else "highest",
         "must": _must(record.judgement) if case.question in RELATIONS else None,
         "note": _note(record.judgement),
-        "runs": [_told(run, one, memory) for run, one in zip(asked, how, strict=True)],
+        "runs": [_told(run, one, memory) for run, one in zip(run_list, how, strict=True)],
     }
     notes = "".join(f"\n{line}\n" for one in how[:1] for line in one.notes)
     imports, text = _common()
     head = f"{_HEAD.format(name=path.name, notes=notes)}\n{imports}"
-    return "\n\n\n".join([head, *_calls(how), text, *_data(said, how, memory)]) + "\n"
+    return "\n\n\n".join([head, *_calls(how), text, *_data(data, how, memory)]) + "\n"
 
 
 def _common() -> tuple[str, str]:
-    """Imports and functions of every script."""
+    """Return imports and functions of every script."""
     text = _TEMPLATE.read_text(encoding="utf-8").partition(_MARK)[2]
     imports, _, functions = text.partition(_EXPORTS)
     return imports.strip("\n"), functions.strip("\n")
@@ -334,7 +334,7 @@ class _Memory:
         self._names: dict[tuple[str, bytes], str] = {}
 
     def view(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Where it lies, its shape and its strides."""
+        """Return where a tensor lies, its shape and its strides."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         far = strided_alloc.has_far_rows(tensor)
         whole = tensor.detach() if far else tensor.detach().as_strided((size,), (1,), 0)
@@ -359,13 +359,13 @@ def _tensors(run: ExactRun, more: Mapping[str, torch.Tensor]) -> Iterator[torch.
 
 
 def _told(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
-    """A run as data."""
+    """Return a run as data."""
     inputs, problem = run.inputs.tensors(), run.inputs.problem
     if how.reads_mask:
         inputs["mask"] = attention_mask(problem, str(run.inputs.device))
     empty = run.exact.lse.isneginf() if run.exact.lse is not None else torch.tensor(data=False)
     allowed = {"out": run.allowed.out, "lse": run.allowed.lse}
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "call": how.name,
         "inputs": {name: memory.view(tensor) for name, tensor in inputs.items()},
         "dtype": str(problem.formats.output.torch_dtype),
@@ -377,15 +377,15 @@ def _told(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
         if name in how.unasked_in_empty_rows:
             rows = empty if name == "lse" else empty[..., None]
             bound = torch.where(rows, torch.nan, bound)
-        told[name] = {
+        data[name] = {
             part: memory.view(tensor.cpu().contiguous())
             for part, tensor in (("exact", exact), ("allowed", bound))
         }
-    return told
+    return data
 
 
 def _must(found: Judgement | None) -> dict[str, Any] | None:
-    """The element that a broken relation shows; None where it held."""
+    """Return the element that a broken relation shows; None where it held."""
     if found is None or found.worst is None or found.rule != "relation":
         return None
     worst = found.worst
@@ -409,12 +409,12 @@ def _note(found: Judgement | None) -> str:
 
 
 def _calls(how: list[KernelCall]) -> Iterator[str]:
-    """How the kernel is had, and each way it is called, once."""
+    """Yield how the kernel is loaded, and each way it is called, once."""
     yield from dict.fromkeys(source for one in how for source in (one.kernel, one.source))
 
 
 def _data(said: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
-    """What was asked, and the memory of its tensors."""
+    """Yield what was asked, and the memory of its tensors."""
     text = pprint.pformat(said, width=96, sort_dicts=False)
     for name in {one.name for one in how}:  # functions, where data has their names
         text = text.replace(f"'call': {name!r}", f"'call': {name}")

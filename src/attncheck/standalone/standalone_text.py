@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def tensor(memory: dict[str, Any], told: dict[str, Any], device: str) -> torch.Tensor:
-    """One tensor in memory of its own, with its strides."""
+    """Return one tensor in memory of its own, with its strides."""
     dtype, text = memory[told["memory"]]
     raw = bytearray(zlib.decompress(base64.b64decode(text)))
     flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
@@ -35,7 +35,7 @@ def tensor(memory: dict[str, Any], told: dict[str, Any], device: str) -> torch.T
 
 
 def of_file(file: str, name: str) -> Any:
-    """``name`` of a Python file, whose path is relative to this script."""
+    """Return ``name`` of a Python file, whose path is relative to this script."""
     path = Path(__file__).parent / file
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -47,17 +47,17 @@ def of_file(file: str, name: str) -> Any:
 
 
 def of_module(folder: str, module: str, names: str) -> Any:
-    """``names`` of a module, which may lie in a folder relative to this script."""
+    """Return ``names`` of a module, which may lie in a folder relative to this script."""
     sys.path.insert(0, str(Path(__file__).parent / folder))
-    found: Any = importlib.import_module(module)
+    member: Any = importlib.import_module(module)
     for name in names.split("."):
-        found = getattr(found, name)
-    return found
+        member = getattr(member, name)
+    return member
 
 
 def answered(asked: dict[str, Any], run: dict[str, Any], kernel: Any, names: dict[str, Any]) -> Any:
-    """(out, LSE or None) of one run; raises ValueError for what is no output."""
-    given = {n: tensor(asked["memory"], told, asked["device"]) for n, told in run["inputs"].items()}
+    """Return (out, LSE or None) of one run; raises ValueError for what is no output."""
+    given = {n: tensor(asked["memory"], data, asked["device"]) for n, data in run["inputs"].items()}
     names.update(given)  # a mask, descales and sinks are read as globals
     with torch.no_grad():
         out, lse = run["call"](kernel, given["q"], given["k"], given["v"])
@@ -71,7 +71,7 @@ def answered(asked: dict[str, Any], run: dict[str, Any], kernel: Any, names: dic
 
 
 def compared(got: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> dict[str, Any]:
-    """The worst element beside the exact result, and how many are beyond what is allowed.
+    """Compare with the exact result: the worst element, and how many are beyond the allowance.
 
     Where NaN is allowed nothing is asked; NaN and infinities are wrong where the exact result is
     finite and something is.
@@ -95,7 +95,7 @@ def compared(got: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> d
 
 
 def described(name: str, found: dict[str, Any], which: str) -> list[str]:
-    """Facts of one element, a line each."""
+    """Return facts of one element, a line each."""
     return listed(
         {
             "worst": f"{name}{list(found['place'])}{which}",
@@ -108,7 +108,7 @@ def described(name: str, found: dict[str, Any], which: str) -> list[str]:
 
 
 def bounds(asked: dict[str, Any], outputs: list[Any]) -> tuple[list[str], bool]:
-    """Every run beside the exact result: facts, and whether one is beyond what is allowed."""
+    """Compare every run with the exact result: facts, and whether one is beyond its allowance."""
     lines, failed = [], False
     for number, (run, output) in enumerate(zip(asked["runs"], outputs, strict=True), start=1):
         for name, got in zip(("out", "lse"), output, strict=True):
@@ -116,15 +116,15 @@ def bounds(asked: dict[str, Any], outputs: list[Any]) -> tuple[list[str], bool]:
             exact, allowed = (tensor(asked["memory"], part, "cpu") for part in parts)
             if got is None or exact.numel() == 0:
                 continue
-            found = compared(got, exact, allowed)
-            failed = failed or found["wrong"] > 0
+            worst = compared(got, exact, allowed)
+            failed = failed or worst["wrong"] > 0
             which = f" of run {number} of {len(outputs)}" if len(outputs) > 1 else ""
-            lines += described(name, found, which)
+            lines += described(name, worst, which)
     return lines, failed
 
 
 def relation(must: dict[str, Any], outputs: Any) -> tuple[list[str], bool]:
-    """The element that a relation is about: facts, and whether it is what it must be."""
+    """Check the element that a relation is about: facts, and whether it is broken."""
     got, place = outputs[("out", "lse").index(must["tensor"])], must["place"]
     value = math.nan if got is None else float(got.double()[place])
     broken = got is None or not agrees(value, must)
@@ -139,7 +139,7 @@ def relation(must: dict[str, Any], outputs: Any) -> tuple[list[str], bool]:
 
 
 def agrees(value: float, must: dict[str, Any]) -> bool:
-    """Whether an element is what it must be; equal zeros too, unless their signs are the fault."""
+    """Return whether an element is right; of equal zeros too, unless their signs are the fault."""
     expected = must["value"]
     if value == expected:
         same = math.copysign(1.0, value) == math.copysign(1.0, expected)
@@ -149,7 +149,7 @@ def agrees(value: float, must: dict[str, Any]) -> bool:
 
 
 def listed(facts: dict[str, str]) -> list[str]:
-    """A line each."""
+    """Return a line for each fact."""
     return [f"  {label:<11}{text}" for label, text in facts.items()]
 
 
@@ -162,13 +162,13 @@ def main(asked: dict[str, Any], names: dict[str, Any]) -> int:
         outputs = [answered(asked, run, kernel, names) for run in asked["runs"]]
     except Exception as error:  # noqa: BLE001  # whatever the kernel raises is its answer
         failed = True
-        said = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
-        lines += listed({"raised": " ".join(said.split())})
+        message = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
+        lines += listed({"raised": " ".join(message.split())})
     else:
         beside, failed = bounds(asked, outputs)
         if asked["must"]:
-            found, broken = relation(asked["must"], outputs[-1])
-            beside, failed = found + beside, failed or broken
+            facts, broken = relation(asked["must"], outputs[-1])
+            beside, failed = facts + beside, failed or broken
         lines += beside
     if asked["note"] and not failed:
         lines += listed({"note": asked["note"]})

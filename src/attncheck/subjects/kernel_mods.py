@@ -84,6 +84,7 @@ def _reads(key: ModKey) -> CapturedReads:
 
 
 def _checked(expression: Expression, mod: Any, key: ModKey, kind: str) -> Expression:
+    # The trace is the one thing that kernel and mask share: it is checked wherever it is used.
     wrong = trace.count_disagreements(expression, mod, key.problem.dimensions, device=key.device)
     if wrong:
         raise TraceError(
@@ -114,6 +115,7 @@ def visited_tiles(
 def _visits(key: ModKey, block_query: int, block_kv: int, *, by_keys: bool) -> VisitList:
     from attncheck.kernels.launch import VisitList
 
+    # By the callable, not the trace: a wrong trace must not hide the tiles that show it.
     tiles = block_mask(
         key.problem.mask_mod(key.device),
         key.dimensions,

@@ -160,6 +160,7 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
     subject = candidate.adopted(convention)
     if kernel in BUILTIN:
         return subject
+    # A table names the kernel: what its class is called does not matter then.
     if candidate.capabilities is not None:
         from attncheck.capabilities.declared import Declared
 
@@ -246,6 +247,7 @@ def _import_entry(entry: str, folder: Path, what: str) -> Any:
         raise UsageError(
             f"{what}: its entry {entry!r} is neither FILE.py::NAME nor package.module:NAME."
         )
+    # As if Python had been started in the project's folder.
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return _import_reference(entry, what)

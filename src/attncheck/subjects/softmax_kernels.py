@@ -94,6 +94,7 @@ def _whole_rows(columns: int, block: int) -> Launch:
     from attncheck.kernels.softmax_forward import Launch
 
     if block > _LARGEST_BLOCK:
+        # Longer rows do not stay in registers: they are read again, in pieces.
         return Launch(block_columns=8192, warps=16)
     rows = max(1, _SMALLEST_TILE // block)
     warps = max(1, min(32, rows * block // _PER_WARP))

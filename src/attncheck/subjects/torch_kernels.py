@@ -257,6 +257,7 @@ class Sdpa(Subject):
         problem: Problem,
     ) -> str | None:
         """The same for q, k and v themselves: strides and alignment count too."""
+        # The dispatcher is asked itself: its rules change with every release.
         with warnings.catch_warnings(record=True) as caught, self._settings(problem):
             warnings.simplefilter("always")
             try:
@@ -349,6 +350,7 @@ class Flex(Subject):
         if any(tensor.itemsize < _FP32_BYTES for tensor in read):
             raise Refused("torch rounds the gradient of a 16-bit tensor to 16 bits")
         blocks = None if problem.mask == library.FULL else flex_block_mask(problem, str(device))
+        # Seeds and values compile to the same function.
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"

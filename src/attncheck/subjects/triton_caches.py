@@ -63,6 +63,7 @@ class Varlen(Flash):
             return f"the mask {problem.mask} is neither documents nor padding nor a band"
         if device == "cuda" and problem.heads > _MOST_HEADS:
             return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
+        # Documents are one axis of the grid, and its mask is this class's own matter.
         return super().unsupported(problem.replace(batch=1, mask=library.FULL), device)
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -211,6 +212,7 @@ def _mods(problem: Problem, device: str) -> dict[str, Any]:
     packed = _packed(problem)
     causal = _causal(problem, packed)
     mask = score = None
+    # A mask in a tile costs more than the flag.
     if packed.rest != library.FULL and not causal:
         mask = to_triton(mask_expression(problem.replace(mask=packed.rest), device))
     if problem.score != library.NONE:

@@ -76,11 +76,11 @@ class KnownFailure:
 
     @property
     def file(self) -> str:
-        """The part of ``test`` before the function's name."""
+        """Return the part of ``test`` before the function's name."""
         return self.test.partition("::")[0]
 
     def matches(self, test: str, param: Param, device: str) -> bool:
-        """Whether it is about the test ``test_causal.py::test_x`` of ``param`` on ``device``."""
+        """Return whether it is about the test ``test_causal.py::test_x`` of ``param``."""
         return (
             fnmatchcase(test, self.test)
             and self.is_of(param.kernel.name)
@@ -90,11 +90,11 @@ class KnownFailure:
         )
 
     def is_of(self, kernel: str) -> bool:
-        """Whether it is about ``kernel``."""
+        """Return whether it is about ``kernel``."""
         return fnmatchcase(kernel, self.kernel)
 
     def case_in(self, dtype: str) -> Case:
-        """The Case, in the ``dtype`` of the test where the entry is about several."""
+        """Return the Case, in the ``dtype`` of the test where the entry is about several."""
         several = len(self.dtypes) > 1 and dtype in self.dtypes
         if not dtype or (self.dtypes and not several):
             return self.case
@@ -103,7 +103,7 @@ class KnownFailure:
 
 
 def read_known_failures(path: Path) -> tuple[KnownFailure, ...]:
-    """The entries of a file, in order.
+    """Return the entries of a file, in order.
 
     Raises:
         UsageError: for what is no such file, in one line with the entry's number.
@@ -111,8 +111,8 @@ def read_known_failures(path: Path) -> tuple[KnownFailure, ...]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path}: {said}.") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{path}: {reason}.") from None
     entries = data.pop("failure", [])
     if data:
         raise UsageError(f"{path}: unknown key {next(iter(data))!r}: it holds [[failure]] alone.")
@@ -169,14 +169,14 @@ def _case(data: Any, where: str) -> Case:
 
 
 def applicable_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """``items`` without properties that concern none of the kernels."""
+    """Return ``items`` without properties that concern none of the kernels."""
     return [item for item in items if not item.name.endswith(f"[{NO_KERNEL}]")]
 
 
 def known_failures(
     session: pytest.Session, items: Sequence[pytest.Item], judged: Session
 ) -> dict[pytest.Item, KnownFailure]:
-    """Those of ``items`` that are known to fail.
+    """Return those of ``items`` that are known to fail.
 
     Raises:
         pytest.UsageError: for a file that is none, and for an entry that is about no test though
@@ -188,15 +188,15 @@ def known_failures(
     for folder in sorted({item.path.parent for item in properties}):
         here = [item for item in properties if item.path.parent == folder]
         for entry in _entries(judged.options.known_failures, folder):
-            those = [
+            matches = [
                 item for item in here if entry.matches(_name(item), param_of(item), judged.device)
             ]
-            if not those and _whole(session, entry, here, folder) and _about(entry, judged):
+            if not matches and _whole(session, entry, here, folder) and _about(entry, judged):
                 raise pytest.UsageError(
                     f"{entry.where}: test {entry.test!r} of kernel {entry.kernel!r} matches no "
                     "test that was collected: correct or remove it."
                 )
-            for item in those:
+            for item in matches:
                 known.setdefault(item, entry)
     return known
 
@@ -215,16 +215,16 @@ def rerun_known_failure(entry: KnownFailure, kernel: UnderTest) -> bool:
         pytest.xfail(entry.reason)
     if entry.depends_on:
         return False
-    said = f" ({record.reason})" if record.reason else ""
+    reason = f" ({record.reason})" if record.reason else ""
     pytest.fail(
         f"known failure no longer fails: {kernel.name} on {kernel.device} answers {record.status}"
-        f"{said} to {entry.case.problem}; remove {entry.where}.",
+        f"{reason} to {entry.case.problem}; remove {entry.where}.",
         pytrace=False,
     )
 
 
 def param_of(item: pytest.Item) -> Param:
-    """Which part of the suite a property's test is."""
+    """Return which part of the suite a property's test is."""
     param: Param = item.callspec.params["kernel"]  # type: ignore[attr-defined]  # a Function's
     return param
 
@@ -246,7 +246,7 @@ def _entries(given: str, folder: Path) -> tuple[KnownFailure, ...]:
 def _whole(
     session: pytest.Session, entry: KnownFailure, here: Sequence[pytest.Item], folder: Path
 ) -> bool:
-    """Whether all tests that the entry could be about have been collected."""
+    """Return whether all tests that the entry could be about have been collected."""
     config = session.config
     single = any("::" in argument for argument in config.args)
     if single or session.testsfailed or config.getoption("lf", default=False):
@@ -259,7 +259,7 @@ def _whole(
 
 
 def _about(entry: KnownFailure, judged: Session) -> bool:
-    """Whether what was asked for is what the entry is about."""
+    """Return whether what was asked for is what the entry is about."""
     dtypes = judged.options.dtypes
     if entry.device not in {"", judged.device}:
         return False

@@ -84,20 +84,20 @@ class Outcomes:
 
     @property
     def seconds(self) -> float:
-        """Since the session began."""
+        """Return the time since the session began."""
         return time.perf_counter() - self.started
 
     def found(self, *, untaken: Mapping[str, dict[str, str]], error: str = "") -> None:
-        """Add what was found out while tests were collected."""
+        """Return everything so far."""
         self.untaken.update(untaken)
         self.error = self.error or error
 
     def collected(self) -> dict[str, Any]:
-        """What was found out while tests were collected, for ``found`` of another process."""
+        """Return what was learned while tests were collected, for another process."""
         return {"untaken": self.untaken, "error": self.error}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes what ``attach`` left."""
+        """Take what ``attach_outcome`` left."""
         attached: dict[str, Any] | None = getattr(report, _ATTACHED, None)
         if attached is not None:
             self.outcomes.append(msgspec.convert(attached, PropertyOutcome))
@@ -106,11 +106,11 @@ class Outcomes:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Takes what a process of pytest-xdist found out while it collected."""
+        """Take what a process of pytest-xdist learned while it collected."""
         self.processes = max(self.processes, 1 + int(node.gateway.id.removeprefix("gw") or 0))
-        told = getattr(node, "workeroutput", {}).get(WORKER_OUTPUT)
-        if told:
-            self.found(**told)
+        output = getattr(node, "workeroutput", {}).get(WORKER_OUTPUT)
+        if output:
+            self.found(**output)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -134,7 +134,7 @@ class Outcomes:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Why it did not pass, in one line."""
+    """Return why a test did not pass, in one line."""
     if hasattr(report, "wasxfail"):
         return str(report.wasxfail)
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
@@ -145,7 +145,7 @@ def _reason(report: pytest.TestReport) -> str:
 def summary_lines(
     outcomes: Iterable[PropertyOutcome], untaken: Mapping[str, Mapping[str, str]], seconds: float
 ) -> Iterator[str]:
-    """The summary, line by line; none where nothing was asked and nothing refused.
+    """Return the summary, line by line; none where nothing was asked and nothing refused.
 
     Args:
         outcomes: Of the tests.
@@ -166,22 +166,22 @@ def summary_lines(
             f"{whole.total:,} problems in {seconds:.0f} s: {rate:.1f} a second; of the time spent "
             f"on them {share} was compiling"
         )
-    for reason, those in _by_reason(untaken).items():
-        yield f"no tests of {', '.join(those)}: {reason}"
+    for reason, kernels in _by_reason(untaken).items():
+        yield f"no tests of {', '.join(kernels)}: {reason}"
 
 
 def _by_kernel(outcomes: Iterable[PropertyOutcome]) -> dict[str, Tally]:
-    found: dict[str, Tally] = {}
+    tallies: dict[str, Tally] = {}
     for each in outcomes:
-        found.setdefault(each.kernel, Tally()).add(each.tally)
-    return {name: tally for name, tally in sorted(found.items()) if tally.problems}
+        tallies.setdefault(each.kernel, Tally()).add(each.tally)
+    return {name: tally for name, tally in sorted(tallies.items()) if tally.problems}
 
 
 def _one(tally: Tally) -> str:
     others = [f"{n:,} {status}" for status, n in sorted(tally.problems.items()) if status != "pass"]
-    said = f" ({', '.join(others)})" if others else ""
+    detail = f" ({', '.join(others)})" if others else ""
     share = _share(tally.compiling, tally.seconds)
-    return f"{tally.total:,} problems{said} in {tally.seconds:.1f} s, {share} compiling"
+    return f"{tally.total:,} problems{detail} in {tally.seconds:.1f} s, {share} compiling"
 
 
 def _share(part: float, whole: float) -> str:
@@ -189,12 +189,12 @@ def _share(part: float, whole: float) -> str:
 
 
 def _by_reason(untaken: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Reason → kernels with their dtypes: ``flex in tf32``."""
-    found: dict[str, list[str]] = {}
+    """Group by reason: kernels with their dtypes, ``flex in tf32``."""
+    kernels: dict[str, list[str]] = {}
     for kernel, reasons in untaken.items():
         for dtype, reason in reasons.items():
-            found.setdefault(reason, []).append(f"{kernel} in {dtype}")
-    return found
+            kernels.setdefault(reason, []).append(f"{kernel} in {dtype}")
+    return kernels
 
 
 _OPTION = "--attncheck-report"
@@ -239,30 +239,30 @@ class ReportWriter:
 
         device = self._options.device or default_device()
         prepare(device)  # where other processes did the work, this one has not been
-        found = self._outcomes
+        outcomes = self._outcomes
         return PropertyReport(
             command=self._command,
             environment=environment(device),
             tier=self._options.tier.name,
-            processes=found.processes,
-            seconds=found.seconds,
-            untaken=found.untaken,
+            processes=outcomes.processes,
+            seconds=outcomes.seconds,
+            untaken=outcomes.untaken,
             outcomes=tuple(
-                sorted(found.outcomes, key=lambda one: (one.file, one.test, one.kernel))
+                sorted(outcomes.outcomes, key=lambda one: (one.file, one.test, one.kernel))
             ),
         )
 
 
 def pytest_command(args: Sequence[str]) -> str:
-    """``pytest`` with its arguments: without the report's folder, and paths by their last name."""
-    said, rest = ["pytest"], list(args)
+    """Return ``pytest`` and its arguments, without the report's folder, paths by last name."""
+    words, rest = ["pytest"], list(args)
     while rest:
         arg = rest.pop(0)
         if arg == _OPTION:
             del rest[:1]
         elif not arg.startswith(f"{_OPTION}="):
-            said.append(_named(arg))
-    return shlex.join(said)
+            words.append(_named(arg))
+    return shlex.join(words)
 
 
 def _named(arg: str) -> str:

@@ -72,10 +72,10 @@ def property_named(name: str) -> Property:
     Raises:
         AttncheckError: where there is none: a plan of another version.
     """
-    found = next((each for each in properties() if each.id == name), None)
-    if found is None:
+    match = next((each for each in properties() if each.id == name), None)
+    if match is None:
         raise AttncheckError(f"there is no property {name!r} in this version.")
-    return found
+    return match
 
 
 def _import_package(folder: Path) -> None:

@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def settings_of() -> settings:
-    """What all profiles share."""
+    """Return what all profiles share."""
     from hypothesis import HealthCheck, Phase, settings
 
     return settings(
@@ -135,12 +135,12 @@ def add(parser: pytest.Parser) -> None:
     group = parser.getgroup("attncheck", "attncheck: is a kernel right?")
     for name, attributes in _OPTIONS.items():
         short = f"; --{name} too, unless a conftest or plugin has it"
-        said = attributes["help"] + (short if name in _ALSO_SHORT else "")
-        group.addoption(_long(name), dest=_dest(name), **(attributes | {"help": said}))
+        help_text = attributes["help"] + (short if name in _ALSO_SHORT else "")
+        group.addoption(_long(name), dest=_dest(name), **(attributes | {"help": help_text}))
 
 
 def spelled_out(parser: pytest.Parser, args: Iterable[str]) -> list[str]:
-    """``args`` with our short names in full, where nobody else has them.
+    """Return ``args`` with our short names in full, where nobody else has them.
 
     They are never registered: a conftest that registers a name which another has already ends in
     an error, and ours would be the other for every pytest of the environment, also for a conftest
@@ -159,12 +159,12 @@ def spelled_out(parser: pytest.Parser, args: Iterable[str]) -> list[str]:
 
 
 def wants_our_profile(args: Iterable[str]) -> bool:
-    """Whether Hypothesis is asked for a profile of ours, which must then be registered."""
+    """Return whether Hypothesis is asked for a profile of ours, which must then be registered."""
     return any(name in arg for arg in args for name in PROFILES)
 
 
 def options_of(config: pytest.Config) -> Options:
-    """What was asked for; raises pytest.UsageError with the valid values."""
+    """Return what was asked for; raises pytest.UsageError with the valid values."""
     given = {name: config.getoption(_dest(name)) for name in _OPTIONS}
     try:
         return Options(
@@ -182,7 +182,7 @@ def options_of(config: pytest.Config) -> Options:
 
 
 def _tier(config: pytest.Config, name: str) -> Tier:
-    """The tier, with the Hypothesis profile that was asked for in place of its own."""
+    """Return the tier, with the Hypothesis profile that was asked for in place of its own."""
     profile = config.getoption(_PROFILE, None)
     tier = tier_named(name)
     return replace(tier, profile=profile) if profile else tier
@@ -197,7 +197,7 @@ def _dest(name: str) -> str:
 
 
 def _is_free(parser: pytest.Parser, name: str) -> bool:
-    """Whether nobody registered ``name``: then it comes back as unknown."""
+    """Return whether nobody registered ``name``: then it comes back as unknown."""
     try:
         return name in parser.parse_known_and_unknown_args([name, "value"])[1]
     except (pytest.UsageError, SystemExit):  # somebody's, and it wants another value
@@ -214,7 +214,7 @@ _PLUGIN = "attncheck.pytest_plugin"
 
 
 def is_ours(metafunc: pytest.Metafunc, name: str) -> bool:
-    """Whether the argument ``name`` is the plugin's fixture, and nobody has parametrised it.
+    """Return whether the argument ``name`` is the plugin's fixture, and nobody has parametrised it.
 
     A fixture of the same name in a conftest, a class or a module is its author's.
     """
@@ -236,7 +236,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def choose_gpu() -> None:
-    """In worker N of pytest-xdist, leave GPU N modulo their number visible; else nothing.
+    """Leave worker N of pytest-xdist the GPU N modulo their number; nothing elsewhere.
 
     Before CUDA is used: kernels then see one device, and need not know which it is. Where
     somebody's code has used CUDA already, it becomes the current one.

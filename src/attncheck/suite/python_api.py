@@ -102,10 +102,10 @@ def check(
 def _ready(device: str | None) -> str:
     if device not in {None, "cpu", "cuda"}:
         raise UsageError(f"device {device!r} is not known: choose from cpu, cuda.")
-    found = device or default_device()
-    require_device(found)
-    prepare(found)
-    return found
+    chosen = device or default_device()
+    require_device(chosen)
+    prepare(chosen)
+    return chosen
 
 
 def _subject(kernel: Callable[..., object] | Subject | str, convention: str | None) -> Subject:
@@ -124,7 +124,7 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
 
 @functools.cache
 def _loaded(kernel: str, convention: str | None) -> Subject:
-    """A file is imported once, however many Problems are asked."""
+    """Import a file once, however many Problems are asked."""
     return load_subject(kernel, convention)
 
 
@@ -145,13 +145,13 @@ def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str])
 
 
 def _guide(records: tuple[Record, ...]) -> None:
-    """Within a Hypothesis test: what is not taken is drawn anew."""
+    """Have Hypothesis draw anew what is not taken."""
     if hypothesis.currently_in_test_context():
         hypothesis.assume(any(record.status != "unsupported" for record in records))
 
 
 def _reference(kernel: object) -> str:
-    """``path/to/file.py::name`` of a function of a module; empty of what has no such name."""
+    """Return ``path/to/file.py::name`` of a module's function; empty of what has no such name."""
     name, module = getattr(kernel, "__qualname__", ""), inspect.getmodule(kernel)
     file = getattr(module, "__file__", None)
     if not file or getattr(module, name, None) is not kernel:
@@ -240,14 +240,14 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
         arithmetic=arithmetic,
         generic=generic,
     )
-    found, said = answer.judgement()
-    if said:
-        raise OraclesDisagree(f"{said}: nothing is said of what was given.")
-    if found.status == "fail":
-        raise NotAttention(found, answer)
-    if found.status != "pass":
-        warnings.warn("\n".join(_lines(found)), UserWarning, stacklevel=2)
-    return found
+    judgement, disagreement = answer.judgement()
+    if disagreement:
+        raise OraclesDisagree(f"{disagreement}: nothing is said of what was given.")
+    if judgement.status == "fail":
+        raise NotAttention(judgement, answer)
+    if judgement.status != "pass":
+        warnings.warn("\n".join(_lines(judgement)), UserWarning, stacklevel=2)
+    return judgement
 
 
 class NotAttention(AssertionError):
@@ -275,20 +275,20 @@ class NotAttention(AssertionError):
 
 
 def _looked(answer: UserOutputs | None) -> tuple[list[str], list[str]]:
-    """Lines of what may be wrong, and of where; none where nobody can say."""
+    """Return lines of what may be wrong, and of where; none where nobody can say."""
     if answer is None:
         return [], []
     if next(_left, None) is None:
         return [_fact("likely", f"not looked for, as it was of {_LOOKED_INTO} failures before")], []
     with warnings.catch_warnings():  # of what is tried, not of what was given
         warnings.simplefilter("ignore")
-        found = answer.diagnosis()
-    if found is None:
+        diagnosis = answer.diagnosis()
+    if diagnosis is None:
         return [], []
     labels = itertools.chain(["tiles"], itertools.repeat(""))
     return (
-        [_fact(name, text) for name, text in explanation_facts(found)],
-        [_fact(name, line) for name, line in zip(labels, tile_picture(found), strict=False)],
+        [_fact(name, text) for name, text in explanation_facts(diagnosis)],
+        [_fact(name, line) for name, line in zip(labels, tile_picture(diagnosis), strict=False)],
     )
 
 
@@ -297,7 +297,7 @@ def _fact(name: str, text: str) -> str:
 
 
 def _lines(found: Judgement) -> Iterator[str]:
-    """The judgement for somebody who reads a failed test."""
+    """Yield the judgement for somebody who reads a failed test."""
     rule = f": {found.rule}" if found.rule else ""
     yield f"attention: {found.status}{rule}: {found.reason}"
     yield from (_fact("also", text) for text in found.warnings if text != found.reason)
@@ -320,7 +320,7 @@ def _worst(worst: Worst) -> Iterator[str]:
 
 
 def _seen(spot: BlindSpot) -> str:
-    """The smallest faults that these tensors would have shown."""
+    """Return the smallest faults that these tensors would have shown."""
     facts = {
         f"a scale {100 * spot.scale:.2g} % off": spot.scale < float("inf"),
         f"a key's weight {100 * spot.weight:.2g} % off": spot.weight < float("inf"),
@@ -338,7 +338,7 @@ _OWN = "_hypothesis_internal_settings_applied"
 def given(
     *strategies: SearchStrategy[Any], **named: SearchStrategy[Any]
 ) -> Callable[[Callable[..., None]], Any]:
-    """``hypothesis.given`` for tests of kernels: ``@attncheck.given(problems())``.
+    """Decorate a test of kernels as ``hypothesis.given``: ``@attncheck.given(problems())``.
 
     Without a deadline, since an interpreted kernel takes as long as it takes; one failure at a
     time; no health check of slow or filtered draws. Everything else is the current profile's.

@@ -53,7 +53,7 @@ class WrongAnswer(AssertionError):
         self._diagnose = diagnose
 
     def _diagnosed(self) -> Record:
-        """The Record, with what may be wrong from now on."""
+        """Return the Record, with what may be wrong from now on."""
         if self._diagnose is not None:
             self.record, self._diagnose = self._diagnose(self.record), None
         return self.record
@@ -85,9 +85,9 @@ class WrongAnswer(AssertionError):
         yield "attncheck_device", self.device
         yield "attncheck_problem", problem.id
         yield "attncheck_seed", problem.seed
-        found = self.record.judgement
-        if found and found.out_over_bound is not None:
-            yield "attncheck_error_over_bound", found.out_over_bound
+        judgement = self.record.judgement
+        if judgement and judgement.out_over_bound is not None:
+            yield "attncheck_error_over_bound", judgement.out_over_bound
 
     def _with_remark(self, text: str) -> str:
         return f"{text}\n{self.remark}" if self.remark else text
@@ -111,6 +111,6 @@ class WrongAnswers(AssertionError):
         return "\n\n".join([head, *map(str, self.failures)])
 
     def keep(self, test: str) -> tuple[str, list[tuple[str, object]]]:
-        """As DoesNotHold; the facts are those of the first."""
+        """Keep each, as WrongAnswer does; the facts are those of the first."""
         facts = [failure.keep(test)[1] for failure in self.failures]
         return str(self), facts[0]

@@ -107,6 +107,7 @@ def applied_mask(
         q = torch.zeros(*rows, dimensions.query, _HEAD_DIM)
         k = torch.zeros(*rows, dimensions.kv, _HEAD_DIM)
         parts = []
+        # An identity as wide as kv would be a value_dim that no kernel takes.
         for first in range(0, dimensions.kv, _COLUMNS):
             v = torch.eye(dimensions.kv, first + _COLUMNS)[:, first:].expand(*rows, -1, -1)
             inputs = Inputs(problem=problem, q=q, k=k, v=v.contiguous()).to(device)

@@ -115,6 +115,7 @@ class _Survey:
         if isinstance(least, str):  # values may have been too large for a format of its own
             least = self._try(partial(product_readings.read_smallest_weight, tall=False))
         yield self._reading("products", self._products)
+        # Read once: the reading of exp2 depends on it too.
         scores = self._try(product_readings.read_score_accumulator)
         yield self._sum("q·k", scores, self.declared.scores)
         yield self._exponential(held, least, scores)
@@ -210,6 +211,7 @@ class _Survey:
         short = self._try_square(step_readings.read_parts, keys=_SHORT)
         merged = None if isinstance(short, str) else short
         steps: tuple[Tiles, SceneResult] | str = ""
+        # Most tiles end within 256 keys; the CPU's flash kernel steps 512 at a time.
         for keys in (_SHORT, _LONG):
             steps = self._try_square(step_readings.read_tiles, keys=keys, known=merged)
             if isinstance(steps, str) or steps[0].starts:
@@ -436,6 +438,7 @@ def _compare_subnormals(
         lost.append("P")
         counts = counts or declared.weights.min_exponent > _NARROWEST_RANGE
     unknown = [name for name, one in (("q, k and v", flushed), ("P", weights_kept)) if one is None]
+    # One of the two is enough for a reading; neither is none.
     if len(unknown) == 2:
         return _unseen("subnormals", reason="nothing shows them")
     stated = "kept" if counts or not lost else ""

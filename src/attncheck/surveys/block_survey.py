@@ -94,6 +94,7 @@ def survey_blocks(
             )
     mod = build_mask(mask, dimensions)
     records = []
+    # A size that is named twice has one record.
     for size in dict.fromkeys(blocks):
         records.append(_record(mod, dimensions, size, mapped=mapped))
         done()

@@ -1,8 +1,7 @@
-"""Capability detection: tiny problems that find out what a kernel takes.
+"""Capability detection: tiny problems, each run and judged, that show what a kernel takes.
 
-What a kernel takes is declared whether its answer was right or wrong: a wrong number is a fault
-until the kernel is mended, refuses it, or its author takes it out. What it refuses, or raises at,
-is left out.
+One change of a small problem at a time: the first problem that gets an answer is the base, and
+every trial differs from it in one aspect, which is a field of the capability table.
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ import msgspec
 
 from attncheck.capabilities.capability_table import (
     ALIGNMENTS,
-    ANY,
     EMPTY_ROWS,
     Capabilities,
-    Override,
-    When,
 )
 from attncheck.capabilities.declared import Declared
 from attncheck.capabilities.subject import Subject
@@ -39,14 +35,13 @@ from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from attncheck.records.record import Record, Status
 
 __all__ = [
     "HEAD_DIMS",
     "LENGTHS",
-    "Comments",
     "DetectedCapabilities",
     "KernelFactory",
     "Trial",
@@ -56,10 +51,7 @@ __all__ = [
     "base_problems",
     "detect_capabilities",
     "empty_row_trials",
-    "group_results",
-    "is_capability",
     "length_trials",
-    "propose_table",
     "rectangular_trials",
     "refused_result",
     "trial_result",
@@ -99,31 +91,33 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trial_verdict(record: Record) -> Verdict:
-    """What the kernel did with what was asked."""
-    found = record.judgement
-    if found is not None and found.rule in _OF_THE_CALL:
+    """Return what the kernel did with what was asked."""
+    judgement = record.judgement
+    if judgement is not None and judgement.rule in _OF_THE_CALL:
         return "raises"
     return _OF_STATUS.get(record.status, "takes")
 
 
 def trial_result(aspect: str, what: str, record: Record, problem: Problem | str) -> TrialResult:
-    """The answer of ``record`` to ``what``, which was asked as ``problem``."""
-    said, judgement = trial_verdict(record), record.judgement
+    """Return the answer of ``record`` to ``what``, which was asked as ``problem``."""
+    verdict, judgement = trial_verdict(record), record.judgement
     reason = record.reason
     if judgement is not None:
-        told = judgement.rule not in _OF_THE_CALL | {"relation"}  # the question's name says that
-        reason = f"{judgement.rule}: {judgement.reason}" if told else judgement.reason
+        shows_rule = judgement.rule not in _OF_THE_CALL | {
+            "relation"
+        }  # the question's name says that
+        reason = f"{judgement.rule}: {judgement.reason}" if shows_rule else judgement.reason
     return TrialResult(
         aspect=aspect,
         what=what,
-        verdict=said,
-        reason="" if said == "takes" else reason,
+        verdict=verdict,
+        reason="" if verdict == "takes" else reason,
         problem=str(problem),
     )
 
 
 def refused_result(aspect: str, what: str, said: str | Failure, problem: Problem) -> TrialResult:
-    """The answer of a kernel that gave none: it refused, or raised."""
+    """Return the answer of a kernel that gave none: it refused, or raised."""
     refuses = isinstance(said, str) or said.kind == "refused"
     return TrialResult(
         aspect=aspect,
@@ -164,12 +158,12 @@ class Trial:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def of(self, base: Problem) -> Problem:
-        """The Problem to ask."""
+        """Return the Problem to ask."""
         return base.replace(**self.changes)
 
 
 def base_problems() -> Iterator[Problem]:
-    """Problems of which the first that the kernel takes is changed from then on."""
+    """Yield problems of which the first that the kernel takes is changed from then on."""
     for mask in (_FULL, _CAUSAL):
         for length in LENGTHS:
             for head_dim in _BASE_DIMS:
@@ -178,7 +172,7 @@ def base_problems() -> Iterator[Problem]:
 
 
 def all_trials(base: Problem, device: str) -> list[Trial]:
-    """Everything that is tried of a kernel that takes ``base``, in the order of the table."""
+    """Return everything that is tried of a kernel that takes ``base``, in the table's order."""
     return [
         *_dtypes(device),
         *(_head_dim(dims) for dims in HEAD_DIMS),
@@ -192,7 +186,7 @@ def all_trials(base: Problem, device: str) -> list[Trial]:
 
 
 def rectangular_trials(base: Problem) -> Iterator[Trial]:
-    """Lengths that differ."""
+    """Yield lengths that differ."""
     n = base.query
     for name, query, kv in (
         ("query < kv", n, 2 * n),
@@ -203,7 +197,7 @@ def rectangular_trials(base: Problem) -> Iterator[Trial]:
 
 
 def causal_trials(base: Problem) -> tuple[Trial, Trial]:
-    """The causal mask where lengths differ: aligned top-left, and bottom-right."""
+    """Return the causal mask where lengths differ, aligned top-left and bottom-right."""
     first, second = (
         Trial(
             aspect="causal",
@@ -216,7 +210,7 @@ def causal_trials(base: Problem) -> tuple[Trial, Trial]:
 
 
 def empty_row_trials(base: Problem) -> Iterator[Trial]:
-    """Problems with rows that see no key, some of which the kernel may be able to be asked."""
+    """Yield problems with rows that see no key, as different kernels take them."""
     n = base.query
     masks: dict[str, dict[str, Any]] = {
         "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[0, n])},
@@ -279,7 +273,7 @@ def _scores() -> Iterator[Trial]:
 
 
 def length_trials(length: int) -> Iterator[Trial]:
-    """Lengths that queries and keys share; 1 and 77 are multiples of no tile."""
+    """Yield lengths that queries and keys share; 1 and 77 are multiples of no tile."""
     for other in (1, 77, *(n for n in (16, 32, 64, 128) if n != length)):
         yield Trial(aspect="lengths", what=str(other), changes={"query": other, "kv": other})
 
@@ -324,24 +318,24 @@ def detect_capabilities(
         device: ``cpu`` or ``cuda``.
         advance: Called with a word before each question; what it raises ends the probe.
     """
-    probe = _Probe(make, options, device, advance)
-    base = probe.begin(conventions)
+    detection = _Detection(make, options, device, advance)
+    base = detection.choose_base(conventions)
     if base is None:
-        return probe.found(None)
-    probe.lse(base)
-    probe.causal(base)
+        return detection.result(None)
+    detection.lse(base)
+    detection.causal(base)
     trials = all_trials(base, device)
     for each in (*trials, *length_trials(base.query)):
-        probe.ask(each.aspect, each.what, each.of(base))
-    probe.rectangular(base)
-    probe.empty_rows(base)
-    probe.strides()
+        detection.ask(each.aspect, each.what, each.of(base))
+    detection.rectangular(base)
+    detection.empty_rows(base)
+    detection.strides()
     for promise in PROMISES:
-        probe.promise(promise)
-    return probe.found(base)
+        detection.promise(promise)
+    return detection.result(base)
 
 
-class _Probe:
+class _Detection:
     """A kernel while it is being tried."""
 
     def __init__(
@@ -356,25 +350,25 @@ class _Probe:
         self._convention = ""
         self._subject: Subject | None = None
         self._exposes_lse = False
-        self._tried: list[TrialResult] = []
+        self._results: list[TrialResult] = []
         self._taken: list[Problem] = []
 
-    def found(self, base: Problem | None) -> DetectedCapabilities:
-        """Everything so far."""
+    def result(self, base: Problem | None) -> DetectedCapabilities:
+        """Return everything so far."""
         return DetectedCapabilities(
             convention=self._convention,
             options=self._options,
             base=base,
             exposes_lse=self._exposes_lse,
-            tried=tuple(self._tried),
+            tried=tuple(self._results),
         )
 
-    def begin(self, conventions: Sequence[str]) -> Problem | None:
+    def choose_base(self, conventions: Sequence[str]) -> Problem | None:
         """Settle the convention, LSE's base and the Problem to begin with; None: it takes none."""
         answers: list[tuple[str, Problem]] = []
         for convention in conventions:
-            self._called(convention, self._options)
-            base, verdict = self._first_taken(convention)
+            self._load(convention, self._options)
+            base, verdict = self._first_taken_problem(convention)
             if base is not None and verdict == "takes":
                 return base
             if base is not None:
@@ -382,46 +376,48 @@ class _Probe:
         if not answers:
             return None
         convention, base = answers[0]
-        self._called(convention, self._options)
+        self._load(convention, self._options)
         return base
 
-    def _first_taken(self, convention: str) -> tuple[Problem | None, Verdict]:
-        """The first Problem that gets an answer; else what was said to the first of all."""
+    def _first_taken_problem(self, convention: str) -> tuple[Problem | None, Verdict]:
+        """Return the first Problem that gets an answer; else what was said to the first of all."""
         first: TrialResult | None = None
         assert self._subject is not None, "a convention comes first"
-        asked = [adapted_problems(self._subject, each, InProcess()) for each in base_problems()]
-        for problem in itertools.chain.from_iterable(asked):
-            answer = self._refusal(convention, problem) or self._begun(convention, problem)
+        candidates = [
+            adapted_problems(self._subject, each, InProcess()) for each in base_problems()
+        ]
+        for problem in itertools.chain.from_iterable(candidates):
+            answer = self._refusal(convention, problem) or self._first_answer(convention, problem)
             if answer.verdict in {"takes", "wrong"}:
-                self._tried.append(answer)
+                self._results.append(answer)
                 return problem, answer.verdict
             first = first or answer
         assert first is not None, "there are Problems to begin with"
-        self._tried.append(first)
+        self._results.append(first)
         return None, first.verdict
 
-    def _begun(self, convention: str, problem: Problem) -> TrialResult:
+    def _first_answer(self, convention: str, problem: Problem) -> TrialResult:
         record = self._record(problem, "base")
         if record.status == "fail" and _of_lse(record) and not self._options.lse:
-            record = self._settled("lse", ("base2",), problem) or record
+            record = self._try_options("lse", ("base2",), problem) or record
         self._exposes_lse = record.lse is not None
         return trial_result("convention", convention, record, problem)
 
     def _refusal(self, convention: str, problem: Problem) -> TrialResult | None:
-        """What a kernel says that takes it not; without the exact result, which takes longer."""
+        """Return the answer of a kernel that refuses; the exact result is not computed."""
         subject, executor = self._subject, InProcess()
         assert subject is not None, "a convention comes first"
         self._advance("base")
-        said = executor.refusal(subject, problem, self._device)
-        if said is None:
+        answer = executor.refusal(subject, problem, self._device)
+        if answer is None:
             given = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
-            said = given if isinstance(given, Failure) else None
-        return None if said is None else refused_result("convention", convention, said, problem)
+            answer = given if isinstance(given, Failure) else None
+        return None if answer is None else refused_result("convention", convention, answer, problem)
 
     def lse(self, base: Problem) -> None:
-        """Whether it gives one, as the first answer has shown."""
+        """Keep whether it gives LSE, as the first answer has shown."""
         base_of = self._options.lse or "natural"
-        self._tried.append(
+        self._results.append(
             TrialResult(
                 aspect="lse",
                 what=base_of if self._exposes_lse else "",
@@ -434,13 +430,13 @@ class _Probe:
     def ask(self, aspect: str, what: str, problem: Problem) -> Verdict:
         """Try one Problem."""
         answer = trial_result(aspect, what, self._record(problem, what), problem)
-        self._tried.append(answer)
+        self._results.append(answer)
         if answer.verdict == "takes":
             self._taken.append(problem)
         return answer.verdict
 
     def causal(self, base: Problem) -> None:
-        """How the causal flag is aligned where lengths differ: where it is wrong, the other way."""
+        """Find how the causal flag is aligned where lengths differ: if wrong, try the other way."""
         aligned = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))
         for alignment, trial in aligned.items():
             wrong = self.ask(trial.aspect, trial.what, trial.of(base)) == "wrong"
@@ -449,14 +445,14 @@ class _Probe:
                 self._try_again("causal", (other,), aligned[other].of(base))
 
     def rectangular(self, base: Problem) -> None:
-        """Lengths that differ; a single query where a length of 1 is taken at all."""
-        one = any(t.aspect == "lengths" and t.what == "1" and not t.reason for t in self._tried)
+        """Try lengths that differ; a single query where a length of 1 is taken at all."""
+        one = any(t.aspect == "lengths" and t.what == "1" and not t.reason for t in self._results)
         for each in rectangular_trials(base):
             if one or each.changes["query"] > 1:
                 self.ask(each.aspect, each.what, each.of(base))
 
     def empty_rows(self, base: Problem) -> None:
-        """What rows that see no key give: 0, or what else is known of kernels."""
+        """Find what rows that see no key give: 0, or what else is known of kernels."""
         for each in empty_row_trials(base):
             problem = each.of(base)
             verdict = self.ask(each.aspect, each.what, problem)
@@ -466,7 +462,7 @@ class _Probe:
                 return
 
     def promise(self, promise: str) -> None:
-        """Whether it is kept where it was tried, to the last bit."""
+        """Check a promise where it was tried, to the last bit."""
         subject = self._subject
         assert subject is not None, "promises come last"
         table = Capabilities(entry=subject.name, promises=PROMISES)
@@ -476,18 +472,18 @@ class _Probe:
             record = self._record(problem, relation, promising)
             answers.append(trial_result("promises", promise, record, f"{relation} of {problem}"))
         broken = [one for one in answers if one.verdict != "takes"]
-        self._tried += (broken or answers)[:1]
+        self._results += (broken or answers)[:1]
 
     def strides(self) -> None:
-        """Inputs that are no contiguous tensors: the numbers, and not their bits."""
+        """Try inputs that are no contiguous tensors: the same numbers, not the same bits."""
         for relation, problem in self._relations("layout"):
             record = self._record(problem, relation)
-            self._tried.append(
+            self._results.append(
                 trial_result("strides", relation, record, f"{relation} of {problem}")
             )
 
     def _relations(self, promise: str) -> Iterator[tuple[str, Problem]]:
-        """Those that a promise makes exact, each with what is taken and it can be asked of."""
+        """Yield relations that a promise makes exact, each with a Problem that fits."""
         # Not the shortest, of which there is one tile.
         long = [p for p in self._taken if min(p.query, p.kv) >= min(LENGTHS)]
         long.sort(key=_work)
@@ -499,35 +495,35 @@ class _Probe:
 
     def _try_again(self, option: str, values: Iterable[str], problem: Problem) -> None:
         """Replace the last answer, which was wrong, where another option makes it right."""
-        record = self._settled(option, values, problem)
+        record = self._try_options(option, values, problem)
         if record is not None:
-            last = self._tried.pop()
-            found = f'{last.what}: right as {option} = "{getattr(self._options, option)}"'
-            self._tried.append(trial_result(last.aspect, found, record, problem))
+            last = self._results.pop()
+            what = f'{last.what}: right as {option} = "{getattr(self._options, option)}"'
+            self._results.append(trial_result(last.aspect, what, record, problem))
 
-    def _settled(self, option: str, values: Iterable[str], problem: Problem) -> Record | None:
-        """The answer by the first of ``values`` that is right, which then holds; None: by none."""
+    def _try_options(self, option: str, values: Iterable[str], problem: Problem) -> Record | None:
+        """Return the answer by the first of ``values`` that is right; None where none is."""
         before = self._options
         for value in values:
             changed: dict[str, Any] = {option: value}
             try:
-                self._called(self._convention, dataclasses.replace(before, **changed))
+                self._load(self._convention, dataclasses.replace(before, **changed))
             except UsageError:  # a Subject says itself what it gives
                 break
             record = self._record(problem, f'{option} = "{value}"')
             if trial_verdict(record) == "takes":
                 return record
-        self._called(self._convention, before)
+        self._load(self._convention, before)
         return None
 
-    def _called(self, convention: str, options: ConventionOptions) -> None:
+    def _load(self, convention: str, options: ConventionOptions) -> None:
         self._subject = self._make(convention, options)
         self._convention, self._options = convention, options
 
     def _record(self, problem: Problem, what: str, subject: Subject | None = None) -> Record:
         self._advance(what)
-        asked = subject or self._subject
-        assert asked is not None, "a convention comes first"
+        kernel = subject or self._subject
+        assert kernel is not None, "a convention comes first"
         relation = RELATIONS.get(what)
         numbers = relation.allowed(problem).items() if relation else ()
         case = Case(
@@ -535,11 +531,11 @@ class _Probe:
             question=relation.name if relation else "compare",
             parameters={name: values[0] for name, values in numbers},
         )
-        return run_case(asked, case, device=self._device)
+        return run_case(kernel, case, device=self._device)
 
 
 def _work(problem: Problem) -> int:
-    """Products of a call: what an interpreter's time goes with."""
+    """Count the products of a call: what an interpreter's time goes with."""
     pairs = problem.batch * problem.heads * problem.query * problem.kv
     return pairs * (problem.head_dim + problem.value_dim)
 
@@ -547,149 +543,3 @@ def _work(problem: Problem) -> int:
 def _of_lse(record: Record) -> bool:
     judgement = record.judgement
     return bool(judgement and judgement.worst and judgement.worst.tensor == "lse")
-
-
-Comments = dict[str, list[str]]
-
-_USUAL_PROMISES = ("repeat", "hidden")
-_ELSEWHERE = ("lengths", "batch", "strides")  # no field of their own
-_MOST = 90  # characters of a reason in a comment
-_LISTS = ("dtypes", "head_dims", "masks", "scores")
-_CAUSAL_of_proposal = ("causal", "causal_bottom_right")
-_FLAGS = ("gqa", "rectangular", "scale")
-
-
-def propose_table(probed: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
-    """The table of what was found, and the lines to stand above its fields.
-
-    Args:
-        probed: What was tried; it must take something.
-        entry: How the table is to name the kernel.
-    """
-    fields: dict[str, Any] = {"entry": entry, "convention": probed.convention or None}
-    comments: Comments = {}
-    for name in (*_LISTS, *_FLAGS):
-        tried = [one for one in probed.tried if one.aspect == name]
-        fields[name] = _listed(name, tried) if name in _LISTS else _flag(tried)
-        comments[name] = [*_faults(tried), *(_mixed(tried) if name in _FLAGS else ())]
-    fields["override"] = _overrides(probed, fields)
-    fields["length_multiple"] = _multiple(probed)
-    fields |= _of_the_convention(probed)
-    fields["promises"], comments["promises"] = _promises(probed)
-    elsewhere = [one for one in probed.tried if one.aspect in _ELSEWHERE]
-    comments["convention"] = _faults(elsewhere)
-    comments["causal"] = _faults(one for one in probed.tried if one.aspect == "causal")
-    comments["empty_row"] = _faults(one for one in probed.tried if one.aspect == "empty_row")
-    return Capabilities(**fields), comments
-
-
-def _answers(one: TrialResult) -> bool:
-    return one.verdict in {"takes", "wrong"}
-
-
-def _listed(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
-    """What gives an answer; ``any`` where everything that was tried does."""
-    names = [one.what for one in tried if _answers(one)]
-    if name == "head_dims":
-        known = {"/".join(map(str, d)) if isinstance(d, tuple) else str(d): d for d in HEAD_DIMS}
-        return ANY if len(names) == len(tried) else tuple(known[each] for each in names)
-    if name != "dtypes" and len(names) == len(tried):
-        return (ANY,)
-    return tuple(names)
-
-
-def _flag(tried: Sequence[TrialResult]) -> bool | None:
-    """None where it takes a part: then it may refuse the others."""
-    taken = {_answers(one) for one in tried}
-    return taken.pop() if len(taken) == 1 else None
-
-
-def _mixed(tried: Sequence[TrialResult]) -> list[str]:
-    if _flag(tried) is not None or not tried:
-        return []
-    able = ", ".join(one.what for one in tried if _answers(one))
-    return [f"{tried[0].aspect}: takes {able} alone: not declared, so that it may refuse the rest"]
-
-
-def _multiple(probed: DetectedCapabilities) -> int | None:
-    """The least length of which it takes multiples; None where it takes any."""
-    assert probed.base is not None, "it takes something"
-    lengths = {int(one.what): _answers(one) for one in probed.tried if one.aspect == "lengths"}
-    if lengths.get(77, True):
-        return None
-    able = [length for length, answers in lengths.items() if answers and length > 1]
-    return min((*able, probed.base.query))
-
-
-def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
-    """Where the causal mask is taken for equal lengths alone."""
-    tried = [one for one in probed.tried if one.aspect == "causal"]
-    causal = tuple(name for name in _CAUSAL_of_proposal if name in fields["masks"])
-    if not causal or not fields["rectangular"] or any(map(_answers, tried)):
-        return ()
-    return (Override(when=When(mask=causal), rectangular=False),)
-
-
-def _of_the_convention(probed: DetectedCapabilities) -> dict[str, Any]:
-    """LSE and empty rows as they were found."""
-    options = probed.options
-    rows = [one for one in probed.tried if one.aspect == "empty_row"]
-    right = any(one.verdict == "takes" for one in rows)
-    lse: bool | str = options.lse or True if probed.exposes_lse else False
-    return {
-        "lse": lse,
-        "causal": options.causal or None,
-        "empty_row": options.empty_row or ("zero" if right else None),
-    }
-
-
-def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
-    """Those of every kernel that it keeps, where it does not keep all; more are the author's."""
-    tried = [one for one in probed.tried if one.aspect == "promises"]
-    broken = {one.what: one for one in tried if one.verdict != "takes"}
-    kept = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
-    lines = [
-        f"{name} is not promised: {_short(one.reason)}"
-        for name, one in broken.items()
-        if name in _USUAL_PROMISES
-    ]
-    more = [name for name in kept if name not in _USUAL_PROMISES]
-    if more:
-        names = " and ".join(more)
-        lines.append(f"{names} held where it was tried: add what the kernel promises")
-    usual = tuple(name for name in _USUAL_PROMISES if name not in broken)
-    return (None if usual == _USUAL_PROMISES else usual), lines
-
-
-def is_capability(one: TrialResult) -> bool:
-    """Whether it is a thing to take or not: no promise, and not how the kernel is called."""
-    return one.aspect not in {"convention", "lse", "promises"}
-
-
-def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
-    """By verdict and reason; wrong answers by the rule that they break."""
-    groups: dict[tuple[str, str], list[TrialResult]] = {}
-    for one in tried:
-        why = one.reason.partition(":")[0] if one.verdict == "wrong" else one.reason
-        groups.setdefault((one.verdict, why), []).append(one)
-    return list(groups.values())
-
-
-def _faults(tried: Iterable[TrialResult]) -> list[str]:
-    """A line for what was wrong or raised."""
-    said = {
-        "wrong": "wrong, to be mended, refused with a ValueError, or taken out",
-        "raises": "raises, and is left out",
-    }
-    return [
-        f"{', '.join(one.what for one in group)}: {said[group[0].verdict]}: "
-        f"{_short(group[0].reason)}"
-        for group in group_results(tried)
-        if group[0].verdict in said
-    ]
-
-
-def _short(reason: str) -> str:
-    # A comment of TOML has no control characters.
-    line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
-    return line if len(line) <= _MOST else f"{line[: _MOST - 1]}…"

@@ -78,9 +78,12 @@ class Scene:
         for name in ("q", "k", "v"):
             values = getattr(self, name)
             if self.problem.formats.scaled:
+                # The largest binade of the format, so that the smallest numbers of the scene
+                # survive.
                 scale = _descale(values, fmt.max)
                 values = values / scale[:, None, None]
                 scales[name] = scale.float().expand(self.problem.batch, -1).contiguous()
+            # A scene that is rounded on the way in would be read as the kernel's rounding.
             if not torch.equal(round_to(values, fmt), values):
                 raise ProblemError(f"{name} of this scene are not numbers of {fmt.name}.")
             held = values.expand(self.problem.batch, -1, -1, -1)
@@ -254,6 +257,7 @@ def read_grid(results: Sequence[float], b: int) -> Grid | None:
         "down": lambda x, spacing: x // spacing * spacing,
         "up": lambda x, spacing: -(-x // spacing) * spacing,
     }
+    # Of eight numbers a coarser grid keeps one alone.
     for spacing in (2, 4, 8):
         for rounding, held in rounded.items():
             numbers = [held(x, spacing) for x in range(len(results))]

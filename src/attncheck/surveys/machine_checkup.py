@@ -60,7 +60,7 @@ def _assembler(device: str) -> list[dict[str, Any]]:
     """A warning of Triton's own ptxas, where it is not to be trusted; it concerns other kernels."""
     if device == "cpu" or not find_spec("triton"):
         return []
-    from attncheck.kernels.assembler import replacement_assembler
+    from attncheck.kernels.compilation import replacement_assembler
 
     better = replacement_assembler()
     if better is None:

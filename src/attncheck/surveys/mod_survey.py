@@ -278,6 +278,7 @@ def mpmath_backend(
     allowed = to_interval(expression, TORCH_FP64)(inputs.numpy(), *axes)
     assert isinstance(allowed, Interval)
     in_torch = _compare_score("mpmath", value, allowed)
+    # A callable that differs says more than mpmath could.
     if in_torch.status == "different":
         return in_torch
     # What rounding to float64 moves it is no more than the last operation's own rounding.
@@ -296,6 +297,7 @@ def _compare_mask(name: str, weights: Any, allowed: Truth) -> Backend:
     """A backend that gives positive ``weights`` to visible keys and 0 to others."""
     shows = weights > 0
     yes, no = (np.broadcast_to(a, shows.shape) for a in (allowed.yes, allowed.no))
+    # Where the enclosure is undecided, either answer is right.
     wrong = np.where(shows, ~yes, ~no) | ~np.isfinite(weights)
     values = np.where(np.isfinite(weights), shows.astype(float), weights)
     return _compare(name, wrong, values, (~no).astype(float), yes.astype(float))
@@ -356,6 +358,7 @@ def survey_mods(
     records = []
     for name, mod in mods.items():
         (result,) = compare_backends({name: mod}, subjects, device=device, dimensions=dimensions)
+        # The command has refused such mods before; from Python it is said here.
         if result.reason:
             raise UsageError(result.reason)
         records.append(

@@ -213,6 +213,7 @@ def _survey_problem(
     in_float64 = oracles.SOFTMAXES if softmax else oracles.ORACLES
     numbers = Mp(digits, MPMATH.score)
     results = {name: recurrence(numbers, inputs) for name, recurrence in recurrences.items()}
+    # What the other recurrences are compared with, in as many digits.
     exact = results.pop(oracles.REFERENCE)
     spread = exact.out
     if not softmax:  # Σ_j p_j |v_j|, by the same recurrence
@@ -254,6 +255,7 @@ def distances(
     """
     exact_lse = exact.lse[..., 0]
     known = _are_finite(exact.out).all(axis=-1) & _are_finite(spread).all(axis=-1)
+    # A row that sees no key has nothing to be near to.
     alive = np.frompyfunc(lambda x: x != x.context.ninf, 1, 1)(exact_lse).astype(bool)
     records = []
     for name, outputs in by_oracle.items():

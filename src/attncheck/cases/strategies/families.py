@@ -34,7 +34,7 @@ MASK_FAMILIES: dict[str, MaskFamily] = {
 
 
 def family_named(name: str) -> MaskFamily:
-    """The family called ``name``; raises UnknownName with the names there are."""
+    """Return the family called ``name``; raises UnknownName with the names there are."""
     if name not in MASK_FAMILIES:
         raise UnknownName("mask family", name, MASK_FAMILIES)
     return MASK_FAMILIES[name]

@@ -89,7 +89,7 @@ def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrateg
 
 @lru_cache(maxsize=1024)
 def _one_of(names: tuple[str, ...], dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """The same object for each draw: Hypothesis looks a new strategy through first."""
+    """Return the same object for each draw: Hypothesis looks a new strategy through first."""
     return st.one_of([_MASKS[name](dimensions) for name in names])
 
 
@@ -165,7 +165,7 @@ def _cut(cuts: list[int], empty: int | None, total: int) -> Spec:
 
 
 def _lengths(cuts: list[int], total: int) -> list[int]:
-    """Of what ends at ``cuts`` and ``total``."""
+    """Return the lengths of what ends at ``cuts`` and ``total``."""
     ends = [*sorted(cuts), total]
     return [end - start for start, end in pairwise([0, *ends])]
 

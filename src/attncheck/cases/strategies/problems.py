@@ -210,7 +210,7 @@ def nearest_supported(
     *,
     drops: Sequence[str] = (),
 ) -> Problem | None:
-    """``problem`` itself, or as few of its fields changed as make ``supports`` true; else None.
+    """Return ``problem``, or the same with few fields changed that ``supports``; else None.
 
     With another head_dim the scale changes too, so that scores stay as large as they were.
 
@@ -242,7 +242,7 @@ def nearest_supported(
 
 
 def _real(problem: Problem, changes: Changes, *, default: bool) -> Changes:
-    """Without those to what it is already; a scale of 0 is the default of a head_dim."""
+    """Return the changes without those to what it is; a scale of 0 is the default of a head_dim."""
     real = {name: value for name, value in changes.items() if getattr(problem, name) != value}
     if default and "head_dim" not in real:
         real.pop("scale", None)

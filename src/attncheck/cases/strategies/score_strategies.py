@@ -152,7 +152,7 @@ def _compared(left: SearchStrategy[str], longest: int) -> SearchStrategy[str]:
 
 
 def _stepped(part: SearchStrategy[str]) -> SearchStrategy[str]:
-    """What is one operation away from ``part``."""
+    """Return what is one operation away from ``part``."""
     other = st.sampled_from((*_BACKWARD[:3], "3", "16"))
     return st.one_of(
         _filled("{} {} {}", part, st.sampled_from(("//", "%")), st.sampled_from(_DIVISORS)),
@@ -173,7 +173,7 @@ def _scores() -> SearchStrategy[str]:
 
 
 def _changed(score: SearchStrategy[str]) -> SearchStrategy[str]:
-    """What is one operation away from ``score``."""
+    """Return what is one operation away from ``score``."""
     strength, scale = st.sampled_from(_STRENGTHS), st.sampled_from(_SCALES)
     return st.one_of(
         _filled("{} * {}", score, scale),

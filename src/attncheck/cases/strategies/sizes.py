@@ -73,7 +73,7 @@ _REPEATS = 4  # up to 130 half of all
 
 @lru_cache(maxsize=256)
 def _sorted(smallest: int, largest: int, repeats: int) -> tuple[int, ...]:
-    """The numbers in order, edges ``repeats`` times."""
+    """Return the numbers in order, edges ``repeats`` times."""
     return tuple(
         n for n in range(smallest, largest + 1) for _ in range(repeats if n in _EDGES else 1)
     )
@@ -213,7 +213,7 @@ def pagings(
 
 @lru_cache(maxsize=64)
 def _pagings(sizes: tuple[int, ...], shared: tuple[int, ...]) -> SearchStrategy[Paging]:
-    """The same object for each draw: Hypothesis looks a new strategy through first."""
+    """Return the same object for each draw: Hypothesis looks a new strategy through first."""
     usual = shared[:1] * max(1, len(shared) - 1)
     return st.builds(
         Paging,

@@ -21,7 +21,7 @@ from attncheck.standalone import standalone_script
 from attncheck.subjects.load import load_subject
 from attncheck.verify.relation_runs import relation_inputs
 
-KERNELS = Path(__file__).with_name("planted_kernels.py")
+KERNELS = Path(__file__).parents[1] / "cases" / "planted_kernels.py"
 CAUSAL = Spec.of("causal")
 SIZES = {"heads": 2, "query": 5, "kv": 6, "head_dim": 8}
 # Runs scripts where attncheck cannot be imported; ends with their exit codes.

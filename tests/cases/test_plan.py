@@ -201,13 +201,13 @@ def test_the_default_is_every_variant_both_ways():
 
 
 def test_the_manual_names_the_default_shapes():
-    manual = (Path(__file__).parents[2] / "docs" / "rmse.md").read_text()
+    manual = (Path(__file__).parents[2] / "docs" / "reference" / "rmse.md").read_text()
     said = "default: {cpu} on a CPU, {cuda} on a GPU".format(**DEFAULT_SHAPES)
     assert said in manual
 
 
 def test_the_manual_names_every_variant_with_what_it_is():
-    manual = (Path(__file__).parents[2] / "docs" / "rmse.md").read_text()
+    manual = (Path(__file__).parents[2] / "docs" / "reference" / "rmse.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", manual, re.MULTILINE)
     known = VARIANTS | FURTHER
     said = [(name, summary) for name, summary in rows if name in known and summary]

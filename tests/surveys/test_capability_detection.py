@@ -12,7 +12,8 @@ from attncheck.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
 from attncheck.surveys import capability_detection
-from attncheck.surveys.capability_detection import detect_capabilities, propose_table
+from attncheck.surveys.capability_detection import detect_capabilities
+from attncheck.surveys.proposed_table import propose_table
 
 
 def attention(q, k, v, diagonal=None, hidden=-math.inf):
@@ -159,10 +160,10 @@ def test_an_lse_in_base_2_is_found_out(ask):
     assert propose_table(found, "mine.py::kernel")[0].lse == "base2"
     # As a natural logarithm, which nobody has declared, it is wrong.
     candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
-    natural = capability_detection._Probe(
+    natural = capability_detection._Detection(
         candidate.adopted, ConventionOptions(), "cpu", lambda what: None
     )
-    natural._called("sdpa", ConventionOptions(lse="natural"))
+    natural._load("sdpa", ConventionOptions(lse="natural"))
     assert natural.ask("lse", "natural", found.base) == "wrong"
 
 

@@ -1,0 +1,165 @@
+"""The capability table that detection proposes, and what its author must know of it.
+
+What a kernel takes is declared whether its answer was right or wrong: a wrong number is a fault
+until the kernel is mended, refuses it, or its author takes it out. What it refuses, or raises at,
+is left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attncheck.capabilities.capability_table import ANY, Capabilities, Override, When
+from attncheck.surveys.capability_detection import HEAD_DIMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from attncheck.surveys.capability_detection import DetectedCapabilities, TrialResult
+
+__all__ = ["Comments", "group_results", "is_capability", "propose_table"]
+
+Comments = dict[str, list[str]]
+
+_USUAL_PROMISES = ("repeat", "hidden")
+_ELSEWHERE = ("lengths", "batch", "strides")  # no field of their own
+_MOST = 90  # characters of a reason in a comment
+_LISTS = ("dtypes", "head_dims", "masks", "scores")
+_CAUSAL_MASKS = ("causal", "causal_bottom_right")
+_FLAGS = ("gqa", "rectangular", "scale")
+
+
+def propose_table(probed: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
+    """Return the table of what was found, and the lines to stand above its fields.
+
+    Args:
+        probed: What was tried; it must take something.
+        entry: How the table is to name the kernel.
+    """
+    fields: dict[str, Any] = {"entry": entry, "convention": probed.convention or None}
+    comments: Comments = {}
+    for name in (*_LISTS, *_FLAGS):
+        tried = [one for one in probed.tried if one.aspect == name]
+        fields[name] = _listed(name, tried) if name in _LISTS else _flag(tried)
+        comments[name] = [*_faults(tried), *(_mixed(tried) if name in _FLAGS else ())]
+    fields["override"] = _overrides(probed, fields)
+    fields["length_multiple"] = _multiple(probed)
+    fields |= _of_the_convention(probed)
+    fields["promises"], comments["promises"] = _promises(probed)
+    elsewhere = [one for one in probed.tried if one.aspect in _ELSEWHERE]
+    comments["convention"] = _faults(elsewhere)
+    comments["causal"] = _faults(one for one in probed.tried if one.aspect == "causal")
+    comments["empty_row"] = _faults(one for one in probed.tried if one.aspect == "empty_row")
+    return Capabilities(**fields), comments
+
+
+def _answers(one: TrialResult) -> bool:
+    return one.verdict in {"takes", "wrong"}
+
+
+def _listed(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
+    """Return what gives an answer; ``any`` where everything that was tried does."""
+    names = [one.what for one in tried if _answers(one)]
+    if name == "head_dims":
+        known = {"/".join(map(str, d)) if isinstance(d, tuple) else str(d): d for d in HEAD_DIMS}
+        return ANY if len(names) == len(tried) else tuple(known[each] for each in names)
+    if name != "dtypes" and len(names) == len(tried):
+        return (ANY,)
+    return tuple(names)
+
+
+def _flag(tried: Sequence[TrialResult]) -> bool | None:
+    """Return a flag, or None where it takes a part: then it may refuse the others."""
+    taken = {_answers(one) for one in tried}
+    return taken.pop() if len(taken) == 1 else None
+
+
+def _mixed(tried: Sequence[TrialResult]) -> list[str]:
+    if _flag(tried) is not None or not tried:
+        return []
+    able = ", ".join(one.what for one in tried if _answers(one))
+    return [f"{tried[0].aspect}: takes {able} alone: not declared, so that it may refuse the rest"]
+
+
+def _multiple(probed: DetectedCapabilities) -> int | None:
+    """Return the least length of which it takes multiples; None where it takes any."""
+    assert probed.base is not None, "it takes something"
+    lengths = {int(one.what): _answers(one) for one in probed.tried if one.aspect == "lengths"}
+    if lengths.get(77, True):
+        return None
+    able = [length for length, answers in lengths.items() if answers and length > 1]
+    return min((*able, probed.base.query))
+
+
+def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
+    """Return where the causal mask is taken for equal lengths alone."""
+    tried = [one for one in probed.tried if one.aspect == "causal"]
+    causal = tuple(name for name in _CAUSAL_MASKS if name in fields["masks"])
+    if not causal or not fields["rectangular"] or any(map(_answers, tried)):
+        return ()
+    return (Override(when=When(mask=causal), rectangular=False),)
+
+
+def _of_the_convention(probed: DetectedCapabilities) -> dict[str, Any]:
+    """Return LSE and empty rows as they were detected."""
+    options = probed.options
+    rows = [one for one in probed.tried if one.aspect == "empty_row"]
+    right = any(one.verdict == "takes" for one in rows)
+    lse: bool | str = options.lse or True if probed.exposes_lse else False
+    return {
+        "lse": lse,
+        "causal": options.causal or None,
+        "empty_row": options.empty_row or ("zero" if right else None),
+    }
+
+
+def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
+    """Return the usual promises that it keeps, None for all of them; others are the author's."""
+    tried = [one for one in probed.tried if one.aspect == "promises"]
+    broken = {one.what: one for one in tried if one.verdict != "takes"}
+    kept = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
+    lines = [
+        f"{name} is not promised: {_short(one.reason)}"
+        for name, one in broken.items()
+        if name in _USUAL_PROMISES
+    ]
+    more = [name for name in kept if name not in _USUAL_PROMISES]
+    if more:
+        names = " and ".join(more)
+        lines.append(f"{names} held where it was tried: add what the kernel promises")
+    usual = tuple(name for name in _USUAL_PROMISES if name not in broken)
+    return (None if usual == _USUAL_PROMISES else usual), lines
+
+
+def is_capability(one: TrialResult) -> bool:
+    """Return whether it is a thing to take or not: no promise, and not how the kernel is called."""
+    return one.aspect not in {"convention", "lse", "promises"}
+
+
+def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
+    """Group by verdict and reason; wrong answers by the rule that they break."""
+    groups: dict[tuple[str, str], list[TrialResult]] = {}
+    for one in tried:
+        why = one.reason.partition(":")[0] if one.verdict == "wrong" else one.reason
+        groups.setdefault((one.verdict, why), []).append(one)
+    return list(groups.values())
+
+
+def _faults(tried: Iterable[TrialResult]) -> list[str]:
+    """Return a line for what was wrong or raised."""
+    phrases = {
+        "wrong": "wrong, to be mended, refused with a ValueError, or taken out",
+        "raises": "raises, and is left out",
+    }
+    return [
+        f"{', '.join(one.what for one in group)}: {phrases[group[0].verdict]}: "
+        f"{_short(group[0].reason)}"
+        for group in group_results(tried)
+        if group[0].verdict in phrases
+    ]
+
+
+def _short(reason: str) -> str:
+    # A comment of TOML has no control characters.
+    line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
+    return line if len(line) <= _MOST else f"{line[: _MOST - 1]}…"
