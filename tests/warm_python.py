@@ -46,7 +46,7 @@ _HEAVY_IF_INTERPRETED = ("torch._dynamo",)
 _OWN = {
     "attncheck": (
         "attncheck.cli",
-        "attncheck.verify.evidence",
+        "attncheck.verify.evidence_builder",
         "attncheck.verify.executor",
         "attncheck.reporting.rendering",
         "attncheck.verify.verify",

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from attncheck.core.errors import ProblemError
-from attncheck.mods.expression import expression_digest, expression_from_json, expression_to_json
+from attncheck.mods.expression import (
+    Algebra,
+    evaluate,
+    expression_digest,
+    expression_from_json,
+    expression_to_json,
+)
 from attncheck.mods.trace import trace_mask, trace_score
 
 TABLE = torch.sin(torch.arange(4 * 40.0)).reshape(4, 40)
@@ -186,3 +192,26 @@ def test_a_good_tensor_among_them_passes():
     data = through_text(EXPRESSIONS[0])
     data["captured"].append(TENSOR)
     assert expression_from_json(data).structure == EXPRESSIONS[0].structure
+
+
+class Held:
+    """A value of an algebra that counts how many there are."""
+
+    alive = most = 0
+
+    def __init__(self, *_):
+        Held.alive += 1
+        Held.most = max(Held.most, Held.alive)
+
+    def __del__(self):
+        Held.alive -= 1
+
+
+def test_a_value_is_let_go_of_after_its_last_use():
+    def long(score, b, h, q, k):
+        for _ in range(30):
+            score = score.abs().neg()
+        return score
+
+    evaluate(trace_score(long), Algebra.of(Held, Held, {}), *range(5))
+    assert Held.most <= 3

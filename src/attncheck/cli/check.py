@@ -166,7 +166,9 @@ def _answered(
     records: list[Record] = []
     before = ""
     with progress(len(asked), quiet=quiet or live) as advance:
-        for record in iter_records([subject], cases, device=device):
+        for record in iter_records(
+            [subject], cases, device=device, environment_key=next(iter(report.environments))
+        ):
             interrupts.check()
             advance(record.variant)
             if live:

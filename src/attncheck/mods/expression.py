@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import operator
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
@@ -257,8 +258,8 @@ class Algebra(Generic[Value]):
 
 def evaluate(expression: Expression, algebra: Algebra[Value], *inputs: Any) -> Value:
     """Return the value of an expression in ``algebra``, of inputs in the callable's order."""
-    *_, result = evaluate_nodes(expression, algebra, inputs)
-    return result
+    # A deque of one, not a list: nothing keeps the values before the last one alive.
+    return deque(evaluate_nodes(expression, algebra, inputs), maxlen=1).pop()
 
 
 def evaluate_nodes(

@@ -16,7 +16,7 @@ from attncheck.inputs.problem import Case
 from attncheck.inputs.question_parameters import Allowed, check_parameters, fits_all, no_parameters
 from attncheck.relations import RELATIONS
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.memory_patterns import junk
@@ -307,8 +307,8 @@ def _bits(asking: Asking, under: CallConditions) -> Judgement:
 
 def _judged(asking: Asking, under: CallConditions) -> Judgement:
     """Calls that promise no bits: each is attention within the judge's bounds."""
-    evidence = Evidence(Case(problem=asking.case.problem), asking.device)
-    evidence.establish(yardsticks=False)
+    evidence = EvidenceBuilder(Case(problem=asking.case.problem), asking.device)
+    evidence.establish(reference_errors=False)
     wrong = [
         found.reason
         for found in (
