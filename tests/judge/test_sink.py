@@ -29,7 +29,7 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
 
-EXAMPLES = 25
+EXAMPLES = 12
 LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)
 SMALL = {"longest": 40, "most_heads": 4, "head_dims": (1, 16, 17)}
 WITH_SINKS = problems(

@@ -43,6 +43,7 @@ def fault_report(
                 environments[score.environment] = where
     scores = [score for score in scored.values() if isinstance(score, FaultScore)]
     controls = [score for score in scored.values() if isinstance(score, ControlScore)]
+    # In the catalogue's order, whichever worker was first.
     scores = sorted([*scores, *selection.settled], key=_place)
     left = len(selection.units) - len(scored)
     return FaultReport(
@@ -61,7 +62,7 @@ def fault_report(
 
 
 def totals(scores: Iterable[FaultScore]) -> Iterator[Total]:
-    """Yield the total of each host, and then of each of its categories, in the order of ``scores``."""
+    """Yield the total of each host, then of each of its categories, as ``scores`` has them."""
     hosts: dict[str, list[FaultScore]] = {}
     for score in scores:
         if score.host:  # what is planted nowhere is no part of any score

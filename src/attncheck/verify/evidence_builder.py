@@ -1,4 +1,4 @@
-"""Builds the evidence on a Case: each costly part once, when it is first needed, for all kernels."""
+"""The evidence on a Case: each costly part made once, when first needed, for all kernels."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def iter_records(
 def assemble_report(
     subjects: Sequence[Subject], records: Iterable[Record], *, device: str, command: str
 ) -> Report:
-    """Return a Report of Records made in this process on ``device``; its environment is that of now."""
+    """Return a Report of Records made in this process on ``device``, with its environment."""
     env = environment(device)
     return Report(
         command=command,
