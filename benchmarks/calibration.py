@@ -36,7 +36,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2Atomic
 from attncheck.verify.environment import default_device, environment, prepare
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 if TYPE_CHECKING:
@@ -120,7 +120,11 @@ def work(task: Task) -> list[dict[str, Any]]:
 
 def judged(number: int, asked: Problem, task: Task) -> list[dict[str, Any]]:
     """Every kernel that takes the problem."""
-    evidence, rows, begun = Evidence(Case(problem=asked), task.device), [], time.perf_counter()
+    evidence, rows, begun = (
+        EvidenceBuilder(Case(problem=asked), task.device),
+        [],
+        time.perf_counter(),
+    )
     for name in task.kernels:
         subject = made(name, number)
         if not due(name, number, task) or not InProcess().concerns(subject, asked):

@@ -33,8 +33,9 @@ from attncheck.capabilities.subject import Tiling
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import judging
+from attncheck.verify.allowances import GradientAllowance, gradient_allowance
 from attncheck.verify.environment import prepare
-from attncheck.verify.evidence import Evidence, GradientAllowance, gradient_allowance
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 
 if TYPE_CHECKING:
@@ -134,13 +135,13 @@ class Remembered:
         self.known: list[tuple[Arithmetic, Outputs, GradientAllowance]] = []
 
     def __call__(
-        self, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs
+        self, evidence: EvidenceBuilder, arithmetic: Arithmetic, outputs: Outputs
     ) -> GradientAllowance:
         """As ``gradient_allowance``, of one Case."""
         for declared, forward, found in self.known:
             if declared == arithmetic and _same_forward(forward, outputs):
                 return found
-        found = gradient_allowance(evidence, arithmetic, outputs)
+        found = gradient_allowance(evidence.evidence, arithmetic, outputs)
         self.known.append((arithmetic, outputs, found))
         return found
 
@@ -167,7 +168,7 @@ def work(task: Task) -> list[dict[str, Any]]:
 
 def compared(task: Task) -> list[dict[str, Any]]:
     """Every rule on every kernel, right ones first."""
-    evidence, executor = Evidence(Case(problem=task.problem), task.device), Keeping()
+    evidence, executor = EvidenceBuilder(Case(problem=task.problem), task.device), Keeping()
     reference = PeerReference(evidence.inputs, evidence.truth)
     rows, right = [], {}
     for name, subject in right_kernels(task).items():

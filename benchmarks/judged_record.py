@@ -9,14 +9,14 @@ from attncheck.verify.run_case import new_record, run_on_evidence
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Subject
     from attncheck.records.record import Record
-    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Executor
 
 __all__ = ["judged_record"]
 
 
 def judged_record(
-    subject: Subject, evidence: Evidence, executor: Executor, *, brief: bool = False
+    subject: Subject, evidence: EvidenceBuilder, executor: Executor, *, brief: bool = False
 ) -> Record:
     """Run ``subject`` on the inputs of ``evidence`` and judge it."""
     record = new_record(

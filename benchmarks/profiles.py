@@ -30,7 +30,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.declared_arithmetic import FP32, HOPPER_FP8
 from attncheck.mods.spec import Spec
 from attncheck.verify.environment import default_device, environment, prepare
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import InProcess
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ def work(task: Task) -> list[dict[str, Any]]:
             distribution=distribution,
             seed=seed,
         )
-        evidence = Evidence(Case(problem=problem), task.device)
+        evidence = EvidenceBuilder(Case(problem=problem), task.device)
         for name in KERNELS[task.device]:
             rows += judged(name, evidence)
     return rows
 
 
-def judged(name: str, evidence: Evidence) -> list[dict[str, Any]]:
+def judged(name: str, evidence: EvidenceBuilder) -> list[dict[str, Any]]:
     """One kernel by every profile of its dtype."""
     problem = evidence.case.problem
     own = subject_named(name)

@@ -30,7 +30,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.probes import PROBES, cases
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import prepare
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def work(task: Task) -> list[dict[str, Any]]:
 
 def compared(task: Task) -> list[dict[str, Any]]:
     """Every rule on every kernel, right ones first."""
-    evidence, executor = Evidence(Case(problem=task.problem), task.device), Keeping()
+    evidence, executor = EvidenceBuilder(Case(problem=task.problem), task.device), Keeping()
     reference = PeerReference(evidence.inputs, evidence.truth)
     rows, right = [], {}
     for name, subject in right_kernels(task.problem, task.device).items():
@@ -191,7 +191,7 @@ def probed(task: Task) -> list[dict[str, Any]]:
 
 
 def _probed(task: Task, case: Case) -> list[dict[str, Any]]:
-    evidence, executor, rows, right = Evidence(case, task.device), Keeping(), [], {}
+    evidence, executor, rows, right = EvidenceBuilder(case, task.device), Keeping(), [], {}
 
     def ask(kind: str, name: str, subject: Subject) -> Outputs | None:
         executor.last = None

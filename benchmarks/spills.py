@@ -2,12 +2,12 @@
 
     python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
-One line for each kernel, dtype, head dim and kind of call, at the tiles of ``subjects/triton_flash.py``,
-which were chosen by it; flash2-dq and flash2-dkdv are FlashAttention-2's backward, varlen-dq and
-varlen-dkdv that of packed documents. Spilled bytes are ptxas's stack a thread, with this triton's
-ptxas.
-FlashAttention-2 walks over a list of tiles under a mask; there are three more kinds of it, without
-such a list, with pages, and as it is launched again where values are not finite; and in fp8 two
+One line for each kernel, dtype, head dim and kind of call, at the tiles of
+``subjects/triton_flash.py``, which were chosen by it; flash2-dq and flash2-dkdv are
+FlashAttention-2's backward, varlen-dq and varlen-dkdv that of packed documents. Spilled bytes are
+ptxas's stack a thread, with this triton's ptxas. FlashAttention-2 walks over a list of tiles under
+a mask; there are three more kinds of it, without such a list, with pages, and as it is launched
+again where values are not finite; and in fp8 two
 more: V stored transposed, and the tensor core's own accumulator. dQ is launched again like the
 forward, and dK and dV may be asked to add it up (atomic). The last columns count tensor-core
 instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32 additions, by which fp8

@@ -46,7 +46,7 @@ _HEAVY_IF_INTERPRETED = ("torch._dynamo",)
 _OWN = {
     "attncheck": (
         "attncheck.cli",
-        "attncheck.verify.evidence",
+        "attncheck.verify.evidence_builder",
         "attncheck.verify.executor",
         "attncheck.reporting.rendering",
         "attncheck.verify.verify",
@@ -127,7 +127,8 @@ class Servers:
             assert process.stdout is not None
             ready = process.stdout.readline()
             # In a real process it would stand in what every command says.
-            assert (ready, _read(err)) == ("ready\n", "")
+            said = _read(err)
+            assert (ready, said) == ("ready\n", ""), said
 
     def stop(self) -> None:
         """End those that this process started."""

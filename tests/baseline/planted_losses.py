@@ -15,7 +15,7 @@ from attncheck.records.record import Environment, Record
 from attncheck.records.run_reports import Answer
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.accuracy import accuracies
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 from attncheck.verify.obligations import outputs_digest
 from attncheck.verify.run_case import new_record
@@ -37,8 +37,8 @@ ENVIRONMENT = Environment(
 ENVIRONMENTS = {"here": ENVIRONMENT}
 
 
-def evidence(**sizes: object) -> Evidence:
-    return Evidence(Case(problem=Problem(**{"heads": 2, **sizes})), "cpu")
+def evidence(**sizes: object) -> EvidenceBuilder:
+    return EvidenceBuilder(Case(problem=Problem(**{"heads": 2, **sizes})), "cpu")
 
 
 def kept(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -87,11 +87,11 @@ def lossy(
     return Outputs((out / total[..., None]).to(dtype), top + torch.log(total))
 
 
-def ideal(known: Evidence, tiling: Tiling) -> Outputs:
+def ideal(known: EvidenceBuilder, tiling: Tiling) -> Outputs:
     return Ideal(tiling).run(known.inputs)
 
 
-def answer(known: Evidence, outputs: Outputs) -> Answer:
+def answer(known: EvidenceBuilder, outputs: Outputs) -> Answer:
     """What a gate would keep of these outputs, judged right."""
     problem = known.case.problem
     arithmetic = Ideal().arithmetic(problem, "cpu")

@@ -38,7 +38,7 @@ from attncheck.records.record import Accuracy, Record
 if TYPE_CHECKING:
     from attncheck.records.baseline_entries import Baseline
     from attncheck.records.run_reports import Answer, Change
-    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.evidence_builder import EvidenceBuilder
 
 TILINGS = (
     Tiling(block_query=128, block_kv=64),
@@ -56,7 +56,7 @@ SIZES: tuple[dict[str, Any], ...] = (
 
 
 @cache
-def cases(dtype: str, distribution: str = "normal") -> tuple[Evidence, ...]:
+def cases(dtype: str, distribution: str = "normal") -> tuple[EvidenceBuilder, ...]:
     return tuple(evidence(dtype=dtype, distribution=distribution, **sizes) for sizes in SIZES)
 
 

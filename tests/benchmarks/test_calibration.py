@@ -16,7 +16,7 @@ from random_problems import problem
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.declared_arithmetic import HOPPER_FP8
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 
 def asked(tmp_path, **changes):
@@ -173,7 +173,7 @@ def test_runs_of_one_machine_are_one_and_no_judgement_counts_twice():
 @pytest.mark.parametrize("dtype", ["tf32", "e4m3"])
 def test_a_kernel_is_judged_by_each_profile(dtype):
     asked = Problem(query=40, head_dim=16, dtype=dtype)
-    rows = profiles.judged("ideal", Evidence(Case(problem=asked), "cpu"))
+    rows = profiles.judged("ideal", EvidenceBuilder(Case(problem=asked), "cpu"))
     assert [row["profile"] for row in rows] == ["its own", *profiles.CHANGES[dtype]]
     tight, loose = ("to nearest", "truncated") if dtype == "tf32" else ("fp32 sums", "13-bit sums")
     shares = {row["profile"]: row["out_over_bound"] for row in rows}

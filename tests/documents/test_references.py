@@ -199,10 +199,12 @@ def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
     from attncheck.inputs.problem import Case, Problem
     from attncheck.mods.spec import Spec
     from attncheck.reporting.number_text import ratio
-    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.run_case import run_case
 
-    evidence = Evidence(Case(problem=Problem(heads=4, query=256, mask=Spec.of("causal"))), "cpu")
+    evidence = EvidenceBuilder(
+        Case(problem=Problem(heads=4, query=256, mask=Spec.of("causal"))), "cpu"
+    )
     out = run_case(
         subject_named("sdpa-math"),
         evidence.case,

@@ -16,7 +16,7 @@ from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.declared_arithmetic import default_arithmetic
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 from attncheck.verify.relation_runs import relation_inputs
 
@@ -84,7 +84,7 @@ def evidence_of(name):
         k = inputs.k.clone()
         k[:, :, -1] = math.nan
         inputs = dataclasses.replace(inputs, k=k)
-    return Evidence(Case(problem=problem), "cpu", inputs)
+    return EvidenceBuilder(Case(problem=problem), "cpu", inputs)
 
 
 def planted(name, evidence):

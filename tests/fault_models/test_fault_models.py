@@ -6,7 +6,14 @@ from itertools import islice
 
 import pytest
 import torch
-from tests.fault_models.planted_predictions import PROBLEMS, evidence_of, exact, execution, faulty
+from tests.fault_models.planted_predictions import (
+    PROBLEMS,
+    evidence_of,
+    exact,
+    execution,
+    faulty,
+    problems_showing,
+)
 from tests.fault_models.planted_specials import SPECIALS
 
 from attncheck import oracles
@@ -48,7 +55,7 @@ def test_some_rows_are_those_of_all():
 def test_a_kernel_with_the_fault_is_named(name):
     """First, or among those that explain it as well: some faults are the same on some problems."""
     model = FAULT_MODELS[name]
-    for number in range(len(PROBLEMS)):
+    for number in problems_showing(model):
         for _, evidence, result in islice(faulty(model, number), 2):
             found = explain(result, evidence)
             if found is None or not found.ranking or not found.ranking[0].all:

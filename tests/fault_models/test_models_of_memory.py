@@ -14,7 +14,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import count_equals
 from attncheck.relations import relation_named
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 GAPPED = Problem(query=9, kv=21, head_dim=16, heads=2, dtype="fp16")
 EXPANDED = GAPPED.replace(backward=True)
@@ -22,8 +22,8 @@ EXPANDED = GAPPED.replace(backward=True)
 
 def evidence_of(problem, question):
     inputs = relation_named(question).runs(draw_inputs(problem), {})[-1]
-    evidence = Evidence(Case(problem=problem), "cpu", inputs)
-    evidence.establish(yardsticks=False)
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu", inputs)
+    evidence.establish(reference_errors=False)
     return evidence
 
 
@@ -48,8 +48,8 @@ def test_a_kernel_with_the_fault_is_named(name, problem, question):
 
 
 def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
-    evidence = Evidence(Case(problem=GAPPED), "cpu")
-    evidence.establish(yardsticks=False)
+    evidence = EvidenceBuilder(Case(problem=GAPPED), "cpu")
+    evidence.establish(reference_errors=False)
     assert not list(FAULT_MODELS["values-behind-keys"].predictions(ExactAttention(evidence.inputs)))
     right = execution(GAPPED, evidence.truth)
     among = ["values-behind-keys", "scale-twice"]

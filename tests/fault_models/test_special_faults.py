@@ -13,7 +13,7 @@ from tests.fault_models.planted_specials import SPECIALS, TILES, evidence_of, pl
 from attncheck.diagnose.explanations import explain
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import count_equals
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 
 def named(found):
@@ -38,7 +38,7 @@ def test_another_fault_is_not_taken_for_it(name):
 
 def unwritten(problem, rows):
     """The exact result, but for rows that hold anything."""
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     result = dataclasses.replace(execution(problem, evidence.truth), tiling=TILES)
     noise = torch.Generator().manual_seed(1)
     out = result.outputs.out

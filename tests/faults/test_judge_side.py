@@ -25,7 +25,7 @@ from attncheck.mods import page_table as paging_room
 from attncheck.mods.spec import Spec
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.question_fit import allowed_parameters
 from attncheck.verify.run_case import run_case
 
@@ -68,14 +68,14 @@ def test_a_tolerance_that_cannot_fail(monkeypatch):
     """
     assert ask(HALVED, FULL).status == "fail"
     assert ask(Ideal(), FULL).judgement.blind_spot.half
-    right = Evidence.allowance
+    right = EvidenceBuilder.allowance
 
     def generous(self, arithmetic):
         found = right(self, arithmetic)
         samples = [scaled(one, 1e6) for one in found.samples]
         return dataclasses.replace(scaled(found, 1e6), samples=samples)
 
-    monkeypatch.setattr(Evidence, "allowance", generous)
+    monkeypatch.setattr(EvidenceBuilder, "allowance", generous)
     assert ask(HALVED, FULL).status not in FAILED_STATUSES, "half of O passes"
     spot = ask(Ideal(), FULL).judgement.blind_spot
     assert (spot.half, spot.zeros, spot.dropped_keys) == (False, False, 0.0)

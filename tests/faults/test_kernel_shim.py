@@ -11,7 +11,7 @@ from attncheck.faults.kernel_shim import ShimSettings, make_shim
 from attncheck.inputs.problem import Case
 from attncheck.mods.scores import alibi_slopes
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 from attncheck.verify.judging import judge_outputs
 
@@ -39,7 +39,7 @@ def ours(said):
                 kernel=kernel or Ideal(),
                 right=right,
                 convention=convention,
-                say=lambda what, of: said.append((what, of)),
+                log_event=lambda what, of: said.append((what, of)),
             ),
         )
 
@@ -74,7 +74,7 @@ def check(found, q, k, v, dout=None, dlse=None, **given):
             arithmetic=Ideal().arithmetic(problem, "cpu"),
         )
         found = judge_outputs(
-            result, Evidence(Case(problem=problem), "cpu", inputs.replace(**more))
+            result, EvidenceBuilder(Case(problem=problem), "cpu", inputs.replace(**more))
         )
     assert found.status == "pass", found.reason
 

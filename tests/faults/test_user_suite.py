@@ -132,7 +132,7 @@ def ended(monkeypatch):
     """Runs that end as is said, one after the other."""
 
     def ended(*runs):
-        left = [SuiteRun(code=code, said=said, output="", seconds=1.0) for code, said in runs]
+        left = [SuiteRun(code=code, events=said, output="", seconds=1.0) for code, said in runs]
         monkeypatch.setattr(user_suite, "run_suite", lambda *_, **__: left.pop(0))
 
     return ended

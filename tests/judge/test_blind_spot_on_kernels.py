@@ -13,7 +13,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.blind_spot import cut
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.judging import judge_outputs
 
@@ -27,9 +27,9 @@ DTYPE = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 
 
 @cache
-def evidence(dtype: str) -> Evidence:
+def evidence(dtype: str) -> EvidenceBuilder:
     problem = Problem(heads=2, query=64, head_dim=64, dtype=dtype, mask=CAUSAL)
-    return Evidence(Case(problem=problem), "cpu")
+    return EvidenceBuilder(Case(problem=problem), "cpu")
 
 
 def verdict(kernel: Ideal, dtype: str, *, exposes_lse: bool) -> Judgement:

@@ -22,7 +22,7 @@ from attncheck.mods.spec import Spec
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 U = 2.0**-24
 # Errors ρ of exponents of a few hundred u: by this e^ρ − 1 differs from ρ, and P from what it was.
@@ -174,7 +174,7 @@ def test_softmax_of_two_scores_by_hand(made):
 def share(kernel, **problem):
     """Largest error ÷ bound of out and of LSE."""
     case = Case(problem=Problem(batch=1, heads=2, kv_heads=2, **problem))
-    evidence = Evidence(case, "cpu")
+    evidence = EvidenceBuilder(case, "cpu")
     allowance = evidence.allowance(Ideal().arithmetic(case.problem, "cpu"))
     given, truth = kernel.run(evidence.inputs), evidence.truth
     out = (given.out.double() - truth.out).abs() / allowance.out
@@ -244,7 +244,7 @@ def test_every_float64_recurrence_is_within_the_proof_of_the_oracle(distribution
     problem = Problem(
         batch=1, heads=1, query=2, kv=9, head_dim=4, dtype="bf16", distribution=distribution
     )
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     inputs = evidence.inputs
     rows = Rows(range(1), torch.arange(2))
     proof = bound(compute_conditions(inputs, evidence.truth, rows), FP64_ORACLE)

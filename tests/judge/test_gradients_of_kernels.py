@@ -69,7 +69,9 @@ RIGHT = {
 @pytest.mark.parametrize("kernel", RIGHT)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_backward_is_within(name, kernel):
-    for distribution, number, shape in DRAWN:
+    # The plain one in all of them, every other in a third of its own.
+    part = slice(None) if kernel == "plain" else slice(list(RIGHT).index(kernel) % 3, None, 3)
+    for distribution, number, shape in DRAWN[part]:
         asked = shape(dtype=name, distribution=distribution, seed=number)
         found = shares(RIGHT[kernel], asked)
         assert max(found.values()) <= 1, (found, str(asked))
@@ -91,7 +93,7 @@ def test_an_lse_that_is_not_exposed_has_the_bound_of_the_forward(name):
     ids=["rounds everything", "rounds P and dS"],
 )
 def test_a_backward_that_is_not_fused_is_within_what_it_declares(kernel, name):
-    for distribution, number, shape in DRAWN:
+    for distribution, number, shape in DRAWN[::2]:
         asked = shape(dtype=name, distribution=distribution, seed=number)
         found = shares(kernel, asked, kernel.arithmetic(asked))
         assert max(found.values()) <= 1, (found, str(asked))

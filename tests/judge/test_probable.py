@@ -21,7 +21,7 @@ from attncheck.judge.probabilistic_bound import (
 )
 from attncheck.judge.score_errors import score_error
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 NOISE = 64 * 2.0**-53
 # Of errors of a unit of bf16 what a few units of fp32, in quadrature and beside them, add.
@@ -139,7 +139,7 @@ def ratio(kernel, name):
     problem = Problem(
         batch=1, heads=2, kv_heads=2, query=64, kv=192, head_dim=32, dtype=name, seed=1
     )
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     allowance = evidence.allowance(Ideal().arithmetic(problem, "cpu"))
     error = (kernel.run(evidence.inputs).out.double() - evidence.truth.out)[0].abs()
     shares = [

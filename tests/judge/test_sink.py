@@ -23,13 +23,13 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence, ensemble_tilings
+from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
 
-EXAMPLES = 25
+EXAMPLES = 12
 LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)
 SMALL = {"longest": 40, "most_heads": 4, "head_dims": (1, 16, 17)}
 WITH_SINKS = problems(
@@ -189,7 +189,7 @@ KERNELS = {f"written: {way}": Written(way) for way in WAYS} | {
 
 
 def _status(kernel: Subject, problem: Problem):
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     return run_case(
         kernel, evidence.case, device=evidence.device, evidence=evidence, brief=True, timed=True
     )
@@ -239,7 +239,7 @@ def test_faults_are_caught_where_no_row_sees_a_key(fault):
 @given(problem=WITH_SINKS)
 def test_conditions_have_one_key_more(problem):
     """Its own quantities are those of the exact result, whose LSE has it."""
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     every = Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
     known = compute_conditions(evidence.inputs, evidence.truth, every)
     assert known.has_sink
@@ -260,7 +260,7 @@ def test_a_sink_has_an_error_of_its_own_units_alone():
     from attncheck.judge.score_errors import score_error
 
     problem = Problem(query=4, kv=4, dtype="bf16", sink=True)
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     known = compute_conditions(evidence.inputs, evidence.truth, Rows(range(1), torch.arange(4)))
     found = score_error(known, default_arithmetic(problem.formats)).radius[..., -1]
     expected = 8 * 2.0**-24 * known.scores[..., -1].abs()

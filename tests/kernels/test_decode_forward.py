@@ -18,7 +18,7 @@ from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
 from attncheck.subjects.triton_caches import MOST_ROWS, Decode, splits_of
 from attncheck.verify.environment import prepare
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def small(**changes) -> Problem:
 
 def judged(problem: Problem, subject: Decode) -> Judgement:
     """What the judge says of it beside exact attention."""
-    evidence = Evidence(Case(problem=problem), "cpu", draw_inputs(problem))
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu", draw_inputs(problem))
     record = run_case(subject, evidence.case, device=evidence.device, evidence=evidence, brief=True)
     assert record.judgement is not None, record.reason
     return record.judgement

@@ -20,7 +20,7 @@ from attncheck.mods import formula, library
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)
 AXES = [
@@ -288,7 +288,9 @@ def test_a_score_mod_is_tested_not_waved_through(text):
         score=Spec.of("expression", text=text),
     )
     subject = named_kernels.subject_named("triton-flash2")
-    allowed = Evidence(Case(problem=problem), "cpu").allowance(subject.arithmetic(problem, "cpu"))
+    allowed = EvidenceBuilder(Case(problem=problem), "cpu").allowance(
+        subject.arithmetic(problem, "cpu")
+    )
     assert bool(torch.isfinite(allowed.out).all())
     assert bool(torch.isfinite(allowed.lse).all())
     assert allowed.jumps == 0

@@ -14,7 +14,7 @@ from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.reporting.diagnosis_text import diagnosis_text
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import mask_rows, run_case
 
 PLANTED = Path(__file__).parent / "planted.py"
@@ -66,7 +66,7 @@ def problem(mask, dtype, **changes):
 @functools.cache
 def evidence(name, mask, dtype, turn):
     cases = probes.cases(name, problem(mask, dtype))
-    return Evidence(cases[turn], "cpu") if turn < min(2, len(cases)) else None
+    return EvidenceBuilder(cases[turn], "cpu") if turn < min(2, len(cases)) else None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

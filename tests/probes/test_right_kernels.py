@@ -13,7 +13,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import mask_rows, run_case
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
@@ -49,7 +49,7 @@ def test_the_exact_rule_finds_nothing(small, name, mask):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 @pytest.mark.parametrize("name", probes.PROBES)
 def test_the_bound_finds_nothing(small, name, dtype):
-    evidence = Evidence(probes.case(name, small("causal", dtype=dtype)), "cpu")
+    evidence = EvidenceBuilder(probes.case(name, small("causal", dtype=dtype)), "cpu")
     for tiling in TILINGS[: 4 if dtype != "e4m3" else 3]:
         record = run_case(
             Ideal(tiling), evidence.case, device=evidence.device, evidence=evidence, variant=name
@@ -71,7 +71,7 @@ def test_head_dims_that_are_few_or_no_powers_of_two(small, sizes):
 @pytest.mark.parametrize("name", ["decode", "mean"])
 def test_the_triton_kernel(small, name):
     problem = small("causal", heads=2, batch=1, head_dim=16, dtype="bf16")
-    evidence = Evidence(probes.case(name, problem), "cpu")
+    evidence = EvidenceBuilder(probes.case(name, problem), "cpu")
     record = run_case(
         Flash2(), evidence.case, device=evidence.device, evidence=evidence, variant=name
     )
@@ -97,7 +97,7 @@ def test_rows_that_see_nothing_must_be_empty(small):
 
             return filled
 
-    evidence = Evidence(probes.case("decode", small("padding")), "cpu")
+    evidence = EvidenceBuilder(probes.case("decode", small("padding")), "cpu")
     record = run_case(FillsEmptyRows(), evidence.case, device=evidence.device, evidence=evidence)
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
@@ -107,7 +107,7 @@ def test_operands_that_are_truncated_as_declared(turn):
     # A weight one bit below 1 loses 2^-11 of itself.
     problem = Problem(heads=8, query=125, kv=250, dtype="tf32")
     case = probes.case("isolated", problem, {"turn": turn})
-    kernel, evidence = Ideal(tf32="truncate"), Evidence(case, "cpu")
+    kernel, evidence = Ideal(tf32="truncate"), EvidenceBuilder(case, "cpu")
     record = run_case(
         kernel, evidence.case, device=evidence.device, evidence=evidence, variant="isolated"
     )

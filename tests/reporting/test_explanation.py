@@ -15,7 +15,8 @@ from attncheck.reporting import check_document, diagnosis_text
 from attncheck.reporting.check_document import explanation
 from attncheck.reporting.terminal import plain_text
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence, budget, gradient_allowance
+from attncheck.verify.allowances import budget, gradient_allowance
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 
 def as_page(record, width=120):
@@ -116,12 +117,12 @@ BACKWARDS = [
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("sums_rounded_weights", [False, True])
 def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_weights):
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     arithmetic = replace(
         default_arithmetic(problem.formats), sums_rounded_weights=sums_rounded_weights
     )
     for dim in (-1, 0):
-        parts = budget(evidence, arithmetic, Place(batch=0, head=0, query=8, dim=dim))
+        parts = budget(evidence.evidence, arithmetic, Place(batch=0, head=0, query=8, dim=dim))
         assert set(parts) <= set(diagnosis_text.TERMS)
 
 
@@ -132,9 +133,9 @@ def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_wei
     ids=["fused", "not fused"],
 )
 def test_every_part_of_a_gradients_allowance_has_a_meaning(problem, declared):
-    evidence = Evidence(Case(problem=problem.replace(backward=True)), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem.replace(backward=True)), "cpu")
     arithmetic = replace(default_arithmetic(problem.formats), **declared)
-    found = gradient_allowance(evidence, arithmetic, Ideal().run(evidence.inputs))
+    found = gradient_allowance(evidence.evidence, arithmetic, Ideal().run(evidence.inputs))
     assert set(found.terms) == set(evidence.truth.gradients())
     assert set().union(*found.terms.values()) <= set(diagnosis_text.TERMS)
 

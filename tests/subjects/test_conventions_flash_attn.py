@@ -14,7 +14,7 @@ from attncheck.conventions.declarations import adopted
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.run_case import run_case
 
@@ -55,7 +55,7 @@ def subject_of(function, convention, **options) -> Subject:
 
 
 def record_of(subject, problem):
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
 
 

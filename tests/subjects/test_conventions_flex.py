@@ -11,7 +11,7 @@ from attncheck.conventions.convention import ConventionOptions
 from attncheck.conventions.declarations import adopted
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 CAUSAL = Spec.of("causal")
@@ -24,7 +24,7 @@ def small(**changes) -> Problem:
 
 def record_of(function, problem, **options):
     subject = adopted(function, "kernel", "flex", ConventionOptions(**options))
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
 
 

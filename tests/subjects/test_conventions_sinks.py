@@ -13,7 +13,7 @@ from attncheck.conventions.declarations import adopted
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.relation_runs import check_relation
 from attncheck.verify.run_case import run_case
 
@@ -73,7 +73,7 @@ MASKS = {"sdpa": PADDED, "flash_attn": Spec.of("causal_bottom_right"), "varlen":
 def status(kernel, of: Problem, **options: object) -> str:
     subject = adopted(kernel, "kernel", options=ConventionOptions(**options))
     assert subject.concerns(of)
-    evidence = Evidence(Case(problem=of), "cpu")
+    evidence = EvidenceBuilder(Case(problem=of), "cpu")
     return run_case(
         subject, evidence.case, device=evidence.device, evidence=evidence, timed=True
     ).status

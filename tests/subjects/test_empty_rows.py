@@ -20,7 +20,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 SENTINEL = -1e30
@@ -56,7 +56,7 @@ def off(out):
 
 def record_of(kernel, how, **changes):
     subject = adopted(kernel, "kernel", "sdpa", ConventionOptions(empty_row=how))
-    evidence = Evidence(Case(problem=problem_of(**changes)), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem_of(**changes)), "cpu")
     return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
 
 

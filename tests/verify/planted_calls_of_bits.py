@@ -25,7 +25,7 @@ class Spoiled(Ideal):
         super().__init__()
         self.calls = 0
 
-    def steps(self, inputs):
+    def bit_steps(self, inputs):
         """How far this call's LSE is moved."""
 
     def prepare(self, inputs):
@@ -33,7 +33,7 @@ class Spoiled(Ideal):
 
         def spoiled():
             self.calls += 1
-            return moved(call(), self.steps(inputs))
+            return moved(call(), self.bit_steps(inputs))
 
         return spoiled
 
@@ -45,7 +45,7 @@ class AnyOrder(Spoiled):
         super().__init__()
         self.order = random.Random(1)  # noqa: S311  # an order, and no secret
 
-    def steps(self, inputs):
+    def bit_steps(self, inputs):
         return self.order.randrange(3)
 
 
@@ -54,7 +54,7 @@ class AnyOrderUnpromised(AnyOrder):
 
 
 class WrongUnpromised(AnyOrderUnpromised):
-    def steps(self, inputs):
+    def bit_steps(self, inputs):
         return 100_000 * (self.calls % 2)
 
 
@@ -69,14 +69,14 @@ class WrongElsewhereUnpromised(AnyOrderUnpromised):
         self.prepared += 1
         return super().prepare(inputs)
 
-    def steps(self, inputs):
+    def bit_steps(self, inputs):
         return 100_000 * (self.prepared % 2 == 0)
 
 
 class FirstCall(Spoiled):
     """Right in its first call alone."""
 
-    def steps(self, inputs):
+    def bit_steps(self, inputs):
         return int(self.calls > 1)
 
 
@@ -87,13 +87,13 @@ class ByAddress(Spoiled):
         super().__init__()
         self.first = None
 
-    def steps(self, inputs):
+    def bit_steps(self, inputs):
         self.first = self.first or inputs.k.data_ptr()
         return int(inputs.k.data_ptr() != self.first)
 
 
 class ByThreads(Spoiled):
-    def steps(self, inputs):
+    def bit_steps(self, inputs):
         return torch.get_num_threads() - 1
 
 

@@ -19,8 +19,9 @@ from attncheck.mods.spec import Entry, Spec
 from attncheck.oracles import row_conditions as conditions_room
 from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify import evidence as room
-from attncheck.verify.evidence import Evidence, allowance, budget
+from attncheck.verify import allowances as room
+from attncheck.verify.allowances import allowance, budget
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 HALF_THE_DIGITS = 2.0**-26
 """Of float64: what roots of sums that cancel may keep when they are added up in another order."""
@@ -36,8 +37,8 @@ def softmax(**changes: object) -> Problem:
     return Problem(**{"operation": "softmax", "heads": 3, "query": 9, "kv": 7} | changes)
 
 
-def evidence(problem: Problem) -> Evidence:
-    return Evidence(Case(problem=problem), "cpu")
+def evidence(problem: Problem) -> EvidenceBuilder:
+    return EvidenceBuilder(Case(problem=problem), "cpu")
 
 
 def of_ideal(problem: Problem):
@@ -87,10 +88,10 @@ def test_the_ideal_kernel_stays_within_it(problem):
 @pytest.mark.parametrize("problem", PROBLEMS[:5], ids=str)
 def test_pieces_give_what_the_whole_gives(monkeypatch, problem):
     """Each row has its own allowance, in whatever pieces it was computed."""
-    whole = allowance(evidence(problem), of_ideal(problem))
+    whole = allowance(evidence(problem).evidence, of_ideal(problem))
     assert len(whole.samples) == 1
     monkeypatch.setattr(conditions_room, "_CPU_PAIRS", 13 * problem.kv)
-    parts = allowance(evidence(problem), of_ideal(problem))
+    parts = allowance(evidence(problem).evidence, of_ideal(problem))
     assert len(parts.samples) > 1
     for one, other in ((parts.out, whole.out), (parts.lse, whole.lse)):
         assert bool(((one - other).abs() <= HALF_THE_DIGITS * other).all())
@@ -102,10 +103,10 @@ def test_pieces_give_what_the_whole_gives(monkeypatch, problem):
 
 def test_of_a_large_problem_every_row_is_bounded_and_some_are_sampled(monkeypatch):
     problem = attention(mask=Spec.of("causal"))
-    whole = allowance(evidence(problem), of_ideal(problem))
+    whole = allowance(evidence(problem).evidence, of_ideal(problem))
     monkeypatch.setattr(conditions_room, "_CPU_WHOLE", 1)
     monkeypatch.setattr(conditions_room, "_FEWEST_ROWS", 8)
-    some = allowance(evidence(problem), of_ideal(problem))
+    some = allowance(evidence(problem).evidence, of_ideal(problem))
     assert torch.equal(some.out, whole.out)
     assert torch.equal(some.lse, whole.lse)
     (sample,), (every,) = some.samples, whole.samples
@@ -127,7 +128,7 @@ def test_a_budget_sums_to_the_allowance(problem):
         (Place(batch=b, head=2, query=query, dim=3), allowed.out[b, 2, query, 3]),
         (Place(batch=b, head=2, query=query), allowed.lse[b, 2, query]),
     ):
-        terms = budget(found, arithmetic, at)
+        terms = budget(found.evidence, arithmetic, at)
         assert abs(sum(terms.values()) - float(total)) <= float(total) * HALF_THE_DIGITS
         assert ("score mod" in terms) == (problem.score.name != "none")
         assert sum(amount > 0 for amount in terms.values()) > 2
@@ -146,7 +147,7 @@ def test_a_jump_is_counted_and_its_row_allowed_either_side(monkeypatch):
         return own(monkeypatch, mod, f"beyond {least:.17g}")
 
     above, below = (plain.replace(score=at(limit * (1 + side * 2.0**-40))) for side in (-1, 1))
-    allowed = allowance(evidence(above), of_ideal(above))
+    allowed = allowance(evidence(above).evidence, of_ideal(above))
     assert allowed.jumps == 1
     differ = [(evidence(above).truth.out - evidence(below).truth.out).abs().flatten(0, 1)]
     differ.append((evidence(above).truth.lse - evidence(below).truth.lse).abs().flatten(0, 1))
@@ -178,7 +179,7 @@ def test_a_key_that_the_mod_may_hide_or_not_makes_its_row_unbounded(monkeypatch)
     )
     monkeypatch.setitem(MASKS, "own mask", entry)
     problem = problem.replace(mask=masked)
-    assert int(allowance(evidence(problem), of_ideal(problem)).lse.isinf().sum()) == 0
+    assert int(allowance(evidence(problem).evidence, of_ideal(problem)).lse.isinf().sum()) == 0
 
 
 def test_what_is_not_finite_is_not_bounded():
@@ -186,7 +187,7 @@ def test_what_is_not_finite_is_not_bounded():
     found = evidence(problem)
     found.inputs.v[0, 1, 4, 2] = math.nan
     found.inputs.k[1, 0, 6, 3] = math.nan
-    allowed = allowance(found, of_ideal(problem))
+    allowed = allowance(found.evidence, of_ideal(problem))
     expected = torch.zeros_like(found.truth.out, dtype=torch.bool)
     expected[0, 2:, 4:, 2] = True
     expected[1, :2, 6:] = True
@@ -200,7 +201,7 @@ def test_a_mod_that_cannot_be_traced_leaves_everything_open(monkeypatch):
         return score + torch.erf(score)
 
     problem = attention(score=own(monkeypatch, mod))
-    allowed = allowance(evidence(problem), of_ideal(problem))
+    allowed = allowance(evidence(problem).evidence, of_ideal(problem))
     assert bool(allowed.out.isinf().all())
     assert bool(allowed.lse.isinf().all())
     assert allowed.oracle_share == 0
@@ -211,7 +212,7 @@ def test_a_coarse_oracle_would_be_found_out(monkeypatch):
     problem = attention(dtype="fp32")
     coarse = dataclasses.replace(of_ideal(problem), block_kv=1)
     monkeypatch.setattr(room, "FP64_ORACLE", coarse)
-    assert allowance(evidence(problem), of_ideal(problem)).oracle_share > 0.5
+    assert allowance(evidence(problem).evidence, of_ideal(problem)).oracle_share > 0.5
 
 
 def test_an_allowance_is_that_of_the_judge():
@@ -237,7 +238,7 @@ def test_a_score_mod_that_bends_is_as_steep_as_at_likely_errors():
     ]
     assert ((scores[1] - scores[0]).abs() > 3.9).any()  # from one end of the cap to the other
     error = (torch.softmax(scores[1], -1) - torch.softmax(scores[0], -1)) @ v
-    found = allowance(case, of_ideal(problem))
+    found = allowance(case.evidence, of_ideal(problem))
     for sample in found.samples:
         apart = error[0][:, sample.rows.query].abs()
         assert (apart <= sample.probable_out).all()

@@ -12,7 +12,8 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import captured_gradients
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence, gradient_allowance
+from attncheck.verify.allowances import gradient_allowance, numbers_read
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 SOFTCAP = Spec.of("softcap", cap=1.5)
@@ -62,11 +63,13 @@ def test_a_right_kernel_is_within_its_bounds(dtype, changes):
 
 def test_numbers_that_nobody_reads_must_be_0():
     problem = PROBLEM.replace(score=BIAS)
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     seen = torch.ones(problem.query, problem.kv).tril().bool().expand(2, 4, -1, -1).flatten()
-    assert torch.equal(evidence.reads.numbers, seen)
+    assert torch.equal(numbers_read(evidence.evidence), seen)
     given = Ideal(TILING).run(evidence.inputs)
-    bounds = gradient_allowance(evidence, Ideal(TILING).arithmetic(problem, "cpu"), given).bounds
+    bounds = gradient_allowance(
+        evidence.evidence, Ideal(TILING).arithmetic(problem, "cpu"), given
+    ).bounds
     assert torch.equal(bounds["dcaptured"] > 0, seen)
 
     class Leaks(Ideal):
@@ -82,15 +85,19 @@ def test_numbers_that_nobody_reads_must_be_0():
 
 def test_of_a_mod_that_cannot_be_traced_nothing_is_known(monkeypatch):
     from attncheck.core.errors import TraceError
-    from attncheck.verify import evidence as captured_reads
+    from attncheck.verify import evidence as evidence_file
 
     def refuses(*_):
         raise TraceError("no")
 
-    monkeypatch.setattr(captured_reads, "trace_reads", refuses)
-    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    monkeypatch.setattr(evidence_file, "trace_reads", refuses)
+    evidence_file._traced_reads.cache_clear()
+    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     given = Ideal(TILING).run(evidence.inputs)
-    bounds = gradient_allowance(evidence, Ideal(TILING).arithmetic(PROBLEM, "cpu"), given).bounds
+    bounds = gradient_allowance(
+        evidence.evidence, Ideal(TILING).arithmetic(PROBLEM, "cpu"), given
+    ).bounds
+    evidence_file._traced_reads.cache_clear()
     assert bounds["dcaptured"].isinf().all()
     assert bounds["dq"].isfinite().all()
 

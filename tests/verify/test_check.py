@@ -16,7 +16,7 @@ from attncheck.judge.error_measures import measure_errors, rounding_floor
 from attncheck.mods.spec import Spec
 from attncheck.records.record import LseErrors, OutErrors
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=9, kv=7, head_dim=8, dtype="fp16")
@@ -46,7 +46,7 @@ class Exact(Subject):
 
 
 def measured(subject=None, problem=PROBLEM):
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     return run_case(
         subject or Exact(),
         evidence.case,
@@ -100,7 +100,7 @@ def test_each_number_stands_under_its_name():
             return outputs
 
     problem = PROBLEM.replace(batch=2, kv=200)
-    subject, evidence = Tiled(), Evidence(Case(problem=problem), "cpu")
+    subject, evidence = Tiled(), EvidenceBuilder(Case(problem=problem), "cpu")
     record = run_case(
         subject,
         evidence.case,
@@ -160,7 +160,7 @@ def test_a_place_is_named():
     record = spoiled(change)
     at = record.out.max_at
     assert (at.batch, at.head, at.query, at.dim) == (0, 1, 4, 3)
-    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     assert record.out.max_error == abs(100 - float(evidence.truth.out[0, 1, 4, 3]))
     assert (record.lse.max_at.query, record.lse.max_at.dim) == (2, -1)
     assert record.out.bias > 0
@@ -230,7 +230,7 @@ def test_no_lse_is_no_error():
 
 
 def test_truth_and_floor_are_known_before_a_kernel_runs(monkeypatch):
-    from attncheck.verify import evidence
+    from attncheck.verify import evidence_builder
 
     events = []
 
@@ -238,8 +238,8 @@ def test_truth_and_floor_are_known_before_a_kernel_runs(monkeypatch):
         original = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a: events.append(event) or original(*a))
 
-    told(evidence.oracles, "truth", "truth")
-    told(evidence, "rounding_floor", "floor")
+    told(evidence_builder.oracles, "truth", "truth")
+    told(evidence_builder, "rounding_floor", "floor")
 
     class Kernel(Ideal):
         def prepare(self, inputs):
@@ -258,7 +258,7 @@ def test_a_kernel_that_writes_to_its_inputs_is_told_and_changes_nothing(name):
             call = super().prepare(inputs)
             return lambda: getattr(inputs, name).zero_() is not None and call()
 
-    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     scribbled = run_case(
         Scribble(),
         evidence.case,
@@ -305,23 +305,23 @@ def test_a_kernel_that_raises_when_asked_is_an_error_of_its_cell(question, raise
     ],
 )
 def test_no_memory_for_the_truth_is_said_in_the_cell(failure, monkeypatch):
-    from attncheck.verify import evidence
+    from attncheck.verify import evidence_builder
 
     def truth(_):
         raise failure
 
-    monkeypatch.setattr(evidence.oracles, "truth", truth)
+    monkeypatch.setattr(evidence_builder.oracles, "truth", truth)
     record = measured(Ideal())
     assert (record.status, record.reason) == ("error", "out of memory for the exact result")
 
 
 def test_any_other_failure_of_the_oracle_is_not_hidden(monkeypatch):
-    from attncheck.verify import evidence
+    from attncheck.verify import evidence_builder
 
     def truth(_):
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(evidence.oracles, "truth", truth)
+    monkeypatch.setattr(evidence_builder.oracles, "truth", truth)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         measured(Ideal())
 

@@ -15,7 +15,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.error_measures import measure_errors
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(
@@ -63,7 +63,7 @@ class Unscaled(Ideal):
 
 
 def measured(subject, problem=PROBLEM):
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     return run_case(
         subject, evidence.case, device=evidence.device, evidence=evidence, variant="full"
     ), evidence
@@ -159,6 +159,6 @@ def test_yardsticks_are_known_before_a_kernel_runs():
             known.append("gradient_floors" in evidence.__dict__)
             return super().prepare(inputs)
 
-    known, evidence = [], Evidence(Case(problem=PROBLEM), "cpu")
+    known, evidence = [], EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     run_case(Late(), evidence.case, device=evidence.device, evidence=evidence, variant="full")
     assert known == [True]

@@ -13,7 +13,7 @@ from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=24, kv=40, head_dim=16, dtype="fp16")
@@ -42,7 +42,7 @@ class Spoiled(Ideal):
 
 
 def judged(subject, problem=PROBLEM):
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     record = run_case(
         subject, evidence.case, device=evidence.device, evidence=evidence, variant="full"
     )
@@ -185,7 +185,7 @@ def test_a_declared_arithmetic_decides():
 
 
 def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypatch):
-    from attncheck.verify import evidence as room
+    from attncheck.verify import evidence_builder as room
 
     counts = {"allowance": 0}
     original = room.allowance
@@ -195,7 +195,7 @@ def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypat
         return original(*arguments)
 
     monkeypatch.setattr(room, "allowance", counted)
-    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     for subject in (Ideal(), Spoiled(), Ideal(Tiling(block_query=64, block_kv=32))):
         run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
     assert counts == {"allowance": 1}
@@ -218,7 +218,7 @@ def test_a_refusal_that_comes_with_the_call_is_no_error():
 
 
 def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
-    from attncheck.verify import evidence as room
+    from attncheck.verify import evidence_builder as room
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -230,7 +230,7 @@ def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_kernel_is_timed_only_where_that_is_asked(timed):
-    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     record = run_case(
         Ideal(), evidence.case, device=evidence.device, evidence=evidence, timed=timed
     )
@@ -264,7 +264,7 @@ def test_outputs_are_judged_as_they_were_first_given():
 
             return once
 
-    evidence = Evidence(Case(problem=PROBLEM), "cpu")
+    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     assert (
         run_case(
             Later(), evidence.case, device=evidence.device, evidence=evidence, timed=True

@@ -110,7 +110,9 @@ def test_what_is_alone_has_no_neighbours() -> None:
 
 
 def test_the_page_names_every_check() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "checks.md").read_text(
+        encoding="utf-8"
+    )
     table = page.split("| check |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(CHECKS)
 

@@ -15,7 +15,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import accuracy
 from attncheck.verify.accuracy import measure_accuracy
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.obligations import DIGITS, outputs_digest
 from attncheck.verify.run_case import run_case
 
@@ -86,7 +86,7 @@ class Drifting(Ideal):
 
 
 def test_a_comparison_carries_its_digest() -> None:
-    evidence = Evidence(CASE, "cpu")
+    evidence = EvidenceBuilder(CASE, "cpu")
     record = run_case(Ideal(), evidence.case, device=evidence.device, evidence=evidence)
     assert record.digest == outputs_digest(Ideal().run(evidence.inputs))
 
@@ -120,7 +120,7 @@ def test_bits_that_happen_to_be_equal_each_time_have_a_digest() -> None:
     still = Drifting(step=0.0)
     record = measure_accuracy(still, CASE, device="cpu", runs=3)
     assert still.calls == 3
-    assert record.digest == outputs_digest(Ideal().run(Evidence(CASE, "cpu").inputs))
+    assert record.digest == outputs_digest(Ideal().run(EvidenceBuilder(CASE, "cpu").inputs))
 
 
 class Refusing(Drifting):

@@ -16,14 +16,14 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.oracles import row_conditions as conditions_room
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence, ensemble_tilings
+from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 9, "kv": 7, "head_dim": 16}
 ALL = ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
 
 
-def evidence(problem: Problem) -> Evidence:
-    return Evidence(Case(problem=problem), "cpu")
+def evidence(problem: Problem) -> EvidenceBuilder:
+    return EvidenceBuilder(Case(problem=problem), "cpu")
 
 
 def attention(**changes: object) -> Problem:
@@ -226,14 +226,14 @@ def test_an_ensemble_is_of_right_kernels_that_differ(dtype):
 
 def test_the_inputs_of_a_probe_are_the_probe_s():
     case = probes.case("decode", attention(mask=Spec.of("causal")))
-    found = Evidence(case, "cpu")
+    found = EvidenceBuilder(case, "cpu")
     found.establish()
     for name, tensor in probes.inputs(case).tensors().items():
         assert torch.equal(found.inputs.tensors()[name], tensor)
     assert found.input_rmse == 0
-    assert not found.generic
-    assert evidence(attention()).generic
-    assert not evidence(attention(distribution="zero_q")).generic
+    assert not found.evidence.generic
+    assert evidence(attention()).evidence.generic
+    assert not evidence(attention(distribution="zero_q")).evidence.generic
     allowed = found.allowance(declared(case.problem))
     given = Ideal().run(found.inputs)
     assert bool(((given.out.double() - found.truth.out).abs() <= allowed.out).all())

@@ -11,7 +11,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
-from attncheck.verify import evidence
+from attncheck.verify import evidence_builder
 from attncheck.verify import run_case as run_case_file
 from attncheck.verify.verify import applicable_subjects, case_subjects, iter_records, verify
 
@@ -104,12 +104,12 @@ def test_a_kernel_without_gradients_has_no_row_where_they_are_asked_for():
 def test_records_come_as_they_are_made_and_nothing_is_drawn_beyond_them(monkeypatch):
     drawn = []
 
-    class Told(evidence.Evidence):
+    class Told(evidence_builder.EvidenceBuilder):
         def establish(self, **more):
             drawn.append(self.case.problem.operation)
             super().establish(**more)
 
-    monkeypatch.setattr(run_case_file, "Evidence", Told)
+    monkeypatch.setattr(run_case_file, "EvidenceBuilder", Told)
     cases = [Case(problem=problem) for problem in problems(cells("full", "softmax"))]
     records = iter_records([Rows()], [*cases, *cases], device="cpu", applicable_only=True)
     assert next(records).case_id == cases[-1].id

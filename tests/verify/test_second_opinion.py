@@ -19,7 +19,7 @@ from attncheck.oracles.row_conditions import samples_all_rows
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import second_opinion as room
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.question_fit import allowed_parameters
 from attncheck.verify.run_case import run_case
 
@@ -126,7 +126,9 @@ def test_a_broken_oracle_says_nothing_of_a_right_kernel(broken, problem, tensor,
 def test_it_says_where_and_by_which_oracles(broken):
     broken("out", (0, 1, 5, 3), 1.0)
     record = ask(Ideal(), FULL, brief=False)
-    exact = oracles.flash2(Evidence(Case(problem=FULL), "cpu").inputs, block_query=4, block_kv=4)
+    exact = oracles.flash2(
+        EvidenceBuilder(Case(problem=FULL), "cpu").inputs, block_query=4, block_kv=4
+    )
     value = float(exact.out[0, 1, 5, 3])
     start = f"out[0, 1, 5, 3] is {1 + value:.9f}"[:-2]
     assert record.reason.startswith(start)
@@ -219,7 +221,7 @@ def test_one_that_does_not_fit_is_none(monkeypatch, error):
 
 def test_of_a_large_problem_the_row_itself_is_compared():
     problem = Problem(batch=2, heads=2, query=5000, kv=600, head_dim=16)
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     assert not samples_all_rows(problem, "cpu")
     place = Place(batch=1, head=1, query=4321, dim=3)
     first, *others = room._asked(place, evidence)
@@ -230,7 +232,7 @@ def test_of_a_large_problem_the_row_itself_is_compared():
 
 def test_where_inputs_are_nan_oracles_are_so_alike():
     problem = FULL.replace(mask=Spec.of("causal"))
-    evidence = Evidence(Case(problem=problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     evidence.inputs.v[0, 0, 4] = math.nan
     evidence.inputs.v[0, 0, 6, 2] = math.inf
     record = run_case(

@@ -104,7 +104,7 @@ _OPTIONS = (
         "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
         "interpreted)."
     ),
-    format_option("table, json, md or csv"),
+    format_option(),
     out_option("rmse.json, rmse.md and rmse.csv"),
     click.option(
         "--plot",
@@ -242,18 +242,26 @@ def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
     rendering.check_writable(options.directory)
     problems = [cell.problem for cell in cells]
     cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+    from msgspec.structs import replace
+
+    concerned, command = applicable_subjects(problems, subjects), typed_command(files=_FILES)
+    report = assemble_report(concerned, (), device=device, command=command)
+    (key,) = report.environments
     records = []
     total = sum(map(len, case_subjects(problems, subjects, device)))
     with progress(total, quiet=options.quiet) as advance:
         for record in iter_records(
-            subjects, cases, device=device, applicable_only=True, timed=True
+            subjects,
+            cases,
+            device=device,
+            environment_key=key,
+            applicable_only=True,
+            timed=True,
         ):
             interrupts.check()
             advance(f"{record.kernel} {record.variant} {record.heads}")
             records.append(record)
-    concerned = applicable_subjects(problems, subjects)
-    command = typed_command(files=_FILES)
-    return assemble_report(concerned, records, device=device, command=command)
+    return replace(report, records=tuple(records))
 
 
 def _draw(report: Report, options: RmseOptions) -> None:

@@ -111,8 +111,9 @@ class ScoreModError:
         jump: bool: the score lies within its radius of a jump of the mod.
         falls: bool: the mod's derivative is negative, so that an error of all scores of a row
             changes its sign there; None where that does not matter.
-        likely: ``radius`` of errors that are no larger than is likely; None where that does not matter. Of a
-            mod that bends, ``radius`` over the whole error says nothing of a small one.
+        likely: ``radius`` of errors that are no larger than is likely; None where that does not
+            matter. Of a mod that bends, ``radius`` over the whole error says nothing of a small
+            one.
     """
 
     radius: torch.Tensor

@@ -97,8 +97,8 @@ class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         exact: The exact result.
         allowance: The deterministic bound of |got − exact|; of a relation those of both sides, or
             0 where bits are compared.
-        budget: What the allowance is made of, by the names of ``docs/explanation/bounds.md``; sums to it. Empty
-            of a relation.
+        budget: What the allowance is made of, by the names of ``docs/explanation/bounds.md``; sums
+            to it. Empty of a relation.
     """
 
     tensor: TensorName

@@ -37,7 +37,7 @@ from attncheck.probes import PROBES
 from attncheck.records.record import Diagnosis, Explanation
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, out_of_memory
 from attncheck.verify.memory_patterns import allocator_filled
 from attncheck.verify.relation_runs import relation_inputs
@@ -140,7 +140,7 @@ def explain_failure(
     return _Failure(record, subject, device, executor or InProcess()).findings()
 
 
-def diagnose_result(result: Execution, evidence: Evidence) -> Diagnosis | None:
+def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
     """Return what may be wrong with a result that is there; None where nothing is to be said.
 
     Args:
@@ -191,16 +191,16 @@ class _Failure:
     def _wrong_runs(self, case: Case) -> Iterator[Findings]:
         """Of each run of a question that is wrong beside the exact result."""
         related = case.question in RELATIONS
-        runs = [Evidence(case, self.device)]
+        runs = [EvidenceBuilder(case, self.device)]
         if related:
             runs = [
-                Evidence(Case(problem=inputs.problem), self.device, inputs)
+                EvidenceBuilder(Case(problem=inputs.problem), self.device, inputs)
                 for inputs in relation_inputs(case, self.device)
             ]
         for number, evidence in enumerate(runs):
             if _is_too_large(evidence.case.problem):
                 continue
-            evidence.establish(yardsticks=False)
+            evidence.establish(reference_errors=False)
             origin = Origin(case=case, run=number)
             call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
             # Of several runs that must agree one is wrong: it is not asked how the others round.
@@ -237,8 +237,8 @@ class _Failure:
             case = Case(problem=problem.replace(query=max(problem.query, _ROWS), kv=keys))
             if self.executor.refusal(self.subject, case.problem, self.device) is not None:
                 return set()
-            evidence = Evidence(case, self.device)
-            evidence.establish(yardsticks=False)
+            evidence = EvidenceBuilder(case, self.device)
+            evidence.establish(reference_errors=False)
             origin = Origin(case=case, run=0)
             with allocator_filled("pattern"):
                 result = self.executor.run(self.subject, evidence.inputs, origin=origin)
@@ -318,7 +318,7 @@ class _Failure:
 
 
 def _explain_calls(
-    call: Callable[[], Execution | Failure], evidence: Evidence, *, related: bool
+    call: Callable[[], Execution | Failure], evidence: EvidenceBuilder, *, related: bool
 ) -> Findings | None:
     """What explains a call that is wrong; of two that gave different things, what explains both.
 

@@ -19,7 +19,7 @@ from attncheck.judge.fault_explanation import (
     rank_explanations,
 )
 from attncheck.records.record import TileMap
-from attncheck.verify.evidence import deterministic_bounds, gradient_allowance
+from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs, TensorName
     from attncheck.fault_models import FaultModel
     from attncheck.inputs.problem import Problem
-    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
 __all__ = [
@@ -132,7 +132,9 @@ class Findings:
     finite: bool
 
 
-def explain(result: Execution, evidence: Evidence, *, proven: bool = False) -> Findings | None:
+def explain(
+    result: Execution, evidence: EvidenceBuilder, *, proven: bool = False
+) -> Findings | None:
     """Return what fault models say of what a kernel gave; None where it is right to the last bit.
 
     Args:
@@ -154,7 +156,9 @@ def explain(result: Execution, evidence: Evidence, *, proven: bool = False) -> F
     return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite)
 
 
-def consistent_models(result: Execution, evidence: Evidence, among: Collection[str]) -> set[str]:
+def consistent_models(
+    result: Execution, evidence: EvidenceBuilder, among: Collection[str]
+) -> set[str]:
     """Return the fault models that give what a kernel gave, be it wrong or right.
 
     Arguments as of ``explain``. One that says nothing of the Problem says that it is right.
@@ -171,13 +175,15 @@ def consistent_models(result: Execution, evidence: Evidence, among: Collection[s
     return consistent
 
 
-def _observed_error(result: Execution, evidence: Evidence) -> tuple[ObservedError, ExactAttention]:
+def _observed_error(
+    result: Execution, evidence: EvidenceBuilder
+) -> tuple[ObservedError, ExactAttention]:
     """The error beside the exact result, and the exact call: of a large problem some rows."""
     problem = evidence.case.problem
     got, exact = float64_tensors(result.outputs), float64_tensors(evidence.truth)
-    allowed = float64_tensors(deterministic_bounds(evidence, result.arithmetic))
+    allowed = float64_tensors(deterministic_bounds(evidence.evidence, result.arithmetic))
     if problem.backward:
-        bounds = gradient_allowance(evidence, result.arithmetic, result.outputs).bounds
+        bounds = gradient_allowance(evidence.evidence, result.arithmetic, result.outputs).bounds
         allowed |= {name: bound.cpu() for name, bound in bounds.items()}
     if not problem.backward or got["out"].isnan().any():
         got = {name: tensor for name, tensor in got.items() if name in ("out", "lse")}

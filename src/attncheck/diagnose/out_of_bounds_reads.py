@@ -8,7 +8,7 @@ from attncheck.diagnose.explanations import pair_count
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.verify.call_conditions import CallConditions, Surroundings
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Origin
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.relation_runs import relation_inputs
@@ -41,7 +41,7 @@ class _Asking:
         self.promised = promised and (subject.promises_gradients or not case.problem.backward)
         self._times = _PAIRS if self.promised else _PAIRS_UNPROMISED
 
-    def execution(self, evidence: Evidence, by: Surroundings) -> Execution | None:
+    def execution(self, evidence: EvidenceBuilder, by: Surroundings) -> Execution | None:
         # What it allocates holds the same each time: else it would hold what lay beside an input
         # of the call before.
         found = self._executor.run(
@@ -52,7 +52,7 @@ class _Asking:
         )
         return found if isinstance(found, Execution) else None
 
-    def differ(self, evidence: Evidence, by: Surroundings) -> bool:
+    def differ(self, evidence: EvidenceBuilder, by: Surroundings) -> bool:
         """Whether it gives one thing among ordinary numbers and another ``by``, each time."""
         sides = Surroundings(), by
         first = tuple(self._outputs(evidence, side) for side in sides)
@@ -67,12 +67,12 @@ class _Asking:
                     return False
         return True
 
-    def changes(self, evidence: Evidence) -> bool:
+    def changes(self, evidence: EvidenceBuilder) -> bool:
         """Whether calls that are alike in all that we decide give other bits."""
         first, *more = (self._outputs(evidence, Surroundings()) for _ in range(1 + self._times))
         return any(_other(again, first) for again in more)
 
-    def _outputs(self, evidence: Evidence, by: Surroundings) -> Outputs | None:
+    def _outputs(self, evidence: EvidenceBuilder, by: Surroundings) -> Outputs | None:
         found = self.execution(evidence, by)
         return None if found is None else found.outputs
 
@@ -136,7 +136,7 @@ def misread_strides(
     if pair_count(case.problem) > _LARGEST:
         return False, ""
     plain = Case(problem=case.problem)
-    evidence = Evidence(plain, device)
+    evidence = EvidenceBuilder(plain, device)
     asking = _Asking(subject, executor, Origin(case=plain), plain)
 
     def verdicts(by: Surroundings) -> Iterator[str]:
@@ -161,13 +161,13 @@ def _asked_often(case: Case) -> bool:
     return not spacious and pair_count(case.problem) <= _LARGEST
 
 
-def _evidence(case: Case, device: str) -> Iterator[Evidence]:
+def _evidence(case: Case, device: str) -> Iterator[EvidenceBuilder]:
     """Of each run that its question asks for."""
     if case.question in RELATIONS:
         for inputs in relation_inputs(case, device):
-            yield Evidence(Case(problem=inputs.problem), device, inputs)
+            yield EvidenceBuilder(Case(problem=inputs.problem), device, inputs)
     else:
-        yield Evidence(case, device)
+        yield EvidenceBuilder(case, device)
 
 
 def _other(one: Outputs | None, before: Outputs | None) -> bool:

@@ -15,7 +15,7 @@ from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.records.failures import KeptFailure
 from attncheck.relations import RELATIONS
 from attncheck.verify.environment import environment, fingerprint
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, InProcess, Origin
 from attncheck.verify.question_fit import question_summary
 from attncheck.verify.relation_runs import relation_inputs as runs_of
@@ -104,16 +104,18 @@ def exact_runs(
         return tuple(
             _run(
                 subject,
-                Evidence(Case(problem=one.problem), device, one),
+                EvidenceBuilder(Case(problem=one.problem), device, one),
                 executor,
                 Origin(case=case, run=number),
             )
             for number, one in enumerate(each)
         )
-    return (_run(subject, Evidence(case, device), executor, Origin(case=case)),)
+    return (_run(subject, EvidenceBuilder(case, device), executor, Origin(case=case)),)
 
 
-def _run(subject: Subject, evidence: Evidence, executor: Executor, origin: Origin) -> ExactRun:
+def _run(
+    subject: Subject, evidence: EvidenceBuilder, executor: Executor, origin: Origin
+) -> ExactRun:
     inputs, exact = evidence.inputs, evidence.truth
     result = executor.run(subject, inputs, origin=origin)
     if isinstance(result, Failure):  # it says nothing of its arithmetic either

@@ -27,7 +27,7 @@ from attncheck.mods.scores import SCORES, table_reader
 from attncheck.mods.spec import Dimensions, Entry, Spec
 from attncheck.mods.torch_tracer import describe_mod
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, out_of_memory
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.second_opinion import disagreement
@@ -288,7 +288,7 @@ class UserOutputs:
         """
         with self._evidence() as (result, evidence):
             found = judge_outputs(result, evidence)
-            return found, disagreement(found, evidence)
+            return found, disagreement(found, evidence.evidence)
 
     def diagnosis(self) -> Diagnosis | None:
         """What may be wrong; None where nobody can say, or nothing is."""
@@ -316,11 +316,11 @@ class UserOutputs:
             return None
 
     @contextmanager
-    def _evidence(self) -> Iterator[tuple[Execution, Evidence]]:
+    def _evidence(self) -> Iterator[tuple[Execution, EvidenceBuilder]]:
         with self._inputs() as inputs:
             yield (
                 self._result(inputs),
-                Evidence(Case(problem=inputs.problem), str(inputs.device), inputs),
+                EvidenceBuilder(Case(problem=inputs.problem), str(inputs.device), inputs),
             )
 
     @contextmanager

@@ -114,6 +114,7 @@ class ExactAttention:
         self.i = self.rows.view(1, 1, -1, 1)
         self.j = torch.arange(problem.kv).view(1, 1, 1, -1)
         self.scale = problem.scale
+        # Attention with the unit matrix for values: out is the softmax itself.
         if problem.operation == "softmax":
             self.v = torch.eye(problem.kv, dtype=torch.float64).expand(1, 1, -1, -1)
             return
@@ -136,6 +137,7 @@ class ExactAttention:
     def key_tiles(self) -> tuple[int, ...]:
         """Keys of a tile; of sizes that hold all keys the smallest alone."""
         sizes = sorted({size for _, size in self.tiles})
+        # A tile that holds all keys is like any larger one.
         small = [size for size in sizes if size < self.problem.kv]
         return tuple(small + sizes[len(small) : len(small) + 1])
 
@@ -252,6 +254,7 @@ class ExactAttention:
         maximum = z.amax(-1)
         if sink is not None:
             maximum = torch.maximum(maximum, sink.expand(maximum.shape))
+        # A row that sees nothing: −∞ − −∞ would be NaN.
         base = torch.where(maximum == -math.inf, 0.0, maximum)
         weights = (z - base[..., None]).exp()
         total = weights.sum(-1)
@@ -297,6 +300,7 @@ class ExactAttention:
         mask = steps.mask and steps.mask(problem, "cpu")
         score = steps.score and steps.score(problem, "cpu")
         scale = steps.scale and steps.scale(problem)
+        # What is right on this Problem predicts nothing: it would fit every right kernel.
         if (steps.mask and mask is None) or (steps.score and score is None):
             return
         if steps.scale and scale is None:
@@ -448,6 +452,7 @@ class ExactGradients:
         """P from LSE, 0 where hidden."""
         call = self.call
         lse = call.parts.lse if lse is None else lse
+        # A row without keys has weights of 0, not exp(∞).
         base = torch.where(lse == -math.inf, 0.0, lse)[..., None]
         seen = call.seen if seen is None else seen
         return torch.where(seen, ((call.s if s is None else s) - base).exp(), 0.0)
@@ -469,6 +474,7 @@ class ExactGradients:
         dout = self.dout if dout is None else dout
         off = (self.delta if delta is None else delta) - (self.dlse if dlse is None else dlse)
         dz = p * ((self.dp if dp is None else dp) - off[..., None])
+        # Where P is 0 a derivative that is not finite has no part.
         dx = torch.where(p == 0, 0.0, dz * (self.slopes if slopes is None else slopes))
         dq = _signed_sum(dx, call.k if k is None else k) * call.scale
         dk = _signed_sum(dx.mT, call.q) * call.scale
@@ -523,6 +529,7 @@ class ExactGradients:
             dlse=None if steps.delta is None else torch.zeros_like(self.dlse),
             slopes=None if sloped else torch.ones_like(self.slopes),
         )
+        # Undone at the end: the sums are the same.
         unscaled = {name for name in ("dq", "dk") if name not in steps.scaled_gradients}
         changed = {name: getattr(outputs, name) / call.scale for name in unscaled}
         if steps.group_heads is not None:

@@ -104,6 +104,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     call = grad.call
     query = call.problem.query
     lengths = {query, *(-(-query // size) * size for size in _row_tiles(grad))}
+    # Two kernels of a backward that pad to tiles of different sizes.
     for written in sorted(lengths):
         for read in sorted(lengths - {written}):
             parameters = {"written": written, "read": read}
@@ -206,6 +207,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     order=1,
 )
 def _(grad: ExactGradients) -> Iterator[Form]:
+    # Which gradients one kernel accumulates differs: dQ by atomics, dK and dV together.
     some = (("dq",), ("dk", "dv"), ("dq", "dk", "dv"), ("dk",), ("dv",))
     for names, times in product(some, (2, 3, 4, 5, 8)):
         yield grad.times(float(times), *names), {"of": ", ".join(names), "times": times}
@@ -244,6 +246,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     dout = grad.call.inputs.dout
     assert dout is not None, "asked of a backward"
     _, h, i, d = dout.shape
+    # Those of a contiguous dO, or of one with rows before heads.
     for stride in (contiguous(dout.shape), (h * i * d, d, h * d, 1)):
         if stride != dout.stride():
             for read in read_as(dout, stride):
@@ -252,6 +255,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 def _of_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
     """With another dO, and the delta of it, or the right one."""
+    # delta may come from a kernel of its own that reads dO as it should.
     for delta in ((dout * grad.call.parts.out).sum(-1), grad.delta):
         yield grad.gradients(dout=dout, dp=dout @ grad.call.v.mT, delta=delta)
 

@@ -104,6 +104,7 @@ for _name, _sentence, _scaled in (
 
 @_model("gradient-units", "dQ or dK is off by log2 e, or multiplied by the scale once too often")
 def _(grad: ExactGradients) -> Iterator[Form]:
+    # dS in base 2 misses ln 2; the scale may be in q already.
     factors = (LOG2E, 1.0 / LOG2E, grad.call.scale)
     for names, factor in product((("dq",), ("dk",), ("dq", "dk"), ("dv",)), factors):
         yield grad.times(factor, *names), {"of": ", ".join(names)}
@@ -167,6 +168,7 @@ _model(
 
 @_model("backward-score-mod-ignored", "the backward ignores the score mod", has_score())
 def _(grad: ExactGradients) -> Iterator[Form]:
+    # The forward's LSE is of modified scores: P does not add up to 1.
     weights = grad.weights(s=grad.call.x)
     yield grad.gradients(weights=weights, slopes=torch.ones_like(grad.slopes))
     yield grad.gradients(weights=weights)
@@ -180,6 +182,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 )
 def _(grad: ExactGradients) -> Iterator[Form]:
     group = grad.call.problem.group
+    # Who stores last wins, or who comes first and is not added to.
     for number in (group - 1, 0):
         mine = {name: x[:, number::group] for name, x in grad.of_heads.items()}
         yield replace(grad.exact, **mine), {"head": number}
@@ -198,6 +201,7 @@ _model(
 @_model("backward-scale", "the backward has another scale in its weights")
 def _(grad: ExactGradients) -> Iterator[Form]:
     call = grad.call
+    # The factor is missing or there twice where P is computed again.
     for factor in (call.scale, 1.0 / call.scale, LOG2E, 1.0 / LOG2E):
         yield grad.gradients(weights=grad.weights(s=call.modified(call.x * factor)))
 
@@ -255,6 +259,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 @_model("delta-of-another-row", "delta is that of another row")
 def _(grad: ExactGradients) -> Iterator[Form]:
+    # A tile of rows that begins one row off.
     for later in (1, -1):
         yield grad.gradients(delta=grad.delta.roll(later, -1))
 
@@ -288,5 +293,6 @@ def nan_where(here: Tensor, gradient: Tensor | None) -> Tensor:
 
 @_model("backward-tail-nan", "the padding of the last tile of keys makes dQ NaN: exp overflows")
 def _(grad: ExactGradients) -> Iterator[Form]:
+    # exp(0 − LSE) of padding, whose score is 0, is ∞ in fp32 there.
     low = grad.call.parts.lse < -math.log(torch.finfo(torch.float32).max)
     yield replace(grad.exact, dq=nan_where(low[..., None], grad.exact.dq))

@@ -76,6 +76,7 @@ def with_keys(
     call: ExactAttention, k: Tensor, v: Tensor, **parameters: str | int
 ) -> Iterator[Form]:
     """With other k and v ``(batch, heads, kv, …)``: both, and each alone."""
+    # Keys and values have index computations of their own: one may be right.
     for whose in ("keys and values", "keys", "values"):
         x = call.q @ k.mT * call.scale if "keys" in whose else None
         outputs = call.attend(x=x, v=v if "values" in whose else None)
@@ -86,10 +87,12 @@ def _shared(problem: Problem) -> bool:
     return is_attention(problem) and problem.kv_heads > 1
 
 
-def _of_heads(call: ExactAttention, heads: Tensor) -> tuple[Tensor, Tensor]:
-    """K and v of the key heads of indices ``heads``, one a query head."""
+def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Form]:
+    """With the key heads of these indices, one a query head; by what each form is called."""
     _, k, v = call.inputs.promoted()
-    return k[:, heads], v[:, heads]
+    for name, heads in others.items():
+        parameters = {"head": name.replace("_", " ")} if len(others) > 1 else {}
+        yield from with_keys(call, k[:, heads], v[:, heads], **parameters)
 
 
 @_model(
@@ -100,43 +103,32 @@ def _of_heads(call: ExactAttention, heads: Tensor) -> tuple[Tensor, Tensor]:
 def _(call: ExactAttention) -> Iterator[Form]:
     problem, h = call.problem, call.h.flatten()
     for heads in (h % problem.kv_heads, (h % problem.group) % problem.kv_heads):
-        yield from with_keys(call, *_of_heads(call, heads))
+        yield from _key_heads(call, other=heads)
 
 
-@_model(
-    "kv-heads-first",
-    "every query head reads the first key head",
-    applies=_shared,
-)
+@_model("kv-heads-first", "every query head reads the first key head", applies=_shared)
 def _(call: ExactAttention) -> Iterator[Form]:
-    yield from with_keys(call, *_of_heads(call, 0 * call.h.flatten()))
+    yield from _key_heads(call, first=0 * call.h.flatten())
 
 
-@_model(
-    "heads-swapped",
-    "query heads read each other's key heads",
-    applies=_shared,
-)
+@_model("heads-swapped", "query heads read each other's key heads", applies=_shared)
 def _(call: ExactAttention) -> Iterator[Form]:
-    problem, own = call.problem, call.h.flatten() // call.problem.group
-    for name, heads in {
-        "in reverse order": problem.kv_heads - 1 - own,
-        "the next": (own + 1) % problem.kv_heads,
-        "the one before": (own - 1) % problem.kv_heads,
-        "by number": call.h.flatten().clamp(max=problem.kv_heads - 1),
-    }.items():
-        yield from with_keys(call, *_of_heads(call, heads), head=name)
+    last, h = call.problem.kv_heads - 1, call.h.flatten()
+    own = h // call.problem.group
+    yield from _key_heads(
+        call,
+        in_reverse_order=last - own,
+        the_next=(own + 1) % (last + 1),
+        the_one_before=(own - 1) % (last + 1),
+        by_number=h.clamp(max=last),
+    )
 
 
 def _batched(problem: Problem) -> bool:
     return is_attention(problem) and problem.batch > 1
 
 
-@_model(
-    "batches-swapped",
-    "sequences of a batch read each other's keys",
-    applies=_batched,
-)
+@_model("batches-swapped", "sequences of a batch read each other's keys", applies=_batched)
 def _(call: ExactAttention) -> Iterator[Form]:
     count = call.problem.batch
     b = torch.arange(count)
@@ -144,11 +136,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield from with_keys(call, call.k[of], call.v[of], batch=name)
 
 
-@_model(
-    "batch-first",
-    "every sequence of a batch reads the keys of the first",
-    applies=_batched,
-)
+@_model("batch-first", "every sequence of a batch reads the keys of the first", applies=_batched)
 def _(call: ExactAttention) -> Iterator[Form]:
     of = torch.zeros(call.problem.batch, dtype=torch.int64)
     yield from with_keys(call, call.k[of], call.v[of])
@@ -180,6 +168,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     names = ("q", "k", "v")
+    # One tensor may have the others' strides by chance: every set of them that occurs.
     for wrong in (names, ("q",), ("k",), ("v",), ("k", "v")):
         read = {}
         for name in wrong:
@@ -192,9 +181,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model(
-    "values-of-keys-strides",
-    "values are read with the strides of the keys",
-    applies=is_attention,
+    "values-of-keys-strides", "values are read with the strides of the keys", applies=is_attention
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     inputs = call.inputs
@@ -245,6 +232,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     problem, exact = call.problem, call.exact
+    # A kernel compiled for one dim, or for the power of two below.
     dims = {min(problem.head_dim, problem.value_dim)}
     dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
     for kept in sorted(dims):
@@ -264,6 +252,7 @@ _BLOCKS = (8, 16, 32, 64)  # columns that a head dim is read in whole numbers of
 def _columns(problem: Problem) -> tuple[int, ...]:
     """How many columns may be read where there are ``head_dim``: more of them."""
     dim = problem.head_dim
+    # Tiles are as wide as a power of two, or a whole number of blocks.
     some = {1 << (dim - 1).bit_length(), *(-(-dim // block) * block for block in _BLOCKS)}
     return tuple(sorted(columns for columns in some if columns > dim))
 
@@ -296,6 +285,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         tensor: Tensor = getattr(call.inputs, name)
         if _reach(tensor) < _FAR:
             continue
+        # Steps wrap one by one, or their sum does.
         for each in (True, False):
             yield _reading(call, {name: _read_wrapped(tensor, each=each)})
 
@@ -323,6 +313,7 @@ def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, str | int], Tensor
     """Rows (1, 1, rows) that a second launch was to write: the first or last half of something."""
     query = call.problem.query
     half = query // 2
+    # Two launches that were to write half each: halves of all rows, or every other tile.
     number = call.i[..., 0]
     for name, first in {"the first half": number < half, "the last half": number >= half}.items():
         yield {"rows": name}, first

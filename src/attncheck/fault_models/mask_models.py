@@ -26,6 +26,7 @@ __all__ = ["MODELS", "mask_without"]
 MODELS = ModelTable()
 
 _model = MODELS.add
+# Masks of the library that have a causal edge.
 _CAUSAL = ("causal", "causal_bottom_right", "sliding_window", "prefix_lm")
 _DOCUMENTS = ("document", "documents")
 
@@ -84,6 +85,7 @@ def _with_counted_last(whose: str) -> Steps:
     steps=_with_counted_last("query_lengths"),
 )
 def _(call: ExactAttention) -> Iterator[Rows]:
+    # Rows and keys have offsets of their own: either may be the one that is counted wrong.
     for whose in ("query_lengths", "kv_lengths"):
         for outputs, _ in call.predict(_with_counted_last(whose)):
             yield outputs, {"of": whose}
@@ -101,7 +103,7 @@ def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
 _model(
     "padding-as-prefix",
     "padding is taken for a part of the prefix: all rows see it",
-    applies=has_mask("prefix_lm"),
+    applies=lambda problem: has_mask("padding")(problem) and has_mask("prefix_lm")(problem),
     steps=Steps(mask=_padding_seen),
 )
 
@@ -113,6 +115,7 @@ _model(
     steps=_edge(1),
 )
 def _(call: ExactAttention) -> Iterator[Rows]:
+    # The whole mask may be asked about the next row, whatever else it has but a causal edge.
     yield _rows_later(call, 1)
 
 
@@ -235,6 +238,7 @@ def _without_offset(problem: Problem, device: str) -> MaskMod | None:
 )
 def _(call: ExactAttention) -> Iterator[Outputs]:
     problem = call.problem
+    # The mask alone may miss its offset, or the score mod with it, as one index serves both.
     for spec in problem.mask.walk():
         if spec.name in {"offset", "causal_bottom_right"}:
             rows = _number(spec, "rows") if spec.name == "offset" else problem.kv - problem.query
@@ -254,6 +258,7 @@ def _(call: ExactAttention) -> Iterator[Rows]:
     spec = call.problem.mask
     if spec.name not in {"and", "or"}:
         return
+    # A kernel may know only one of two masks: without any part nothing is hidden.
     for number, gone in enumerate(spec.parts):
         parts = spec.parts[:number] + spec.parts[number + 1 :]
         left = FULL if not parts else parts[0] if len(parts) == 1 else spec.of(spec.name, *parts)
@@ -271,5 +276,6 @@ _model(
 
 @_model("causal-always", "a causal mask is applied that nobody asked for")
 def _(call: ExactAttention) -> Iterator[Rows]:
+    # Both alignments that published kernels have.
     for later in dict.fromkeys((0, call.problem.kv - call.problem.query)):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}

@@ -45,6 +45,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     place = torch.arange(count)
     # The first pages, or those of the sequence's number.
     own = place + count * torch.arange(problem.batch)[:, None]
+    # Of each sequence the same pages, or consecutive ones.
     for order in (place.expand(problem.batch, -1), own):
         read = []
         for tensor in (call.inputs.k, call.inputs.v):
@@ -52,6 +53,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
             pages = pool[order.clamp(max=len(pool) - 1)].double()
             keys = pages.flatten(1, 2)[:, : problem.kv].transpose(1, 2)
             read.append(call.by_query_head(keys.contiguous()))
+        # Descales are one a head: of other pages they would be the same, and are not tried.
         if call.inputs.descale is None:
             yield from with_keys(call, *read)
 
@@ -85,6 +87,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         return
     touched = (~call.v.isfinite())[:, :, None]  # (batch, heads, 1, kv, dim)
     some = call.seen.any(-1, keepdim=True)
+    # Rows that see no key may be skipped before values are read.
     for reach in (torch.ones_like(call.seen), some.expand(call.seen.shape)):
         hit = (reach[..., None] & touched).any(-2)
         yield call.with_out(hit, math.nan)
@@ -104,6 +107,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
             wild = ~read[:, :, kv:].double().isfinite().all(2, keepdim=True)
             if not bool(wild.any()):
                 continue
+            # Every row loads the last tile, or those of blocks that visit it.
             last = torch.ones(call.shape[:3], dtype=torch.bool)
             for rows in [last, *_visiting(call, size)]:
                 hit = rows[..., None] & call.by_query_head(wild)
@@ -117,16 +121,13 @@ def _visiting(call: ExactAttention, size: int) -> Iterator[Tensor]:
             yield tile_visibility(call, rows, size)[0][..., -1]
 
 
-@_model(
-    "rows-unwritten",
-    "some rows are never written",
-    order=1,
-)
+@_model("rows-unwritten", "some rows are never written", order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     exact = call.exact
     query = call.problem.query
     for rows in call.row_tiles:
         number = call.i[..., 0] // rows
+        # A last block that is not full, rows without keys, or blocks of such rows.
         ragged = number == (query - 1) // rows
         dead = (~call.seen.any(-1)) & (call.parts.lse == -math.inf)
         for gone in (ragged.expand(dead.shape), dead, _dead_blocks(dead, number)):
@@ -200,6 +201,7 @@ def _gone(call: ExactAttention) -> Iterator[Tensor]:
     products = torch.ones((problem.batch, problem.heads, 1))
     if descale is not None:
         products = products * call.by_query_head(descale.q.float() * descale.k.float())[..., None]
+    # Kernels multiply by the scale alone, or by scale · log2 e at once.
     for unit in (1.0, LOG2E):
         factor = torch.tensor(call.scale * unit, dtype=torch.float32) * products
         yield factor == 0

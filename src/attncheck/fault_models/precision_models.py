@@ -58,6 +58,7 @@ for _name, _sentence, _steps in (
     steps=(Steps(rescale_exponent=LOG2E), Steps(rescale_exponent=1.0 / LOG2E)),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # The scale may be in the weights and not in what rescales, or the reverse.
     for exponent in (call.scale, 1 / call.scale):
         yield from call.predict(Steps(rescale_exponent=exponent))
 
@@ -98,6 +99,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield outputs, {"of": ", ".join(names)}
 
 
+# Which index is missing: both, that of the batch, or that of the head.
 _FIRST = {"all": (slice(1), slice(1)), "batch": (slice(1), slice(None))}
 _FIRST["head"] = (slice(None), slice(1))
 
@@ -143,6 +145,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @FP8.add("weights-scale-left", "the factor of P is not taken off the output", applies=_fp8)
 def _(call: ExactAttention) -> Iterator[Form]:
+    # Taken off the wrong way round it is there twice.
     scale = call.problem.formats.weights_scale
     for factor in (scale, 1.0 / scale):
         out = (call.exact.out * factor).clamp(torch.finfo(torch.float32).min)
@@ -198,6 +201,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _(call: ExactAttention) -> Iterator[Form]:
     for name in ("bf16", "fp16"):
         rounded = round_to_format(name)
+        # Before the scale, after it, or after the score mod: each may be beyond fp16.
         yield call.attend(x=rounded(call.qk) * call.scale), {"format": name}
         yield call.attend(x=rounded(call.x)), {"format": name}
         yield call.attend(s=rounded(call.s)), {"format": name}
@@ -216,6 +220,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         x = q @ k.mT * call.scale
         yield call.attend(x=x, v=v), {"format": name}
         yield call.attend(x=x), {"format": name}
+        # q may be multiplied by the scale first, and rounded with it.
         scaled = rounded(call.q * call.scale) @ call.k.mT
         yield call.attend(x=scaled), {"format": name}
 
@@ -236,6 +241,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @MODELS.add("out-overflows", "the output before it is normalised overflows fp16")
 def _(call: ExactAttention) -> Iterator[Form]:
+    # What overflows is an infinity in hardware, and NaN where it meets a weight of 0.
     largest = FORMATS["fp16"].max
     for steps in (
         Steps(kept_out=round_to_format("fp16")),

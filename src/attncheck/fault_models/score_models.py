@@ -47,10 +47,12 @@ def fixed_scale(constant: float) -> Steps:
 def _factor(call: ExactAttention, factor: float, **parameters: float) -> Iterator[Form]:
     """Scores times ``factor``: all the same, or all but the maximum that LSE adds."""
     yield call.attend(x=call.x * factor), parameters
+    # Behind the score mod the same factor is another fault: what it added is scaled, too.
     if call.problem.score.name != "none" or call.sink is not None:
         yield call.attend(s=call.s * factor), parameters
     sink = None if call.sink is None else call.sink * factor
     parts = call.softmax(call.z * factor, sink=sink)
+    # A kernel may take the maximum in right units, and the rest of LSE from scaled scores.
     lse = parts.lse - parts.maximum + call.parts.maximum
     dead = parts.maximum == -math.inf
     yield Outputs(parts.out, torch.where(dead, -math.inf, lse)), parameters
@@ -75,6 +77,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "scale-log2e", "log2 e is missing or there twice: weights are powers of another base than e"
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # exp for exp2 or the reverse: the factor is missing, or there where exp has it already.
     yield from _factor(call, 1.0 / LOG2E)
     yield from _factor(call, LOG2E)
 
@@ -97,6 +100,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     steps=fixed_scale(0.125),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # Constants that stand in kernels: of usual head dims, of those of the call, of a padded one.
     dims = dict.fromkeys((call.problem.head_dim, 32, 64, 128, call.problem.value_dim))
     padded = 1 << (call.problem.head_dim - 1).bit_length()
     for dim in dict.fromkeys([*dims, padded]):
@@ -107,6 +111,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model("scale-off", "the scale is off by a factor", order=2)
 def _(call: ExactAttention) -> Iterator[Form]:
+    # A factor is fitted by its logarithm, so that no step makes it negative.
     def at(log: float) -> Outputs:
         return call.attend(x=call.x * math.exp(min(max(log, -20.0), 20.0)))
 
@@ -133,6 +138,7 @@ def _in_base_2(problem: Problem, device: str) -> ScoreMod | None:
     steps=Steps(score=_in_base_2),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # What is added alone is in other units, as in kernels that keep scores in base 2.
     added = call.s - call.x
     for factor in (1.0 / LOG2E, LOG2E):
         yield call.attend(s=call.x + added * factor)
@@ -212,6 +218,7 @@ for _name, _sentence, _steps in (
     applies=has_score("softcap"),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # tanh(−∞) is −1: a hidden key has a finite score then.
     s = call.modified(torch.where(call.seen, call.x, -math.inf))
     yield call.attend(s=s, seen=torch.ones_like(call.seen))
 
@@ -241,6 +248,7 @@ def _negative_alibi(_values: Any, dims: Dimensions, device: str) -> ScoreMod:
     steps=score_with("alibi", _negative_alibi),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # Of an additive mod: x − (s − x).
     yield call.attend(s=2 * call.x - call.s)
 
 
@@ -292,6 +300,7 @@ def _sloped(slopes: Callable[[int], tuple[float, ...]]) -> Steps:
 def _(call: ExactAttention) -> Iterator[Form]:
     heads = call.problem.heads
     power = 1 << (heads.bit_length() - 1)
+    # From 2⁰ on, where the published slopes begin at 2^(-8 / heads).
     later = tuple(2.0 ** (-8.0 * h / heads) for h in range(heads))
     for slopes in dict.fromkeys(
         (alibi_slopes(power * 2)[:heads], later, alibi_slopes(call.problem.kv_heads))
@@ -314,6 +323,7 @@ def _without_offset(problem: Problem, device: str) -> ScoreMod | None:
     steps=Steps(score=_without_offset),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # A row is counted from the end or the start of the keys, or from 1.
     apart = call.problem.kv - call.problem.query
     for rows in dict.fromkeys((apart, -apart, 1, -1)):
         if rows:

@@ -44,6 +44,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     base = torch.where(parts.maximum == -math.inf, 0.0, parts.maximum)
 
+    # Such keys score 0, as products with padding do.
     def at(count: float) -> Outputs:
         total = parts.total + count * (-base).exp()
         return Outputs(parts.values / total.clamp(min=1e-300)[..., None], base + total.log())
@@ -58,6 +59,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     steps=(Steps(hidden=_SENTINELS[0]), Steps(hidden=_SENTINELS[2])),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # The number is put in place of a score before or after the scale, or in base 2.
     units = dict.fromkeys((1.0, call.scale, 1.0 / LOG2E))
     for sentinel in _SENTINELS:
         for unit in units:
@@ -71,10 +73,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
         return
     scores = [unit * one for unit in (1.0, call.scale, 1 / LOG2E) for one in _SENTINELS]
     visited = [torch.ones(call.shape, dtype=torch.bool)]
+    # A kernel that skips tiles has the mean of what it visits alone.
     visited += [tile_visibility(call, rows, size)[0] for rows, size in call.tilings]
     for keys in visited:
         there = keys.sum(-1, keepdim=True).clamp(min=1)
         sums = keys.double() @ call.v
+        # Padding of the last tile counts as keys of value 0.
         for size in (1, *call.key_tiles):
             count = -(-there // size) * size if size > 1 else there
             out = torch.where(dead[..., None], sums / count, exact.out)
@@ -89,6 +93,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     if bool(dead.any()):
         yield call.with_out(dead, math.nan, lse=math.nan)
         yield call.with_out(dead, math.nan)
+        # Or LSE alone: log of 0 plus −∞ is fine, but not their difference.
         yield call.with_lse(torch.where(dead, math.nan, call.parts.lse))
 
 
@@ -162,6 +167,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 @SINKS.add("sink-twice", "the sink counts more than once", applies=_sunk)
 def _(call: ExactAttention) -> Iterator[Form]:
     assert call.sink is not None, "asked of what has one"
+    # Once for each split, or for each tile of keys.
     blocks = {-(-call.problem.kv // size) for size in call.key_tiles}
     for count in sorted({2, 3, 4, 5, *(n for n in blocks if 1 < n < 64)}):
         yield _with_sink(call, call.sink + math.log(count)), {"times": count}

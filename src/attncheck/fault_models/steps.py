@@ -163,6 +163,7 @@ def _replaced(
 
     changed = change(spec, dims, device)
     entry = entries[spec.name]
+    # A part that is changed as a whole is not looked into.
     if changed is not None or entry.compose is None:
         return changed
     inside = entry.within(spec.values, dims)
@@ -184,9 +185,11 @@ def round_to_format(name: str) -> Callable[[Tensor], Tensor]:
     fmt = FORMATS[name]
 
     def rounded(x: Tensor) -> Tensor:
+        # As tensor cores read fp32: the last 13 bits are dropped.
         if name == "tf32":
             mantissa, exponent = torch.frexp(x)
             return torch.ldexp((mantissa * 2.0**11).trunc() * 2.0**-11, exponent)
+        # Conversions to fp8 saturate, and keep NaN and infinities that there are.
         if fmt.saturates:
             x = torch.where(x.isfinite(), x.clamp(-fmt.max, fmt.max), x)
         return x.float().to(fmt.torch_dtype).to(x.dtype)

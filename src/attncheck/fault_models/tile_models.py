@@ -50,6 +50,7 @@ def with_padding(call: ExactAttention, count: int) -> Iterator[Outputs]:
     v = pad(call.v, (0, 0, 0, count))
     some = call.seen.any(-1, keepdim=True)
     plain = call.problem.score.name == "none"
+    # By the mask: padding is asked about at its own place, as the last key, or not at all.
     for seen in (torch.ones_like(last), last, some):
         for score in (zero,) if plain else (zero, as_last):
             more = torch.where(seen, score, -math.inf).expand(*call.shape[:3], count)
@@ -73,10 +74,7 @@ def _without(call: ExactAttention, keys: Tensor, **parameters: int) -> Form:
     return call.attend(seen=call.seen & ~keys), parameters
 
 
-@_model(
-    "last-tile-dropped",
-    "the last tile of keys is never visited",
-)
+@_model("last-tile-dropped", "the last tile of keys is never visited")
 def _(call: ExactAttention) -> Iterator[Form]:
     kv = call.problem.kv
     for size in call.key_tiles:
@@ -88,10 +86,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, edge, tile=size, rows=rows)
 
 
-@_model(
-    "first-tile-dropped",
-    "the first tile of keys is never visited",
-)
+@_model("first-tile-dropped", "the first tile of keys is never visited")
 def _(call: ExactAttention) -> Iterator[Form]:
     for size in call.key_tiles:
         yield _without(call, call.j < size, tile=size)
@@ -141,25 +136,18 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for rows, size in call.tiles:
+        # The bound of a causal loop, whatever the mask.
         last_row = (call.i // rows + 1) * rows - 1
         above = (call.j // size) * size > last_row
         yield _without(call, above.expand(call.shape), tile=size, rows=rows)
 
 
-@_model(
-    "tile-skipped",
-    "one tile of keys is skipped",
-    order=1,
-)
+@_model("tile-skipped", "one tile of keys is skipped", order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _one_tile(call, lambda tile: call.attend(seen=call.seen & ~tile))
 
 
-@_model(
-    "tile-twice",
-    "one tile of keys counts twice",
-    order=1,
-)
+@_model("tile-twice", "one tile of keys counts twice", order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _one_tile(call, lambda tile: call.attend(s=call.s + math.log(2.0) * tile))
 
@@ -167,6 +155,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _one_tile(call: ExactAttention, outputs: Callable[[Tensor], Outputs]) -> Iterator[Form]:
     for size in call.key_tiles:
         count = -(-call.problem.kv // size)
+        # Of many tiles some would explain anything.
         if 1 < count <= _MOST_TILES:
             for number in range(count):
                 tile = (call.j // size == number).expand(call.shape)
@@ -176,6 +165,7 @@ def _one_tile(call: ExactAttention, outputs: Callable[[Tensor], Outputs]) -> Ite
 def tile_visibility(call: ExactAttention, rows: int, size: int) -> tuple[Tensor, Tensor]:
     """Of each place whether its tile is seen in part, and in full."""
     seen = call.visible(call.mask)
+    # One number for each tile: there are fewer than 2²⁰ along the keys.
     tiles = (call.i // rows) * (1 << 20) + call.j // size
     flat, which = tiles[0, 0].reshape(-1), seen.reshape(*seen.shape[:2], -1)
     place = torch.unique(flat, return_inverse=True)[1]
@@ -200,21 +190,13 @@ def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Te
     return some & (tile == edge)
 
 
-@_model(
-    "values-stale",
-    "the values of the tile before are used again",
-    applies=is_attention,
-)
+@_model("values-stale", "the values of the tile before are used again", applies=is_attention)
 def _(call: ExactAttention) -> Iterator[Form]:
     for size, place in _before(call):
         yield call.attend(v=call.v[:, :, place]), {"tile": size}
 
 
-@_model(
-    "keys-stale",
-    "the keys of the tile before are used again",
-    applies=is_attention,
-)
+@_model("keys-stale", "the keys of the tile before are used again", applies=is_attention)
 def _(call: ExactAttention) -> Iterator[Form]:
     for size, place in _before(call):
         outputs = call.attend(x=call.x[..., place])
@@ -305,6 +287,7 @@ def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
     j = torch.arange(problem.kv + padded_keys(call, size)).view(1, 1, 1, -1)
     try:
         seen = torch.as_tensor(call.mask(call.b, call.h, i, j)).bool()
+    # A table ends with the call; a kernel reads its last entry there, or masks it.
     except _BEHIND_ITS_END:
         i, j = i.clamp(max=problem.query - 1), j.clamp(max=problem.kv - 1)
         seen = torch.as_tensor(call.mask(call.b, call.h, i, j)).bool()
@@ -367,6 +350,7 @@ def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tens
     cuts: dict[tuple[int, ...], tuple[int, int]] = {}
     for size in call.key_tiles:
         blocks = -(-kv // size)
+        # Counts of splits that kernels choose, and one for each tile.
         for count in dict.fromkeys((*_COUNTS, blocks)):
             if 1 < count <= blocks:
                 edges = tuple(min(kv, blocks * n // count * size) for n in range(count + 1))
@@ -426,6 +410,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     for parameters, outs, lses in _splits(call):
         for base in (LOG2E, 1.0 / LOG2E):
             merged = _merged(outs, lses, base)
+            # LSE may be merged with another base for the sum than for the maximum.
             largest = lses.amax(0)
             safe = torch.where(largest == -math.inf, 0.0, largest)
             mixed = safe + ((lses - safe) * base).exp().sum(0).log()
@@ -434,24 +419,16 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield Outputs(merged.out, lse), parameters
 
 
-@SPLITS.add(
-    "lse-of-one-split",
-    "LSE is that of one split of the keys",
-    applies=_more_keys,
-)
+@SPLITS.add("lse-of-one-split", "LSE is that of one split of the keys", applies=_more_keys)
 def _(call: ExactAttention) -> Iterator[Form]:
     out = call.parts.out
     for parameters, _, lses in _splits(call):
+        # Who writes last: the first split, the last one, or the largest.
         for lse in (lses[0], lses[-1], lses.amax(0)):
             yield Outputs(out, lse), parameters
 
 
-@SPLITS.add(
-    "split-dropped",
-    "a split of the keys is left out",
-    applies=_more_keys,
-    order=1,
-)
+@SPLITS.add("split-dropped", "a split of the keys is left out", applies=_more_keys, order=1)
 def _(call: ExactAttention) -> Iterator[Form]:
     for parameters, outs, lses in _splits(call):
         for gone in range(parameters["splits"]):

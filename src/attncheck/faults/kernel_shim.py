@@ -36,38 +36,38 @@ class ShimSettings:
         kernel: What is called.
         right: The same without a fault, to see whether a call shows it; None for the right one.
         convention: How the function is called.
-        say: Is told (what, of what): ``called``, ``left`` with a reason where the function itself
-            was called, ``shown`` where the two kernels differed.
+        log_event: Gets (kind, of what): ``called``, ``left`` with a reason where the function
+            itself was called, ``shown`` where the two kernels differed.
     """
 
     kernel: Subject
     right: Subject | None
     convention: str
-    say: Callable[[str, str], None]
+    log_event: Callable[[str, str], None]
 
 
-def make_shim(function: Callable[..., Any], how: ShimSettings) -> Callable[..., Any]:
+def make_shim(function: Callable[..., Any], settings: ShimSettings) -> Callable[..., Any]:
     """What is called in place of ``function``, which is called where no kernel takes the call."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            call = parse_call(how.convention, function, args, kwargs)
-            asked = _Asked(call, how)
-            outputs = asked.outputs()
+            call = parse_call(settings.convention, function, args, kwargs)
+            shimmed = _ShimmedCall(call, settings)
+            outputs = shimmed.outputs()
         except (UnreadableCall, Refused, AttncheckError) as reason:
-            how.say("left", str(reason))
+            settings.log_event("left", str(reason))
             return function(*args, **kwargs)
         return call.returned(outputs)
 
     return called
 
 
-class _Asked:
-    """One call, asked of the kernel; raises AttncheckError for what no Problem is."""
+class _ShimmedCall:
+    """One call, shimmed of the kernel; raises AttncheckError for what no Problem is."""
 
-    def __init__(self, call: ParsedCall, how: ShimSettings) -> None:
-        self._call, self._how = call, how
+    def __init__(self, call: ParsedCall, settings: ShimSettings) -> None:
+        self._call, self._settings = call, settings
         mod = None if isinstance(call.mask, Spec) else call.mask
         score = None if isinstance(call.score, Spec) else call.score
         self._given = UserTensors(
@@ -87,10 +87,11 @@ class _Asked:
         with self._inputs() as inputs:
             problem, device = inputs.problem, inputs.device.type
             self._check(problem, device)
+            # A kernel without a backward must not be called where one will be asked for.
             leaves = (self._call.q, self._call.k, self._call.v)
             if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
                 self._check(problem.replace(backward=True), device)
-        self._how.say("called", "")  # what it raises from here on is the kernel's
+        self._settings.log_event("called", "")  # what it raises from here on is the kernel's
         out, lse = _Attention.apply(self, *leaves)  # type: ignore[no-untyped-call]  # torch's
         return Outputs(out, lse)
 
@@ -98,14 +99,14 @@ class _Asked:
         """What the kernel gives; gradients too where there is a loss's with respect to out, LSE."""
         with self._inputs() as plain:
             inputs = plain if loss is None else _with_loss(plain, *loss)
-            found = self._how.kernel.run(inputs)
-            right = self._how.right
-            if right is not None and not _alike(found, right.run(inputs)):
-                self._how.say("shown", "")
-        return found
+            outputs = self._settings.kernel.run(inputs)
+            right = self._settings.right
+            if right is not None and not _same_bits(outputs, right.run(inputs)):
+                self._settings.log_event("shown", "")
+        return outputs
 
     def _check(self, problem: Problem, device: str) -> None:
-        kernel = self._how.kernel
+        kernel = self._settings.kernel
         if not kernel.concerns(problem):
             raise UnreadableCall(f"{problem} does not concern {kernel.name}")
         reason = kernel.absent(device) or kernel.unsupported(problem, device)
@@ -131,12 +132,12 @@ def _with_loss(inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) ->
     return inputs.replace(problem=problem, dout=dout, dlse=None if dlse is None else dlse.float())
 
 
-def _alike(found: Outputs, right: Outputs) -> bool:
+def _same_bits(outputs: Outputs, right: Outputs) -> bool:
     """Whether all bits that there are are the same; NaN is NaN."""
     others = right.tensors()
     return all(
         bool(((one == others[name]) | (one.isnan() & others[name].isnan())).all())
-        for name, one in found.tensors().items()
+        for name, one in outputs.tensors().items()
     )
 
 
@@ -144,17 +145,18 @@ class _Attention(torch.autograd.Function):
     """A kernel of ours to autograd: its backward computes all once more."""
 
     @staticmethod
-    def forward(ctx: Any, asked: _Asked, *leaves: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def forward(ctx: Any, shimmed: _ShimmedCall, *leaves: torch.Tensor) -> tuple[torch.Tensor, Any]:
         del leaves
-        ctx.asked = asked
+        ctx.shimmed = shimmed
+        # None says that LSE has no gradient; zeros would ask the kernel for one.
         ctx.set_materialize_grads(False)
-        found = asked.run()
-        return found.out, found.lse
+        outputs = shimmed.run()
+        return outputs.out, outputs.lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, _, v = (getattr(ctx.asked._call, name) for name in "qkv")  # this module's
+        q, _, v = (getattr(ctx.shimmed._call, name) for name in "qkv")  # this module's
         if dout is None:
             dout = q.new_zeros((*q.shape[:3], v.shape[3]))
-        found = ctx.asked.run((dout, dlse))
-        return None, found.dq, found.dk, found.dv
+        outputs = ctx.shimmed.run((dout, dlse))
+        return None, outputs.dq, outputs.dk, outputs.dv

@@ -1,8 +1,8 @@
 """A pytest plugin that replaces a function of somebody's module on import.
 
-``pytest -p attncheck.faults.replacement_plugin`` with ATTNCHECK_REPLACED naming a file that ``Replacement``
-was written to. Whoever imports the function gets ours, before or after; not who had it before
-pytest began, nor what the module itself made of it while it was imported.
+``pytest -p attncheck.faults.replacement_plugin`` with ATTNCHECK_REPLACED naming a file that
+``Replacement`` was written to. Whoever imports the function gets ours, before or after; not who had
+it before pytest began, nor what the module itself made of it while it was imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Replacement(msgspec.Struct, frozen=True, kw_only=True):
         kernel: What ``subjects.load.load`` takes.
         right: The same without a fault; empty where nothing is to be compared.
         convention: How the function is called; empty for what it shows.
-        told: File that gets what happened, a JSON line each time something is new.
+        log: File that gets what happened, a JSON line each time something is new.
     """
 
     module: str
@@ -46,20 +46,21 @@ class Replacement(msgspec.Struct, frozen=True, kw_only=True):
     kernel: str
     right: str
     convention: str
-    told: str
+    log: str
 
 
-class _Telling:
-    """Says each thing once; several processes may."""
+class _EventLog:
+    """Logs each event once; several processes may write to one file."""
 
     def __init__(self, file: str) -> None:
-        self._file, self._told = file, set[tuple[str, str]]()
+        self._file, self._logged = file, set[tuple[str, str]]()
 
-    def __call__(self, what: str, of: str = "") -> None:
-        if (what, of) in self._told:
+    def __call__(self, kind: str, of: str = "") -> None:
+        if (kind, of) in self._logged:
             return
-        self._told.add((what, of))
-        line = json.dumps({"what": what, "of": of}) + "\n"
+        self._logged.add((kind, of))
+        line = json.dumps({"kind": kind, "of": of}) + "\n"
+        # One write of one line, appended: processes of a suite do not mix theirs.
         file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(file, line.encode())
@@ -77,6 +78,7 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The one of the next finder that knows it."""
+        # Every other module is found as it would be without us.
         if fullname != self._name:
             return None
         for finder in sys.meta_path:
@@ -96,8 +98,8 @@ class _Loader(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As the other one."""
-        found: ModuleType | None = self._loader.create_module(spec)
-        return found
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """As the other one; then the function is replaced."""
@@ -108,21 +110,21 @@ class _Loader(Loader):
         return getattr(self._loader, name)
 
 
-def _replacing(how: Replacement, tell: _Telling) -> Callable[[ModuleType], None]:
+def _replacing(replacement: Replacement, log: _EventLog) -> Callable[[ModuleType], None]:
     def replace(module: ModuleType) -> None:
-        function = getattr(module, how.name, None)
+        function = getattr(module, replacement.name, None)
         if not callable(function) or isinstance(function, type):
-            tell("absent", "" if function is None else type(function).__name__)
+            log("absent", "" if function is None else type(function).__name__)
             return
-        ours = _stand_in(function, how, tell)
-        setattr(module, how.name, ours)
+        ours = _make_shim(function, replacement, log)
+        setattr(module, replacement.name, ours)
         _everywhere(function, ours)
-        tell("replaced")
+        log("replaced")
 
     return replace
 
 
-def _stand_in(function: Callable[..., Any], how: Replacement, tell: _Telling) -> Any:
+def _make_shim(function: Callable[..., Any], replacement: Replacement, log: _EventLog) -> Any:
     from attncheck.conventions import declarations
     from attncheck.conventions.declarations import READERS
     from attncheck.faults.kernel_shim import ShimSettings, make_shim
@@ -132,10 +134,10 @@ def _stand_in(function: Callable[..., Any], how: Replacement, tell: _Telling) ->
     return make_shim(
         function,
         ShimSettings(
-            kernel=load_subject(how.kernel),
-            right=load_subject(how.right) if how.right else None,
-            convention=how.convention or (*shown, "sdpa")[0],
-            say=tell,
+            kernel=load_subject(replacement.kernel),
+            right=load_subject(replacement.right) if replacement.right else None,
+            convention=replacement.convention or (*shown, "sdpa")[0],
+            log_event=log,
         ),
     )
 
@@ -143,6 +145,7 @@ def _stand_in(function: Callable[..., Any], how: Replacement, tell: _Telling) ->
 def _everywhere(function: Callable[..., Any], ours: Any) -> None:
     """In modules that had imported it already; attncheck's and torch's own keep theirs."""
     for name, module in [*sys.modules.items()]:
+        # Ours would replace the function by itself, and torch's own stays what it is.
         if name.partition(".")[0] in {"attncheck", "torch"} or name.startswith("planted_"):
             continue
         for key, value in [*getattr(module, "__dict__", {}).items()]:
@@ -153,22 +156,22 @@ def _everywhere(function: Callable[..., Any], ours: Any) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Once the project's folders can be imported from, and before anything of it is."""
     with open(os.environ[VARIABLE], "rb") as file:  # noqa: PTH123  # before pathlib is needed
-        how = msgspec.json.decode(file.read(), type=Replacement)
-    tell = _Telling(how.told)
-    replace = _replacing(how, tell)
-    if how.module in sys.modules:
-        replace(sys.modules[how.module])
+        replacement = msgspec.json.decode(file.read(), type=Replacement)
+    log = _EventLog(replacement.log)
+    replace = _replacing(replacement, log)
+    if replacement.module in sys.modules:
+        replace(sys.modules[replacement.module])
     else:
-        sys.meta_path.insert(0, _Finder(how.module, replace))
+        sys.meta_path.insert(0, _Finder(replacement.module, replace))
         importlib.invalidate_caches()
-    early_config.pluginmanager.register(_Failures(tell))
+    early_config.pluginmanager.register(_Failures(log))
 
 
 class _Failures:
     """Names the first tests that fail."""
 
-    def __init__(self, tell: _Telling) -> None:
-        self._tell, self._left = tell, _FAILURES
+    def __init__(self, log: _EventLog) -> None:
+        self._log, self._left = log, _FAILURES
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A phase of a test."""
@@ -181,4 +184,4 @@ class _Failures:
     def _name(self, test: str, *, failed: bool) -> None:
         if failed and self._left:
             self._left -= 1
-            self._tell("failed", test)
+            self._log("failed", test)

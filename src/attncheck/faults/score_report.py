@@ -26,23 +26,26 @@ __all__ = ["fault_report", "score_of", "totals"]
 _DIAGNOSED = 3  # among the first so many a diagnosis is to name the fault
 
 
-def fault_report(content: JournalContent, these: FaultSelection, *, command: str) -> FaultReport:
-    """What the journal says of ``these``."""
+def fault_report(
+    content: JournalContent, selection: FaultSelection, *, command: str
+) -> FaultReport:
+    """Return what the journal says of ``selection``."""
     head = content.head
-    found: dict[str, FaultScore | ControlScore] = {}
+    scored: dict[str, FaultScore | ControlScore] = {}
     environments: dict[str, Environment] = {}
-    for unit in these.units:
+    for unit in selection.units:
         done = content.results.get(unit.id)
         if done is not None:
             score = score_of(unit, done)
-            found[unit.kernel] = score
+            scored[unit.kernel] = score
             if score.environment and "environment" in done.facts:
                 where = msgspec.convert(done.facts["environment"], Environment)
                 environments[score.environment] = where
-    scores = [score for score in found.values() if isinstance(score, FaultScore)]
-    controls = [score for score in found.values() if isinstance(score, ControlScore)]
-    scores = sorted([*scores, *these.settled], key=_place)
-    left = len(these.units) - len(found)
+    scores = [score for score in scored.values() if isinstance(score, FaultScore)]
+    controls = [score for score in scored.values() if isinstance(score, ControlScore)]
+    # In the catalogue's order, whichever worker was first.
+    scores = sorted([*scores, *selection.settled], key=_place)
+    left = len(selection.units) - len(scored)
     return FaultReport(
         command=command,
         tier=str(head.get("tier", "")),
@@ -53,13 +56,13 @@ def fault_report(content: JournalContent, these: FaultSelection, *, command: str
         unfinished=left,
         unfinished_because=(content.why or "not all was asked") if left else "",
         scores=tuple(scores),
-        controls=(*controls, *these.controls),
+        controls=(*controls, *selection.controls),
         totals=tuple(totals(scores)),
     )
 
 
 def totals(scores: Iterable[FaultScore]) -> Iterator[Total]:
-    """Of each host, and then of each of its categories, in the order of ``scores``."""
+    """Yield the total of each host, then of each of its categories, as ``scores`` has them."""
     hosts: dict[str, list[FaultScore]] = {}
     for score in scores:
         if score.host:  # what is planted nowhere is no part of any score
@@ -73,9 +76,9 @@ def totals(scores: Iterable[FaultScore]) -> Iterator[Total]:
 def _total(host: str, category: str, scores: Sequence[FaultScore]) -> Total:
     count = Counter(score.outcome for score in scores)
     caught = [score for score in scores if score.outcome == "caught"]
-    told = [score for score in caught if score.discrete]
-    peers = Counter(said.rule for score in scores for said in score.peers if said.caught)
-    rules = dict.fromkeys(said.rule for score in scores for said in score.peers)
+    discrete = [score for score in caught if score.discrete]
+    peers = Counter(peer.rule for score in scores for peer in score.peers if peer.caught)
+    rules = dict.fromkeys(peer.rule for score in scores for peer in score.peers)
     scored = sum(count[outcome] for outcome in SCORED)
     return Total(
         host=host,
@@ -86,21 +89,21 @@ def _total(host: str, category: str, scores: Sequence[FaultScore]) -> Total:
         unscored=len(scores) - scored - count["equivalent"],
         seconds=median(score.seconds for score in caught) if caught else None,
         problems=median(score.problems for score in caught) if caught else None,
-        named_first=sum(score.rank == 1 for score in told),
-        named_third=sum(0 < score.rank <= _DIAGNOSED for score in told),
-        diagnosed=len(told),
+        named_first=sum(score.rank == 1 for score in discrete),
+        named_third=sum(0 < score.rank <= _DIAGNOSED for score in discrete),
+        diagnosed=len(discrete),
         peers={rule: peers[rule] for rule in rules},
     )
 
 
 def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
-    """The score in a result; of a unit that was given up, that it has none."""
+    """Return the score in a result; of a unit that was given up, that it has none."""
     if "score" in done.facts:
         if done.facts.get("kind") == "control":
             return msgspec.convert(done.facts["score"], ControlScore)
         return msgspec.convert(done.facts["score"], FaultScore)
     name, _, host = unit.kernel.rpartition("@")
-    said: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "host": host,
         "device": unit.device,
         "dtype": unit.dtype,
@@ -109,10 +112,10 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
         "reason": done.harness or "it has no score",
     }
     if name in CONTROLS:
-        return ControlScore(control=name, summary=CONTROLS[name].summary, **said)
+        return ControlScore(control=name, summary=CONTROLS[name].summary, **facts)
     fault = FAULTS.get(name)
     category, summary = (fault.category, fault.summary) if fault else ("own", "")
-    return FaultScore(fault=name, category=category, summary=summary, **said)
+    return FaultScore(fault=name, category=category, summary=summary, **facts)
 
 
 def _place(score: FaultScore) -> tuple[int, int]:

@@ -4,7 +4,7 @@ Each run is a process of its own: ``python -m pytest`` in the project's folder w
 ``attncheck.faults.replacement_plugin``.
 
 The tests run once with a right kernel of ours in place of the function, which must pass, and then
-once with each fault: ``Scorer`` is what a lane of ``attncheck faults --pytest`` does.
+once with each fault: ``SuiteScorer`` is what a worker of ``attncheck faults --pytest`` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -61,6 +60,8 @@ Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _PASSED, _FAILED, _INTERRUPTED, _NOTHING = 0, 1, 2, 5  # pytest's exit codes
+_MOST_FILES = 10_000  # of a project, that are looked at
+_NOT_ITS_OWN = {"site-packages", "node_modules", "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class UserSuite:
     Attributes:
         command: What follows ``pytest``: ``tests/ -k attn``.
         replace: The function: ``package.module:name``.
-        convention: A name of ``own_calls.CONVENTIONS``; empty for what the function shows.
+        convention: A name of ``conventions.READERS``; empty for what the function shows.
         folder: Where pytest runs.
         timeout: Seconds that one run may take.
 
@@ -104,13 +105,13 @@ class SuiteRun:
 
     Attributes:
         code: Its exit code; None where it took too long.
-        said: What the plugin told, of what.
+        events: What the plugin logged, by kind: what it is of, in order.
         output: What pytest printed.
         seconds: That it took.
     """
 
     code: int | None
-    said: dict[str, list[str]]
+    events: dict[str, list[str]]
     output: str
     seconds: float
 
@@ -122,17 +123,17 @@ class SuiteRun:
     @property
     def called(self) -> bool:
         """Whether a kernel of ours was."""
-        return "called" in self.said
+        return "called" in self.events
 
     @property
     def failed(self) -> tuple[str, ...]:
         """The first tests that did."""
-        return tuple(self.said.get("failed", ()))
+        return tuple(self.events.get("failed", ()))
 
     @property
     def left(self) -> tuple[str, ...]:
         """Why calls went to the suite's own function."""
-        return tuple(self.said.get("left", ()))
+        return tuple(self.events.get("left", ()))
 
     def unreached(self) -> str:
         """Why no kernel of ours was called."""
@@ -143,37 +144,40 @@ class SuiteRun:
     def status(self, suite: UserSuite) -> tuple[Status, str]:
         """What it says of the kernel's fault, and why."""
         wrong = self.unscorable(suite)
-        if self.code == _PASSED and "called" not in self.said:
+        if self.code == _PASSED and "called" not in self.events:
             return "not reached", self.unreached()
         if wrong:
             return "not scored", wrong
         if self.code == _PASSED:
-            shown = "shown" in self.said
-            said = "" if shown else "the same bits with the fault as without, in every call"
-            return ("missed" if shown else "not shown"), said
-        if "called" not in self.said and "replaced" in self.said and self.code == _FAILED:
+            shown = "shown" in self.events
+            if shown:
+                return "missed", ""
+            return "not shown", "the same bits with the fault as without, in every call"
+        if "called" not in self.events and "replaced" in self.events and self.code == _FAILED:
             return "not reached", self.unreached()
         return "caught", ""
 
     def unscorable(self, suite: UserSuite) -> str:
         """Why it says nothing; empty where it does."""
         module, _, name = suite.replace.partition(":")
-        if "absent" in self.said:
-            kind = self.said["absent"][0]
+        if "absent" in self.events:
+            kind = self.events["absent"][0]
             what = f"is {kind}, no function" if kind else "is not there"
             return f"{name!r} of module {module!r} {what}"
         if self.code is None:
             return f"it did not end within {suite.timeout:g} s"
         if self.code == _NOTHING:
             return f"pytest {suite.command} runs no test"
-        if "replaced" not in self.said and self.code in {_PASSED, _FAILED}:
+        if "replaced" not in self.events and self.code in {_PASSED, _FAILED}:
             return f"no test imports module {module!r}"
-        collecting = self.code == _INTERRUPTED and "called" in self.said
+        # A fault may break a module that calls the function on import: that is a catch.
+        collecting = self.code == _INTERRUPTED and "called" in self.events
         if self.code not in {_PASSED, _FAILED} and not collecting:
             return f"pytest {suite.command} ends with {self.code}: {self._last()}"
         return ""
 
     def _last(self) -> str:
+        # pytest marks what went wrong with E; what else it printed is the second best.
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith(("E ", "ERROR"))]
         return (errors or lines or ["it says nothing"])[-1].removeprefix("E ").strip().rstrip(".")
@@ -182,16 +186,16 @@ class SuiteRun:
 def run_suite(
     suite: UserSuite, folder: Path, *, kernel: str, right: str, first: bool = True
 ) -> SuiteRun:
-    """One run.
+    """Run the tests once, with a kernel in place of the function.
 
     Args:
         suite: Whose tests.
-        folder: For what is told.
+        folder: For settings and log.
         kernel: In place of the function; empty for the function itself.
         right: The same without a fault; empty where nothing is to be compared.
         first: Whether it ends with the first test that fails.
     """
-    told, how = folder / "told.jsonl", folder / "replaced.json"
+    log, settings = folder / "events.jsonl", folder / "replacement.json"
     module, _, name = suite.replace.partition(":")
     replacement = Replacement(
         module=module,
@@ -199,16 +203,17 @@ def run_suite(
         kernel=kernel,
         right=right,
         convention=suite.convention,
-        told=str(told),
+        log=str(log),
     )
-    how.write_bytes(msgspec.json.encode(replacement))
+    settings.write_bytes(msgspec.json.encode(replacement))
     plugin = ["-p", "attncheck.faults.replacement_plugin"] if kernel else []
     command = [sys.executable, "-m", "pytest", *plugin, *shlex.split(suite.command)]
+    # Nothing is left in somebody's project, and no run depends on an earlier one.
     command += ["-p", "no:cacheprovider", *(["-x"] if first else [])]
     start = time.perf_counter()
-    code, output = _process(command, suite, os.environ | {VARIABLE: str(how)})
+    code, output = _process(command, suite, os.environ | {VARIABLE: str(settings)})
     seconds = round(time.perf_counter() - start, 3)
-    return SuiteRun(code=code, said=_told(told), output=output, seconds=seconds)
+    return SuiteRun(code=code, events=_logged_events(log), output=output, seconds=seconds)
 
 
 def _process(
@@ -242,23 +247,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _told(file: Path) -> dict[str, list[str]]:
-    """What was said of what, in order, each once."""
-    if not file.exists():
-        return {}
-    said: dict[str, Counter[str]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        one = json.loads(line)
-        said.setdefault(one["what"], Counter())[one["of"]] += 1
-    return {what: [*of] for what, of in said.items()}
-
-
-_MOST_FILES = 10_000  # of a project, that are looked at
-_NOT_ITS_OWN = {"site-packages", "node_modules", "__pycache__"}
+def _logged_events(file: Path) -> dict[str, list[str]]:
+    """What was logged by kind, in order, each once: several processes may have."""
+    events: dict[str, dict[str, None]] = {}
+    if file.exists():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            events.setdefault(event["kind"], {})[event["of"]] = None
+    return {kind: [*of] for kind, of in events.items()}
 
 
 def suite_work(**options: Any) -> SuiteScorer:
-    """The Work of a lane; raises UsageError as ``OwnSuite`` does."""
+    """Return what a worker does; raise UsageError as ``UserSuite`` does."""
     return SuiteScorer(UserSuite(**{**options, "folder": Path(options["folder"])}))
 
 
@@ -274,18 +274,19 @@ class SuiteScorer:
     def do(self, unit: Unit) -> Done:
         """The score of ``unit``, a fault in a host, in ``facts``."""
         name, _, host = unit.kernel.rpartition("@")
-        found = score_suite(self._suite, name, host)  # type: ignore[arg-type]  # a word of HOSTS
-        return Done(unit=unit.id, facts={"score": to_builtins(found)}, seconds=found.seconds)
+        score = score_suite(self._suite, name, host)  # type: ignore[arg-type]  # one of HOSTS
+        return Done(unit=unit.id, facts={"score": to_builtins(score)}, seconds=score.seconds)
 
 
 def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> None:
-    """Raises UsageError unless ``suite`` passes with right kernels, and calls one of them.
+    """Raise UsageError unless ``suite`` passes with right kernels, and calls one of them.
 
     Args:
         suite: What is to be scored.
         faults: Ids, whose kernels without a fault are asked for.
         host: In which kernel they are planted.
     """
+    # One control for each kernel that faults are planted in, not for each fault.
     kernels = {fault_named(name).hosts[host].kernel for name in faults}
     reached = [run_control(suite, kernel) for kernel in sorted(kernels)]
     if reached and all(one.status == "not reached" for one in reached):
@@ -293,18 +294,18 @@ def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> N
 
 
 def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
-    """The run with a right kernel of ours, which must pass.
+    """Run the suite with a right kernel of ours in place of the function; it must pass.
 
     Raises UsageError where it does not, or the function is not there: the suite cannot be scored.
     """
     with tempfile.TemporaryDirectory(prefix="attncheck_own_") as folder:
-        found = run_suite(suite, Path(folder), kernel=kernel, right="", first=False)
-    wrong = found.unscorable(suite)
-    if not wrong and not found.passed:
+        run = run_suite(suite, Path(folder), kernel=kernel, right="", first=False)
+    wrong = run.unscorable(suite)
+    if not wrong and not run.passed:
         with tempfile.TemporaryDirectory(prefix="attncheck_own_") as folder:
             alone = run_suite(suite, Path(folder), kernel="", right="", first=False)
         theirs = "passes" if alone.passed else "fails too"
-        which = f", at {found.failed[0]}" if found.failed else ""
+        which = f", at {run.failed[0]}" if run.failed else ""
         wrong = (
             f"it fails{which} with the right kernel {kernel!r} in place of {suite.replace}, and "
             f"{theirs} with its own; choose tests of what attention gives"
@@ -315,15 +316,15 @@ def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
         fault="",
         category="",
         host=kernel,
-        status="not shown" if found.called else "not reached",
-        reason="" if found.called else found.unreached(),
-        left=found.left,
-        seconds=found.seconds,
+        status="not shown" if run.called else "not reached",
+        reason="" if run.called else run.unreached(),
+        left=run.left,
+        seconds=run.seconds,
     )
 
 
 def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTestsScore:
-    """What ``suite`` makes of one fault: one run.
+    """Run ``suite`` with one fault in place of the function, and say what it makes of it.
 
     Raises UnknownName for a fault that is not known, and UsageError for one that the host has not.
     """
@@ -333,33 +334,33 @@ def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTe
     with tempfile.TemporaryDirectory(prefix="attncheck_own_") as name:
         folder = Path(name)
         kernel = plant(entry, host, folder)
-        found = run_suite(suite, folder, kernel=kernel, right=entry.hosts[host].kernel)
-    status, reason = found.status(suite)
+        run = run_suite(suite, folder, kernel=kernel, right=entry.hosts[host].kernel)
+    status, reason = run.status(suite)
     return OwnTestsScore(
         fault=fault,
         category=getattr(entry, "category", "control"),
         host=host,
         status=status,
         reason=reason,
-        tests=found.failed,
-        left=found.left,
-        seconds=found.seconds,
+        tests=run.failed,
+        left=run.left,
+        seconds=run.seconds,
     )
 
 
 def project_digest(suite: UserSuite) -> str:
-    """Sixteen hexadecimal digits of the Python files where pytest runs: tests, and what they test.
+    """Return sixteen hexadecimal digits of the Python files where pytest runs.
 
-    Without those of hidden folders and of what is installed.
+    Those are tests, and what they test; without those of hidden folders and of what is installed.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in islice(_files(suite.folder), _MOST_FILES):
-        found.update(str(path.relative_to(suite.folder)).encode(errors="surrogateescape"))
+        digest.update(str(path.relative_to(suite.folder)).encode(errors="surrogateescape"))
         try:
-            found.update(path.read_bytes())
+            digest.update(path.read_bytes())
         except OSError:
-            found.update(b"cannot be read")
-    return found.hexdigest()[:16]
+            digest.update(b"cannot be read")
+    return digest.hexdigest()[:16]
 
 
 def _files(folder: Path) -> Iterator[Path]:

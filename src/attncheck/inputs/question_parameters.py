@@ -1,4 +1,4 @@
-"""Parameters of a relation or a probe, by name, and the promises that a kernel may make of its bits.
+"""Parameters of a relation or a probe, by name, and promises that a kernel makes of its bits.
 
 Light on purpose: capability tables are read without torch and NumPy.
 """

@@ -1,9 +1,9 @@
 """The operations that Triton has not, or has not well enough, in fp32 and int32.
 
-``operation_errors`` states the error of each. What Triton's own functions become on a GPU was read from
-the PTX of Triton 3.9 for Hopper: ``tl.sqrt`` and ``tl.rsqrt`` are ``.approx.ftz``, ``tl.exp`` is
-``ex2.approx`` of a rounded product (its error grows with |x|, to 100 ulp and more), ``%`` on fp32
-is a division and one multiplication (it can be off by the divisor), ``//`` and ``%`` on whole
+``operation_errors`` states the error of each. What Triton's own functions become on a GPU was read
+from the PTX of Triton 3.9 for Hopper: ``tl.sqrt`` and ``tl.rsqrt`` are ``.approx.ftz``, ``tl.exp``
+is ``ex2.approx`` of a rounded product (its error grows with |x|, to 100 ulp and more), ``%`` on
+fp32 is a division and one multiplication (it can be off by the divisor), ``//`` and ``%`` on whole
 numbers are cut towards zero, and a shift by 32 or more places is undefined: hence the functions
 here. ``tl.log``, ``tl.log2``, ``tl.sin`` and ``tl.cos`` are CUDA's libdevice and are used as they
 are.

@@ -152,17 +152,21 @@ def find_reproduction(
     reports = Path(reports)
     files = sorted(reports.rglob("*.json"))[:_MOST_FILES] if reports.is_dir() else []
     broken: list[str] = []
-    found = [one for path in files for one in _mentioned(path, wanted, broken)]
-    if not found:
+    candidates = [one for path in files for one in _mentioned(path, wanted, broken)]
+    if not candidates:
         raise UsageError(_unknown(wanted, reports, files, broken))
-    named = [one for one in found if one.kernel == kernel]
+    named = [one for one in candidates if one.kernel == kernel]
     if kernel:
-        return named[0] if named else Reproduction(case=found[0].case, source=found[0].source)
-    kernels = list(dict.fromkeys(one.kernel for one in found))
+        return (
+            named[0]
+            if named
+            else Reproduction(case=candidates[0].case, source=candidates[0].source)
+        )
+    kernels = list(dict.fromkeys(one.kernel for one in candidates))
     if len(kernels) > 1:
         several = ", ".join(map(one_line, kernels))
         raise UsageError(f"{wanted} was asked of {several}: choose one with --kernel.")
-    return found[0]
+    return candidates[0]
 
 
 def _by_age(folder: Path) -> list[Path]:
@@ -197,7 +201,7 @@ def _of_file(path: Path) -> Reproduction:
     name = json_numbers.source_name(path)
     keys = set(data) if isinstance(data, dict) else set()
     if "record" in keys:
-        return _found(_failed(data, name), path)
+        return _of_failure(_failed(data, name), path)
     if "records" in keys:
         raise UsageError(f"{name} is a report: give the id of one of its records (case_id).")
     if "problem" in keys:
@@ -208,7 +212,7 @@ def _of_file(path: Path) -> Reproduction:
     raise UsageError(json_numbers.refusal_message(name, "failure, case or problem", fact))
 
 
-def _found(failed: KeptFailure, path: Path) -> Reproduction:
+def _of_failure(failed: KeptFailure, path: Path) -> Reproduction:
     return Reproduction(
         case=failed.record.case,
         kernel=failed.kernel,
@@ -230,7 +234,7 @@ def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduct
         if path.parent.name == FAILURE_FOLDER:
             failed = load_failure(path)
             if wanted in {failed.id, failed.record.case_id}:
-                yield _found(failed, path)
+                yield _of_failure(failed, path)
             return
         report = load_report(path, Report)
     except UsageError as error:

@@ -416,9 +416,9 @@ def _located(kernel: str, root: Path) -> Location:
 def _inside(path: str, root: Path) -> Path | None:
     """``path`` where it is a source file below ``root``."""
     try:
-        found = (root / path).resolve()
-        below = found.is_relative_to(root)
-        return found if below and found.suffix == ".py" and found.is_file() else None
+        file = (root / path).resolve()
+        below = file.is_relative_to(root)
+        return file if below and file.suffix == ".py" and file.is_file() else None
     except (OSError, ValueError, RuntimeError):  # a name that no file can have, a loop of links
         return None
 

@@ -196,9 +196,10 @@ def error_figure(record: Record, *, kernel: str) -> Any:
     row = fig.subplots(1, len(panels), squeeze=False, gridspec_kw=grid)[0]
     for ax, panel in zip(row, panels, strict=True):
         _draw(fig, ax, panel)
-    said = [(problem_of(record).full_line, 0.32, 13.0, "bold"), (kernel, 0.62, 9.0, "normal")]
-    said += [(line, 0.86, 9.0, "normal") for line in _likely(record)]
-    for text, below, size, weight in said:
+    lines = [(problem_of(record).full_line, 0.32, 13.0, "bold"), (kernel, 0.62, 9.0, "normal")]
+    likely = list(explanation_facts(record.diagnosis))[:1]
+    lines += [(f"{name}: {text}", 0.86, 9.0, "normal") for name, text in likely]
+    for text, below, size, weight in lines:
         letters = int((width - 1.5 * _LEFT) / (_LETTER * size / 10))
         y = 1 - below / _HEIGHT
         line = _shortened(text, letters)
@@ -206,18 +207,13 @@ def error_figure(record: Record, *, kernel: str) -> Any:
     return fig
 
 
-def _likely(record: Record) -> list[str]:
-    """The first explanation, in a line."""
-    return [f"{name}: {text}" for name, text in list(explanation_facts(record.diagnosis))[:1]]
-
-
 def _panels(record: Record) -> list[_Panel]:
-    found, there = record.diagnosis, []
-    if isinstance(found, Diagnosis) and isinstance(found.tiles, TileMap):
-        there.append(_by_tiles(found.tiles, record))
+    diagnosis, panels = record.diagnosis, []
+    if isinstance(diagnosis, Diagnosis) and isinstance(diagnosis.tiles, TileMap):
+        panels.append(_by_tiles(diagnosis.tiles, record))
     if isinstance(record.error_map, ErrorMap):
-        there.append(_by_heads(record.error_map, record))
-    return there
+        panels.append(_by_heads(record.error_map, record))
+    return panels
 
 
 def _by_tiles(tiles: TileMap, record: Record) -> _Panel:
@@ -237,19 +233,19 @@ def _by_tiles(tiles: TileMap, record: Record) -> _Panel:
     )
 
 
-def _by_heads(found: ErrorMap, record: Record) -> _Panel:
+def _by_heads(error_map: ErrorMap, record: Record) -> _Panel:
     problem = problem_of(record)
-    heads, rows = plural(found.heads, "head"), plural(found.rows, "row")
+    heads, rows = plural(error_map.heads, "head"), plural(error_map.rows, "row")
     powers = range(-_DECADES, _DECADES + 1)
     names = {-_DECADES: "≤ 0.01", -1: "0.1", 0: "1", 1: "10", _DECADES: "≥ 100"}
     return _Panel(
         title=f"Where it shows: out, by {heads} × {rows}",
         across="query row",
         down="query head",
-        edges_across=_edges(len(found.values[0]), found.rows, problem.query),
-        edges_down=_edges(len(found.values), found.heads, problem.heads),
-        shades=[[_decades(ratio) for ratio in line] for line in found.values],
-        texts=[[_ratio(ratio) for ratio in line] for line in found.values],
+        edges_across=_edges(len(error_map.values[0]), error_map.rows, problem.query),
+        edges_down=_edges(len(error_map.values), error_map.heads, problem.heads),
+        shades=[[_decades(ratio) for ratio in line] for line in error_map.values],
+        texts=[[_ratio(ratio) for ratio in line] for line in error_map.values],
         colours=("RdBu_r", float(-_DECADES), float(_DECADES)),
         ticks={float(power): names[power] for power in powers},
         unit="largest |error| ÷ what is allowed there",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
-from attncheck.records.problem_summary import ProblemSummary, problem_of
+from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.measurement_document import environment_lines
 from attncheck.reporting.record_text import JUDGED, gradients_of
@@ -106,11 +106,11 @@ class PlotColumn:
     @property
     def variants(self) -> tuple[tuple[str, float, float], ...]:
         """Labels with where each begins and ends."""
-        found: dict[str, tuple[float, float]] = {}
+        extents: dict[str, tuple[float, float]] = {}
         for slot in self.slots:
-            left, _ = found.get(slot.label, (slot.left, 0.0))
-            found[slot.label] = (left, slot.left + 1)
-        return tuple((label, *ends) for label, ends in found.items())
+            left, _ = extents.get(slot.label, (slot.left, 0.0))
+            extents[slot.label] = (left, slot.left + 1)
+        return tuple((label, *ends) for label, ends in extents.items())
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -162,50 +162,33 @@ def plot_of(report: Report) -> Plot:
     shown = [
         r for r in report.records if r.status in FAILED_STATUSES or (r.status in JUDGED and r.out)
     ]
-    usual = _usual_shapes(shown)
-    order = _order(report)
+    # Of each operation its first shape: titles say attention's, or softmax's where it is alone.
+    usual: dict[str, str] = {}
+    for record in shown:
+        usual.setdefault(problem_of(record).operation, problem_of(record).shape)
+    # Kernels as they were asked for, then any others.
+    names = dict.fromkeys([*report.kernels, *(record.kernel for record in report.records)])
+    order = {name: i for i, name in enumerate(names)}
     columns = tuple(_column(name, shown, usual, order) for name in usual)
     places = {(slot.label, slot.heads): slot.places() for c in columns for slot in c.slots}
     panels: dict[str, Panel] = {}
     for record in shown:
-        problem = problem_of(record)
-        title = " · ".join(_title(problem, usual))
+        problem, out = problem_of(record), record.out
+        shape = usual.get("attention", usual.get(problem.operation, ""))
+        words = (problem.dtype, shape, problem.distribution, f"seed {problem.seed}")
+        title = " · ".join(map(one_line, words))
         reach = places[_key(record, usual)][record.kernel]
-        panels.setdefault(title, Panel(title)).marks.append(_mark(record, problem.operation, reach))
+        mark = Mark(record.kernel, problem.operation, reach, "error")
+        if out is not None:
+            numbers = out.rmse, out.floor_rmse, out.ideal_rmse
+            mark = Mark(record.kernel, problem.operation, reach, record.status, *numbers)
+        panels.setdefault(title, Panel(title)).marks.append(mark)
     return Plot(
         columns=columns,
         panels=tuple(panels.values()),
         kernels=tuple(sorted({record.kernel for record in shown}, key=order.__getitem__)),
         unsupported=sum(record.status == "unsupported" for record in report.records),
     )
-
-
-def _mark(record: Record, operation: str, reach: tuple[float, float]) -> Mark:
-    out = record.out
-    if out is None:
-        return Mark(record.kernel, operation, reach, "error")
-    numbers = out.rmse, out.floor_rmse, out.ideal_rmse
-    return Mark(record.kernel, operation, reach, record.status, *numbers)
-
-
-def _order(report: Report) -> dict[str, int]:
-    """Kernels as they were asked for, then any others."""
-    names = [*report.kernels, *(record.kernel for record in report.records)]
-    return {name: i for i, name in enumerate(dict.fromkeys(names))}
-
-
-def _usual_shapes(records: list[Record]) -> dict[str, str]:
-    """Of each operation its first shape: titles say attention's, or softmax's where it is alone."""
-    usual: dict[str, str] = {}
-    for record in records:
-        problem = problem_of(record)
-        usual.setdefault(problem.operation, problem.shape)
-    return usual
-
-
-def _title(problem: ProblemSummary, usual: dict[str, str]) -> list[str]:
-    shape = usual.get("attention", usual.get(problem.operation, ""))
-    return [one_line(problem.dtype), shape, one_line(problem.distribution), f"seed {problem.seed}"]
 
 
 def _key(record: Record, usual: dict[str, str]) -> tuple[str, str]:

@@ -24,8 +24,9 @@ from attncheck.oracles.ball_numbers import BITS, Ball, enclose_rows, proven_erro
 from attncheck.oracles.row_conditions import sampled_rows, samples_all_rows
 from attncheck.records.survey_reports import TRUTH, Certificate, CertificateReport, ProvenError
 from attncheck.surveys.oracle_survey import ORACLES, check_problem_size, oracle_summaries
+from attncheck.verify.allowances import row_bounds
 from attncheck.verify.environment import environment
-from attncheck.verify.evidence import Evidence, row_bounds
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,13 +90,13 @@ def certify_oracles(
 def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
     """One Certificate for each oracle."""
     case, pieces = Case(problem=problem), sampled_rows(problem, "cpu")
-    evidence = Evidence(case, "cpu")
+    evidence = EvidenceBuilder(case, "cpu")
     by_oracle = {TRUTH: evidence.truth} | _dense_oracles(evidence.inputs)
     worst = {name: (_Worst(), _Worst()) for name in by_oracle}
     for rows in pieces:
         exact = enclose_rows(Ball(evaluate=BALLS.score), evidence.inputs, rows)
-        allowed = row_bounds(evidence, default_arithmetic(problem.formats), rows)
-        assumed = row_bounds(evidence, FP64_ORACLE, rows)
+        allowed = row_bounds(evidence.evidence, default_arithmetic(problem.formats), rows)
+        assumed = row_bounds(evidence.evidence, FP64_ORACLE, rows)
         for name, outputs in by_oracle.items():
             proven = proven_error(outputs, exact, rows)
             for i, error in enumerate((proven.out, proven.lse)):

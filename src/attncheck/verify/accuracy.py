@@ -17,7 +17,7 @@ from attncheck.judge.error_measures import (
 )
 from attncheck.records.record import FAILED_STATUSES, Accuracy
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import Evidence, ensemble_tilings
+from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
 from attncheck.verify.executor import InProcess
 from attncheck.verify.question_fit import not_applicable_reason
 from attncheck.verify.run_case import new_record, run_on_evidence
@@ -70,7 +70,7 @@ def measure_accuracy(
 
     Never raises for what the kernel does; see ``run_case``.
     """
-    evidence, executor = Evidence(case, device), executor or InProcess()
+    evidence, executor = EvidenceBuilder(case, device), executor or InProcess()
     worst: Record | None = None
     for _ in range(1 if promises_same_bits(subject, case.problem) else runs):
         blank = new_record(subject, case, device=device, variant=variant, environment=environment)
@@ -98,7 +98,7 @@ def accuracy_tilings(problem: Problem) -> tuple[Tiling, ...]:
     return known if problem.operation == "softmax" else (*known, _LONG)
 
 
-def accuracies(result: Execution, evidence: Evidence) -> dict[TensorName, Accuracy]:
+def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName, Accuracy]:
     """Of every tensor whose errors are finite numbers."""
     exact, found = evidence.truth.tensors(), {}
     given = result.outputs.tensors()
@@ -111,7 +111,7 @@ def accuracies(result: Execution, evidence: Evidence) -> dict[TensorName, Accura
         if not whole.nonfinite:
             rows = [row_squares(one[name], exact[name], counted) for one in (given, *ensemble)]
             least = _least(name, evidence, counted)
-            each = least is not None and evidence.generic
+            each = least is not None and evidence.evidence.generic
             found[name] = _accuracy(whole, rows, row_units(rows[1:], least, each=each), each=each)
     return found
 
@@ -130,7 +130,9 @@ def _accuracy(
     )
 
 
-def _least(name: TensorName, evidence: Evidence, counted: torch.Tensor) -> torch.Tensor | None:
+def _least(
+    name: TensorName, evidence: EvidenceBuilder, counted: torch.Tensor
+) -> torch.Tensor | None:
     """What one rounding costs; None of a tensor whose rows are single elements."""
     exact, formats = evidence.truth.tensors()[name], evidence.case.problem.formats
     if exact.ndim < 4:
@@ -139,7 +141,7 @@ def _least(name: TensorName, evidence: Evidence, counted: torch.Tensor) -> torch
     return rounding_squares(exact, counted, output)
 
 
-def _ensemble(result: Execution, evidence: Evidence) -> Iterator[Outputs]:
+def _ensemble(result: Execution, evidence: EvidenceBuilder) -> Iterator[Outputs]:
     """What ideal kernels give, with gradients where there are some."""
     problem = evidence.case.problem
     for tiling in accuracy_tilings(problem):
@@ -149,7 +151,7 @@ def _ensemble(result: Execution, evidence: Evidence) -> Iterator[Outputs]:
             yield evidence.ideal_outputs(tiling, truncates=result.arithmetic.truncates)
 
 
-def _counted(name: TensorName, evidence: Evidence) -> torch.Tensor:
+def _counted(name: TensorName, evidence: EvidenceBuilder) -> torch.Tensor:
     if name == "lse":
         return evidence.alive
     return evidence.alive[..., None] if name == "out" else evidence.touched(name)

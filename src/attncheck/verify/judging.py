@@ -20,14 +20,14 @@ from attncheck.judge.verdict import (
 )
 from attncheck.records.record import ErrorMap
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.evidence import budget, gradient_allowance
+from attncheck.verify.allowances import budget, gradient_allowance
 
 if TYPE_CHECKING:
     from attncheck.capabilities.subject import Tiling
     from attncheck.core.judgement import Judgement
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.records.record import Record
-    from attncheck.verify.evidence import Evidence
+    from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
 __all__ = ["MOST_HEADS", "MOST_ROWS", "judge_outputs", "with_error_map"]
@@ -35,7 +35,7 @@ __all__ = ["MOST_HEADS", "MOST_ROWS", "judge_outputs", "with_error_map"]
 
 def judge_outputs(
     result: Execution,
-    evidence: Evidence,
+    evidence: EvidenceBuilder,
     *,
     structure: str = "",
     ideal: bool = True,
@@ -54,7 +54,7 @@ def judge_outputs(
     arithmetic, outputs, tiling = result.arithmetic, result.outputs, result.tiling
     allowance = evidence.allowance(arithmetic)
     gradients = (
-        gradient_allowance(evidence, arithmetic, outputs)
+        gradient_allowance(evidence.evidence, arithmetic, outputs, allowance.lse)
         if evidence.case.problem.backward
         else None
     )
@@ -68,11 +68,13 @@ def judge_outputs(
         alive=evidence.alive,
         allowance=allowance,
         arithmetic=arithmetic,
-        generic=evidence.generic,
+        generic=evidence.evidence.generic,
         tiles=(tiling.block_query, tiling.block_kv) if tiling else None,
         structure=structure,
         ideal=None if at is None else evidence.ideal_outputs(at, truncates=truncates).out,
-        gradients=() if gradients is None else tuple(gradients.compared(outputs, evidence)),
+        gradients=()
+        if gradients is None
+        else tuple(gradients.compared(outputs, evidence.evidence)),
     )
     heads = judge_heads(kernel)
     if at is not None and heads.needs_ensemble:
@@ -89,7 +91,7 @@ def judge_outputs(
         if gradients is not None and worst.tensor in gradients.bounds:
             terms = gradients.budget(worst.tensor, worst.at)
         else:
-            terms = budget(evidence, arithmetic, worst.at)  # dim −1 says which
+            terms = budget(evidence.evidence, arithmetic, worst.at)  # dim −1 says which
         worst = replace_of_structs(worst, budget=terms)
     # LSE tells fp32 sums from the shorter ones that may be assumed.
     other = replace(arithmetic, scores=FP32, values=FP32)
@@ -102,7 +104,7 @@ def judge_outputs(
 
 
 def _ideal_tiling(
-    evidence: Evidence, arithmetic: Arithmetic, tiling: Tiling | None
+    evidence: EvidenceBuilder, arithmetic: Arithmetic, tiling: Tiling | None
 ) -> Tiling | None:
     """Tiling of the ideal kernel of this arithmetic; None where it rounds what they do not."""
     problem, own = evidence.case.problem, Ideal(tiling)
@@ -117,7 +119,7 @@ MOST_HEADS, MOST_ROWS = 32, 64
 """Cells of a map, down and to the right."""
 
 
-def with_error_map(record: Record, result: Execution, evidence: Evidence) -> Record:
+def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder) -> Record:
     """``record`` with the map of its errors where it fails.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck import probes
+from attncheck import oracles, probes
 from attncheck.core import strided_alloc
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Judgement, Place, Worst
@@ -15,7 +15,8 @@ from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case
 from attncheck.judge.verdict_rules import tile
 from attncheck.relations import RELATIONS, relation_named
-from attncheck.verify.evidence import Evidence, deterministic_bounds, gradient_allowance
+from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
+from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Execution, Executor, Failure, InProcess, Origin, failure
 
 if TYPE_CHECKING:
@@ -233,7 +234,12 @@ def _errors(asked_runs: Sequence[Inputs], done: Sequence[Execution], device: str
     """How far each run may be from the exact result, by the judge's deterministic bound."""
     allowed = []
     for inputs, result in zip(asked_runs, done, strict=True):
-        evidence = Evidence(Case(problem=inputs.problem), device, inputs)
+        evidence = Evidence(
+            case=Case(problem=inputs.problem),
+            device=device,
+            inputs=inputs,
+            truth=oracles.truth(inputs),
+        )
         bounds = deterministic_bounds(evidence, result.arithmetic)
         if inputs.problem.backward:
             found = gradient_allowance(evidence, result.arithmetic, result.outputs)

@@ -1,4 +1,4 @@
-"""A kernel in a process of its own, asked and answered; a new one takes the place of one that died."""
+"""A kernel in a process of its own; a new process takes the place of one that died."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class KernelConnection:
 
 
 class RemoteSubject(Subject):
-    """A kernel in another process: says what that one says of it, and is called by ``IsolatedExecutor``.
+    """A kernel in another process: it says what that one says; ``IsolatedExecutor`` calls it.
 
     Args:
         connection: To its process.

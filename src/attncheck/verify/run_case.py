@@ -19,7 +19,7 @@ from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Recor
 from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Failure, InProcess, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
 from attncheck.verify.obligations import outputs_digest
@@ -67,7 +67,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
     environment: str = "",
     timed: bool = False,
     brief: bool = False,
-    evidence: Evidence | None = None,
+    evidence: EvidenceBuilder | None = None,
 ) -> Record:
     """Return the Record of ``case``, asked of ``subject`` as that may take it.
 
@@ -106,7 +106,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
             record = _judged(record, judge_call(subject, adapted, executor, device=device))
         else:
             if evidence is None or evidence.case != adapted:
-                evidence = Evidence(adapted, device)
+                evidence = EvidenceBuilder(adapted, device)
             record, _ = run_on_evidence(
                 record, subject, evidence, executor, timed=timed, brief=brief
             )
@@ -124,7 +124,7 @@ def _judged(record: Record, judgement: Judgement | Failure) -> Record:
 def run_on_evidence(
     record: Record,
     subject: Subject,
-    evidence: Evidence,
+    evidence: EvidenceBuilder,
     executor: Executor,
     *,
     timed: bool = False,
@@ -152,7 +152,7 @@ def run_on_evidence(
         return replace(record, status="unsupported", reason=refusal), None
     try:
         # Before any kernel has run: nothing that it does can change the truth.
-        evidence.establish(yardsticks=not brief)
+        evidence.establish(reference_errors=not brief)
         execution = executor.run(
             subject, evidence.inputs, origin=Origin(case=evidence.case), timed=timed
         )
@@ -165,7 +165,7 @@ def run_on_evidence(
             record = _judged(record, judge_outputs(execution, evidence, brief=True))
         else:
             record = record_comparison(record, execution, evidence)
-        record = second_opinion(with_error_map(record, execution, evidence), evidence)
+        record = second_opinion(with_error_map(record, execution, evidence), evidence.evidence)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -203,7 +203,7 @@ def without_outputs(record: Record, failure: Failure) -> Record:
     return replace(record, status=_STATUSES.get(failure.kind, "error"), reason=failure.message)
 
 
-def record_comparison(record: Record, execution: Execution, evidence: Evidence) -> Record:
+def record_comparison(record: Record, execution: Execution, evidence: EvidenceBuilder) -> Record:
     """Return ``record`` with the verdict on a comparison, its errors and their reference errors."""
     problem, outputs = evidence.case.problem, execution.outputs
     tiling = execution.tiling or Ideal().tiling(problem, evidence.device)
@@ -221,7 +221,7 @@ def record_comparison(record: Record, execution: Execution, evidence: Evidence) 
     )
 
 
-def _out_errors(outputs: Outputs, evidence: Evidence, tiling: Tiling) -> OutErrors:
+def _out_errors(outputs: Outputs, evidence: EvidenceBuilder, tiling: Tiling) -> OutErrors:
     alive = evidence.alive
     errors = measure_errors(outputs.out, evidence.truth.out, alive[..., None])
     wrong = ~alive & (outputs.out != 0).any(-1)  # NaN != 0 holds: a NaN row is wrong too
@@ -240,7 +240,7 @@ def _out_errors(outputs: Outputs, evidence: Evidence, tiling: Tiling) -> OutErro
     )
 
 
-def _lse_errors(outputs: Outputs, evidence: Evidence) -> LseErrors | None:
+def _lse_errors(outputs: Outputs, evidence: EvidenceBuilder) -> LseErrors | None:
     truth = evidence.truth.lse
     if outputs.lse is None or truth is None:
         return None
@@ -256,7 +256,7 @@ def _lse_errors(outputs: Outputs, evidence: Evidence) -> LseErrors | None:
 
 
 def _gradient_errors(
-    outputs: Outputs, evidence: Evidence, tiling: Tiling
+    outputs: Outputs, evidence: EvidenceBuilder, tiling: Tiling
 ) -> dict[TensorName, GradientErrors]:
     exact = evidence.truth.gradients()
     if not exact:
@@ -290,7 +290,7 @@ def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKe
     return lambda rows: call_mask(mask, Indices.of(batch, heads, rows, kv, device))
 
 
-def _probe_judgement(execution: Execution, evidence: Evidence, *, brief: bool) -> Judgement:
+def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: bool) -> Judgement:
     """Judge an exact probe: finite, empty rows, the probe's exact rule, the deterministic bound.
 
     The last two are both ``structure`` in the Judgement: a probe's inputs leave rounding no room to
@@ -317,7 +317,7 @@ def _probe_judgement(execution: Execution, evidence: Evidence, *, brief: bool) -
     return replace(judgement, rule="structure", reason=reason)
 
 
-def _row_explanation(execution: Execution, evidence: Evidence, seen: VisibleKeys) -> str:
+def _row_explanation(execution: Execution, evidence: EvidenceBuilder, seen: VisibleKeys) -> str:
     """What best explains the first row, by batch, head and row, that is beyond its bound."""
     outputs, truth = execution.outputs, evidence.truth
     allowance = evidence.allowance(execution.arithmetic)

@@ -30,7 +30,7 @@ from attncheck.oracles.backward_recurrences import flash2_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import one_head
 from attncheck.oracles.row_conditions import sampled_rows, samples_all_rows
-from attncheck.verify.evidence import Evidence, deterministic_bounds, gradient_allowance, row_bounds
+from attncheck.verify.allowances import deterministic_bounds, gradient_allowance, row_bounds
 from attncheck.verify.executor import out_of_memory
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.records.record import Record
+    from attncheck.verify.evidence import Evidence
 
 __all__ = ["BY_THE_TRUTH", "disagreement", "second_opinion"]
 
@@ -118,7 +119,7 @@ def _disagreement(found: Judgement, evidence: Evidence) -> str:
     forward = worst is not None and worst.tensor not in GRADIENTS
     if evidence.case.problem.backward and not forward:
         return _of_gradients(evidence)
-    other = _beside(evidence, _nothing(evidence.truth))
+    other = dataclasses.replace(evidence, truth=_nothing(evidence.truth))
     for rows in _asked(None if worst is None else worst.at, evidence):
         said = _of_rows(evidence, other, rows)
         if said:
@@ -174,7 +175,7 @@ def _of_gradients(evidence: Evidence) -> str:
     truth, inputs = evidence.truth, evidence.inputs
     numbers = Float64(inputs.device)
     second = flash2_backward(numbers, inputs, block_query=_BLOCK, block_kv=_BLOCK).rounded(numbers)
-    other = _beside(evidence, second)
+    other = dataclasses.replace(evidence, truth=second)
     of_gradients = gradient_allowance(other, FP64_ORACLE, truth).bounds
     bounds = dataclasses.replace(deterministic_bounds(other, FP64_ORACLE), **of_gradients).tensors()
     for name, again in second.tensors().items():
@@ -223,13 +224,6 @@ def _said(
         f"{element(name, place)} is {number(first, within)} by {ours} and {number(again, within)} "
         f"by {theirs}, but they should differ by {apart}"
     )
-
-
-def _beside(evidence: Evidence, second: Outputs) -> Evidence:
-    """The Case with another exact result."""
-    other = Evidence(evidence.case, evidence.device, evidence.inputs)
-    other.__dict__["truth"] = second
-    return other
 
 
 def _nothing(truth: Outputs) -> Outputs:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from attncheck.capabilities.subject import Subject
 from attncheck.records.record import Report
 from attncheck.verify.environment import environment, fingerprint, prepare
-from attncheck.verify.evidence import Evidence
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import InProcess
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
     from attncheck.verify.executor import Executor
@@ -62,20 +64,25 @@ def verify(
     Raises:
         UsageError: for a question that there is not, or that cannot be asked of its Problem.
     """
-    subjects = [*subjects] if isinstance(subjects, list | tuple) else [subjects]
+    subjects = [subjects] if isinstance(subjects, Subject) else [*subjects]
     cases = [*cases]
+    concerned = subjects
+    if applicable_only:
+        concerned = applicable_subjects([each.problem for _, each in _named(cases)], subjects)
+    prepare(device)
+    report = assemble_report(concerned, (), device=device, command=command)
+    (key,) = report.environments
     records = iter_records(
         subjects,
         cases,
         device=device,
         executor=executor,
+        environment_key=key,
         applicable_only=applicable_only,
         timed=timed,
         brief=brief,
     )
-    if applicable_only:
-        subjects = applicable_subjects([each.problem for _, each in _named(cases)], subjects)
-    return assemble_report(subjects, records, device=device, command=command)
+    return replace(report, records=tuple(records))
 
 
 def iter_records(
@@ -84,23 +91,25 @@ def iter_records(
     *,
     device: str,
     executor: Executor | None = None,
+    environment_key: str = "",
     applicable_only: bool = False,
     timed: bool = False,
     brief: bool = False,
 ) -> Iterator[Record]:
     """Yield the Records that ``verify`` reports, each as soon as it is made.
 
-    For who shows or keeps them as they come, and may stop between two. Arguments as of ``verify``.
+    For who shows or keeps them as they come, and may stop between two. Arguments as of ``verify``;
+    ``environment_key`` is that of the Report they go into, by default of this process now.
     """
     prepare(device)
-    key = fingerprint(environment(device))
+    key = environment_key or fingerprint(environment(device))
     executor = executor or InProcess()
     if applicable_only:
         absent = absence_reasons(subjects, device)
         subjects = [subject for subject in subjects if subject.name not in absent]
     for name, case in _named(cases):
         asked = applicable_subjects([case.problem], subjects) if applicable_only else subjects
-        evidence = Evidence(case, device) if len(asked) > 1 else None
+        evidence = EvidenceBuilder(case, device) if len(asked) > 1 else None
         for subject in asked:
             yield run_case(
                 subject,
@@ -118,7 +127,7 @@ def iter_records(
 def assemble_report(
     subjects: Sequence[Subject], records: Iterable[Record], *, device: str, command: str
 ) -> Report:
-    """Return a Report of Records made in this process on ``device``."""
+    """Return a Report of Records made in this process on ``device``, with its environment."""
     env = environment(device)
     return Report(
         command=command,

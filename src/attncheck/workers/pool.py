@@ -276,7 +276,7 @@ class _Run:
             self.tell("begun", unit, None)
 
     def is_fresh(self, worker: int) -> bool:
-        """Return whether a unit that is to be alone can have it; if not, make room for a new one."""
+        """Return whether a unit that is to be alone can have it; if not, make room for another."""
         if not self.pool.used(worker):
             self.making_room = False
             return True

@@ -26,7 +26,7 @@ from attncheck.workers.reaper import MARK, kill_family, new_mark
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Receiver, Sender
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from attncheck.workers.transport import Frame
 
@@ -286,7 +286,7 @@ class Worker:
         """What to wait for where there are many workers: answers, and what is printed."""
         return (self.replies, *self._printed)
 
-    def take_in(self, ready: Sequence[int]) -> bool:
+    def take_in(self, ready: Collection[int]) -> bool:
         """Take in what is printed on those of ``descriptors`` that are ready.
 
         Returns:

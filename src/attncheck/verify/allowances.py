@@ -1,0 +1,485 @@
+"""How far a kernel may be off on a Case: the judge's bounds, from the oracle's conditions.
+
+The deterministic bound is had of every row. What needs more of a row, the probabilistic bound and
+the oracle's own, is had of the sampled ones, which are all rows of a small Problem.
+
+A backward reads the out and the LSE that the kernel's own forward left. What those are off by is
+measured, and no fault of the backward: a right one is not blamed for its forward's rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.conditions import Conditions, ReadConditions, Rows, ScoreModError
+from attncheck.core.outputs import Outputs
+from attncheck.judge.allowance import Allowance, Sample
+from attncheck.judge.declared_arithmetic import FP64_ORACLE
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
+from attncheck.judge.probabilistic_bound import probabilistic_bound, sigmas_needed
+from attncheck.judge.score_errors import likely_radius, rounds_operands, score_error
+from attncheck.judge.score_gradient_errors import SavedErrors
+from attncheck.judge.verdict_rules import Compared
+from attncheck.oracles.row_conditions import (
+    all_rows,
+    compute_conditions,
+    compute_gradient_conditions,
+    mask_visibility,
+    sampled_rows,
+    samples_all_rows,
+    score_slopes,
+)
+from attncheck.verify.evidence import score_analysis
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncheck.core.judgement import Place
+    from attncheck.core.outputs import TensorName
+    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.judge.deterministic_bound import DeterministicBound
+    from attncheck.judge.score_errors import ScoreError
+    from attncheck.mods.captured_reads import CapturedRead
+    from attncheck.mods.running_error import RunningError
+    from attncheck.verify.evidence import Evidence
+
+__all__ = [
+    "GradientAllowance",
+    "allowance",
+    "budget",
+    "deterministic_bounds",
+    "gradient_allowance",
+    "mod_error",
+    "numbers_read",
+    "on_keys",
+    "row_bounds",
+]
+
+
+def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
+    """The largest errors of a kernel of this arithmetic that rounding explains, on this Case.
+
+    Infinite where the exact result is not finite, and where the score mod cannot be traced, or may
+    hide another key after rounding: nothing is known there.
+    """
+    problem, device = evidence.case.problem, evidence.inputs.device
+    collected = _Bounds.of(evidence)
+    whole = samples_all_rows(problem, device)
+    if not whole:
+        for rows in all_rows(problem, device):
+            bounds = _RowBounds.of(evidence, arithmetic, rows)
+            collected.bound(bounds, bounds.deterministic)
+    for rows in sampled_rows(problem, device):
+        bounds = _RowBounds.of(evidence, arithmetic, rows)
+        certain = collected.sample(evidence, bounds)
+        if whole:
+            collected.bound(bounds, certain)
+        collected.prove(_RowBounds.of(evidence, FP64_ORACLE, rows))
+    return collected.allowance()
+
+
+def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The deterministic bounds of rows: out ``(heads, rows, value_dim)``, LSE ``(heads, rows)``.
+
+    As in ``allowance``: infinite where nothing is known, 0 where a row sees no key.
+    """
+    bounds = _RowBounds.of(evidence, arithmetic, rows)
+    found = bounds.deterministic
+    return bounds.allowed(found.out, found.lse)
+
+
+def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
+    """The deterministic bounds of every row, as ``allowance`` has them, and nothing else."""
+    collected = _Bounds.of(evidence)
+    for rows in all_rows(evidence.case.problem, evidence.inputs.device):
+        bounds = _RowBounds.of(evidence, arithmetic, rows)
+        collected.bound(bounds, bounds.deterministic)
+    whole = collected.allowance()
+    return Outputs(whole.out, whole.lse)
+
+
+def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str, float]:
+    """What the allowance of one element is made of, by the names of ``docs/explanation/bounds.md``.
+
+    Args:
+        evidence: The Case.
+        arithmetic: What the allowance is for.
+        place: An element of out, or with ``dim`` −1 a row of LSE.
+    """
+    head = place.batch * evidence.case.problem.heads + place.head
+    rows = Rows(range(head, head + 1), torch.tensor([place.query]))
+    bound = _RowBounds.of(evidence, arithmetic, rows).deterministic
+    if place.dim < 0:
+        return {name: float(part[0, 0]) for name, part in bound.lse_terms.items()}
+    return {name: float(part[0, 0, place.dim]) for name, part in bound.out_terms.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowBounds:
+    """Some rows and what is known of a kernel's errors in them."""
+
+    arithmetic: Arithmetic
+    known: Conditions
+    scores: ScoreError
+    mod: ScoreModError | None
+
+    @classmethod
+    def of(cls, evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> _RowBounds:
+        known = compute_conditions(evidence.inputs, evidence.truth, rows)
+        scores = score_error(known, arithmetic)
+        if not known.has_score_mod:
+            return cls(arithmetic, known, scores, None)
+        mod = mod_error(evidence, arithmetic, known, scores)
+        if scores.bias is not None or rounds_operands(arithmetic):
+            mod = replace(mod, falls=score_slopes(evidence.inputs, known) < 0)
+        return cls(arithmetic, known, scores, mod)
+
+    def likely_mod_error(self, evidence: Evidence, sigmas: float) -> ScoreModError | None:
+        """``mod``, with what it makes of errors within ``sigmas`` standard deviations."""
+        # Without a score mod nothing is traced: that would cost more than the bound.
+        analysis = None if self.mod is None else evidence.running_error(self.arithmetic)
+        if self.mod is None or analysis is None:
+            return self.mod
+        scores = replace(self.scores, radius=likely_radius(self.scores, sigmas))
+        return replace(self.mod, likely=_at(analysis, evidence, self.known, scores).radius)
+
+    @property
+    def deterministic(self) -> DeterministicBound:
+        return deterministic_bound(self.known, self.arithmetic, self.scores, self.mod)
+
+    @property
+    def unknown(self) -> Tensor:
+        """Rows ``(heads, rows)`` of which nothing can be said."""
+        lse = self.known.lse
+        unknown = ~lse.isfinite() & ~torch.isneginf(lse)
+        return unknown if self.mod is None else unknown | self.mod.radius.isinf().any(-1)
+
+    @property
+    def dead(self) -> Tensor:
+        """Rows ``(heads, rows)`` that see no key: exactly 0 and −∞."""
+        return torch.isneginf(self.known.lse)
+
+    def allowed(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of these rows, infinite where nothing is known, and 0 where they see no key."""
+        out, lse = (x.nan_to_num(nan=math.inf, posinf=math.inf) for x in (out, lse))
+        out = torch.where(self.known.out.isfinite(), out, math.inf)
+        out, lse = (
+            x.masked_fill(rows, value)
+            for x, rows, value in ((out, self.dead[..., None], 0.0), (lse, self.dead, 0.0))
+        )
+        return out.masked_fill(self.unknown[..., None], math.inf), lse.masked_fill(
+            self.unknown, math.inf
+        )
+
+
+def mod_error(
+    evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
+) -> ScoreModError:
+    """The score mod's errors at every pair that the mask shows, and none where it hides one."""
+    analysis = evidence.running_error(arithmetic)
+    if analysis is None:
+        nothing = torch.full_like(known.products, math.inf)
+        return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
+    found = _at(analysis, evidence, known, scores)
+    if bool((found.radius[~known.seen] > 0).any()):
+        by_mask = mask_visibility(evidence.case.problem, known.rows)
+        found = ScoreModError(
+            radius=torch.where(by_mask, found.radius, 0.0),
+            own=torch.where(by_mask, found.own, 0.0),
+            jump=found.jump & by_mask,
+        )
+    return found
+
+
+def _at(
+    analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
+) -> ScoreModError:
+    found = on_keys(analysis, evidence, known, scores)
+    return _with_sink(found, scores) if known.has_sink else found
+
+
+def on_keys(
+    analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
+) -> ScoreModError:
+    """The errors of an expression of the scores at every pair, ``(heads, rows, kv)``, sinks not."""
+    products, *indices = _score_arguments(evidence, known)
+    radius = scores.radius[..., : evidence.case.problem.kv]
+    return analysis.at(products, radius, *indices)
+
+
+def _with_sink(mod: ScoreModError, scores: ScoreError) -> ScoreModError:
+    """The sink is no score of the mod's: its error stays what it is."""
+    return ScoreModError(
+        radius=torch.cat([mod.radius, scores.radius[..., -1:]], -1),
+        own=torch.nn.functional.pad(mod.own, (0, 1)),
+        jump=torch.nn.functional.pad(mod.jump, (0, 1), value=False),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Bounds:
+    """What has been found so far; full tensors with heads flattened."""
+
+    out: Tensor
+    lse: Tensor
+    shape: tuple[int, int]
+    samples: list[Sample] = field(default_factory=list)
+    jumps: int = 0
+    share: float = 0.0
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> _Bounds:
+        exact = evidence.truth.out
+        out, lse = (torch.empty_like(x).flatten(0, 1) for x in (exact, evidence.lse))
+        return cls(out, lse, (exact.shape[0], exact.shape[1]))
+
+    def bound(self, bounds: _RowBounds, found: DeterministicBound) -> None:
+        """The deterministic bound of some rows."""
+        rows = bounds.known.rows
+        heads = slice(rows.heads.start, rows.heads.stop)
+        out, lse = bounds.allowed(found.out, found.lse)
+        self.out[heads, rows.query] = out
+        self.lse[heads, rows.query] = lse
+        if bounds.mod is not None:
+            self.jumps += int(bounds.mod.jump.sum())
+
+    def sample(self, evidence: Evidence, bounds: _RowBounds) -> DeterministicBound:
+        """The probabilistic bound of some rows; gives the deterministic one."""
+        elements = self.out.numel() + self.lse.numel()
+        known, scores = bounds.known, bounds.scores
+        mod = bounds.likely_mod_error(evidence, sigmas_needed(elements))
+        found = probabilistic_bound(known, bounds.arithmetic, scores, mod, elements=elements)
+        out, lse = bounds.allowed(found.out, found.lse)
+        self.samples.append(
+            Sample(
+                rows=bounds.known.rows,
+                probable_out=out,
+                probable_lse=lse,
+                sd_out=found.sd_out,
+                sd_lse=found.sd_lse,
+                lost_out=found.certain.out_terms["underflow"].expand_as(found.sd_out),
+            )
+        )
+        return found.certain
+
+    def prove(self, oracle: _RowBounds) -> None:
+        """The oracle's own bound on some rows that have theirs."""
+        found, rows = oracle.deterministic, oracle.known.rows
+        heads = slice(rows.heads.start, rows.heads.stop)
+        for proven, allowed in (
+            (found.out, self.out[heads, rows.query]),
+            (found.lse, self.lse[heads, rows.query]),
+        ):
+            asked = allowed.isfinite() & (allowed > 0)
+            if bool(asked.any()):
+                share = (proven[asked] / allowed[asked]).nan_to_num(nan=math.inf)
+                self.share = max(self.share, float(share.max()))
+
+    def allowance(self) -> Allowance:
+        """All of it."""
+        return Allowance(
+            out=self.out.view(*self.shape, *self.out.shape[1:]),
+            lse=self.lse.view(*self.shape, *self.lse.shape[1:]),
+            samples=self.samples,
+            jumps=self.jumps,
+            oracle_share=self.share,
+        )
+
+
+def captured_conditions(
+    evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
+) -> list[ReadConditions]:
+    """Return every read of a captured tensor in these rows, with the errors of its slope."""
+    kv = evidence.case.problem.kv
+    at, seen = _score_arguments(evidence, known), known.seen[..., :kv]
+    reads = []
+    for read in evidence.reads:
+        errors = score_analysis(read.slope, arithmetic)
+        slope = read.slope.evaluate(*at).to(torch.float64)
+        reads.append(
+            ReadConditions(
+                place=_read_place(read, at),
+                slope=torch.where(seen, slope, 0.0),
+                error=where_seen(on_keys(errors, evidence, known, scores), known),
+            )
+        )
+    return reads
+
+
+def numbers_read(evidence: Evidence) -> Tensor:
+    """Return which captured numbers some seen score reads, ``(numbers,)`` bool.
+
+    All of them where the score mod cannot be traced.
+    """
+    problem, truth = evidence.case.problem, evidence.truth
+    assert truth.dcaptured is not None, "asked of a Problem with dcaptured"
+    if not evidence.reads:
+        return torch.ones_like(truth.dcaptured, dtype=torch.bool)
+    numbers = torch.zeros_like(truth.dcaptured, dtype=torch.bool)
+    for rows in all_rows(problem, evidence.inputs.device):
+        known = compute_conditions(evidence.inputs, truth, rows)
+        at, seen = _score_arguments(evidence, known), known.seen[..., : problem.kv]
+        for read in evidence.reads:
+            numbers[_read_place(read, at)[seen]] = True
+    return numbers
+
+
+def _read_place(read: CapturedRead, at: tuple[Tensor, ...]) -> Tensor:
+    return (read.start + read.place.evaluate(*at)).expand(at[0].shape)
+
+
+def _score_arguments(evidence: Evidence, known: Conditions) -> tuple[Tensor, ...]:
+    """Scores before the mod, and b, h, q_idx and kv_idx, which broadcast to them."""
+    problem, rows, device = evidence.case.problem, known.rows, known.products.device
+    heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)[:, None, None]
+    keys = torch.arange(problem.kv, device=device)[None, None, :]
+    return (
+        known.products[..., : problem.kv],
+        heads // problem.heads,
+        heads % problem.heads,
+        rows.query[None, :, None],
+        keys,
+    )
+
+
+def where_seen(error: ScoreModError, known: Conditions) -> ScoreModError:
+    """The same of errors on keys, sinks not, with none where a key is not seen."""
+    seen = known.seen[..., : error.radius.shape[-1]]
+    radius, own = (torch.where(seen, x, 0.0) for x in (error.radius, error.own))
+    return ScoreModError(radius=radius, own=own, jump=error.jump & seen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientAllowance:
+    """Largest errors of gradients that rounding can explain, float64.
+
+    Attributes:
+        bounds: By the gradient's name, in its own axes; exactly 0 in rows that see no key and for
+            keys that no row sees, infinite where nothing is known.
+        terms: What each is made of, by the names of ``docs/explanation/bounds.md``.
+    """
+
+    bounds: dict[TensorName, Tensor]
+    terms: dict[TensorName, dict[str, Tensor]]
+
+    def compared(self, outputs: Outputs, evidence: Evidence) -> list[Compared]:
+        """Each gradient beside the exact one."""
+        exact, got = evidence.truth.gradients(), outputs.gradients()
+        return [
+            Compared.of(name, got[name], exact[name], bound, self._alive(name, evidence))
+            for name, bound in self.bounds.items()
+        ]
+
+    def _alive(self, name: TensorName, evidence: Evidence) -> Tensor:
+        if name == "dq":
+            return evidence.alive
+        # What is seen is rounded at least, and its bound more than 0.
+        flat = name in {"dsink", "dcaptured"}
+        return self.bounds[name] > 0 if flat else (self.bounds[name] > 0).any(-1)
+
+    def budget(self, tensor: TensorName, place: Place) -> dict[str, float]:
+        """What the allowance of one element is made of."""
+        index = place.index(tensor)
+        return {name: float(term[index]) for name, term in self.terms[tensor].items()}
+
+
+def gradient_allowance(
+    evidence: Evidence,
+    arithmetic: Arithmetic,
+    outputs: Outputs,
+    lse_bound: Tensor | None = None,
+) -> GradientAllowance:
+    """What is allowed of a kernel of this arithmetic whose forward gave these out and LSE.
+
+    Infinite where the exact result is not finite, where the score mod or its derivative cannot be
+    traced or may be infinite, and in what a row touches whose own out or LSE is not finite.
+
+    Args:
+        evidence: The Case.
+        arithmetic: Of the kernel.
+        outputs: Of the kernel.
+        lse_bound: The deterministic bound of LSE, ``(batch, heads, query)``, where the kernel does
+            not expose it and it is known already.
+    """
+    problem, truth = evidence.case.problem, evidence.truth
+    exact = truth.gradients()
+    if outputs.lse is None and lse_bound is None:
+        lse_bound = deterministic_bounds(evidence, arithmetic).lse
+    sums = KeyGradients(
+        arithmetic,
+        batch=problem.batch,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        query=problem.query,
+    )
+    dq = torch.empty_like(exact["dq"]).flatten(0, 1)
+    dq_terms: dict[str, Tensor] = {}
+    for rows in all_rows(problem, evidence.inputs.device):
+        known = compute_gradient_conditions(evidence.inputs, truth, rows)
+        scores = score_error(known.known, arithmetic)
+        forward = known.known
+        found = row_gradients(
+            known,
+            arithmetic,
+            scores,
+            _saved(evidence, outputs, lse_bound, forward.rows),
+            mod_error(evidence, arithmetic, forward, scores) if forward.has_score_mod else None,
+            _slope_error(evidence, arithmetic, forward, scores) if forward.has_score_mod else None,
+            captured_conditions(evidence, arithmetic, forward, scores),
+            exact["dcaptured"].numel() if problem.dcaptured else 0,
+        )
+        at = (slice(rows.heads.start, rows.heads.stop), forward.rows.query)
+        dq[at] = found.dq
+        for name, term in found.dq_terms.items():
+            dq_terms.setdefault(name, torch.zeros_like(dq))[at] = term
+        sums.add(found)
+    captured: tuple[TensorName, ...] = ("dcaptured",) if evidence.reads else ()
+    of_sums: tuple[TensorName, ...] = ("dk", "dv", "dsink", *captured)
+    key_bounds, key_terms = sums.bounds({name: exact[name] for name in of_sums if name in exact})
+    shape = exact["dq"].shape
+    bounds: dict[TensorName, Tensor] = {"dq": dq.view(shape), **key_bounds}
+    dq_terms = {name: term.view(shape) for name, term in dq_terms.items()}
+    terms: dict[TensorName, dict[str, Tensor]] = {"dq": dq_terms, **key_terms}
+    # Nothing says which numbers a score mod reads that cannot be traced.
+    if problem.dcaptured and "dcaptured" not in bounds:
+        bounds["dcaptured"] = torch.full_like(exact["dcaptured"], torch.inf)
+        terms["dcaptured"] = {}
+    return GradientAllowance(bounds, terms)
+
+
+def _saved(
+    evidence: Evidence, outputs: Outputs, lse_bound: Tensor | None, rows: Rows
+) -> SavedErrors:
+    """How far the kernel's own out and LSE are off; LSE by its bound where it is not exposed."""
+
+    def of(tensor: Tensor) -> Tensor:
+        return tensor.flatten(0, 1)[rows.heads.start : rows.heads.stop][:, rows.query]
+
+    truth = evidence.truth
+    out = of(outputs.out).double() - of(truth.out)
+    if outputs.lse is None:
+        assert lse_bound is not None, "it stands in the place of the LSE that nobody sees"
+        return SavedErrors(out_error=out, lse_error=of(lse_bound))
+    lse, exact = of(outputs.lse).double(), of(evidence.lse)
+    return SavedErrors(out_error=out, lse_error=torch.where(lse == exact, 0.0, lse - exact))
+
+
+def _slope_error(
+    evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
+) -> ScoreModError:
+    """The errors of the score mod's derivative at every seen pair; none of a sink's, which is 1."""
+    analysis = evidence.slope_error(arithmetic)
+    if analysis is None:
+        nothing = torch.where(known.seen, torch.inf, 0.0)
+        return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
+    found = on_keys(analysis, evidence, known, scores)
+    found = where_seen(found, known)
+    radius, own, jump = found.radius, found.own, found.jump
+    if known.has_sink:
+        radius, own, jump = (torch.nn.functional.pad(x, (0, 1)) for x in (radius, own, jump))
+    return ScoreModError(radius=radius, own=own, jump=jump)

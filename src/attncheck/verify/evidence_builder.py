@@ -1,0 +1,242 @@
+"""The evidence on a Case: each costly part made once, when first needed, for all kernels."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck import oracles, probes
+from attncheck.capabilities.subject import Tiling
+from attncheck.core.formats import FORMATS
+from attncheck.inputs import input_tensors as inputs_room
+from attncheck.judge.blind_spot import blind_spot
+from attncheck.judge.error_measures import measure_errors, rounding_floor
+from attncheck.oracles.row_conditions import (
+    all_rows,
+    compute_conditions,
+    sampled_rows,
+    score_slopes,
+)
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.allowances import allowance, numbers_read
+from attncheck.verify.evidence import Evidence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attncheck.core.conditions import Conditions
+    from attncheck.core.judgement import BlindSpot
+    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Case, Problem
+    from attncheck.judge.allowance import Allowance
+    from attncheck.judge.declared_arithmetic import Arithmetic
+
+__all__ = ["EvidenceBuilder", "ensemble_tilings"]
+
+# Of a lazy maximum, in log2 units: FlashAttention-4's.
+_LAZY = 8.0
+
+
+class EvidenceBuilder:
+    """Draws and computes what is known of a Case, and keeps it.
+
+    Args:
+        case: The Case; of a probe's the inputs are the probe's.
+        device: ``cpu`` or ``cuda``, where kernels run and the truth is computed.
+        inputs: What is read, where it is not drawn: tensors of a user's, or a relation's.
+        truth: The exact result, where it is known already.
+    """
+
+    def __init__(
+        self, case: Case, device: str, inputs: Inputs | None = None, truth: Outputs | None = None
+    ) -> None:
+        self.case, self.device = case, device
+        if inputs is not None:
+            self.__dict__["inputs"] = inputs
+        if truth is not None:
+            self.__dict__["truth"] = truth
+        self._allowances: dict[Arithmetic, Allowance] = {}
+        self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
+        self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
+        self._ideal_rmse: dict[Tiling, float] = {}
+        self._ideal_gradients: dict[Tiling, dict[TensorName, float]] = {}
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """What any kernel's outputs are held against, frozen."""
+        return Evidence(case=self.case, device=self.device, inputs=self.inputs, truth=self.truth)
+
+    def establish(self, *, reference_errors: bool = True) -> None:
+        """Compute inputs and truth now, so that nothing a kernel does can change them.
+
+        With ``reference_errors`` also what its errors are compared with.
+        """
+        _ = self.evidence
+        if reference_errors:
+            _ = self.floor_rmse, self.input_rmse, self.gradient_floors
+        self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
+
+    @cached_property
+    def _originals(self) -> Inputs:
+        return inputs_room.unrounded_inputs(self.case.problem).to(self.device)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The tensors that the kernel and the oracle read."""
+        if self.case.question in probes.PROBES:
+            return probes.inputs(self.case, self.device)
+        return inputs_room.round_inputs(self._originals, self.case.problem)
+
+    @cached_property
+    def truth(self) -> Outputs:
+        """The exact result in float64: out and LSE, and gradients of a backward."""
+        return oracles.truth(self.inputs)
+
+    @cached_property
+    def input_rmse(self) -> float:
+        """RMSE between the exact results on the inputs as stored and as drawn.
+
+        What rounding the inputs costs, whatever the kernel. The mask is the same in both, so the
+        same rows see a key. A probe's inputs are numbers of its dtype: nothing.
+        """
+        if self.case.question in probes.PROBES:
+            return 0.0
+        drawn = oracles.truth(self._originals.forward()).out
+        return measure_errors(self.truth.out, drawn, self.alive[..., None]).rmse
+
+    @cached_property
+    def alive(self) -> Tensor:
+        """Rows that see a key, ``(batch, heads, query)`` bool."""
+        return self.evidence.alive
+
+    @cached_property
+    def floor_rmse(self) -> float:
+        """RMSE of the truth correctly rounded to the output format."""
+        output = self.case.problem.formats.output
+        return rounding_floor(self.truth.out, self.alive[..., None], output)
+
+    @cached_property
+    def gradient_floors(self) -> dict[TensorName, float]:
+        """RMSE of each exact gradient correctly rounded to its format; none without a backward."""
+        storage, fp32 = self.case.problem.formats.storage, FORMATS["fp32"]
+        of_keys = ("dq", "dk", "dv")
+        return {
+            name: rounding_floor(exact, self.touched(name), storage if name in of_keys else fp32)
+            for name, exact in self.truth.gradients().items()
+        }
+
+    def touched(self, gradient: TensorName) -> Tensor:
+        """Where ``gradient`` is not 0 by definition, bool, broadcastable to its shape.
+
+        Of dq in rows that see a key, of dk and dv of keys that some row sees, of dcaptured of
+        numbers that are read there.
+        """
+        if gradient == "dcaptured":
+            return self._numbers_read
+        if gradient == "dsink":
+            return torch.ones((), dtype=torch.bool, device=self.inputs.device)
+        return (self.alive if gradient == "dq" else self._seen_keys)[..., None]
+
+    @cached_property
+    def _numbers_read(self) -> Tensor:
+        return numbers_read(self.evidence)
+
+    @cached_property
+    def _seen_keys(self) -> Tensor:
+        """Keys that some row sees, ``(batch, kv_heads, kv)`` bool."""
+        problem, device = self.case.problem, self.inputs.device
+        shape = (problem.batch * problem.heads, problem.kv)
+        seen = torch.zeros(shape, dtype=torch.bool, device=device)
+        for rows in all_rows(problem, device):
+            found = compute_conditions(self.inputs, self.truth, rows).seen[..., : problem.kv]
+            seen[rows.heads.start : rows.heads.stop] |= found.any(1)
+        return seen.view(problem.batch, problem.kv_heads, problem.group, problem.kv).any(2)
+
+    def allowance(self, arithmetic: Arithmetic) -> Allowance:
+        """Return what ``allowances.allowance`` allows a kernel of this arithmetic."""
+        if arithmetic not in self._allowances:
+            self._allowances[arithmetic] = allowance(self.evidence, arithmetic)
+        return self._allowances[arithmetic]
+
+    def blind_spot(self, arithmetic: Arithmetic, *, exposes_lse: bool) -> BlindSpot | None:
+        """Return what this Case could not have shown of a kernel of this arithmetic."""
+        key = arithmetic, exposes_lse
+        if key not in self._blind_spots:
+            rows = (
+                (known, score_slopes(self.inputs, known) if known.has_score_mod else None)
+                for known in self.sampled_conditions()
+            )
+            self._blind_spots[key] = blind_spot(
+                rows,
+                self.allowance(arithmetic),
+                generic=self.evidence.generic,
+                exposes_lse=exposes_lse,
+            )
+        return self._blind_spots[key]
+
+    def sampled_conditions(self) -> Iterator[Conditions]:
+        """Yield conditions of the rows that are examined more closely, computed one by one.
+
+        In the order of an Allowance's samples. They are large: hold one at a time.
+        """
+        for rows in sampled_rows(self.case.problem, self.inputs.device):
+            yield compute_conditions(self.inputs, self.truth, rows)
+
+    def ideal_outputs(self, tiling: Tiling, *, truncates: bool = False) -> Outputs:
+        """Return what the ideal kernel gives at ``tiling``.
+
+        Args:
+            tiling: How it walks over the keys.
+            truncates: Whether it truncates tf32 operands, as tensor cores do.
+        """
+        truncates = truncates and self.case.problem.formats.products.name == "tf32"
+        key = tiling, truncates
+        if key not in self._ideals:
+            kernel = Ideal(tiling, tf32="truncate") if truncates else Ideal(tiling)
+            self._ideals[key] = kernel.run(self.inputs.forward())
+        return self._ideals[key]
+
+    def ensemble(self, *, truncates: bool = False) -> Iterator[Outputs]:
+        """Yield what ideal kernels of several tilings give, one after the other."""
+        for tiling in ensemble_tilings(self.case.problem):
+            yield self.ideal_outputs(tiling, truncates=truncates)
+
+    def ideal_rmse(self, tiling: Tiling) -> float:
+        """RMSE of the ideal kernel at ``tiling``."""
+        if tiling not in self._ideal_rmse:
+            out = self.ideal_outputs(tiling).out
+            rmse = measure_errors(out, self.truth.out, self.alive[..., None]).rmse
+            self._ideal_rmse[tiling] = rmse
+        return self._ideal_rmse[tiling]
+
+    def ideal_gradients(self, tiling: Tiling) -> dict[TensorName, float]:
+        """RMSE of each gradient of the ideal kernel at ``tiling``, after its own forward."""
+        if tiling not in self._ideal_gradients:
+            exact = self.truth.gradients()
+            self._ideal_gradients[tiling] = {
+                name: measure_errors(gradient, exact[name], self.touched(name)).rmse
+                for name, gradient in Ideal(tiling).run(self.inputs).gradients().items()
+            }
+        return self._ideal_gradients[tiling]
+
+
+def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:
+    """Four tilings of right kernels: large and small tiles, from either end, a lazy maximum.
+
+    A softmax has no tiles. In fp8 no maximum is lazy: P would lose its scale to it.
+    """
+    first = Tiling(block_query=128, block_kv=64)
+    if problem.operation == "softmax":
+        return (first,)
+    lazy = 0.0 if problem.formats.weights.saturates else _LAZY
+    return (
+        first,
+        Tiling(block_query=64, block_kv=128),
+        Tiling(block_query=64, block_kv=32, reverse=True),
+        Tiling(block_query=32, block_kv=16, lazy_rescale=lazy),
+    )
