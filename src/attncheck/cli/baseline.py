@@ -166,7 +166,7 @@ def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
 @click.option(
     "--strict-baseline", "strict", is_flag=True, help="Exit code 1 for what is better or gone, too."
 )
-@format_option("table, json or md")
+@format_option()
 def diff(
     *,
     sources: tuple[str, ...],

@@ -63,7 +63,7 @@ __all__ = ["check"]
     "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
     "interpreted)."
 )
-@format_option("table, json or md")
+@format_option()
 @out_option("check.json and check.md")
 @quiet_option
 @click.make_pass_decorator(Interrupts, ensure=True)
@@ -103,12 +103,14 @@ def check(  # noqa: PLR0913  # one parameter per option
     rendering.check_format(fmt)
     device = device or default_device()
     require_device(device)
-    asked = _questions(dtypes, head_dims, names)
+    questions = _questions(dtypes, head_dims, names)
     prepare(device)  # before the file's own Triton functions are decorated
     subject = load_subject(spec, convention)
     rendering.check_writable(directory, "check")
     report = assemble_report([subject], (), device=device, command=typed_command(argument=spec))
-    report = _answered(interrupts, report, subject, asked, device, live=fmt == "table", quiet=quiet)
+    report = _answered(
+        interrupts, report, subject, questions, device, live=fmt == "table", quiet=quiet
+    )
     report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         rendering.write_report(
@@ -127,25 +129,25 @@ def check(  # noqa: PLR0913  # one parameter per option
 def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[CheckCase]:
-    """What is asked, dtype by dtype; raises UnknownName for a question that there is not."""
+    """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
     from attncheck.cases.check_cases import check_cases
     from attncheck.core.errors import UnknownName
 
-    asked = [
+    questions = [
         one for dtype in dict.fromkeys(dtypes or ("bf16",)) for one in check_cases(dtype, head_dims)
     ]
-    known = {question.name for question in asked}
+    known = {question.name for question in questions}
     for name in names:
         if name not in known:
             raise UnknownName("question", name, known)
-    return [question for question in asked if not names or question.name in names]
+    return [question for question in questions if not names or question.name in names]
 
 
 def _answered(
     interrupts: Interrupts,
     report: Report,
     subject: Subject,
-    asked: list[CheckCase],
+    questions: list[CheckCase],
     device: str,
     *,
     live: bool,
@@ -162,10 +164,10 @@ def _answered(
     if live:
         with standard_output():
             print_lines(lambda width: head_lines(check_document(report), width), sys.stdout)
-    cases = [(question.name, question.case) for question in asked]
+    cases = [(question.name, question.case) for question in questions]
     records: list[Record] = []
     before = ""
-    with progress(len(asked), quiet=quiet or live) as advance:
+    with progress(len(questions), quiet=quiet or live) as advance:
         for record in iter_records(
             [subject], cases, device=device, environment_key=next(iter(report.environments))
         ):

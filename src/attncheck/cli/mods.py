@@ -48,7 +48,7 @@ DEFAULT_SHAPE = "2x2x40/48"
 @device_option(
     "Where kernels run and captured tensors are made (default: cuda where there is a GPU)."
 )
-@format_option("table, json or md")
+@format_option()
 @quiet_option
 @click.make_pass_decorator(Interrupts, ensure=True)
 def mods(
@@ -67,7 +67,7 @@ def mods(
     A mod is a public name of the file that is called with (b, h, q_idx, kv_idx), or with (score, b,
     h, q_idx, kv_idx).
 
-    Exit code 1 when a world differs, raises, or is unknown somewhere; 2 when a mod cannot be
+    Exit code 1 when a backend differs, raises, or is unknown somewhere; 2 when a mod cannot be
     traced.
     """
     from attncheck.cli.progress import progress

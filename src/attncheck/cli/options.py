@@ -51,8 +51,12 @@ def device_option(what: str) -> Callable[[F], F]:
     return click.option("--device", type=click.Choice(["cpu", "cuda"]), help=what)
 
 
-def format_option(names: str) -> Callable[[F], F]:
-    """``--format`` of standard output, one of ``names``."""
+def format_option(names: str = "table, json, md, csv or html") -> Callable[[F], F]:
+    """``--format`` of standard output, one of ``names``.
+
+    The names are words for the help alone: what is not a format is refused by ``rendering``,
+    which is loaded when a report is shown and not for ``--help``.
+    """
     return click.option(
         "--format",
         "fmt",

@@ -65,7 +65,7 @@ LEAST_DIGITS, MOST_DIGITS = 17, 1000
     help=f"Decimal digits of the exact side (default: {DEFAULT_DIGITS}); not with --certify.",
 )
 @seed_option
-@format_option("table, json or md")
+@format_option()
 @click.option(
     "--out",
     "directory",

@@ -39,8 +39,8 @@ def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str |
     """Show again what a run found.
 
     SOURCE is the journal of a gate (results.jsonl), its gate.json, or the report of attncheck rmse
-    or check (rmse.json, check.json), which are shown as table, json, csv or md. No kernel is
-    imported.
+    or check (rmse.json, check.json), which are shown as table, json, md, csv or html. No kernel
+    is imported.
 
     Exit code 0 however the run went.
     """

@@ -104,7 +104,7 @@ _OPTIONS = (
         "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
         "interpreted)."
     ),
-    format_option("table, json, md or csv"),
+    format_option(),
     out_option("rmse.json, rmse.md and rmse.csv"),
     click.option(
         "--plot",

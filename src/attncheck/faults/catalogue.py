@@ -28,6 +28,7 @@ def _entries(name: str) -> dict[str, Any]:
 
 
 def _faults() -> dict[str, Fault]:
+    # A file has the entries of several categories, each under its own.
     by_category: dict[str, Any] = {}
     for name in ("mask", "shape", "softmax", "score", "memory", "precision", "execution"):
         by_category |= _entries(f"{name}_faults")

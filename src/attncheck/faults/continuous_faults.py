@@ -54,6 +54,7 @@ class ContinuousFault:
 
     def kernel(self, size: float) -> Ideal:
         """The ideal kernel with the fault of one size."""
+        # Nothing is copied: steps of any size are set on the kernel itself.
         kernel = Ideal()
         kernel.steps = self.steps(size)
         kernel.name = f"{self.id}={size:g}"
@@ -62,6 +63,7 @@ class ContinuousFault:
 
 def _few_bits(bits: float) -> Callable[[Tensor], Tensor]:
     """Round fp32 to so many bits in float64 (Veltkamp 1968); not what is not finite."""
+    # x·s − (x·s − x) keeps the leading bits of x, for s = 2^(53 − bits) + 1.
     splitter = 2.0 ** (53 - bits) + 1
 
     def rounded(x: Tensor) -> Tensor:

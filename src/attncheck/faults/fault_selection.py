@@ -98,6 +98,7 @@ def select_faults(
                 f"fault {fault.id!r} is not planted in host {' or '.join(hosts)}: "
                 f"choose {' and '.join(fault.hosts)}."
             )
+    # What is planted nowhere is settled once, whatever the hosts.
     units, settled, controls_settled = [], {}, []
     for host in hosts:
         for fault in faults:
@@ -126,6 +127,7 @@ def _faults_and_controls(
     for category in categories:
         if category not in CATEGORIES:
             raise UnknownName("category", category, CATEGORIES)
+    # Named twice it is asked once.
     faults: list[Fault | Control] = [fault_named(name) for name in dict.fromkeys(names)]
     faults = faults or [*FAULTS.values(), *(CONTROLS.values() if controls else ())]
     if categories:
@@ -173,6 +175,7 @@ def source_digest(file: Path | None) -> str:
     """Return sixteen hexadecimal digits of all that decides a score: attncheck, and the file."""
     digest = hashlib.sha256()
     root = Path(attncheck.__file__).parent
+    # Entries are data: a changed patch changes a score like a changed module.
     sources = [*root.rglob("*.py"), *(root / "faults" / "entries").glob("*.toml")]
     for path in [*sorted(sources), *([file] if file else [])]:
         digest.update(str(path.relative_to(root) if path.is_relative_to(root) else path).encode())

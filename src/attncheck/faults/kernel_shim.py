@@ -87,6 +87,7 @@ class _ShimmedCall:
         with self._inputs() as inputs:
             problem, device = inputs.problem, inputs.device.type
             self._check(problem, device)
+            # A kernel without a backward must not be called where one will be asked for.
             leaves = (self._call.q, self._call.k, self._call.v)
             if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
                 self._check(problem.replace(backward=True), device)
@@ -147,6 +148,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, shimmed: _ShimmedCall, *leaves: torch.Tensor) -> tuple[torch.Tensor, Any]:
         del leaves
         ctx.shimmed = shimmed
+        # None says that LSE has no gradient; zeros would ask the kernel for one.
         ctx.set_materialize_grads(False)
         outputs = shimmed.run()
         return outputs.out, outputs.lse

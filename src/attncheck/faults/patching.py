@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NotPlanted", "apply_patches"]
 
+# A comment, where no string follows that could have the mark in it.
 _COMMENT = re.compile(r"\s+# [^\"]*$")
 
 
@@ -74,6 +75,7 @@ def apply_patches(sources: Mapping[str, str], patches: Iterable[str]) -> dict[st
 def _hunks(patch: str) -> Iterator[_Hunk]:
     """Of a text that is indented as a whole."""
     lines = patch.strip("\n").split("\n")
+    # Patches are indented as their file likes: the outermost mark is the left edge.
     marked = min(
         len(line) - len(line.lstrip()) for line in lines if line.lstrip()[:1] in {"+", "-"}
     )
@@ -106,6 +108,7 @@ def _place(hunk: _Hunk, code: Mapping[str, list[_Line]]) -> tuple[str, list[_Lin
 def _changed(text: str, lines: list[_Line], hunk: _Hunk) -> str:
     all_lines = text.split("\n")
     first = next(line for mark, line in hunk.lines if mark != "+")
+    # Sources move into other blocks: what is put in follows what it stands beside.
     shift = lines[0].indent - (len(first) - len(first.lstrip()))
     changed, old, at = [], iter(lines), lines[0].number
     for mark, line in hunk.lines:

@@ -89,6 +89,7 @@ class PeerReference:
     @cached_property
     def out(self) -> Tensor:
         """The truth in the output's dtype."""
+        # A peer compares in the kernel's own dtype.
         output = self.inputs.problem.formats.output
         return round_to(self.truth.out, output).to(output.torch_dtype)
 
@@ -190,6 +191,7 @@ class PeerReference:
 
     def _product(self, rows: Tensor, columns: Tensor) -> Tensor:
         """A matrix product as the dtype has it, rounded to it."""
+        # Of fp32 tensors, whose products a GPU computes in tf32 where it is asked to.
         if self.inputs.problem.dtype == "tf32":
             rows, columns = (Ideal().operand(x, FORMATS["tf32"]) for x in (rows, columns))
         with fp32_products("ieee"):
@@ -207,6 +209,7 @@ def _max_error(one: Tensor, other: Tensor) -> Tensor:
 
 def _within(factor: float, got: Tensor, unfused: Tensor, exact: Tensor, more: float = 0.0) -> bool:
     """Whether max error ≤ ``factor`` × that of the unfused formula, and a little more."""
+    # What rounding once more at another size costs: their guard against a floor of 0.
     floor = 2 * ((exact + 0.3 - 0.3) - exact).abs().max().double() + more
     allowed = factor * _max_error(unfused.to(exact.dtype), exact) + floor
     return bool(_max_error(got, exact) <= allowed)
@@ -359,10 +362,12 @@ class PeerRules:
         if not plain or case.problem.operation != "attention" or call is None or not rules:
             return
         inputs, result = call
+        # What a kernel refuses, no test of theirs would ask.
         if isinstance(result, Failure) and result.kind == "refused":
             return
         reference = PeerReference(inputs, oracles.truth(inputs))
         refused = refusing_rules(result, reference, rules)
+        # Asked of rules that refuse alone: the right kernel is run for nothing otherwise.
         alarms = refusing_rules(self._run_right(inputs), reference, refused) if refused else set()
         for rule in rules:
             before = self._verdicts[rule]

@@ -93,6 +93,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     label = f"{fault.id}_{host}".replace("-", "_")
     kernel = named_kernels.BUILTIN[how.kernel]
     module = kernel.module
+    # Shared patches prepare what one fault changes, or finish it: their order matters.
     own = [how.patch] if how.patch else []
     shared = [[SHARED_PATCHES[name] for name in names] for names in (how.first, how.last)]
     patches = [*shared[0], *own, *shared[1]]
@@ -102,6 +103,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
         except NotPlanted as error:
             raise NotPlanted(f"{fault.id} in {how.kernel}: {error}") from None
         module = f"planted_{label}.{module.removeprefix('attncheck.')}"
+    # The class is imported where the kernel is called: its steps are looked up there.
     body = _STEPS.format(model=how.model) if how.model else ""
     if kernel.arguments:
         body += _ARGUMENTS.format(arguments=kernel.arguments)
@@ -124,6 +126,7 @@ def _copy(patches: list[str], package: Path) -> None:
         name: (_ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
         for name in COPIED
     }
+    # Before anything is written: a patch that fails leaves no half of a package.
     texts = apply_patches(sources, patches)
     shutil.rmtree(package, ignore_errors=True)
     for name, text in texts.items():

@@ -78,6 +78,7 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The one of the next finder that knows it."""
+        # Every other module is found as it would be without us.
         if fullname != self._name:
             return None
         for finder in sys.meta_path:
@@ -144,6 +145,7 @@ def _make_shim(function: Callable[..., Any], replacement: Replacement, log: _Eve
 def _everywhere(function: Callable[..., Any], ours: Any) -> None:
     """In modules that had imported it already; attncheck's and torch's own keep theirs."""
     for name, module in [*sys.modules.items()]:
+        # Ours would replace the function by itself, and torch's own stays what it is.
         if name.partition(".")[0] in {"attncheck", "torch"} or name.startswith("planted_"):
             continue
         for key, value in [*getattr(module, "__dict__", {}).items()]:

@@ -43,6 +43,7 @@ def fault_report(
                 environments[score.environment] = where
     scores = [score for score in scored.values() if isinstance(score, FaultScore)]
     controls = [score for score in scored.values() if isinstance(score, ControlScore)]
+    # In the catalogue's order, whichever worker was first.
     scores = sorted([*scores, *selection.settled], key=_place)
     left = len(selection.units) - len(scored)
     return FaultReport(

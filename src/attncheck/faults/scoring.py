@@ -152,6 +152,7 @@ class GateRun:
 
     def _add(self, units: Iterable[Unit]) -> None:
         for unit in units:
+            # Two answers may ask for the same further work.
             if unit.id not in self._seen:
                 self._seen.add(unit.id)
                 heapq.heappush(self._queue, (priority(unit), len(self._seen), unit))
@@ -338,6 +339,7 @@ def _planting_folder() -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
+            # A planted file puts its folder on the path, and imports its package from there.
             sys.path[:] = paths
             for name in [name for name in sys.modules if name.startswith(_PLANTED)]:
                 del sys.modules[name]
@@ -356,6 +358,7 @@ def _first_failure(run: GateRun, peers: PeerRules) -> tuple[Answer, tuple[Unit, 
     """The first wrong answer, and the work that would make it smaller."""
     for answer, smaller in run.answers():
         if answer.record.status != "unsupported":
+            # The rules hear of passes, too: they may refuse the kernel before the gate does.
             peers.apply(Case.from_json(answer.record.case), run.recording.first_call)
         if answer.record.status in FAILED_STATUSES:
             return answer, smaller

@@ -61,6 +61,7 @@ def smallest_seen(questions: Sequence[Question], sizes: Sequence[float]) -> Smal
         questions: The most sensitive ones first, for speed alone.
         sizes: From the largest fault to the smallest.
     """
+    # Numbers of sizes, −1 for none: the scale is searched by number.
     best, who, asked = -1, "", 0
     left = deque(questions)
     waiting = len(left)
@@ -88,6 +89,7 @@ def _lowest(sees: Callable[[int], bool], seen: int, end: int) -> tuple[int, int]
 
     ``end`` is the first that there is not.
     """
+    # Twice as far each time, then by halves: few questions wherever the edge is.
     step, asked, unseen = 1, 0, end
     while seen + step < end:
         asked += 1
@@ -151,6 +153,7 @@ def measure_sensitivity(
         kernels = _Kernels(fault, dtype)
         verdicts = [_verdict_question(unit, kernels) for unit in units]
         rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
+        # Other projects ask no relations: their rules see single calls alone.
         plain = [_PeerQuestion(unit, kernels) for unit in units if _is_plain(unit)]
         for rule in FORWARD_RULES if peer else ():
             fit = [each.question(rule) for each in plain if each.fits(rule)]
@@ -264,6 +267,7 @@ class _PeerQuestion:
         """Whether it does, of a size's number or a right kernel's."""
         reference = self._reference
         if self._outputs is None or self._outputs[0] != number:
+            # Numbers below those of tilings are the first tiling's result, rounded otherwise.
             own = number if number >= -len(_RIGHT) else -1
             outputs = self._kernels[own].run(reference.inputs)
             if own != number:

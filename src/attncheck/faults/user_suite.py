@@ -170,12 +170,14 @@ class SuiteRun:
             return f"pytest {suite.command} runs no test"
         if "replaced" not in self.events and self.code in {_PASSED, _FAILED}:
             return f"no test imports module {module!r}"
+        # A fault may break a module that calls the function on import: that is a catch.
         collecting = self.code == _INTERRUPTED and "called" in self.events
         if self.code not in {_PASSED, _FAILED} and not collecting:
             return f"pytest {suite.command} ends with {self.code}: {self._last()}"
         return ""
 
     def _last(self) -> str:
+        # pytest marks what went wrong with E; what else it printed is the second best.
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith(("E ", "ERROR"))]
         return (errors or lines or ["it says nothing"])[-1].removeprefix("E ").strip().rstrip(".")
@@ -206,6 +208,7 @@ def run_suite(
     settings.write_bytes(msgspec.json.encode(replacement))
     plugin = ["-p", "attncheck.faults.replacement_plugin"] if kernel else []
     command = [sys.executable, "-m", "pytest", *plugin, *shlex.split(suite.command)]
+    # Nothing is left in somebody's project, and no run depends on an earlier one.
     command += ["-p", "no:cacheprovider", *(["-x"] if first else [])]
     start = time.perf_counter()
     code, output = _process(command, suite, os.environ | {VARIABLE: str(settings)})
@@ -283,6 +286,7 @@ def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> N
         faults: Ids, whose kernels without a fault are asked for.
         host: In which kernel they are planted.
     """
+    # One control for each kernel that faults are planted in, not for each fault.
     kernels = {fault_named(name).hosts[host].kernel for name in faults}
     reached = [run_control(suite, kernel) for kernel in sorted(kernels)]
     if reached and all(one.status == "not reached" for one in reached):
