@@ -24,7 +24,6 @@ from attncheck.mods.block_mask import (
 )
 from attncheck.mods.library import build_mask
 from attncheck.mods.page_table import (
-    PageTable,
     draw_page_table,
     pack_pages,
     physical_block_mask,
@@ -49,11 +48,11 @@ MASKS = (
 )
 
 
-def table(lengths=LENGTHS, paging=PAGING, **changes) -> PageTable:
+def table(lengths=LENGTHS, paging=PAGING, **changes):
     return draw_page_table(paging, BATCH, KV, lengths, **changes)
 
 
-def indices(query: int, kv: int):
+def indices(query, kv):
     return torch.meshgrid(*map(torch.arange, (BATCH, HEADS, query, kv)), indexing="ij")
 
 
@@ -140,7 +139,7 @@ def test_a_tensor_of_other_sequences_is_refused():
         pack_pages(torch.zeros(BATCH, HEADS, KV - 1, 3), table())
 
 
-def theirs(of: PageTable) -> PagedAttention:
+def theirs(of):
     """torch's paged attention with our table in place of the one that it would make."""
     filled = PagedAttention(of.pages, SIZE, BATCH, device="cpu")
     most = of.table.shape[1]
@@ -202,7 +201,7 @@ def test_block_masks_of_memory_are_torchs(spec):
             assert row[:count].tolist() == sorted(row[:count].tolist())
 
 
-def _kinds_of(mask) -> torch.Tensor:
+def _kinds_of(mask):
     """EMPTY, PARTIAL or FULL of torch's block mask, whose lists are in no order."""
     kinds = torch.full(mask.kv_indices.shape, EMPTY, dtype=torch.int32)
     for kind, counts, listed in (
@@ -254,7 +253,7 @@ def test_flex_attention_on_the_packed_cache_is_that_on_the_keys(spec, shared):
     torch.testing.assert_close(got, expected)
 
 
-def _one_sequence(cache: torch.Tensor) -> torch.Tensor:
+def _one_sequence(cache):
     """``(pages, size, heads, dim)`` → ``(batch, heads, pages · size, dim)``, of all sequences."""
     return cache.flatten(0, 1).transpose(0, 1).expand(BATCH, -1, -1, -1)
 
