@@ -80,7 +80,7 @@ def spec_of(name, dimensions):
 
 
 @pytest.mark.parametrize("name", [*PLAIN_MASKS, "composition"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_every_tile_is_what_its_elements_are(name, data):
     dimensions = data.draw(dimensions_of(), label="dimensions")
@@ -246,7 +246,7 @@ def runs_of(row):
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
     sizes = (*data.draw(st.tuples(*(st.integers(1, 3),) * 3)), data.draw(st.integers(1, 9)))

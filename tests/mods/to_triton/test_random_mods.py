@@ -182,7 +182,7 @@ def truths(depth):
 
 
 @given(term=reals(4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_drawn_score_mod_is_traced_exactly(term):
     def mod(*inputs):
         return term[1](*inputs).to(inputs[0].dtype)
@@ -209,7 +209,7 @@ def beyond(analysis, expression, seed):
 
 
 @given(term=reals(4), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_drawn_score_mod_in_fp32_stays_within_its_running_error(term, seed):
     expression = trace_score(lambda *inputs: term[1](*inputs).to(inputs[0].dtype))
     assert not beyond(RunningError(expression), expression, seed).any(), term[0]
@@ -227,7 +227,7 @@ def test_a_running_error_without_its_roundings_is_found_out():
 
 
 @given(term=truths(4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_drawn_mask_is_traced_exactly(term):
     def mod(*indices):
         return term[1](indices[0] * 0.25 - 1.0, *indices)
