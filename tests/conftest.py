@@ -79,8 +79,9 @@ on = [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect nothing else where ``-m quick`` asks for these alone: that would take longer."""
+    # A process of pytest-xdist has the command line, and finds its own way to the default.
     by_default = config.args_source is not pytest.Config.ArgsSource.ARGS
-    if config.option.markexpr == "quick" and by_default and not hasattr(config, "workerinput"):
+    if config.option.markexpr == "quick" and by_default:
         here = Path(__file__).parent
         config.args[:] = [str(here / name) for name in _QUICK]
 
