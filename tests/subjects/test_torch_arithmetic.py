@@ -1,4 +1,4 @@
-"""torch's setting of fp32 products: as asked inside, as before outside; its flash kernel noticed."""
+"""torch's setting of fp32 products, inside and outside a call; its flash kernel is noticed."""
 
 from __future__ import annotations
 
