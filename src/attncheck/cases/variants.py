@@ -353,6 +353,7 @@ def plan_cells(
                 fields |= {"dtype": dtype, "distribution": distribution, "seed": seed}
                 fields |= {"backward": backward, "dcaptured": backward and variant.captured}
                 cells.append(Cell(variant=name, problem=Problem(**fields)))
+    # Before anything runs: a long run should not end at its largest shape.
     for cell in cells:
         check_memory(cell.problem)
     return list(dict.fromkeys(cells))
