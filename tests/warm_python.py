@@ -127,7 +127,8 @@ class Servers:
             assert process.stdout is not None
             ready = process.stdout.readline()
             # In a real process it would stand in what every command says.
-            assert (ready, _read(err)) == ("ready\n", "")
+            said = _read(err)
+            assert (ready, said) == ("ready\n", ""), said
 
     def stop(self) -> None:
         """End those that this process started."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attncheck.core.errors import UsageError
-from attncheck.gate import sources
-from attncheck.gate.sources import commit_tree, rename_kernels
+from attncheck.gate import other_commit
+from attncheck.gate.other_commit import commit_tree, rename_kernels
 from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.units import Unit
@@ -158,14 +158,14 @@ def test_an_interrupt_leaves_nothing(repository: Path) -> None:
 def test_a_git_that_cannot_remove_it_leaves_nothing_either(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = sources._run_git
+    right = other_commit._run_git
 
     def broken(folder: Path, *words: str) -> str:
         if words[:2] == ("worktree", "remove"):
             raise UsageError("no")
         return right(folder, *words)
 
-    monkeypatch.setattr(sources, "_run_git", broken)
+    monkeypatch.setattr(other_commit, "_run_git", broken)
     with commit_tree("HEAD"):
         pass
 

@@ -15,9 +15,9 @@ from attncheck.core.errors import UsageError
 from attncheck.gate.bound_stage import baseline_units
 from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.other_commit import CommitTree, commit_tree
 from attncheck.gate.plan import describe_units
 from attncheck.gate.property_stage import KnownFailures
-from attncheck.gate.sources import CommitTree, commit_tree
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.spec import Spec
 from attncheck.reporting.gate_verdict import Policy, gate_exit_code

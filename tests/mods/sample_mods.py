@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
@@ -12,11 +11,6 @@ from attncheck.mods.expression import Expression, Structure
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 # Of up to 80 rows and keys, at least 21 keys, 2 sequences; beyond a canvas of 5 · 8 there are some.
 LIBRARY_MASKS = [
@@ -64,7 +58,7 @@ assert {spec.name for spec in LIBRARY_MASKS} | {"and", "or", "not"} == set(MASKS
 assert {spec.name for spec in LIBRARY_SCORES} | {"chain"} == set(SCORES)
 
 
-def _several(name: str, parts: st.SearchStrategy[Spec]) -> st.SearchStrategy[Spec]:
+def _several(name, parts):
     return st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of(name, *of))
 
 
@@ -84,20 +78,20 @@ any_score = st.recursive(
 exact_chain = _several("chain", st.sampled_from(EXACT_SCORES))
 
 
-def planted(expression: Expression, op: str, other: str) -> Expression:
+def planted(expression, op, other):
     """``expression`` with one operation in place of another."""
     nodes = expression.structure.nodes
     changed = tuple(dataclasses.replace(n, op=other) if n.op == op else n for n in nodes)
     return Expression(Structure(expression.structure.inputs, changed), expression.captured)
 
 
-REAL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+REAL_FUNCTIONS = {
     "neg": lambda s: -s,
     **{name: getattr(torch, name) for name in ("abs", "sign", "floor", "ceil", "tanh", "sigmoid")},
     **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt")},
     **{name: getattr(torch, name) for name in ("sin", "cos")},
 }
-DIVISIONS: dict[str, Callable[[Tensor], Tensor]] = {
+DIVISIONS = {
     "// 2.5": lambda s: s // 2.5,
     "// -0.7": lambda s: s // -0.7,
     "% 2.5": lambda s: s % 2.5,

@@ -69,11 +69,7 @@ def faults(mask, mod, dimensions):
 def dimensions_of(longest=LONGEST):
     lengths = st.integers(1, longest)
     return st.builds(
-        Dimensions,
-        batch=st.integers(1, 2),
-        heads=st.integers(1, 3),
-        query=lengths,
-        kv=lengths,
+        Dimensions, batch=st.integers(1, 2), heads=st.integers(1, 3), query=lengths, kv=lengths
     )
 
 

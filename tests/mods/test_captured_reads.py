@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mpmath
 import pytest
@@ -21,12 +20,6 @@ from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.mods.captured_reads import CapturedRead
-    from attncheck.mods.signatures import ScoreMod
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)
 UNITS = 8  # roundings: of no mod here do formula and autograd have more between them
@@ -53,25 +46,25 @@ BUCKETS = torch.tensor([0, 2, 1, 1, 0, 2, 2], dtype=torch.int32)
 PARAMETER = torch.nn.Parameter(torch.tensor([0.1, 0.2, 0.3]))
 
 
-def cast(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def cast(score, b, h, q_idx, kv_idx):
     """The number on its way is cast to fp32; a gradient through that would be rounded."""
     return score + (NARROW[h, q_idx % 5].float() * 0.1).to(score.dtype) * score
 
 
-def from_the_end(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def from_the_end(score, b, h, q_idx, kv_idx):
     return score * SLOPES[-1 - h].to(score.dtype).exp()
 
 
-def by_bucket(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def by_bucket(score, b, h, q_idx, kv_idx):
     return score + SLOPES[BUCKETS[kv_idx]].to(score.dtype)
 
 
-def of_one_number(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def of_one_number(score, b, h, q_idx, kv_idx):
     capped = NUMBER * torch.tanh(score / NUMBER)
     return capped + 2 * ONE * kv_idx + PARAMETER[h].to(score.dtype)
 
 
-def twice(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def twice(score, b, h, q_idx, kv_idx):
     compared = torch.where(score > ONE, score, 0.5 * score)
     return compared * SLOPES[h].to(score.dtype) + SLOPES[b].to(score.dtype) * q_idx
 
@@ -90,7 +83,7 @@ NAMES = [*map(str, LIBRARY), *(mod.__name__ for mod in OWN), *(f"examples {n}" f
 reads_of = functools.cache(trace_reads)  # a trace costs more than what is done with it
 
 
-def places() -> list[Tensor]:
+def places():
     """Every index, each with a drawn score, flat."""
     sizes = (DIMENSIONS.batch, DIMENSIONS.heads, DIMENSIONS.query, DIMENSIONS.kv)
     axes = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
@@ -98,7 +91,7 @@ def places() -> list[Tensor]:
     return [given.reshape(1, 1, 1, -1) for given in (scores, *axes)]
 
 
-def by_number(read: CapturedRead, count: int, at: list[Tensor], slope: Tensor) -> Tensor:
+def by_number(read, count, at, slope):
     """Sums of a read's slopes by the number that it reads."""
     place = read.start + read.place.evaluate(*at).expand(at[0].shape)
     found = torch.zeros(count, dtype=torch.float64)
@@ -106,7 +99,7 @@ def by_number(read: CapturedRead, count: int, at: list[Tensor], slope: Tensor) -
 
 
 @pytest.mark.parametrize("mod", MODS, ids=NAMES)
-def test_the_trace_and_autograd_agree_on_every_number(mod: ScoreMod) -> None:
+def test_the_trace_and_autograd_agree_on_every_number(mod):
     """Tensor by tensor, in the same order."""
     reads, at = reads_of(mod), places()
     assert list(map(id, read_tensors(reads))) == list(map(id, captured_tensors(mod)))
@@ -128,7 +121,7 @@ def test_the_trace_and_autograd_agree_on_every_number(mod: ScoreMod) -> None:
     assert off.max() <= 0
 
 
-def test_starts_follow_on_each_other() -> None:
+def test_starts_follow_on_each_other():
     mod = build_score(LIBRARY[7], DIMENSIONS)
     assert [(read.start, read.tensor.shape) for read in trace_reads(mod)] == [
         (0, (3, 5, 7)),
@@ -139,7 +132,7 @@ def test_starts_follow_on_each_other() -> None:
 
 
 @pytest.mark.parametrize("spec", [Spec.of("none"), SOFTCAP], ids=str)
-def test_a_mod_without_tensors_reads_none(spec: Spec) -> None:
+def test_a_mod_without_tensors_reads_none(spec):
     mod = build_score(spec, DIMENSIONS)
     assert trace_reads(mod) == ()
     assert count_read_numbers(mod) == 0
@@ -147,7 +140,7 @@ def test_a_mod_without_tensors_reads_none(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("mod", MODS, ids=NAMES)
-def test_expressions_are_of_the_vocabulary_of_every_reader(mod: ScoreMod) -> None:
+def test_expressions_are_of_the_vocabulary_of_every_reader(mod):
     for read in reads_of(mod):
         for expression in (read.place, read.slope):
             assert "def score_mod(" in to_triton(expression).source
@@ -167,11 +160,11 @@ def test_expressions_are_of_the_vocabulary_of_every_reader(mod: ScoreMod) -> Non
         assert error.radius.isfinite().all()
 
 
-def computed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def computed(score, b, h, q_idx, kv_idx):
     return score + (-SLOPES)[h].to(score.dtype)
 
 
-def test_a_tensor_computed_from_a_captured_one_is_refused() -> None:
+def test_a_tensor_computed_from_a_captured_one_is_refused():
     with pytest.raises(
         TraceError, match=r"'computed' has no derivative to what it captures .* neg"
     ):
@@ -180,8 +173,8 @@ def test_a_tensor_computed_from_a_captured_one_is_refused() -> None:
         captured_tensors(computed)
 
 
-def test_a_tensor_that_is_compared_alone_has_no_gradient() -> None:
-    def step(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def test_a_tensor_that_is_compared_alone_has_no_gradient():
+    def step(score, b, h, q_idx, kv_idx):
         return torch.where(score > SLOPES[h], score, 0.5 * score)
 
     assert trace_reads(step) == ()
@@ -192,16 +185,16 @@ TABLE = torch.tensor([[0.5, 1.0], [2.0, -1.0], [0.25, 3.0]])
 LEARNT = torch.nn.Parameter(torch.tensor(0.5))
 
 
-def test_a_parameter_of_one_number_may_be_cast() -> None:
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def test_a_parameter_of_one_number_may_be_cast():
+    def mod(score, b, h, q_idx, kv_idx):
         return score * LEARNT.to(score.dtype) + SLOPES[h].to(score.dtype)
 
     assert [id(tensor) for tensor in captured_tensors(mod)] == [id(LEARNT), id(SLOPES)]
     assert [id(tensor) for tensor in read_tensors(trace_reads(mod))] == [id(LEARNT), id(SLOPES)]
 
 
-def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced() -> None:
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced():
+    def mod(score, b, h, q_idx, kv_idx):
         return score + TABLE[h, 1].to(score.dtype) * kv_idx
 
     at = places()
@@ -214,10 +207,10 @@ def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced() -> None:
         trace_reads(mod)
 
 
-def test_who_asks_for_no_gradients_is_refused() -> None:
+def test_who_asks_for_no_gradients_is_refused():
     """The trace forgets where they are not asked for."""
 
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def mod(score, b, h, q_idx, kv_idx):
         with torch.no_grad():
             held = SLOPES[h] * 2
         return score * held + SLOPES[h] * kv_idx
@@ -226,16 +219,16 @@ def test_who_asks_for_no_gradients_is_refused() -> None:
         captured_tensors(mod)
 
 
-def test_another_order_than_the_traces_is_refused() -> None:
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def test_another_order_than_the_traces_is_refused():
+    def mod(score, b, h, q_idx, kv_idx):
         return score + torch.mul(other=ONE, input=NUMBER) * SLOPES[h] * kv_idx
 
     with pytest.raises(TraceError, match="other tensors than its trace, or in another order"):
         trace_reads(mod)
 
 
-def test_a_mod_that_writes_in_place_writes_once() -> None:
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def test_a_mod_that_writes_in_place_writes_once():
+    def mod(score, b, h, q_idx, kv_idx):
         score *= ONE
         return score
 

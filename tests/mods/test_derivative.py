@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import mpmath
 import numpy as np
@@ -22,11 +21,7 @@ from attncheck.core.errors import TraceError
 from attncheck.mods import torch_tracer
 from attncheck.mods import trace as derivative_room
 from attncheck.mods.ball_algebra import to_ball
-from attncheck.mods.expression import (
-    Expression,
-    expression_from_json,
-    expression_to_json,
-)
+from attncheck.mods.expression import expression_from_json, expression_to_json
 from attncheck.mods.library import build_score
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError
@@ -34,18 +29,13 @@ from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_derivative, trace_score
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.mods.signatures import ScoreMod
-
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 KINKS = (-2.5, -2.0, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 2.5)
 FAR = (-math.inf, -30.0, -1e-300, 1e-300, 30.0, math.inf, math.nan)
 UNITS = 8  # roundings: of no mod here do formula and autograd have more between them
 
 
-def points(values: tuple[float, ...] = KINKS + FAR) -> list[Tensor]:
+def points(values=KINKS + FAR):
     """Those scores and a hundred drawn ones, each at a few indices."""
     draws = Draws(0)
     scores = torch.cat([torch.tensor(values).double(), torch.from_numpy(_normal(draws))])
@@ -56,11 +46,11 @@ def points(values: tuple[float, ...] = KINKS + FAR) -> list[Tensor]:
     return [given.reshape(-1) for given in torch.broadcast_tensors(scores, *axes)]
 
 
-def _normal(draws: Draws) -> np.ndarray:
+def _normal(draws):
     return 3.0 * draws.normal("score", (100,))
 
 
-def autograd(mod: ScoreMod, score: Tensor, *indices: Tensor) -> Tensor:
+def autograd(mod, score, *indices):
     variable = score.clone().requires_grad_()
     given = mod(variable, *indices).expand(score.shape)
     if not given.requires_grad:
@@ -69,7 +59,7 @@ def autograd(mod: ScoreMod, score: Tensor, *indices: Tensor) -> Tensor:
     return torch.autograd.grad(given, variable, ones, allow_unused=True, materialize_grads=True)[0]
 
 
-def differing(expression: Expression, mod: ScoreMod, where: list[Tensor]) -> Tensor:
+def differing(expression, mod, where):
     """The scores at which they differ by more than rounding."""
     meant = autograd(mod, *where)
     said = expression.evaluate(*where).expand(meant.shape)
@@ -80,14 +70,14 @@ def differing(expression: Expression, mod: ScoreMod, where: list[Tensor]) -> Ten
 
 
 @pytest.mark.parametrize("spec", LIBRARY_SCORES, ids=str)
-def test_of_the_library(spec: Spec) -> None:
+def test_of_the_library(spec):
     mod = build_score(spec, DIMENSIONS)
     assert not differing(trace_derivative(mod), mod, points()).numel()
 
 
 @given(spec=any_score)
 @settings(max_examples=15, deadline=None)
-def test_of_compositions(spec: Spec) -> None:
+def test_of_compositions(spec):
     mod = build_score(spec, DIMENSIONS)
     assert not differing(trace_derivative(mod), mod, points(KINKS)).numel()
 
@@ -165,11 +155,11 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
-def test_of_what_is_written_by_hand(mod: ScoreMod) -> None:
+def test_of_what_is_written_by_hand(mod):
     assert not differing(trace_derivative(mod), mod, points()).numel()
 
 
-def test_it_can_be_read() -> None:
+def test_it_can_be_read():
     relu, softcap = WRITTEN["relu"], build_score(Spec.of("softcap", cap=30.0), DIMENSIONS)
     assert str(trace_derivative(relu)) == "where(maximum(score, 0) <= 0, 0.0, 1.0)"
     capped = "30.0 * (1 - (tanh(score / 30.0) * tanh(score / 30.0)))"
@@ -182,7 +172,7 @@ def test_it_can_be_read() -> None:
     ("name", "op", "other"),
     [("relu", "le", "lt"), ("clamp", "ge", "gt"), ("maximum", "gt", "ge"), ("cos", "sin", "cos")],
 )
-def test_a_planted_operation_is_noticed(name: str, op: str, other: str) -> None:
+def test_a_planted_operation_is_noticed(name, op, other):
     mod = WRITTEN[name]
     assert differing(planted(trace_derivative(mod), op, other), mod, points()).numel()
 
@@ -196,9 +186,7 @@ def test_a_planted_operation_is_noticed(name: str, op: str, other: str) -> None:
         ("detached", "return self.env[other]", "return super().run_node(n) * 2"),
     ],
 )
-def test_a_fault_in_the_translation_is_noticed(
-    name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_the_translation_is_noticed(name, right, wrong, monkeypatch):
     source = Path(torch_tracer.__file__).read_text(encoding="utf-8")
     assert source.count(right) == 1, right
     room = ModuleType(torch_tracer.__name__)
@@ -214,7 +202,7 @@ SMOOTH = ["tanh", "sigmoid", "exp", "sin", "cos", "square", "cube", "power -2", 
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-def test_in_many_digits_it_is_a_difference_quotient(name: str) -> None:
+def test_in_many_digits_it_is_a_difference_quotient(name):
     """Of the score mod's own expression: no autograd has a part in this."""
     mod, context = WRITTEN[name], mpmath.MPContext()
     context.dps = 50
@@ -234,7 +222,7 @@ def test_in_many_digits_it_is_a_difference_quotient(name: str) -> None:
 
 
 @pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
-def test_everything_that_takes_a_score_mods_expression_takes_it(mod: ScoreMod) -> None:
+def test_everything_that_takes_a_score_mods_expression_takes_it(mod):
     expression = trace_derivative(mod)
     assert to_triton(expression).function is not None
     again = expression_from_json(expression_to_json(expression))
@@ -248,7 +236,7 @@ def test_everything_that_takes_a_score_mods_expression_takes_it(mod: ScoreMod) -
     assert known.radius.shape == (1, len(score), 1)
 
 
-def test_balls_enclose_it() -> None:
+def test_balls_enclose_it():
     pytest.importorskip("flint")
     for name in SMOOTH:
         mod = WRITTEN[name]
@@ -274,7 +262,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("mod", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_has_none_is_refused_in_one_line(mod: ScoreMod, why: str) -> None:
+def test_what_has_none_is_refused_in_one_line(mod, why):
     with pytest.raises(TraceError, match=why) as refused:
         trace_derivative(mod)
     assert "\n" not in str(refused.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import operator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,9 +22,6 @@ from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)
 AXES = [
     torch.arange(size).reshape([-1 if axis == own else 1 for own in range(4)])
@@ -35,7 +31,7 @@ SHAPE = (2, 3, 5, 7)
 SCORES = torch.linspace(-30.0, 30.0, 210, dtype=torch.float64).reshape(SHAPE)
 
 # Each written again by hand, in Python on whole numbers.
-MASKS: dict[str, Callable[[int, int, int, int], bool]] = {
+MASKS = {
     "q_idx >= kv_idx": lambda b, h, i, j: i >= j,
     "q_idx < kv_idx": lambda b, h, i, j: i < j,
     "q_idx > 2": lambda b, h, i, j: i > 2,
@@ -52,23 +48,23 @@ MASKS: dict[str, Callable[[int, int, int, int], bool]] = {
 }
 
 
-def sees(text: str) -> torch.Tensor:
+def sees(text):
     """What the mask ``text`` shows, at all indices."""
     mask = library.build_mask(Spec.of("expression", text=text), DIMENSIONS)
     return mask(*AXES).expand(SHAPE)
 
 
-def is_as_by_hand(text: str) -> bool:
+def is_as_by_hand(text):
     expected = [MASKS[text](*place) for place in np.ndindex(*SHAPE)]
     return sees(text).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("text", MASKS)
-def test_a_mask_is_what_was_written_by_hand(text: str) -> None:
+def test_a_mask_is_what_was_written_by_hand(text):
     assert is_as_by_hand(text)
 
 
-PLANTED: list[tuple[str, type, Any]] = [
+PLANTED = [
     ("_COMPARISONS", ast.GtE, ">"),
     ("_COMPARISONS", ast.Lt, "<="),
     ("_COMPARISONS", ast.NotEq, "=="),
@@ -81,15 +77,13 @@ PLANTED: list[tuple[str, type, Any]] = [
 
 
 @pytest.mark.parametrize(("table", "of", "other"), PLANTED, ids=lambda v: str(v)[:30])
-def test_a_planted_operator_is_seen(
-    monkeypatch: pytest.MonkeyPatch, forgotten: None, table: str, of: type, other: Any
-) -> None:
+def test_a_planted_operator_is_seen(monkeypatch, forgotten, table, of, other):
     monkeypatch.setitem(getattr(formula, table), of, other)
     assert not all(map(is_as_by_hand, MASKS))
 
 
 @pytest.fixture
-def forgotten() -> Iterator[None]:
+def forgotten():
     """What was read before is read again, and so is what was read with a fault."""
     formula.mask_formula_code.cache_clear()
     yield
@@ -110,7 +104,7 @@ ARRAYS = dict(zip(("b", "h", "q_idx", "kv_idx"), (axis.numpy() for axis in AXES)
 
 @given(spec=strategies.expressions(dimensions=DIMENSIONS))
 @settings(max_examples=25, deadline=None, database=None)
-def test_a_random_mask_is_what_numpy_makes_of_it(spec: Spec) -> None:
+def test_a_random_mask_is_what_numpy_makes_of_it(spec):
     text = str(spec.values["text"])
     expected = eval(text, OTHER, ARRAYS)  # noqa: S307  (drawn by our own grammar)
     assert np.array_equal(sees(text), np.broadcast_to(expected, SHAPE))
@@ -121,7 +115,7 @@ def test_a_random_mask_is_what_numpy_makes_of_it(spec: Spec) -> None:
 
 @given(spec=strategies.score_expressions())
 @settings(max_examples=25, deadline=None, database=None)
-def test_a_random_score_mod_is_what_numpy_makes_of_it(spec: Spec) -> None:
+def test_a_random_score_mod_is_what_numpy_makes_of_it(spec):
     text = str(spec.values["text"])
     expected = eval(text, OTHER, ARRAYS | {"score": SCORES.numpy()})  # noqa: S307  (as above)
     mod = library.build_score(spec, DIMENSIONS)
@@ -144,7 +138,7 @@ def test_a_random_score_mod_is_what_numpy_makes_of_it(spec: Spec) -> None:
         ("score + 16777217 * 1.0", 2**24),  # a real number, of fp32
     ],
 )
-def test_arithmetic_is_in_the_dtype_of_the_score(text: str, value: Fraction | float) -> None:
+def test_arithmetic_is_in_the_dtype_of_the_score(text, value):
     """In float64 no index is rounded to fp32, and constants are the kernel's."""
     mod = formula.formula_score(text, Dimensions(batch=1, heads=1, query=1, kv=2**24 + 2))
     zero = torch.zeros(1, dtype=torch.int64)
@@ -155,7 +149,7 @@ def test_arithmetic_is_in_the_dtype_of_the_score(text: str, value: Fraction | fl
 
 @pytest.mark.parametrize("width", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_score_mod_keeps_the_dtype_of_the_score(width: torch.dtype, dtype: torch.dtype) -> None:
+def test_a_score_mod_keeps_the_dtype_of_the_score(width, dtype):
     mod = formula.formula_score("where(h == 1, 2, 0.5) * kv_idx / 3 + score", DIMENSIONS)
     assert mod(SCORES.to(dtype), *(axis.to(width) for axis in AXES)).dtype is dtype
 
@@ -222,28 +216,28 @@ BAD_SCORES = {
 
 
 @pytest.mark.parametrize("text", BAD_MASKS)
-def test_a_bad_mask_is_refused_in_a_line(text: str) -> None:
+def test_a_bad_mask_is_refused_in_a_line(text):
     with pytest.raises(ProblemError) as caught:
         library.check_mask(Spec.of("expression", text=text), DIMENSIONS)
     assert str(caught.value) == f"expression.text={text!r}: {BAD_MASKS[text]}"
 
 
 @pytest.mark.parametrize("text", BAD_SCORES)
-def test_a_bad_score_mod_is_refused_in_a_line(text: str) -> None:
+def test_a_bad_score_mod_is_refused_in_a_line(text):
     with pytest.raises(ProblemError) as caught:
         library.check_score(Spec.of("expression", text=text), DIMENSIONS)
     assert str(caught.value) == f"expression.text={text!r}: {BAD_SCORES[text]}"
 
 
 @pytest.mark.parametrize("text", [3, "", " b < h", "b < h ", "b <\nh", "b < é", "b" * 201, (1,)])
-def test_a_text_is_one_short_line(text: Any) -> None:
+def test_a_text_is_one_short_line(text):
     with pytest.raises(ProblemError, match="must be one line of at most 200 ASCII") as caught:
         library.check_mask(Spec.of("expression", text=text), DIMENSIONS)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 350
 
 
-def test_what_fits_depends_on_the_lengths() -> None:
+def test_what_fits_depends_on_the_lengths():
     cubed = Spec.of("expression", text="q_idx * q_idx * q_idx >= kv_idx")
     library.check_mask(cubed, Dimensions(batch=1, heads=1, query=1291, kv=9))
     with pytest.raises(ProblemError, match="may be 2151685171: whole numbers are of 32 bits"):
@@ -253,7 +247,7 @@ def test_what_fits_depends_on_the_lengths() -> None:
 @pytest.mark.parametrize(
     "text", ["abs(q_idx - kv_idx) * 536870911 >= 0", "(q_idx - 4) * (kv_idx - 6) * 89478485 > 0"]
 )
-def test_ranges_are_those_of_every_corner(text: str) -> None:
+def test_ranges_are_those_of_every_corner(text):
     """Just within 32 bits at the corners of (5, 5), and beyond at those of (11, 11)."""
     spec = Spec.of("expression", text=text)
     library.check_mask(spec, Dimensions(batch=1, heads=1, query=5, kv=5))
@@ -261,7 +255,7 @@ def test_ranges_are_those_of_every_corner(text: str) -> None:
         library.check_mask(spec, Dimensions(batch=1, heads=1, query=11, kv=11))
 
 
-def test_json_and_words() -> None:
+def test_json_and_words():
     mask = Spec.of("expression", text="q_idx % 3 <= kv_idx")
     halved = Spec.of("chain", Spec.of("alibi"), Spec.of("expression", text="score * 0.5"))
     problem = Problem(query=5, head_dim=4, mask=mask, score=halved)
@@ -284,7 +278,7 @@ def test_json_and_words() -> None:
         "minimum(score, kv_idx / 3) - abs(score) * 0.25",
     ],
 )
-def test_a_score_mod_is_tested_not_waved_through(text: str) -> None:
+def test_a_score_mod_is_tested_not_waved_through(text):
     """The judge knows every operation: nothing is allowed to be infinitely wrong."""
     problem = Problem(
         query=9,

@@ -140,14 +140,11 @@ SCORE_ERRORS = [
 ]
 
 
-CASES = [
-    *(("mask", *case) for case in MASK_ERRORS),
-    *(("score", *case) for case in SCORE_ERRORS),
-]
+CASES = [*(("mask", *case) for case in MASK_ERRORS), *(("score", *case) for case in SCORE_ERRORS)]
 
 
 @pytest.mark.parametrize(("kind", "spec", "message"), CASES, ids=lambda v: str(v)[:40])
-def test_what_is_refused_says_why(kind: str, spec: Spec, message: str) -> None:
+def test_what_is_refused_says_why(kind, spec, message):
     for refuse in (getattr(library, f"check_{kind}"), getattr(library, f"build_{kind}")):
         with pytest.raises(UsageError) as caught:
             refuse(spec, DIMENSIONS)
@@ -155,18 +152,18 @@ def test_what_is_refused_says_why(kind: str, spec: Spec, message: str) -> None:
         assert isinstance(caught.value, UnknownName if "not known" in message else ProblemError)
 
 
-def test_defaults_pass() -> None:
+def test_defaults_pass():
     library.check_mask(library.FULL, DIMENSIONS)
     library.check_score(library.NONE, DIMENSIONS)
 
 
-def test_an_integer_is_a_real_number_rounded_to_fp32() -> None:
+def test_an_integer_is_a_real_number_rounded_to_fp32():
     mod = library.build_score(Spec.of("temperature", temperature=2**24 + 1), DIMENSIONS)
     index = torch.tensor(0)
     assert mod(torch.tensor(2.0**24), index, index, index, index).item() == 1.0
 
 
-def test_the_order_of_arguments_is_no_difference() -> None:
+def test_the_order_of_arguments_is_no_difference():
     one, other = (
         Spec.of("relative_bias", distance=4, seed=1),
         Spec.of("relative_bias", seed=1, distance=4),
@@ -176,7 +173,7 @@ def test_the_order_of_arguments_is_no_difference() -> None:
     assert str(one) == str(other)
 
 
-def test_documents_cover_the_longer_of_the_two_lengths() -> None:
+def test_documents_cover_the_longer_of_the_two_lengths():
     tall = Dimensions(batch=1, heads=1, query=9, kv=7)
     library.check_mask(Spec.of("document", lengths=[4, 5]), tall)
     with pytest.raises(ProblemError, match=r"they must cover max\(query, kv\)=9\.$"):
@@ -184,7 +181,7 @@ def test_documents_cover_the_longer_of_the_two_lengths() -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap", "temperature"])
-def test_a_real_number_is_that_of_a_kernel_in_float64_too(name: str) -> None:
+def test_a_real_number_is_that_of_a_kernel_in_float64_too(name):
     argument = {"softcap": "cap", "temperature": "temperature"}[name]
     rounded, exact = (
         library.build_score(Spec.of(name, **{argument: number}), DIMENSIONS)
@@ -194,13 +191,13 @@ def test_a_real_number_is_that_of_a_kernel_in_float64_too(name: str) -> None:
     assert rounded(score, *(index,) * 4).item() == exact(score, *(index,) * 4).item()
 
 
-def test_every_entry_is_built_or_composed_and_says_what_it_does() -> None:
+def test_every_entry_is_built_or_composed_and_says_what_it_does():
     for entry in (*MASKS.values(), *SCORES.values()):
         assert (entry.build is None) != (entry.compose is None)
         assert entry.summary
 
 
-def test_the_library_imports_neither_torch_nor_triton() -> None:
+def test_the_library_imports_neither_torch_nor_triton():
     code = (
         "import sys, attncheck.mods.library; "
         "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Every library mask against a matrix typed by hand: rows are queries, columns keys."""
+"""Every library mask against a matrix typed by hand: words are rows, their characters keys."""
 
 from __future__ import annotations
 
@@ -16,131 +16,25 @@ CANVAS = Dimensions(batch=1, heads=1, query=13, kv=13)
 NINE = Dimensions(batch=1, heads=1, query=9, kv=9)
 LAST = Dimensions(batch=1, heads=1, query=3, kv=7)
 
-FULL = """
-1111111
-1111111
-1111111
-1111111
-1111111
-"""
-CAUSAL = """
-1......
-11.....
-111....
-1111...
-11111..
-"""
-BOTTOM_RIGHT = """
-111....
-1111...
-11111..
-111111.
-1111111
-"""
-WINDOW_1 = """
-1......
-.1.....
-..1....
-...1...
-....1..
-"""
-WINDOW_3 = """
-1......
-11.....
-111....
-.111...
-..111..
-"""
-PREFIX_2 = """
-11.....
-11.....
-111....
-1111...
-11111..
-"""
-DOCUMENTS_2_0_3_2 = """
-11.....
-11.....
-..111..
-..111..
-..111..
-"""
-PADDING_0 = """
-.......
-.......
-.......
-.......
-.......
-"""
-PADDING_3 = """
-111....
-111....
-111....
-111....
-111....
-"""
-WRITTEN_IN_0 = """
-11.....
-.11....
-..11...
-..111..
-...111.
-"""
-WRITTEN_IN_1 = """
-1111...
-.1111..
-..1111.
-1111111
-.111111
-"""
-TALL_CAUSAL = """
-1...
-11..
-111.
-1111
-1111
-1111
-"""
-TALL_BOTTOM_RIGHT = """
-....
-....
-1...
-11..
-111.
-1111
-"""
-TALL_WINDOW_2 = """
-1...
-11..
-.11.
-..11
-...1
-....
-"""
-TALL_DOCUMENTS_1_4_1 = """
-1...
-.111
-.111
-.111
-.111
-....
-"""
+FULL = "1111111 1111111 1111111 1111111 1111111"
+CAUSAL = "1...... 11..... 111.... 1111... 11111.."
+BOTTOM_RIGHT = "111.... 1111... 11111.. 111111. 1111111"
+WINDOW_1 = "1...... .1..... ..1.... ...1... ....1.."
+WINDOW_3 = "1...... 11..... 111.... .111... ..111.."
+PREFIX_2 = "11..... 11..... 111.... 1111... 11111.."
+DOCUMENTS_2_0_3_2 = "11..... 11..... ..111.. ..111.. ..111.."
+PADDING_0 = "....... ....... ....... ....... ......."
+PADDING_3 = "111.... 111.... 111.... 111.... 111...."
+WRITTEN_IN_0 = "11..... .11.... ..11... ..111.. ...111."
+WRITTEN_IN_1 = "1111... .1111.. ..1111. 1111111 .111111"
+TALL_CAUSAL = "1... 11.. 111. 1111 1111 1111"
+TALL_BOTTOM_RIGHT = ".... .... 1... 11.. 111. 1111"
+TALL_WINDOW_2 = "1... 11.. .11. ..11 ...1 ...."
+TALL_DOCUMENTS_1_4_1 = "1... .111 .111 .111 .111 ...."
 
 # A canvas of 2 × 3, or 3 × 2, and a key beyond it: a window touches every edge of it.
-CELLS_1_BY_2 = """
-11.....
-11.....
-.11....
-...11..
-...11..
-"""
-CELLS_2_BY_1 = """
-1..1...
-.1..1..
-..1..1.
-1..1...
-.1..1..
-"""
+CELLS_1_BY_2 = "11..... 11..... .11.... ...11.. ...11.."
+CELLS_2_BY_1 = "1..1... .1..1.. ..1..1. 1..1... .1..1.."
 # Rows of the canvas are keys 0 1 2 3, 4 5 6 7 and 8 9 10 11; the last row is beyond it.
 CANVAS_3_BY_4 = """
 111.111.111..
@@ -174,13 +68,7 @@ TILED_3_BY_4 = """
 .........111.
 .............
 """
-ONE_CELL = """
-1......
-.......
-.......
-.......
-.......
-"""
+ONE_CELL = "1...... ....... ....... ....... ......."
 # Along the Z curve of 3 × 4: rows 0 and 1 are keys 0 1 4 5 and 2 3 6 7, row 2 is 8 9 10 11.
 MORTON_3_BY_4 = """
 11..1........
@@ -209,32 +97,10 @@ EVEN_3_BY_3 = """
 ...11.11.
 ....11.11
 """
-TWO_DOCUMENTS_AND_EMPTY_ONES = """
-1......
-1......
-...1111
-...1111
-...1111
-"""
-LATER_BOTTOM_RIGHT = """
-11111..
-111111.
-1111111
-"""
-LATER_WINDOW_3 = """
-.111...
-..111..
-...111.
-....111
-.....11
-"""
-LATER_DOCUMENTS = """
-..11...
-..11...
-....111
-....111
-....111
-"""
+TWO_DOCUMENTS_AND_EMPTY_ONES = "1...... 1...... ...1111 ...1111 ...1111"
+LATER_BOTTOM_RIGHT = "11111.. 111111. 1111111"
+LATER_WINDOW_3 = ".111... ..111.. ...111. ....111 .....11"
+LATER_DOCUMENTS = "..11... ..11... ....111 ....111 ....111"
 
 of = Spec.of
 TABLES = [
@@ -304,14 +170,12 @@ TABLES = [
 ]
 
 
-def typed(table: str) -> torch.Tensor:
+def typed(table):
     return torch.tensor([[c == "1" for c in row] for row in table.split()])
 
 
 @pytest.mark.parametrize(("dimensions", "spec", "tables"), TABLES, ids=lambda v: str(v)[:60])
-def test_mask_is_the_table_typed_by_hand(
-    dimensions: Dimensions, spec: Spec, tables: list[str]
-) -> None:
+def test_mask_is_the_table_typed_by_hand(dimensions, spec, tables):
     mask = build_mask(spec, dimensions)
     seen = mask(
         torch.arange(dimensions.batch)[:, None, None, None],
@@ -331,19 +195,19 @@ def test_mask_is_the_table_typed_by_hand(
         assert torch.equal(over_rows(torch.tensor(b), h, rows, keys), expected[b, 0])
 
 
-def test_every_mask_has_a_table() -> None:
+def test_every_mask_has_a_table():
     assert {part.name for _, spec, _ in TABLES for part in spec.walk()} == set(MASKS)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_indices_may_be_of_either_width(index_dtype: torch.dtype) -> None:
+def test_indices_may_be_of_either_width(index_dtype):
     indices = [torch.arange(n, dtype=index_dtype) for n in (1, 1, 5, 5)]
     mask = masks.document(torch.tensor([0, 0, 1, 1, 1]))
     assert mask(*indices).all()
 
 
 @pytest.mark.parametrize("sides", [(1, 1), (1, 7), (5, 3), (4, 4), (6, 5)], ids=str)
-def test_every_cell_sees_a_whole_window(sides: tuple[int, int]) -> None:
+def test_every_cell_sees_a_whole_window(sides):
     """And the rest of the query and the keys nothing, in whichever order."""
     cells = sides[0] * sides[1]
     longer = Dimensions(batch=1, heads=1, query=cells + 2, kv=cells + 3)
@@ -363,7 +227,7 @@ def test_every_cell_sees_a_whole_window(sides: tuple[int, int]) -> None:
                 assert not seen[:, cells:].any()
 
 
-def test_a_z_curve_leaves_out_what_lies_outside() -> None:
+def test_a_z_curve_leaves_out_what_lies_outside():
     assert masks.morton_order((4, 4)).tolist() == [
         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15
     ]  # fmt: skip
@@ -371,13 +235,13 @@ def test_a_z_curve_leaves_out_what_lies_outside() -> None:
     assert masks.morton_order((1, 5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_documents_beyond_the_memory_cost_nothing() -> None:
+def test_documents_beyond_the_memory_cost_nothing():
     """Lengths may be as large as numbers are."""
     spec = Spec.of("document", lengths=[2, 2**31 - 1])
     assert build_mask(spec, NINE)(*[torch.arange(9)] * 4).all()
 
 
-def test_compositions_need_a_part() -> None:
+def test_compositions_need_a_part():
     for composition in (masks.and_masks, masks.or_masks, scores.chain_scores):
         with pytest.raises(TypeError):
             composition()

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import random
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,11 +16,6 @@ import torch
 from attncheck.core.errors import TraceError
 from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from torch import Tensor
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4)
@@ -33,18 +26,18 @@ COMPLEX = torch.zeros(3, dtype=torch.complex64)
 SEEN = torch.zeros(3)
 
 
-def in_place(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def in_place(s, b, h, q, k):
     s += 1.0
     return s
 
 
-def counting(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def counting(s, b, h, q, k):
     SEEN[0] = 1.0
     return s + SEEN[h]
 
 
-def summed_over_keys(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    for key in range(k):  # type: ignore[call-overload]  # wrong on purpose
+def summed_over_keys(s, b, h, q, k):
+    for key in range(k):
         s = s + key
     return s
 
@@ -52,7 +45,7 @@ def summed_over_keys(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> T
 ONE_NUMBER = "it must give one tensor of real numbers, as score.dtype, one value an index."
 VALUE = "use torch.where for a choice, torch's functions in place of Python's."
 
-REFUSED: dict[str, tuple[Callable[..., object], str]] = {
+REFUSED = {
     "bits of another dtype": (
         lambda s, b, h, q, k: s + q.view(torch.float64),
         "it reads bits as another dtype at test_refused_mods.py:",
@@ -70,9 +63,7 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
         lambda s, b, h, q, k: s.cumsum(0),
         "operation aten.cumsum is not supported at test_refused_mods.py:",
     ),
-    "erf": (lambda s, b, h, q, k: torch.erf(s), "operation aten.erf is not supported at "),
     "reduction": (lambda s, b, h, q, k: s - s.max(), "operation aten.max is not supported at "),
-    "any": (lambda s, b, h, q, k: s * (q > k).any(), "operation aten.any is not supported at "),
     "part of an index": (
         lambda s, b, h, q, k: s + BIAS[h].sum(),
         "1 of the 2 dimensions of a tensor at ",
@@ -81,7 +72,6 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
     "computed table": (lambda s, b, h, q, k: s[q], "it indexes a computed tensor at "),
     "boolean index": (lambda s, b, h, q, k: s + SEEN[:1][q > k], "with truth values at "),
     "power": (lambda s, b, h, q, k: s**2.5, "it raises to the power 2.5 at "),
-    "large power": (lambda s, b, h, q, k: s**4, "it may raise to -2, -1, -0.5, 0.5, 1, 2, 3."),
     "computed power": (lambda s, b, h, q, k: s**q, "use torch.exp2(x) for 2 ** x"),
     "alpha": (lambda s, b, h, q, k: torch.add(s, q, alpha=3), "it uses add with alpha at "),
     "approximate": (
@@ -100,20 +90,14 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "complex": (lambda s, b, h, q, k: s + COMPLEX[h].real, "a torch.complex64 tensor at "),
     "bytes": (lambda s, b, h, q, k: s + (BYTES[h] - BYTES[b]), "it computes sub in uint8 at "),
-    "halves": (
-        lambda s, b, h, q, k: s + HALVES[h] * 0.1,
-        "it computes mul in float16 at ",
-    ),
+    "halves": (lambda s, b, h, q, k: s + HALVES[h] * 0.1, "it computes mul in float16 at "),
     # Control flow and side effects.
     "branch": (lambda s, b, h, q, k: s if q > k else -s, "it decides on a tensor's value at "),
     "item": (lambda s, b, h, q, k: s + int(q), "it decides on a tensor's value at "),
-    "math": (lambda s, b, h, q, k: s + math.sqrt(q), VALUE),
-    "list": (lambda s, b, h, q, k: s + q.tolist()[0], "it decides on a tensor's value at "),
     "numpy": (lambda s, b, h, q, k: s + float(q.numpy()[0]), "it decides on a tensor's value at "),
     "equal": (lambda s, b, h, q, k: s if torch.equal(q, k) else -s, "it decides on a tensor's"),
     "loop": (summed_over_keys, "it decides on a tensor's value at "),
     "random": (lambda s, b, h, q, k: s + torch.rand(3)[h], "it draws random numbers at "),
-    "random like": (lambda s, b, h, q, k: s + torch.rand_like(s), "it draws random numbers at "),
     "dropout": (lambda s, b, h, q, k: torch.dropout(s, 0.5, True), "it draws random numbers at "),
     "in place": (in_place, "it writes in place with aten.add_ at "),
     "captured in place": (counting, "it writes in place with aten.copy_ at "),
@@ -123,8 +107,6 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
     ),
     # Wrong results.
     "number": (lambda s, b, h, q, k: 1.0, f"it gives 1.0: {ONE_NUMBER}"),
-    "nothing": (lambda s, b, h, q, k: None, f"it gives None: {ONE_NUMBER}"),
-    "truth": (lambda s, b, h, q, k: True, f"it gives True: {ONE_NUMBER}"),
     "tuple": (lambda s, b, h, q, k: (s, s), f"it gives a tuple of 2: {ONE_NUMBER}"),
     "int": (lambda s, b, h, q, k: q, f"it gives dtype int64: {ONE_NUMBER}"),
     "bool": (lambda s, b, h, q, k: q > k, f"it gives dtype bool: {ONE_NUMBER}"),
@@ -147,10 +129,10 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_says_what_and_where(name: str) -> None:
+def test_what_is_refused_says_what_and_where(name):
     mod, message = REFUSED[name]
     with pytest.raises(TraceError) as caught:
-        trace_score(mod)  # type: ignore[arg-type]  # some give no tensor, on purpose
+        trace_score(mod)
     text = str(caught.value)
     assert text.startswith(f"score mod {mod.__name__!r} cannot be traced: ")
     assert message in re.sub(r" `.*`", "", text)  # the line of the mod that is quoted
@@ -171,7 +153,7 @@ def test_what_is_refused_says_what_and_where(name: str) -> None:
         (lambda b, h, q, k: [q > k], "a list of 1"),
     ],
 )
-def test_a_mask_must_give_truth_values(mod: Any, given: str) -> None:
+def test_a_mask_must_give_truth_values(mod, given):
     with pytest.raises(TraceError) as caught:
         trace_mask(mod)
     assert str(caught.value) == (
@@ -180,20 +162,20 @@ def test_a_mask_must_give_truth_values(mod: Any, given: str) -> None:
     )
 
 
-def test_no_callable_is_refused() -> None:
+def test_no_callable_is_refused():
     with pytest.raises(TraceError, match=r"^mask 'int' cannot be traced: it is no callable of"):
-        trace_mask(3)  # type: ignore[arg-type]  # wrong on purpose
+        trace_mask(3)
 
 
-def test_a_mask_of_an_operation_that_is_not_known_names_all_that_are() -> None:
+def test_a_mask_of_an_operation_that_is_not_known_names_all_that_are():
     with pytest.raises(TraceError, match=r"`.*round.*`: use abs, add, and, cast, .*, xor\.$"):
         trace_score(lambda s, b, h, q, k: s.round())
 
 
-def test_the_line_is_that_of_the_call_not_of_another_one() -> None:
+def test_the_line_is_that_of_the_call_not_of_another_one():
     """Three calls of one operation; the tracer drops one, and the second cannot be said."""
 
-    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def mod(score, b, h, q, k):
         score.pow(2.0)
         score = score.pow(3)
         score = score.pow(2.5)
@@ -203,20 +185,20 @@ def test_the_line_is_that_of_the_call_not_of_another_one() -> None:
         trace_score(mod)
 
 
-def test_the_line_is_that_of_the_inner_function() -> None:
-    def inner(x: Tensor) -> Tensor:
+def test_the_line_is_that_of_the_inner_function():
+    def inner(x):
         return torch.special.erfc(x)
 
     with pytest.raises(TraceError, match=r"`return torch\.special\.erfc\(x\)`"):
         trace_score(lambda s, b, h, q, k: inner(s))
 
 
-def test_a_partial_is_called_by_its_function_and_an_object_by_its_class() -> None:
-    def window(width: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def test_a_partial_is_called_by_its_function_and_an_object_by_its_class():
+    def window(width, b, h, q, k):
         return q - k
 
     class Bias(torch.nn.Module):
-        def forward(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        def forward(self, b, h, q, k):
             return q - k
 
     with pytest.raises(TraceError, match=r"^mask 'window' cannot"):
@@ -225,10 +207,10 @@ def test_a_partial_is_called_by_its_function_and_an_object_by_its_class() -> Non
         trace_mask(Bias())
 
 
-def test_a_captured_tensor_that_is_too_short_is_named() -> None:
+def test_a_captured_tensor_that_is_too_short_is_named():
     documents = torch.zeros(40, dtype=torch.int64)
 
-    def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def document(b, h, q, k):
         return documents[q] == documents[k]
 
     with pytest.raises(TraceError) as caught:
@@ -240,19 +222,19 @@ def test_a_captured_tensor_that_is_too_short_is_named() -> None:
     assert "\n" not in text
 
 
-def test_a_division_by_zero_is_named() -> None:
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def test_a_division_by_zero_is_named():
+    def mod(b, h, q, k):
         return q // (k - 3) > 1
 
     with pytest.raises(TraceError, match=r"'mod' raised RuntimeError .* ZeroDivisionError at"):
         count_disagreements(trace_mask(mod), mod, DIMENSIONS)
 
 
-def test_another_shape_for_many_indices_is_named() -> None:
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def test_another_shape_for_many_indices_is_named():
+    def mod(b, h, q, k):
         return q[:1] > k[:1] if q.numel() > 1 else (q > k)
 
-    def wrong(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def wrong(b, h, q, k):
         return (q > k)[:2] if q.numel() > 1 else (q > k)
 
     assert count_disagreements(trace_mask(mod), mod, DIMENSIONS) > 0
@@ -260,22 +242,22 @@ def test_another_shape_for_many_indices_is_named() -> None:
         count_disagreements(trace_mask(wrong), wrong, DIMENSIONS)
 
 
-def test_a_number_drawn_by_python_is_noticed() -> None:
-    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def test_a_number_drawn_by_python_is_noticed():
+    def mod(s, b, h, q, k):
         return s + random.random()
 
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS) > 0
 
 
 class Unspeakable(Exception):
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("no words")
 
 
-def raising(error: BaseException, *, at: int) -> Callable[..., Tensor]:
+def raising(error, *, at):
     """A mask that raises ``error`` for ``at`` indices or more."""
 
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def mod(b, h, q, k):
         if k.numel() >= at:
             raise error
         return q > k
@@ -287,7 +269,7 @@ ENDS = (SystemExit(0), SystemExit(), GeneratorExit(), Unspeakable())
 
 
 @pytest.mark.parametrize("error", ENDS, ids=repr)
-def test_a_mod_that_would_end_the_process_does_not(error: BaseException) -> None:
+def test_a_mod_that_would_end_the_process_does_not(error):
     kind = type(error).__name__
     with pytest.raises(TraceError, match=f"^mask 'mod' cannot be traced: it raised {kind}"):
         trace_mask(raising(error, at=1))
@@ -296,7 +278,7 @@ def test_a_mod_that_would_end_the_process_does_not(error: BaseException) -> None
         count_disagreements(trace_mask(late), late, DIMENSIONS)
 
 
-def test_an_interrupt_is_the_users() -> None:
+def test_an_interrupt_is_the_users():
     with pytest.raises(KeyboardInterrupt):
         trace_mask(raising(KeyboardInterrupt(), at=1))
     late = raising(KeyboardInterrupt(), at=2)
@@ -304,21 +286,21 @@ def test_an_interrupt_is_the_users() -> None:
         count_disagreements(trace_mask(late), late, DIMENSIONS)
 
 
-def test_a_coroutine_or_generator_is_named_without_a_warning() -> None:
-    async def coroutine(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def test_a_coroutine_or_generator_is_named_without_a_warning():
+    async def coroutine(b, h, q, k):
         return q > k
 
-    def generator(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Iterator[Tensor]:
+    def generator(b, h, q, k):
         yield q > k
 
-    async def both(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> AsyncIterator[Tensor]:
+    async def both(b, h, q, k):
         yield q > k
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TraceError, match=r"it gives a coroutine: use a plain def\.$"):
-            trace_mask(coroutine)  # type: ignore[arg-type]  # wrong on purpose
+            trace_mask(coroutine)
         for mod in (generator, both):
             with pytest.raises(TraceError, match=r"it gives a generator: use a plain def without"):
-                trace_mask(mod)  # type: ignore[arg-type]  # wrong on purpose
+                trace_mask(mod)
         gc.collect()

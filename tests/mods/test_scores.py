@@ -17,11 +17,13 @@ from attncheck.mods.scores import SCORES, alibi_slopes
 from attncheck.mods.spec import Dimensions, Spec
 
 DIMENSIONS = Dimensions(batch=1, heads=2, query=2, kv=3)
+TABLE = torch.tensor([[[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]]])
+TEXT = "where(h == 1, score * 0.5, score) + 0.25 * (kv_idx - q_idx)"
 # (heads, query, kv) scores that every score mod below starts from.
 START = [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[-1.0, 0.0, 1.0], [8.0, -8.0, 0.5]]]
 
 
-def applied(mod: object, start: list[list[list[float]]] = START) -> torch.Tensor:
+def applied(mod, start=START):
     assert callable(mod)
     return mod(
         torch.tensor(start, dtype=torch.float64),
@@ -32,40 +34,56 @@ def applied(mod: object, start: list[list[list[float]]] = START) -> torch.Tensor
     )
 
 
-def test_none_is_the_score() -> None:
-    assert applied(build_score(Spec.of("none"), DIMENSIONS)).tolist() == START
-
-
-def test_alibi_adds_slope_times_distance() -> None:
+BY_HAND = {
+    "none": (build_score(Spec.of("none"), DIMENSIONS), START),
     # 2 heads: slopes 2^-4 and 2^-8; kv − q = [[0, 1, 2], [-1, 0, 1]].
-    assert applied(build_score(Spec.of("alibi"), DIMENSIONS)).tolist() == [
-        [[1.0, 2.0625, 3.125], [3.9375, 5.0, 6.0625]],
-        [[-1.0, 0.00390625, 1.0078125], [7.99609375, -8.0, 0.50390625]],
-    ]
-
-
-def test_temperature_divides() -> None:
-    result = applied(build_score(Spec.of("temperature", temperature=2), DIMENSIONS))
-    assert result.tolist() == [[[0.5, 1.0, 1.5], [2.0, 2.5, 3.0]], [[-0.5, 0, 0.5], [4, -4, 0.25]]]
-
-
-def test_relative_bias_reads_its_table_at_the_clamped_distance() -> None:
-    table = torch.tensor([[10.0, 20.0, 30.0], [100.0, 200.0, 300.0]])
+    "alibi": (
+        build_score(Spec.of("alibi"), DIMENSIONS),
+        [
+            [[1.0, 2.0625, 3.125], [3.9375, 5.0, 6.0625]],
+            [[-1.0, 0.00390625, 1.0078125], [7.99609375, -8.0, 0.50390625]],
+        ],
+    ),
+    "temperature": (
+        build_score(Spec.of("temperature", temperature=2), DIMENSIONS),
+        [[[0.5, 1.0, 1.5], [2.0, 2.5, 3.0]], [[-0.5, 0, 0.5], [4, -4, 0.25]]],
+    ),
     # kv − q + 1 clamped to 0..2 = [[1, 2, 2], [0, 1, 2]].
-    assert applied(scores.relative_bias(table)).tolist() == [
-        [[21.0, 32.0, 33.0], [14.0, 25.0, 36.0]],
-        [[199.0, 300.0, 301.0], [108.0, 192.0, 300.5]],
-    ]
+    "relative bias": (
+        scores.relative_bias(torch.tensor([[10.0, 20.0, 30.0], [100.0, 200.0, 300.0]])),
+        [
+            [[21.0, 32.0, 33.0], [14.0, 25.0, 36.0]],
+            [[199.0, 300.0, 301.0], [108.0, 192.0, 300.5]],
+        ],
+    ),
+    "relative bias of distance 0": (
+        scores.relative_bias(torch.tensor([[1.0], [2.0]])),
+        [[[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]], [[1.0, 2.0, 3.0], [10.0, -6.0, 2.5]]],
+    ),
+    "bias": (
+        scores.bias(TABLE),
+        [[[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]], [[9.0, 20.0, 31.0], [48.0, 42.0, 60.5]]],
+    ),
+    "bias of each head": (
+        scores.bias(torch.cat([TABLE, 100.0 * TABLE], 1)),
+        [
+            [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]],
+            [[999.0, 2000.0, 3001.0], [4008.0, 4992.0, 6000.5]],
+        ],
+    ),
+    "expression": (
+        build_score(Spec.of("expression", text=TEXT), DIMENSIONS),
+        [[[1.0, 2.25, 3.5], [3.75, 5.0, 6.25]], [[-0.5, 0.25, 1.0], [3.75, -4.0, 0.5]]],
+    ),
+}
 
 
-def test_relative_bias_of_distance_0_adds_one_number_a_head() -> None:
-    assert applied(scores.relative_bias(torch.tensor([[1.0], [2.0]]))).tolist() == [
-        [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]],
-        [[1.0, 2.0, 3.0], [10.0, -6.0, 2.5]],
-    ]
+@pytest.mark.parametrize(("mod", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_a_score_mod_is_what_was_worked_out_by_hand(mod, expected):
+    assert applied(mod).tolist() == expected
 
 
-def test_relative_bias_draws_its_table_from_its_seed() -> None:
+def test_relative_bias_draws_its_table_from_its_seed():
     built = build_score(Spec.of("relative_bias", distance=1, seed=7), DIMENSIONS)
     drawn = Draws(7).normal("relative_bias", (2, 3)).astype(np.float32)
     assert torch.equal(applied(built), applied(scores.relative_bias(torch.from_numpy(drawn))))
@@ -73,20 +91,7 @@ def test_relative_bias_draws_its_table_from_its_seed() -> None:
     assert not torch.equal(applied(built), applied(other))
 
 
-def test_bias_adds_what_stands_at_its_row_and_key() -> None:
-    table = torch.tensor([[[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]]])
-    assert applied(scores.bias(table)).tolist() == [
-        [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]],
-        [[9.0, 20.0, 31.0], [48.0, 42.0, 60.5]],
-    ]
-    apart = torch.cat([table, 100.0 * table], 1)
-    assert applied(scores.bias(apart))[1].tolist() == [
-        [999.0, 2000.0, 3001.0],
-        [4008.0, 4992.0, 6000.5],
-    ]
-
-
-def added(spec: Spec, dimensions: Dimensions) -> torch.Tensor:
+def added(spec, dimensions):
     """What an additive score mod adds, (batch, heads, query, kv)."""
     shape = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     indices = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
@@ -95,7 +100,7 @@ def added(spec: Spec, dimensions: Dimensions) -> torch.Tensor:
 
 @pytest.mark.parametrize("per_head", [0, 1])
 @pytest.mark.parametrize("per_batch", [0, 1])
-def test_bias_is_drawn_for_each_row_and_key(per_batch: int, per_head: int) -> None:
+def test_bias_is_drawn_for_each_row_and_key(per_batch, per_head):
     spec = Spec.of("bias", seed=3, per_batch=per_batch, per_head=per_head)
     large, small = (Dimensions(batch=2, heads=3, query=q, kv=kv) for q, kv in ((40, 50), (7, 9)))
     table = added(spec, large)
@@ -110,7 +115,7 @@ def test_bias_is_drawn_for_each_row_and_key(per_batch: int, per_head: int) -> No
     assert not torch.equal(added(Spec.of("bias", **{**spec.values, "seed": 4}), large), table)
 
 
-def test_offset_is_the_part_of_later_rows() -> None:
+def test_offset_is_the_part_of_later_rows():
     long = Dimensions(batch=1, heads=2, query=9, kv=7)
     short = Dimensions(batch=1, heads=2, query=4, kv=7)
     for part in (
@@ -123,7 +128,7 @@ def test_offset_is_the_part_of_later_rows() -> None:
         assert not torch.equal(later, added(part, short))
 
 
-def test_softcap_is_cap_tanh_of_the_quotient() -> None:
+def test_softcap_is_cap_tanh_of_the_quotient():
     result = applied(build_score(Spec.of("softcap", cap=2.0), DIMENSIONS)).flatten().tolist()
     flat = [number for head in START for row in head for number in row]
     for score, capped in zip(flat, result, strict=True):
@@ -132,7 +137,7 @@ def test_softcap_is_cap_tanh_of_the_quotient() -> None:
     assert abs(max(result)) < 2.0
 
 
-def test_chain_applies_left_to_right() -> None:
+def test_chain_applies_left_to_right():
     divide, add = scores.temperature(2.0), scores.relative_bias(torch.tensor([[1.0], [1.0]]))
     assert applied(scores.chain_scores(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
     assert applied(scores.chain_scores(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
@@ -140,16 +145,8 @@ def test_chain_applies_left_to_right() -> None:
     assert applied(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
 
 
-def test_an_expression_is_what_its_text_says() -> None:
-    text = "where(h == 1, score * 0.5, score) + 0.25 * (kv_idx - q_idx)"
-    assert applied(build_score(Spec.of("expression", text=text), DIMENSIONS)).tolist() == [
-        [[1.0, 2.25, 3.5], [3.75, 5.0, 6.25]],
-        [[-0.5, 0.25, 1.0], [3.75, -4.0, 0.5]],
-    ]
-
-
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 40])
-def test_slopes_are_the_fp32_numbers_nearest_to_the_powers(heads: int) -> None:
+def test_slopes_are_the_fp32_numbers_nearest_to_the_powers(heads):
     for h, slope in enumerate(alibi_slopes(heads)):
         assert fp32(slope) == slope
         # slope^heads against 2^(-8(h+1)), exactly, at the two borders of the rounding interval.
@@ -158,7 +155,7 @@ def test_slopes_are_the_fp32_numbers_nearest_to_the_powers(heads: int) -> None:
         assert low**heads <= Fraction(1, 2 ** (8 * (h + 1))) <= high**heads
 
 
-def test_captured_fp32_numbers_are_promoted_before_arithmetic() -> None:
+def test_captured_fp32_numbers_are_promoted_before_arithmetic():
     slope, distance = alibi_slopes(12)[0], 100_003
     mod = scores.alibi(torch.tensor([slope]))
     zero = torch.zeros(1, dtype=torch.float64)
@@ -170,7 +167,7 @@ def test_captured_fp32_numbers_are_promoted_before_arithmetic() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", sorted(SCORES))
-def test_score_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
+def test_score_keeps_its_dtype(name, dtype):
     numbers = {
         "softcap": {"cap": 3.0},
         "temperature": {"temperature": 3.0},
@@ -187,7 +184,7 @@ def test_score_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
     assert mod(column, index, index, index, torch.arange(3)).dtype is dtype
 
 
-def test_additive_means_independent_of_the_score() -> None:
+def test_additive_means_independent_of_the_score():
     cap = Spec.of("softcap", cap=2.0)
     assert is_additive(Spec.of("chain", Spec.of("alibi"), Spec.of("none")))
     assert not is_additive(Spec.of("chain", Spec.of("alibi"), cap))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,32 +16,22 @@ from attncheck.mods import masks, scores
 from attncheck.mods.expression import Expression
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.spec import Dimensions, Spec
-from attncheck.mods.trace import (
-    count_disagreements,
-    trace_derivative,
-    trace_mask,
-    trace_score,
-)
+from attncheck.mods.trace import count_disagreements, trace_derivative, trace_mask, trace_score
 from attncheck.subjects.kernel_mods import mask_expression, score_expression
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 
 
 @given(spec=any_mask)
 @settings(max_examples=25, deadline=None)
-def test_trace_of_any_mask_agrees_with_its_callable(spec: Spec) -> None:
+def test_trace_of_any_mask_agrees_with_its_callable(spec):
     mod = build_mask(spec, DIMENSIONS)
     assert count_disagreements(trace_mask(mod), mod, DIMENSIONS, samples=256) == 0
 
 
 @given(spec=any_score)
 @settings(max_examples=25, deadline=None)
-def test_trace_of_any_score_agrees_with_its_callable(spec: Spec) -> None:
+def test_trace_of_any_score_agrees_with_its_callable(spec):
     mod = build_score(spec, DIMENSIONS)
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
 
@@ -81,7 +70,7 @@ READABLE = {
 
 
 @pytest.mark.parametrize(("spec", "text"), READABLE.items(), ids=str)
-def test_a_trace_can_be_read(spec: Spec, text: str) -> None:
+def test_a_trace_can_be_read(spec, text):
     is_score = "score" in text
     build, trace = (build_score, trace_score) if is_score else (build_mask, trace_mask)
     assert str(trace(build(spec, DIMENSIONS))) == text
@@ -100,7 +89,7 @@ def test_a_trace_can_be_read(spec: Spec, text: str) -> None:
     ],
     ids=str,
 )
-def test_a_planted_operation_in_a_mask_is_noticed(spec: Spec, op: str, other: str) -> None:
+def test_a_planted_operation_in_a_mask_is_noticed(spec, op, other):
     dimensions = dataclasses.replace(DIMENSIONS, query=1000, kv=1013)
     mod = build_mask(spec, dimensions)
     assert count_disagreements(trace_mask(mod), mod, dimensions) == 0
@@ -109,16 +98,14 @@ def test_a_planted_operation_in_a_mask_is_noticed(spec: Spec, op: str, other: st
 
 @pytest.mark.parametrize("number", [17, -17, 123_456, -123_456])
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_planted_operation_is_noticed_where_no_draw_would_hit(
-    *, number: int, ahead: bool
-) -> None:
+def test_a_planted_operation_is_noticed_where_no_draw_would_hit(*, number, ahead):
     """One diagonal or one column of a million: only looking next to the number finds it."""
     dimensions = Dimensions(batch=1, heads=1, query=1_000_003, kv=1_000_033)
 
-    def distance(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def distance(b, h, q, k):
         return (k - q if ahead else q - k) < number
 
-    def column(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def column(b, h, q, k):
         return (k if ahead else -k) < number
 
     for mod in (distance, column):
@@ -130,8 +117,8 @@ def test_a_planted_operation_is_noticed_where_no_draw_would_hit(
 
 
 @pytest.mark.parametrize("distance", [-4, -1, 0, 1, 4])
-def test_both_sides_of_the_diagonal_are_looked_at(distance: int) -> None:
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def test_both_sides_of_the_diagonal_are_looked_at(distance):
+    def mod(b, h, q, k):
         return masks.causal(b, h, q, k) ^ (k - q == distance)
 
     dimensions = Dimensions(batch=1, heads=1, query=1_000_003, kv=1_000_033)
@@ -141,17 +128,15 @@ def test_both_sides_of_the_diagonal_are_looked_at(distance: int) -> None:
 class _Shifty(Problem):
     """Its mask and score are other ones for many indices than for the one they are traced with."""
 
-    def mask_mod(self, device: str = "cpu") -> Callable[..., Tensor]:
+    def mask_mod(self, device="cpu"):
         return lambda b, h, q, k: q >= k if k.numel() == 1 else q > k
 
-    def score_mod(self, device: str = "cpu") -> Callable[..., Tensor]:
+    def score_mod(self, device="cpu"):
         return lambda s, b, h, q, k: s + 1.0 if k.numel() == 1 else s + 2.0
 
 
 @pytest.mark.parametrize("trace", [mask_expression, score_expression])
-def test_a_kernel_is_not_given_a_trace_that_disagrees(
-    trace: Callable[..., Expression], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_is_not_given_a_trace_that_disagrees(trace, monkeypatch):
     named = r"the trace of (mask 'full'|score mod 'none') .* at \d+ sampled indices of bf16 full"
     with pytest.raises(TraceError, match=named):
         trace(_Shifty(query=9), "cpu")
@@ -161,7 +146,7 @@ def test_a_kernel_is_not_given_a_trace_that_disagrees(
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_number_off_by_one_is_noticed(number: int) -> None:
+def test_a_number_off_by_one_is_noticed(number):
     """The three places of a relative bias: lower and upper clamp, and the shift."""
     mod = build_score(Spec.of("relative_bias", distance=4, seed=1), DIMENSIONS)
     expression = trace_score(mod)
@@ -171,13 +156,13 @@ def test_a_number_off_by_one_is_noticed(number: int) -> None:
     assert count_disagreements(wrong, mod, DIMENSIONS) > 0
 
 
-def test_a_score_in_fp32_is_noticed() -> None:
+def test_a_score_in_fp32_is_noticed():
     mod = scores.softcap(30.0)
     expression = trace_score(lambda s, *i: mod(s.to(torch.float32), *i).to(torch.float64))
     assert count_disagreements(expression, mod, DIMENSIONS) > 0
 
 
-def test_structure_is_shared_by_mods_that_differ_in_numbers_only() -> None:
+def test_structure_is_shared_by_mods_that_differ_in_numbers_only():
     short, long = (trace_mask(masks.sliding_window(w)) for w in (0, 64))
     assert short.structure == long.structure
     assert hash(short.structure) == hash(long.structure)
@@ -189,7 +174,7 @@ def test_structure_is_shared_by_mods_that_differ_in_numbers_only() -> None:
     assert trace_mask(masks.causal).structure != short.structure
 
 
-def test_a_tensor_captured_once_is_one_slot() -> None:
+def test_a_tensor_captured_once_is_one_slot():
     expression = trace_mask(masks.document(torch.tensor([0, 0, 1])))
     assert len(expression.captured) == 1
 
@@ -197,7 +182,7 @@ def test_a_tensor_captured_once_is_one_slot() -> None:
 FEW, MANY = Dimensions(batch=1, heads=2, query=5, kv=7), Dimensions(batch=2, heads=4, query=9, kv=9)
 
 
-def built(dimensions: Dimensions, name: str, *parts: Spec, **arguments):
+def built(dimensions, name, *parts, **arguments):
     return build_mask(Spec.of(name, *parts, **arguments), dimensions)
 
 

@@ -12,19 +12,14 @@ from attncheck.relations import RELATIONS
 # module.test, question, fault, family if not the first, dtype if not fp32
 PLANTED = """
 softmax.softmax_is_exact compare calls.Softmax
-softmax.shift_and_order_of_scores softmax_shift calls.Softmax
 softmax.shift_and_order_of_scores softmax_shift calls.SoftmaxWithoutMaximum
 softmax.shift_and_order_of_scores softmax_columns calls.SoftmaxLoopFloor
 softmax.rows_alone_decide softmax_rows calls.LastRowBlind
 softmax.rows_alone_decide repeat calls.Unsteady
-softmax.weights_add_up_to_one ones arithmetic.TailKeysAtZero
 softmax.weights_add_up_to_one ones arithmetic.LoopFloor32 causal bf16
 softmax.order_of_keys_does_not_matter key_permutation arithmetic.LoopFloor
 softmax.shift_of_keys_leaves_out key_shift arithmetic.TailKeysAtZero
 softmax.saturated_row_is_a_value one_hot misread.NextKeysValue
-causal.attention_is_exact compare misread.RowBelow
-causal.attention_is_exact compare misread.TopLeft causal_bottom_right
-causal.attention_is_exact compare misread.BottomRight causal bf16
 causal.attention_is_exact compare arithmetic.MaskSkippedWhenWhole
 causal.rows_see_their_keys decode misread.RowBelow causal bf16
 causal.rows_see_their_keys isolated misread.TopLeft causal_bottom_right
@@ -47,45 +42,30 @@ document.rows_see_their_keys isolated misread.DocumentsIgnored
 document.documents_one_by_one documents misread.DocumentsIgnored
 document.other_documents_do_not_matter hidden_keys misread.DocumentsIgnored
 neighborhood.attention_is_exact compare misread.WindowSmaller
-neighborhood.attention_is_exact compare misread.CellsRowByRow neighborhood bf16
 neighborhood.rows_see_their_keys decode misread.WindowSmaller neighborhood bf16
 neighborhood.rows_see_their_keys isolated misread.CanvasIgnored
 neighborhood.far_cells_do_not_matter hidden_keys misread.CanvasIgnored
 neighborhood.orders_of_cells_agree neighborhood_order misread.CellsRowByRow
 varlen.attention_is_exact compare misread.DocumentsIgnored
-varlen.attention_is_exact compare misread.DocumentsIgnored documents bf16
-varlen.attention_is_exact compare misread.SameLengths documents
-varlen.attention_is_exact compare misread.PaddingSeen padding bf16
 varlen.rows_see_their_keys decode misread.SameLengths documents bf16
 varlen.rows_see_their_keys isolated misread.DocumentsIgnored packed
 varlen.documents_one_by_one documents misread.SameLengths documents
 varlen.other_documents_do_not_matter hidden_keys misread.DocumentsIgnored documents
 varlen.positions_reach_score_mods compare misread.ScoreModIgnored
 varlen.beside_empty_documents_it_is_exact compare misread.EmptyOneShifts
-varlen.beside_empty_documents_it_is_exact compare misread.EmptyOneShifts documents bf16
 varlen.documents_without_keys_are_zero empty_rows arithmetic.EmptyRowsMean
-varlen.documents_without_keys_are_zero empty_rows arithmetic.EmptyRowsNan padding
 varlen.a_lone_document_is_exact compare arithmetic.LoopFloor
 varlen.gradients_are_exact compare gradients.MaskForgotten
-varlen.gradients_are_exact compare gradients.LastKeyLost packed bf16
 varlen.gradients_beside_empty_documents compare gradients.UnseenKeysLeft
-varlen.many_documents_are_exact compare misread.TopLeft packed
 varlen.many_documents_are_exact compare misread.BottomRight packed bf16
-varlen.many_documents_are_exact compare misread.DocumentsIgnored packed
-fp8.attention_is_exact compare fp8.WithoutValueDescale full e4m3
 fp8.attention_is_exact compare fp8.QueryDescaleTwice document e5m2
 fp8.decoding_is_exact compare fp8.QueryDescaleTwice full e4m3
 fp8.grouped_queries_are_exact compare fp8.NextHeadsKeyDescale causal e4m3
-fp8.grouped_queries_are_exact compare fp8.NextHeadsValueDescale causal e5m2
-fp8.grouped_queries_are_exact compare misread.Interleaved causal e4m3
-fp8.sequences_are_exact compare fp8.FirstSequencesDescale full e4m3
 fp8.sequences_are_exact compare fp8.FirstSequencesDescale padding e5m2
 fp8.a_sink_is_exact compare fp8.SinkDescaled full e4m3
 fp8.small_weights_are_kept compare fp8.WeightsNotScaled full e4m3
 fp8.small_weights_are_kept two_level fp8.WeightsNotScaled full e4m3
-fp8.pages_are_exact compare paged.Transposed full e4m3
 fp8.pages_are_exact compare fp8.PagedFirstDescale padding e4m3
-fp8.descales descale fp8.WithoutValueDescale full e4m3
 fp8.descales descale fp8.QueryDescaleTwice document e5m2
 fp8.values_are_linear zero_values arithmetic.Biased full e4m3
 fp8.values_are_linear values_scaled misread.ValuesClamped full e4m3
@@ -94,31 +74,23 @@ fp8.exact_sums ramp fp8.NextHeadsValueDescale full e5m2
 fp8.exact_sums ones fp8.FirstSequencesDescale full e4m3
 decode.attention_is_exact compare decode.MergedWithoutWeights
 decode.attention_is_exact compare decode.EmptySplitCounts padding bf16
-decode.attention_is_exact compare decode.LocalKeys offset
-decode.attention_is_exact compare misread.TopLeft causal_bottom_right
 decode.rows_see_their_keys decode decode.LastSplitDropped full bf16
-decode.rows_see_their_keys decode decode.LocalKeys padding bf16
 decode.groups_are_exact compare misread.Interleaved
 decode.distances_are_exact compare decode.ScoreOffsetForgotten
-decode.distances_are_exact compare decode.ScoreOffsetForgotten offset bf16
 decode.decoding_is_the_end_of_prefill prefill_rows decode.OffsetForgotten
-decode.decoding_is_the_end_of_prefill prefill_rows decode.OffsetForgotten sliding_window bf16
 decode.decoding_is_biased_as_prefill_is prefill_rows decode.ScoreOffsetForgotten
 decode.splits_do_not_matter launches decode.OtherLaunchDropsKeys
 decode.hidden_keys_do_not_matter hidden_keys decode.LocalKeys
 decode.stale_keys_may_be_nan hidden_keys_nan arithmetic.HiddenTimesZero
 decode.sequences_without_keys_are_zero empty_rows arithmetic.EmptyRowsNan
 score_mods.library_is_exact compare misread.BiasNotScaled
-score_mods.library_is_exact compare misread.ScoreModIgnored causal bf16
 score_mods.chains_are_exact compare misread.ScoreModIgnored
 score_mods.expressions_are_exact compare misread.BiasNotScaled
 score_mods.endless_cap_is_none softcap_infinite misread.SoftcapAtMost50
 compositions.attention_is_exact compare misread.LastPartIgnored
-compositions.attention_is_exact compare misread.RowBelow expression
 compositions.rows_see_their_keys decode misread.LastPartIgnored composition bf16
 compositions.rows_see_their_keys isolated misread.RowBelow expression
 compositions.masks_with_score_mods compare misread.ScoreModIgnored
-shapes.ragged_lengths_are_exact compare arithmetic.LoopFloor
 shapes.ragged_lengths_are_exact compare arithmetic.NotRescaled full bf16
 shapes.ragged_lengths_are_exact decode arithmetic.TailKeysAtZero32
 shapes.extreme_head_dims_are_exact compare misread.GarbageDims
@@ -129,17 +101,13 @@ shapes.padded_dims pad_value_dim arithmetic.LastColumnLost
 gqa.attention_is_exact compare misread.Interleaved
 gqa.groups_equal_repeated_heads gqa_repeat misread.Interleaved
 lse.zero_query_counts_keys zero_query arithmetic.Base2Lse
-lse.zero_query_counts_keys zero_query misread.PaddingSeen padding
 lse.shift_of_logits_shifts_it logit_shift arithmetic.Base2Lse
 lse.levels_of_logits negative arithmetic.MaximumFromZero
 lse.levels_of_logits positive arithmetic.UnscaledLse
 lse.levels_of_logits two_level arithmetic.TailKeysAtZero
-masked_rows.empty_rows_are_zero empty_rows arithmetic.EmptyRowsNan
-masked_rows.empty_rows_are_zero empty_rows arithmetic.EmptyRowsMean padding
 masked_rows.empty_rows_are_zero empty_rows arithmetic.EmptyRowsLseInf causal_bottom_right
 masked_rows.empty_rows_are_zero empty_rows arithmetic.Sentinel causal_bottom_right bf16
 masked_rows.rows_beside_them_are_exact compare misread.PaddingSeen
-masked_rows.rows_beside_them_are_exact compare misread.TopLeft causal_bottom_right
 poison.nan_in_hidden_keys hidden_keys_nan arithmetic.HiddenTimesZero
 poison.nan_in_hidden_keys_of_a_backward hidden_keys_nan gradients.HiddenTimesZero causal fp16
 poison.huge_hidden_keys hidden_keys_huge arithmetic.HiddenKeysOverflow
@@ -164,10 +132,8 @@ determinism.order_of_heads_and_sequences batch_permutation arithmetic.HeadsApart
 block_mask.attention_is_exact compare blocks.OneBlockSkipped
 block_mask.attention_is_exact compare blocks.FirstKeyDecides document bf16
 block_mask.launches_agree launches blocks.OtherLaunchWrong
-block_mask.launches_agree launches blocks.OtherLaunchWrong causal bf16
 block_mask.nan_in_hidden_blocks hidden_keys_nan arithmetic.HiddenTimesZero
 block_mask.blocks_of_empty_rows compare blocks.EmptyBlocksSeeOne
-block_mask.blocks_of_empty_rows compare misread.PaddingSeen
 block_mask.blocks_of_empty_rows empty_rows arithmetic.EmptyRowsNan causal_bottom_right
 sink.attention_with_a_sink_is_exact compare sinks.Ignored
 sink.attention_with_a_sink_is_exact compare sinks.Scaled causal
@@ -178,30 +144,20 @@ sink.attention_with_a_sink_is_exact compare sinks.NotInLse causal bf16
 sink.score_mods_are_not_for_the_sink compare sinks.UnderTheScoreMod
 sink.large_sinks_are_exact compare sinks.Clamped
 sink.rows_without_keys_have_the_sink_alone compare sinks.EmptyRowsEmpty
-sink.rows_without_keys_have_the_sink_alone compare sinks.EmptyRowsEmpty padding bf16
 sink.hidden_keys_do_not_matter hidden_keys sinks.OfAllKeys
 sink.each_head_has_its_own head_permutation sinks.OfTheFirstHead
 sink.it_is_one_key split_merge sinks.PerKey
-paged.attention_is_exact compare paged.Transposed
 paged.attention_is_exact compare paged.PageOneLonger
 paged.attention_is_exact compare paged.MaskOfPlaces causal_bottom_right
-paged.attention_is_exact compare paged.MaskOfPlaces padding bf16
-paged.decoding_is_exact compare paged.Transposed full bf16
-paged.decoding_is_exact compare paged.TailRead padding
 paged.decoding_is_exact compare paged.EntriesBeyondRead padding
-paged.rows_see_their_keys decode paged.PageOneLonger full bf16
 paged.rows_see_their_keys decode paged.TailRead padding bf16
 paged.pages_may_lie_anywhere pages paged.Transposed
 paged.pages_may_lie_anywhere pages paged.KeptByPage
 paged.stale_values_do_not_matter hidden_keys_nan paged.StaleTimesZero
 paged.shared_pages_are_exact compare paged.SharedIsTheFirstOnes
 paged.grouped_queries_are_exact compare misread.Interleaved
-backward.gradients_are_exact compare gradients.NoDelta
-backward.gradients_are_exact compare gradients.NoDelta full bf16
-backward.gradients_are_exact compare gradients.MaskForgotten causal bf16
 backward.gradients_are_exact compare gradients.WindowForgotten sliding_window bf16
 backward.gradients_are_exact compare gradients.LseLossIgnored
-backward.gradients_are_exact compare gradients.LastKeyLost prefix_lm
 backward.through_score_mods compare gradients.SlopeForgotten causal bf16
 backward.captured_gradients compare gradients.CapturedSlopeForgotten
 backward.captured_gradients compare gradients.CapturedOfAnotherHead full

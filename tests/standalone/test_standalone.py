@@ -197,7 +197,7 @@ def test_layouts_are_those_of_the_question(script, imported, question):
 
 
 def test_what_the_bound_cannot_show_is_said(script, run, monkeypatch):
-    monkeypatch.setattr(standalone_script, "_note", lambda found: "planted")
+    monkeypatch.setattr(standalone_script, "_blind_note", lambda found: "planted")
     _, path = script(f"{KERNELS}::unfused", case())
     assert "  note       planted\n" in run(path)[1]
 

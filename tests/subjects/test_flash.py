@@ -337,7 +337,7 @@ FAULTS = {
         "last partial tile is not masked": ("or start + BLOCK_K > kv", "or start >= kv"),
         "hidden tiles are called whole": ("(head & 1) == 0", "(head & 1) == 2"),
         "hidden values are not done again with care": (
-            "if asked(again_ptr, number, CAREFUL):",
+            "if is_due(again_ptr, number, CAREFUL):",
             "if not CAREFUL:",
         ),
         "kv head is h, not h // group": (

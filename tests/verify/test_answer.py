@@ -153,7 +153,7 @@ def test_where_nothing_is_bounded_nothing_passes(monkeypatch) -> None:
         nothing = [torch.full(tuple(run.q.shape[:3]), torch.inf) for run in runs]
         return [Outputs(inf[..., None].expand(*inf.shape, 8), inf) for inf in nothing]
 
-    monkeypatch.setattr(relation_runs, "_errors", unbounded)
+    monkeypatch.setattr(relation_runs, "_bounds", unbounded)
     record = run_case(
         Ideal(), Case(problem=PROBLEM, question="values_added", parameters={"run": 1}), device="cpu"
     )

@@ -121,7 +121,7 @@ def log_probability(pairs: Sequence[ErrorPair]) -> float:
 
     # Beyond it a moment is infinite. The exponent is convex in s, and 0 at 0.
     end = min(pair.freedom_before / (2 * w) for pair, w in zip(pairs, shares, strict=True))
-    return min(0.0, exponent(_least(exponent, end)))
+    return min(0.0, exponent(_minimum(exponent, end)))
 
 
 def _mean(pairs: Sequence[ErrorPair], values: Sequence[float]) -> float:
@@ -137,7 +137,7 @@ def _moment(pair: ErrorPair, u: float) -> float:
     return u * math.log(below / above) + gammas
 
 
-def _least(function: Callable[[float], float], end: float) -> float:
+def _minimum(function: Callable[[float], float], end: float) -> float:
     """Find where a convex function is least between 0 and ``end``, which it does not reach."""
     low, high = 0.0, end * (1 - 2.0**-20)
     for _ in range(_STEPS):
@@ -283,7 +283,7 @@ def compare_runs(
     measured = {(entry.kernel, entry.device) for entry, _ in after.values()}
     before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in measured}
     known = baseline.environments | {environment_id(one): one for one in environments.values()}
-    return _beside(before, after, known, complete=complete)
+    return _compare_entries(before, after, known, complete=complete)
 
 
 def compare_answers(
@@ -304,7 +304,7 @@ def compare_answers(
     old = comparable_entries(measurements(before), environments)
     new = comparable_entries(measurements(after), environments)
     known = {environment_id(one): one for one in environments.values()}
-    return _beside({k: e for k, (e, _) in old.items()}, new, known, complete=complete)
+    return _compare_entries({k: e for k, (e, _) in old.items()}, new, known, complete=complete)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ class _Case:
         for name, old in self.before.tensors.items():
             new = self.after.tensors.get(name)
             if new is not None and old.relative and new.relative:
-                pairs[name] = _pair(old, new, _floor(new, independent=self.independent))
+                pairs[name] = _pair(old, new, _smallest_error(new, independent=self.independent))
         return pairs
 
 
@@ -335,7 +335,7 @@ def _pair(old: BaselineTensor, new: BaselineTensor, least: float) -> ErrorPair:
     )
 
 
-def _floor(held: BaselineTensor, *, independent: bool) -> float:
+def _smallest_error(held: BaselineTensor, *, independent: bool) -> float:
     """Return what errors are not told apart below.
 
     Where an ideal kernel is exact, or one rounding falls the same way in all rows, what the largest
@@ -347,7 +347,7 @@ def _floor(held: BaselineTensor, *, independent: bool) -> float:
     return 0.0 if all(held.ensemble) else largest
 
 
-def _beside(
+def _compare_entries(
     before: Mapping[Key, Entry],
     after: Mapping[Key, tuple[Entry, bool]],
     environments: Mapping[str, Environment],
@@ -355,20 +355,20 @@ def _beside(
     complete: bool,
 ) -> tuple[Change, ...]:
     both = {k: _Case(before[k], *after[k]) for k in after if k in before}
-    standings = _said(both)
+    standings = _standings(both)
     changes = []
     for key, case in both.items():
         standing, reason = standings[key]
-        versions = _versions(case, environments)
+        versions = _other_versions(case, environments)
         reason = "; ".join(part for part in (reason, versions) if part)
         changes.append(_change(case.before, case.after, standing, reason))
     changes += [_change(None, after[key][0], "new", "") for key in after if key not in before]
     if complete:
-        changes += _gone(before, after)
+        changes += _missing_changes(before, after)
     return sort_changes(changes)
 
 
-def _gone(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[Change]:
+def _missing_changes(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[Change]:
     """Yield what was not asked; a kernel of which nothing was asked counts as worse."""
     measured = {before[key].kernel for key in after if key in before}
     for key, entry in before.items():
@@ -378,7 +378,7 @@ def _gone(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[
             yield _change(entry, None, "worse" if lost else "gone", reason)
 
 
-def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
+def _standings(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
     """Return how every case stands, and why: by itself, else together with others of its kind."""
     groups: dict[tuple[str, str, TensorName, int], dict[Key, ErrorPair]] = defaultdict(dict)
     unequal = {k: c for k, c in both.items() if not _equal(c)}
@@ -390,9 +390,9 @@ def _said(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
     several = {kind: of for kind, of in groups.items() if len(of) > 1}
     tests = len(several) + sum(len(case.before.tensors) for case in unequal.values())
     limit = math.log(FALSE_ALARM / max(tests, 1))
-    standings = {key: _alone(case, limit) for key, case in both.items()}
+    standings = {key: _judge_alone(case, limit) for key, case in both.items()}
     for (_, dtype, name, _), of in several.items():
-        _together(dtype, name, of, limit, standings)
+        _judge_together(dtype, name, of, limit, standings)
     return standings
 
 
@@ -400,7 +400,7 @@ def _equal(case: _Case) -> bool:
     return bool(case.after.digest) and case.after.digest == case.before.digest
 
 
-def _alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
+def _judge_alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     old, new = case.before, case.after
     step = STATUS_ORDER[new.status] - STATUS_ORDER[old.status]
     bits = "the same bits" if _equal(case) else ""
@@ -414,7 +414,7 @@ def _alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     lost = [name for name in old.tensors if name not in new.tensors]
     if lost:
         return "worse", f"gives no {lost[0]} any more, or one that is not finite"
-    by_tensor = [_of_tensor(name, case, limit) for name in old.tensors]
+    by_tensor = [_judge_tensor(name, case, limit) for name in old.tensors]
     for standing in ("worse", "better"):
         reasons = [reason for how, reason in by_tensor if how == standing]
         if reasons:
@@ -422,18 +422,18 @@ def _alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     return "within rounding", ", ".join(reason for _, reason in by_tensor)
 
 
-def _of_tensor(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
+def _judge_tensor(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     pair = case.pairs().get(name)
     if pair is None:
-        return _exact(name, case, limit)
+        return _judge_exact(name, case, limit)
     if log_probability([pair]) < limit:
-        return "worse", f"{name}'s error is {_sentence([pair])}"
+        return "worse", f"{name}'s error is {_describe_growth([pair])}"
     if log_probability([pair.reversed()]) < limit:
         return "better", f"{name}'s error is {mean_ratio([pair]):.3g} × what it was"
     return "within rounding", f"{name} {mean_ratio([pair]):.3g} ×"
 
 
-def _exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
+def _judge_exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     """Compare a tensor that is exact on one side or both: ideal kernels stand in for the other."""
     old, new = case.before.tensors[name], case.after.tensors[name]
     if not old.relative and not new.relative:
@@ -441,7 +441,7 @@ def _exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStandin
     held, standing = (new, "worse") if new.relative else (old, "better")
     reason = f"{name} {'was' if new.relative else 'is'} exact, and "
     reason += "is not" if new.relative else "was not"
-    largest = max([*held.ensemble, _floor(held, independent=case.independent)])
+    largest = max([*held.ensemble, _smallest_error(held, independent=case.independent)])
     if not largest:
         return _standing(standing), f"{reason}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
     spread = held.ensemble if all(held.ensemble) else ()
@@ -462,7 +462,7 @@ def _standing(said: str) -> BaselineStanding:
     return "worse" if said == "worse" else "better"
 
 
-def _together(
+def _judge_together(
     dtype: str,
     name: str,
     of: Mapping[Key, ErrorPair],
@@ -478,7 +478,9 @@ def _together(
         if log_probability(turned) >= limit:
             continue
         sentence = (
-            _sentence(pairs) if standing == "worse" else f"{mean_ratio(pairs):.3g} × what it was"
+            _describe_growth(pairs)
+            if standing == "worse"
+            else f"{mean_ratio(pairs):.3g} × what it was"
         )
         for key, pair in zip(left, turned, strict=True):
             if pair.after > pair.before:
@@ -489,21 +491,21 @@ def _together(
                 found[key] = _standing(standing), reason
 
 
-def _sentence(pairs: Sequence[ErrorPair]) -> str:
+def _describe_growth(pairs: Sequence[ErrorPair]) -> str:
     chance = math.floor(log_probability(pairs) / math.log(10)) + 1
     tiling = f"another tiling explains {tiling_growth(pairs):.3g} ×"
     return f"{mean_ratio(pairs):.3g} × what it was; {tiling}, chance the rest with p < 1e{chance}"
 
 
-def _versions(case: _Case, environments: Mapping[str, Environment]) -> str:
+def _other_versions(case: _Case, environments: Mapping[str, Environment]) -> str:
     """Return what else is not as it was."""
     old, new = (environments[entry.versions] for entry in (case.before, case.after))
     fields = [f for f in old.__struct_fields__ if getattr(old, f) != getattr(new, f)]
-    named = [f"{f} {_word(getattr(old, f))} → {_word(getattr(new, f))}" for f in fields]
+    named = [f"{f} {_as_word(getattr(old, f))} → {_as_word(getattr(new, f))}" for f in fields]
     return f"measured with other versions: {', '.join(named)}" if named else ""
 
 
-def _word(value: object) -> str:
+def _as_word(value: object) -> str:
     return (", ".join(value) if isinstance(value, tuple) else str(value)) or "none"
 
 

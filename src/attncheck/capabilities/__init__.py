@@ -1,1 +1,1 @@
-"""What a kernel is to attncheck, what its author declares of it, and where a project names it."""
+"""The contract of a kernel, what its author declares of it, and where a project names it."""

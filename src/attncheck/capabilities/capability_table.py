@@ -1,4 +1,4 @@
-"""What the author of a kernel declares of it: the capability table, as types, and as TOML."""
+"""The capability table: what the author of a kernel declares of it, as types and as TOML."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
 
 
 class Limits(_Strict, frozen=True, kw_only=True):
-    """Which Problems a kernel takes; None: not declared.
+    """Limits of the Problems that a kernel takes; None: not declared.
 
     Attributes:
         dtypes: Names of ``formats.DTYPES``.
@@ -303,11 +303,11 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         return changes
 
     def refuses(self, problem: Problem, device: str = "cpu") -> str | None:
-        """Why the table has no place for ``problem``, in one line; None if it has."""
+        """Return why the table has no place for ``problem``, in one line; None if it has."""
         return next(filter(None, _answers(self.limits(problem, device), problem)), None)
 
     def declares(self, problem: Problem, device: str = "cpu") -> bool:
-        """Whether the table says of everything in ``problem`` that the kernel takes it.
+        """Return whether the table says of everything in ``problem`` that the kernel takes it.
 
         What it is silent on the kernel may refuse.
         """
@@ -325,7 +325,7 @@ class Capabilities(Limits, frozen=True, kw_only=True):
 
 
 def family(spec: Spec) -> str:
-    """What a table calls a mask or score mod: its name, ``composition``, or ``any`` of a file's."""
+    """Return what a table calls a mod: its name, ``composition``, or ``any`` of a file's."""
     if spec.parts:
         return COMPOSITION
     return ANY if "::" in spec.name else spec.name
@@ -420,7 +420,7 @@ _WORDS = {"object": "table", "array": "list", "str": "text", "int": "whole numbe
 
 
 def _explained(text: str, table: object) -> str:
-    """What msgspec says, with the key in front, the value, and what is allowed."""
+    """Explain what msgspec says: the key in front, the value, and what is allowed."""
     match = _AT.fullmatch(text)
     text, path = (match[1], match[2]) if match else (text, "")
     if match := _UNKNOWN_FIELD.fullmatch(text):
@@ -538,7 +538,7 @@ def _add(table: Table | InlineTable, name: str, value: Any) -> None:
 
 
 def pattern_mistake(pattern: str) -> str:
-    """What is wrong with a pattern of ``sources``, as the end of a sentence; empty for nothing.
+    """Return what is wrong with a pattern of ``sources``, to end a sentence; empty for nothing.
 
     Patterns are relative to the folder of the file that says them: ``*`` and ``**`` are any
     folders, the name of a folder is all in it, ``.`` is everything.
@@ -551,7 +551,7 @@ def pattern_mistake(pattern: str) -> str:
 
 
 def matches_pattern(file: str, pattern: str) -> bool:
-    """Whether ``file`` is one of a pattern: ``**`` is any folders, a folder is all in it."""
+    """Return whether ``file`` is one of a pattern: ``**`` is any folders, a folder is all in it."""
     if not pattern:
         return False
     # ``./a/`` and ``a`` name the same files.

@@ -56,7 +56,7 @@ _KERNELS = "kernels"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What a project says of its kernels.
+    """A project's kernels.
 
     Attributes:
         path: The file; relative entries are relative to its folder.
@@ -68,7 +68,7 @@ class Configuration:
 
     @property
     def folder(self) -> Path:
-        """Where entries begin."""
+        """The folder that entries are relative to."""
         return self.path.parent if self.path else Path.cwd()
 
 

@@ -50,7 +50,7 @@ def find_mistakes(path: Path) -> tuple[int, list[str]]:
 
 
 def _mistakes_of_keys(name: str, table: object, path: Path) -> list[str]:
-    """What is wrong with each key for itself: reading the whole table ends at the first."""
+    """Return what is wrong with each key for itself: reading the whole table ends at the first."""
     if not isinstance(table, Mapping):
         return []
     mistakes: dict[str, None] = {}  # in order, each once
@@ -77,7 +77,7 @@ def _key_by_key(table: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _missing(table: Capabilities, folder: Path) -> Iterator[str]:
-    """What the table names, and is not there."""
+    """Yield what the table names, and is not there."""
     if table.convention is not None and table.convention not in CONVENTION_NAMES:
         yield str(UnknownName("convention", table.convention, CONVENTION_NAMES))
     if table.entry not in BUILTIN:
@@ -91,7 +91,7 @@ def _missing(table: Capabilities, folder: Path) -> Iterator[str]:
 
 
 def _missing_reference(key: str, reference: str, folder: Path) -> Iterator[str]:
-    """What is wrong with ``file.py::name`` or ``package.module:name``."""
+    """Yield what is wrong with ``file.py::name`` or ``package.module:name``."""
     where, colons, name = reference.partition("::")
     if colons:
         path: Path | None = folder / where
@@ -120,7 +120,7 @@ def _missing_reference(key: str, reference: str, folder: Path) -> Iterator[str]:
 
 
 def _locate_module(name: str, folder: Path) -> tuple[bool, Path | None]:
-    """Whether there is such a module, and the Python file that it is, if it is one.
+    """Return whether there is such a module, and the Python file that it is, if it is one.
 
     As ``importlib.util.find_spec``, which imports the packages on the way.
     """

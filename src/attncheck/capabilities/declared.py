@@ -63,7 +63,7 @@ class Declared(Subject):
         return self.inner.concerns(problem) and (self.backward or not problem.backward)
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Why the table has no place for it, or what the kernel may refuse and does."""
+        """Return why the table has no place for it, or what the kernel may refuse and does."""
         outside = self.capabilities.refuses(problem, device)
         if outside:
             return outside
@@ -102,12 +102,12 @@ class Declared(Subject):
         return replace(self.inner.arithmetic(problem, device), **changes)
 
     def _must_take(self, problem: Problem, device: str, reason: str) -> bool:
-        """Whether a refusal contradicts the table; what a machine lacks does not."""
+        """Return whether a refusal contradicts the table; what a machine lacks does not."""
         machine = isinstance(reason, TooLarge) or (problem.dtype == "tf32" and device == "cpu")
         return not machine and self.capabilities.declares(problem, device)
 
     def _alone(self, problem: Problem, device: str) -> bool:
-        """Whether one thing in ``problem`` is refused by itself.
+        """Return whether one thing in ``problem`` is refused by itself.
 
         A table has no place for what is only refused together, as where a causal flag is no
         top-left mask unless the lengths are equal.

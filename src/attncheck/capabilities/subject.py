@@ -55,7 +55,7 @@ class ContractViolation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How a FlashAttention kernel walks over the keys.
+    """The walk of a FlashAttention kernel over the keys.
 
     Attributes:
         block_query: Query rows per program.
@@ -87,7 +87,7 @@ class Subject(ABC):
         name: What it is called on the command line and in every report.
         summary: One line for ``attncheck list``.
         triton: Whether it is written in Triton, and so interpreted on a CPU.
-        promises: What it promises of its bits (``question.PROMISES``); what it does not promise is
+        promises: What it promises of its bits (names in ``PROMISES``); what it does not promise is
             asked within bounds, or not at all.
         sinks: Whether it takes a Problem's sink.
         backward: Whether it gives gradients where a Problem asks for them.
@@ -112,7 +112,7 @@ class Subject(ABC):
         return None
 
     def concerns(self, problem: Problem) -> bool:
-        """Whether ``problem`` is a question for this kernel at all.
+        """Return whether ``problem`` is a question for this kernel at all.
 
         A kernel for attention is not asked about softmax, nor one without pages, sinks or gradients
         about those: no cell, no row, no reason. What a reader would expect it to take, and it does

@@ -243,9 +243,9 @@ def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:
         "stored": stored,
         "backward": "backward" if problem.backward else "",
         "dtype": problem.dtype,
-        "shape": _named(SHAPES[shapes], (problem.query, problem.kv)),
-        "heads": _named(HEADS, (problem.batch, problem.heads, problem.kv_heads)),
-        "dims": _named(DIMS, (problem.head_dim, problem.value_dim)),
+        "shape": _name_of(SHAPES[shapes], (problem.query, problem.kv)),
+        "heads": _name_of(HEADS, (problem.batch, problem.heads, problem.kv_heads)),
+        "dims": _name_of(DIMS, (problem.head_dim, problem.value_dim)),
         "distribution": problem.distribution,
     }
 
@@ -277,7 +277,7 @@ def restore_lost_pairs(
         return
     seen: set[tuple[tuple[str, Any], ...]] = set()
     for row in had:
-        seen.update(_pairs(row))
+        seen.update(_pairs_of(row))
     taken: dict[tuple[Any, ...], bool] = {}
     for pair in _all_pairs(axes):
         if pair in seen:
@@ -285,13 +285,13 @@ def restore_lost_pairs(
         seen.add(pair)
         candidates = list(_candidates(axes, had, dict(pair)))
         # Those first that make up for most; where as many, the plainest.
-        candidates.sort(key=lambda row: sum(each in seen for each in _pairs(row)))
+        candidates.sort(key=lambda row: sum(each in seen for each in _pairs_of(row)))
         for row in candidates:
             key = tuple(row.values())
             if key not in taken:
                 taken[key] = _possible(row) and _supported(row, shapes, supports)
             if taken[key]:
-                seen.update(_pairs(row))
+                seen.update(_pairs_of(row))
                 yield row
                 break
 
@@ -316,7 +316,7 @@ def _all_pairs(
             yield (one, value), (other, beside)
 
 
-def _pairs(row: Row) -> Iterator[tuple[tuple[str, Any], ...]]:
+def _pairs_of(row: Row) -> Iterator[tuple[tuple[str, Any], ...]]:
     return itertools.combinations(row.items(), 2)
 
 
@@ -331,5 +331,5 @@ def _supported(row: Row, shapes: str, supports: Callable[[Problem], bool]) -> bo
         return False
 
 
-def _named(values: Mapping[str, Any], value: Any) -> str | None:
+def _name_of(values: Mapping[str, Any], value: Any) -> str | None:
     return next((name for name, each in values.items() if each == value), None)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from attncheck.gate.choices import Choices
-    from attncheck.gate.sources import CommitTree
+    from attncheck.gate.other_commit import CommitTree
     from attncheck.records.baseline_entries import Baseline
     from attncheck.records.run_reports import Answer, GateReport
     from attncheck.workers.journal_format import JournalContent
@@ -423,7 +423,7 @@ def _other_commit(options: GateOptions, kernels: tuple[str, ...]) -> Iterator[Co
     if options.against is None:
         yield None
         return
-    from attncheck.gate.sources import commit_tree
+    from attncheck.gate.other_commit import commit_tree
 
     if options.cluster is not None:
         raise UsageError("--against has the files of the commit here alone: leave --cluster out.")

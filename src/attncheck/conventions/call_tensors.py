@@ -104,7 +104,7 @@ _AT_A_TIME = 2**22
 def attention_mask(
     problem: Problem, device: str = "cpu", rows: range | None = None
 ) -> torch.Tensor:
-    """What ``rows`` (default: all) see, bool ``(batch or 1, heads or 1, rows, kv)``."""
+    """Keys that ``rows`` (default: all) see, bool ``(batch or 1, heads or 1, rows, kv)``."""
     rows = rows or range(problem.query)
     seen = problem.mask_mod(device)(*_indices(problem, device, rows))
     # A mask that reads neither row nor key would stay a single number.
@@ -114,7 +114,7 @@ def attention_mask(
 def attention_bias(
     problem: Problem, device: str = "cpu", rows: range | None = None
 ) -> torch.Tensor:
-    """What an additive score mod adds, in float64: ``(batch or 1, heads or 1, rows, kv)``."""
+    """Numbers that an additive score mod adds, float64 ``(batch or 1, heads or 1, rows, kv)``."""
     rows = rows or range(problem.query)
     zeros = torch.zeros((1, 1, len(rows), problem.kv), dtype=torch.float64, device=device)
     return problem.score_mod(device)(zeros, *_indices(problem, device, rows))
@@ -167,12 +167,12 @@ def _mask_size(key: ModKey) -> tuple[int, ...]:
 
 
 def needs_no_mask(problem: Problem) -> bool:
-    """Whether ``is_causal`` says all of it, or there is nothing to say."""
+    """Return whether ``is_causal`` says all of it, or there is nothing to say."""
     return problem.score == library.NONE and (problem.mask == library.FULL or is_causal(problem))
 
 
 def is_causal(problem: Problem) -> bool:
-    """Whether the mask is torch's ``is_causal``, which is aligned top-left."""
+    """Return whether the mask is torch's ``is_causal``, which is aligned top-left."""
     # At equal lengths both alignments are the same mask.
     square = problem.query == problem.kv
     return problem.mask == _CAUSAL or (square and problem.mask == _CAUSAL_BOTTOM_RIGHT)

@@ -1,4 +1,4 @@
-"""What a calling convention is: one declaration, from which calls are made, read and written out.
+"""Calling conventions: one declaration of each, from which calls are made, read and written out.
 
 A ``Convention`` names its parameters by meaning, each with the spellings that functions have for
 it. ``bind`` turns a Problem into arguments by meaning, ``Signature`` says which of them a function
@@ -62,7 +62,7 @@ class ConventionOptions:
         lse: Logarithm of its LSE, a name in ``LSE_BASES``.
         empty_row: What it gives for rows that see no key, a name in ``EMPTY_ROWS``.
         causal: How its causal flag and window are aligned, a name in ``ALIGNMENTS``.
-        promises: What it promises, names in ``question.PROMISES``; None: what any kernel does.
+        promises: What it promises, names in ``PROMISES``; None: what any kernel does.
         returns_lse: True: it must give LSE; False: none is requested, and one that it gives is
             left out; None: it is requested where the signature has a flag for it, and taken where
             it comes.
@@ -163,7 +163,7 @@ def spare(value: Any) -> Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a convention's arguments depend on.
+    """A Problem to be passed, and what its arguments depend on besides.
 
     Attributes:
         problem: What to compute.
@@ -334,7 +334,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """How functions of one convention are called.
+    """A calling convention of functions.
 
     Attributes:
         name: What it is called on the command line.
@@ -396,7 +396,7 @@ class Convention:
         return taken
 
     def claims(self, candidate: object) -> bool:
-        """Whether an object shows that it is of this convention and of no other."""
+        """Return whether an object shows that it is of this convention and of no other."""
         if not callable(candidate) or inspect.isclass(candidate):
             return False
         names = frozenset(each.name for each in _signature_parameters(candidate) or ())

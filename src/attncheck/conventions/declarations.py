@@ -28,7 +28,7 @@ class _Native:
     summary = "a Subject of attncheck: it says itself what it takes and how it is called"
 
     def claims(self, candidate: object) -> bool:
-        """Whether an object is a Subject."""
+        """Return whether an object is a Subject."""
         return isinstance(candidate, Subject)
 
     def unfit(self, candidate: object) -> str | None:

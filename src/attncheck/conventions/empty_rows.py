@@ -1,4 +1,4 @@
-"""What a kernel gives for rows that see no key: checked, then brought to 0 and -∞ for the judge."""
+"""Rows that see no key: checked as declared, then brought to 0 and -∞ for the judge."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def _backward_keywords(
 
 
 def _takes(function: Callable[..., Any], name: str, *, by_name: bool) -> bool:
-    """Whether it takes a keyword; ``by_name``: only where its signature names it."""
+    """Return whether it takes a keyword; ``by_name``: only where its signature names it."""
     try:
         parameters = list(inspect.signature(callee(function)).parameters.values())
     except (TypeError, ValueError):  # in C: it says nothing
@@ -271,7 +271,7 @@ def _takes(function: Callable[..., Any], name: str, *, by_name: bool) -> bool:
 
 
 def _requires(function: Callable[..., Any], name: str) -> bool:
-    """Whether its signature names a parameter without which it cannot be called."""
+    """Return whether its signature names a parameter without which it cannot be called."""
     try:
         parameter = inspect.signature(callee(function)).parameters.get(name)
     except (TypeError, ValueError):  # in C: it says nothing

@@ -106,7 +106,7 @@ class FunctionSubject(Subject):
         return paged == self._convention.paged and super().concerns(problem.replace(paging=None))
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """What the convention cannot pass, the function does not take, or no memory holds."""
+        """Return what the convention cannot pass, the function not take, or no memory hold."""
         arguments = self._outside(problem, device) or self._arguments(problem)
         if isinstance(arguments, str):
             return arguments
@@ -215,7 +215,7 @@ class FunctionSubject(Subject):
         )
 
     def _outside(self, problem: Problem, device: str) -> str | None:
-        """What no function of the convention can be given."""
+        """Return why no function of the convention can be given it."""
         if problem.operation != "attention":
             return f"the {self.convention} convention is of attention"
         if (problem.paging is not None) != self._convention.paged:
@@ -229,7 +229,7 @@ class FunctionSubject(Subject):
         return None
 
     def _arguments(self, problem: Problem) -> dict[str, Any] | str:
-        """What is passed, by the names that the function has; or what it lacks."""
+        """Arguments by the names that the function has; or what it lacks."""
         alignment = self.options.causal
         bound = self._convention.bind(
             Request(
@@ -255,7 +255,7 @@ class FunctionSubject(Subject):
     def _tensors(
         self, layout: Layout, inputs: Inputs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is passed by position."""
+        """The tensors that are passed by position."""
         if self._convention.tensors is not None:
             return self._convention.tensors(layout, inputs)
         return layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
@@ -281,7 +281,7 @@ class FunctionSubject(Subject):
 
 
 def _uses_triton(function: Callable[..., Any]) -> bool:
-    """Whether the module that it is of has imported Triton by name."""
+    """Return whether the module that it is of has imported Triton by name."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     modules = (value.__name__ for value in names.values() if isinstance(value, ModuleType))
     return any(name.partition(".")[0] == "triton" for name in modules)

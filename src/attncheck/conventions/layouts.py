@@ -38,7 +38,7 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How tensors in attncheck's axes become a kernel's, and come back, for one Problem.
+    """The change of attncheck's axes to a kernel's, and back, for one Problem.
 
     Attributes:
         queries: q ``(batch, heads, query, head_dim)`` → the kernel's.
@@ -123,7 +123,7 @@ class PackedProblem:
         return [part for parts in self.segments for part in parts]
 
     def starts(self, side: int) -> list[int]:
-        """Where each part begins, and where the last one ends: of queries (0) or keys (1)."""
+        """Return where parts begin, and where the last one ends: of queries (0) or keys (1)."""
         return [0, *accumulate(part[side] for part in self.lengths())]
 
     def places(self) -> list[tuple[int, int, int]]:

@@ -27,7 +27,7 @@ class UnreadableCall(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """What a call computes.
+    """The computation that a call is.
 
     Attributes:
         q: ``(batch, heads, query, head_dim)``.

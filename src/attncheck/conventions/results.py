@@ -1,4 +1,4 @@
-"""What a function of a convention returned or raised, and what it wrote to."""
+"""Results of a function of a convention: read, refused, and what it must not write to."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refusals() -> Iterator[None]:
 
 
 class BrokenResult(ContractViolation):
-    """What a function returned is not what its convention says; one line."""
+    """A result is not what its convention says; one line."""
 
 
 class WroteToInput(ContractViolation):
@@ -59,7 +59,7 @@ class WroteToInput(ContractViolation):
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What stands where out and LSE should be; the executor checks whether they are tensors."""
+    """The things where out and LSE should be; the executor checks whether they are tensors."""
 
     out: Any
     lse: Any = None
@@ -135,7 +135,7 @@ _COPIED = 1 << 20  # bytes of a tensor that is copied; what is larger is made on
 
 
 class MutationCheck:
-    """What a convention made of a Problem, as it is before a call: tables, lengths, masks, mods.
+    """The state before a call of what a convention made of a Problem: tables, lengths, masks, mods.
 
     Of a mod the tensors that it captures: the same object is what the function gets.
 

@@ -1,4 +1,4 @@
-"""How torch multiplies, and the arithmetic of its fused kernels."""
+"""The setting of torch's fp32 products, and the arithmetic of its fused kernels."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Band:
     high: int | None = None
 
     def __and__(self, other: Band) -> Band:
-        """What both show."""
+        """The band of what both show."""
         lows = [b.low for b in (self, other) if b.low is not None]
         highs = [b.high for b in (self, other) if b.high is not None]
         return Band(max(lows, default=None), min(highs, default=None))

@@ -77,7 +77,7 @@ balls_of = each_ball(flint.arb, 1)
 
 
 def is_known(ball: Ball) -> bool:
-    """Whether a ball says where its number is: a finite radius, or exactly ±∞."""
+    """Return whether a ball says where its number is: a finite radius, or exactly ±∞."""
     return bool(ball.is_finite()) or _is_infinity(ball)
 
 

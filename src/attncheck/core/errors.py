@@ -58,7 +58,7 @@ _RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}", re.DOTALL)
 
 
 def refuse_recorded(kind: str, name: str) -> None:
-    """Raises ProblemError, with the file to give, for a name of a recording that is not loaded."""
+    """Raise ProblemError, with the file to give, for a name of a recording that is not loaded."""
     recorded = _RECORDED.fullmatch(name)
     if recorded:
         raise ProblemError(

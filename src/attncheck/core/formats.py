@@ -110,7 +110,7 @@ class Dtype:
 
     @property
     def scaled(self) -> bool:
-        """Whether stored numbers are to be multiplied by a descale per batch and key head."""
+        """Return whether stored numbers have a descale, one for each batch and key head."""
         return self.storage.saturates
 
 

@@ -18,7 +18,7 @@ _ON_DEMAND = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" el
 
 
 def has_far_rows(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a view of much more memory than it has elements."""
+    """Return whether ``tensor`` is a view of much more memory than it has elements."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return elements > _WIDE and tensor.numel() * _MOSTLY_BETWEEN < elements
 

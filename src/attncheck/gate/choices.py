@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from attncheck.cases.tier import Tier, tier_named
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.formats import DTYPES
-from attncheck.gate.sources import CommitTree
+from attncheck.gate.other_commit import CommitTree
 from attncheck.records.baseline_entries import baseline_text
 from attncheck.records.run_reports import STAGES, Stage
 
@@ -123,7 +123,7 @@ def _words(value: Value) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineCases:
-    """The Cases of a baseline.
+    """The cases of a baseline, which a gate asks again.
 
     Attributes:
         digest: Of the baseline: another one makes another plan.
@@ -154,7 +154,7 @@ class BaselineCases:
         return json.dumps([self.digest, self.cases])
 
     def of_kernel(self, kernel: str, architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Variant and Case of each that it holds of a kernel on an architecture."""
+        """Yield variant and Case of each that it holds of a kernel on an architecture."""
         for name, device, variant, case in self.cases:
             if (name, device) == (kernel, architecture):
                 yield variant, case

@@ -93,11 +93,11 @@ def plainer_cases(case: Case) -> Iterator[Case]:
 
 def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
     softmax = problem.operation == "softmax"
-    yield from _other(problem, "batch", (1,))
+    yield from _smaller_value(problem, "batch", (1,))
     if not softmax:
         yield from _heads(problem)
         for name in ("dcaptured", "dlse", "backward", "sink"):
-            yield from _without(problem, name)
+            yield from _without_feature(problem, name)
         yield from _plainer(problem)
     elif problem.heads > 1:
         yield {"heads": 1, "kv_heads": 1}
@@ -108,10 +108,12 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
         yield from _dims(problem)
     if problem.distribution != "normal":
         yield {"distribution": "normal"}
-    yield from _other(problem, "seed", (0,))
+    yield from _smaller_value(problem, "seed", (0,))
 
 
-def _other(problem: Problem, name: str, values: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def _smaller_value(
+    problem: Problem, name: str, values: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
     yield from ({name: value} for value in values if value < getattr(problem, name))
 
 
@@ -122,7 +124,7 @@ def _heads(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"heads": heads, "kv_heads": kv_heads}
 
 
-def _without(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
+def _without_feature(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
     if getattr(problem, name):
         gradients = {"dlse": False, "dcaptured": False} if name == "backward" else {}
         yield {name: False} | gradients
@@ -147,7 +149,7 @@ def _shorter(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
     length = getattr(problem, name)
     for shorter in dict.fromkeys((*_LENGTHS, length // 2, length - 16, length - 1)):
         if 0 < shorter < length:
-            yield {name: shorter} | _fitted(problem, name, shorter)
+            yield {name: shorter} | _fitting_mask(problem, name, shorter)
 
 
 def _shorter_both(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -155,10 +157,10 @@ def _shorter_both(problem: Problem) -> Iterator[dict[str, Any]]:
     if problem.query == problem.kv:
         for change in _shorter(problem, "query"):
             length = change["query"]
-            yield {"query": length, "kv": length} | _fitted(problem, "both", length)
+            yield {"query": length, "kv": length} | _fitting_mask(problem, "both", length)
 
 
-def _fitted(problem: Problem, name: str, length: int) -> dict[str, Any]:
+def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
     """Return the mask with lists of lengths that fit a length that has shrunk."""
     spec = problem.mask.to_json()
     if problem.mask.name == "padding" and name in {"kv", "both"}:
@@ -209,7 +211,7 @@ class FailureLog:
         mark = f"{case.question} {case.problem.backward} {case.problem.dtype}"
         if not _is_new(self._diagnosed, unit.kernel, mark, _DIAGNOSED):
             return record
-        return diagnose_failure(record, host.subject, **_how(unit, host))
+        return diagnose_failure(record, host.subject, **_call_options(unit, host))
 
     def shrink(
         self,
@@ -239,7 +241,7 @@ class FailureLog:
         shrunk = shrink_case(first, ask, planning().supports, seconds=tier.shrink_seconds)
         if shrunk is None:
             return None
-        how = _how(unit, host)
+        how = _call_options(unit, host)
         larger = explain_failure(first, host.subject, **how)
         return diagnose_failure(shrunk, host.subject, before=larger, **how), first.case_id
 
@@ -268,5 +270,5 @@ def _is_new(seen: dict[str, set[str]], kernel: str, mark: str, most: int) -> boo
     return True
 
 
-def _how(unit: Unit, host: KernelHost) -> dict[str, Any]:
+def _call_options(unit: Unit, host: KernelHost) -> dict[str, Any]:
     return {"device": unit.device, "executor": host.executor}

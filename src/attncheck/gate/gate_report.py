@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from attncheck.baseline import comparison
 from attncheck.baseline.comparison import measurements, merge_changes
-from attncheck.gate.sources import rename_kernels
+from attncheck.gate.other_commit import rename_kernels
 from attncheck.records.record import Environment
 from attncheck.records.run_reports import STAGES, GateReport
 from attncheck.reporting.gate_verdict import failing_statuses, policy_of, questions
@@ -81,7 +81,7 @@ def build_report(
         baseline: The name of a file, and what it says: what the kernels are beside. The kernels of
             another commit, where it asked some, are in the journal itself.
     """
-    head, described = content.head, list(_described(content))
+    head, described = content.head, list(_descriptions(content))
     kernels = {str(f["name"]): str(f.get("summary", "")) for f in described}
     environments, answers = _environments(content), _answers(content, tuple(kernels))
     missing = content.unanswered
@@ -95,17 +95,17 @@ def build_report(
         kernels=kernels,
         absent={str(f["name"]): str(f["absent"]) for f in described if f.get("absent")},
         stages=_stages(head),
-        planned=_planned(content, head),
+        planned=_planned_questions(content, head),
         unfinished=len(missing),
         unfinished_because=(content.why or "not all was asked") if missing else "",
         harness=tuple(done.harness for done in content.results.values() if done.harness),
-        **_beside(content, answers, environments, baseline, complete=not missing),
+        **_comparisons(content, answers, environments, baseline, complete=not missing),
         answers=answers,
     )
-    return replace(report, changes=tuple(_allowed(report)))
+    return replace(report, changes=tuple(_allowed_changes(report)))
 
 
-def _allowed(report: GateReport) -> Iterator[Change]:
+def _allowed_changes(report: GateReport) -> Iterator[Change]:
     """Yield the changes; what is worse and flaky is within rounding where --flaky allows it."""
     flaky = {
         (record.kernel, record.case_id)
@@ -120,7 +120,7 @@ def _allowed(report: GateReport) -> Iterator[Change]:
         yield replace(one, standing="within rounding", reason=reason) if allowed else one
 
 
-def _beside(
+def _comparisons(
     content: JournalContent,
     answers: tuple[Answer, ...],
     environments: dict[str, Environment],
@@ -137,18 +137,18 @@ def _beside(
         changes.append(comparison.compare_runs(baseline[1], answers, environments, complete=whole))
     if head.get("against"):
         names.append(f"commit {str(head['against'])[:12]}")
-        changes.append(_of_commit(content, answers, environments))
+        changes.append(_changes_since_commit(content, answers, environments))
     return {"baseline": " and ".join(names), "changes": merge_changes(names, changes)}
 
 
-def _of_commit(
+def _changes_since_commit(
     content: JournalContent, answers: tuple[Answer, ...], environments: dict[str, Environment]
 ) -> tuple[Change, ...]:
     """Compare with the same cases of another commit, whose answers count nowhere else.
 
     Where that commit's kernel has not been asked yet, nothing is said of a case.
     """
-    named = {str(f["kernel"]): str(f["name"]) for f in _described(content)}
+    named = {str(f["kernel"]): str(f["name"]) for f in _descriptions(content)}
     before: list[Answer] = []
     names: dict[str, str] = {}
     missing: dict[str, str] = {}
@@ -178,7 +178,7 @@ def _stages(head: Mapping[str, Any]) -> tuple[Stage, ...]:
     return tuple(stage for stage in STAGES if stage in names) or STAGES
 
 
-def _described(content: JournalContent) -> Iterator[dict[str, Any]]:
+def _descriptions(content: JournalContent) -> Iterator[dict[str, Any]]:
     for done in content.results.values():
         if "name" in done.facts:
             yield done.facts
@@ -190,7 +190,7 @@ def _environments(content: JournalContent) -> dict[str, Environment]:
     return {fingerprint(each): each for each in environments}
 
 
-def _planned(content: JournalContent, head: Mapping[str, Any]) -> dict[Stage, int]:
+def _planned_questions(content: JournalContent, head: Mapping[str, Any]) -> dict[Stage, int]:
     """Count the questions of each stage; a property that is not drawn yet counts as one."""
     planned: dict[Stage, int] = {}
     shard = Shard.parse(str(head.get("shard", "")))
@@ -201,7 +201,7 @@ def _planned(content: JournalContent, head: Mapping[str, Any]) -> dict[Stage, in
     return {stage: planned[stage] for stage in STAGES if stage in planned}
 
 
-def _is_before(content: JournalContent, id_: str) -> bool:
+def _is_of_other_commit(content: JournalContent, id_: str) -> bool:
     return id_ in content.units and bool(content.units[id_].commit)
 
 
@@ -215,6 +215,6 @@ def _answers(content: JournalContent, kernels: tuple[str, ...]) -> tuple[Answer,
         stage = STAGES.index(answer.stage)
         return stage, known, order.get(answer.unit, len(order)), answer.record.case_id
 
-    here = (done for id_, done in content.results.items() if not _is_before(content, id_))
+    here = (done for id_, done in content.results.items() if not _is_of_other_commit(content, id_))
     answers = (each for done in here for each in done.answers)
     return tuple(sorted(answers, key=place))

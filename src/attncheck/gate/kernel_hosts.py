@@ -38,10 +38,10 @@ class KernelHost(Protocol):
         """Let its process end, where it has one of its own."""
 
     def close(self) -> None:
-        """Return the same, for good."""
+        """End its process for good."""
 
 
-class _Here:
+class _LocalKernel:
     """A kernel in this very process: a debugger stops in it, and what it breaks is ours."""
 
     def __init__(self, kernel: str, convention: str, executor: Executor) -> None:
@@ -49,10 +49,10 @@ class _Here:
         self.executor = executor
 
     def fresh(self) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 class MissingKernelError(AttncheckError):
@@ -76,7 +76,7 @@ class KernelHosts:
         """Return the host of a unit's kernel.
 
         Raises:
-            Missing: where another commit has no such kernel.
+            MissingKernelError: where another commit has no such kernel.
             UsageError: where there is no such kernel here, or that commit's is not the one that is
                 found there.
             HostError: where its process cannot be had.
@@ -86,7 +86,7 @@ class KernelHosts:
         if host is not None and key == known:
             return host
         self.end(unit.commit)
-        host = self._before(unit) if unit.commit else self._here(unit)
+        host = self._start_other(unit) if unit.commit else self._start(unit)
         self._hosts[unit.commit] = key, host
         return host
 
@@ -101,12 +101,12 @@ class KernelHosts:
         for commit in tuple(self._hosts):
             self.end(commit)
 
-    def _here(self, unit: Unit) -> KernelHost:
+    def _start(self, unit: Unit) -> KernelHost:
         if not self._choices.isolated:
-            return _Here(unit.kernel, unit.convention, self._executor())
-        return IsolatedKernel(unit.kernel, **self._how(unit))
+            return _LocalKernel(unit.kernel, unit.convention, self._executor())
+        return IsolatedKernel(unit.kernel, **self._host_options(unit))
 
-    def _before(self, unit: Unit) -> KernelHost:
+    def _start_other(self, unit: Unit) -> KernelHost:
         """Start the kernel of another commit; in a process, since two of one name share none."""
         tree = self._choices.tree
         if tree is None or tree.commit != unit.commit:
@@ -116,7 +116,7 @@ class KernelHosts:
             raise MissingKernelError(side.missing)
         try:
             host = IsolatedKernel(
-                side.kernel, folder=side.folder, paths=side.paths, **self._how(unit)
+                side.kernel, folder=side.folder, paths=side.paths, **self._host_options(unit)
             )
         except UsageError as error:
             raise MissingKernelError(f"{tree.ref}: {error}") from None
@@ -125,7 +125,7 @@ class KernelHosts:
             raise UsageError(f"--against {tree.ref}: {strayed}.")
         return host
 
-    def _how(self, unit: Unit) -> dict[str, Any]:
+    def _host_options(self, unit: Unit) -> dict[str, Any]:
         call = self._choices.timeout
         limits = Deadlines(call=call, compile=max(call, Deadlines().compile)) if call else None
         return {"convention": unit.convention, "device": unit.device, "deadlines": limits}

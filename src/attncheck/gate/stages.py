@@ -130,8 +130,9 @@ def _declared_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
         spec = _DECLARED_MASKS.get(ALIASES.get(mask, mask), FULL)
         declared.append((mask, {"mask": spec}))
     for name, fields in declared:
+        usual: dict[str, Any] = {"query": 16, "kv": 16, "dtype": first}
         try:
-            problem = Problem(**{"query": 16, "kv": 16, "dtype": first} | fields)
+            problem = Problem(**usual | fields)
         except ProblemError:
             continue
         concerns = planning.executor.concerns(planning.subject, problem)

@@ -373,7 +373,7 @@ def short_id(data: dict[str, Any]) -> str:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a real number, and no truth value."""
+    """Return whether it is a real number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

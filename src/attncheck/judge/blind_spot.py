@@ -224,7 +224,7 @@ class _AllowedRows:
         return (self.weights.shape[-1] + 4) * _UNIT
 
     def exposes(self, out: Tensor, lse: Tensor) -> bool:
-        """Whether these results instead of the exact ones would be beyond an allowance."""
+        """Return whether these results instead of the exact ones would be beyond an allowance."""
         known = self.known
         beyond = (out - known.out).abs() > self.out_allowance
         return bool(beyond.any() or ((lse - known.lse).abs() > self.lse_allowance).any())
@@ -381,7 +381,7 @@ def cut(values: Tensor, bits: int) -> Tensor:
 
 
 def _values_expose(rows: _AllowedRows, bits: int) -> bool:
-    """Whether P·V added up in ``bits`` bits is beyond what out is allowed."""
+    """Return whether P·V added up in ``bits`` bits is beyond what out is allowed."""
     weights, values = rows.weights, rows.known.v
     total = torch.zeros_like(rows.known.out)
     for start in range(0, weights.shape[-1], STEP):
@@ -391,7 +391,7 @@ def _values_expose(rows: _AllowedRows, bits: int) -> bool:
 
 
 def _scores_expose(rows: _AllowedRows, bits: int) -> bool:
-    """Whether q·k added up in ``bits`` bits makes out or LSE beyond what they are allowed.
+    """Return whether q·k added up in ``bits`` bits makes out or LSE beyond what they are allowed.
 
     Through a score mod to first order, with its slope at the exact products.
     """

@@ -68,7 +68,7 @@ class Accumulator:
 
     @property
     def coarse(self) -> bool:
-        """Whether its steps keep too few bits to pass for fp32, so that a finer bound pays."""
+        """Return whether steps keep too few bits to pass for fp32, so that a finer bound pays."""
         # Cores that keep 23 bits or more lose about as much as fp32: the plain bound will do.
         return self.block is not None and 2.0**-self.alignment > 2 * self.format.unit_roundoff
 
@@ -261,12 +261,12 @@ class Arithmetic:
 
     @property
     def fused(self) -> bool:
-        """Whether a backward recomputes P and its gradient tile by tile, and stores neither."""
+        """Return whether a backward recomputes P and its gradient by tiles, and stores neither."""
         return not self.normalised_weights and self.rounds_value_products is None
 
     @property
     def multiplies_rounded_weights(self) -> bool:
-        """Whether the scores' gradients have the rounded P as a factor."""
+        """Return whether the scores' gradients have the rounded P as a factor."""
         return self.rereads_weights or not self.fused
 
     def _unit_of(self, fmt: Format) -> float:

@@ -130,7 +130,7 @@ class ObservedError:
 
     @property
     def forward(self) -> bool:
-        """Whether out or LSE is wrong."""
+        """Return whether out or LSE is wrong."""
         return any(name not in GRADIENTS for name in self.wrong)
 
     def explained(self, prediction: FaultPrediction) -> FaultExplanation | None:
@@ -174,7 +174,7 @@ class ObservedError:
         )
 
     def agrees(self, prediction: FaultPrediction) -> bool:
-        """Whether all that a kernel gave, right or wrong, is what ``prediction`` says."""
+        """Return whether all that a kernel gave, right or wrong, is what ``prediction`` says."""
         if self.wrong and self.proven:
             explanation = self.explained(prediction)
             return explanation is not None and explanation.all
@@ -184,7 +184,7 @@ class ObservedError:
         )
 
     def _mostly_wrong(self, rows: Tensor) -> bool:
-        """Whether more than half of ``rows`` are beyond what is allowed, in any tensor of rows."""
+        """Return whether more than half of ``rows`` are beyond what is allowed, in any tensor."""
         # Else a prediction could free the rows that it gets wrong.
         wrong = torch.zeros_like(rows)
         for name in ("out", "lse"):

@@ -412,7 +412,7 @@ HEADS = "rounding of heads"
 
 
 class KeyGradients:
-    """Adds up the parts of all rows of a Problem, every row of every head once, in any order.
+    """Sums of the parts of all rows of a Problem, every row of every head once, in any order.
 
     Args:
         arithmetic: What the kernel declares.
@@ -431,7 +431,7 @@ class KeyGradients:
         self._sums: dict[str, Sums] = {}
 
     def add(self, rows: RowGradients) -> None:
-        """The parts of some rows."""
+        """Add the parts of some rows."""
         self._scale = rows.scale
         heads = torch.arange(rows.rows.heads.start, rows.rows.heads.stop, device=rows.dq.device)
         # Rounded head by head, sums of heads that share a key head must stay apart until then.

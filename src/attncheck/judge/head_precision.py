@@ -108,12 +108,12 @@ class HeadPrecision:
 
 
 def can_fail_by_precision(arithmetic: Arithmetic) -> bool:
-    """Whether precision has a gate: not in fp32 or tf32, where orders of a sum differ 5×."""
+    """Return whether precision has a gate: not in fp32 or tf32, where orders of a sum differ 5×."""
     return arithmetic.products.torch_name != "float32"
 
 
 def _has_ideal_kernels(arithmetic: Arithmetic) -> bool:
-    """Whether ideal kernels err as much as a kernel of this arithmetic.
+    """Return whether ideal kernels err as much as a kernel of this arithmetic.
 
     Their sums are fp32's, and they round P before it is divided by the row sum.
     """

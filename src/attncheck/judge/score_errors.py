@@ -108,7 +108,7 @@ def factor_roundings(arithmetic: Arithmetic) -> int:
 
 
 def rounds_operands(arithmetic: Arithmetic) -> bool:
-    """Whether q or k is rounded once more, which moves scores of a row together (B6)."""
+    """Return whether q or k is rounded once more, which moves scores of a row together (B6)."""
     return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
 
 

@@ -131,7 +131,7 @@ class Compared:
         return int(wrong.sum()), int((self.counted | ~self.alive).sum())
 
     def nothing_counted(self) -> bool:
-        """Whether rows see keys, and not one element of them has a finite allowance."""
+        """Return whether rows see keys, and not one element of them has a finite allowance."""
         return bool(self.alive.any()) and not bool(self.counted.any())
 
 

@@ -87,6 +87,7 @@ class Graph:
     def tensor(self, value: Tensor) -> int:
         """A captured tensor, to be indexed; refused where a kernel would read other numbers."""
         _require_readable(value)
+        # One tensor is one slot, however often it is read: kernels get one pointer.
         if id(value) not in self._slots:
             self._slots[id(value)] = len(self.captured)
             self.captured.append(value.detach())
@@ -163,6 +164,7 @@ def translate_aten(
     if kwargs.pop("alpha", 1) != 1 or kwargs:
         left = ", ".join(kwargs) or "alpha"
         raise TraceError(f"it uses {name} with {left}: write it with + - * and torch.where")
+    # Where torch counts truth values as numbers, a kernel's int1 would do something else.
     node = graph.nodes[position]
     if node.kind != kind_of(result) or (node.kind == "bool" and node.op in _NOT_OF_TRUTH):
         raise TraceError(f"it uses {name} on truth values: convert with .to(torch.int64) first")
@@ -252,6 +254,7 @@ def _div(graph: Graph, args: _Arguments, kwargs: _Keywords) -> int:
         return quotient
     if graph.kind(a, b) == "float":
         return _truncate(graph, quotient)
+    # A quotient that is cut towards zero is the floor of its size, with its sign.
     size = graph.apply("floor_divide", graph.apply("abs", a), graph.apply("abs", b))
     signs = [graph.apply("lt", i, graph.number(0)) for i in (a, b)]
     return graph.apply("where", graph.apply("ne", *signs), graph.apply("neg", size), size)
@@ -268,6 +271,7 @@ def _pow(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
         )
     position = graph.operand(base)
     if isinstance(exponent, float) and graph.kind(position) != "float":
+        # torch takes the root of a whole number in its default dtype.
         default = _name(torch.get_default_dtype())
         position = graph.add(Node("cast", "float", (position,), default))
     if exponent in _ROOTS:

@@ -115,7 +115,7 @@ _COMPARISONS: dict[str, tuple[Callable[[Ball, Ball], bool], Callable[[Ball, Ball
 def _toward_zero(ball: Ball) -> tuple[int, int]:
     """Return the whole numbers that the numbers of a ball are cut to, in the range of int64."""
     if not ball.is_finite():
-        return _INT64
+        return _INT64  # any number: a read or a division by it is given up
     ends = (ball.lower(), ball.upper())
     cut = [int((end.floor() if end >= 0 else end.ceil()).unique_fmpz()) for end in ends]
     low, high = (min(max(whole, _INT64[0]), _INT64[1]) for whole in cut)

@@ -206,11 +206,7 @@ def block_mask(
         kinds = pad(some, beyond).view(shape).amax(-1) + pad(every, beyond).view(shape).amin(-1)
         strips.append(kinds)
     return BlockMask(
-        kinds=torch.stack(strips, 2),
-        query=query,
-        kv=kv,
-        block_query=block_query,
-        block_kv=block_kv,
+        kinds=torch.stack(strips, 2), query=query, kv=kv, block_query=block_query, block_kv=block_kv
     )
 
 
@@ -307,13 +303,7 @@ def from_torch_block_mask(mask: flex.BlockMask) -> BlockMask:
     kinds = PARTIAL * _mark(mask.kv_num_blocks, mask.kv_indices, blocks)
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         kinds = kinds + FULL * _mark(mask.full_kv_num_blocks, mask.full_kv_indices, blocks)
-    return BlockMask(
-        kinds=kinds,
-        query=query,
-        kv=kv,
-        block_query=block_query,
-        block_kv=block_kv,
-    )
+    return BlockMask(kinds=kinds, query=query, kv=kv, block_query=block_query, block_kv=block_kv)
 
 
 def _mark(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:

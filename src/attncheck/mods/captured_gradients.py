@@ -107,10 +107,7 @@ class CapturedSums:
     """
 
     def __init__(
-        self,
-        score_mod: ScoreMod,
-        device: torch.device | str,
-        dtype: torch.dtype = torch.float64,
+        self, score_mod: ScoreMod, device: torch.device | str, dtype: torch.dtype = torch.float64
     ) -> None:
         self._score_mod = score_mod
         tensors = captured_tensors(score_mod, device)

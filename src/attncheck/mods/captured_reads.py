@@ -244,7 +244,7 @@ def _slope(recorded: fx.GraphModule, load: fx.Node, examples: list[Tensor]) -> S
 
     number = _value(recorded, load, examples).double().reshape(1).clone()
     gradient = record_gradient(with_number, [number, *examples])
-    if not passes:
+    if not passes:  # nothing to trace: a zero slope would be a term of every sum
         return None
 
     def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -186,6 +186,7 @@ def _possible_numbers(operands: list[Whole]) -> Iterator[tuple[Values, ...]]:
 
 def _apply_to_whole(op: str, operands: list[Whole]) -> Whole:
     if op in _MONOTONE and not all(operand.known for operand in operands):
+        # Their extremes are where the operands have theirs; others are tried number by number.
         ends = [(operand.low, operand.high) for operand in operands]
         results = [WHOLE_OPERATIONS[op](*corner) for corner in itertools.product(*ends)]
     else:
@@ -348,6 +349,7 @@ class Enclosures(ABC, Generic[Real]):
         whole = self.toward_zero(operand) if real else self._whole(operand)
         if not whole.known:
             return whole
+        # What may be several numbers is not wrapped around: its ends would change places.
         wrapped = cast_whole(whole.low, node.name)
         return Whole(wrapped, wrapped)
 

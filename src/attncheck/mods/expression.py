@@ -206,6 +206,7 @@ class Expression:
             if node not in needed:
                 needed.add(node)
                 waiting += nodes[node].operands
+        # Positions and slots are counted anew, so that equal parts of two mods are one structure.
         order = sorted(needed)
         slots = sorted({nodes[i].slot for i in order} - {-1})
         place = {old: new for new, old in enumerate(order)}
@@ -292,6 +293,7 @@ def torch_algebra(device: torch.device | str) -> Algebra[Any]:
     def leaf(node: Node, value: Any) -> Any:
         if node.op in {"true", "false"}:
             return torch.tensor(value, device=device)
+        # A tensor of one element promotes as its dtype and rank do, a Python number does not.
         if node.op == "number" and node.name:
             dtype = getattr(torch, node.name)
             return torch.tensor(value, dtype=dtype, device=device).reshape((1,) * node.rank)
@@ -372,16 +374,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _NotFinite = Literal["inf", "-inf", "nan"]
 _Dtype = Literal[
-    "bool",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
+    "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"
 ]
 
 
@@ -490,6 +483,7 @@ def _fits_slot(node: Node, captured: tuple[Captured, ...]) -> bool:
 
 def _check_kinds(expression: Expression) -> None:
     """Raise ProblemError unless every kind is what torch's own promotion gives."""
+    # A kernel's text follows from the kinds: one that is wrong would compute something else.
     nodes = expression.structure.nodes
     if not nodes:
         raise ProblemError("an expression has at least one node.")

@@ -346,7 +346,7 @@ class _Reader:
             raise _refusal(node, "is a real number", "in a mask divide with //, which rounds down")
         if sign in {"//", "%"} and "real number" in {left.kind, right.kind}:
             raise _refusal(node, f"takes {sign} of a real number", f"{sign} is for whole ones")
-        if sign == "/":
+        if sign == "/":  # of two whole numbers torch gives its default dtype, fp32
             left = _as_real(left)
         return _compute(node, function, f"({{}}) {sign} ({{}})", left, right)
 

@@ -118,7 +118,7 @@ class _Check:
         ):
             size = table.shape[axis]
             if -size <= low <= high < size:
-                continue
+                continue  # the range alone settles it
             what = f"{self.name} indexes axis {axis} of its tensor of shape {tuple(table.shape)}"
             part = self.expression.part(position)
             if part.reads("score"):
@@ -196,6 +196,7 @@ class _Check:
                 values = _values(part, torch.arange(int(low), int(high) + 1))
             except (IndexError, RuntimeError):  # at a number that does not occur
                 continue
+            # Right at all numbers of the range: right at those that occur.
             if not bool(wrong(values).any()):
                 return _extremes(values)
         return None

@@ -192,6 +192,7 @@ class Rounding:
             return UNKNOWN
         if self.ulps <= 0.5 and low == high and self._holds(low):
             return x
+        # Rounding is symmetric: the lower end is the upper one of the numbers negated.
         return libmp.mpf_neg(self._upper(libmp.mpf_neg(low))), self._upper(high)
 
     def _holds(self, raw: Raw) -> bool:
@@ -342,7 +343,7 @@ def _remainder(a: Pair, b: Pair) -> Pair:
     positive = libmp.mpf_sign(b[0]) > 0
     whole = (libmp.fzero, b[1]) if positive else (b[0], libmp.fzero)
     if low != high:
-        return whole
+        return whole  # the quotient may pass a whole number: any remainder there is
     left = _add(a, _neg(libmpi.mpi_mul((low, low), b, _BITS)))
     return _larger(left[0], whole[0]), _smaller(left[1], whole[1])
 

@@ -237,6 +237,7 @@ def _document_of(lengths: tuple[int, ...], positions: int, device: str) -> Tenso
     """Return the number of the document of each of the first ``positions``, int32."""
     import torch
 
+    # Lengths may add up to more than int32 holds; their sums are int64.
     ends = torch.tensor(lengths).cumsum(0)
     number = torch.searchsorted(ends, torch.arange(positions), right=True)
     return number.to(device, torch.int32)
@@ -292,10 +293,7 @@ _ANY_LENGTH = check.whole_number(0, check.INT32_LARGEST)
 _CANVAS = {"canvas": check.rows_and_columns, "kernel": check.rows_and_columns}
 
 MASKS: dict[str, Entry[MaskMod]] = {
-    "full": Entry(
-        summary="every row sees every key",
-        build=check.from_arguments(lambda: full),
-    ),
+    "full": Entry(summary="every row sees every key", build=check.from_arguments(lambda: full)),
     "causal": Entry(
         summary="row i sees keys up to i (aligned top-left)",
         build=check.from_arguments(lambda: causal),

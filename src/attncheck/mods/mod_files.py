@@ -170,19 +170,18 @@ _paths: dict[tuple[str, str, Argument], Path] = {}
 
 
 def _load(
-    reference: str,
-    what: ModKind,
-    trace: Callable[..., Expression],
-    entries: dict[str, Entry[Any]],
+    reference: str, what: ModKind, trace: Callable[..., Expression], entries: dict[str, Entry[Any]]
 ) -> Spec:
     if not is_mod_reference(reference):
         raise UsageError(f"{what} {reference!r} is not FILE.py::NAME.")
     mod = _FileMod(reference, what, _version(reference))
     expression = trace(mod.build("cpu"))
+    # What draws or counts shows when it is traced twice.
     if expression_digest(trace(mod.build("cpu"))) != expression_digest(expression):
         raise TraceError(
             f"{mod} gives other values when it is called again: capture what it draws or counts."
         )
+    # 40 bits: a Spec's argument is a number, and JSON readers keep one below 2^53 exactly.
     digest = int(expression_digest(expression)[:10], 16)
     _paths[what, mod.name, digest] = _path(reference)
     entries[mod.name] = Entry(

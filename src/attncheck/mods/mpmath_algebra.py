@@ -92,6 +92,7 @@ def mpmath_algebra(context: Any) -> Algebra[Values]:  # noqa: C901  (functions o
         return cast_whole(np.asarray(truncate(value)).astype(np.int64), node.name)
 
     def apply(node: Node, *operands: Values) -> Values:
+        # Whole numbers stay int64, which wraps around as torch's does.
         if node.kind != "float" and not any(operand.dtype == object for operand in operands):
             return WHOLE_OPERATIONS[node.op](*operands)
         result = _objects(functions[node.op](*map(real, operands)))

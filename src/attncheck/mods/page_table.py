@@ -115,10 +115,7 @@ def draw_page_table(
     given_back = free[torch.arange(batch * most).view(batch, most) % len(free)]
     table = torch.where(own, order[which], given_back)
     return PageTable(
-        table=table.to(torch.int32),
-        pages=len(order) + len(free),
-        size=paging.size,
-        lengths=lengths,
+        table=table.to(torch.int32), pages=len(order) + len(free), size=paging.size, lengths=lengths
     )
 
 
@@ -139,6 +136,7 @@ def _order(seed: int, used: int) -> tuple[Tensor, Tensor]:
     """Numbers of ``used`` pages, at least one, and of the free ones; the largest is free."""
     used = max(used, 1)
     others = used // _FREE_SHARE + 1
+    # Sorted by drawn numbers: no library's shuffle is the same in its next version.
     keys = Draws(seed).integers("pages", (used + others,), 2**32 - 1)
     order = torch.from_numpy(keys).argsort(stable=True)
     last = torch.tensor([used + others])

@@ -81,6 +81,7 @@ class RunningError:
         """
         arguments = (products, b, h, q_idx, kv_idx)
         nothing = torch.zeros((), dtype=torch.float64, device=products.device)
+        # Two walks rather than one with two radii: on a GPU the values take all the memory.
         total, own = (
             evaluate(
                 self._expression,
@@ -371,7 +372,7 @@ def _product(_result: Tensor, a: _Around, b: _Around) -> Tensor:
 
 
 def _quotient(result: Tensor, a: _Around, b: _Around) -> Tensor:
-    room = b.real.abs() - b.radius
+    room = b.real.abs() - b.radius  # the divisor's smallest size
     return torch.where(room > 0, (a.radius + result.abs() * b.radius) / room, torch.inf)
 
 

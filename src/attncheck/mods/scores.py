@@ -201,14 +201,8 @@ _kept_bias = lru_cache(maxsize=4)(_drawn_bias)
 
 
 SCORES: dict[str, Entry[ScoreMod]] = {
-    "none": Entry(
-        summary="the score itself",
-        build=check.from_arguments(lambda: none),
-    ),
-    "alibi": Entry(
-        summary="adds 2^(−8(h+1)/heads) · (j − i)",
-        build=_alibi,
-    ),
+    "none": Entry(summary="the score itself", build=check.from_arguments(lambda: none)),
+    "alibi": Entry(summary="adds 2^(−8(h+1)/heads) · (j − i)", build=_alibi),
     "softcap": Entry(
         summary="cap · tanh(score / cap)",
         arguments={"cap": check.positive_number},

@@ -193,6 +193,7 @@ def check_spec(
     if entry.compose is not None and not 1 <= len(spec.parts) <= entry.most_parts:
         wanted = "exactly one part" if entry.most_parts == 1 else "at least one part"
         raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {wanted}.")
+    # Last: the dimensions of the parts follow from arguments that are known to be right.
     for part in spec.parts:
         check_spec(kind, entries, part, entry.within(values, dims))
 

@@ -140,6 +140,7 @@ class _Printer:
         inputs = self._structure.inputs
         special: dict[str, Callable[..., _Text]] = {"index": self._load, "cast": self._cast}
         algebra = Algebra.of(self._leaf, self._operation, special)
+        # The text follows from the structure alone: what is captured is passed at run time.
         nothing = (0,) * (1 + max(self._first, default=-1))
         result = evaluate(Expression(self._structure, nothing), algebra, *inputs)
         head = f"def {_name(self._structure)}({', '.join(inputs)}, captured):"

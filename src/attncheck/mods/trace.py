@@ -17,14 +17,7 @@ from attncheck.core.draws import Draws
 from attncheck.core.errors import TraceError
 from attncheck.core.source_files import error_line
 from attncheck.mods.aten import CREATIONS, SAME_VALUE, Graph, Operand, Traced, translate_aten
-from attncheck.mods.expression import (
-    INDICES,
-    OPERATIONS,
-    Expression,
-    Node,
-    Structure,
-    kind_of,
-)
+from attncheck.mods.expression import INDICES, OPERATIONS, Expression, Node, Structure, kind_of
 from attncheck.mods.torch_tracer import (
     PLACE,
     VocabularyInterpreter,
@@ -124,6 +117,7 @@ def _trace(
         except TraceError as error:
             name = describe_mod(what, mod)
             raise TraceError(f"{name} cannot be traced: {error}.") from None
+        # What the result does not need, as a value that the mod drops, is left out.
         whole = Expression(Structure(inputs, tuple(graph.nodes)), tuple(graph.captured))
         return whole.part(position)
 
@@ -131,10 +125,7 @@ def _trace(
 
 
 _MUST: dict[str, tuple[str, str]] = {
-    "mask": (
-        "bool",
-        "it must give one tensor of truth values, torch.bool, one value an index",
-    ),
+    "mask": ("bool", "it must give one tensor of truth values, torch.bool, one value an index"),
     "score mod": (
         "float",
         "it must give one tensor of real numbers, as score.dtype, one value an index",
@@ -191,6 +182,7 @@ class _Conversion:
         value: Tensor = target(*_examples(args), **_examples(kwargs))
         name = target.overloadpacket.__name__
         depends = any(isinstance(self.values[n], Traced) for n in node.all_input_nodes)
+        # What depends on no argument is a constant of the mod, however it was computed.
         if not depends or name in CREATIONS:
             return value
         position = self._position(node, name, args, kwargs, value)
@@ -395,6 +387,7 @@ def _sample_indices(
         draws.integers(f"agreement/{name}", (samples,), size)
         for name, size in zip(INDICES, sizes, strict=True)
     ]
+    # Masks change near the diagonal, which draws of all keys would hardly ever meet.
     near = draws.integers("agreement/near", (samples,), 9) - 4
     half = samples // 2
     columns[3][:half] = columns[2][:half] + near[:half]

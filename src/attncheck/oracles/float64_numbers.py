@@ -155,7 +155,7 @@ class Float64:
         return array == -math.inf
 
     def score(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
-        """Calls the callable itself."""
+        """By the callable itself."""
         return call_score_mod(score_mod, scores, indices)
 
     def score_slope(self, score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:

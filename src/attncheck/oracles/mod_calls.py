@@ -155,7 +155,7 @@ def _whole(after: Tensor, scores: Tensor) -> Tensor:
 
 
 def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
-    """Whether a score mod hands back, unwritten, the very tensor it is given: as good as none."""
+    """Return whether a score mod hands back, unwritten, the very tensor that it is given."""
     # One element is enough: a mod that returns its argument does so for every index.
     first = Indices.of(*(range(1),) * 4, device=device)
     score = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)

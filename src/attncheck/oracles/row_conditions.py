@@ -145,7 +145,7 @@ def sampled_rows(problem: Problem, device: torch.device | str) -> list[Rows]:
 
 
 def samples_all_rows(problem: Problem, device: torch.device | str) -> bool:
-    """Whether ``sampled`` takes all rows: the Problem is small, or has few rows."""
+    """Return whether ``sampled`` takes all rows: the Problem is small, or has few rows."""
     few = problem.query <= _FEWEST_ROWS
     return few or _work(problem, problem.query) <= _whole(torch.device(device))
 

@@ -259,7 +259,7 @@ class _Online(_Rows):
 
 
 def all_moderate(v: Tensor) -> bool:
-    """Whether every value is 0 or in the range that LARGEST_BOUNDED_SCORE assumes; NaN is not."""
+    """Return whether values are 0 or in the range that LARGEST_BOUNDED_SCORE assumes."""
     sizes = v.abs()
     largest = float(sizes.amax())
     smallest = float(sizes.masked_fill_(sizes == 0, 1.0).amin())
@@ -436,7 +436,7 @@ class Visibility:
         return [self._merge(some, every) for some, every in classes]
 
     def _cells(self, heads: Heads, rows: range, keys: range) -> Tensor:
-        """Whether each cell of a strip sees something, and everything: bool, ``(2, cells)``."""
+        """Classify each cell of a strip: sees something, sees everything; bool, ``(2, cells)``."""
         seen = self._visible(heads, rows, keys)
         classes = []
         for reduce, padding in ((torch.any, False), (torch.all, True)):

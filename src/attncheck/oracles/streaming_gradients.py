@@ -287,7 +287,7 @@ def _turned(tensor: Tensor) -> Tensor:
 
 
 def _small(inputs: Inputs) -> bool:
-    """Whether no score is larger than LARGEST_BOUNDED_SCORE, nor a sink, by Cauchy–Schwarz."""
+    """Return whether no score or sink is beyond LARGEST_BOUNDED_SCORE, by Cauchy–Schwarz."""
     q, k, _ = inputs.promoted()
     norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (q, k)]
     largest = inputs.problem.scale * float(norms[0] * norms[1])

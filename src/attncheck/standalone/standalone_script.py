@@ -69,16 +69,16 @@ _INTERPRETED = """\
 """
 _OURS = """\
 def the_kernel():
-    from attncheck.examine.environment import prepare
-    from attncheck.subjects.load import load_subject as load
+    from attncheck.verify.environment import prepare
+    from attncheck.subjects.load import load_subject
 
     prepare({device!r})
-    return load({spec}, {convention!r})
+    return load_subject({spec}, {convention!r})
 """
 _NATIVE = """\
 def call(kernel, q, k, v):
-    from attncheck.inputs import Descale, Inputs
-    from attncheck.problem import Problem
+    from attncheck.inputs.input_tensors import Descale, Inputs
+    from attncheck.inputs.problem import Problem
 
     problem = Problem.from_json({problem!r})
     given = kernel.run(Inputs(problem=problem, q=q, k=k, v=v{more}))
@@ -133,24 +133,24 @@ def kernel_call(
     """
     inner = subject.inner if isinstance(subject, Declared) else subject
     if isinstance(inner, FunctionSubject):
-        return _of_function(inner, problem, _had(kernel, folder), device)
+        return _of_function(inner, problem, _import_expression(kernel, folder), device)
     if problem.operation == "attention" and isinstance(inner, Sdpa | Flex):
         return _of_torch(inner, problem, device)
-    spec = _spec(kernel, folder)
+    spec = _load_expression(kernel, folder)
     scales = "descale=Descale(q=q_descale, k=k_descale, v=v_descale)"
     more = [scales] if problem.formats.scaled else []
     more += ["x=x"] if problem.operation == "softmax" else []
     more += ["sink=sink"] if problem.sink else []
     call = _NATIVE.format(problem=problem.to_json(), more="".join(f", {one}" for one in more))
     made = _OURS.format(device=device, spec=spec, convention=convention or None)
-    return _named(made, call, notes=(_NOTE_OURS,))
+    return _named_call(made, call, notes=(_NOTE_OURS,))
 
 
 def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str) -> KernelCall:
     interpreted = inner.triton and device == "cpu"
     made = _FUNCTION.format(first=_INTERPRETED if interpreted else "", had=had)
     plain = inner.options.empty_row in {"", "zero"}
-    return _named(
+    return _named_call(
         made,
         _source(inner, problem),
         unasked=frozenset({"lse"} if plain else {"lse", "out"}),
@@ -173,7 +173,7 @@ def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall:
         made = _FLEX.format(function=name if device == "cpu" else compiled)
     adopted = declarations.adopted(function, inner.name, convention)
     assert isinstance(adopted, FunctionSubject), adopted
-    return _named(made, _source(adopted, problem))
+    return _named_call(made, _source(adopted, problem))
 
 
 def _source(subject: FunctionSubject, problem: Problem) -> str:
@@ -186,7 +186,7 @@ def _source(subject: FunctionSubject, problem: Problem) -> str:
     return source
 
 
-def _named(
+def _named_call(
     made: str, call: str, *, unasked: frozenset[str] = frozenset(), notes: tuple[str, ...] = ()
 ) -> KernelCall:
     name = f"call_{zlib.crc32(call.encode()):08x}"
@@ -204,7 +204,7 @@ def _named(
     )
 
 
-def _had(kernel: str, folder: Path) -> str:
+def _import_expression(kernel: str, folder: Path) -> str:
     """Return an expression that imports a function."""
     reference, start = _reference(kernel)
     file, colons, name = reference.partition("::")
@@ -214,7 +214,7 @@ def _had(kernel: str, folder: Path) -> str:
     return f"of_module({_relative(start, folder)!r}, {module!r}, {name!r})"
 
 
-def _spec(kernel: str, folder: Path) -> str:
+def _load_expression(kernel: str, folder: Path) -> str:
     """Return an expression for what ``load_subject`` takes."""
     file, colons, name = kernel.partition("::")
     if not colons:
@@ -309,17 +309,17 @@ def render_script(  # what was asked of whom, what was answered, and where it go
         "facts": dict(facts),
         "device": device,
         "products": "high" if case.problem.dtype == "tf32" else "highest",
-        "must": _must(record.judgement) if case.question in RELATIONS else None,
-        "note": _note(record.judgement),
-        "runs": [_told(run, one, memory) for run, one in zip(run_list, how, strict=True)],
+        "must": _relation_data(record.judgement) if case.question in RELATIONS else None,
+        "note": _blind_note(record.judgement),
+        "runs": [_run_data(run, one, memory) for run, one in zip(run_list, how, strict=True)],
     }
     notes = "".join(f"\n{line}\n" for one in how[:1] for line in one.notes)
-    imports, text = _common()
+    imports, text = _common_text()
     head = f"{_HEAD.format(name=path.name, notes=notes)}\n{imports}"
-    return "\n\n\n".join([head, *_calls(how), text, *_data(data, how, memory)]) + "\n"
+    return "\n\n\n".join([head, *_call_sources(how), text, *_data_text(data, how, memory)]) + "\n"
 
 
-def _common() -> tuple[str, str]:
+def _common_text() -> tuple[str, str]:
     """Return imports and functions of every script."""
     text = _TEMPLATE.read_text(encoding="utf-8").partition(_MARK)[2]
     imports, _, functions = text.partition(_EXPORTS)
@@ -358,7 +358,7 @@ def _tensors(run: ExactRun, more: Mapping[str, torch.Tensor]) -> Iterator[torch.
         yield from (part for part in (outputs.out, outputs.lse) if part is not None)
 
 
-def _told(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
+def _run_data(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
     """Return a run as data."""
     inputs, problem = run.inputs.tensors(), run.inputs.problem
     if how.reads_mask:
@@ -384,7 +384,7 @@ def _told(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
     return data
 
 
-def _must(found: Judgement | None) -> dict[str, Any] | None:
+def _relation_data(found: Judgement | None) -> dict[str, Any] | None:
     """Return the element that a broken relation shows; None where it held."""
     if found is None or found.worst is None or found.rule != "relation":
         return None
@@ -399,7 +399,7 @@ def _must(found: Judgement | None) -> dict[str, Any] | None:
     }
 
 
-def _note(found: Judgement | None) -> str:
+def _blind_note(found: Judgement | None) -> str:
     if found is None or found.status != "fail" or found.rule in _BY_THE_BOUND:
         return ""
     return (
@@ -408,12 +408,12 @@ def _note(found: Judgement | None) -> str:
     )
 
 
-def _calls(how: list[KernelCall]) -> Iterator[str]:
+def _call_sources(how: list[KernelCall]) -> Iterator[str]:
     """Yield how the kernel is loaded, and each way it is called, once."""
     yield from dict.fromkeys(source for one in how for source in (one.kernel, one.source))
 
 
-def _data(said: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
+def _data_text(said: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
     """Yield what was asked, and the memory of its tensors."""
     text = pprint.pformat(said, width=96, sort_dicts=False)
     for name in {one.name for one in how}:  # functions, where data has their names

@@ -50,7 +50,7 @@ def slope_expression(problem: Problem, device: str) -> Expression:
 
 
 def captured_reads(problem: Problem, device: str) -> CapturedReads:
-    """What the score mod reads from tensors, and its derivatives there, for a kernel of ours."""
+    """The score mod's reads of tensors, and its derivatives there, for a kernel of ours."""
     return _reads(ModKey.of(problem, device, "score"))
 
 

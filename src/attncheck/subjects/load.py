@@ -221,7 +221,7 @@ def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
 
 
 def is_reference(kernel: str) -> bool:
-    """Whether ``kernel`` is of a file or module, and no name."""
+    """Return whether ``kernel`` is of a file or module, and no name."""
     return ":" in kernel
 
 
@@ -267,7 +267,7 @@ def _import_backward(table: Capabilities, folder: Path, what: str) -> Callable[.
 
 
 def _is_factory(target: object) -> bool:
-    """Whether it is to be called for a Subject: a class, or a function without arguments."""
+    """Return whether it is to be called for a Subject: a class, or a function without arguments."""
     if isinstance(target, Subject) or not callable(target):
         return False
     if inspect.isclass(target):

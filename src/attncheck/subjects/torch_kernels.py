@@ -238,7 +238,7 @@ class Sdpa(Subject):
         return torch.empty(mask_size(problem, device), dtype=dtype, device=device)
 
     def _refused(self, problem: Problem, device: str) -> str | None:
-        """What torch itself says against this backend for tensors of these shapes.
+        """Return what torch says against this backend for tensors of these shapes.
 
         torch's dispatcher gives its reasons as Python warnings; ``torch.backends.cuda``'s
         ``can_use_*`` write them to stderr, past any filter (torch 2.11).

@@ -89,7 +89,7 @@ class Varlen(Flash):
         return super().launch(_alone(problem), device)
 
     def gradient_launches(self, problem: Problem, device: str) -> tuple[Launch, Launch]:
-        """How dQ is launched, and how dK and dV are."""
+        """Launches of dQ, and of dK and dV."""
         rows, keys = (launch_flash(_alone(problem), device, tiles) for tiles in (BY_ROWS, BY_KEYS))
         return rows, keys
 
@@ -131,7 +131,7 @@ class Varlen(Flash):
     def _backward(
         self, inputs: Inputs, layout: Layout, tensors: Tensors, of_both: dict[str, Any]
     ) -> Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]] | None:
-        """What gives the gradients, from the packed out and LSE; None for none."""
+        """Return what gives the gradients, from the packed out and LSE; None for none."""
         if inputs.dout is None:
             return None
         problem, device = inputs.problem, inputs.device.type
@@ -169,7 +169,7 @@ def _alone(problem: Problem) -> Problem:
 
 
 def _documents(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Where the documents are, and by which numbers the mods know them."""
+    """Places of the documents, and by which numbers the mods know them."""
     packed = _packed(inputs.problem)
     starts = {f"cu_seqlens_{name}": packed.starts(side) for side, name in enumerate("qk")}
     return {
@@ -206,7 +206,7 @@ def _packed_rows(dlse: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _mods(problem: Problem, device: str) -> dict[str, Any]:
-    """What hides keys within documents, by flag or by mask, and the score mod."""
+    """The mask within documents, by flag or by mask, and the score mod."""
     from attncheck.mods.to_triton import to_triton
 
     packed = _packed(problem)
@@ -228,7 +228,7 @@ def _slope(problem: Problem, device: str) -> TritonMod | None:
 
 
 def _causal(problem: Problem, packed: PackedProblem) -> Causal:
-    """How the kernel's flag is aligned where it is what hides keys within documents."""
+    """Alignment of the kernel's flag, where it is what hides keys within documents."""
     band = mask_band(packed.rest, problem.dimensions)
     lengths, leads = packed.lengths(), packed.leads()
     if band is None:
@@ -289,7 +289,7 @@ class Decode(Flash):
         self._splits = splits
 
     def concerns(self, problem: Problem) -> bool:
-        """Whether it is attention, paged or not."""
+        """Return whether it is attention, paged or not."""
         return super().concerns(problem.replace(paging=None))
 
     def unsupported(self, problem: Problem, device: str) -> str | None:

@@ -140,7 +140,7 @@ class Flash(Subject):
         return assumed
 
     def launch(self, problem: Problem, device: str) -> Launch:
-        """How it is launched."""
+        """Tile sizes and options of its launch."""
         chosen = launch_flash(problem, device, self.hopper)
         return replace(chosen, max_num_imprecise_acc=self.max_num_imprecise_acc)
 
@@ -157,7 +157,7 @@ class Flash(Subject):
         return inputs.k, self.values(inputs.v), None
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
-        """What its launcher gets of the tiles that it has to visit; nothing if it goes by names."""
+        """Lists of the tiles that its launcher has to visit; nothing if it goes by names."""
         del problem, device
         return {}
 
@@ -229,7 +229,7 @@ def _compiled(tiles: dict[int, tuple[int, int, int, int]], widest: int) -> dict[
 
 
 def _hides_future(mask: Spec) -> bool:
-    """Whether keys after a row's own index are hidden, as far as the mask's names tell."""
+    """Return whether keys after a row's own index are hidden, as far as the mask's names tell."""
     if mask.name == "and":
         return any(_hides_future(part) for part in mask.parts)
     return mask.name in {"causal", "sliding_window"}
@@ -307,14 +307,14 @@ class Flash2(Flash):
         self._dense = dense
 
     def launch(self, problem: Problem, device: str) -> Launch:
-        """How it is launched."""
+        """Tile sizes and options of its launch."""
         chosen = super().launch(problem, device)
         if device == "cuda":
             chosen = replace(chosen, **_on_hopper(problem))
         return self._in_blocks(chosen)
 
     def gradient_launches(self, problem: Problem, device: str) -> tuple[Launch, Launch]:
-        """How dQ is launched, and how dK and dV are."""
+        """Launches of dQ, and of dK and dV."""
         rows, keys = (launch_flash(problem, device, tiles) for tiles in (BY_ROWS, BY_KEYS))
         if problem.dcaptured:
             # A table is read by score, slope and place alike: one more tile of it for each and for
@@ -378,7 +378,7 @@ class Flash2(Flash):
         return call
 
     def _prepared_backward(self, inputs: Inputs) -> Callable[[Outputs], Gradients]:
-        """What takes the forward's results and gives the gradients, in the order of Outputs."""
+        """Return the backward: the forward's results → gradients, in the order of Outputs."""
         from attncheck.mods.to_triton import to_triton
 
         device, problem = inputs.device.type, inputs.problem
@@ -428,7 +428,7 @@ class Flash2Atomic(Flash2):
     atomic = True
 
     def concerns(self, problem: Problem) -> bool:
-        """Whether there are gradients: the forward is ``triton-flash2``'s."""
+        """Return whether there are gradients: the forward is ``triton-flash2``'s."""
         return super().concerns(problem) and problem.backward
 
 
@@ -442,7 +442,7 @@ class Flash2TransposedValues(Flash2):
     summary = "triton-flash2 in fp8, V stored transposed"
 
     def concerns(self, problem: Problem) -> bool:
-        """Whether there is fp8: 16-bit operands are multiplied in either order alike."""
+        """Return whether there is fp8: 16-bit operands are multiplied in either order alike."""
         return super().concerns(problem) and problem.formats.scaled
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
@@ -467,12 +467,12 @@ class Flash2FastAccumulation(Flash2):
         return super().absent(device)
 
     def concerns(self, problem: Problem) -> bool:
-        """Whether there is fp8: other products are added up in fp32."""
+        """Return whether there is fp8: other products are added up in fp32."""
         return super().concerns(problem) and problem.formats.scaled
 
 
 def _on_hopper(problem: Problem) -> dict[str, Any]:
-    """What a forward in 16 bits without a score mod has besides on Hopper, as timed on an H200.
+    """Options of a forward in 16 bits without a score mod on Hopper, as timed on an H200.
 
     At head dims above 64 it has a third stage, in at most 131,072 bytes of shared memory: 5.6 to
     4.6 ms without a mask. Up to 64 it has a limit of registers, by which two programs share a

@@ -139,14 +139,14 @@ def _entry(data: Mapping[str, Any], where: str) -> KnownFailure:
     _check(where, "device", [texts["device"]], _DEVICES)
     return KnownFailure(
         **texts,
-        dtypes=_names(data, where, "dtypes", DTYPES),
-        families=_names(data, where, "families", (*MASK_FAMILIES, SOFTMAX)),
+        dtypes=_name_list(data, where, "dtypes", DTYPES),
+        families=_name_list(data, where, "families", (*MASK_FAMILIES, SOFTMAX)),
         case=_case(data["case"], where),
         where=where,
     )
 
 
-def _names(data: Mapping[str, Any], where: str, key: str, valid: Any) -> tuple[str, ...]:
+def _name_list(data: Mapping[str, Any], where: str, key: str, valid: Any) -> tuple[str, ...]:
     names = data.get(key, [])
     if not isinstance(names, list):
         raise UsageError(f"{where}: {key} must be a list, not {names!r}.")
@@ -191,7 +191,11 @@ def known_failures(
             matches = [
                 item for item in here if entry.matches(_name(item), param_of(item), judged.device)
             ]
-            if not matches and _whole(session, entry, here, folder) and _about(entry, judged):
+            if (
+                not matches
+                and _all_collected(session, entry, here, folder)
+                and _is_about_this_run(entry, judged)
+            ):
                 raise pytest.UsageError(
                     f"{entry.where}: test {entry.test!r} of kernel {entry.kernel!r} matches no "
                     "test that was collected: correct or remove it."
@@ -243,7 +247,7 @@ def _entries(given: str, folder: Path) -> tuple[KnownFailure, ...]:
         raise pytest.UsageError(f"--known-failures: {error}") from None
 
 
-def _whole(
+def _all_collected(
     session: pytest.Session, entry: KnownFailure, here: Sequence[pytest.Item], folder: Path
 ) -> bool:
     """Return whether all tests that the entry could be about have been collected."""
@@ -258,7 +262,7 @@ def _whole(
     )
 
 
-def _about(entry: KnownFailure, judged: Session) -> bool:
+def _is_about_this_run(entry: KnownFailure, judged: Session) -> bool:
     """Return whether what was asked for is what the entry is about."""
     dtypes = judged.options.dtypes
     if entry.device not in {"", judged.device}:

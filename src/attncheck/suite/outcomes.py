@@ -155,7 +155,7 @@ def summary_lines(
     tallies = _by_kernel(outcomes)
     width = max(map(len, tallies), default=0)
     for name, tally in tallies.items():
-        yield f"{name:<{width}}  {_one(tally)}"
+        yield f"{name:<{width}}  {_tally_text(tally)}"
     if tallies:
         whole = Tally()
         for tally in tallies.values():
@@ -177,7 +177,7 @@ def _by_kernel(outcomes: Iterable[PropertyOutcome]) -> dict[str, Tally]:
     return {name: tally for name, tally in sorted(tallies.items()) if tally.problems}
 
 
-def _one(tally: Tally) -> str:
+def _tally_text(tally: Tally) -> str:
     others = [f"{n:,} {status}" for status, n in sorted(tally.problems.items()) if status != "pass"]
     detail = f" ({', '.join(others)})" if others else ""
     share = _share(tally.compiling, tally.seconds)
@@ -261,13 +261,13 @@ def pytest_command(args: Sequence[str]) -> str:
         if arg == _OPTION:
             del rest[:1]
         elif not arg.startswith(f"{_OPTION}="):
-            words.append(_named(arg))
+            words.append(_shortened(arg))
     return shlex.join(words)
 
 
-def _named(arg: str) -> str:
+def _shortened(arg: str) -> str:
     name, equals, value = arg.partition("=")
     if equals and name.startswith("-"):
-        return f"{name}={_named(value)}"
+        return f"{name}={_shortened(value)}"
     path, separator, test = arg.partition("::")
     return Path(path).name + separator + test if Path(path).is_absolute() else arg

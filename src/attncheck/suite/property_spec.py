@@ -235,7 +235,8 @@ def _other_lengths(problem: Problem, number: int, count: int) -> dict[str, int]:
 def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
     chosen = {}
     for name, allowed in allowed_parameters(case.question, problem).items():
-        values, now = list(allowed), case.parameters.get(name)
+        values: list[Any] = list(allowed)
+        now = case.parameters.get(name)
         index = values.index(now) if now in values else 0
         chosen[name] = values[(index + number) % len(values)]
     return Case(problem=problem, question=case.question, parameters=chosen)

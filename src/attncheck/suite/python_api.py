@@ -71,11 +71,11 @@ def check(
         UsageError: for arguments that cannot be; in one line.
     """
     __tracebackhide__ = True
-    device = _ready(device)
+    device = _prepare_device(device)
     subject = _subject(kernel, convention)
     cases = _cases(problem, question, dtypes)
     records = tuple(iter_records([subject], cases, device=device))
-    _guide(records)
+    _reject_untaken(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
     wrong = [
         WrongAnswer(
@@ -99,7 +99,7 @@ def check(
     return records
 
 
-def _ready(device: str | None) -> str:
+def _prepare_device(device: str | None) -> str:
     if device not in {None, "cpu", "cuda"}:
         raise UsageError(f"device {device!r} is not known: choose from cpu, cuda.")
     chosen = device or default_device()
@@ -112,7 +112,7 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
     if isinstance(kernel, Subject):
         return kernel
     if isinstance(kernel, str):
-        return _loaded(kernel, convention)
+        return _load_once(kernel, convention)
     from attncheck.conventions.declarations import adopted
 
     name = getattr(kernel, "__name__", type(kernel).__name__)
@@ -123,7 +123,7 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
 
 
 @functools.cache
-def _loaded(kernel: str, convention: str | None) -> Subject:
+def _load_once(kernel: str, convention: str | None) -> Subject:
     """Import a file once, however many Problems are asked."""
     return load_subject(kernel, convention)
 
@@ -144,7 +144,7 @@ def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str])
     return [each.case for dtype in names for each in check_cases(dtype)]
 
 
-def _guide(records: tuple[Record, ...]) -> None:
+def _reject_untaken(records: tuple[Record, ...]) -> None:
     """Have Hypothesis draw anew what is not taken."""
     if hypothesis.currently_in_test_context():
         hypothesis.assume(any(record.status != "unsupported" for record in records))
@@ -269,12 +269,12 @@ class NotAttention(AssertionError):
     def __str__(self) -> str:
         if not self._text:
             first, *rest = _lines(self.judgement)
-            likely, tiles = _looked(self._answer)
+            likely, tiles = _diagnosis_lines(self._answer)
             self._text, self._answer = "\n".join([first, *likely, *rest, *tiles]), None
         return self._text
 
 
-def _looked(answer: UserOutputs | None) -> tuple[list[str], list[str]]:
+def _diagnosis_lines(answer: UserOutputs | None) -> tuple[list[str], list[str]]:
     """Return lines of what may be wrong, and of where; none where nobody can say."""
     if answer is None:
         return [], []
@@ -305,7 +305,7 @@ def _lines(found: Judgement) -> Iterator[str]:
         yield from _worst(found.worst)
     yield _fact("judged as", found.arithmetic)
     if found.blind_spot is not None:
-        yield _fact("would see", _seen(found.blind_spot))
+        yield _fact("would see", _visible_faults(found.blind_spot))
 
 
 def _worst(worst: Worst) -> Iterator[str]:
@@ -319,7 +319,7 @@ def _worst(worst: Worst) -> Iterator[str]:
     yield _fact("allowed", f"{worst.allowance:.2e}{f' = {made}' if made else ''}")
 
 
-def _seen(spot: BlindSpot) -> str:
+def _visible_faults(spot: BlindSpot) -> str:
     """Return the smallest faults that these tensors would have shown."""
     facts = {
         f"a scale {100 * spot.scale:.2g} % off": spot.scale < float("inf"),

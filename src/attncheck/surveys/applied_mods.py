@@ -1,4 +1,4 @@
-"""What mask, and what score mod, a kernel really applies, read out of its own results.
+"""The mask and the score mod that a kernel really applies, read out of its own results.
 
 A mask: with q = 0 all visible keys weigh the same, and with V the identity, column j of out is the
 weight of key j. A score mod: a row that sees one key only has that key's score as its LSE; q and k

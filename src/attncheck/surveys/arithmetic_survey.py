@@ -139,7 +139,7 @@ class _Survey:
         )
 
     def _try(self, read: Callable[[SceneRunner], T]) -> T | str:
-        """What ``read`` reads, or why nothing was."""
+        """Return what ``read`` reads, or why nothing was."""
         try:
             return read(self.runner)
         except Unanswered as error:
@@ -431,7 +431,7 @@ def _compare_subnormals(
     dtype: Dtype,
     declared: Arithmetic,
 ) -> Reading:
-    """What is flushed; it counts where the format's smallest normal number is above fp32's."""
+    """Flushed numbers; they count where a format's smallest normal one is above fp32's."""
     lost = list(flushed or ())
     counts = bool(lost) and dtype.storage.min_exponent > _NARROWEST_RANGE
     if weights_kept is False:

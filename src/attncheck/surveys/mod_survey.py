@@ -137,7 +137,7 @@ class ModBackends:
 
     @property
     def agree(self) -> bool:
-        """Whether it was traced, and no backend that takes it differs or fails."""
+        """Return whether it was traced, and no backend that takes it differs or fails."""
         taken = all(each.status in {"equal", "unsupported"} for each in self.backends)
         return not self.reason and taken
 
@@ -459,12 +459,12 @@ def refusals(
 
 
 def concerns_mods(subject: Subject) -> bool:
-    """Whether mods concern a kernel at all: they do not concern a softmax."""
+    """Return whether mods concern a kernel at all: they do not concern a softmax."""
     return InProcess().concerns(subject, Problem(query=16, head_dim=16, dtype="fp32"))
 
 
 def takes_any_mod(subject: Subject, device: str) -> bool:
-    """Whether a kernel takes any mask and score mod in fp32: those are the default."""
+    """Return whether a kernel takes any mask and score mod in fp32: those are the default."""
     problem = Problem(
         query=16,
         head_dim=16,

@@ -225,7 +225,7 @@ def _survey_problem(
 
 
 def _backend() -> str:
-    """What mpmath computes with: ``python``, or ``gmpy2`` and its version."""
+    """The backend of mpmath: ``python``, or ``gmpy2`` and its version."""
     from mpmath import libmp
 
     if libmp.BACKEND == "python":

@@ -178,7 +178,7 @@ _UNNOTICED = -32.0  # log2: less than an fp32 sum of 64 notices
 
 
 def sums_rounded_weights(runner: SceneRunner, held: Grid) -> bool | None:
-    """Whether the row sum takes the rounded P: rows that differ by less have one sum; None: hidden.
+    """Read whether the row sum takes the rounded P: rows that differ by less have one sum.
 
     In each group a key of weight 1 and 14 of (1 + δ)/2, which P of ``held`` bits holds as 1/2:
     δ = 0 in even rows and just below 2^-bits in odd ones. The sums are 64 and 64 (1 + 7δ/8).
@@ -308,7 +308,7 @@ def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestW
 
 
 def _height(storage: Format, head: int) -> float:
-    """What values are, so that small weights show."""
+    """Values by which small weights show."""
     return _LOW_VALUE if storage.name == "fp16" else 2.0 ** min(120, _STEPS * (head + 1))
 
 

@@ -40,16 +40,21 @@ def propose_table(probed: DetectedCapabilities, entry: str) -> tuple[Capabilitie
     comments: Comments = {}
     for name in (*_LISTS, *_FLAGS):
         tried = [one for one in probed.tried if one.aspect == name]
-        fields[name] = _listed(name, tried) if name in _LISTS else _flag(tried)
-        comments[name] = [*_faults(tried), *(_mixed(tried) if name in _FLAGS else ())]
+        fields[name] = _listed_values(name, tried) if name in _LISTS else _flag(tried)
+        comments[name] = [
+            *_fault_comments(tried),
+            *(_mixed_comment(tried) if name in _FLAGS else ()),
+        ]
     fields["override"] = _overrides(probed, fields)
     fields["length_multiple"] = _multiple(probed)
-    fields |= _of_the_convention(probed)
+    fields |= _convention_fields(probed)
     fields["promises"], comments["promises"] = _promises(probed)
     elsewhere = [one for one in probed.tried if one.aspect in _ELSEWHERE]
-    comments["convention"] = _faults(elsewhere)
-    comments["causal"] = _faults(one for one in probed.tried if one.aspect == "causal")
-    comments["empty_row"] = _faults(one for one in probed.tried if one.aspect == "empty_row")
+    comments["convention"] = _fault_comments(elsewhere)
+    comments["causal"] = _fault_comments(one for one in probed.tried if one.aspect == "causal")
+    comments["empty_row"] = _fault_comments(
+        one for one in probed.tried if one.aspect == "empty_row"
+    )
     return Capabilities(**fields), comments
 
 
@@ -57,7 +62,7 @@ def _answers(one: TrialResult) -> bool:
     return one.verdict in {"takes", "wrong"}
 
 
-def _listed(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
+def _listed_values(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
     """Return what gives an answer; ``any`` where everything that was tried does."""
     names = [one.what for one in tried if _answers(one)]
     if name == "head_dims":
@@ -74,7 +79,7 @@ def _flag(tried: Sequence[TrialResult]) -> bool | None:
     return taken.pop() if len(taken) == 1 else None
 
 
-def _mixed(tried: Sequence[TrialResult]) -> list[str]:
+def _mixed_comment(tried: Sequence[TrialResult]) -> list[str]:
     if _flag(tried) is not None or not tried:
         return []
     able = ", ".join(one.what for one in tried if _answers(one))
@@ -100,7 +105,7 @@ def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple
     return (Override(when=When(mask=causal), rectangular=False),)
 
 
-def _of_the_convention(probed: DetectedCapabilities) -> dict[str, Any]:
+def _convention_fields(probed: DetectedCapabilities) -> dict[str, Any]:
     """Return LSE and empty rows as they were detected."""
     options = probed.options
     rows = [one for one in probed.tried if one.aspect == "empty_row"]
@@ -119,7 +124,7 @@ def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, lis
     broken = {one.what: one for one in tried if one.verdict != "takes"}
     kept = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
     lines = [
-        f"{name} is not promised: {_short(one.reason)}"
+        f"{name} is not promised: {_shortened_reason(one.reason)}"
         for name, one in broken.items()
         if name in _USUAL_PROMISES
     ]
@@ -145,7 +150,7 @@ def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
     return list(groups.values())
 
 
-def _faults(tried: Iterable[TrialResult]) -> list[str]:
+def _fault_comments(tried: Iterable[TrialResult]) -> list[str]:
     """Return a line for what was wrong or raised."""
     phrases = {
         "wrong": "wrong, to be mended, refused with a ValueError, or taken out",
@@ -153,13 +158,13 @@ def _faults(tried: Iterable[TrialResult]) -> list[str]:
     }
     return [
         f"{', '.join(one.what for one in group)}: {phrases[group[0].verdict]}: "
-        f"{_short(group[0].reason)}"
+        f"{_shortened_reason(group[0].reason)}"
         for group in group_results(tried)
         if group[0].verdict in phrases
     ]
 
 
-def _short(reason: str) -> str:
+def _shortened_reason(reason: str) -> str:
     # A comment of TOML has no control characters.
     line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
     return line if len(line) <= _MOST else f"{line[: _MOST - 1]}…"

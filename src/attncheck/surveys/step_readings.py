@@ -49,7 +49,7 @@ _ULP = 2.0**-_BITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exponential:
-    """What was seen of exp2.
+    """The error of exp2, as far as it shows.
 
     Attributes:
         ulps: Largest error that was shown, in ulps of fp32.
@@ -124,7 +124,7 @@ _DIGITS = _BITS // 3
 
 
 def _by_turns(runner: SceneRunner, held: Grid) -> Exponential | None:
-    """Where P is rounded: on which side of the turn from one number to the next weights fall.
+    """Read, where P is rounded, on which side of the turn from one number to the next weights fall.
 
     Arguments lie around the logarithm of a turn, as close as fp32 has them (2^-24, a third of an
     ulp of the weight) and ever further. A weight on the wrong side is off by its distance at least.
@@ -191,7 +191,7 @@ _SIZE = 2.0**15  # of values: differences of small weights show in fp16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """What steps there are.
+    """The steps over the keys.
 
     Attributes:
         keys: How many keys were measured.
@@ -275,7 +275,7 @@ def _boundary(left: int, right: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What is computed apart and merged.
+    """The parts that are computed apart and merged.
 
     Attributes:
         keys: How many keys were measured.
@@ -291,7 +291,7 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """How many parts."""
+        """The number of parts."""
         return len(self.starts) + 1
 
 
@@ -339,7 +339,7 @@ _CAUSAL, _DEAD = Spec.of("causal"), Spec.of("causal_bottom_right")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentinel:
-    """What hidden keys weigh.
+    """The weight of hidden keys.
 
     Attributes:
         above: Natural score that the sentinel is not below; None where hidden keys never weighed.
@@ -394,7 +394,7 @@ def _within(runner: SceneRunner, low: float, scale: float) -> Sentinel:
 
 
 def _hidden_win(runner: SceneRunner, lows: list[list[float]], scale: float) -> list[bool]:
-    """Whether hidden keys have half of the weight, of each of these sums of low scores.
+    """Return whether hidden keys have half of the weight, of each of these sums of low scores.
 
     Args:
         runner: The kernel.
@@ -421,7 +421,7 @@ def _hidden_win(runner: SceneRunner, lows: list[list[float]], scale: float) -> l
 
 
 def _empty_row(runner: SceneRunner) -> str:
-    """What a row gives that sees no key."""
+    """Read what a row gives that sees no key."""
     q, k, v = blank_inputs(1, ROWS // 2)
     v[...] = 1.0
     try:
@@ -434,7 +434,7 @@ def _empty_row(runner: SceneRunner) -> str:
 
 
 def flushes_subnormals(runner: SceneRunner) -> tuple[str, ...]:
-    """Which of q, k and v (or out) are 0 where they are subnormal.
+    """Read which of q, k and v (or out) are 0 where they are subnormal.
 
     q of one head and k of another are half of the smallest normal number, and the product with a
     large one makes a score of −1 beside one of 0: the same weight where it was flushed. Then v is

@@ -36,7 +36,7 @@ _OF_KEYS = ("dk", "dv", "dsink", "dcaptured")
 
 
 def relation_inputs(case: Case, device: str) -> tuple[Inputs, ...]:
-    """The inputs of each run that the Case's relation asks for, in order.
+    """Return the inputs of each run that the Case's relation asks for, in order.
 
     Raises:
         UsageError: for a question that is no relation, or that cannot be asked of the Problem.
@@ -69,24 +69,24 @@ def judge_relation(
     Raises:
         UsageError: as ``relation_inputs``.
     """
-    found = check_relation(subject, case, executor, device=device)
+    finding = check_relation(subject, case, executor, device=device)
     if relation_named(case.question).spacious:
         strided_alloc.release_cached_memory(device)
-    if isinstance(found, Failure) and found.kind == "unbounded":
-        return Judgement(status="inconclusive", rule="relation", reason=found.message)
-    if isinstance(found, Failure):
-        return found
-    return _judgement(found, _last(subject, case, executor, device), case, device)
+    if isinstance(finding, Failure):
+        if finding.kind != "unbounded":
+            return finding
+        return Judgement(status="inconclusive", rule="relation", reason=finding.message)
+    if finding is None:
+        return Judgement(status="pass")
+    launches = _launches(subject, case, executor, device, 1)
+    last = subject if isinstance(launches, Failure) else launches[-1]  # a finding is about it
+    return _judgement(finding, last, case, device)
 
 
 def check_relation(
-    subject: Subject,
-    case: Case,
-    executor: Executor | None = None,
-    *,
-    device: str = "cpu",
+    subject: Subject, case: Case, executor: Executor | None = None, *, device: str = "cpu"
 ) -> Finding | Failure | None:
-    """What is wrong with what ``subject`` gives; arguments as of ``related``.
+    """Return what is wrong with what ``subject`` gives; arguments as of ``judge_relation``.
 
     Where bits are compared, those of dcaptured are not: kernels add it up in whatever order. It is
     compared within bounds then, in a second turn.
@@ -96,118 +96,81 @@ def check_relation(
         (kind ``unbounded``) where any output would be within the bounds.
     """
     relation = relation_named(case.question)
-    unpromised = _unpromised(relation, subject)
-    if unpromised:
-        return Failure(kind="refused", message=unpromised)
-    answers = _answers(subject, case, executor or InProcess(), device)
-    if isinstance(answers, Failure):
-        return answers
-    asked_runs, done = answers
-    if relation.needs_lse and any(each.outputs.lse is None for each in done):
+    if relation.only_promised and relation.promise not in subject.promises:
+        return Failure(kind="refused", message=f"does not promise {relation.promise!r}")
+    runs = _run_all(subject, case, executor or InProcess(), device)
+    if isinstance(runs, Failure):
+        return runs
+    inputs, executions = runs
+    outputs = [each.outputs for each in executions]
+    if relation.needs_lse and any(each.lse is None for each in outputs):
         return Failure(kind="refused", message="gives no LSE")
-    exact = _exact(relation, subject, asked_runs)
-    outputs = [each.outputs for each in done]
-    if exact:
+    by_bits = _promises_bits(relation, subject, inputs)
+    if by_bits:
         of_bits = [dataclasses.replace(each, dcaptured=None) for each in outputs]
-        found = relation.holds(asked_runs, of_bits, case.parameters, None)
-        if found or not case.problem.dcaptured:
-            return found
+        finding = relation.holds(inputs, of_bits, case.parameters, None)
+        if finding or not case.problem.dcaptured:
+            return finding
     # Of what poison does to the last run no bound speaks: it may be off by what the first may.
-    bounded = 1 if relation.only_promised else len(done)
-    errors = _errors(asked_runs[:bounded], done[:bounded], device)
-    found = relation.holds(asked_runs, outputs, case.parameters, errors)
-    unknown = [name for each in errors for name in _unbounded(each)]
-    if exact:  # of all others every bit was compared
+    bounded = 1 if relation.only_promised else len(executions)
+    bounds = _bounds(inputs[:bounded], executions[:bounded], device)
+    finding = relation.holds(inputs, outputs, case.parameters, bounds)
+    unknown = [name for each in bounds for name in _unbounded(each)]
+    if by_bits:  # of all others every bit was compared
         unknown = [name for name in unknown if name == "dcaptured"]
-    if found is None and unknown:
+    if finding is None and unknown:
         return Failure(kind="unbounded", message=_UNBOUNDED.format(unknown[0]))
-    return found
+    return finding
 
 
-def _answers(
+def _run_all(
     subject: Subject, case: Case, executor: Executor, device: str
 ) -> tuple[tuple[Inputs, ...], list[Execution]] | Failure:
-    """The inputs of every run, and what came of them."""
+    """The inputs of every run, and what came of them; a Failure where one gave nothing."""
     spacious = relation_named(case.question).spacious
     try:
-        asked_runs = relation_inputs(case, device)
+        inputs = relation_inputs(case, device)
+        runs = _run_each(subject, case, inputs, executor, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         if not spacious:
             raise
-        return _too_small(failure(error))
-    done = _done(subject, case, asked_runs, executor, device)
-    if isinstance(done, Failure):
-        return _too_small(done) if spacious and done.kind == "oom" else done
-    return asked_runs, done
+        runs = failure(error)
+    if not isinstance(runs, Failure):
+        return inputs, runs
+    if not spacious or runs.kind != "oom":
+        return runs
+    # What such a relation takes, not the kernel, is more memory than there is.
+    return Failure(kind="refused", message=f"this machine is too small for it: {runs.message}")
 
 
-def _too_small(lacking: Failure) -> Failure:
-    """What the question takes, not the kernel, is more memory than there is."""
-    return Failure(kind="refused", message=f"this machine is too small for it: {lacking.message}")
-
-
-def _done(
-    subject: Subject, case: Case, asked_runs: Sequence[Inputs], executor: Executor, device: str
+def _run_each(
+    subject: Subject, case: Case, inputs: Sequence[Inputs], executor: Executor, device: str
 ) -> list[Execution] | Failure:
-    """Every run. The kernel is asked for its launches only where it takes the Problem."""
-    refused = _refused((subject,) * len(asked_runs), asked_runs, executor)
-    if refused is not None:
-        return refused
-    subjects = _subjects(subject, case, executor, device, len(asked_runs))
+    # The kernel is asked for its launches only where it takes every run's Problem.
+    refusal = _refusal([subject] * len(inputs), inputs, executor)
+    if refusal is not None:
+        return refusal
+    subjects = _launches(subject, case, executor, device, len(inputs))
     if isinstance(subjects, Failure):
         return subjects
-    return _executed(subjects, case, asked_runs, executor)
+    refusal = _refusal(subjects, inputs, executor)
+    if refusal is not None:
+        return refusal
+    executions = []
+    for run, (launch, each) in enumerate(zip(subjects, inputs, strict=True)):
+        result = executor.run(launch, each, origin=Origin(case=case, run=run))
+        if isinstance(result, Failure):
+            return result
+        executions.append(result)
+    return executions
 
 
-def _unpromised(relation: Relation, subject: Subject) -> str:
-    """Why the relation is not asked of this kernel; empty where it is."""
-    if relation.only_promised and relation.promise not in subject.promises:
-        return f"does not promise {relation.promise!r}"
-    return ""
-
-
-def _unbounded(allowed: Outputs) -> list[TensorName]:
-    """Tensors of which no element has a finite bound; LSE aside, which goes with out."""
-    given = allowed.tensors().items()
-    return [name for name, one in given if name != "lse" and not bool(one.isfinite().any())]
-
-
-def _exact(relation: Relation, subject: Subject, asked_runs: Sequence[Inputs]) -> bool:
-    """Whether bits are compared."""
-    if any(run.problem.backward for run in asked_runs) and not subject.promises_gradients:
-        return False
-    repeats = len(asked_runs) == 1 or "repeat" in subject.promises
-    return repeats and (not relation.promise or relation.promise in subject.promises)
-
-
-def _subjects(
-    subject: Subject, case: Case, executor: Executor, device: str, count: int
-) -> tuple[Subject, ...] | Failure:
-    """Who makes each run: the kernel, and of some relations at last another launch of it."""
-    if not relation_named(case.question).relaunched:
-        return (subject,) * count
-    found = executor.launches(subject, case.problem, device)
-    if isinstance(found, Failure):
-        said = f"asked for its launches it raised {found.message}"
-        return dataclasses.replace(found, message=said) if found.kind == "error" else found
-    others = list(found.values())
-    if not others:
-        return Failure(kind="refused", message="has no launch but its own")
-    return (*(subject,) * (count - 1), others[int(case.parameters["launch"]) % len(others)])
-
-
-def _last(subject: Subject, case: Case, executor: Executor, device: str) -> Subject:
-    """Who made the last run, which a Finding is about."""
-    subjects = _subjects(subject, case, executor, device, 1)
-    return subject if isinstance(subjects, Failure) else subjects[-1]
-
-
-def _refused(
-    subjects: Sequence[Subject], asked_runs: Sequence[Inputs], executor: Executor
+def _refusal(
+    subjects: Sequence[Subject], inputs: Sequence[Inputs], executor: Executor
 ) -> Failure | None:
     """Why a run is not taken by the kernel that makes it; None where all are."""
-    for subject, inputs in zip(subjects, asked_runs, strict=True):
-        refusal = executor.refusal(subject, inputs.problem, inputs.device.type)
+    for subject, each in zip(subjects, inputs, strict=True):
+        refusal = executor.refusal(subject, each.problem, each.device.type)
         if isinstance(refusal, str):
             return Failure(kind="refused", message=refusal)
         if refusal is not None:
@@ -215,65 +178,83 @@ def _refused(
     return None
 
 
-def _executed(
-    subjects: Sequence[Subject], case: Case, asked_runs: Sequence[Inputs], executor: Executor
-) -> list[Execution] | Failure:
-    refused = _refused(subjects, asked_runs, executor)
-    if refused is not None:
-        return refused
-    done = []
-    for run, (subject, inputs) in enumerate(zip(subjects, asked_runs, strict=True)):
-        result = executor.run(subject, inputs, origin=Origin(case=case, run=run))
-        if isinstance(result, Failure):
-            return result
-        done.append(result)
-    return done
+def _launches(
+    subject: Subject, case: Case, executor: Executor, device: str, count: int
+) -> list[Subject] | Failure:
+    """Who makes each run: the kernel, and of some relations at last another launch of it."""
+    if not relation_named(case.question).relaunched:
+        return [subject] * count
+    launches = executor.launches(subject, case.problem, device)
+    if isinstance(launches, Failure):
+        message = f"asked for its launches it raised {launches.message}"
+        if launches.kind == "error":
+            launches = dataclasses.replace(launches, message=message)
+        return launches
+    others = list(launches.values())
+    if not others:
+        return Failure(kind="refused", message="has no launch but its own")
+    last = others[int(case.parameters["launch"]) % len(others)]
+    return [*[subject] * (count - 1), last]
 
 
-def _errors(asked_runs: Sequence[Inputs], done: Sequence[Execution], device: str) -> list[Outputs]:
+def _promises_bits(relation: Relation, subject: Subject, inputs: Sequence[Inputs]) -> bool:
+    """Whether bits are compared."""
+    if any(run.problem.backward for run in inputs) and not subject.promises_gradients:
+        return False
+    repeats = len(inputs) == 1 or "repeat" in subject.promises
+    return repeats and (not relation.promise or relation.promise in subject.promises)
+
+
+def _bounds(
+    inputs: Sequence[Inputs], executions: Sequence[Execution], device: str
+) -> list[Outputs]:
     """How far each run may be from the exact result, by the judge's deterministic bound."""
-    allowed = []
-    for inputs, result in zip(asked_runs, done, strict=True):
+    bounds = []
+    for read, execution in zip(inputs, executions, strict=True):
         evidence = Evidence(
-            case=Case(problem=inputs.problem),
+            case=Case(problem=read.problem),
             device=device,
-            inputs=inputs,
-            truth=oracles.truth(inputs),
+            inputs=read,
+            truth=oracles.truth(read),
         )
-        bounds = deterministic_bounds(evidence, result.arithmetic)
-        if inputs.problem.backward:
-            found = gradient_allowance(evidence, result.arithmetic, result.outputs)
-            bounds = dataclasses.replace(bounds, **found.bounds)
-        allowed.append(bounds)
-    return allowed
+        of_run = deterministic_bounds(evidence, execution.arithmetic)
+        if read.problem.backward:
+            gradients = gradient_allowance(evidence, execution.arithmetic, execution.outputs)
+            of_run = dataclasses.replace(of_run, **gradients.bounds)
+        bounds.append(of_run)
+    return bounds
 
 
-def _judgement(found: Finding | None, subject: Subject, case: Case, device: str) -> Judgement:
-    if found is None:
-        return Judgement(status="pass")
+def _unbounded(bounds: Outputs) -> list[TensorName]:
+    """Tensors of which no element has a finite bound; LSE aside, which goes with out."""
+    tensors = bounds.tensors().items()
+    return [name for name, one in tensors if name != "lse" and not bool(one.isfinite().any())]
+
+
+def _judgement(finding: Finding, subject: Subject, case: Case, device: str) -> Judgement:
     tiling = subject.tiling(case.problem, device)
     tiles = (tiling.block_query, tiling.block_kv) if tiling else None
-    at = Place.of(found.place)
+    at = Place.of(finding.place)
     return Judgement(
         status="fail",
         rule="relation",
-        reason=found.message,
+        reason=finding.message,
         worst=Worst(
-            tensor=found.tensor,
+            tensor=finding.tensor,
             at=at,
-            tile=tile(at, tiles, case.problem.query) if found.tensor not in _OF_KEYS else "",
-            got=found.value,
-            exact=found.expected,
-            allowance=found.allowed,
+            tile=tile(at, tiles, case.problem.query) if finding.tensor not in _OF_KEYS else "",
+            got=finding.value,
+            exact=finding.expected,
+            allowance=finding.allowed,
             budget={},
         ),
-        wrong=found.count,
-        compared=found.compared,
+        wrong=finding.count,
+        compared=finding.compared,
     )
 
 
 def draw_case_inputs(origin: Origin, device: str) -> Inputs:
-    """The same bits as those that ``origin`` was said of, in whatever process.
+    """Return the same bits as those that ``origin`` names, in whatever process.
 
     Raises:
         UsageError: for a question that cannot be asked of its Problem, or a run that it has not.

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -26,14 +24,9 @@ import triton.language as tl
 
 from attncheck.mods.to_triton import to_triton
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
 
 @pytest.fixture(scope="session", autouse=True)
-def _interpreted() -> None:
+def _interpreted():
     if not interpreter.enabled():
         pytest.skip("this process compiles for its GPU")
 
@@ -68,7 +61,7 @@ class Grid:
     shape = (dimensions.batch, dimensions.heads, rows, keys)
     existing = (slice(None), slice(None), slice(dimensions.query), slice(dimensions.kv))
 
-    def indices(self) -> list[Tensor]:
+    def indices(self):
         return [
             torch.arange(self.dimensions.batch)[:, None, None, None],
             torch.arange(self.dimensions.heads)[:, None, None],
@@ -76,24 +69,24 @@ class Grid:
             torch.arange(self.keys),
         ]
 
-    def start(self) -> Tensor:
+    def start(self):
         return torch.linspace(-30, 30, int(np.prod(self.shape))).reshape(self.shape)
 
-    def seen(self, mask_mod: Callable[..., Tensor]) -> Tensor:
+    def seen(self, mask_mod):
         """The mask as Triton computes it, in blocks."""
         mod = to_triton(trace_mask(mask_mod))
         out = torch.full(self.shape, -1, dtype=torch.int32)
         mask_kernel[self.shape[:2]](out, self.rows, self.keys, mod.function, mod.captured)
         return out
 
-    def scored(self, score_mod: Callable[..., Tensor], start: Tensor) -> Tensor:
+    def scored(self, score_mod, start):
         """The scores as Triton computes them, in blocks."""
         mod = to_triton(trace_score(score_mod))
         out = torch.full(self.shape, float("nan"))
         score_kernel[self.shape[:2]](start, out, self.rows, self.keys, mod.function, mod.captured)
         return out
 
-    def inside(self, mod: Callable[..., Tensor], *first: Tensor) -> Tensor:
+    def inside(self, mod, *first):
         """The callable's values at the indices that exist."""
         b, h, q_idx, kv_idx = self.indices()
         cut = [value[self.existing] for value in first]
@@ -103,5 +96,5 @@ class Grid:
 
 
 @pytest.fixture(scope="session")
-def grid() -> Grid:
+def grid():
     return Grid()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import find, given, settings
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.expression import Expression
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=13, kv=21)
 TABLE = torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64).cos()
@@ -32,21 +31,21 @@ FLAGS = torch.arange(64) % 3 == 0
 Term = tuple[str, "Callable[..., Tensor]"]
 
 
-def leaf(text: str, value: Callable[..., Any]) -> Term:
+def leaf(text, value):
     return text, value
 
 
-def applied(name: str, function: Callable[..., Tensor], *terms: Term) -> Term:
+def applied(name, function, *terms):
     text = f"{name}({', '.join(term[0] for term in terms)})"
     return text, lambda *inputs: function(*(term[1](*inputs) for term in terms))
 
 
-def safe(divisor: Tensor) -> Tensor:
+def safe(divisor):
     """No zero: torch raises for whole numbers."""
     return torch.where(divisor == 0, 3, divisor)
 
 
-def column(index: Tensor) -> Tensor:
+def column(index):
     return index % 64
 
 
@@ -54,7 +53,7 @@ INDICES = [
     leaf(name, lambda s, b, h, q, k, place=place: (b, h, q, k)[place])
     for place, name in enumerate(("b", "h", "q", "k"))
 ]
-WHOLE_OF_TWO: dict[str, Callable[..., Tensor]] = {
+WHOLE_OF_TWO = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a % 1000 * (b % 1000),
@@ -70,7 +69,7 @@ WHOLE_OF_TWO: dict[str, Callable[..., Tensor]] = {
     "left_shift": lambda a, b: a % 1000 << b % 8,
     "right_shift": lambda a, b: a >> b % 8,
 }
-WHOLE_OF_ONE: dict[str, Callable[..., Tensor]] = {
+WHOLE_OF_ONE = {
     "neg": lambda a: -a,
     "abs": torch.abs,
     "not": lambda a: ~a,
@@ -84,7 +83,7 @@ WHOLE_OF_ONE: dict[str, Callable[..., Tensor]] = {
     "read": lambda a: WHOLE_TABLE[column(a)],
     "clamp": lambda a: a.clamp(-7, 9),
 }
-REAL_OF_TWO: dict[str, Callable[..., Tensor]] = {
+REAL_OF_TWO = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
@@ -95,7 +94,7 @@ REAL_OF_TWO: dict[str, Callable[..., Tensor]] = {
     "minimum": torch.minimum,
     "maximum": torch.maximum,
 }
-REAL_OF_ONE: dict[str, Callable[..., Tensor]] = {
+REAL_OF_ONE = {
     **{
         name: getattr(torch, name)
         for name in ("neg", "abs", "tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "rsqrt")
@@ -107,10 +106,8 @@ REAL_OF_ONE: dict[str, Callable[..., Tensor]] = {
     "clamp": lambda a: torch.clamp(a, -3.5, 8),
     "from 2.5": lambda a: 2.5 - a,
 }
-COMPARISONS: dict[str, Callable[..., Tensor]] = {
-    name: getattr(torch, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")
-}
-TRUTH_OF_TWO: dict[str, Callable[..., Tensor]] = {
+COMPARISONS = {name: getattr(torch, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")}
+TRUTH_OF_TWO = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
@@ -121,19 +118,19 @@ TRUTH_OF_TWO: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def operations(table: dict[str, Callable[..., Tensor]], *parts: Any) -> Any:
+def operations(table, *parts):
     return st.tuples(st.sampled_from(sorted(table)), *parts).map(
         lambda drawn: applied(drawn[0], table[drawn[0]], *drawn[1:])
     )
 
 
-def choice(condition: Any, parts: Any) -> Any:
+def choice(condition, parts):
     drawn = st.tuples(condition, parts, parts)
     return drawn.map(lambda terms: applied("where", torch.where, *terms))
 
 
 @functools.cache
-def wholes(depth: int) -> Any:
+def wholes(depth):
     """Whole numbers of at most ``depth`` operations on one another."""
     if depth == 0:
         return st.sampled_from(INDICES)
@@ -148,7 +145,7 @@ def wholes(depth: int) -> Any:
 
 
 @functools.cache
-def reals(depth: int) -> Any:
+def reals(depth):
     """Real numbers, likewise; all are float64."""
     if depth == 0:
         return st.just(leaf("score", lambda s, b, h, q, k: s))
@@ -166,7 +163,7 @@ def reals(depth: int) -> Any:
 
 
 @functools.cache
-def truths(depth: int) -> Any:
+def truths(depth):
     """Truth values, likewise."""
     if depth == 0:
         return st.sampled_from(INDICES).map(
@@ -186,8 +183,8 @@ def truths(depth: int) -> Any:
 
 @given(term=reals(4))
 @settings(max_examples=60, deadline=None)
-def test_a_drawn_score_mod_is_traced_exactly(term: Term) -> None:
-    def mod(*inputs: Tensor) -> Tensor:
+def test_a_drawn_score_mod_is_traced_exactly(term):
+    def mod(*inputs):
         return term[1](*inputs).to(inputs[0].dtype)
 
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
@@ -196,7 +193,7 @@ def test_a_drawn_score_mod_is_traced_exactly(term: Term) -> None:
 PLACES = [torch.arange(24).view(1, 1, -1) % size for size in (2, 3, 13, 21)]
 
 
-def beyond(analysis: RunningError, expression: Expression, seed: int) -> Tensor:
+def beyond(analysis, expression, seed):
     """Where fp32 scores, exact or a little off, are farther off after the mod than is said."""
     drawn = torch.Generator().manual_seed(seed)
     scores = torch.randn(1, 1, 24, generator=drawn).mul(3)
@@ -213,16 +210,16 @@ def beyond(analysis: RunningError, expression: Expression, seed: int) -> Tensor:
 
 @given(term=reals(4), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_a_drawn_score_mod_in_fp32_stays_within_its_running_error(term: Term, seed: int) -> None:
+def test_a_drawn_score_mod_in_fp32_stays_within_its_running_error(term, seed):
     expression = trace_score(lambda *inputs: term[1](*inputs).to(inputs[0].dtype))
     assert not beyond(RunningError(expression), expression, seed).any(), term[0]
 
 
-def test_a_running_error_without_its_roundings_is_found_out() -> None:
+def test_a_running_error_without_its_roundings_is_found_out():
     """A planted fault in the analysis: fp32 rounds nothing."""
     exact = Arithmetic(format=FORMATS["fp32"], ulps={})
 
-    def told(case: tuple[Term, int]) -> bool:
+    def told(case):
         expression = trace_score(lambda *inputs: case[0][1](*inputs).to(inputs[0].dtype))
         return bool(beyond(RunningError(expression, arithmetic=exact), expression, case[1]).any())
 
@@ -231,8 +228,8 @@ def test_a_running_error_without_its_roundings_is_found_out() -> None:
 
 @given(term=truths(4))
 @settings(max_examples=60, deadline=None)
-def test_a_drawn_mask_is_traced_exactly(term: Term) -> None:
-    def mod(*indices: Tensor) -> Tensor:
+def test_a_drawn_mask_is_traced_exactly(term):
+    def mod(*indices):
         return term[1](indices[0] * 0.25 - 1.0, *indices)
 
     assert count_disagreements(trace_mask(mod), mod, DIMENSIONS, samples=64) == 0, term[0]
@@ -240,26 +237,26 @@ def test_a_drawn_mask_is_traced_exactly(term: Term) -> None:
 
 @given(term=wholes(3))
 @settings(max_examples=40, deadline=None)
-def test_drawn_whole_numbers_are_the_same_in_triton(term: Term, grid: Any) -> None:
+def test_drawn_whole_numbers_are_the_same_in_triton(term, grid):
     """int32 holds all of depth 3, and fp32 what is left of them below 2^23."""
 
-    def mod(*inputs: Tensor) -> Tensor:
+    def mod(*inputs):
         return inputs[0] + term[1](*inputs) % 2**23
 
     zero = torch.zeros(grid.shape)
     assert torch.equal(grid.scored(mod, zero)[grid.existing], grid.inside(mod, zero)), term[0]
 
 
-def test_a_planted_operation_is_found_and_shrinks_to_it() -> None:
+def test_a_planted_operation_is_found_and_shrinks_to_it():
     """floor_divide for remainder, in drawn mods: the smallest that shows it has one remainder."""
 
-    def traced(term: Term) -> tuple[Expression, Any]:
-        def mod(*inputs: Tensor) -> Tensor:
+    def traced(term):
+        def mod(*inputs):
             return term[1](*inputs).to(inputs[0].dtype)
 
         return trace_score(mod), mod
 
-    def differs(term: Term) -> bool:
+    def differs(term):
         expression, mod = traced(term)
         wrong = planted(expression, "remainder", "floor_divide")
         return count_disagreements(wrong, mod, DIMENSIONS, samples=64) > 0

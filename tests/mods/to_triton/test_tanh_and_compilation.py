@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,11 +15,6 @@ import triton.language as tl
 
 from attncheck.mods import scores
 from attncheck.mods import triton_functions as printed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 UNIT = 2.0**-24  # unit roundoff of fp32
 
@@ -31,13 +25,13 @@ def tanh_kernel(x, out, TANH: tl.constexpr, COUNT: tl.constexpr):
     tl.store(out + place, TANH(tl.load(x + place)))
 
 
-def tanh_of(x: Tensor) -> Tensor:
+def tanh_of(x):
     out = torch.empty_like(x)
     tanh_kernel[(1,)](x, out, printed._tanh, x.numel())
     return out
 
 
-def tanh_bound(x: Tensor) -> Tensor:
+def tanh_bound(x):
     """Relative error of the printed tanh, in units of 2^-24, from its operations.
 
     Below 5/8 it is s + s·t, t = z·p(z) = tanh(s)/s − 1: z, eight operations of Horner's rule on
@@ -55,7 +49,7 @@ def tanh_bound(x: Tensor) -> Tensor:
     return torch.where(a < 0.625, small, large)
 
 
-def test_tanh_keeps_the_bound_of_its_operations() -> None:
+def test_tanh_keeps_the_bound_of_its_operations():
     parts = [
         np.linspace(1e-3, 1.5, 2**14),
         np.logspace(-37, 38, 2**13),
@@ -68,20 +62,20 @@ def test_tanh_keeps_the_bound_of_its_operations() -> None:
         assert ((result - exact).abs() <= tanh_bound(x) * UNIT * exact.abs() * (1 + 2**-20)).all()
 
 
-def test_the_bound_rejects_the_quotient_of_exponentials() -> None:
+def test_the_bound_rejects_the_quotient_of_exponentials():
     x = torch.linspace(1e-4, 0.5, 2**10)
     e = torch.exp(-2 * x)
     wrong, exact = ((1 - e) / (1 + e)).double(), torch.tanh(x.double())
     assert ((wrong - exact).abs() > tanh_bound(x) * UNIT * exact * (1 + 2**-20)).any()
 
 
-def test_tanh_at_the_ends() -> None:
+def test_tanh_at_the_ends():
     ends = torch.tensor([0.0, float("inf"), -float("inf"), float("nan")])
     assert tanh_of(ends)[:3].tolist() == [0.0, 1.0, -1.0]
     assert tanh_of(ends)[3].isnan()
 
 
-def test_softcap_keeps_the_bound_of_its_operations(grid: Any) -> None:
+def test_softcap_keeps_the_bound_of_its_operations(grid):
     mod = scores.softcap(20.0)
     result, exact = (
         grid.scored(mod, grid.start()).double(),
@@ -196,9 +190,9 @@ def kernel(x, out, MASK: tl.constexpr, SCORE: tl.constexpr, mask_captured, score
 """
 
 
-def test_functions_compile_for_hopper(tmp_path: Path) -> None:
+def test_functions_compile_for_hopper(tmp_path):
     (tmp_path / "compiled_kernel.py").write_text(KERNEL)
-    environment: dict[str, Any] = {
+    environment = {
         **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),

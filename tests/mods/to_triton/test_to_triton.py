@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,25 +15,18 @@ from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_mask, trace_score
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from torch import Tensor
-
-    from attncheck.mods.spec import Spec
-
-
-def assert_same_mask(grid: Any, mask_mod: Callable[..., Tensor]) -> None:
+def assert_same_mask(grid, mask_mod):
     assert torch.equal(grid.seen(mask_mod)[grid.existing], grid.inside(mask_mod).to(torch.int32))
 
 
 @pytest.mark.parametrize("spec", LIBRARY_MASKS, ids=str)
-def test_library_mask(spec: Spec, grid: Any) -> None:
+def test_library_mask(spec, grid):
     assert_same_mask(grid, build_mask(spec, grid.dimensions))
 
 
 @pytest.mark.parametrize("spec", EXACT_SCORES, ids=str)
-def test_library_score_has_the_bits_of_fp32_torch(spec: Spec, grid: Any) -> None:
+def test_library_score_has_the_bits_of_fp32_torch(spec, grid):
     mod = build_score(spec, grid.dimensions)
     assert torch.equal(
         grid.scored(mod, grid.start())[grid.existing], grid.inside(mod, grid.start())
@@ -43,25 +35,25 @@ def test_library_score_has_the_bits_of_fp32_torch(spec: Spec, grid: Any) -> None
 
 @given(spec=any_mask)
 @settings(max_examples=20, deadline=None)
-def test_composed_masks(spec: Spec, grid: Any) -> None:
+def test_composed_masks(spec, grid):
     assert_same_mask(grid, build_mask(spec, grid.dimensions))
 
 
 @given(spec=exact_chain)
 @settings(max_examples=10, deadline=None)
-def test_chained_scores(spec: Spec, grid: Any) -> None:
+def test_chained_scores(spec, grid):
     mod = build_score(spec, grid.dimensions)
     assert torch.equal(
         grid.scored(mod, grid.start())[grid.existing], grid.inside(mod, grid.start())
     )
 
 
-def test_a_wrong_mask_differs(grid: Any) -> None:
+def test_a_wrong_mask_differs(grid):
     causal = grid.inside(masks.causal).to(torch.int32)
     assert not torch.equal(grid.seen(lambda b, h, q, k: q > k)[grid.existing], causal)
 
 
-def test_indices_beyond_a_captured_tensor_read_its_last_element(grid: Any) -> None:
+def test_indices_beyond_a_captured_tensor_read_its_last_element(grid):
     around = torch.full((40,), 99)  # neighbours in memory, which must not be read
     around[10:23] = torch.arange(13)
     seen = grid.seen(masks.document(around[10:23]))
@@ -74,7 +66,7 @@ BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4) / 8
 FLAGS = torch.tensor([True, False, True])
 
 
-def test_numbers_and_tensors_are_passed_as_the_kernel_reads_them() -> None:
+def test_numbers_and_tensors_are_passed_as_the_kernel_reads_them():
     wide = torch.tensor([0, 2**40])
     assert to_triton(trace_mask(masks.document(wide))).captured[0].dtype is torch.int64
     narrow = to_triton(trace_mask(masks.document(torch.tensor([0, 2**31 - 1, -(2**31)]))))
@@ -89,14 +81,14 @@ def test_numbers_and_tensors_are_passed_as_the_kernel_reads_them() -> None:
     assert to_triton(trace_mask(masks.full)).captured == ()
 
 
-def test_one_function_serves_every_number() -> None:
+def test_one_function_serves_every_number():
     short, long = (to_triton(trace_mask(masks.sliding_window(w))) for w in (3, 64))
     assert short.function is long.function
     assert (short.captured, long.captured) == ((3,), (64,))
     assert to_triton(trace_mask(masks.causal)).function is not short.function
 
 
-def test_the_source_can_be_read_where_triton_looks() -> None:
+def test_the_source_can_be_read_where_triton_looks():
     mod = to_triton(trace_mask(masks.sliding_window(3)))
     assert inspect.getsource(mod.function.fn) == mod.source
     assert mod.source == (

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
@@ -16,11 +14,6 @@ from attncheck.mods.expression import OPERATIONS
 from attncheck.mods.operation_errors import TRITON_ULP
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_score
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 COUNT = 2**15
 
@@ -34,7 +27,7 @@ def pair_kernel(x, y, out, COUNT: tl.constexpr, SCORE: tl.constexpr, captured):
     tl.store(out + place, value)
 
 
-def printed(mod: Callable[..., Tensor], x: Tensor) -> Tensor:
+def printed(mod, x):
     """What the printed function gives at the scores ``x`` (COUNT,)."""
     function = to_triton(trace_score(mod))
     out = torch.empty_like(x)
@@ -42,7 +35,7 @@ def printed(mod: Callable[..., Tensor], x: Tensor) -> Tensor:
     return out
 
 
-def numbers(low: float, high: float, *, exponents: tuple[int, int] = (-126, 126)) -> Tensor:
+def numbers(low, high, *, exponents=(-126, 126)):
     """COUNT fp32 numbers of [low, high]: half evenly spread, half over the exponents."""
     draw = np.random.default_rng(0)
     even = draw.uniform(low, high, COUNT // 2)
@@ -52,14 +45,14 @@ def numbers(low: float, high: float, *, exponents: tuple[int, int] = (-126, 126)
     return torch.from_numpy(np.clip(every, low, high).astype(np.float32))
 
 
-def in_ulp(result: Tensor, exact: Tensor) -> Tensor:
+def in_ulp(result, exact):
     """How far ``result`` is from ``exact``, in the last place of fp32 at ``exact``."""
     _, exponent = torch.frexp(exact)
     ulp = torch.ldexp(torch.ones_like(exact), exponent.clamp(min=-125) - 24)
     return ((result.double() - exact) / ulp).abs()
 
 
-UNARY: dict[str, tuple[float, float]] = {
+UNARY = {
     "tanh": (-20, 20),
     "sigmoid": (-87, 20),
     "exp": (-87, 88.5),
@@ -79,7 +72,7 @@ UNARY: dict[str, tuple[float, float]] = {
 
 
 @pytest.mark.parametrize("op", UNARY)
-def test_a_function_keeps_its_error(op: str) -> None:
+def test_a_function_keeps_its_error(op):
     function = getattr(torch, op)
     x = numbers(*UNARY[op])
     if op.startswith("log"):
@@ -89,7 +82,7 @@ def test_a_function_keeps_its_error(op: str) -> None:
 
 
 SECOND = numbers(-100, 100, exponents=(-10, 10)).flip(0).contiguous()
-BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+BINARY = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
@@ -102,7 +95,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("op", BINARY)
-def test_an_operation_of_two_keeps_its_error(op: str) -> None:
+def test_an_operation_of_two_keeps_its_error(op):
     function, x = BINARY[op], numbers(-1e6, 1e6, exponents=(-15, 20))
     result = printed(lambda s, b, h, q, k: function(s, SECOND[k]), x)
     exact = function(x.double(), SECOND.double())
@@ -110,13 +103,13 @@ def test_an_operation_of_two_keeps_its_error(op: str) -> None:
     assert (error <= TRITON_ULP.get(op, 0)).all(), error.max()
 
 
-def test_every_error_is_of_an_operation_and_tested() -> None:
+def test_every_error_is_of_an_operation_and_tested():
     assert set(TRITON_ULP) - {"number"} <= set(OPERATIONS)
     assert set(TRITON_ULP) <= set(UNARY) | set(BINARY) | {"number", "cast"}
 
 
 @pytest.mark.parametrize("op", ["floor_divide", "remainder"])
-def test_floor_semantics_have_the_bits_of_torch(op: str) -> None:
+def test_floor_semantics_have_the_bits_of_torch(op):
     """Quotients next to whole numbers, up to 2^40, of both signs, and at the ends."""
     function = BINARY[op]
     inf, nan = float("inf"), float("nan")
@@ -131,7 +124,7 @@ def test_floor_semantics_have_the_bits_of_torch(op: str) -> None:
     assert ((result == expected) | (result.isnan() & expected.isnan())).all()
 
 
-def test_a_remainder_of_one_rounded_quotient_would_be_noticed() -> None:
+def test_a_remainder_of_one_rounded_quotient_would_be_noticed():
     """What Triton's own % compiles to: a − trunc(a / b)·b, wrong from quotients of 2^24 on."""
     x, y = numbers(-1e9, 1e9), SECOND
     q = (x / y).trunc()
@@ -141,7 +134,7 @@ def test_a_remainder_of_one_rounded_quotient_would_be_noticed() -> None:
     assert (in_ulp(printed(lambda s, b, h, q, k: torch.fmod(s, y[k]), x), exact) == 0).all()
 
 
-def test_exp_through_one_rounded_product_would_be_noticed() -> None:
+def test_exp_through_one_rounded_product_would_be_noticed():
     x = numbers(*UNARY["exp"])
     product = torch.exp2((x * 1.4426950408889634).double())
     assert (in_ulp(product.float(), torch.exp(x.double())) > TRITON_ULP["exp"]).any()
@@ -167,7 +160,7 @@ def test_exp_through_one_rounded_product_would_be_noticed() -> None:
         ("relu", {"inf": "inf", "-inf": "0.0", "nan": "nan", "-1": "0.0"}),
     ],
 )
-def test_a_function_at_its_ends(op: str, values: dict[str, str]) -> None:
+def test_a_function_at_its_ends(op, values):
     x = torch.zeros(COUNT)
     x[: len(values)] = torch.tensor([float(text) for text in values])
     result = printed(lambda s, b, h, q, k: getattr(torch, op)(s), x)[: len(values)]

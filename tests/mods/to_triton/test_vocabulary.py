@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,11 +10,6 @@ import torch
 from attncheck.mods.expression import OPERATIONS
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4) / 8
 TABLE = torch.arange(4 * 80, dtype=torch.float32).sin().reshape(4, 80)
@@ -34,7 +28,7 @@ NARROW = {
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
 }
 
-MASKS: dict[str, Callable[..., Tensor]] = {
+MASKS = {
     "and": lambda b, h, q, k: (q >= k) & (k > 3),
     "or with a constant": lambda b, h, q, k: (q >= k) | False,
     "xor": lambda b, h, q, k: (q >= k) ^ (k % 3 == 0),
@@ -65,7 +59,7 @@ MASKS: dict[str, Callable[..., Tensor]] = {
     "constant": lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool),
 }
 
-WHOLE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+WHOLE = {
     "shifts": lambda h, q, k: (q << h) + (k << 2) + (q >> 1) + ((q - k) >> 2) + (1 << h),
     "torch's shifts": lambda h, q, k: (
         torch.bitwise_left_shift(q, h) - torch.bitwise_right_shift(q - k, h)
@@ -92,7 +86,7 @@ WHOLE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rsub": lambda h, q, k: (1 - q) * (3 - k) - -q + abs(q - k),
 }
 
-SCORES: dict[str, Callable[..., Tensor]] = {
+SCORES = {
     **{
         f"whole: {name}": lambda s, b, h, q, k, whole=whole: s + whole(h, q, k)
         for name, whole in WHOLE.items()
@@ -137,14 +131,14 @@ SCORES: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask(name: str, grid: Any) -> None:
+def test_a_mask(name, grid):
     mod = MASKS[name]
     assert count_disagreements(trace_mask(mod), mod, grid.dimensions) == 0
     assert torch.equal(grid.seen(mod)[grid.existing], grid.inside(mod).to(torch.int32))
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_a_score_mod_has_the_bits_of_fp32_torch(name: str, grid: Any) -> None:
+def test_a_score_mod_has_the_bits_of_fp32_torch(name, grid):
     mod = SCORES[name]
     assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
     start = grid.start()
@@ -157,14 +151,14 @@ TENTH = torch.tensor([0.1], dtype=torch.float64)
 
 # A tensor of one element promotes fp32 to float64, one of no dimension does not.
 @pytest.mark.parametrize("tenth", [TENTH, TENTH[0]], ids=["1-d", "0-d"])
-def test_a_float64_number_promotes_as_in_torch(tenth: Tensor, grid: Any) -> None:
-    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def test_a_float64_number_promotes_as_in_torch(tenth, grid):
+    def mod(s, b, h, q, k):
         return s + BIAS[h, b] * tenth
 
     assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
 
 
-ALIKE: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
+ALIKE = [
     (lambda s, b, h, q, k: s // 0.75, lambda s, b, h, q, k: torch.trunc(s / 0.75)),
     (lambda s, b, h, q, k: s % 0.75, lambda s, b, h, q, k: torch.fmod(s, 0.75)),
     (lambda s, b, h, q, k: s + (q - k) // 3, lambda s, b, h, q, k: s + ((q - k) / 3).long()),
@@ -177,7 +171,7 @@ ALIKE: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = [
 
 
 @pytest.mark.parametrize("pair", range(len(ALIKE)))
-def test_the_usual_mistake_would_be_noticed(pair: int, grid: Any) -> None:
+def test_the_usual_mistake_would_be_noticed(pair, grid):
     """Truncation for floor, or for inclusive, … : on this grid they differ."""
     right, wrong = ALIKE[pair]
     assert count_disagreements(trace_score(wrong), right, grid.dimensions) > 0
@@ -185,7 +179,7 @@ def test_the_usual_mistake_would_be_noticed(pair: int, grid: Any) -> None:
     assert not torch.equal(result, grid.inside(right, grid.start()))
 
 
-def test_every_operation_is_here_or_has_its_error_tested() -> None:
+def test_every_operation_is_here_or_has_its_error_tested():
     mods = [trace_mask(mod) for mod in MASKS.values()]
     mods += [trace_score(mod) for mod in SCORES.values()]
     used = {node.op for expression in mods for node in expression.structure.nodes}
@@ -193,7 +187,7 @@ def test_every_operation_is_here_or_has_its_error_tested() -> None:
     assert set(OPERATIONS) - used == elsewhere
 
 
-def test_captured_tensors_are_read_as_fp32_and_whole_numbers() -> None:
+def test_captured_tensors_are_read_as_fp32_and_whole_numbers():
     for dtype, table in NARROW.items():
         mod = to_triton(trace_score(lambda s, b, h, q, k: s + table[h]))  # noqa: B023  (traced now)
         read = mod.captured[0]
@@ -206,37 +200,37 @@ def test_captured_tensors_are_read_as_fp32_and_whole_numbers() -> None:
 class Alibi(torch.nn.Module):
     """A mod with state, as model code has it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125]))
         self.scale = torch.nn.Parameter(torch.tensor([1.5, 2.0]))
 
-    def forward(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def forward(self, score, b, h, q, k):
         return score + self.slopes[h] * (k - q) * self.scale[b]
 
 
 class Window:
     """A callable object."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         self.width = width
 
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def __call__(self, b, h, q, k):
         return self.inside(q - k) & (q >= k)
 
-    def inside(self, distance: Tensor) -> Tensor:
+    def inside(self, distance):
         return distance < self.width
 
 
-def windowed(width: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, ahead: int = 0) -> Tensor:
+def windowed(width, b, h, q, k, *, ahead=0):
     return (q - k < width) & (k - q <= ahead)
 
 
-def shadowing(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def shadowing(b, h, q, k):
     q = q + OFFSET
     ahead = q - k
 
-    def q_(k: Tensor) -> Tensor:
+    def q_(k):
         b = k * 2
         return b - q
 
@@ -244,7 +238,7 @@ def shadowing(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (q_(k) > ahead) | (q > 3)
 
 
-FORMS: dict[str, Callable[..., Tensor]] = {
+FORMS = {
     "object": Window(5),
     "method": Window(3).__call__,
     "partial": functools.partial(windowed, 5),
@@ -264,13 +258,13 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_any_form_of_callable(name: str, grid: Any) -> None:
+def test_any_form_of_callable(name, grid):
     mod = FORMS[name]
     assert count_disagreements(trace_mask(mod), mod, grid.dimensions) == 0
     assert torch.equal(grid.seen(mod)[grid.existing], grid.inside(mod).to(torch.int32))
 
 
-def test_a_module_with_buffers_and_parameters(grid: Any) -> None:
+def test_a_module_with_buffers_and_parameters(grid):
     mod = Alibi()
     with torch.no_grad():
         assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0

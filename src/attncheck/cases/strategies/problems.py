@@ -118,10 +118,10 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
             "seed": st.integers(0, _LARGEST_SEED),
         }
         | ({} if pagings is None else {"paging": pagings})
-        | _flag("sink", drawn=sinks)
-        | _flag("backward", drawn=backward)
-        | _flag("dlse", drawn=dlse)
-        | _flag("dcaptured", drawn=dcaptured)
+        | _flag_strategy("sink", drawn=sinks)
+        | _flag_strategy("backward", drawn=backward)
+        | _flag_strategy("dlse", drawn=dlse)
+        | _flag_strategy("dcaptured", drawn=dcaptured)
     )
     drawn = _problems(
         any_shapes() if shapes is None else shapes,
@@ -138,7 +138,7 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
     return cast("SearchStrategy[Problem]", moved.filter(lambda problem: problem is not None))
 
 
-def _flag(name: str, *, drawn: bool | None) -> dict[str, SearchStrategy[bool]]:
+def _flag_strategy(name: str, *, drawn: bool | None) -> dict[str, SearchStrategy[bool]]:
     """Nothing is drawn where there is none: what was drawn before stays what it was."""
     if drawn is False:
         return {}
@@ -228,7 +228,7 @@ def nearest_supported(
     default = _default_scale(problem)
     refused: set[frozenset[tuple[str, Any]]] = {frozenset()}
     for changes in _fewest_first(problem, dtypes, drops, default=default):
-        real = frozenset(_real(problem, changes, default=default).items())
+        real = frozenset(_real_changes(problem, changes, default=default).items())
         if real in refused:  # a plain Problem has few that differ
             continue
         refused.add(real)
@@ -241,7 +241,7 @@ def nearest_supported(
     return None
 
 
-def _real(problem: Problem, changes: Changes, *, default: bool) -> Changes:
+def _real_changes(problem: Problem, changes: Changes, *, default: bool) -> Changes:
     """Return the changes without those to what it is; a scale of 0 is the default of a head_dim."""
     real = {name: value for name, value in changes.items() if getattr(problem, name) != value}
     if default and "head_dim" not in real:

@@ -1,0 +1,280 @@
+"""The kernels of another commit, for ``attncheck gate --against REF``.
+
+How a gate uses it::
+
+    with commit_tree("main") as tree:  # a worktree outside of the repository
+        Unit(kernel="kernels/mine.py::fwd", commit=tree.commit, …)
+        side = tree.kernel("kernels/mine.py::fwd")  # there; ``missing`` says why it is not
+        IsolatedKernel(side.kernel, folder=side.folder, paths=side.paths)
+        tree.strayed(host.files())  # where its process says that it was loaded from
+    compare_answers(before, after, environments)
+
+A unit names the commit, and not the folder: the folder differs from run to run, and the id of a
+unit must not. Whoever does a unit with a commit is told by its options where the tree lies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from msgspec.structs import replace
+
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from attncheck.records.run_reports import Answer
+
+__all__ = ["CommitTree", "OtherKernel", "commit_tree", "rename_kernels"]
+
+_GIT_SECONDS = 300  # that git may take to write the files of a large repository
+# Of a hook that starts us: they would turn our commands on its own index.
+_HOOK_VARIABLES = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_PREFIX",
+    "GIT_OBJECT_DIRECTORY",
+)
+# Nothing is fetched, nothing is asked for, and no program of the repository's is run.
+_QUIET = {
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_LFS_SKIP_SMUDGE": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "LC_ALL": "C",
+}
+_SAFE = ("-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
+_OURS = "attncheck"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherKernel:
+    """A kernel in the tree of another commit.
+
+    Attributes:
+        kernel: What it is called there: as here, but for a file that was named by its whole path.
+        folder: The working directory that relates to the tree as ours does to the repository.
+        paths: What is to stand first where Python looks for modules, in this order: without them a
+            package that is installed from here in place would be found here.
+        missing: Why the kernel cannot be there, in one line; empty where nothing speaks against it.
+    """
+
+    kernel: str
+    folder: str
+    paths: tuple[str, ...]
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitTree:
+    """The files of a commit.
+
+    Attributes:
+        ref: What somebody typed.
+        commit: Forty hexadecimal digits.
+        repository: The folder that it is of.
+        root: Where its files lie.
+        here: The working directory, relative to the repository.
+    """
+
+    ref: str
+    commit: str
+    repository: Path
+    root: Path
+    here: Path
+
+    def spelled(self) -> str:
+        """Return it as text, for another process; ``read`` reads it."""
+        return json.dumps({name: str(getattr(self, name)) for name in self.__slots__})
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the tree that ``spelled`` said."""
+        fields = json.loads(text)
+        return cls(
+            ref=fields["ref"],
+            commit=fields["commit"],
+            repository=Path(fields["repository"]),
+            root=Path(fields["root"]),
+            here=Path(fields["here"]),
+        )
+
+    def kernel(self, kernel: str) -> OtherKernel:
+        """Return what ``kernel`` is in this tree.
+
+        Args:
+            kernel: ``file.py::name``, ``package.module:name``, or a name of the project's own
+                configuration, which is then read as it was at that commit.
+
+        Raises:
+            UsageError: for a kernel of attncheck's, and for a file outside of the repository: they
+                are no part of the commit.
+        """
+        from attncheck.capabilities.named_kernels import BUILTIN
+
+        if kernel in BUILTIN:
+            raise UsageError(
+                f"kernel {kernel!r} is attncheck's own: --against compares kernels of a repository."
+            )
+        folder = self.root / self.here
+        missing = "" if folder.is_dir() else f"{self.ref} has no folder {self.here}"
+        file, colons, name = kernel.partition("::")
+        if colons:
+            path = self._file(file, kernel)
+            inside = self.root / path
+            missing = "" if inside.is_file() else f"{self.ref} has no file {path.as_posix()}"
+            file = str(inside) if Path(file).is_absolute() else file
+        folder = folder if folder.is_dir() else self.root
+        return OtherKernel(
+            kernel=f"{file}{colons}{name}",
+            folder=str(folder),
+            paths=self._paths(folder),
+            missing=missing,
+        )
+
+    def strayed(self, files: Iterable[str]) -> str:
+        """Return which of a kernel's ``files`` is not of this tree, and should be.
+
+        Args:
+            files: Of the modules that its process has loaded. What lies in neither (Python's own,
+                installed packages) is nobody's fault.
+
+        Returns:
+            What is wrong, in one line; empty where nothing is.
+        """
+        root, repository = self.root.resolve(), self.repository.resolve()
+        for file in files:
+            path = Path(file).resolve()
+            ours = _OURS in path.parts and (path.is_relative_to(Path(__file__).parents[1]))
+            if not ours and path.is_relative_to(repository) and not path.is_relative_to(root):
+                return (
+                    f"{path} was loaded in place of {self.ref}'s: the package is installed so that "
+                    "it is found there first"
+                )
+        return ""
+
+    def _file(self, file: str, kernel: str) -> Path:
+        """Return ``file`` relative to the repository."""
+        path = (self.repository / self.here / file).resolve()
+        if not path.is_relative_to(self.repository.resolve()):
+            raise UsageError(
+                f"kernel {kernel!r}: the file lies outside of the repository "
+                f"{one_line(str(self.repository))}: --against has no other of it."
+            )
+        return path.relative_to(self.repository.resolve())
+
+    def _paths(self, folder: Path) -> tuple[str, ...]:
+        """Return where packages begin here: as for ``python -m``, at ``src`` layouts, at the root.
+
+        A folder that has an attncheck is left out: the process that calls the kernel runs ours.
+        """
+        places = dict.fromkeys((folder, folder / "src", self.root / "src", self.root))
+        able = (one for one in places if one.is_dir() and not (one / _OURS).is_dir())
+        return tuple(map(str, able))
+
+
+@contextmanager
+def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
+    """Check out the commit ``ref`` into a folder of its own until the end of the block.
+
+    A worktree of the repository that ``start`` lies in, detached and outside of it. It is removed
+    at the end, also after an interrupt. Nothing is fetched; no hook of the repository's is run;
+    submodules and files of LFS are not there.
+
+    Args:
+        ref: A branch, a tag or a commit.
+        start: A folder (default: the working directory).
+
+    Raises:
+        UsageError: where there is no git, no repository or no such commit; in one line.
+    """
+    start = (start or Path.cwd()).resolve()
+    repository = Path(_run_git(start, "rev-parse", "--show-toplevel"))
+    commit = _commit(repository, ref)
+    temporary = Path(tempfile.mkdtemp(prefix="attncheck-against-"))
+    root = temporary / "tree"
+    try:
+        _run_git(repository, "worktree", "add", "--detach", "--quiet", str(root), commit)
+        yield CommitTree(
+            ref=ref,
+            commit=commit,
+            repository=repository,
+            root=root,
+            here=start.relative_to(repository.resolve()),
+        )
+    finally:
+        _remove(repository, root)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def rename_kernels(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple[Answer, ...]:
+    """Return ``answers`` of a tree's kernels under the names of those that are here.
+
+    Args:
+        answers: Of that side.
+        names: The name of a kernel there → here; others keep theirs.
+    """
+    return tuple(
+        replace(a, record=replace(a.record, kernel=names.get(a.record.kernel, a.record.kernel)))
+        for a in answers
+    )
+
+
+def _commit(repository: Path, ref: str) -> str:
+    if ref.startswith("-") or not ref.strip():
+        raise UsageError(f"--against {ref!r} is no commit, branch or tag.")
+    try:
+        return _run_git(repository, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+    except UsageError:
+        shallow = _run_git(repository, "rev-parse", "--is-shallow-repository") == "true"
+        hint = " (the clone is shallow: fetch it first)" if shallow else ""
+        raise UsageError(
+            f"--against {one_line(ref)!r}: the repository has no such commit, branch or tag{hint}."
+        ) from None
+
+
+def _remove(repository: Path, root: Path) -> None:
+    """Remove the worktree and what the repository remembers of it, whatever happens."""
+    with suppress(UsageError):  # git is gone, or the folder is
+        _run_git(repository, "worktree", "remove", "--force", "--force", str(root))
+    if root.exists():
+        shutil.rmtree(root, ignore_errors=True)
+        with suppress(UsageError):
+            _run_git(repository, "worktree", "prune")
+
+
+def _run_git(folder: Path, *arguments: str) -> str:
+    """Return what git prints; raises UsageError, in one line, where it fails."""
+    environment = {k: v for k, v in os.environ.items() if k not in _HOOK_VARIABLES} | _QUIET
+    what = f"git {arguments[0]}"
+    try:
+        done = subprocess.run(  # noqa: S603  # of our own making, and no shell
+            ["git", *_SAFE, "-C", str(folder), *arguments],  # noqa: S607  # whichever git is here
+            capture_output=True,
+            check=False,
+            encoding="utf-8",
+            env=environment,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_GIT_SECONDS,
+        )
+    except FileNotFoundError:
+        raise UsageError("--against needs git, which is not here: install it.") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"--against: {what}: {one_line(str(error))}.") from None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    reason = one_line(errors[-1]) if errors else f"exit code {done.returncode}"
+    raise UsageError(f"--against: {what}: {reason.rstrip('.')}.")
