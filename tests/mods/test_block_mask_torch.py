@@ -73,25 +73,10 @@ def all_tables(mask, dimensions):
     }
 
 
-def transposed_tables(mask, dimensions):
-    """The same lists of ours, those for the backward pass from ``transposed``."""
-    turned = mask.transposed()
-    tables = {
-        **{names: (mask, names) for names in TABLES[:2]},
-        **dict(zip(TABLES[2:], ((turned, names) for names in TABLES[:2]), strict=True)),
-    }
-    outer = (dimensions.batch, dimensions.heads)
-    return {
-        key: listed(*(getattr(of, n).expand(*outer, *getattr(of, n).shape[2:]) for n in names))
-        for key, (of, names) in tables.items()
-    }
-
-
 def same(mod, dimensions, blocks):
     """Whether ours and torch's say the same, tables and conversions, both ways."""
     mine, other = ours(mod, dimensions, blocks), theirs(mod, dimensions, blocks)
     tables = all_tables(other, dimensions)
-    assert transposed_tables(mine, dimensions) == tables
     converted = to_torch_block_mask(mine, mod)
     assert all_tables(converted, dimensions) == tables
     assert converted.BLOCK_SIZE == other.BLOCK_SIZE
@@ -128,8 +113,8 @@ def test_a_tile_of_another_kind_is_found(was):
     kinds[tuple((kinds == was).nonzero()[0].tolist())] = (was + 1) % 3
     wrong = BlockMask(kinds=kinds, query=QUERY, kv=KV, block_query=8, block_kv=8)
     tables = all_tables(theirs(mod, SHARED, (8, 8)), SHARED)
-    assert transposed_tables(mine, SHARED) == tables
-    assert transposed_tables(wrong, SHARED) != tables
+    assert all_tables(to_torch_block_mask(mine, mod), SHARED) == tables
+    assert all_tables(to_torch_block_mask(wrong, mod), SHARED) != tables
 
 
 def test_masks_without_full_tiles_of_their_own_are_all_partial():

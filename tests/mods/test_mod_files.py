@@ -99,6 +99,8 @@ def test_a_mask_is_in_the_library_by_its_files_own_name(file):
     i, j = torch.arange(5)[:, None], torch.arange(6)
     assert torch.equal(problem.mask_mod()(0, 0, i, j), (i - j) % 2 == 0)
     assert "%" in library.MASKS["mine.py::even"].summary
+    window = Problem(query=9, mask=load_mask(f"{file}::window")).mask_mod()  # an object
+    assert bool(window(0, 0, torch.tensor(5), torch.tensor(3)))
 
 
 def test_a_score_mod_too(file):
@@ -107,11 +109,6 @@ def test_a_score_mod_too(file):
     given = problem.score_mod()(torch.tensor(1.0), 0, 0, 0, torch.arange(8))
     assert torch.equal(given, 1 + 0.5 * torch.linspace(-1, 1, 8))
     assert (problem.mask, problem.score) == (library.FULL, spec)
-
-
-def test_an_object_that_can_be_called_is_one(file):
-    spec = load_mask(f"{file}::window")
-    assert bool(Problem(query=9, mask=spec).mask_mod()(0, 0, torch.tensor(5), torch.tensor(3)))
 
 
 def test_it_is_composed_like_any(file):

@@ -17,6 +17,8 @@ from attncheck.mods.scores import SCORES, alibi_slopes
 from attncheck.mods.spec import Dimensions, Spec
 
 DIMENSIONS = Dimensions(batch=1, heads=2, query=2, kv=3)
+TABLE = torch.tensor([[[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]]])
+TEXT = "where(h == 1, score * 0.5, score) + 0.25 * (kv_idx - q_idx)"
 # (heads, query, kv) scores that every score mod below starts from.
 START = [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[-1.0, 0.0, 1.0], [8.0, -8.0, 0.5]]]
 
@@ -32,37 +34,53 @@ def applied(mod, start=START):
     )
 
 
-def test_none_is_the_score():
-    assert applied(build_score(Spec.of("none"), DIMENSIONS)).tolist() == START
-
-
-def test_alibi_adds_slope_times_distance():
+BY_HAND = {
+    "none": (build_score(Spec.of("none"), DIMENSIONS), START),
     # 2 heads: slopes 2^-4 and 2^-8; kv − q = [[0, 1, 2], [-1, 0, 1]].
-    assert applied(build_score(Spec.of("alibi"), DIMENSIONS)).tolist() == [
-        [[1.0, 2.0625, 3.125], [3.9375, 5.0, 6.0625]],
-        [[-1.0, 0.00390625, 1.0078125], [7.99609375, -8.0, 0.50390625]],
-    ]
-
-
-def test_temperature_divides():
-    result = applied(build_score(Spec.of("temperature", temperature=2), DIMENSIONS))
-    assert result.tolist() == [[[0.5, 1.0, 1.5], [2.0, 2.5, 3.0]], [[-0.5, 0, 0.5], [4, -4, 0.25]]]
-
-
-def test_relative_bias_reads_its_table_at_the_clamped_distance():
-    table = torch.tensor([[10.0, 20.0, 30.0], [100.0, 200.0, 300.0]])
+    "alibi": (
+        build_score(Spec.of("alibi"), DIMENSIONS),
+        [
+            [[1.0, 2.0625, 3.125], [3.9375, 5.0, 6.0625]],
+            [[-1.0, 0.00390625, 1.0078125], [7.99609375, -8.0, 0.50390625]],
+        ],
+    ),
+    "temperature": (
+        build_score(Spec.of("temperature", temperature=2), DIMENSIONS),
+        [[[0.5, 1.0, 1.5], [2.0, 2.5, 3.0]], [[-0.5, 0, 0.5], [4, -4, 0.25]]],
+    ),
     # kv − q + 1 clamped to 0..2 = [[1, 2, 2], [0, 1, 2]].
-    assert applied(scores.relative_bias(table)).tolist() == [
-        [[21.0, 32.0, 33.0], [14.0, 25.0, 36.0]],
-        [[199.0, 300.0, 301.0], [108.0, 192.0, 300.5]],
-    ]
+    "relative bias": (
+        scores.relative_bias(torch.tensor([[10.0, 20.0, 30.0], [100.0, 200.0, 300.0]])),
+        [
+            [[21.0, 32.0, 33.0], [14.0, 25.0, 36.0]],
+            [[199.0, 300.0, 301.0], [108.0, 192.0, 300.5]],
+        ],
+    ),
+    "relative bias of distance 0": (
+        scores.relative_bias(torch.tensor([[1.0], [2.0]])),
+        [[[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]], [[1.0, 2.0, 3.0], [10.0, -6.0, 2.5]]],
+    ),
+    "bias": (
+        scores.bias(TABLE),
+        [[[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]], [[9.0, 20.0, 31.0], [48.0, 42.0, 60.5]]],
+    ),
+    "bias of each head": (
+        scores.bias(torch.cat([TABLE, 100.0 * TABLE], 1)),
+        [
+            [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]],
+            [[999.0, 2000.0, 3001.0], [4008.0, 4992.0, 6000.5]],
+        ],
+    ),
+    "expression": (
+        build_score(Spec.of("expression", text=TEXT), DIMENSIONS),
+        [[[1.0, 2.25, 3.5], [3.75, 5.0, 6.25]], [[-0.5, 0.25, 1.0], [3.75, -4.0, 0.5]]],
+    ),
+}
 
 
-def test_relative_bias_of_distance_0_adds_one_number_a_head():
-    assert applied(scores.relative_bias(torch.tensor([[1.0], [2.0]]))).tolist() == [
-        [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]],
-        [[1.0, 2.0, 3.0], [10.0, -6.0, 2.5]],
-    ]
+@pytest.mark.parametrize(("mod", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_a_score_mod_is_what_was_worked_out_by_hand(mod, expected):
+    assert applied(mod).tolist() == expected
 
 
 def test_relative_bias_draws_its_table_from_its_seed():
@@ -71,19 +89,6 @@ def test_relative_bias_draws_its_table_from_its_seed():
     assert torch.equal(applied(built), applied(scores.relative_bias(torch.from_numpy(drawn))))
     other = build_score(Spec.of("relative_bias", distance=1, seed=8), DIMENSIONS)
     assert not torch.equal(applied(built), applied(other))
-
-
-def test_bias_adds_what_stands_at_its_row_and_key():
-    table = torch.tensor([[[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]]])
-    assert applied(scores.bias(table)).tolist() == [
-        [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]],
-        [[9.0, 20.0, 31.0], [48.0, 42.0, 60.5]],
-    ]
-    apart = torch.cat([table, 100.0 * table], 1)
-    assert applied(scores.bias(apart))[1].tolist() == [
-        [999.0, 2000.0, 3001.0],
-        [4008.0, 4992.0, 6000.5],
-    ]
 
 
 def added(spec, dimensions):
@@ -138,14 +143,6 @@ def test_chain_applies_left_to_right():
     assert applied(scores.chain_scores(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
     spec = Spec.of("chain", Spec.of("temperature", temperature=2.0), Spec.of("alibi"))
     assert applied(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
-
-
-def test_an_expression_is_what_its_text_says():
-    text = "where(h == 1, score * 0.5, score) + 0.25 * (kv_idx - q_idx)"
-    assert applied(build_score(Spec.of("expression", text=text), DIMENSIONS)).tolist() == [
-        [[1.0, 2.25, 3.5], [3.75, 5.0, 6.25]],
-        [[-0.5, 0.25, 1.0], [3.75, -4.0, 0.5]],
-    ]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 40])
