@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.records.record import Record
+    from attncheck.verify.evidence import Evidence
 
 LENGTHS = {"cpu": (70, 250), "cuda": (1000, 2000)}
 # The ordinary case and what shows most that it does not; then scales that are powers of two.
@@ -135,13 +136,13 @@ class Remembered:
         self.known: list[tuple[Arithmetic, Outputs, GradientAllowance]] = []
 
     def __call__(
-        self, evidence: EvidenceBuilder, arithmetic: Arithmetic, outputs: Outputs
+        self, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs, *known: Any
     ) -> GradientAllowance:
         """As ``gradient_allowance``, of one Case."""
         for declared, forward, found in self.known:
             if declared == arithmetic and _same_forward(forward, outputs):
                 return found
-        found = gradient_allowance(evidence.evidence, arithmetic, outputs)
+        found = gradient_allowance(evidence, arithmetic, outputs, *known)
         self.known.append((arithmetic, outputs, found))
         return found
 

@@ -18,6 +18,56 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Of ``pytest -m quick``: from each room what is fast and says most. Whole files, or tests of a file
+# whose others take longer. What the list leaves out, the whole suite runs.
+_QUICK = (
+    "test_draws.py",
+    "test_formats.py",
+    "test_inputs.py",
+    "test_problem.py",
+    "test_source_files.py",
+    "baseline/test_baseline_record.py",
+    "benchmarks/test_rules.py",
+    "cases/strategies/test_lengths.py",
+    "cases/strategies/test_nearest.py",
+    "cases/test_choose.py",
+    "cases/test_plan.py",
+    "cli/test_config.py",
+    "diagnose/test_signs.py",
+    "fault_models/test_fault_models.py::test_a_fault_of_no_model_fits_none",
+    "fault_models/test_fault_models.py::test_without_a_fault_it_is_the_exact_result",
+    "faults/test_catalogue.py::test_a_control_is_right_where_it_differs",
+    "faults/test_catalogue.py::test_every_category_has_its_entries_and_each_says_everything",
+    "faults/test_patching.py",
+    "gate/test_covering.py",
+    "gate/test_shrinking.py",
+    "judge/test_arithmetic.py",
+    "judge/test_metrics.py",
+    "kernels/test_assembler.py",
+    "mods/test_expression.py",
+    "mods/test_interval_algebra.py",
+    "oracles/test_indices.py",
+    "oracles/test_nonfinite.py",
+    "probes/test_planted_faults.py::test_decode_names_the_first_wrong_row_and_key",
+    "recordings/test_example.py",
+    "relations/test_excerpt.py",
+    "relations/test_relations.py",
+    "reporting/test_likely.py",
+    "reporting/test_map_text.py",
+    "reporting/test_reporting_pages.py",
+    "standalone/test_standalone.py::test_a_wrong_kernel_is_not",
+    "subjects/test_builtin.py",
+    "subjects/test_conventions_diagonals.py",
+    "subjects/test_load.py",
+    "suite/test_gpu.py",
+    "suite/test_variations.py",
+    "surveys/test_doctor_assembler.py",
+    "verify/test_answer.py",
+    "verify/test_digest.py",
+    "workers/test_frames.py",
+    "workers/test_shards.py",
+)
+
 _FEATURES = """
 try:
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
@@ -25,6 +75,25 @@ except ImportError:
     from numpy.core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 on = [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]
 """
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect nothing else where ``-m quick`` asks for these alone: that would take longer."""
+    # A process of pytest-xdist has the command line, and finds its own way to the default.
+    by_default = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if config.option.markexpr == "quick" and by_default:
+        here = Path(__file__).parent
+        config.args[:] = [str(here / name) for name in _QUICK]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of ``pytest -m quick``."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            name = f"{item.path.relative_to(here).as_posix()}::{item.name}"
+            if any(name.startswith((f"{each}::", f"{each}[")) or name == each for each in _QUICK):
+                item.add_marker("quick")
 
 
 def _python(code: str, **environment: str) -> str:

@@ -90,11 +90,11 @@ def test_a_rule_that_refuses_right_kernels_tells_nothing(rows):
 
 
 def test_the_judge_is_asked_once_for_a_forward():
-    evidence = EvidenceBuilder(Case(problem=TASK.problem), "cpu")
+    evidence = EvidenceBuilder(Case(problem=TASK.problem), "cpu").evidence
     outputs, remembered = Ideal().run(evidence.inputs), Remembered()
     arithmetic = Ideal().arithmetic(TASK.problem, "cpu")
     first = remembered(evidence, arithmetic, outputs)
-    real = gradient_allowance(evidence.evidence, arithmetic, outputs)
+    real = gradient_allowance(evidence, arithmetic, outputs)
     assert all(torch.equal(first.bounds[name], bound) for name, bound in real.bounds.items())
     again = Outputs(outputs.out.clone(), outputs.lse.clone())
     assert remembered(evidence, arithmetic, again) is first

@@ -1,10 +1,10 @@
-"""The peers' rules pass what they are meant to pass and refuse what they are meant to refuse."""
+"""The peers' rules, of gradients too, pass what they are meant to pass and refuse the rest."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from peers import PEERS, PeerReference
+from peers import GRADIENT_PEERS, PEERS, PeerReference
 
 from attncheck import oracles
 from attncheck.core.formats import round_to
@@ -12,6 +12,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.spec import Spec
+from attncheck.subjects.torch_kernels import Sdpa
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 NO_LSE = ("2×", "3×", "1.1× mean", "ε·Σp|v|", "oneDNN")
@@ -24,11 +25,21 @@ def given(dtype="bf16", **changes):
     return PeerReference(inputs, oracles.truth(inputs))
 
 
+def of_gradients(dtype="bf16", **changes):
+    asked = Problem(heads=4, kv_heads=2, query=16, kv=50, head_dim=24, dtype=dtype, backward=True)
+    inputs = draw_inputs(asked.replace(**({"mask": Spec.of("causal_bottom_right")} | changes)))
+    return PeerReference(inputs, oracles.truth(inputs))
+
+
 def best(facts):
-    """The truth, rounded once."""
+    """The truth, rounded once; gradients too where there are any."""
     output = facts.inputs.problem.formats.output
-    out = round_to(facts.truth.out, output).to(output.torch_dtype)
-    return Outputs(out, facts.truth.lse.float())
+    rounded = {
+        name: round_to(exact, output).to(output.torch_dtype)
+        for name, exact in facts.truth.tensors().items()
+        if name != "lse"
+    }
+    return Outputs(lse=facts.truth.lse.float(), **rounded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,6 +47,13 @@ def best(facts):
 def test_the_truth_rounded_once_passes(rule, dtype):
     facts = given(dtype)
     assert PEERS[rule](best(facts), facts)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("rule", GRADIENT_PEERS)
+def test_gradients_rounded_once_pass(rule, dtype):
+    facts = of_gradients(dtype)
+    assert GRADIENT_PEERS[rule](best(facts), facts)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 100.0])
@@ -95,3 +113,50 @@ def test_rows_that_see_nothing_are_no_error_of_the_references():
     facts = given(query=100, kv=20)
     assert (facts.unfused[:, :, :80] == 0).all()
     assert all(rule(best(facts), facts) for rule in PEERS.values())
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("rule", GRADIENT_PEERS)
+def test_one_wrong_element_of_any_gradient_is_refused(rule, name):
+    for wrong in (float("nan"), 1000.0):
+        facts = of_gradients("fp16")
+        outputs = best(facts)
+        outputs.gradients()[name][0, 1, 3, 5] = wrong
+        assert not GRADIENT_PEERS[rule](outputs, facts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"score": Spec.of("softcap", cap=2.0)},
+        {"score": Spec.of("alibi"), "dlse": True},
+        {"sink": True, "dlse": True, "batch": 2},
+        {"kv_heads": 4, "value_dim": 40},
+    ],
+    ids=str,
+)
+def test_the_unfused_gradients_are_right(changes):
+    """In fp32 as near to the exact gradients as fp32 is."""
+    facts = of_gradients("fp32", **changes)
+    for name, exact in facts.gradients.items():
+        error = (facts.unfused_gradients[name] - exact).abs().max() / exact.abs().max()
+        assert error < 2.0**-18, name
+
+
+def test_the_unfused_gradients_are_torchs_in_bf16():
+    """torch's own unfused backward, which rounds dP too, is as far from the exact gradients."""
+    facts = of_gradients("bf16", kv_heads=4, query=50, mask=Spec.of("full"))
+    torchs = Sdpa("math").run(facts.inputs).gradients()
+    for name, exact in facts.truth.gradients().items():
+        own, its = ((x[name].double() - exact).norm() for x in (facts.unfused_gradients, torchs))
+        assert 0.3 < float(own / its) < 3, name
+
+
+def test_twice_the_error_of_the_unfused_gradients_is_allowed():
+    facts = of_gradients("fp16")
+    wrong = Outputs(
+        facts.truth.out, None, **{n: x.half() for n, x in facts.unfused_gradients.items()}
+    )
+    assert GRADIENT_PEERS["2×"](wrong, facts)
+    assert torch.equal(wrong.dq, facts.unfused_gradients["dq"].half())

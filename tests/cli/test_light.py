@@ -28,3 +28,17 @@ def test_the_help_of_no_verb_imports_anything_heavy(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr.splitlines() == [f"{verb} 0" for verb in verbs]
     assert done.stdout.count("Usage: attncheck") == len(verbs)
+
+
+def test_list_runs_without_the_room_that_runs_kernels(tmp_path):
+    # But with torch, whose dispatcher says which calls PyTorch's own kernels take.
+    program = """
+import sys
+from attncheck.cli import attncheck
+
+attncheck(["list", "--device", "cpu"], standalone_mode=False)
+print(*sys.modules)
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "attncheck.verify" not in done.stdout.splitlines()[-1].split()

@@ -57,7 +57,7 @@ def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, 
         answers=(answer,),
     )
     assert [line for line in not_covered(report) if said in line] == [
-        f"ideal takes 1 of the questions not: {answer.record.reason}"
+        f"ideal does not support 1 question: {answer.record.reason}"
     ]
 
 

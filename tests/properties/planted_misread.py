@@ -284,14 +284,6 @@ class Interleaved(Misreading):
         )
 
 
-class FirstSequenceOnly(Misreading):
-    """The stride of the batch is missing: keys and values of the first sequence for all."""
-
-    def misread(self, inputs: Inputs) -> Inputs:
-        k, v = (x[:1].expand_as(x) for x in (inputs.k, inputs.v))
-        return inputs.replace(k=k, v=v)
-
-
 class AsContiguous(Misreading):
     """Offsets from shapes, not from strides."""
 

@@ -106,7 +106,7 @@ def test_circumstances_are_made_there(host):
     found = host.executor.run(
         host.subject, inputs, origin=Origin(case=case), under=CallConditions(calls=3)
     )
-    assert found.noted.further == 2
+    assert found.notes.further == 2
 
 
 def test_inputs_of_another_case_are_seen(host):

@@ -270,8 +270,8 @@ def compare_runs(
     Args:
         baseline: What the kernels could do; entries of other kernels and of other architectures
             than those that answer are no part of the comparison.
-        answers: Of all stages. What counts is what ``examine.accuracy.measured`` made in those of
-            ``comparable.STAGES``.
+        answers: Of all stages. What counts is what ``verify.accuracy`` measured in those of
+            ``STAGES``.
         environments: Of the answers, by the ids that their Records have.
         complete: Whether everything was asked; of a shard, or of a run that was stopped, nothing
             can be said to be gone.
@@ -280,6 +280,7 @@ def compare_runs(
         The worst first, then by kernel and case.
     """
     after = comparable_entries(measurements(answers), environments)
+    # A file may hold other kernels and machines, of which this run says nothing.
     measured = {(entry.kernel, entry.device) for entry, _ in after.values()}
     before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in measured}
     known = baseline.environments | {environment_id(one): one for one in environments.values()}
@@ -299,7 +300,7 @@ def compare_answers(
         before: Of the earlier kernels; their names are those of the later ones.
         after: Of the later ones.
         environments: Of both, by the ids that their Records have.
-        complete: As of ``changes``.
+        complete: As of ``compare_runs``.
     """
     old = comparable_entries(measurements(before), environments)
     new = comparable_entries(measurements(after), environments)
@@ -405,16 +406,18 @@ def _judge_alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     step = STATUS_ORDER[new.status] - STATUS_ORDER[old.status]
     bits = "the same bits" if _equal(case) else ""
     if step:
-        answer = f"{old.status} before, {new.status} now"
-        answer += "; the same bits: the judge is another" if bits else ""
-        answer += ": it took this before" if new.status == "unsupported" and step > 0 else ""
-        return ("worse" if step > 0 else "better"), answer
+        message = f"{old.status} before, {new.status} now"
+        message += "; the same bits: the judge is another" if bits else ""
+        message += ": it took this before" if new.status == "unsupported" and step > 0 else ""
+        return ("worse" if step > 0 else "better"), message
+    # Neither gave numbers, or gave the very same: no error needs to be compared.
     if bits or not (old.tensors or new.tensors):
         return "identical", bits or f"{new.status} before and now"
     lost = [name for name in old.tensors if name not in new.tensors]
     if lost:
         return "worse", f"gives no {lost[0]} any more, or one that is not finite"
     by_tensor = [_judge_tensor(name, case, limit) for name in old.tensors]
+    # One tensor that is worse outweighs another that is better.
     for standing in ("worse", "better"):
         reasons = [reason for how, reason in by_tensor if how == standing]
         if reasons:
@@ -428,6 +431,7 @@ def _judge_tensor(name: TensorName, case: _Case, limit: float) -> tuple[Baseline
         return _judge_exact(name, case, limit)
     if log_probability([pair]) < limit:
         return "worse", f"{name}'s error is {_describe_growth([pair])}"
+    # The same test with the sides exchanged: better is as improbable as worse.
     if log_probability([pair.reversed()]) < limit:
         return "better", f"{name}'s error is {mean_ratio([pair]):.3g} × what it was"
     return "within rounding", f"{name} {mean_ratio([pair]):.3g} ×"
@@ -444,6 +448,7 @@ def _judge_exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineS
     largest = max([*held.ensemble, _smallest_error(held, independent=case.independent)])
     if not largest:
         return _standing(standing), f"{reason}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
+    # An ideal kernel that is exact here says nothing of how far tilings are apart.
     spread = held.ensemble if all(held.ensemble) else ()
     pair = ErrorPair(
         before=largest,
@@ -458,8 +463,8 @@ def _judge_exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineS
     return "within rounding", f"{reason}: no more than ideal kernels may err by"
 
 
-def _standing(said: str) -> BaselineStanding:
-    return "worse" if said == "worse" else "better"
+def _standing(name: str) -> BaselineStanding:
+    return "worse" if name == "worse" else "better"
 
 
 def _judge_together(

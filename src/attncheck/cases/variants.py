@@ -19,7 +19,6 @@ from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem, head_arrangement
 from attncheck.mods.library import FULL, NONE
 from attncheck.mods.masks import MASKS
-from attncheck.mods.mod_files import load_mask, load_score
 from attncheck.mods.scores import SCORES
 from attncheck.mods.spec import Entry, Spec
 
@@ -353,6 +352,7 @@ def plan_cells(
                 fields |= {"dtype": dtype, "distribution": distribution, "seed": seed}
                 fields |= {"backward": backward, "dcaptured": backward and variant.captured}
                 cells.append(Cell(variant=name, problem=Problem(**fields)))
+    # Before anything runs: a long run should not end at its largest shape.
     for cell in cells:
         check_memory(cell.problem)
     return list(dict.fromkeys(cells))
@@ -452,6 +452,9 @@ def own_variant(mask: str | None, score: str | None) -> Variant:
             the library that is not known.
         ProblemError: for one of the library that needs numbers, which a command line cannot give.
     """
+    # Here, because tracing a file's mod needs torch and the table of variants does not.
+    from attncheck.mods.mod_files import load_mask, load_score
+
     specs = (
         _own_spec(mask, "mask", MASKS, load_mask) if mask is not None else FULL,
         _own_spec(score, "score mod", SCORES, load_score) if score is not None else NONE,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,16 +21,34 @@ __all__ = ["list_"]
 )
 def list_(*, as_json: bool, device: str | None) -> None:
     """Kernels, variants, dtypes, distributions, masks and score mods, and what supports what."""
-    from attncheck.verify.environment import default_device, require_device
-
-    device = device or default_device()
-    require_device(device)
-    catalogue = _catalogue(device)
+    catalogue = _catalogue(_device(device))
     with standard_output():
         if as_json:
             click.echo(json.dumps(catalogue, indent=2))
         else:
             _echo(catalogue)
+
+
+def _device(device: str | None) -> str:
+    """``device``, or what torch finds; torch is loaded only where there may be a GPU.
+
+    Loading torch takes seconds, and a machine whose kernel driver offers no GPU needs none of it to
+    be told that the device is the CPU.
+    """
+    if device == "cpu" or (device is None and _no_gpu_driver()):
+        return "cpu"
+    from attncheck.verify.environment import default_device, require_device
+
+    device = device or default_device()
+    require_device(device)
+    return device
+
+
+def _no_gpu_driver() -> bool:
+    """Whether this is a Linux with none of the files by which a driver gives GPUs to programs."""
+    # NVIDIA's own, that of its Jetson boards, that of Windows' Linux, and AMD's.
+    drivers = ("nvidiactl", "nvhost-gpu", "nvgpu", "dxg", "kfd")
+    return sys.platform == "linux" and not any(Path("/dev", name).exists() for name in drivers)
 
 
 def _echo(catalogue: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ _OPTIONS = (
         multiple=True,
         metavar="BxHxLxD",
         help="Such as 1x4x256x64; 2x16/4x1024/4096x128/64 also sets kv heads, kv length and "
-        "value dim (repeatable).",
+        "value dim (repeatable; default: 1x4x256x64 on a CPU, 2x16x4096x128 on a GPU).",
     ),
     click.option(
         "--distribution",

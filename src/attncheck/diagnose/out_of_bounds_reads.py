@@ -48,7 +48,7 @@ class _Asking:
             self._subject,
             evidence.inputs,
             origin=self._origin,
-            under=CallConditions(fill="pattern", beside=by),
+            under=CallConditions(fill="pattern", surroundings=by),
         )
         return found if isinstance(found, Execution) else None
 

@@ -62,6 +62,7 @@ def bound_units(planning: Planning) -> Iterator[Unit]:
         unit = planning.nearest_unit("bounds", problem, row_name(row))
         if unit is None:
             continue
+        # What was moved may have lost values that its row was there to cover.
         covered.append(row_values(row, Case.from_json(unit.case).problem, shapes))
         if unit.id not in known:
             known.add(unit.id)
@@ -218,6 +219,7 @@ def _sampled_units(planning: Planning) -> Iterator[Unit]:
     quiet = copy(planning)
     quiet.refused = []  # the bounds have said it
     units, most = list(bound_units(quiet)), planning.choices.tier.measured
+    # Evenly over the plan, which is sorted from plain to unusual: not its plain beginning alone.
     step = max(1, len(units) / most) if most else 1
     for number in range(min(len(units), most or len(units))):
         yield replace(units[int(number * step)], stage="baseline")

@@ -55,7 +55,7 @@ class Choices:
 
     @classmethod
     def of(cls, options: Mapping[str, Value]) -> Choices:
-        """Return what ``options`` said; raises UsageError for what it could not have said."""
+        """Read what ``options`` wrote; raises UsageError for what it cannot have written."""
         return cls(
             tier=tier_named(str(options["tier"])),
             stages=parse_stages(_words(options.get("stages", ""))),

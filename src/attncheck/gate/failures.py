@@ -192,7 +192,7 @@ _DIAGNOSED = 24  # failures of one kernel of which it is looked for what is wron
 
 
 class FailureLog:
-    """Of all kernels of a lane; of many alike only the first few are looked into.
+    """The failures of a worker's kernels; of many alike only the first few are looked into.
 
     Args:
         choices: What is asked: how many are made smaller, and where failures are kept.

@@ -116,6 +116,7 @@ class GateWorker:
             return self._load_and_do(unit)
         except Died as error:
             first = error
+        # A process may end for what an earlier case left behind: only a new one can tell.
         self._hosts.end(unit.commit)
         try:
             done = self._load_and_do(unit)
@@ -196,6 +197,7 @@ class GateWorker:
             attempts=attempts,
             failure="" if before else self._failures.keep(record, unit),
         )
+        # A unit of its own: other questions come first, and another worker may do it.
         shrinks = record.status in SHRUNK_STATUSES and not before
         units = (replace(unit, kind="shrink"),) if shrinks else ()
         return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)

@@ -1,4 +1,4 @@
-"""The kernel that a lane is asked about: one at a time, in a process of its own, or in this one."""
+"""The kernel that a worker asks: one at a time, in a process of its own or in this one."""
 
 from __future__ import annotations
 

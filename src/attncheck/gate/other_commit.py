@@ -100,7 +100,7 @@ class CommitTree:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the tree that ``spelled`` said."""
+        """Read what ``spelled`` wrote."""
         fields = json.loads(text)
         return cls(
             ref=fields["ref"],

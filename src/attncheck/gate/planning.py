@@ -68,6 +68,7 @@ class Planning(KernelSupport):
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
         """Return those that are wanted and that the kernel takes somewhere."""
+        # Whether it takes a dtype is asked once, over all families: every stage needs it.
         wanted = self.choices.dtypes or [n for n, d in DTYPES.items() if d.measured]
         return tuple(dtype for dtype in wanted if self.refusals(dtype, _KINDS) is None)
 

@@ -74,6 +74,7 @@ def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[P
             repeats = (dtype in taken) + (family in taken)  # noqa: B023  # called before it changes
             return repeats, used[f"{dtype} {family}"], used[dtype]
 
+        # Of equals the first: the plan is the same every time.
         best = min(left, key=rank)
         left.remove(best)
         chosen.append(best)
@@ -125,6 +126,7 @@ def _applicable_pairs(planning: Planning, each: Property) -> list[Pair]:
                 pairs.append((dtype, family))
             elif reason != NOT_APPLICABLE:
                 refused.setdefault(family, reason)
+    # A family that is taken in some dtype is no refusal.
     taken = {family for _, family in pairs}
     for family, reason in refused.items():
         if family not in taken:

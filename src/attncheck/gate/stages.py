@@ -188,8 +188,8 @@ _ADDITIONAL = {"hidden_keys_nan": BACKWARD_CAP, "neighbours": MANY_KEYS}
 def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
     """Yield the questions of ``memory`` or ``determinism``, each on a few layouts.
 
-    Layouts and dtypes take turns. Nothing is said where the kernel takes none of them: the stage
-    bounds has said it.
+    Layouts and dtypes take turns. What the kernel takes on no layout is not reported: the
+    stage bounds reports it.
     """
     if stage == "memory":
         yield from sanitizer_units(planning)

@@ -1,1 +1,1 @@
-"""Room ``inputs``."""
+"""Inputs: Problems and Cases, the distributions that their tensors come from, and recordings."""

@@ -197,8 +197,12 @@ def unrounded_inputs(problem: Problem) -> Inputs:
     if not _is_softmax(problem):
         drawn = distributions.draw(problem.distribution, sizes, problem.seed)
         q, k, v = map(torch.from_numpy, drawn)
-        for tensor in (k, v):
-            _share(tensor, problem)
+        if (
+            problem.paging is not None
+        ):  # pages that all sequences share hold what the first one's do
+            shared = problem.paging.shared * problem.paging.size
+            for tensor in (k, v):
+                tensor[:, :, :shared] = tensor[:1, :, :shared].clone()
         sink = _sink(problem) if problem.sink else None
         dout, dlse = _loss(problem)
         return Inputs(problem=exact, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse)
@@ -243,13 +247,6 @@ def _loss(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if problem.dlse:
         dlse = torch.from_numpy(draws.normal("dlse", rows)).float()
     return dout, dlse
-
-
-def _share(tensor: torch.Tensor, problem: Problem) -> None:
-    """Pages that all sequences share hold what the first one's do."""
-    if problem.paging is not None:
-        keys = problem.paging.shared * problem.paging.size
-        tensor[:, :, :keys] = tensor[:1, :, :keys].clone()
 
 
 def _of_all(scale: torch.Tensor, name: str, problem: Problem) -> torch.Tensor:

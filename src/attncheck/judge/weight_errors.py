@@ -77,7 +77,9 @@ def weight_errors(
     # Large errors are rare; their five exponentials are computed for such rows alone.
     far = rho.amax(-1, keepdim=True) > _SMALL
     if bool(far.any()):
-        most, least_share = _far(log, rho)
+        # B11: the largest and the least that every weight can become, whatever the errors.
+        most = _share(log + rho, log - rho, shrink=True)
+        least_share = _share(log - rho, log + rho, shrink=False)
         change = torch.maximum(most - exact, exact - least_share)
         relative = torch.where(far & ~(least > 0), torch.inf, relative)
         changed = torch.where(far, torch.fmin(changed, change), changed)
@@ -104,11 +106,6 @@ def _near(exact: Tensor, growth: Tensor, least: Tensor) -> tuple[Tensor, Tensor]
     others = (growth.sum(-1, keepdim=True) * (1 + slack) - growth).clamp_min(0)
     changed = (growth * (1 - exact + slack) + exact * others) / least
     return changed, (exact + growth) / least
-
-
-def _far(log: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """B11: the largest and the least that every weight can become, whatever the errors."""
-    return _share(log + rho, log - rho, shrink=True), _share(log - rho, log + rho, shrink=False)
 
 
 def _share(own: Tensor, others: Tensor, *, shrink: bool) -> Tensor:

@@ -183,15 +183,11 @@ def _turns(problem: Problem, device: torch.device) -> set[int]:
         number = seen.sum(-1) * (problem.kv // seen.shape[-1])
         counts.append(number.expand(*number.shape[:2], len(rows)).flatten(0, 1))
     # A turn is where the second difference is not 0: a mask starts, stops or jumps.
-    growth = torch.cat(_of_all_heads(counts), dim=-1).diff(dim=-1)
+    # A mask may agree between heads in one part and not in another.
+    most = max(len(part) for part in counts)
+    growth = torch.cat([part.expand(most, -1) for part in counts], dim=-1).diff(dim=-1)
     turns = (growth.diff(dim=-1) != 0).any(0).nonzero().flatten().tolist()
     return {row + beside for row in turns for beside in (1, 2)}  # the last before, the first after
-
-
-def _of_all_heads(counts: list[Tensor]) -> list[Tensor]:
-    """A mask may agree between heads in one part and not in another."""
-    most = max(len(part) for part in counts)
-    return [part.expand(most, -1) for part in counts]
 
 
 def _pieces(problem: Problem, query: Tensor) -> Iterator[Rows]:

@@ -413,9 +413,9 @@ def _call_sources(how: list[KernelCall]) -> Iterator[str]:
     yield from dict.fromkeys(source for one in how for source in (one.kernel, one.source))
 
 
-def _data_text(said: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
+def _data_text(data: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
     """Yield what was asked, and the memory of its tensors."""
-    text = pprint.pformat(said, width=96, sort_dicts=False)
+    text = pprint.pformat(data, width=96, sort_dicts=False)
     for name in {one.name for one in how}:  # functions, where data has their names
         text = text.replace(f"'call': {name!r}", f"'call': {name}")
     yield f"nan, inf = math.nan, math.inf\n\nASKED: dict[str, Any] = {text}"

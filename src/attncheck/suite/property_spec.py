@@ -113,6 +113,7 @@ def asks(
         where=where,
     )
 
+    # Checked above, when the file is imported: a wrong name is no failed test.
     def decorate(test: Callable[[UnderTest, Case], None]) -> Any:
         @functools.wraps(test)
         def of_kernel(kernel: UnderTest) -> None:

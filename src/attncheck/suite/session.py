@@ -104,6 +104,7 @@ class Session:
         Raises:
             pytest.UsageError: for a device that is not here.
         """
+        # Before CUDA is initialised: afterwards the choice is too late.
         if self.options.device != "cpu":
             choose_gpu()
         try:

@@ -110,7 +110,7 @@ class UnderTest(KernelSupport):
         share = record.judgement.out_over_bound if record.judgement else None
         if share and math.isfinite(share):
             self.share = max(self.share, share)
-        import hypothesis
+        import hypothesis  # heavy, and not needed by a test without it
 
         if not hypothesis.currently_in_test_context():
             if record.status == "unsupported":

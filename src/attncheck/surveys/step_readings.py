@@ -463,11 +463,6 @@ def _flushed_factor(runner: SceneRunner, name: str) -> bool:
     q[0, :, 0], k[0, 1:, 0] = (small, -large) if name == "q" else (large, -small)
     q[0, :, 1] = k[0, :, 2] = large
     v[0, 0, 0], v[0, 1, 1] = 1.0, 1.0
-    out = runner.run(make_scene(runner.dtype, q, k, v, scale=LN2 / (small * large))).out[
-        0, ROWS // 2
-    ]
+    scene = make_scene(runner.dtype, q, k, v, scale=LN2 / (small * large))
+    out = runner.run(scene).out[0, ROWS // 2]
     return bool(out[0] == out[1])
-
-
-def _top_of_subnormals(largest: float) -> int:
-    return math.floor(math.log2(largest))

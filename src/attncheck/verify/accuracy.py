@@ -88,7 +88,7 @@ def measure_accuracy(
 
 
 def promises_same_bits(subject: Subject, problem: Problem) -> bool:
-    """Whether ``subject`` promises the same bits each time that it is asked ``problem``."""
+    """Return whether ``subject`` promises the same bits each time that it is asked ``problem``."""
     return "repeat" in subject.promises and (subject.promises_gradients or not problem.backward)
 
 

@@ -383,7 +383,7 @@ class GradientAllowance:
         return self.bounds[name] > 0 if flat else (self.bounds[name] > 0).any(-1)
 
     def budget(self, tensor: TensorName, place: Place) -> dict[str, float]:
-        """What the allowance of one element is made of."""
+        """Return what the allowance of one element is made of."""
         index = place.index(tensor)
         return {name: float(term[index]) for name, term in self.terms[tensor].items()}
 
@@ -394,7 +394,7 @@ def gradient_allowance(
     outputs: Outputs,
     lse_bound: Tensor | None = None,
 ) -> GradientAllowance:
-    """What is allowed of a kernel of this arithmetic whose forward gave these out and LSE.
+    """Return what is allowed of a kernel of this arithmetic whose forward gave these out and LSE.
 
     Infinite where the exact result is not finite, where the score mod or its derivative cannot be
     traced or may be infinite, and in what a row touches whose own out or LSE is not finite.

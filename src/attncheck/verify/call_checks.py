@@ -153,14 +153,14 @@ def _judge_notes(notes: list[CallNotes], warnings: tuple[str, ...] = ()) -> Judg
 
 
 def _guards(kernel: CheckedKernel) -> Judgement:
-    notes = [kernel.run(under).noted for under in _FILLS]
+    notes = [kernel.run(under).notes for under in _FILLS]
     missing = (_UNGUARDED.format(each.unguarded) for each in notes if each.unguarded)
     return _judge_notes(notes, _distinct(*missing))
 
 
 def _unwritten(kernel: CheckedKernel) -> Judgement:
     plain, *filled = (kernel.run(under) for under in (PLAIN_CALL, *_FILLS))
-    unknown = {n for each in filled for n in each.noted.unpoisoned.split(", ") if n}
+    unknown = {n for each in filled for n in each.notes.unpoisoned.split(", ") if n}
     warnings = _distinct(_UNPOISONED.format(", ".join(sorted(unknown))) if unknown else "")
     names = list(plain.outputs.tensors())
     reason = next(filter(None, (_unwritten_elements(name, filled) for name in names)), "")
@@ -220,16 +220,16 @@ def _same_results(kernel: CheckedKernel, under: CallConditions) -> Judgement:
         if under.elsewhere or under.late:
             return _each_within_bounds(kernel, under)
         return _relations_hold(kernel, [("repeat", {})] * _PAIRS)
-    noted = kernel.run(under).noted
-    if noted.wrong:
-        return Judgement(status="fail", rule="memory", reason=noted.wrong)
-    differing = noted.differing
+    notes = kernel.run(under).notes
+    if notes.wrong:
+        return Judgement(status="fail", rule="memory", reason=notes.wrong)
+    differing = notes.differing
     warnings: tuple[str, ...] = ()
     if backward and kernel.subject.promises_gradients:
-        differing = max(differing, noted.gradients_differing)
+        differing = max(differing, notes.gradients_differing)
     elif backward:
         warnings = ("does not promise the bits of gradients: out and LSE alone were compared",)
-    return _judge_counts(differing, noted.further, noted.where, warnings)
+    return _judge_counts(differing, notes.further, notes.where, warnings)
 
 
 def _each_within_bounds(kernel: CheckedKernel, under: CallConditions) -> Judgement:
@@ -335,7 +335,7 @@ CHECKS: dict[str, Check] = {
             summary="a call leaves its process as it was: generators, flags, modes, directory, "
             "environment",
             stage="memory",
-            look=lambda kernel: _judge_notes([kernel.run(CallConditions(state=True)).noted]),
+            look=lambda kernel: _judge_notes([kernel.run(CallConditions(state=True)).notes]),
         ),
         Check(
             name="leaks",
@@ -343,7 +343,7 @@ CHECKS: dict[str, Check] = {
             "`calls` calls, three times over",
             stage="memory",
             look=lambda kernel: _judge_notes(
-                [kernel.run(CallConditions(window=kernel.calls)).noted]
+                [kernel.run(CallConditions(window=kernel.calls)).notes]
             ),
             allowed=lambda _: {"calls": _WINDOWS},
         ),

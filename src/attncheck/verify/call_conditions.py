@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,9 +12,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
-from attncheck.inputs.input_tensors import Descale
 from attncheck.verify.further_calls import repeat_calls
-from attncheck.verify.memory_patterns import Fill, GuardBands, allocator_filled, pattern, primed
+from attncheck.verify.memory_patterns import (
+    Fill,
+    GuardBands,
+    allocator_filled,
+    pattern,
+    primed,
+    with_tensors,
+)
 from attncheck.verify.process_effects import (
     changed_parts,
     process_state,
@@ -55,7 +60,7 @@ _AXES = 4  # of a tensor with rows: (batch, heads, length, dim)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What is no part of the inputs: around them, and between the elements of one that is a view.
+    """Memory that is no part of the inputs: around them, and between the elements of a view.
 
     Attributes:
         contents: What lies there, beside the inputs that ``of`` names; beside all others
@@ -83,9 +88,7 @@ def place_among(inputs: Inputs, by: Surroundings) -> Inputs:
         )
         for name, tensor in inputs.tensors().items()
     }
-    scales = {n[0]: tensors.pop(n) for n in list(tensors) if n.endswith("_descale")}
-    descale = Descale(**scales) if scales else None
-    return dataclasses.replace(inputs, descale=descale, **tensors)  # type: ignore[arg-type]
+    return with_tensors(inputs, tensors)
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +148,7 @@ class CallConditions:
         last: Whether what the last call gave is what the execution gives, in place of the first's.
         state: Whether what a further call changes in its process is looked at.
         window: Calls in a window in which leaks are looked for; 0 where they are not.
-        beside: What lies beside its inputs, in place of guard bands; None for nothing in
+        surroundings: What lies beside its inputs, in place of guard bands; None for nothing in
             particular.
     """
 
@@ -156,7 +159,7 @@ class CallConditions:
     last: bool = False
     state: bool = False
     window: int = 0
-    beside: Surroundings | None = None
+    surroundings: Surroundings | None = None
 
 
 PLAIN_CALL = CallConditions()
@@ -165,7 +168,7 @@ _RETURNED: set[StorageWeakRef] = set()
 
 @dataclass(slots=True, kw_only=True)
 class CallNotes:
-    """What was seen around a call that only who made it could see: words and numbers alone.
+    """Observations around a call that only who made it could make: words and numbers alone.
 
     Attributes:
         wrong: What is wrong, in one line, with the rule it breaks; empty where nothing.
@@ -197,13 +200,13 @@ class ConditionedCall:
     """One call with what is arranged around it; the executor tells it how far it is.
 
     Attributes:
-        noted: What was seen so far.
+        notes: What was seen so far.
     """
 
     def __init__(
         self, under: CallConditions, device: torch.device, first: State | None = None
     ) -> None:
-        self.noted, self._first = CallNotes(), first
+        self.notes, self._first = CallNotes(), first
         self._under, self._device = under, device
         self._guards = GuardBands(under.fill, device) if under.fill else None
         self._primed: Primed | None = None
@@ -231,8 +234,8 @@ class ConditionedCall:
 
     def copied(self, inputs: Inputs) -> Inputs:
         """What the kernel is to read: the same numbers, laid out alike, in memory of their own."""
-        if self._under.beside is not None:
-            return place_among(inputs, self._under.beside)
+        if self._under.surroundings is not None:
+            return place_among(inputs, self._under.surroundings)
         return inputs.clone() if self._guards is None else self._guards.copied(inputs)
 
     def returned(self, outputs: Outputs) -> None:
@@ -242,8 +245,8 @@ class ConditionedCall:
             _remember(tensors)
             return
         unguarded = [name for name, tensor in tensors.items() if not self._guards.holds(tensor)]
-        self.noted.unguarded = ", ".join(unguarded)
-        self.noted.unpoisoned = ", ".join(
+        self.notes.unguarded = ", ".join(unguarded)
+        self.notes.unpoisoned = ", ".join(
             name for name in unguarded if not self._filled(tensors[name])
         )
         _remember(tensors)
@@ -258,7 +261,7 @@ class ConditionedCall:
             inputs: What that is a copy of.
             first: What the first call gave, in memory of its own.
         """
-        under, noted, given = self._under, self.noted, first
+        under, notes, given = self._under, self.notes, first
         for found in repeat_calls(
             subject,
             call,
@@ -268,12 +271,12 @@ class ConditionedCall:
             elsewhere=under.elsewhere,
             late=under.late,
         ):
-            noted.further += 1
-            noted.differing += found.forward
-            noted.gradients_differing += found.gradients
-            if found.forward and noted.differing == 1:
-                noted.where = found.where  # rather than that of a gradient
-            noted.where = noted.where or found.where
+            notes.further += 1
+            notes.differing += found.forward
+            notes.gradients_differing += found.gradients
+            if found.forward and notes.differing == 1:
+                notes.where = found.where  # rather than that of a gradient
+            notes.where = notes.where or found.where
             given = found.outputs if under.last else given
             self._look()
         if under.state:
@@ -295,7 +298,7 @@ class ConditionedCall:
     def _look(self) -> None:
         if self._guards is not None:
             self._wrong("memory", self._guards.look())
-            self.noted.unchecked = self.noted.unchecked or self._guards.unchecked
+            self.notes.unchecked = self.notes.unchecked or self._guards.unchecked
 
     def _changed(self, call: Call) -> None:
         """Compare the process around a further call; the first one may import and compile.
@@ -310,18 +313,18 @@ class ConditionedCall:
         self._wrong("state", f"changed {', '.join(found)}" if found else "")
         once = ", ".join(name for name in first if name not in found)
         if once:
-            self.noted.remark = f"its first call changed {once}, and a further one did not"
+            self.notes.remark = f"its first call changed {once}, and a further one did not"
 
     def _leaked(self, call: Call) -> None:
         found, uncounted = resource_leaks(call, self._under.window, self._device)
         self._wrong(
             "leak", f"holds more after every {self._under.window} calls: {found}" if found else ""
         )
-        self.noted.unchecked = f"not counted here: {uncounted}" if uncounted else ""
+        self.notes.unchecked = f"not counted here: {uncounted}" if uncounted else ""
 
     def _wrong(self, rule: str, message: str) -> None:
-        if message and not self.noted.wrong:
-            self.noted.wrong, self.noted.rule = message, rule
+        if message and not self.notes.wrong:
+            self.notes.wrong, self.notes.rule = message, rule
 
 
 def _remember(tensors: Mapping[TensorName, torch.Tensor]) -> None:
@@ -343,7 +346,7 @@ def _gone(memory: StorageWeakRef) -> bool:
 def under_conditions(
     under: CallConditions, device: torch.device, first: State | None = None
 ) -> Iterator[ConditionedCall]:
-    """Within, calls are made ``under`` these circumstances; what was seen is in its ``noted``.
+    """Within, calls are made ``under`` these circumstances; what was seen is in its ``notes``.
 
     Args:
         under: The circumstances.

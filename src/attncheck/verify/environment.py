@@ -25,7 +25,7 @@ def default_device() -> str:
 
 
 def require_device(device: str) -> None:
-    """Raises UsageError when ``device`` is ``cuda`` and torch sees no GPU."""
+    """Raise UsageError when ``device`` is ``cuda`` and torch sees no GPU."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():

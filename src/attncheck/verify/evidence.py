@@ -29,7 +29,7 @@ __all__ = ["Evidence", "score_analysis"]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Evidence:
-    """What a kernel's outputs on a Case are held against.
+    """The facts that a kernel's outputs on a Case are held against.
 
     Attributes:
         case: The Case.

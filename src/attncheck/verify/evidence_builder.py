@@ -131,7 +131,7 @@ class EvidenceBuilder:
         }
 
     def touched(self, gradient: TensorName) -> Tensor:
-        """Where ``gradient`` is not 0 by definition, bool, broadcastable to its shape.
+        """Return where ``gradient`` is not 0 by definition, bool, broadcastable to its shape.
 
         Of dq in rows that see a key, of dk and dv of keys that some row sees, of dcaptured of
         numbers that are read there.

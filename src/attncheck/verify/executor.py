@@ -43,7 +43,7 @@ __all__ = ["Execution", "Executor", "Failure", "InProcess", "Origin", "failure",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why there are no outputs.
+    """The reason why there are no outputs.
 
     Attributes:
         kind: ``error`` when the kernel raised; ``refused`` when it said, only as it was called,
@@ -61,7 +61,7 @@ class Failure:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether ``error`` says that an allocation failed, on the host or on a GPU."""
+    """Return whether ``error`` says that an allocation failed, on the host or on a GPU."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     # torch has no class of its own for a failed allocation on the CPU, nor for one by the driver.
     said = str(error) if isinstance(error, RuntimeError) else ""
@@ -69,7 +69,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def failure(error: BaseException) -> Failure:
-    """What somebody's code raised, as data."""
+    """Return what somebody's code raised, as data."""
     if isinstance(error, Refused):
         return Failure(kind="refused", message=str(error))
     try:
@@ -94,7 +94,7 @@ _MOST_REPEATS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where inputs are from, so that another process draws the same.
+    """The source of inputs, so that another process draws the same.
 
     Attributes:
         case: The Case.
@@ -107,14 +107,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What a kernel gave.
+    """The outcome of a call: outputs, and what the kernel declares of them.
 
     Attributes:
         outputs: Of its first call.
         seconds: Median time of one call; None when it was not timed.
         tiling: What it declares of its tiles.
         arithmetic: The arithmetic that it declares, or that is assumed of it.
-        noted: What was seen around the call.
+        notes: What was seen around the call.
         left: ``obligations.digest`` of what it read, after the call; empty where nobody asked.
         compiling: Seconds of its calls that compilers took; 0 where nobody listened.
     """
@@ -123,24 +123,24 @@ class Execution:
     seconds: float | None
     tiling: Tiling | None
     arithmetic: Arithmetic
-    noted: CallNotes = dataclasses.field(default_factory=CallNotes)
+    notes: CallNotes = dataclasses.field(default_factory=CallNotes)
     left: str = ""
     compiling: float = 0.0
 
 
 class Executor(Protocol):
-    """How a kernel is asked and called."""
+    """A way to ask and call a kernel."""
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Why ``subject`` can run nothing on ``device``; None if it can, or raises when asked."""
         ...
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
-        """Whether ``problem`` is a question for ``subject`` at all."""
+        """Return whether ``problem`` is a question for ``subject`` at all."""
         ...
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Why ``subject`` does not take ``problem``; None if it does."""
+        """Return why ``subject`` does not take ``problem``; None if it does."""
         ...
 
     def launches(
@@ -204,7 +204,7 @@ class InProcess:
             return True
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Why ``subject`` does not take ``problem``; a Failure when even asking raises."""
+        """Return why ``subject`` does not take ``problem``; a Failure when even asking raises."""
         try:
             lacks = _NO_CAPTURED if problem.dcaptured and not subject.captured else None
             return subject.absent(device) or lacks or subject.unsupported(problem, device)
@@ -266,7 +266,7 @@ class InProcess:
             seconds=seconds,
             tiling=tiling,
             arithmetic=arithmetic,
-            noted=around.noted,
+            notes=around.notes,
             left=inputs_digest(given) if self._digests else "",
         )
 

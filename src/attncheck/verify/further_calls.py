@@ -244,7 +244,7 @@ def repeat_calls(
 
 
 def compare_bits(made: Outputs, first: Outputs, turn: int) -> RepeatedCall:
-    """Where call ``turn`` gave other bits than the first.
+    """Return where call ``turn`` gave other bits than the first.
 
     Raises:
         ValueError: where it gave no tensors of the same kind at all.

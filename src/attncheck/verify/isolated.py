@@ -80,12 +80,12 @@ class IsolatedExecutor:
         return found if isinstance(found, str) else None
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
-        """Whether to ask ``subject``; also where its process cannot say so."""
+        """Return whether to ask ``subject``; also where its process cannot say so."""
         found = self._ask(subject, "wanted", problem, self._connection.device)
         return found if isinstance(found, bool) else True
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Why ``subject`` does not take ``problem``; a Failure where even asking fails."""
+        """Return why ``subject`` does not take ``problem``; a Failure where even asking fails."""
         found = self._ask(subject, "refusal", problem, device)
         return found if isinstance(found, str | Failure) else None
 
@@ -173,7 +173,7 @@ class IsolatedExecutor:
             seconds=read_seconds(words.get("seconds")),
             tiling=read_tiling(words.get("tiling")),
             arithmetic=arithmetic,
-            noted=read_notes(words.get("noted")),
+            notes=read_notes(words.get("notes")),
             left=mine,
             compiling=read_seconds(words.get("compiling")) or 0.0,
         )

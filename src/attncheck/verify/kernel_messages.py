@@ -65,7 +65,7 @@ def to_fields(value: Any) -> Any:
 
 
 def from_fields(kind: type[_Dataclass], words: Any) -> _Dataclass:
-    """What ``spelled`` wrote of a dataclass of this kind.
+    """Return what ``to_fields`` wrote of a dataclass of this kind.
 
     Raises:
         UsageError: for anything else: a field too many or too few, or of another type.
@@ -122,7 +122,7 @@ def pack_outputs(outputs: Outputs) -> tuple[list[list[Any]], bytes]:
 
 
 def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) -> Outputs:
-    """What ``packed`` was given, on ``device``; raises HostError for anything else."""
+    """Return what ``pack_outputs`` was given, on ``device``; raises HostError for anything else."""
     found: dict[str, torch.Tensor] = {}
     at = 0
     for name, dtype, shape in _each(about):
@@ -156,7 +156,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 class RemoteError(HostError):
-    """What a kernel raised when it was asked something in its process.
+    """An error that a kernel raised when it was asked something in its process.
 
     Attributes:
         kind: As of ``executor.Failure``.
@@ -169,7 +169,7 @@ class RemoteError(HostError):
 
 
 def describe_subject(subject: Subject) -> dict[str, Any]:
-    """What a kernel's process says of it."""
+    """Return what a kernel's process says of it."""
     flags = {name: bool(getattr(subject, name)) for name in _FLAGS}
     promises = sorted(str(promise) for promise in subject.promises)
     return {"name": subject.name, "summary": subject.summary, "promises": promises, **flags}

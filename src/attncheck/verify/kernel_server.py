@@ -210,7 +210,7 @@ def _ran(found: Execution, problem: Problem, *, drawn: str, compiling: float) ->
         declared = {
             "arithmetic": to_fields(found.arithmetic),
             "tiling": to_fields(found.tiling),
-            "noted": to_fields(found.noted),
+            "notes": to_fields(found.notes),
         }
     except UsageError as error:
         return _failed(Failure(kind="contract", message=f"what it declares: {error}"))

@@ -33,6 +33,7 @@ __all__ = [
     "junk",
     "pattern",
     "primed",
+    "with_tensors",
 ]
 
 
@@ -201,7 +202,7 @@ class Primed:
         torch.cuda.memory._record_memory_history(None)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in it, and nothing else has lain there since."""
+        """Return whether ``tensor`` lies in it, and nothing else has lain there since."""
         start = tensor.untyped_storage().data_ptr()
         end = start + tensor.untyped_storage().nbytes()
         recorded = self._recorded()
@@ -336,12 +337,10 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def copied(self, inputs: Inputs) -> Inputs:
         """The same numbers between guard bands, laid out alike: strides, gaps and all."""
         tensors = {name: self._copied(name, t) for name, t in inputs.tensors().items()}
-        scales = {n[0]: tensors.pop(n) for n in list(tensors) if n.endswith("_descale")}
-        descale = Descale(**scales) if scales else None
-        return dataclasses.replace(inputs, descale=descale, **tensors)  # type: ignore[arg-type]
+        return with_tensors(inputs, tensors)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies between guard bands."""
+        """Return whether ``tensor`` lies between guard bands."""
         at = tensor.data_ptr()
         return any(
             0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start
@@ -349,7 +348,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         )
 
     def look(self) -> str:
-        """What was written where nobody may; what was allocated so far is then forgotten.
+        """Return what was written where nobody may; what was allocated so far is then forgotten.
 
         Empty where nothing was. The first fault that was ever found is told again.
         """
@@ -455,3 +454,11 @@ def _first(
 def _bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
     count = int((band[0] != band[1]).sum())
     return "1 byte" if count == 1 else f"{count} bytes"
+
+
+def with_tensors(inputs: Inputs, tensors: dict[str, torch.Tensor]) -> Inputs:
+    """Return ``inputs`` with other tensors, by the names that ``inputs.tensors()`` has."""
+    scales = {name[0]: t for name, t in tensors.items() if name.endswith("_descale")}
+    others = {name: t for name, t in tensors.items() if not name.endswith("_descale")}
+    descale = Descale(**scales) if scales else None
+    return dataclasses.replace(inputs, descale=descale, **others)  # type: ignore[arg-type]

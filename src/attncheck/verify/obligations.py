@@ -150,7 +150,7 @@ def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) ->
 
 
 def written_input(given: Inputs, inputs: Inputs) -> str:
-    """Which of its inputs a kernel changed; empty when none."""
+    """Return which of its inputs a kernel changed; empty when none."""
     for name, mine in inputs.tensors().items():
         its = given.tensors()[name]
         if not _EQUAL(*(_VIEW(_CONTIGUOUS(t), torch.uint8) for t in (mine, its))):
@@ -159,7 +159,7 @@ def written_input(given: Inputs, inputs: Inputs) -> str:
 
 
 def arithmetic_error(arithmetic: object, inputs: Inputs) -> str:
-    """What is wrong with the arithmetic a kernel declares; empty when nothing is."""
+    """Return what is wrong with the arithmetic a kernel declares; empty when nothing is."""
     if not isinstance(arithmetic, Arithmetic):
         return f"arithmetic() returned {type(arithmetic).__name__}, but should return Arithmetic."
     output = inputs.problem.formats.output
@@ -170,7 +170,7 @@ def arithmetic_error(arithmetic: object, inputs: Inputs) -> str:
 
 
 def aliased_input(outputs: Outputs, given: Inputs) -> str:
-    """Which of ``outputs`` lies in the memory of which input; empty when none does."""
+    """Return which of ``outputs`` lies in the memory of which input; empty when none does."""
     for name, tensor in outputs.tensors().items():
         for read, its in given.tensors().items():
             if _share(tensor, its):

@@ -177,7 +177,7 @@ def _parts(device: torch.device) -> dict[str, _Part]:
 
 
 def process_state(device: torch.device) -> State:
-    """What this process is now, as far as a kernel on ``device`` may change it."""
+    """Return what this process is now, as far as a kernel on ``device`` may change it."""
     found = {}
     for name, part in _parts(device).items():
         try:
@@ -225,7 +225,7 @@ def resource_counts(device: torch.device) -> dict[str, int]:
 
 
 def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, str]:
-    """What ``call`` holds more of in every window, and what could not be counted.
+    """Return what ``call`` holds more of in every window, and what could not be counted.
 
     An exact rule, and no threshold: in each of ``WINDOWS`` windows of ``calls`` calls, one after
     the other, there is more of it than in the window before. A cache that fills stops.

@@ -55,7 +55,7 @@ _PLACE = re.compile(r"^\s*at (?P<place>.+)$")
 
 
 def sanitizer() -> str | None:
-    """Where compute-sanitizer is; None where it is not."""
+    """Return where compute-sanitizer is; None where it is not."""
     return shutil.which("compute-sanitizer")
 
 

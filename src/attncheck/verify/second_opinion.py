@@ -88,7 +88,7 @@ def second_opinion(record: Record, evidence: Evidence) -> Record:
 
 
 def disagreement(found: Judgement, evidence: Evidence) -> str:
-    """Where the oracles are further apart than they may be, in a line.
+    """Return where the oracles are further apart than they may be, in a line.
 
     Empty where nowhere, where ``found`` does not rest on the truth, and where the second opinion
     does not fit into memory.

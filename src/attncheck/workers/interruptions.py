@@ -61,7 +61,7 @@ class Interruptions:
         return self._read
 
     def pending(self) -> bool:
-        """Whether there was one since ``heard``."""
+        """Return whether there was one since ``heard``."""
         return self._unheard
 
     def heard(self) -> None:

@@ -135,7 +135,7 @@ class Journal:
         return frozenset(self.content.quarantined)
 
     def lost(self, unit: Unit) -> int:
-        """How often ``unit`` was begun without a result, and without our ending it."""
+        """Return how often ``unit`` was begun without a result, and without our ending it."""
         return self.content.lost.get(unit.id, 0)
 
     def queued(self, units: Iterable[Unit]) -> None:
@@ -168,7 +168,7 @@ class Journal:
             self._write("abandoned", {"units": ids}, sync=True)
 
     def end(self, why: str) -> None:
-        """Why the session ends before everything is done; empty where everything is."""
+        """Return why the session ends before everything is done; empty where everything is."""
         self._why = why
 
     def close(self) -> None:

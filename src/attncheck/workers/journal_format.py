@@ -56,7 +56,7 @@ class JournalError(AttncheckError):
 
 @dataclass(slots=True)
 class JournalContent:
-    """What a journal says.
+    """The content of a journal.
 
     Attributes:
         head: What its writer says of the plan.
@@ -112,7 +112,7 @@ class JournalContent:
         return tuple(unit for unit in self.unfinished if unit.kind != "shrink")
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """What one event adds, whose units and results are structs.
+        """Return what one event adds, whose units and results are structs.
 
         Raises:
             JournalError, LookupError, TypeError: for one that cannot stand there.
@@ -223,14 +223,14 @@ def journal_line(number: int, kind: str, at: float, rest: Mapping[str, Any]) -> 
 
 
 def plan_fingerprint(head: Mapping[str, Any], version: str) -> str:
-    """What two headers of one plan have in common."""
+    """Return what two headers of one plan have in common."""
     same = {k: v for k, v in json_numbers.to_plain_data(head).items() if k not in VOLATILE}
     text = msgspec.json.encode([SCHEMA, version, same], order="sorted")
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def read_journal(path: Path) -> JournalContent:
-    """What the journal ``path`` says now; another process may be writing it.
+    """Return what the journal ``path`` says now; another process may be writing it.
 
     Raises:
         JournalError: where it cannot be read, is no journal, or is damaged before its last line.

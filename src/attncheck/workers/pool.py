@@ -177,7 +177,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         why: Why before everything was done; empty where everything is. It can be resumed.
@@ -197,7 +197,7 @@ class RunEnd:
 
 
 def given_up(unit: Unit, reason: str) -> Done:
-    """What comes of a unit that was lost too often, unless the caller says otherwise."""
+    """Return what comes of a unit that was lost too often, unless the caller says otherwise."""
     return Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {reason}")
 
 

@@ -41,7 +41,7 @@ _READ, _WRITE = os.read, os.write
 
 
 class BrokenFrame(AttncheckError):
-    """What came is no frame of the other side, or not the next."""
+    """Bytes that are no frame of the other side, or not the next."""
 
 
 class Closed(AttncheckError):

@@ -62,7 +62,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What came of a unit.
+    """The result of a unit.
 
     Attributes:
         unit: Its id.

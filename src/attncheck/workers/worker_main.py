@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Server(Protocol):
-    """What a worker does."""
+    """The object that a worker makes, and asks for its answers."""
 
     def answer(self, request: Frame) -> Frame:
         """Return the answer; whatever is raised on the way is one too."""

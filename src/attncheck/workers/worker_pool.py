@@ -60,7 +60,7 @@ class WorkerError(AttncheckError):
 
 
 class Work(Protocol):
-    """What a worker makes once, by the factory ``module:function`` of a run."""
+    """The object that a worker makes once, by the factory ``module:function`` of a run."""
 
     def do(self, unit: Unit) -> Done:
         """Do ``unit``. Raising costs a new process, and twice makes a harness error."""
@@ -89,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
-    """Where one worker of this machine works.
+    """The place of one worker on this machine.
 
     Attributes:
         gpu: What CUDA_VISIBLE_DEVICES is there; empty to leave it as it is here.
@@ -195,7 +195,7 @@ def _reason(error: BaseException) -> str:
 
 
 class UnitServer:
-    """What a worker process does: makes its Work, then one unit after the other."""
+    """The server of a worker that makes its Work, then does one unit after the other."""
 
     def __init__(self) -> None:
         self._work: Work | None = None

@@ -1,16 +1,19 @@
-"""torch's setting of fp32 products: as asked inside, as before outside."""
+"""torch's setting of fp32 products, inside and outside a call; its flash kernel is noticed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.conventions.torch_arithmetic import fp32_products
+from attncheck.conventions.torch_arithmetic import CpuFlashDetector, fp32_products
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects import torch_kernels
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Flex, Sdpa
+from attncheck.verify.further_calls import _Late
+from attncheck.verify.memory_patterns import GuardBands
 
 cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
@@ -93,3 +96,19 @@ def test_each_kernel_multiplies_as_its_problem_says(kernel, dtype, monkeypatch):
     kernel.run(draw_inputs(Problem(query=9, head_dim=16, dtype=dtype)))
     products = "tf32" if dtype == "tf32" and kernel.name != "ideal" else "ieee"
     assert set(seen) == {(products, products)}
+
+
+class Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def imports_torchs_compiler(mode):
+    """At the first operator that it sees: torch has wrapped its handler."""
+    return hasattr(mode.__torch_dispatch__, "__wrapped__")
+
+
+@pytest.mark.parametrize("mode", [CpuFlashDetector, GuardBands, _Late])
+def test_it_imports_no_compiler(mode):
+    assert not imports_torchs_compiler(mode)
+    assert imports_torchs_compiler(Plain)

@@ -156,7 +156,9 @@ def test_every_input_has_surroundings(problem):
 
 
 def test_another_process_has_the_same_surroundings():
-    under = CallConditions(fill="pattern", beside=Surroundings(contents="nan", of="k", apart="q"))
+    under = CallConditions(
+        fill="pattern", surroundings=Surroundings(contents="nan", of="k", apart="q")
+    )
     assert from_fields(CallConditions, to_fields(under)) == under
     with IsolatedKernel("ideal") as host:
         assert out_of_bounds_reads(Case(problem=ROWS), host.subject, "cpu", host.executor) == ""
